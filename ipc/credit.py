@@ -66,7 +66,7 @@ class SendWindow:
 class ReadWindow:
     """The reader's flow-control window, which counts the responses read and not credited yet."""
 
-    __slots__ = ("_bytes", "_responses", "_responses_per_credit")
+    __slots__ = ("_bytes", "_responses_per_credit", "_uncredited_count")
 
     def __init__(self, placed: bool = False) -> None:
         """Create a window without responses.
@@ -75,7 +75,7 @@ class ReadWindow:
             placed: Whether each response overwrites the previous one in the client's memory.
         """
         self._responses_per_credit = 1 if placed else RESPONSES_PER_CREDIT
-        self._responses = 0
+        self._uncredited_count = 0
         self._bytes = 0
 
     def record_read(self, byte_size: int) -> int:
@@ -84,9 +84,9 @@ class ReadWindow:
         Returns:
             The number of responses to credit now.
         """
-        self._responses += 1
+        self._uncredited_count += 1
         self._bytes += byte_size
-        if self._responses < self._responses_per_credit and self._bytes < BYTES_PER_CREDIT:
+        if self._uncredited_count < self._responses_per_credit and self._bytes < BYTES_PER_CREDIT:
             return 0
-        responses, self._responses, self._bytes = self._responses, 0, 0
+        responses, self._uncredited_count, self._bytes = self._uncredited_count, 0, 0
         return responses

@@ -117,9 +117,9 @@ class Capabilities:
 
         return hashlib.blake2b(text.encode(), key=self.key, digest_size=size).digest()
 
-    def token(self, number: int) -> str:
-        """Return the token of local client `number`."""
-        return self._mac(f"guest {number}", _TOKEN_SIZE).hex()
+    def token(self, client_number: int) -> str:
+        """Return the token of local client `client_number`."""
+        return self._mac(f"guest {client_number}", _TOKEN_SIZE).hex()
 
     def local_client(self, identity: bytes) -> int:
         """Return the number of the local client with this link identity, or 0 if it is invalid."""
@@ -132,30 +132,36 @@ class Capabilities:
         is_valid = hmac.compare_digest(token, self.token(int(number)).encode())
         return int(number) if is_valid else 0
 
-    def memory_id(self, number: int, *description: int) -> int:
-        """Return the id of a memory of local client `number`: 62 bits that cannot be guessed.
+    def memory_id(self, client_number: int, *description: int) -> int:
+        """Return the id of a local client's memory: 62 bits that cannot be guessed.
 
         Args:
-            number: The number of the local client.
+            client_number: The number of the local client.
             description: The memory's pid, fd, inode, byte_size, sealed, copied and pinned.
         """
-        text = " ".join(map(str, ("memory", number, *description)))
+        text = " ".join(map(str, ("memory", client_number, *description)))
         return int.from_bytes(self._mac(text, 8), "little") >> 2
 
-    def device_memory_id(self, number: int, serial: int, byte_size: int, handle: CudaHandle) -> int:
-        """Return the id of a device memory of local client `number`.
+    def device_memory_id(
+        self, client_number: int, serial: int, byte_size: int, handle: CudaHandle
+    ) -> int:
+        """Return the id of a device memory of local client `client_number`.
 
         A handle that is shared again has a new `serial` and therefore a new id, so that workers can
         reject the withdrawn memory.
         """
         serial %= 1 << (62 - _MAC_BITS)
         ordinal, handle_hex, uuid_hex = handle.device, handle.raw.hex(), handle.uuid.hex()
-        text = f"device memory {number} {serial} {byte_size} {ordinal} {handle_hex} {uuid_hex}"
+        text = (
+            f"device memory {client_number} {serial} {byte_size} {ordinal} {handle_hex} {uuid_hex}"
+        )
         return serial << _MAC_BITS | int.from_bytes(self._mac(text, _MAC_BITS // 8), "little")
 
-    def owns(self, number: int, memory: Memory) -> bool:
-        """Return whether local client `number` shared this memory with exactly this description."""
+    def owns(self, client_number: int, memory: Memory) -> bool:
+        """Return whether this local client shared this memory with exactly this description."""
         if memory.cuda is not None:
             serial = memory.id >> _MAC_BITS
-            return memory.id == self.device_memory_id(number, serial, memory.byte_size, memory.cuda)
-        return memory.id == self.memory_id(number, *_DESCRIPTION_FIELDS(memory))
+            return memory.id == self.device_memory_id(
+                client_number, serial, memory.byte_size, memory.cuda
+            )
+        return memory.id == self.memory_id(client_number, *_DESCRIPTION_FIELDS(memory))

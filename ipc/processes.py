@@ -65,12 +65,12 @@ def children(pid: int) -> Iterator[int]:
             yield from map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
 
 
-def kill_tree(pid: int, spared: Container[int] = ()) -> None:
-    """Kill a process and its descendants, except the `spared` ones and their descendants."""
-    child_pids = [child for child in children(pid) if child not in spared]
+def kill_tree(pid: int, excluded_pids: Container[int] = ()) -> None:
+    """Kill a process and its descendants, except the `excluded_pids` ones and their descendants."""
+    child_pids = [child for child in children(pid) if child not in excluded_pids]
     _kill(pid)
     for child in child_pids:
-        kill_tree(child, spared)
+        kill_tree(child, excluded_pids)
 
 
 def _kill(pid: int) -> None:

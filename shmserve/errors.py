@@ -184,11 +184,11 @@ def clip(text: str, limit: int = 60) -> str:
     return printable if len(printable) <= limit else printable[:limit] + "..."
 
 
-def nearest(name: str, names: Iterable[str], likeness: float = 0.6) -> str | None:
-    """Return the known name with the highest difflib ratio, or None if it is below `likeness`."""
+def nearest(name: str, names: Iterable[str], min_similarity: float = 0.6) -> str | None:
+    """Return the known name with the highest difflib ratio, or None below `min_similarity`."""
     import difflib  # imported late, because only errors need it
 
-    matches = difflib.get_close_matches(name[:80], list(names), n=1, cutoff=likeness)
+    matches = difflib.get_close_matches(name[:80], list(names), n=1, cutoff=min_similarity)
     return matches[0] if matches else None
 
 

@@ -196,7 +196,7 @@ def _extract(archive: Path, root: Path) -> None:
     root.mkdir()
     links: list[tuple[Path, str]] = []
     if not tarfile.is_tarfile(archive):
-        raise tarfile.TarError("it is no tar archive, or not compressed with gzip, bzip2 or xz")
+        raise tarfile.TarError("expected a tar archive, possibly compressed with gzip, bzip2 or xz")
     with tarfile.open(archive) as tar:
         for member in tar:
             path = _path_inside(root, member.name)

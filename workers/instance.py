@@ -105,7 +105,7 @@ class WorkerInstance:
                 logger.debug("%s is running warmup sample '%s' for iteration %d", text, name, n)
                 try:
                     requests = list(_warmup_requests(sample, self._signature, self._unpacker))
-                    errors = self._executor.rehearse(requests)
+                    errors = self._executor.run_warmup(requests)
                 except ShmserveError as error:
                     errors = [error]
                 if errors:
@@ -171,7 +171,7 @@ class WorkerInstance:
             case BaseException():
                 raise message  # a thread of the model has detected the loss of the device
             case _:
-                logger.warning("unexpected %s", type(message).__name__)
+                logger.warning("dropped a %s from the supervisor", type(message).__name__)
 
     def _handle_released(self, message: ReleaseOutputs | ReaderExited) -> None:
         match message:
@@ -182,16 +182,16 @@ class WorkerInstance:
             case ReaderExited(pid=pid):
                 self._output_memory.drop_reader(pid)
 
-    def _check_ready(self, number: int) -> None:
+    def _check_ready(self, check_number: int) -> None:
         is_ready = False
         try:
             is_ready = self._backend.is_ready()
         except BaseException:  # SystemExit, too: a model must not end its worker
             logger.exception("model '%s' failed in `is_ready`", self._context.model_name)
-        self._context.control.send(ReadyChecked(number, is_ready))
+        self._context.control.send(ReadyChecked(check_number, is_ready))
 
     def _wait(self, timeout_s: float | None) -> bool:
-        """Wait as `SupervisorLink.wait` does, after polling for a while if that pays."""
+        """Wait as `SupervisorLink.wait` does, after polling for a while if that is faster."""
         control, in_flight = self._context.control, self._in_flight
         start_ns = time.monotonic_ns()
         is_readable = False

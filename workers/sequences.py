@@ -346,7 +346,7 @@ class SequenceExecutor(Executor):
                 if row.flags & SEQUENCE_END:
                     self._states.release(row.slot)
 
-    def rehearse(self, requests: list[Request]) -> list[ShmserveError]:
+    def run_warmup(self, requests: list[Request]) -> list[ShmserveError]:
         """Run warm-up requests: each is a whole sequence, unless it has its own controls."""
         for slot, request in enumerate(requests):
             key = request.work.key
@@ -355,7 +355,7 @@ class SequenceExecutor(Executor):
             request.inputs = controls | request.inputs
             self._states.add_inputs(request, row)
         try:
-            return super().rehearse(requests)
+            return super().run_warmup(requests)
         finally:
             self._states.clear()
 

@@ -240,7 +240,7 @@ class ModelConfig:
 
     @property
     def _name(self) -> str:
-        name: str = self._model_config["name"]
+        name: str = self._model_config.get("name", "")  # tests of models may omit it
         return name
 
     def _check_properties(

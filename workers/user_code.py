@@ -140,7 +140,8 @@ def describe_error(error: BaseException) -> str:
                 f"{error_type}: a worker has no terminal for breakpoint(); "
                 "see `shmserve guide debug`"
             )
-        return f"{error_type}: {error}"
+        text = str(error)
+        return f"{error_type}: {text}" if text else error_type
     except BaseException:  # a model may define the exception's `__str__`, too
         return error_type
 

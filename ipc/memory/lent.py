@@ -52,7 +52,7 @@ class Token:
         """Free the memory, which has no user any more."""
 
     @property
-    def unsettled(self) -> bool:
+    def is_used(self) -> bool:
         """Return whether the memory still has users."""
         return self._users > 0
 

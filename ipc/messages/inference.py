@@ -191,8 +191,8 @@ class StatisticsReported(Message):
 class Work(Record):
     """A request in a message to a worker; `schema` and `data` are an `Inference`.
 
-    The other fields are those of `Submit`. The deadline also applies to the model's calls of other
-    models.
+    The other fields are copied from `Submit`. The deadline also applies to the calls that the model
+    makes.
     """
 
     key: int
@@ -269,7 +269,7 @@ class EndSequences(Message):
 class CancelExecution(Message):
     """Sent by a scheduler to a worker when a request was cancelled.
 
-    The worker does not write the outputs of the request. `keeps_reading` is that of `Cancel`.
+    The worker does not write the outputs of the request. `Cancel` describes `keeps_reading`.
     """
 
     key: int

@@ -57,13 +57,13 @@ class Padding:
 
     Attributes:
         pads: The padding of each padded input, by name.
-        likes: The outputs that are cut to the true shape of an input, with the input's name.
+        cut_outputs: The outputs that are cut to the true shape of an input, with the input's name.
         read: Splits a shape key into its constant part and the shapes of the padded inputs.
     """
 
-    def __init__(self, pads: Iterable[Pad], likes: Mapping[str, str]) -> None:
+    def __init__(self, pads: Iterable[Pad], cut_outputs: Mapping[str, str]) -> None:
         self.pads = {pad.name: pad for pad in pads}
-        self.likes = dict(likes)
+        self.cut_outputs = dict(cut_outputs)
         self._shape_format = struct.Struct(f"<{sum(len(pad.dims) for pad in self.pads.values())}q")
         self.read = lru_cache(1024)(self._split)
 
@@ -80,8 +80,8 @@ class Padding:
             return None
         own = specs.items()
         pads = [_pad_from_entry(name, dims[name], spec) for name, spec in own if "like" not in spec]
-        likes = {name: spec["like"] for name, spec in specs.items() if "like" in spec}
-        return cls(pads, likes)
+        cut_outputs = {name: spec["like"] for name, spec in specs.items() if "like" in spec}
+        return cls(pads, cut_outputs)
 
     def key(self, constant_part: bytes, shapes: Mapping[str, Shape]) -> bytes:
         """Return the shape key of a request.
@@ -119,7 +119,7 @@ class PaddedBatch:
 
     _padding: Padding
     _constant_part: bytes | None = None
-    _largest: Sequence[Shape] = ()
+    _largest_shapes: Sequence[Shape] = ()
     _rows: int = 0
     _pads: tuple[Pad, ...] = field(init=False)
     _true_elements: list[int] = field(init=False)
@@ -150,7 +150,7 @@ class PaddedBatch:
         elif constant_part != self._constant_part:
             return False
         else:
-            pairs = zip(self._largest, shapes, strict=True)
+            pairs = zip(self._largest_shapes, shapes, strict=True)
             largest = [tuple(map(max, first, second)) for first, second in pairs]
         rows = self._rows + units
         true_elements = self._true_elements.copy()
@@ -169,7 +169,7 @@ class PaddedBatch:
                 is_wasteful or padded_elements > _MAX_PADDED_ELEMENTS
             ):
                 return False
-        self._constant_part, self._largest, self._rows = constant_part, largest, rows
+        self._constant_part, self._largest_shapes, self._rows = constant_part, largest, rows
         self._true_elements, self._elements_if_alone = true_elements, elements_if_alone
         return True
 
@@ -177,7 +177,7 @@ class PaddedBatch:
         """Return the number of elements and of padding elements in the batch, by input."""
         counts = {}
         for pad, largest_shape, true_count in zip(
-            self._pads, self._largest, self._true_elements, strict=True
+            self._pads, self._largest_shapes, self._true_elements, strict=True
         ):
             padded_shape = pad.padded_shape(largest_shape) or largest_shape
             padded_count = self._rows * element_count(padded_shape)

@@ -181,7 +181,9 @@ class Signature:
 
     def _check_count(self, names: set[str]) -> None:
         missing = [n for n in self.inputs if n in self.required_inputs and n not in names]
-        if not missing and len(names) <= len(self.inputs):
+        is_count_valid = len(self.required_inputs) <= len(names) <= len(self.inputs)
+        # As in Triton, an unknown name is reported first if the count of inputs is valid.
+        if is_count_valid and (not missing or not names <= self.inputs.keys()):
             return
         received_text = f"Got input(s) [{_quoted_names(sorted(names))}]"
         suffix = f", but missing required input(s) [{_quoted_names(missing)}]" if missing else ""

@@ -228,7 +228,7 @@ class _Records:
         cls, field_types = self._cls, self._field_types
         for item in items:
             if type(item) is not list or list(map(type, item)) != field_types:
-                raise MalformedMessage(f"no {cls.__name__}")
+                raise MalformedMessage(f"expected the fields of a {cls.__name__}")
         return list(starmap(cls, items))
 
 
@@ -246,7 +246,7 @@ class _Document:
         try:
             return self._cls.of(source)
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
-            raise MalformedMessage(f"no {self._cls.__name__}: {error}") from error
+            raise MalformedMessage(f"invalid {self._cls.__name__}: {error}") from error
 
 
 def _is_document(annotation: Any) -> bool:

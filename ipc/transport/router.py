@@ -43,7 +43,7 @@ _MAX_CONSECUTIVE_WARNINGS = 32
 MAX_FRAME_SIZE = 8 << 20  # limited, because other peers wait while a frame is read
 MAX_ARRAY_LEN = 1 << 16  # maximum number of elements of an array, such as the messages of a frame
 _MAX_UNREGISTERED = 64  # maximum number of connections without a registered identity
-# The reads of an only connection without a poll, after which other connections are accepted.
+# The maximum of consecutive reads of the only connection before new connections are accepted.
 _MAX_UNPOLLED_READS = 8
 _MAX_UNSENT_BYTES = 4 << 20  # a peer with more unread output is not read
 _MAX_BUFFERED_BYTES = 64 << 20  # maximum bytes of incomplete frames of all peers
@@ -170,7 +170,7 @@ class Router:
         for peer in list(pending):
             messages = pending.pop(peer)
             if peer not in peers:
-                logger.debug("%d messages for a disconnected peer", len(messages))
+                logger.debug("dropped %d messages for a disconnected peer", len(messages))
                 continue
             connection = peers[peer]
             try:
@@ -346,7 +346,7 @@ class UntrustedRouter(Router):
         refuse_descriptors(self._listener.sock)
         self._is_admitted = is_admitted
         # Connections without a registered identity, in order of arrival.
-        self._unregistered: dict[Connection, None] = {}
+        self._unregistered_connections: dict[Connection, None] = {}
 
     def peers(self) -> list[bytes]:
         """Return the identities of connected peers."""
@@ -363,9 +363,9 @@ class UntrustedRouter(Router):
         if connection is not None:
             connection.max_unsent = _MAX_UNSENT_BYTES
             connection.decoder.largest = MAX_FRAME_SIZE
-            self._unregistered[connection] = None
-            if len(self._unregistered) > _MAX_UNREGISTERED:
-                self._drop(next(iter(self._unregistered)))
+            self._unregistered_connections[connection] = None
+            if len(self._unregistered_connections) > _MAX_UNREGISTERED:
+                self._drop(next(iter(self._unregistered_connections)))
         return connection
 
     def _identify(self, connection: Connection, properties: dict[str, bytes]) -> None:
@@ -374,7 +374,7 @@ class UntrustedRouter(Router):
             return
         super()._identify(connection, properties)
         if connection.identity is not None:
-            del self._unregistered[connection]
+            del self._unregistered_connections[connection]
 
     def _read(self, connection: Connection, received_messages: list[tuple[bytes, Any]]) -> None:
         super()._read(connection, received_messages)
@@ -391,5 +391,5 @@ class UntrustedRouter(Router):
 
     def _drop(self, connection: Connection) -> None:
         if connection.sock.fileno() >= 0:  # the connection was not dropped in the meantime
-            self._unregistered.pop(connection, None)
+            self._unregistered_connections.pop(connection, None)
             super()._drop(connection)

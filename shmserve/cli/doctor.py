@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
     Raises:
         InvalidArgument: The process of `--peer` cannot be examined.
     """
-    config = server.from_flags(parsed, os.environ, models_needed=False)
+    config = server.from_flags(parsed, os.environ, needs_models=False)
     results: Iterable[tuple[str, Verdict]]
     if args.peer is None:
         results = ((check.name, verdict) for check, verdict in table.run_checks(config))

@@ -29,7 +29,7 @@ _LISTED_LAST = frozenset(
 )
 _MAX_WIDTH = 140  # columns of text in a wide terminal
 # Methods of a region that only other modules of the client use.
-_INTERNAL_METHODS = ("memory_range", "ref", "store_request", "output_range", "within")
+_INTERNAL_METHODS = ("memory_range", "ref", "store_request", "output_range", "attached_to")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def page(topic: str) -> str:
         links = rf"\[([^]]*)\]\([\w./]*?\b({'|'.join(pages)})\.md\)"
         text = re.sub(links, _link_command, pages[name](), flags=re.IGNORECASE)
         return text.rstrip("\n") + "\n"
-    nearest_topic = nearest(name, tuple(pages), likeness=0.55)
+    nearest_topic = nearest(name, tuple(pages), min_similarity=0.55)
     hint = f", did you mean '{nearest_topic}'?" if nearest_topic else ";"
     message = f"guide: there is no page '{topic}'{hint} `shmserve guide` lists the pages"
     raise InvalidArgument(message)

@@ -93,7 +93,7 @@ def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStac
     if not trials:
         return 130
     if args.plot:
-        title = f"{args.model} at {target.where}, p99 within {target_ms:g} ms"
+        title = f"{args.model} at {target.location}, p99 within {target_ms:g} ms"
         write_file("plot", args.plot, report.draw_trials(title, trials, target_ms))
     if best_trial is None:
         print(search.table(trials, target_ms))
@@ -120,9 +120,14 @@ def _restore_at_end(server: AdminTransport, model: str, config: dict[str, Any]) 
     try:
         yield
     finally:
-        server.load(model)
-        if server.config(model, "") != config:
-            server.load(model, config)
+        try:
+            server.load(model)
+            if server.config(model, "") != config:
+                server.load(model, config)
+        except BaseException:  # a second interrupt, too
+            text = f"{model} has a tested configuration; `shmserve client load {model}` restores it"
+            print(text, file=sys.stderr)
+            raise
 
 
 @dataclass

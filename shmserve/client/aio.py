@@ -183,7 +183,7 @@ class Server:
         self._session = session
         self._channel: _LoopChannel | None = None
         # Channels to a former server that still answers their requests.
-        self._former: list[_LoopChannel] = []
+        self._former_channels: list[_LoopChannel] = []
 
     @signature_of(call_of)
     async def infer(self, /, *args: Any, **kwargs: Any) -> Result:
@@ -482,11 +482,11 @@ class Server:
         connection = await asyncio.to_thread(self._session.connection)
         if self._channel is channel:
             if channel is not None:
-                self._former.append(channel)
-            for former in self._former[:]:
+                self._former_channels.append(channel)
+            for former in self._former_channels[:]:
                 is_draining = former.connection.draining and former.connection.alive
                 if not (is_draining and former.requests.waiting):
-                    self._former.remove(former)
+                    self._former_channels.remove(former)
                     former.close()
             try:
                 self._channel = _LoopChannel(connection)
@@ -502,9 +502,9 @@ class Server:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        for former in self._former:
+        for former in self._former_channels:
             former.close()
-        self._former.clear()
+        self._former_channels.clear()
         await asyncio.to_thread(self._session.close)
 
     def __del__(self) -> None:

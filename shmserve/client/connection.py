@@ -121,9 +121,9 @@ class ListenerLink:
         self._futures[number] = future
         return number, future
 
-    def respond(self, number: int, response: Any) -> None:
+    def respond(self, request_number: int, response: Any) -> None:
         """Complete a request with its payload or error."""
-        future = self._futures.pop(number, None)
+        future = self._futures.pop(request_number, None)
         if future is None:
             return
         if isinstance(response, ShmserveError):
@@ -191,9 +191,7 @@ class Timeouts:
 class ServerConnection(ServerState):
     """A local client's connection: the link to the listener, and the thread that reads it."""
 
-    def __init__(
-        self, run_dir: Path, timeout_s: float, on_nudge: Callable[[], None] = noop
-    ) -> None:
+    def __init__(self, run_dir: Path, timeout_s: float, on_wake: Callable[[], None] = noop) -> None:
         """Connect to the server at `run_dir`.
 
         Raises:
@@ -204,7 +202,7 @@ class ServerConnection(ServerState):
         self.pid = os.getpid()
         # Whether the listener's socket remains when the server exits, as with systemd.
         self._socket_persists = run_dir.is_socket()
-        self._on_nudge = on_nudge
+        self._on_wake = on_wake
         self._tasks: deque[Callable[[RequestChannel], None]] = deque()
         self._link = ListenerLink()
         try:
@@ -324,8 +322,8 @@ class ServerConnection(ServerState):
         """Check whether the caller runs in the connection's thread, as a future's callback does."""
         return threading.current_thread() is self._thread
 
-    def nudge(self) -> None:
-        """Schedule `on_nudge` in the connection's thread; safe in any thread and at any time."""
+    def wake_thread(self) -> None:
+        """Schedule `on_wake` in the connection's thread; safe in any thread and at any time."""
         if self.pid == os.getpid():
             with self._lock:
                 if self.alive:
@@ -348,7 +346,7 @@ class ServerConnection(ServerState):
                 while self._tasks:
                     self._tasks.popleft()(self._channel)
                 if channel.waker in events:
-                    self._on_nudge()
+                    self._on_wake()
         except (OSError, MalformedMessage):
             pass  # the server exited or sent an unknown message
         finally:

@@ -182,7 +182,7 @@ class ServerState(ABC):
         self.mappings = Mappings()
         self.link_numbers = itertools.count(1)
         self._channels: set[Wakeable] = set()
-        # Reentrant, since `nudge` may be called by the garbage collector in the same thread.
+        # Reentrant, since `wake_thread` may be called by the garbage collector in the same thread.
         self._lock = threading.RLock()
 
     @abstractmethod

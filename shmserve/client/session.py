@@ -173,13 +173,15 @@ class Session:
         self._lock = threading.RLock()
         self._is_closed = False
         self._cuda: CudaExporter | None = None
-        self.memories = Memories(memory_limit, self._share, self._withdraw, self._nudge)
+        self.memories = Memories(memory_limit, self._share, self._withdraw, self._wake_connection)
         self._connection = self._connect()
 
     def _connect(self) -> ServerConnection:
         self._server_dir = discovery.find(self._run_dir, self._server_dir)
         try:
-            return ServerConnection(self._server_dir, self._timeout_s, self.memories.settle_if_free)
+            return ServerConnection(
+                self._server_dir, self._timeout_s, self.memories.free_recycled_if_unlocked
+            )
         except Disconnected:
             raise
         except OSError as error:
@@ -237,8 +239,8 @@ class Session:
     def _share(self, segment: AnySegment) -> None:
         self.connection().share(segment)
 
-    def _nudge(self) -> None:
-        self._connection.nudge()
+    def _wake_connection(self) -> None:
+        self._connection.wake_thread()
 
     def _withdraw(self, segment: AnySegment) -> None:
         self._connection.withdraw(segment)

@@ -17,7 +17,7 @@ from shmserve.client.session import Session, Tensors, call_of, model_path, signa
 from shmserve.errors import ShmserveError, TimedOut, Unavailable
 from shmserve.ipc.endpoints import MAX_LINKS
 
-_MAX_CHANNELS = MAX_LINKS - 1  # one of the client's links is the connection's own
+_MAX_CHANNELS = MAX_LINKS - 1  # the connection itself needs one of the client's links
 _INTERRUPTED = "this thread waits for a response: a signal handler cannot use the client meanwhile"
 
 
@@ -32,7 +32,7 @@ class Server:
         self._session = session
         self._channels: dict[threading.Thread, ThreadChannel] = {}
         # Channels to a former server that still answers their requests.
-        self._former: list[ThreadChannel] = []
+        self._former_channels: list[ThreadChannel] = []
         self._lock = threading.Lock()
 
     @signature_of(call_of)
@@ -372,7 +372,7 @@ class Server:
             for owner, waiter in list(self._channels.items()):
                 is_obsolete = waiter.connection is not connection and not owner.is_alive()
                 if is_obsolete or owner is thread:
-                    self._former.append(self._channels.pop(owner))
+                    self._former_channels.append(self._channels.pop(owner))
             self._close_former()
             # The channel of an ended thread is reused rather than closed: workers may still use the
             # memory of its requests, and a generator of `map` may await them.
@@ -404,15 +404,15 @@ class Server:
             for waiter in self._channels.values():
                 waiter.close()
             self._channels.clear()
-            for waiter in self._former:
+            for waiter in self._former_channels:
                 waiter.close()
-            self._former.clear()
+            self._former_channels.clear()
 
     def _close_former(self) -> None:
-        for waiter in self._former[:]:
+        for waiter in self._former_channels[:]:
             connection = waiter.connection
             if not (connection.draining and connection.alive and waiter.channel.waiting):
-                self._former.remove(waiter)
+                self._former_channels.remove(waiter)
                 waiter.close()
 
     def __enter__(self) -> Server:

@@ -51,24 +51,24 @@ def _number(limit: int) -> int:
     return _UNLIMITED if limit == resource.RLIM_INFINITY else limit
 
 
-def for_local_clients() -> int:
+def local_clients_share() -> int:
     """Return how many local clients the supervisor can serve, at two descriptors per client."""
     return limit() // 8
 
 
-def for_regions(max_fds: int) -> int:
+def regions_share(max_fds: int) -> int:
     """Return how many of `max_fds` descriptors registered memory may use."""
     return max_fds // 2
 
 
-def for_scrapes() -> int:
+def scrapes_share() -> int:
     """Return a gateway's descriptors for the connections of a metrics listener."""
     return min(_MAX_SCRAPES, (limit() - _RESERVED) // 4)
 
 
-def for_connections(listeners: int, metrics_listeners: int = 0) -> int:
+def connections_share(listeners: int, metrics_listeners: int = 0) -> int:
     """Return a gateway's descriptors per listener, without those of its metrics listeners."""
-    return max(1, (limit() - _RESERVED - metrics_listeners * for_scrapes()) // max(1, listeners))
+    return max(1, (limit() - _RESERVED - metrics_listeners * scrapes_share()) // max(1, listeners))
 
 
 def share_of(max_connections: int) -> int:

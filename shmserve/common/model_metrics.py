@@ -131,8 +131,8 @@ class ModelMetrics:
         exited = to_lists(self._exited_families)
         return [exited, *([pid, to_lists(families)] for pid, families in self._instances.items())]
 
-    def restore(self, snapshot: list[Any], alive: Iterable[int]) -> None:
-        """Continue from the checkpoint of a predecessor with its `alive` instances (pids).
+    def restore(self, snapshot: list[Any], alive_pids: Iterable[int]) -> None:
+        """Continue from the checkpoint of a predecessor, whose live instances are `alive_pids`.
 
         Raises:
             ValueError: `snapshot` has another format.
@@ -140,14 +140,14 @@ class ModelMetrics:
         exited, *instances = snapshot
         self._exited_families = parse(exited)
         self._instances = {int(pid): parse(families) for pid, families in instances}
-        for pid in self._instances.keys() - set(alive):
-            self.exited(pid)
+        for pid in self._instances.keys() - set(alive_pids):
+            self.process_exited(pid)
 
     def report(self, pid: int, families: Families) -> None:
         """Replace the families of instance `pid`, which counts from its start."""
         self._instances[pid] = families
 
-    def exited(self, pid: int) -> None:
+    def process_exited(self, pid: int) -> None:
         """Keep the counts of an instance that has exited, except its gauges."""
         families = self._instances.pop(pid, None)
         if families is not None:
@@ -164,7 +164,7 @@ def exposition(families: Families) -> str:
     lines: list[str] = []
     for name, family in families.items():
         if family.values:
-            lines += head(name, family.description, family.kind.lower())
+            lines += head_lines(name, family.description, family.kind.lower())
             for labels, value in family.values.items():
                 lines += _samples(name, family.kind, labels, value)
     return "".join(f"{line}\n" for line in lines)
@@ -185,7 +185,7 @@ def _samples(name: str, kind: str, labels: Labels, value: Series) -> Iterable[st
         yield sample(name, labels, number)
 
 
-def head(name: str, description: str, kind: str) -> tuple[str, str]:
+def head_lines(name: str, description: str, kind: str) -> tuple[str, str]:
     """Return the HELP and TYPE lines above the samples of a family of a Prometheus `kind`."""
     return f"# HELP {name} {_escape(description)}", f"# TYPE {name} {kind}"
 

@@ -46,7 +46,7 @@ async def end_all(*tasks: asyncio.Future[Any]) -> None:
             logger.error("a cancelled task failed", exc_info=outcome)
 
 
-def settle(future: asyncio.Future[T] | None, result: T) -> None:
+def resolve_future(future: asyncio.Future[T] | None, result: T) -> None:
     """Set the result of a future unless it is None, done or cancelled."""
     if future is not None and not future.done():
         future.set_result(result)

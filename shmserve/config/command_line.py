@@ -169,7 +169,7 @@ def parse_file(text: str, path: str) -> FlagValues:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or clip(str(error), 200)
-        raise Problems([f"{_at(path, mark)}: it is not YAML: {reason}"]) from None
+        raise Problems([f"{_at(path, mark)}: invalid YAML: {reason}"]) from None
     if top is None:
         return FlagValues()
     if not isinstance(top, yaml.MappingNode):
@@ -184,7 +184,7 @@ def parse_file(text: str, path: str) -> FlagValues:
         name = clip(key.value) if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
         try:
             if name in lines:
-                raise InvalidArgument(f"it is already set in line {lines[name]}")
+                raise InvalidArgument(f"already set in line {lines[name]}")
             lines[name] = key.start_mark.line + 1
             flag = _flag_of(name)
             for text in _texts(flag, value):

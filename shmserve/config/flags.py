@@ -428,8 +428,8 @@ def origin(text: str) -> str:
     """Return the origin of pages, or "*"; raise InvalidArgument."""
     if text != "*" and not _ORIGIN.fullmatch(text):
         raise InvalidArgument(
-            f"--cors-allow-origin: '{text}' is not SCHEME://HOST or SCHEME://HOST:PORT in lower "
-            "case and without a path, and not '*'"
+            f"--cors-allow-origin: got '{text}' (allowed: '*', or SCHEME://HOST or "
+            "SCHEME://HOST:PORT in lower case and without a path)"
         )
     return text
 
@@ -437,8 +437,9 @@ def origin(text: str) -> str:
 def host_name(text: str) -> str:
     """Return the name of a host, or of all below it ("*.example.com"); raise InvalidArgument."""
     if not _HOST.fullmatch(text):
-        message = f"--allowed-host: '{text}' is not a name without scheme and port, *.NAME, or '*'"
-        raise InvalidArgument(message)
+        raise InvalidArgument(
+            f"--allowed-host: got '{text}' (allowed: '*', NAME or *.NAME, without scheme and port)"
+        )
     return text
 
 

@@ -143,7 +143,7 @@ _SAME_NAMED = (
 
 
 def from_flags(
-    parsed: Parsed, environment: Mapping[str, str], *, models_needed: bool = True
+    parsed: Parsed, environment: Mapping[str, str], *, needs_models: bool = True
 ) -> ServerConfig:
     """Return the settings from a parsed command line and the environment.
 
@@ -151,19 +151,19 @@ def from_flags(
         Problems: Each line names the flag and, if a file sets it, its position there.
     """
     collected = Collected()
-    config = _from_flags(parsed, environment, models_needed, collected)
+    config = _from_flags(parsed, environment, needs_models, collected)
     if collected.problems:
         raise Problems(map(parsed.located, collected.problems))
     return config
 
 
 def _from_flags(
-    parsed: Parsed, environment: Mapping[str, str], models_needed: bool, collected: Collected
+    parsed: Parsed, environment: Mapping[str, str], needs_models: bool, collected: Collected
 ) -> ServerConfig:
     value: dict[str, Any] = parsed.values
     if value["reload"]:
         value = {**value, "model-control-mode": "poll", "repository-poll-secs": 1}
-    repositories, files = _models(parsed, models_needed, collected)
+    repositories, files = _models(parsed, needs_models, collected)
     repeated = parsed.repeated
 
     def parse_all(parse: Callable[[str], T], flag: str) -> tuple[T, ...]:

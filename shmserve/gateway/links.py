@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shmserve.common.tasks import settle
+from shmserve.common.tasks import resolve_future
 from shmserve.errors import Unavailable, from_code
 from shmserve.ipc.memory.lent import release_messages
 from shmserve.ipc.messages import inference as m
@@ -106,7 +106,7 @@ class GatewaySupervisorLink:
     def _handle_message(self, message: Any) -> None:
         match message:
             case Answered(message_number, payload):
-                settle(self._pending_responses.get(message_number), payload)
+                resolve_future(self._pending_responses.get(message_number), payload)
             case Refused(message_number, code, error_text):
                 future = self._pending_responses.get(message_number)
                 if future is not None and not future.done():
@@ -235,7 +235,7 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
 
     def handle_report(self, message: m.StatisticsReported) -> None:
         _, report = self._pending_statistics.get(message.id, ("", None))
-        settle(report, message.statistics)
+        resolve_future(report, message.statistics)
 
     def _drop_unused(self, link: Dealer) -> None:
         """Close the link to a scheduler that has exited, if no request is in flight there.

@@ -88,7 +88,7 @@ class ListenerRules:
 
 
 def listener_kind(sock: socket.socket) -> ListenerKind:
-    """Return the reachability of a listening socket."""
+    """Return whether a listening socket is a Unix, a loopback or a remote listener."""
     if sock.family == socket.AF_UNIX:
         return ListenerKind.UNIX
     return ListenerKind.LOOPBACK if is_loopback(sock.getsockname()[0]) else ListenerKind.REMOTE
@@ -348,7 +348,7 @@ class Acceptor:
         self._connections: set[LimitedConnection] = set()
         # Connections by the owner of their quota.
         self._connections_by_peer: dict[object, set[LimitedConnection]] = {}
-        self._warnings = 0
+        self._warning_count = 0
         # The connections that were asked to close.
         self._draining_connections: set[LimitedConnection] = set()
         self._on_drained: Callable[[], None] | None = None
@@ -441,11 +441,11 @@ class Acceptor:
         # Evicting several connections at a time amortises the cost during a flood of connections.
         evicted = _oldest(candidates, attrgetter("idle_since"), max(1, limit // 64))
         evicted = evicted or _oldest(candidates, attrgetter("sending_since"), 1)
-        level = logging.WARNING if self._warnings < _MAX_WARNINGS else logging.DEBUG
+        level = logging.WARNING if self._warning_count < _MAX_WARNINGS else logging.DEBUG
         source = "" if limit == self._max_connections else " of one peer"
         outcome = f"{len(evicted)} idle connections were closed" if evicted else "one was refused"
         logger.log(level, "more than %d connections%s: %s", limit, source, outcome)
-        self._warnings += 1
+        self._warning_count += 1
         for connection in evicted or [newcomer]:
             connection.abort()
 

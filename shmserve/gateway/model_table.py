@@ -147,7 +147,7 @@ class ModelTable:
         self._aliases = {alias: name for name, model in latest_versions for alias in model.aliases}
 
     def resolve_alias(self, name: str) -> str:
-        """Return the name of the model that has an alias; other names are returned as they are.
+        """Return the name of the model that an alias stands for; return other names unchanged.
 
         A model's own name precedes the aliases of other models.
         """

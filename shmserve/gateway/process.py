@@ -67,7 +67,7 @@ class Frontend(ABC):
     refuses_while_busy: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self._accepting: list[asyncio.Server] = []
+        self._accepting_servers: list[asyncio.Server] = []
         self._acceptors: list[Acceptor] = []
         self._refuses_connections = False
         self.listeners: list[ListenerRules] = []
@@ -83,7 +83,7 @@ class Frontend(ABC):
         create: Callable[..., Any] = loop.create_unix_server if is_unix else loop.create_server
         # From Python 3.13 a loop deletes the path of a closed socket, which a successor may use.
         options = {"cleanup_socket": False} if is_unix and sys.version_info >= (3, 13) else {}
-        self._accepting.append(
+        self._accepting_servers.append(
             await create(
                 acceptor, sock=sock, backlog=_LISTEN_BACKLOG, start_serving=False, **options
             )
@@ -92,7 +92,7 @@ class Frontend(ABC):
 
     async def accept(self) -> None:
         """Accept connections, unless the gateway drains."""
-        for server in self._accepting:
+        for server in self._accepting_servers:
             if not self._refuses_connections:
                 await server.start_serving()
 
@@ -124,7 +124,7 @@ class Frontend(ABC):
 
     def _refuse_connections(self) -> None:
         self._refuses_connections = True
-        for server in self._accepting:
+        for server in self._accepting_servers:
             server.close()
 
     async def close(self) -> None:

@@ -106,7 +106,7 @@ class GrpcSettings:
         keepalive_permit_without_calls: Whether clients without calls receive PINGs.
         max_pings_without_data: The limit of consecutive PINGs without data; 0 is unlimited.
         min_ping_interval_ms: The shortest interval at which a client may send PINGs.
-        max_ping_strikes: The limit of earlier PINGs of a client; 0 is unlimited.
+        max_ping_strikes: The limit of PINGs that arrive before this interval; 0 is unlimited.
         max_connection_age_ms: The age at which connections are drained; 0 is unlimited.
         max_connection_age_grace_ms: The time for calls after that age; 0 is unlimited.
     """

@@ -48,7 +48,7 @@ def append_entries(path: str, entries: list[dict[str, Any]]) -> None:
             return
         file.seek(-1, os.SEEK_END)
         if file.read() != b"]":
-            raise ValueError("it is not an array of traces")
+            raise ValueError("the file does not end with a JSON array of traces")
         file.seek(-1, os.SEEK_END)
         file.write(b"," + encoded_entries + b"]")
 

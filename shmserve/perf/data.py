@@ -198,8 +198,12 @@ class _TensorMaker:
 
     def _from_bytes(self, name: str, shape: tuple[int, ...], raw: bytes) -> InputTensor:
         datatype = self.tensor(name).datatype
-        if ITEM_SIZE[datatype] and len(raw) != ITEM_SIZE[datatype] * element_count(shape):
-            raise InvalidArgument(f"input '{name}': {len(raw)} bytes do not fit the shape {shape}")
+        expected_size = ITEM_SIZE[datatype] * element_count(shape)
+        if expected_size and len(raw) != expected_size:
+            raise InvalidArgument(
+                f"input '{name}': got {len(raw)} bytes, expected {expected_size} for the shape "
+                f"{shape}"
+            )
         return InputTensor(name, datatype, list(shape), raw)
 
 

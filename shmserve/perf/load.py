@@ -87,25 +87,25 @@ class LoadSlot:
         self._load = load
         self._requests = itertools.cycle(requests)
         self._scheduled_ns = self._delay_ns = self._first_ns = self._last_response_ns = 0
-        self._responses = 0
+        self._response_count = 0
         self.lane: Lane
 
     def start(self, scheduled_ns: int, now_ns: int) -> None:
         """Send the next request, whose scheduled time is `scheduled_ns`."""
         self._scheduled_ns = scheduled_ns
         self._delay_ns = now_ns - scheduled_ns
-        self._responses = 0
+        self._response_count = 0
         self.lane.send(next(self._requests))
 
     def on_response(self) -> None:
         """Record a response; implements `LaneObserver`."""
         now_ns = _clock()
-        if self._responses:
+        if self._response_count:
             self._load.records.gaps_ns.append(now_ns - self._last_response_ns)
         else:
             self._first_ns = now_ns
         self._last_response_ns = now_ns
-        self._responses += 1
+        self._response_count += 1
 
     def on_end(self, error: str = "", responses: int = -1) -> None:
         """Record the completion of the request; implements `LaneObserver`."""
@@ -116,9 +116,9 @@ class LoadSlot:
             records = self._load.records
             records.scheduled_ns.append(self._scheduled_ns)
             records.delays_ns.append(self._delay_ns)
-            records.first_ns.append(self._first_ns if self._responses else now_ns)
+            records.first_ns.append(self._first_ns if self._response_count else now_ns)
             records.ended_ns.append(now_ns)
-            records.responses.append(self._responses if responses < 0 else responses)
+            records.responses.append(self._response_count if responses < 0 else responses)
         self._load.finish_slot(self, now_ns)
 
 

@@ -132,23 +132,23 @@ class Search:
     def _best_rate(self) -> float:
         return self.best.per_second if self.best else 0.0
 
-    def _best_or(self, start: Candidate) -> Candidate:
+    def _best_candidate(self, start: Candidate) -> Candidate:
         return self.best.candidate if self.best else start
 
     def _sweep(self, start: Candidate) -> None:
-        instances = self._best_or(start).instances
+        instances = self._best_candidate(start).instances
         larger = [number for number in self._space.instances if number > instances]
         smaller = [number for number in self._space.instances if number < instances]
         if self.best and not self._raise_instances(start, larger):
             self._raise_instances(start, smaller[::-1])
         for settings in self._space.variants:
-            self._search_batch(replace(self._best_or(start), **settings))
+            self._search_batch(replace(self._best_candidate(start), **settings))
 
     def _raise_instances(self, start: Candidate, counts: Sequence[int]) -> bool:
         """Raise the number of instances while throughput grows; return whether it grew."""
         for step_count, count in enumerate(counts):
             previous_rate = self._best_rate
-            self._search_batch(replace(self._best_or(start), instances=count))
+            self._search_batch(replace(self._best_candidate(start), instances=count))
             if self._best_rate <= previous_rate * _MIN_GAIN:
                 return step_count > 0
         return bool(counts)

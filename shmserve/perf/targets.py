@@ -49,14 +49,14 @@ class LoadTarget:
         requests: Returns the requests of the slots, for a number of slots.
         statistics: Returns the server's statistics by model.
         streams: Whether the model is decoupled.
-        where: The target's name in reports.
+        location: The target's name in reports.
     """
 
     lane_factory: LaneFactory
     requests: Callable[[int], Requests]
     statistics: Callable[[], dict[str, Mapping[str, Any]]]
     streams: bool
-    where: str
+    location: str
 
 
 def connect(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack) -> LoadTarget:
@@ -89,8 +89,8 @@ def connect(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStac
     _send_probe(args, poller, lane_factory, requests(1)(0)[0])
     models = (args.model, *model.steps)
     statistics = partial(measure.statistics_of, transport, models, args.model_version)
-    where = address.where if address else str(run_dir)
-    return LoadTarget(lane_factory, requests, statistics, lane_factory.streams, where)
+    location = address.location if address else str(run_dir)
+    return LoadTarget(lane_factory, requests, statistics, lane_factory.streams, location)
 
 
 def _describing_transport(args: argparse.Namespace, address: Address | None) -> Any:
@@ -218,8 +218,8 @@ def _open_openai(
     lane_factory = OpenAILaneFactory(address, credentials, poller, OPENAI_PATHS[args.openai])
     requests = [lane_factory.encode(OpenAIRequest(body)) for body in _bodies(args)]
     _send_probe(args, poller, lane_factory, requests[0])
-    where = address.where + lane_factory.route
-    return LoadTarget(lane_factory, lambda slots: partial(_rotated, requests), dict, True, where)
+    location = address.location + lane_factory.route
+    return LoadTarget(lane_factory, lambda slots: partial(_rotated, requests), dict, True, location)
 
 
 def _bodies(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

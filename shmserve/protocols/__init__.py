@@ -120,7 +120,7 @@ class Address:
     listener by `where`.
     """
 
-    where: str
+    location: str
     protocol: str
     target: str = ""
     tls: bool = False
@@ -130,7 +130,7 @@ class Address:
 class Transport(Protocol):
     """A blocking client for inference. Its errors name the server by `where`."""
 
-    where: str
+    location: str
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
         """Return the inputs of a model by name. Raises TransportError."""

@@ -80,10 +80,10 @@ class Poller:
 class Receiver(Protocol):
     """The receiver of a connection's bytes and of its end."""
 
-    def received(self, data: bytes) -> None:
+    def on_received(self, data: bytes) -> None:
         """Handle received bytes."""
 
-    def lost(self, reason: str) -> None:
+    def on_lost(self, reason: str) -> None:
         """Handle the end of the connection, which is closed."""
 
 
@@ -98,7 +98,7 @@ class ClientConnection:
             self._sock = connect(address, tls, _CONNECT_TIMEOUT_S)
         except OSError as error:
             reason = error.strerror or str(error)
-            raise Unavailable(f"{address.where} cannot be reached: {reason}") from None
+            raise Unavailable(f"{address.location} cannot be reached: {reason}") from None
         self._sock.setblocking(False)
         self._uses_tls = tls is not None
         self._poller = poller
@@ -158,13 +158,13 @@ class ClientConnection:
             if not data:
                 self._on_lost("the server closed it")
                 return
-            self._receiver.received(data)
+            self._receiver.on_received(data)
             if not self._uses_tls:  # TLS may buffer more than the descriptor reports
                 return
 
     def _on_lost(self, reason: str) -> None:
         self.close()
-        self._receiver.lost(f"a connection ended: {reason}")
+        self._receiver.on_lost(f"a connection ended: {reason}")
 
     def close(self) -> None:
         """Close the connection. Idempotent."""

@@ -58,7 +58,7 @@ class GrpcTransport:
     """A blocking client of a gRPC server."""
 
     def __init__(self, address: Address, credentials: Credentials) -> None:
-        self.where = address.where
+        self.location = address.location
         self._metadata = [(name.lower(), value) for name, value in credentials.headers]
         self._channel = (
             grpc.secure_channel(address.target, _channel_credentials(credentials), _UNLIMITED)
@@ -236,7 +236,7 @@ class GrpcLaneFactory:
         }
         self.head = encode_block((name.encode(), value.encode()) for name, value in fields.items())
         self._connections: list[Http2Client] = []
-        self._lanes = 0
+        self._lane_count = 0
 
     def encode(self, request: OutgoingRequest) -> bytes:
         """Return a message with its length prefix."""
@@ -248,7 +248,7 @@ class GrpcLaneFactory:
 
     def lane(self, observer: LaneObserver) -> GrpcLane:
         """Open a lane on a connection that several lanes share."""
-        number, self._lanes = self._lanes // _LANES_PER_CONNECTION, self._lanes + 1
+        number, self._lane_count = self._lane_count // _LANES_PER_CONNECTION, self._lane_count + 1
         if number == len(self._connections):
             self._connections.append(Http2Client(self._connect, self.poller))
         return GrpcLane(self, number, observer)
@@ -426,7 +426,7 @@ class Http2Client:
         out, self._output = self._output, []
         self._connection.write(b"".join(out))
 
-    def received(self, data: bytes) -> None:
+    def on_received(self, data: bytes) -> None:
         """Parse the frames in received bytes, which may be partial."""
         data = self._partial_frame + data if self._partial_frame else data
         position, data_size = 0, len(data)
@@ -462,7 +462,9 @@ class Http2Client:
                 self._finish_stream(stream, text)
             case h2.GOAWAY:
                 self._connection.close()
-                self.lost(f"the server ended a connection: {payload[8:].decode(errors='replace')}")
+                self.on_lost(
+                    f"the server ended a connection: {payload[8:].decode(errors='replace')}"
+                )
 
     def _handle_data(self, stream: int, payload: bytes) -> None:
         size = len(payload)
@@ -509,7 +511,7 @@ class Http2Client:
         if outgoing is not None:
             outgoing.lane.handle_end(error)
 
-    def lost(self, reason: str) -> None:
+    def on_lost(self, reason: str) -> None:
         """Fail all calls, because the connection has ended."""
         for stream in list(self._streams):
             self._finish_stream(stream, reason)

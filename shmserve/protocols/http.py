@@ -70,7 +70,7 @@ class HttpTransport:
     """A blocking client of an HTTP server."""
 
     def __init__(self, address: Address, credentials: Credentials) -> None:
-        self.where = address.where
+        self.location = address.location
         self._headers = dict(credentials.headers)
         self._connect = partial(_Exchange, address, credentials.tls() if address.tls else None)
 
@@ -366,7 +366,7 @@ class HttpLane:
         self._is_busy = True
         self._connection.write(request)
 
-    def received(self, data: bytes) -> None:
+    def on_received(self, data: bytes) -> None:
         """Parse the next bytes of a response."""
         if not self._in_body:
             data = self._partial_data + data if self._partial_data else data
@@ -435,7 +435,7 @@ class HttpLane:
         """Handle the end of a successful response."""
         self.observer.on_end()
 
-    def lost(self, reason: str) -> None:
+    def on_lost(self, reason: str) -> None:
         """Report the exchange in flight, if any, as failed."""
         was_busy = self._is_busy
         self._is_busy = False

@@ -41,7 +41,7 @@ class NativeTransport:
     """A transport to the server of a run directory. Raises Disconnected if there is no server."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.where = str(run_dir)
+        self.location = str(run_dir)
         self._session = Session(run_dir, _MAX_MEMORY_BYTES, _WELCOME_TIMEOUT_S)
         self._server = Server(self._session)
 

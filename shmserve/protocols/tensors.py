@@ -136,7 +136,10 @@ def _decode_texts(raw: memoryview) -> Iterator[str]:
 def _from_json(tensor: ModelTensor, value: Any) -> _Array:
     shape = _nested_shape(value)
     if len(shape) > _MAX_DIMENSIONS:
-        raise InvalidArgument(f"input '{tensor.name}': the lists are nested too deeply")
+        raise InvalidArgument(
+            f"input '{tensor.name}': the lists are nested too deeply: {len(shape)} levels "
+            f"(maximum: {_MAX_DIMENSIONS})"
+        )
     kind, element_name = _ELEMENT_TYPES.get(tensor.datatype, _INTEGER_TYPE)
     elements: list[Any] = []
     for element in _leaves(tensor, value, shape):
@@ -157,8 +160,10 @@ def _typed_array(tensor: ModelTensor, elements: list[Any]) -> _Array:
         limits = np.iinfo(dtype)
         for element in elements:
             if not limits.min <= element <= limits.max:
-                text = f"input '{tensor.name}' is {tensor.datatype}: {element} does not fit"
-                raise InvalidArgument(text)
+                raise InvalidArgument(
+                    f"input '{tensor.name}' is {tensor.datatype}: {element} is out of range "
+                    f"(allowed: {limits.min} to {limits.max})"
+                )
     try:
         with np.errstate(over="ignore"):
             array = np.array(elements, dtype=dtype)
@@ -199,9 +204,9 @@ def _from_file(tensor: ModelTensor, content: bytes) -> _Array:
     subject = f"input '{tensor.name}' is {tensor.datatype} {list(tensor.shape)}"
     if tensor.datatype != "UINT8":
         raise InvalidArgument(
-            f"{subject}: the bytes of a file are for BYTES and UINT8; convert an image to an array "
-            "as the model was trained (scale, mean, size), and save it with numpy.save as a .npy "
-            "file"
+            f"{subject}: only BYTES and UINT8 inputs accept the bytes of a file; convert an image "
+            "to an array with the model's preprocessing (scale, mean, size), and save the array as "
+            "a .npy file with numpy.save"
         )
     if tensor.shape in ((-1,), (-1, -1), (1, -1)):
         return np.frombuffer(content, np.uint8)

@@ -21,23 +21,23 @@ def main(parent: str, folder: str, *command: str) -> int:
         The exit status of the command.
     """
     processes.die_with_parent(int(parent))
-    above = os.getpid()
-    below = os.fork()
+    parent_pid = os.getpid()
+    child_pid = os.fork()
     try:  # done in both processes, since one of them may be killed
-        return _wait(below) if below else _run(above, command)
+        return _wait(child_pid) if child_pid else _run(parent_pid, command)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait(below: int) -> int:
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(below, signal.SIGTERM))
-    status = os.waitstatus_to_exitcode(os.waitpid(below, 0)[1])
+def _wait(child_pid: int) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(child_pid, signal.SIGTERM))
+    status = os.waitstatus_to_exitcode(os.waitpid(child_pid, 0)[1])
     return status if status >= 0 else 128 - status  # shells report a signal in this way
 
 
-def _run(above: int, command: tuple[str, ...]) -> int:
+def _run(parent_pid: int, command: tuple[str, ...]) -> int:
     processes.signal_at_parents_death(signal.SIGTERM)
-    if os.getppid() != above:
+    if os.getppid() != parent_pid:
         return 1
     from shmserve import cli
 

@@ -155,7 +155,7 @@ class BatchingCore(Core[ScheduledRequest]):
         callers = {(caller.pid, caller.key) for chain in calls for caller in chain}
         instance_slots = getattr(request.sequence, "instance_slots", None)
         slot = None if instance_slots is None else self._pool.by_peer(instance_slots.peer)
-        if self._pool.are_held(callers, [] if slot is None else [slot], self._preserves_order):
+        if self._pool.are_blocked(callers, [] if slot is None else [slot], self._preserves_order):
             self._fail_held_call(request, "its instances", now_ns)
             return
         if self._report_calls_ns == NEVER:

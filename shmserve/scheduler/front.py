@@ -95,8 +95,8 @@ class ClientTable(dict[bytes, Client[R]]):
 class Reports:
     """The statistics with current values (`gauges`), and the model's own metrics.
 
-    `unexpected` counts messages that make no sense from their sender or now. `_wall_clock` returns
-    epoch ns.
+    `unexpected` counts messages that their sender may not send, or not now. `_wall_clock` returns
+    the ns since the epoch.
     """
 
     _statistics: Statistics
@@ -112,11 +112,11 @@ class Reports:
         gauges["families"] = model_metrics.to_lists(self._metrics.total())
         return self._statistics.report(now_ns, self._wall_clock(), gauges)
 
-    def answer(self, client: Client[Any], number: int, now_ns: int) -> None:
+    def answer(self, client: Client[Any], request_number: int, now_ns: int) -> None:
         """Send the report to a client, as the answer to its request with this number."""
         report = self.report(now_ns)
         self.snapshot()
-        client.post(StatisticsReported(number, report))
+        client.post(StatisticsReported(request_number, report))
 
     def _count_malformed(self) -> dict[str, Any]:
         gauges = self._gauges()
@@ -126,7 +126,7 @@ class Reports:
     def snapshot(self, brief: bool = False) -> None:
         """Send the counts to the supervisor, which passes them to a successor.
 
-        A published count must never decrease. `brief` is that of `Statistics.snapshot`.
+        A published count must never decrease. `brief` is passed to `Statistics.snapshot`.
         """
         gauges = self._count_malformed()
         gauge_values = {name: gauges[name] for name in _GAUGE_KEYS}
@@ -162,7 +162,7 @@ class Reports:
 
     def process_exited(self, pid: int) -> None:
         """Record the exit of a process; the counts of its model are kept."""
-        self._metrics.exited(pid)
+        self._metrics.process_exited(pid)
 
 
 _LOG_INTERVAL_NS = 60_000_000_000
@@ -281,8 +281,8 @@ class Core(Protocol[R]):
 class Front(Generic[R]):
     """The clients of a scheduler and its lifecycle.
 
-    `_wall_clock` returns epoch ns; `_model` is a name for the log. While the scheduler drains, it
-    admits nothing new. After it has `stopped`, it has nothing to do.
+    `_wall_clock` returns the ns since the epoch; `_model` is a name for the log. While the
+    scheduler drains, it admits no requests. After it has `stopped`, it has nothing to do.
     """
 
     _core: Core[R]
@@ -358,10 +358,10 @@ class Front(Generic[R]):
                 lookup.cancel()
             self._refuse(client, submit, error, now_ns)
 
-    def ids_of(self, peer: bytes, number: int) -> dict[str, str]:
+    def ids_of(self, peer: bytes, request_id: int) -> dict[str, str]:
         """Return the ids of a client's request for a log record; {} if the request has ended."""
         client = self._clients.get(peer)
-        request: Any = None if client is None else client.requests.get(number)
+        request: Any = None if client is None else client.requests.get(request_id)
         if request is None:
             return {}
         trace_id = TraceContext.of(request.submit.trace).trace_id

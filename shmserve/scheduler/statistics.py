@@ -172,7 +172,7 @@ class Statistics(Table):
     def count_success(self, request: CountedRequest, timing: Timing | None, now_ns: int) -> None:
         """Count a success; without `timing`, `count_times` follows after its execution."""
         if timing is None:
-            request.untimed = True
+            request.succeeded_early = True
         self._successes.append(
             (now_ns, request.arrived_ns, request.units, request.enqueued_ns, timing)
         )

@@ -202,7 +202,7 @@ class CountedRequest(Protocol):
     """The counted attributes of a request of a model or an ensemble; times are monotonic ns.
 
     `units` is its batch size, `responses` the number of its responses so far, `responded_ns` the
-    time of the last one. `untimed`: it succeeded before its execution returned.
+    time of the last one. `succeeded_early`: it succeeded before its execution returned.
     """
 
     arrived_ns: int
@@ -210,7 +210,7 @@ class CountedRequest(Protocol):
     responded_ns: int
     responses: int
     units: int
-    untimed: bool
+    succeeded_early: bool
 
 
 class ResponseStats(Table):

@@ -99,7 +99,7 @@ class SupervisorContext:
 
         serves = isinstance(message, ModelPublished)
         roles = ("gateway", "ensemble") if serves else ("gateway",)
-        number = self.control.announce(numbered, *roles, beside=self.local_clients.numbers())
+        number = self.control.announce(numbered, *roles, extra_peers=self.local_clients.numbers())
         self.local_clients.announce(numbered(number))
         if isinstance(message, ModelWithdrawn):
             self.control.broadcast(message, "caller")

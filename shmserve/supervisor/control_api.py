@@ -78,7 +78,7 @@ class ControlApi:
         except ShmserveError as error:
             send(pid, m.Refused.of(number, error))
         except Exception:
-            logger.exception("a request to the control plane failed")
+            logger.exception("a %s from process %d failed", type(request).__name__, pid)
             send(pid, m.Refused.of(number, Internal("internal error")))
         else:
             send(pid, m.Answered(number, payload or {}))
@@ -92,7 +92,7 @@ class ControlApi:
             case m.IndexRepository(ready=only_ready):
                 return {"models": await self._models.index(only_ready)}
             case m.NameModels():
-                return {"names": await self._models.name_generative()}
+                return {"names": await self._models.list_generative_aliases()}
             case m.ChangeLogging(changes=changes):
                 return self._context.logging.change(changes)
             case m.ChangeTracing(model=model, changes=changes):
@@ -104,7 +104,7 @@ class ControlApi:
                 await self._models.on_demand.load(name, patience_s)
                 return self._registry.find(name, version)
             case m.AskReady(name=name, version=version):
-                pids = self._registry.readiness_pids(name, version)
+                pids = self._registry.readiness_worker_pids(name, version)
                 return {"ready": await self._readiness.check(pids)}
             case _:
                 payload = await self._handle_region(pid, request)

@@ -43,9 +43,9 @@ _LOST_PREDECESSOR = "the previous server has exited; start this one again, witho
 class Handover:
     """Both sides of a handover: the successor, which has an `offer`, and the predecessor.
 
-    `_objection()` returns the reason why no successor may take over now, or "". `_on_handed_over()`
-    is called when the successor has received everything. `has_successor` is then true, and this
-    server exits.
+    `_refusal_reason()` returns the reason why no successor may take over now, or "".
+    `_on_handed_over()` is called when the successor has received everything. `has_successor` is
+    then true, and this server exits.
     """
 
     run_dir: RunDirectory
@@ -53,7 +53,7 @@ class Handover:
     _regions: RegionRegistry
     _kept: KeptRegions
     _local_clients: LocalClientServer
-    _objection: Callable[[], str]
+    _refusal_reason: Callable[[], str]
     _on_handed_over: Callable[[], None]
     has_successor: bool = field(init=False, default=False)
     _listener: Listener | None = field(init=False, default=None)
@@ -140,13 +140,13 @@ class Handover:
         if link is None:
             return
         pid, uid, _ = credentials(link)
-        objection = self._objection()
+        refusal_reason = self._refusal_reason()
         if uid != os.geteuid():
-            objection = "it belongs to another user"
+            refusal_reason = "it belongs to another user"
         elif self._predecessor is not None or self._successor is not None:
-            objection = "another successor is taking over, or has just done so"
-        if objection:
-            refuse(link, objection)
+            refusal_reason = "another successor is taking over, or has just done so"
+        if refusal_reason:
+            refuse(link, refusal_reason)
             return
         try:
             self._offer(link).send()

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from shmserve.common.host import cuda_devices
-from shmserve.common.tasks import settle, wait_any
+from shmserve.common.tasks import resolve_future, wait_any
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.settings import GatewayStart
 from shmserve.ipc.messages import supervision as m
@@ -169,7 +169,7 @@ class Gateways(PermanentProcesses):
     def _handle_message(self, process: PermanentProcess, child: Child, message: Any) -> None:
         match message:
             case m.GatewayReady():
-                settle(process.contact, None)
+                resolve_future(process.contact, None)
             case m.Started():
                 # The tokens may have changed since the start of the server.
                 tokens = dict(self._context.config.tokens)
@@ -179,7 +179,7 @@ class Gateways(PermanentProcesses):
                 if not self._waits_for_models:
                     self._context.control.send(child.pid, m.Accept())
             case m.Drained():
-                settle(self._drain_futures.get(child.pid), None)
+                resolve_future(self._drain_futures.get(child.pid), None)
             case _:
                 logger.warning("dropped a %s from a gateway", type(message).__name__)
 
@@ -255,8 +255,8 @@ class WorkspaceHolders(PermanentProcesses):
                 handle = CudaHandle(raw, _device_index(process.name), uuid)
                 size = self._sizes[process.name]
                 memory = Memory.on_device(secrets.randbits(62), size, handle, child.pid)
-                self._context.workspaces.allocated(process.name, memory)
-                settle(process.contact, None)
+                self._context.workspaces.on_allocated(process.name, memory)
+                resolve_future(process.contact, None)
 
     def _handle_exit(self, process: PermanentProcess, child: Child, _: object) -> None:
         if not self._stopping:

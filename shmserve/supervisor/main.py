@@ -183,7 +183,7 @@ def compose(
 ) -> Supervisor:
     """Compose the parts of a server in the running event loop. No process is started yet.
 
-    `signals` is the list of `defer_signals`.
+    `signals` is the list that `defer_signals` has returned.
 
     Raises:
         ShmserveError: InvalidArgument or Unavailable, with a message for the operator.
@@ -231,7 +231,7 @@ def compose(
     autoscaler = Autoscaler(context, registry)
     ControlApi(context, regions, kept, handles, models, registry, readiness)
 
-    def objection() -> str:
+    def refusal_reason() -> str:
         if manager.is_present:
             return "a service manager started the server and must restart it (systemctl restart)"
         if health.exiting or not health.has_started:
@@ -240,7 +240,9 @@ def compose(
 
     end_signals: asyncio.Queue[int] = asyncio.Queue()
     stop = partial(end_signals.put_nowait, signal.SIGTERM)
-    handover = Handover(run_dir, listeners, regions, kept, context.local_clients, objection, stop)
+    handover = Handover(
+        run_dir, listeners, regions, kept, context.local_clients, refusal_reason, stop
+    )
 
     return Supervisor(
         listeners=listeners,

@@ -99,7 +99,7 @@ class RepositoryPoller:
                 await self._models.unload(name)
             return
         if self._context.config.load_on_demand and model is None:
-            self._models.offer(name)
+            self._models.offer_on_demand(name)
             return
         if model is not None and model.on_demand and not model.serving:
             return  # its next request loads the current files
@@ -154,7 +154,7 @@ class Reload:
         while True:
             await self._request_event.wait()
             self._request_event.clear()
-            self._manager.reloading()
+            self._manager.report_reloading()
             waited_for = asyncio.ensure_future(self._manager.keep_waiting())
             try:
                 await self._reload()

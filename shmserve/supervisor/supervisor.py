@@ -167,7 +167,7 @@ class Supervisor:
         # Before other processes, because the import of torch takes longest.
         context.worker_zygote.start()
         context.front_zygote.start()
-        context.events.open(endpoints.events(context.run_dir), self.feed.subscribed)
+        context.events.open(endpoints.events(context.run_dir), self.feed.on_subscription)
         grpc = context.config.grpc
         tls = grpc is not None and grpc.settings.tls is not None
         self.handover.open()
@@ -254,9 +254,9 @@ class Supervisor:
                 self.regions.draining.gateway_exited(pid)
                 context.background(self.regions.withdraw_leased(pid))
             case "host":
-                context.tickets.exited(pid)
+                context.tickets.process_exited(pid)
             case "worker":
-                self.readiness.exited(pid)
+                self.readiness.process_exited(pid)
                 context.workspaces.process_exited(pid)
         context.events.publish(ProcessEnded(pid, child.title, child.reason))
         if reason == f"signal {signal.SIGBUS.value}":
@@ -300,7 +300,7 @@ class Supervisor:
         A signal within a second of the first one does not count.
         """
         context = self.context
-        self.manager.stopping("finishing requests in flight")
+        self.manager.report_stopping("finishing requests in flight")
         waited_for = asyncio.ensure_future(self.manager.keep_waiting())
         if not self.handover.has_successor:  # otherwise its clients use the successor
             self.health.exiting = True

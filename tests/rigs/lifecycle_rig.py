@@ -48,7 +48,7 @@ class FakeVersion:
     def pass_counters_to(self, successor: FakeVersion | None) -> None:
         pass
 
-    def changed(self) -> None:
+    def report_change(self) -> None:
         self._rig.lifecycle.version_changed(cast("Any", self))
 
 
@@ -176,7 +176,7 @@ class LifecycleRig:
     def answer(self, order: Order) -> None:
         self.answered_orders.append(order)
 
-    def changed(self) -> None:
+    def report_change(self) -> None:
         """Check that the summaries of the models that have not changed are still valid."""
         assert self.registry.states() == {
             (model.name, number): status

@@ -110,7 +110,7 @@ class Host:
         return run
 
     def _change(self, run: Run, at_s: float, difference: int) -> None:
-        self.policy.changed(at_s, self.count, self.count + difference)
+        self.policy.record_change(at_s, self.count, self.count + difference)
         self.count += difference
         run.counts.append((at_s, self.count))
 

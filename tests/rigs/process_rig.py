@@ -183,7 +183,7 @@ class Processes:
     def flush(self) -> None:
         pass
 
-    def announce(self, make: Callable[[int], Any], *roles: str, beside: Any = ()) -> int:
+    def announce(self, make: Callable[[int], Any], *roles: str, extra_peers: Any = ()) -> int:
         return self.acknowledgements.begin(())
 
     async def end(self) -> None:

@@ -440,7 +440,7 @@ class Supervisor(Process):
 
     def _reap(self, process: Process) -> None:
         self._links.pop(process.address, None)
-        self.tickets.exited(process.pid)
+        self.tickets.process_exited(process.pid)
         if process in self.clients:
             self.clients.remove(process)
         for scheduler in process.schedulers if isinstance(process, Host) else ():

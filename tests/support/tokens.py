@@ -24,13 +24,13 @@ def _server_frames() -> list[FrameType]:
 
 
 def _on_collected(token: lent.Token) -> None:
-    if not token.unsettled:
+    if not token.is_used:
         return
     # The collector also finds objects of earlier tests, so a collected token has no frames.
     frames = [] if _collecting else _server_frames()
     if frames:
         stack = " <- ".join(f"{f.f_code.co_name} ({f.f_lineno})" for f in frames[:4])
-        LOST_TOKENS.append(f"{type(token).__name__} was dropped unsettled in {stack}")
+        LOST_TOKENS.append(f"{type(token).__name__} was dropped while used in {stack}")
 
 
 def _on_collection(phase: str, info: dict[str, int]) -> None:

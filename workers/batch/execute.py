@@ -24,7 +24,7 @@ from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.batch.ragged import Padder
 from shmserve.workers.batch.request import Request, Response, Unpacker
-from shmserve.workers.batch.response_stream import OutputStream, RehearsedStream, ResponseWriter
+from shmserve.workers.batch.response_stream import OutputStream, ResponseWriter, WarmupStream
 from shmserve.workers.context import WrongCount, client_error, is_models_own
 from shmserve.workers.links.processes import HandlerTable, WorkerRequest
 from shmserve.workers.memory.device_memory import free_cached_memory, is_out_of_memory
@@ -49,11 +49,11 @@ class InputPolicy:
 
     def __init__(self) -> None:
         self.copies = False
-        self._retries = 0
+        self._retry_count = 0
         self._skips_left = 0
 
     def should_retry(self, request: Request) -> bool:
-        """Check whether a failed request should be retried with copies."""
+        """Check whether a failed request should be retried with copies of its inputs."""
         if not any(item.shared for item in request.inputs.values()):
             return False
         if self._skips_left:
@@ -62,10 +62,10 @@ class InputPolicy:
         return True
 
     def record_retry(self, succeeded: bool) -> None:
-        """Record whether a retry with copies has succeeded."""
+        """Record whether a retry with copies of the inputs has succeeded."""
         self.copies = self.copies or succeeded
-        self._retries += 1
-        if self._retries >= _RETRIES_IN_A_ROW:
+        self._retry_count += 1
+        if self._retry_count >= _RETRIES_IN_A_ROW:
             self._skips_left = _SKIPPED_RETRIES
 
 
@@ -131,10 +131,10 @@ class Executor:
 
     # --- warm-up
 
-    def rehearse(self, requests: list[Request]) -> list[ShmserveError]:
+    def run_warmup(self, requests: list[Request]) -> list[ShmserveError]:
         """Run warm-up requests in one execution; return the errors of those that failed."""
         if self._decoupled:
-            streams = [RehearsedStream(self._writer, request) for request in requests]
+            streams = [WarmupStream(self._writer, request) for request in requests]
             self._run_streams(list(streams))
             for stream in streams:
                 stream.wait()

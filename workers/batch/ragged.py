@@ -163,7 +163,7 @@ class Padder:
                     )
                 ),
             )
-            for name, source in padding.likes.items()
+            for name, source in padding.cut_outputs.items()
         }
         self._copy_counter = copy_counter
 

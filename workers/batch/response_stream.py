@@ -375,7 +375,7 @@ class OutputStream:
         self._writer.link.close(self._open)
 
 
-class RehearsedStream(OutputStream):
+class WarmupStream(OutputStream):
     """A stream that drops its responses; `error` is the first error among them."""
 
     __slots__ = ("_end_event", "error")

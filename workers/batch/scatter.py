@@ -452,7 +452,7 @@ def _as_output(source: Input) -> Output:
 def _host_array(output: Output) -> Array:
     name, datatype, data = output
     if datatype not in ITEM_SIZE:
-        raise Internal(f"inference output '{name}' has an unknown datatype")
+        raise Internal(f"inference output '{name}' has the unknown datatype '{datatype}'")
     if not isinstance(data, np.ndarray):
         from shmserve.workers.memory.tensors import host_array
 

@@ -47,7 +47,7 @@ class UnaryBlsCall(BlsCall):
             complete_soon(self.future, outcome)
         else:
             self.outcome = outcome
-            self.router.waiting.wake()
+            self.router.shared_wait.wake()
 
     def wait(self) -> CallResponse:
         """Wait for the response to a blocking call.
@@ -55,7 +55,7 @@ class UnaryBlsCall(BlsCall):
         Raises:
             ShmserveError: The call has failed with this error.
         """
-        self.router.waiting.wait_until(lambda: self.outcome is not None)
+        self.router.shared_wait.wait_until(lambda: self.outcome is not None)
         assert self.outcome is not None
         if isinstance(self.outcome, ShmserveError):
             raise self.outcome
@@ -110,7 +110,7 @@ class StreamBlsCall(BlsCall):
     def _add(self, outcome: Outcome, final: bool) -> None:
         self.items.append(outcome)
         self.received_all = self.received_all or final
-        self.router.waiting.wake()
+        self.router.shared_wait.wake()
         future, self.first_response = self.first_response, None
         if future is not None:
             complete_soon(future, None)
@@ -122,7 +122,7 @@ class StreamBlsCall(BlsCall):
     def wait(self) -> None:
         """Wait until `ready()` is true."""
         if not self.has_next():
-            self.router.waiting.wait_until(self.has_next)
+            self.router.shared_wait.wait_until(self.has_next)
 
     @property
     def is_finished(self) -> bool:

@@ -275,12 +275,12 @@ class CallRouter:
     Attributes:
         mappings: The mapped memory of other processes.
         ids: The ids of calls.
-        waiting: The shared wait of the callers. Its lock guards the state of the router.
+        shared_wait: The shared wait of the callers. Its lock guards the state of the router.
         schedulers: The client of the schedulers, with the calls in flight.
         _targets: The targets that the supervisor has reported.
-        _losses: The number of schedulers that were lost.
-        _unresolved: The calls whose endpoint must be resolved again, with the error of the call if
-            no other scheduler serves its model.
+        _loss_count: The number of schedulers that were lost.
+        _unresolved_calls: The calls whose endpoint must be resolved again, with the error of the
+            call if no other scheduler serves its model.
         _cancellations: The calls to cancel, and whether their further responses are still read.
     """
 
@@ -302,20 +302,20 @@ class CallRouter:
         self._memory = LentMemory(arena_byte_size)
         self.mappings = Mappings()
         self.ids = count(1)
-        self.waiting = SharedWait(self._handle_received)
-        self._lock = self.waiting.lock
+        self.shared_wait = SharedWait(self._handle_received)
+        self._lock = self.shared_wait.lock
         identity = f"{os.getpid()}.{secrets.token_hex(8)}"
-        self._links = LinkTable(identity, self.waiting.add, self.waiting.remove)
+        self._links = LinkTable(identity, self.shared_wait.add, self.shared_wait.remove)
         self.schedulers: SchedulerClient[BlsCall] = SchedulerClient(
             self._links, self._resolve_later
         )
         self._targets: dict[Key, _Target] = {}
-        self._losses = 0
-        self._unresolved: list[tuple[BlsCall, ShmserveError]] = []
+        self._loss_count = 0
+        self._unresolved_calls: list[tuple[BlsCall, ShmserveError]] = []
         self._cancellations: deque[tuple[BlsCall, bool]] = deque()
         self._check_cancelled = False
         self._responses = Schemas(ResponseSchema)
-        self.add, self.remove = self.waiting.add, self.waiting.remove
+        self.add, self.remove = self.shared_wait.add, self.shared_wait.remove
         control.follow_models(self._models_changed, self)
 
     def close(self) -> None:
@@ -323,7 +323,7 @@ class CallRouter:
         self._control.follow_models(None)
         with self._lock:
             self._links.close_all()
-            self.waiting.close()
+            self.shared_wait.close()
 
     @property
     def free_bytes(self) -> int:
@@ -357,7 +357,7 @@ class CallRouter:
         """
         self._submit(call)
         future.get_loop().call_soon(self._flush)
-        self.waiting.serve(future)
+        self.shared_wait.serve(future)
         future.add_done_callback(partial(self._cancel_with, call))
 
     def _cancel_with(self, call: BlsCall, future: asyncio.Future[Any]) -> None:
@@ -401,14 +401,14 @@ class CallRouter:
         The query of a model that is loaded on demand waits until the model is loaded. The response
         is ignored if a scheduler was lost in the meantime, because it may be outdated.
         """
-        losses = self._losses
+        losses = self._loss_count
         deadline_ns = call.effective_deadline_ns
         timeout_s = max(1e-6, (deadline_ns - time.monotonic_ns()) / 1e9) if deadline_ns else 0.0
         reply = self._control.ask(FindModel, *call.key, timeout_s)
         config = ModelSpec.of(reply["config"])
         signature = Signature(config, reply["version"])
         with self._lock:
-            if losses == self._losses:
+            if losses == self._loss_count:
                 self._targets[call.key] = _Target(reply["endpoint"], signature, config.decoupled)
 
     def _submit_to(self, target: _Target, call: BlsCall) -> None:
@@ -468,12 +468,12 @@ class CallRouter:
             self._lock.release()
             self._flush()
         else:
-            self.waiting.notify()
+            self.shared_wait.notify()
 
-    def cancelled(self) -> None:
+    def on_cancelled(self) -> None:
         """Cancel the calls whose executing requests are all cancelled; in any thread."""
         self._check_cancelled = True
-        self.waiting.notify()
+        self.shared_wait.notify()
 
     # --- receiving
 
@@ -490,7 +490,7 @@ class CallRouter:
                     if isinstance(message, Finished | Responded | Failed) and message.spans:
                         self._on_spans(message.spans)
                     self.schedulers.handle(link.endpoint, message)
-            unresolved, self._unresolved = self._unresolved, []
+            unresolved, self._unresolved_calls = self._unresolved_calls, []
         for call, error in unresolved:
             self._resolve(call, error)
         self._flush()
@@ -505,7 +505,7 @@ class CallRouter:
             unpacked = self._responses[schema]
             response = unpacked.inferred(data)
         except MalformedMessage as error:
-            logger.error("a worker's response is malformed: %s", error)
+            logger.error("model '%s': a response is malformed: %s", call.request.model, error)
             return Internal("internal error")
         outcome = copy_response(response, self.mappings, call.request.model)
         self.schedulers.release(call.endpoint, release_messages(unpack_ranges(data)))
@@ -530,7 +530,7 @@ class CallRouter:
                 case ModelWithdrawn(name=name):
                     self._remove_targets(name)
                 case SchedulerLost(endpoint=lost_endpoint, successor=successor):
-                    self._losses += 1
+                    self._loss_count += 1
                     targets = self._targets.items()
                     self._targets = {key: t for key, t in targets if t.endpoint != lost_endpoint}
                     self.schedulers.successors.add(lost_endpoint, successor)
@@ -545,8 +545,8 @@ class CallRouter:
         error: ShmserveError = Unavailable("the scheduler of the model was lost")
         if refusal is not None:
             error = from_code(refusal.code, refusal.message)
-        self._unresolved.append((call, error))
-        self.waiting.notify()
+        self._unresolved_calls.append((call, error))
+        self.shared_wait.notify()
 
     def _resolve(self, call: BlsCall, error: ShmserveError) -> None:
         """Resubmit a call to the current scheduler of its model, or fail the call.

@@ -62,7 +62,7 @@ class Follower(Protocol):
     def remove(self, fd: int) -> None:
         """Remove a descriptor."""
 
-    def cancelled(self) -> None:
+    def on_cancelled(self) -> None:
         """Check for calls to cancel, after a request of this instance was cancelled."""
 
 
@@ -152,10 +152,10 @@ class SupervisorLink:
             for fd in (self.dealer.fd, *self._readers):
                 follower.add(fd)
 
-    def cancelled(self) -> None:
+    def on_cancelled(self) -> None:
         """Notify the follower that a request of this instance was cancelled."""
         if self._follower is not None:
-            self._follower.cancelled()
+            self._follower.on_cancelled()
 
     def pump_all(self) -> None:
         """Handle all received messages, including those of the scheduler."""
@@ -215,10 +215,10 @@ class SupervisorLink:
             raise from_code(response.code, response.message)
         return response.payload
 
-    def _take_response(self, number: int) -> Answer | None:
+    def _take_response(self, request_number: int) -> Answer | None:
         with self._lock:
             self.pump()
-            return self._responses.pop(number, None)
+            return self._responses.pop(request_number, None)
 
 
 def _ignore(change: Loss) -> None:
@@ -467,7 +467,7 @@ class InstanceLink:
                 if request is not None:
                     request.cancel(keeps_reading)
                     self._wake(request)
-                    self._control.cancelled()
+                    self._control.on_cancelled()
             case CreditExecution(key=key, responses=responses):
                 request = self._open_requests.get(key)
                 if request is not None:
@@ -478,7 +478,7 @@ class InstanceLink:
             case ReleaseOutputs() | ReaderExited():
                 self._on_released(message)
             case _:
-                logger.warning("unexpected %s", type(message).__name__)
+                logger.warning("dropped a %s from the scheduler", type(message).__name__)
 
     def _disconnect(self) -> None:
         """Cancel all requests of a scheduler that has disconnected."""
@@ -486,7 +486,7 @@ class InstanceLink:
         for request in self._open_requests.values():
             request.cancel()
         self._open_requests.clear()
-        self._control.cancelled()
+        self._control.on_cancelled()
         for eventfd in self._waiting_by_eventfd:
             os.eventfd_write(eventfd, 1)
 

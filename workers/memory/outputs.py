@@ -58,7 +58,9 @@ class OutputMemory:
         self._readers: Readers[int] = Readers()
         self.unsent: dict[int, _Output] = {}
         self._lent_bytes: dict[int, int] = {}  # by reader, including blocks that were not sent yet
-        self._reserved: dict[int, _Output] = {}  # blocks that a model computes in, by address
+        self._reserved_outputs: dict[
+            int, _Output
+        ] = {}  # blocks that a model computes in, by address
         self._exited_readers: set[int] = set()  # readers whose exit the scheduler has not confirmed
 
     @property
@@ -93,17 +95,17 @@ class OutputMemory:
             ShmserveError: As `allocate`.
         """
         memory_range, view = self.allocate(reader, byte_size)
-        self._reserved[address_of(view)] = self.unsent[memory_range.offset]
+        self._reserved_outputs[address_of(view)] = self.unsent[memory_range.offset]
         return view
 
     def claim(self, reader: int, address: int, byte_size: int) -> Range | None:
         """Return the reserved block at the address of an output, or None if there is none."""
-        output = self._reserved.get(address)
+        output = self._reserved_outputs.get(address)
         if output is None or output.memory_range.byte_size != byte_size or output.reader != reader:
             return None
         if self.unsent.get(output.memory_range.offset) is not output:
             return None
-        return self._reserved.pop(address).memory_range
+        return self._reserved_outputs.pop(address).memory_range
 
     def _check_share(self, lent_bytes: int, byte_size: int) -> None:
         free = self._arena.memory.byte_size - self._arena.used_bytes
@@ -156,17 +158,17 @@ class OutputMemory:
 
     def mark_sent(self) -> None:
         """Lend the blocks of the responses that were sent to their readers."""
-        for output in self._reserved.values():
+        for output in self._reserved_outputs.values():
             if self.unsent.get(output.memory_range.offset) is output:
                 self.free_unused((output.memory_range.offset,))
-        self._reserved.clear()
+        self._reserved_outputs.clear()
         for offset, output in self.unsent.items():
             self._readers.lend(output.reader, offset, output)
         self.unsent.clear()
 
     def free_unsent(self) -> None:
         """Free the blocks of responses that could not be sent."""
-        self._reserved.clear()
+        self._reserved_outputs.clear()
         self.free_unused(list(self.unsent))
 
 

@@ -143,10 +143,12 @@ class DeviceSegment(RegisteredMemory):
         self.address = allocation.pointer
         self.free_list = FreeList(self.size)
 
-    def make_share_request(self, number: int) -> tuple[Any, tuple[int, ...]]:
+    def make_share_request(self, request_number: int) -> tuple[Any, tuple[int, ...]]:
         """Return the message that shares the segment with a server, and the descriptors to pass."""
         handle = self._handle
-        return m.ShareDeviceMemory(number, self.size, handle.raw, handle.device, handle.uuid), ()
+        return m.ShareDeviceMemory(
+            request_number, self.size, handle.raw, handle.device, handle.uuid
+        ), ()
 
     def view(
         self, offset: int, shape: tuple[int, ...], datatype: str, lease: MemoryLease

@@ -89,7 +89,7 @@ class Region(Mapping[str, Any]):
         self.requests: dict[ClientModel, Packed] = {}
         self._attached: weakref.WeakKeyDictionary[Memories, Region] = weakref.WeakKeyDictionary()
 
-    def within(self, memories: Memories) -> Region:
+    def attached_to(self, memories: Memories) -> Region:
         """Return this region, or a region over the same memory that belongs to another client.
 
         Raises:
@@ -196,7 +196,7 @@ class Region(Mapping[str, Any]):
         # The memory itself is freed with the last array over it and the last request in flight.
         self.lease = MemoryLease(noop)
         self.lease.released = True
-        self.memories.settle()
+        self.memories.free_recycled()
         for region in list(self._attached.values()):
             region.release()
 
@@ -267,7 +267,7 @@ def _share_nothing(_: AnySegment) -> None:
 
 
 def check_datatype(name: str, datatype: str, signature: Signature) -> None:
-    """Raise InvalidArgument if an output has another datatype than `datatype`, its memory's."""
+    """Raise InvalidArgument unless an output has the datatype of its memory, `datatype`."""
     spec = signature.outputs.get(name)
     # The response decodes strings from the bytes of any tensor.
     if spec is not None and spec.datatype not in (datatype, "BYTES"):

@@ -82,9 +82,9 @@ class Segment(RegisteredMemory):
         self.address: int = np.frombuffer(self.bytes, np.uint8).ctypes.data
         self.free_list = FreeList(aligned(self.size))
 
-    def make_share_request(self, number: int) -> tuple[Any, tuple[int, ...]]:
+    def make_share_request(self, request_number: int) -> tuple[Any, tuple[int, ...]]:
         """Return the message that shares the segment with a server, and the descriptors to pass."""
-        return m.ShareMemory(number, self.size, self.pin), (self.fd,)
+        return m.ShareMemory(request_number, self.size, self.pin), (self.fd,)
 
     def view(self, offset: int, shape: tuple[int, ...], datatype: str, lease: MemoryLease) -> View:
         """Return the tensor at `offset`."""
@@ -154,7 +154,7 @@ class MemoryBlock:
         self._memories: Memories | None = memories
 
     def recycle(self) -> None:
-        """Mark the block unused; the next `settle` frees it. This method is idempotent.
+        """Mark the block unused; the next `free_recycled` frees it. This method is idempotent.
 
         It may be called at any time, such as by the garbage collector.
         """
@@ -181,13 +181,13 @@ class Memories:
         _limit: The maximum number of bytes.
         _share: Shares a segment with the server.
         _withdraw: Withdraws a segment.
-        _nudge: Schedules a call of `settle_if_free`.
+        _schedule_free: Schedules a call of `free_recycled_if_unlocked`.
     """
 
     _limit: int
     _share: Callable[[AnySegment], None]
     _withdraw: Callable[[AnySegment], None]
-    _nudge: Callable[[], None] = noop
+    _schedule_free: Callable[[], None] = noop
     _lock: threading.RLock = field(init=False, default_factory=threading.RLock)
     _segments: list[AnySegment] = field(init=False, default_factory=list)
     recycled: deque[tuple[AnySegment, int]] = field(init=False, default_factory=deque)
@@ -202,7 +202,7 @@ class Memories:
             Unavailable: The client's limit would be exceeded, or the machine has not enough memory.
         """
         with self._lock:
-            self.settle()
+            self.free_recycled()
             block = None if whole_segment else self._allocate_shared(byte_size)
             if block is None and self._free_idle(byte_size) and not whole_segment:
                 block = self._allocate_shared(byte_size)
@@ -240,7 +240,7 @@ class Memories:
             owner = reference()
             if owner is not None:
                 owner.free_idle()
-        self.settle()
+        self.free_recycled()
         return True
 
     def register_owner(self, owner: BlockOwner) -> None:
@@ -254,7 +254,7 @@ class Memories:
         Raises like `allocate`.
         """
         with self._lock:
-            self.settle()
+            self.free_recycled()
             if segment.counted:
                 self._free_idle(segment.size)
                 try:
@@ -293,22 +293,22 @@ class Memories:
                     self._segments.remove(segment)
                     segment.close()
             raise
-        self.settle()
+        self.free_recycled()
 
     def withdraw_block(self, block: MemoryBlock) -> None:
         """Free a block that is a whole segment, and withdraw the segment from the server."""
         block.recycle()
-        self._nudge()
+        self._schedule_free()
 
-    def settle_if_free(self) -> None:
-        """Call `settle`, unless another thread holds the lock; that thread then calls it."""
+    def free_recycled_if_unlocked(self) -> None:
+        """Call `free_recycled`, unless another thread holds the lock; that thread then calls it."""
         if self._lock.acquire(blocking=False):
             try:
-                self.settle()
+                self.free_recycled()
             finally:
                 self._lock.release()
 
-    def settle(self) -> None:
+    def free_recycled(self) -> None:
         """Free the blocks that were recycled."""
         with self._lock:
             while self.recycled:

@@ -242,7 +242,7 @@ class RequestChannel:
             self._links, self._find, server.successors
         )
         self._numbers = itertools.count(1)
-        self._losses = 0
+        self._loss_count = 0
         self.waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closed = False
         watch(self.waker)
@@ -312,9 +312,9 @@ class RequestChannel:
         pending.abandoned = True
         self.schedulers.cancel(pending)
 
-    def expire(self, number: int) -> None:
+    def expire(self, request_id: int) -> None:
         """Fail and cancel a request whose deadline has passed, unless it has completed."""
-        pending = self.schedulers.pending.get(number)
+        pending = self.schedulers.pending.get(request_id)
         if pending is not None and not pending.abandoned:
             pending.complete(TimedOut(LATE))
             self.cancel(pending)
@@ -339,7 +339,7 @@ class RequestChannel:
         """Handle the messages at the readable descriptors and send the queued replies."""
         if self.waker in readable:
             self._reset_waker()  # reset before `_check_server`, so that a later `wake` is not lost
-        if self._losses != self.server.losses or not self.server.alive:
+        if self._loss_count != self.server.losses or not self.server.alive:
             self._check_server()
         for fd in readable:
             link = self._links.by_fd(fd)
@@ -365,7 +365,7 @@ class RequestChannel:
         if not server.alive:
             self._fail_all()
             return
-        self._losses = server.losses
+        self._loss_count = server.losses
         endpoints = [link.endpoint for link in self._links]
         for lost_endpoint in [name for name in endpoints if name in server.successors]:
             self.schedulers.handle_loss(lost_endpoint)

@@ -268,7 +268,7 @@ def _prepare_region(
     memories: Memories, model: ClientModel, region: Region, options: Options
 ) -> PackedRequest:
     if region.memories is not memories:
-        region = region.within(memories)
+        region = region.attached_to(memories)
     packed = region.requests.get(model)
     if packed is None or options.parameters:
         signature = model.signature
@@ -409,7 +409,7 @@ class _UntemplatedRequest:
         self, name: str, outputs: Sequence[str] | Mapping[str, Any] | None
     ) -> RequestedOutput:
         if type(outputs) is Region:
-            outputs = outputs.within(self._memories)
+            outputs = outputs.attached_to(self._memories)
             self._hold(outputs.segment, outputs.lease)
             return RequestedOutput(name, outputs.output_range(name, self._model.signature))
         target = outputs[name] if isinstance(outputs, Mapping) else None

@@ -229,7 +229,7 @@ async def unload_model(gateway: Gateway, name: str, *, dependents: bool) -> None
 def check_names(repository: str | None, name: str, *, unload: bool = False) -> None:
     """Check the names of a repository and of a model.
 
-    A name with path traversal is that of an unknown model to an `unload`, as in Triton.
+    An `unload` treats a name with path traversal as an unknown model, as Triton does.
 
     Raises:
         Unsupported: A repository is named, which Triton does not support either.
@@ -294,7 +294,14 @@ async def collect_reports(
         for future in missing_reports:
             future.cancel()
     if missing_reports:
-        text = "%d of %d schedulers did not report their statistics"
-        logger.log(log_level, text, len(missing_reports), len(futures))
-    completed = (f for f in futures if not f.cancelled() and f.exception() is None)
-    return [future.result() for future in completed]
+        names = ", ".join(
+            f"'{model.name}' version {model.version}"
+            for model, future in zip(models, futures, strict=True)
+            if future in missing_reports
+        )
+        logger.log(log_level, "the schedulers of these models did not report statistics: %s", names)
+    return [
+        future.result()
+        for future in futures
+        if not future.cancelled() and future.exception() is None
+    ]

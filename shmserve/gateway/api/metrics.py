@@ -68,7 +68,7 @@ class ExpositionFamily:
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the page."""
-        yield from model_metrics.head(self.name, self.help_text, self.kind)
+        yield from model_metrics.head_lines(self.name, self.help_text, self.kind)
         yield from self.samples
 
 

@@ -63,7 +63,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self._check_timer: asyncio.TimerHandle | None = None
         self._arriving_messages: dict[GrpcCall, ArrivingMessage] = {}
         # By stalled stream: the start of the stall, and the bytes sent until then.
-        self._stalled: dict[Stream, tuple[float, int]] = {}
+        self._stalled_streams: dict[Stream, tuple[float, int]] = {}
 
     # --- the connection
 
@@ -309,16 +309,18 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 call.on_timeout()
         blocked = tuple(self.http2.sending.waiting_streams)
         time_limit_s = self.front.body_timeout_s
-        self._stalled = {s: self._stalled.get(s, (now, s.sent_bytes)) for s in blocked}
-        for stream, (stalled_at, sent_bytes) in list(self._stalled.items()):
+        self._stalled_streams = {
+            s: self._stalled_streams.get(s, (now, s.sent_bytes)) for s in blocked
+        }
+        for stream, (stalled_at, sent_bytes) in list(self._stalled_streams.items()):
             if now - stalled_at < time_limit_s:
                 continue
             if stream.sent_bytes - sent_bytes >= time_limit_s * SLOWEST_RATE:
-                self._stalled[stream] = now, stream.sent_bytes
+                self._stalled_streams[stream] = now, stream.sent_bytes
             else:
                 self._reset_stalled(stream)
         self.flush()
-        if self._arriving_messages or self._stalled:
+        if self._arriving_messages or self._stalled_streams:
             self._schedule_check()
 
     def _reset_stalled(self, stream: Stream) -> None:
@@ -327,7 +329,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             logger.info("a client that does not read its responses was disconnected")
             self.abort()
             return
-        del self._stalled[stream]
+        del self._stalled_streams[stream]
         self.http2.reset(stream, FaultCode.CANCEL)
         if stream.call is not None:
             stream.call.handle_disconnect()

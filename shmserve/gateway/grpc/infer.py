@@ -322,7 +322,7 @@ class Inferences(ActiveCount):
 
         Raises:
             InvalidArgument: An output cannot be classified.
-            Internal: An output has another size than its shape, or the response is too large.
+            Internal: An output's size does not match its shape, or the response is too large.
         """
         request = built.infer_request
         classified = classify_outputs(self.gateway, built.model, request, inferred)
@@ -394,7 +394,7 @@ def _ending_from_error(error: Exception, call: GrpcCall) -> Ending:
         caller = TraceContext.of_header(call.head.traceparent)
         error.traceparent = "" if caller is None else caller.traceparent
     if not isinstance(error, ShmserveError):
-        logger.error("an inference failed", exc_info=error)
+        logger.error("a call of %s failed", call.head.path, exc_info=error)
         return INTERNAL_FAILURE
     if call.is_out_of_time():
         # The scheduler detected the expired deadline of the call before the client did.

@@ -67,7 +67,9 @@ class GrpcFrontend(process.Frontend):
         """Create the servers."""
         gateway_settings = self._gateway.settings
         rules = Authorisation(gateway_settings.tokens, gateway_settings.grpc_restricted, "protocol")
-        limit = min(gateway_settings.max_connections, fd_limits.for_connections(len(self._sockets)))
+        limit = min(
+            gateway_settings.max_connections, fd_limits.connections_share(len(self._sockets))
+        )
         for sock in self._sockets:
             listener = ListenerRules(listener_kind(sock), rules, gateway_settings.allow_client_shm)
             self.listeners.append(listener)

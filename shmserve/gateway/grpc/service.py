@@ -155,7 +155,7 @@ class Service:
                 try:
                     request = parse(encoded_request)
                 except DecodeError:
-                    raise InvalidArgument("malformed request") from None
+                    raise InvalidArgument(f"malformed request of {path}") from None
                 response = await handle(AdminCall(self._gateway, call.client), request)
                 call.finish(b"" if response is None else response.SerializeToString())
             except ShmserveError as error:

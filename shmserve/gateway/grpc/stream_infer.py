@@ -151,8 +151,8 @@ class _Stream:
         self._strict = self._call.head.strict
         self._window = _Window(_WINDOW_BYTES)
         # Requests in order, each with the bytes that it occupies in the window.
-        self._ordered: deque[tuple[_OrderedEntry, int]] = deque()
-        self._decoupled: dict[StreamingInference, StreamEntry] = {}
+        self._ordered_entries: deque[tuple[_OrderedEntry, int]] = deque()
+        self._decoupled_entries: dict[StreamingInference, StreamEntry] = {}
         # The responses of decoupled models, in the order of arrival.
         self._outbox: deque[tuple[StreamingInference, StreamedResponse]] = deque()
         self._is_half_closed = False  # the client has half-closed the call
@@ -189,9 +189,9 @@ class _Stream:
         if not isinstance(entry, RequestRefused):
             inferences.active += 1
         if isinstance(entry, StreamingInference):
-            self._decoupled[entry] = StreamEntry(inferences, entry, size)
+            self._decoupled_entries[entry] = StreamEntry(inferences, entry, size)
             return
-        self._ordered.append((entry, size))
+        self._ordered_entries.append((entry, size))
         if _is_done(entry):
             self._progress.set()
 
@@ -224,12 +224,12 @@ class _Stream:
             if self._outbox:
                 await self._write_outbox(byte_limit, stall_timeout_s)
                 is_idle = False
-            if self._ordered and _is_done(self._ordered[0][0]):
+            if self._ordered_entries and _is_done(self._ordered_entries[0][0]):
                 await self._write_ordered(byte_limit, stall_timeout_s)
                 is_idle = False
             byte_limit = _MAX_JOINED_BYTES
             if is_idle:
-                if self._is_half_closed and not (self._ordered or self._decoupled):
+                if self._is_half_closed and not (self._ordered_entries or self._decoupled_entries):
                     return
                 await self._progress.wait()
                 byte_limit = 1  # the first response is not delayed by others
@@ -241,7 +241,7 @@ class _Stream:
         size = 0
         while self._outbox and size < byte_limit:
             request, message = self._outbox[0]
-            streamed_request = self._decoupled[request]
+            streamed_request = self._decoupled_entries[request]
             try:
                 response, inferred = streamed_request.encode(message, strict=self._strict)
             except ShmserveError:
@@ -258,7 +258,7 @@ class _Stream:
         for streamed_request, inferred, is_last in written_responses:
             streamed_request.request.credit(inferred)
             if is_last:
-                del self._decoupled[streamed_request.request]
+                del self._decoupled_entries[streamed_request.request]
                 self._inferences.decrement()
                 self._window.release(streamed_request.size)
 
@@ -267,9 +267,13 @@ class _Stream:
         responses: list[bytes] = []
         size = released_bytes = inference_count = 0
         try:
-            while self._ordered and size < byte_limit and _is_done(self._ordered[0][0]):
-                entry, window_bytes = self._ordered[0]
-                self._ordered.popleft()
+            while (
+                self._ordered_entries
+                and size < byte_limit
+                and _is_done(self._ordered_entries[0][0])
+            ):
+                entry, window_bytes = self._ordered_entries[0]
+                self._ordered_entries.popleft()
                 inference_count += isinstance(entry, UnaryInference)
                 released_bytes += window_bytes
                 try:
@@ -306,18 +310,18 @@ class _Stream:
 
     def cancel(self) -> None:
         """Cancel all requests in flight, since the call ends early."""
-        while self._ordered:
-            entry, _ = self._ordered.popleft()
+        while self._ordered_entries:
+            entry, _ = self._ordered_entries.popleft()
             if isinstance(entry, UnaryInference):
                 entry.cancel()
                 self._inferences.decrement()
         while self._outbox:
             request, message = self._outbox.popleft()
             request.discard(message)
-        for streamed_request in self._decoupled.values():
+        for streamed_request in self._decoupled_entries.values():
             streamed_request.request.cancel()
             self._inferences.decrement()
-        self._decoupled.clear()
+        self._decoupled_entries.clear()
 
 
 def _is_done(entry: _OrderedEntry) -> bool:

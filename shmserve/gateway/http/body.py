@@ -83,6 +83,7 @@ _BODY_TOO_LARGE = (
 )
 _JSON_STARTS = (b"{", b"[", b" ", b"\n", b"\r", b"\t", b"")
 _RAW_HINT = " (a body that is an input, such as a file, needs Inference-Header-Content-Length: 0)"
+_TAIL_HINT = " (with binary_data_size, Inference-Header-Content-Length is the size of the JSON)"
 _RAW_TOO_LARGE = "Raw input" + TOO_LARGE
 _CUT_SHORT = "the request body ended early"
 _NUMBER = re.compile(r"-?[0-9]+")
@@ -152,7 +153,7 @@ class Body:
         self._content = request.content
         self._max_input_size = settings.max_input_size
         self.arrival = Arrival(settings.body_timeout_s, budget)
-        self._chunks = 0
+        self._chunk_count = 0
         self._chunked = TRANSFER_ENCODING in request.headers
         self.declared_size = -1 if self._chunked else int(request.headers.get(CONTENT_LENGTH, 0))
 
@@ -213,8 +214,8 @@ class Body:
         size = 0
         while True:
             data, ends = await content.readchunk()
-            self._chunks += ends and bool(data)
-            if self._chunks > _MAX_CHUNKS:
+            self._chunk_count += ends and bool(data)
+            if self._chunk_count > _MAX_CHUNKS:
                 raise BrokenBody(
                     f"Chunked request body exceeds maximum of {_MAX_CHUNKS} non-empty chunks. "
                     "Send fewer or larger HTTP chunks."
@@ -347,6 +348,8 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     except JsonFault as error:
         if header_length is None and body[:1] not in _JSON_STARTS:
             raise JsonFault(error.message + _RAW_HINT) from None
+        if b"binary_data_size" in body:
+            raise JsonFault(error.message + _TAIL_HINT) from None
         raise
     infer_request.parameters |= forwarded
     if forwarded or not is_worth_caching(model.templates, fingerprint):

@@ -69,7 +69,7 @@ class LiveFigures:
     def __init__(self, gateway: Gateway, run_dir: Path) -> None:
         self._gateway = gateway
         self._run_dir = run_dir
-        self._viewers = 0
+        self._viewer_count = 0
         self._figures, self._history = Figures(), History()
         self._recorder: asyncio.Task[None] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -103,7 +103,7 @@ class LiveFigures:
         """
         if request.headers.get(FETCH_SITE) in ("cross-site", "same-site"):
             raise PermissionDenied("pages of other origins may not open the dashboard's stream")
-        if self._viewers >= _MAX_VIEWERS:
+        if self._viewer_count >= _MAX_VIEWERS:
             raise QueueFull(f"{_MAX_VIEWERS} dashboards are already connected to this server")
         return ChunkedResponse(200, self._events(), _HEADERS)
 
@@ -136,13 +136,13 @@ class LiveFigures:
         return b'%b,"history":%b}\n\n' % (self._full_event.rstrip()[:-1], history)
 
     def _add_viewer(self) -> None:
-        self._viewers += 1
+        self._viewer_count += 1
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._take_snapshots())
 
     def _remove_viewer(self) -> None:
-        self._viewers -= 1
-        if not self._viewers and self._task is not None:
+        self._viewer_count -= 1
+        if not self._viewer_count and self._task is not None:
             self._task.cancel()
             self._task, self._snapshot_number = None, 0
 

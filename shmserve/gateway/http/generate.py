@@ -227,7 +227,7 @@ def _create_input(name: str, value: Any, datatype: str, dims: Sequence[int]) -> 
 def _fit_shape(count: int, dims: Sequence[int]) -> tuple[int, ...] | None:
     """Return the shape of `count` elements.
 
-    The innermost dimension of any size contains all elements; other such dimensions are 1.
+    The last variable dimension takes all elements; the other variable dimensions are 1.
 
     Returns:
         None if the fixed dimensions do not divide the number of elements.

@@ -277,10 +277,12 @@ def decode_registration(body: dict[str, Any]) -> tuple[str, int, int, bool, bool
     offset = require_integer(body.get("offset", 0), "offset")
     lifetime = body.get("lifetime", "server")
     if lifetime not in ("server", "connection"):
-        raise InvalidArgument("'lifetime' must be 'server' or 'connection'")
+        raise InvalidArgument(
+            f"'lifetime' must be 'server' or 'connection', got {clip(repr(lifetime))}"
+        )
     pin_pages = body.get("pin", False)
     if type(pin_pages) is not bool:
-        raise InvalidArgument("'pin' must be true or false")
+        raise InvalidArgument(f"'pin' must be true or false, got {clip(repr(pin_pages))}")
     return key, offset, size, lifetime == "connection", pin_pages
 
 

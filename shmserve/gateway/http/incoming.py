@@ -18,7 +18,7 @@ from aiohttp import StreamReader
 from aiohttp.http import HttpProcessingError, HttpRequestParser, RawRequestMessage
 
 from shmserve.common.auth_tokens import Authorisation
-from shmserve.common.tasks import settle
+from shmserve.common.tasks import resolve_future
 from shmserve.gateway.http.messages import (
     CONTENT_LENGTH,
     EXPECT,
@@ -375,7 +375,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         """Record that the client has read what was written, or has disconnected."""
         self.writing_paused = False
         drain_waiter, self._drain_waiter = self._drain_waiter, None
-        settle(drain_waiter, None)
+        resolve_future(drain_waiter, None)
 
     async def drain(self) -> None:
         """Wait until the client has read what was written.

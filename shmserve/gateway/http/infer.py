@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from shmserve.common.tasks import settle
+from shmserve.common.tasks import resolve_future
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.compression import compress_pieces, preferred_encoding
 from shmserve.gateway.context import Gateway, needs_load, resolve_model
@@ -186,7 +186,7 @@ class HttpInference(UnaryInference):
         """Handle the arrival of the response."""
         write_response, self.write_response = self.write_response, None
         if write_response is None:
-            settle(self._waiter, None)
+            resolve_future(self._waiter, None)
         elif (
             self.encoded is None
             or self.gateway.draining

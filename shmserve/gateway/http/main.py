@@ -83,9 +83,9 @@ class HttpFrontend(process.Frontend):
         listener = ListenerRules(listener_kind(sock), rules, settings.allow_client_shm, names)
         self.listeners.append(listener)
         http, metrics = len(self._http_sockets), len(self._metrics_sockets)
-        descriptor_limit = fd_limits.for_connections(http, metrics)
+        descriptor_limit = fd_limits.connections_share(http, metrics)
         if sock in self._metrics_sockets:
-            descriptor_limit = fd_limits.for_scrapes()
+            descriptor_limit = fd_limits.scrapes_share()
         create_connection = partial(HttpConnection, app=app, settings=settings)
         max_connections = min(settings.max_connections, descriptor_limit)
         await self.listen(sock, Acceptor(create_connection, listener, max_connections))

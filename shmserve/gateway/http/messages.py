@@ -379,6 +379,6 @@ def find_accepted_framing(header: str) -> Framing | None:
 
 
 def _is_zero(parameter: str) -> bool:
-    """Return whether a parameter is a quality of 0."""
+    """Return whether a parameter of a media type is `q=0`, which excludes the type."""
     name, _, value = parameter.partition("=")
     return name.strip() == "q" and not value.strip().strip("0.")

@@ -128,7 +128,8 @@ class RouteTable:
     def unmatched(self, target: str) -> RouteMatch:
         """Return a route that raises NoRoute, with the error format of the target's API.
 
-        The first part of a path identifies the API, except in OpenAI's paths below a wrong base.
+        The first part of a path identifies the API. A path that ends like a path of OpenAI's API
+        is handled as that API, since the client's base URL may be wrong.
         """
         path = _target_path(target)
         first_part = "/v1" if _OPENAI_PATH.match(path) else "/".join(path.split("/")[:2])

@@ -200,7 +200,7 @@ class Http2Connection(FrameReader[HeadT]):
             if stream_id:
                 raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "GOAWAY on a stream other than 0")
             if len(payload) < 8:
-                raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "GOAWAY of an invalid length")
+                raise frames.length_fault("GOAWAY", len(payload), "at least 8")
         elif frame_type == PUSH_PROMISE:
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
         else:
@@ -262,7 +262,7 @@ class Http2Connection(FrameReader[HeadT]):
             return
         if not increment:
             if not stream_id:
-                raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "WINDOW_UPDATE by nothing")
+                raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "WINDOW_UPDATE by 0 bytes")
             raise StreamFault(FaultCode.PROTOCOL_ERROR)
         self._earn_for_data()
         self._control.take_token()
@@ -317,7 +317,7 @@ class Http2Connection(FrameReader[HeadT]):
         if stream_id:
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PING on a stream other than 0")
         if len(payload) != 8:
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "PING of an invalid length")
+            raise frames.length_fault("PING", len(payload), "8")
         if flags & ACK:
             self._events.append(PingAcknowledged(payload))
             return

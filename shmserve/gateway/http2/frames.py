@@ -58,6 +58,12 @@ class ConnectionFault(Exception):
         self.reason = reason
 
 
+def length_fault(frame_name: str, size: int, expected: str) -> ConnectionFault:
+    """Return the error about a frame whose payload of `size` bytes has a forbidden length."""
+    text = f"{frame_name} with a payload of {size} bytes, expected {expected}"
+    return ConnectionFault(FaultCode.FRAME_SIZE_ERROR, text)
+
+
 class StreamFault(Exception):
     """A protocol violation that ends one stream with this code."""
 
@@ -93,21 +99,26 @@ def encode_settings(values: dict[int, int]) -> bytes:
 def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
     """Yield the values of a SETTINGS frame; raise ConnectionFault for one that is out of range."""
     if len(payload) % _SETTING_FORMAT.size:
-        raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "SETTINGS of an invalid length")
+        raise length_fault("SETTINGS", len(payload), f"a multiple of {_SETTING_FORMAT.size}")
     for key, value in _SETTING_FORMAT.iter_unpack(payload):
         if key == ENABLE_PUSH and value > 1:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS_ENABLE_PUSH out of range")
+            raise ConnectionFault(
+                FaultCode.PROTOCOL_ERROR, f"SETTINGS_ENABLE_PUSH out of range: {value}"
+            )
         if key == INITIAL_WINDOW_SIZE and value > LARGEST_WINDOW:
-            text = "SETTINGS_INITIAL_WINDOW_SIZE out of range"
-            raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, text)
+            raise ConnectionFault(
+                FaultCode.FLOW_CONTROL_ERROR, f"SETTINGS_INITIAL_WINDOW_SIZE out of range: {value}"
+            )
         if key == MAX_FRAME_SIZE and not SMALLEST_FRAME <= value <= LARGEST_FRAME:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS_MAX_FRAME_SIZE out of range")
+            raise ConnectionFault(
+                FaultCode.PROTOCOL_ERROR, f"SETTINGS_MAX_FRAME_SIZE out of range: {value}"
+            )
         yield key, value
 
 
 def parse_uint32(payload: bytes, frame_name: str) -> int:
     """Return the integer of which a frame's payload consists; raise ConnectionFault."""
     if len(payload) != _UINT32_FORMAT.size:
-        raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, f"{frame_name} of an invalid length")
+        raise length_fault(frame_name, len(payload), str(_UINT32_FORMAT.size))
     number: int = _UINT32_FORMAT.unpack(payload)[0]
     return number

@@ -38,6 +38,7 @@ from shmserve.gateway.http2.frames import (
     ConnectionFault,
     FaultCode,
     StreamFault,
+    length_fault,
 )
 from shmserve.gateway.http2.header_blocks import HeadT
 from shmserve.gateway.http2.outgoing import Stream
@@ -295,20 +296,22 @@ class FrameReader(ABC, Generic[HeadT]):
 
     def _check_size(self, frame_type: int, size: int) -> None:
         if size > self._limits.frame or frame_type not in (HEADERS, CONTINUATION):
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "too large a frame")
+            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, f"frame too large: {size} bytes")
         if size > self._limits.header_block:
-            raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "too large a header block")
+            raise ConnectionFault(
+                FaultCode.ENHANCE_YOUR_CALM, f"header block too large: {size} bytes"
+            )
 
     # --- data
 
     def _start_data(self, stream_id: int, flags: int, size: int, data: Bytes, position: int) -> int:
         """Process the header of a DATA frame; return the size of its padding length field."""
         if size > self._limits.frame:
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "frame too large")
+            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, f"frame too large: {size} bytes")
         padding = padding_field = 0
         if flags & PADDED:
             if not size:
-                raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "DATA of an invalid length")
+                raise length_fault("padded DATA", 0, "at least 1")
             padding, padding_field = data[position], 1
             if padding >= size:
                 raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "padding longer than the frame")
@@ -348,7 +351,9 @@ class FrameReader(ABC, Generic[HeadT]):
 
     def _continue_block(self, flags: int, payload: bytes) -> None:
         if self._block is None:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "CONTINUATION of nothing")
+            raise ConnectionFault(
+                FaultCode.PROTOCOL_ERROR, "CONTINUATION without a preceding HEADERS frame"
+            )
         self._block += payload
         self._block_frames += 1
         if (
@@ -391,11 +396,11 @@ def _strip_block(flags: int, payload: bytes) -> bytes:
     start, end = 0, len(payload)
     if flags & PADDED:
         if not payload:
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "HEADERS of an invalid length")
+            raise length_fault("padded HEADERS", 0, "at least 1")
         start, end = 1, end - payload[0]
     if flags & HAS_PRIORITY:
         if len(payload) - start < 5:
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, "HEADERS of an invalid length")
+            raise length_fault("HEADERS with priority", len(payload), f"at least {start + 5}")
         start += 5
     if end < start:
         raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "padding longer than the frame")

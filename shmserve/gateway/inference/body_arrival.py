@@ -148,14 +148,16 @@ class Arrival:
         Raises:
             BodyTimeout: The time limit has expired, or the body was evicted.
         """
-        deadline = self._started_at + self._timeout_s + self.received_bytes / SLOWEST_RATE
+        limit_s = self._timeout_s + self.received_bytes / SLOWEST_RATE
+        deadline = self._started_at + limit_s
         self._wait_started_at = time.monotonic()
         try:
             async with asyncio.timeout(deadline - self._wait_started_at) as self._current_timeout:
                 data = await read
         except TimeoutError:
             self.check()
-            raise BodyTimeout("the request body did not arrive in time") from None
+            text = f"the request body did not arrive in time (limit: {limit_s:.1f} s)"
+            raise BodyTimeout(text) from None
         finally:
             self._earlier_waits_s = self._total_wait_s(time.monotonic())
             self._current_timeout = None

@@ -51,7 +51,7 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred, ResponseSchema
 from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
-from shmserve.ipc.tensors.signature import stopping_text
+from shmserve.ipc.tensors.signature import shape_text, stopping_text
 from shmserve.ipc.transport.frames import MalformedMessage
 
 logger = logging.getLogger(__name__)
@@ -395,7 +395,11 @@ def check_output_size(tensor: TensorRef, size: int) -> None:
     """
     item_size = ITEM_SIZE[tensor.datatype]
     if item_size and size != element_count(tensor.shape) * item_size:
-        raise Internal(f"output '{tensor.name}' does not have the byte size of its shape")
+        expected_size = element_count(tensor.shape) * item_size
+        raise Internal(
+            f"output '{tensor.name}': expected {expected_size} bytes for {tensor.datatype} "
+            f"{shape_text(tensor.shape)}, got {size}"
+        )
 
 
 def output_bytes(gateway: Gateway, tensor: TensorRef) -> bytes | memoryview:
@@ -450,7 +454,10 @@ def _classify_tensor(
         text = f"class result not available for output due to unsupported type '{datatype}'"
         raise InvalidArgument(text)
     if element_total > _MAX_CLASSIFIED_ELEMENTS:
-        raise InvalidArgument("classification output tensor too large")
+        raise InvalidArgument(
+            f"output '{tensor.name}': {element_total} elements are too many for classification "
+            f"(maximum: {_MAX_CLASSIFIED_ELEMENTS})"
+        )
     if len(data) != element_total * ITEM_SIZE[datatype]:
         return tensor  # `output_bytes` reports the wrong size later
     batch = tensor.shape[:1] if batched else ()

@@ -122,7 +122,7 @@ class WaitingChoice:
         self._next_other_epoch = 2 * _INITIAL_OTHER_INTERVAL
         self._mean_ns: dict[bool, float] = {}
         self._other_misses = 0  # misses in the last epoch that used the other choice
-        self._epochs = 0
+        self._epoch_count = 0
         self._start()
 
     def _start(self) -> None:
@@ -147,7 +147,7 @@ class WaitingChoice:
         if self.waits is not self._waiting_is_better:
             self._other_misses = self._misses
         self._start()
-        self._epochs += 1
+        self._epoch_count += 1
         if len(self._mean_ns) < 2:
             self.waits = not self.waits
             return
@@ -156,13 +156,16 @@ class WaitingChoice:
         if waiting_is_better is not self._waiting_is_better:
             self._waiting_is_better = waiting_is_better
             self._other_interval = _INITIAL_OTHER_INTERVAL
-            self._next_other_epoch = self._epochs + _INITIAL_OTHER_INTERVAL
+            self._next_other_epoch = self._epoch_count + _INITIAL_OTHER_INTERVAL
         self.waits = waiting_is_better
         self.waiting_clearly_pays = with_ns < _CLEAR_RATIO * without_ns
-        if self._epochs >= self._next_other_epoch and self._other_misses <= self._account.credit:
+        if (
+            self._epoch_count >= self._next_other_epoch
+            and self._other_misses <= self._account.credit
+        ):
             self.waits = not waiting_is_better
             self._other_interval = min(self._other_interval * 2, _MAX_OTHER_INTERVAL)
-            self._next_other_epoch = self._epochs + self._other_interval
+            self._next_other_epoch = self._epoch_count + self._other_interval
 
 
 class TrialState(Record):

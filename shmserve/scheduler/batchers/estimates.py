@@ -84,7 +84,7 @@ class SizeTimes:
         self._spread = _INITIAL_SPREAD
         # The last batches if all durations differ much from the level: matching level, and size.
         self._outliers: deque[tuple[float, _Size]] = deque(maxlen=_CHANGE_LENGTH)
-        self._observations = -1
+        self._observation_count = -1
         self._late_executions = 0  # executions while the target was out of reach
         # These lists are by index of a size, as of the last refresh, at a level of 1.
         self._times = [0.0] * (self._last_index + 1)
@@ -98,12 +98,12 @@ class SizeTimes:
     @property
     def is_known(self) -> bool:
         """Return whether there were enough executions for an estimate."""
-        return self._observations >= _MIN_OBSERVATIONS
+        return self._observation_count >= _MIN_OBSERVATIONS
 
     @property
     def can_compare(self) -> bool:
         """Return whether there were enough executions to compare sizes."""
-        return self._observations >= 2
+        return self._observation_count >= 2
 
     @property
     def setup_ns(self) -> float:
@@ -145,23 +145,27 @@ class SizeTimes:
             out_of_reach: Whether the target is out of reach and the arrivals do not decrease.
         """
         self._late_executions += out_of_reach
-        self._observations += 1
-        if not self._observations:
+        self._observation_count += 1
+        if not self._observation_count:
             return
         index = min(_index(units), self._last_index)
         duration = max(took_ns, 1.0) / self._level
         size = self._sizes.get(index)
         if size is None:
-            self._sizes[index] = _Size(duration, self._observations)
+            self._sizes[index] = _Size(duration, self._observation_count)
             insort(self._observed, index)
             self._is_stale = True
             return
-        size.record_execution(self._observations)
+        size.record_execution(self._observation_count)
         duration = self._clamp_outlier(size, duration)
         size.weight = min(size.weight + 1, _MAX_MEAN_WEIGHT)
         change = (duration - size.mean) / size.weight
         size.mean += change
-        if size.weight < _MAX_TRIALS or abs(change) > size.mean / 50 or not self._observations % 16:
+        if (
+            size.weight < _MAX_TRIALS
+            or abs(change) > size.mean / 50
+            or not self._observation_count % 16
+        ):
             self._is_stale = True
 
     def _clamp_outlier(self, size: _Size, duration: float) -> float:
@@ -183,7 +187,7 @@ class SizeTimes:
             self._level *= 1 + (min(max(ratio, 0.5), 2.0) - 1) * _SHARED_GAIN / noise
         deviation = abs(ratio - 1)
         max_deviation = _MAX_SPREADS * max(self._spread, 2 * _MIN_SPREAD)
-        gain = max(_SHARED_GAIN, 1 / self._observations)
+        gain = max(_SHARED_GAIN, 1 / self._observation_count)
         self._spread += (min(deviation, 2 * max_deviation) - self._spread) * gain
         if deviation > max_deviation:  # an outlier or a change: a repetition has more weight
             size.weight /= 2
@@ -334,7 +338,7 @@ class SizeTimes:
         total = mean_x = mean_y = sum_xx = sum_xy = 0.0
         for index in self._observed:
             size = self._sizes[index]
-            weight = size.recent_count(self._observations)
+            weight = size.recent_count(self._observation_count)
             total += weight
             delta_x, delta_y = _size(index) - mean_x, size.mean - mean_y
             mean_x += delta_x * weight / total

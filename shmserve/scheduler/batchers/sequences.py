@@ -52,8 +52,8 @@ Owner = tuple[Client[ScheduledRequest], int]
 class WaitingRequests:
     """A FIFO queue of the requests of a sequence, divided into runs.
 
-    A run begins with a START, and its requests cannot run without the request at its front. Every
-    operation takes constant time for each request that it removes.
+    A run begins at each request with START. Requests depend on the earlier requests of their run
+    and are removed with them. Every operation takes constant time for each request that it removes.
     """
 
     def __init__(self) -> None:
@@ -100,10 +100,7 @@ class WaitingRequests:
         return bool(self._runs) and request.key in self._runs[-1]
 
     def remove(self, request: ScheduledRequest) -> list[ScheduledRequest]:
-        """Remove a request and those behind it up to a START.
-
-        Return them, or [] if it was removed before.
-        """
+        """Remove and return a request and the later requests of its run; [] if it is not queued."""
         removed_requests: list[ScheduledRequest] = []
         run = self._run_of.get(request.key)
         while run is not None and request.key in run:
@@ -326,7 +323,7 @@ class Sequences:
         self._single_request = single_request
         self._open_sequences: dict[int | str, StatefulSequence] = {}
         # A heap of the free slots. It may contain stale slots of closed instances.
-        self._free: list[tuple[int, tuple[int, int], InstanceSlots]] = []
+        self._free_slots: list[tuple[int, tuple[int, int], InstanceSlots]] = []
         self._stale_slots = 0
         self.backlog = Backlog()
         # Idle sequences in the order in which they became idle.
@@ -348,7 +345,7 @@ class Sequences:
     def join(self, slots: InstanceSlots) -> None:
         """Register an instance, whose slots are free."""
         for slot in range(len(slots.sequences)):
-            heapq.heappush(self._free, (slot, slots.order, slots))
+            heapq.heappush(self._free_slots, (slot, slots.order, slots))
         self._fill()
 
     def remove_instance(self, slots: InstanceSlots) -> list[StatefulSequence]:
@@ -376,9 +373,9 @@ class Sequences:
         slots.closed = True
         self._stale_slots += slots.sequences.count(None)
         # Rebuilding the heap is amortised by the entries that it drops.
-        if 2 * self._stale_slots > len(self._free):
-            self._free = [entry for entry in self._free if not entry[2].closed]
-            heapq.heapify(self._free)
+        if 2 * self._stale_slots > len(self._free_slots):
+            self._free_slots = [entry for entry in self._free_slots if not entry[2].closed]
+            heapq.heapify(self._free_slots)
             self._stale_slots = 0
         unstarted = [s for s in slots.sequences if s is not None and not s.has_state]
         for sequence in sorted(unstarted, key=attrgetter("waiting.first.key"), reverse=True):
@@ -486,8 +483,8 @@ class Sequences:
 
     def _fill(self) -> None:
         """Assign free slots to waiting sequences."""
-        while self.backlog and self._free:
-            slot, _, slots = heapq.heappop(self._free)
+        while self.backlog and self._free_slots:
+            slot, _, slots = heapq.heappop(self._free_slots)
             if slots.closed:
                 self._stale_slots -= 1
                 continue
@@ -518,7 +515,7 @@ class Sequences:
         sequence.instance_slots = None
         self._idle_sequences.pop(sequence, None)
         if not slots.closed:
-            heapq.heappush(self._free, (sequence.slot, slots.order, slots))
+            heapq.heappush(self._free_slots, (sequence.slot, slots.order, slots))
             self._fill()
 
     # --- executions -------------------------------------------------------------------------------

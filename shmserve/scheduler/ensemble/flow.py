@@ -206,16 +206,16 @@ class TensorRoute(NamedTuple):
     """The uses of a tensor's values by steps and by responses.
 
     Attributes:
-        uses: How often each value is used; -1: any number of times.
+        use_count: How often each value is used; -1: any number of times.
         is_once: Whether the tensor exists once per request.
         readers: The steps that wait for the tensor, and the response if it contains the tensor.
-        only: The reader, if it is the only one and waits for no other tensor.
+        only_reader: The reader, if it is the only one and waits for no other tensor.
     """
 
-    uses: int
+    use_count: int
     is_once: bool
     readers: tuple[TensorReader, ...]
-    only: TensorReader | None
+    only_reader: TensorReader | None
 
 
 class Plan:
@@ -274,12 +274,13 @@ class Firing(NamedTuple):
     """A step that is ready to run with these inputs.
 
     Attributes:
+        response_index: The index of the decoupled step's response that the inputs are from, or 0.
         inputs: The values by the model's names. Each holds a use for this step.
         kinds: The kinds of all inputs of the model; None for omitted inputs.
     """
 
     step: PlannedStep
-    number: int
+    response_index: int
     inputs: dict[str, Value]
     kinds: tuple[TensorKind | None, ...]
 
@@ -305,7 +306,7 @@ class Flow:
         self._values: dict[tuple[str, int], Value] = {}
         # Remaining uses of values with more than one.
         self._remaining_uses: dict[tuple[str, int], int] = {}
-        self._fired: set[tuple[int, int]] = set()
+        self._fired_steps: set[tuple[int, int]] = set()
         self._counts: dict[int, int] = {}  # responses so far, by the index of a decoupled step
         self.firings: list[Firing] = []
         self.responses: list[dict[str, Value]] = []
@@ -315,12 +316,12 @@ class Flow:
         """Store the request's inputs; omitted inputs are ABSENT."""
         self._store_tensors(inputs, 0)
 
-    def respond(self, step: PlannedStep, number: int, tensors: Tensors) -> None:
+    def respond(self, step: PlannedStep, response_index: int, tensors: Tensors) -> None:
         """Store the tensors of a step's response; omitted outputs are ABSENT."""
         if step.decoupled:
-            number = self._counts.get(step.index, 0)
-            self._counts[step.index] = number + 1
-        self._store_tensors(tensors, number)
+            response_index = self._counts.get(step.index, 0)
+            self._counts[step.index] = response_index + 1
+        self._store_tensors(tensors, response_index)
 
     def close(self) -> None:
         """Release all values, because the request has ended or failed."""
@@ -335,27 +336,27 @@ class Flow:
         self.firings.clear()
         self.responses.clear()
 
-    def _store_tensors(self, tensors: Tensors, number: int) -> None:
-        """Store tensors with one number, and fire the steps and responses that they complete."""
+    def _store_tensors(self, tensors: Tensors, response_index: int) -> None:
+        """Store a response's tensors, and fire the steps and responses that they complete."""
         routes = self.plan.routes
         for tensor, value in tensors:
             route = routes.get(tensor)
             if route is None:
                 value.release()
-            elif route.only is None:
-                self._values[tensor, number] = value
-                if route.uses != 1:
-                    self._remaining_uses[tensor, number] = route.uses
+            elif route.only_reader is None:
+                self._values[tensor, response_index] = value
+                if route.use_count != 1:
+                    self._remaining_uses[tensor, response_index] = route.use_count
         for tensor, value in tensors:
             route = routes.get(tensor)
             if route is None:
                 continue
-            if route.only is not None:  # nothing else is missing
-                self._start(route.only, number, {tensor: value})
+            if route.only_reader is not None:  # nothing else is missing
+                self._start(route.only_reader, response_index, {tensor: value})
             else:
                 for reader in route.readers:
                     if reader.is_once or not route.is_once:
-                        self._fire(reader, number)
+                        self._fire(reader, response_index)
                     else:
                         for ready_number in self._numbers(reader):
                             self._fire(reader, ready_number)
@@ -367,19 +368,19 @@ class Flow:
                 return sorted([number for name, number in self._values if name == tensor])
         return ()
 
-    def _fire(self, reader: TensorReader, number: int) -> None:
+    def _fire(self, reader: TensorReader, response_index: int) -> None:
         """Add a firing of a step, or a response, at a number, unless a tensor is missing."""
-        fired = (reader.index, number)
-        if fired in self._fired:
+        fired = (reader.index, response_index)
+        if fired in self._fired_steps:
             return
         values = self._values
         keys: Sequence[tuple[str, int]] = reader.first_keys
         if not reader.is_once:
-            keys = [(tensor, 0 if is_once else number) for tensor, is_once in reader.reads]
+            keys = [(tensor, 0 if is_once else response_index) for tensor, is_once in reader.reads]
         for key in keys:
             if key not in values:
                 return
-        self._fired.add(fired)
+        self._fired_steps.add(fired)
         reader_values: dict[str, Value] = {}  # values by name, each with a use for the reader
         for key in keys:
             remaining_uses = self._remaining_uses.get(key)
@@ -392,16 +393,18 @@ class Flow:
                 del self._remaining_uses[key]
             elif remaining_uses != _ANY_NUMBER:
                 self._remaining_uses[key] = remaining_uses - 1
-        self._start(reader, number, reader_values)
+        self._start(reader, response_index, reader_values)
 
-    def _start(self, reader: TensorReader, number: int, values: dict[str, Value]) -> None:
+    def _start(self, reader: TensorReader, response_index: int, values: dict[str, Value]) -> None:
         """Run a step or respond with these values, which hold a use for the reader."""
         if isinstance(reader, PlannedStep):
-            self._run_or_skip(reader, number, values)
+            self._run_or_skip(reader, response_index, values)
         else:
             self._respond(values)
 
-    def _run_or_skip(self, step: PlannedStep, number: int, values: dict[str, Value]) -> None:
+    def _run_or_skip(
+        self, step: PlannedStep, response_index: int, values: dict[str, Value]
+    ) -> None:
         condition = step.condition
         is_skipped = bool(condition) and not values[condition].holds
         inputs: dict[str, Value] = {}
@@ -416,13 +419,15 @@ class Flow:
         if is_skipped:
             for value in values.values():
                 value.release()
-            self.respond(step, number, [(tensor, SKIPPED) for tensor in step.outputs.values()])
+            self.respond(
+                step, response_index, [(tensor, SKIPPED) for tensor in step.outputs.values()]
+            )
             return
         for tensor in step.repeated_tensors:
             values[tensor].acquire()
         if condition and condition not in step.step.inputs.values():
             values[condition].release()
-        self.firings.append(Firing(step, number, inputs, tuple(kinds)))
+        self.firings.append(Firing(step, response_index, inputs, tuple(kinds)))
 
     def _respond(self, values: dict[str, Value]) -> None:
         self.has_responded = True

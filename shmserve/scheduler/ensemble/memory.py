@@ -128,7 +128,7 @@ class Value(Token):
             credit.release()
 
     @property
-    def unsettled(self) -> bool:
+    def is_used(self) -> bool:
         return self._users > 0 and bool(self.memory or self.held_credits)
 
 

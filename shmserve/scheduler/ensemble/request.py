@@ -133,7 +133,7 @@ class EnsembleRequest:
         unread: The responses of a stream that the client has not read.
         responses: The number of responses of a stream that were sent.
         responded_ns: The time of the last of these responses.
-        untimed: Unused; `Statistics` sets it for other kinds of requests.
+        succeeded_early: Unused; `Statistics` sets it for other kinds of requests.
     """
 
     client: Client[EnsembleRequest]
@@ -157,7 +157,7 @@ class EnsembleRequest:
     spans: bytes = b""
     unread: UnreadResponses | None = None
     responses: int = 0
-    untimed: bool = False
+    succeeded_early: bool = False
 
     def transition(self, event: EnsembleEvent) -> EnsembleState:
         """Apply an event: move to the next state and return the previous one.

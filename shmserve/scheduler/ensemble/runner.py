@@ -130,7 +130,8 @@ class StepRunner:
                 return
             except MalformedMessage as error:
                 self.malformed_messages += 1
-                logger.error("a worker's response is malformed: %s", error)
+                model = step.firing.step.step.model
+                logger.error("model '%s': a response is malformed: %s", model, error)
                 self._requests.fail(request, Internal.code, "internal error", now_ns)
         if more_follow:
             self.schedulers.credit(step, 1)

@@ -290,7 +290,7 @@ class StepMessages:
             return
         step.has_outputs = True
         tensors = self._make_values(step, response, data, more_follow)
-        request.flow.respond(planned_step, step.firing.number, tensors)
+        request.flow.respond(planned_step, step.firing.response_index, tensors)
 
     def _make_values(
         self,

@@ -112,7 +112,7 @@ class GenerativeDispatch(Dispatcher):
         super().__post_init__()
         # The requests at instances by their key.
         self._assigned_requests: dict[int, AssignedRequest] = {}
-        self._unassigned: list[AssignedRequest] = []
+        self._unassigned_requests: list[AssignedRequest] = []
         self._numbers = itertools.count(1)
 
     # --- admission
@@ -177,7 +177,7 @@ class GenerativeDispatch(Dispatcher):
                 continue
             generation, slot = assigned.generation, assigned.slot
             if slot is None:
-                self._unassigned.remove(assigned)
+                self._unassigned_requests.remove(assigned)
                 self._close(assigned.request, now_ns)
             elif generation is not None:
                 engine = self._engine(slot)
@@ -199,7 +199,7 @@ class GenerativeDispatch(Dispatcher):
         slots = [slot for slot in self._pool.ready() if not slot.retiring]
         if not slots:
             return
-        unassigned, self._unassigned = self._unassigned, []
+        unassigned, self._unassigned_requests = self._unassigned_requests, []
         for assigned in unassigned:
             self._prepare(assigned, min(slots, key=_request_count), now_ns)
         while len(self._queue):
@@ -287,7 +287,7 @@ class GenerativeDispatch(Dispatcher):
         try:
             engine.finish_step(message)
         except ValueError as error:
-            logger.error("an instance returned %s", error)
+            logger.error("an instance of process %d returned %s", slot.pid, error)
             return False
         self._executions.step_done(slot, message, len(running_step.rows), now_ns)
         for sequence, row in running_step.rows.values():
@@ -357,7 +357,7 @@ class GenerativeDispatch(Dispatcher):
                 removed_requests.append(request)
             else:
                 assigned.slot = request.worker = None
-                self._unassigned.append(assigned)
+                self._unassigned_requests.append(assigned)
         return LostWork(lost_work.executions, removed_requests)
 
 

@@ -64,7 +64,7 @@ class Engine(Generic[T]):
         self._acceptance: dict[int, Acceptance] = {}
         self._to_begin: list[NewSequence] = []
         self._to_end: list[int] = []
-        self._steps = 0
+        self._step_count = 0
         # Prompts are cut at multiples of the chunk if a step has space for a chunk beside all
         # decoding rows.
         prefill_tokens = self.settings.max_tokens_per_batch - self.settings.max_batch_size
@@ -96,8 +96,8 @@ class Engine(Generic[T]):
 
         `resumed` has the tokens of its open samples if another instance has lost it.
         """
-        # A step has too few rows to fork these samples together, so each is a sequence from the
-        # beginning.
+        # If a step has too few rows to fork all samples together, each sample is a sequence from
+        # the beginning.
         forked = generation.beams is not None or generation.rows <= self.settings.max_batch_size
         count = 1 if forked else generation.samples
         samples = resumed or dict.fromkeys(range(count), array("i"))
@@ -177,7 +177,7 @@ class Engine(Generic[T]):
 
     def plan(self, now_ns: int) -> Step | None:
         """Return the next step, or None if nothing can run. No step may be running."""
-        plan = StepPlan(self._steps + 1, self.settings)
+        plan = StepPlan(self._step_count + 1, self.settings)
         # The order is made once per step, so that it stays the same while the step is planned.
         rank = ranking(self.settings, now_ns)
         admitted, waiting_sequences = [], []
@@ -410,7 +410,7 @@ class Engine(Generic[T]):
 
     def _finish_plan(self, plan: StepPlan) -> Step:
         step = plan.step
-        self._steps = step.step
+        self._step_count = step.step
         step.new_sequences.extend(self._to_begin)
         step.ended.extend(self._to_end)
         self._to_begin, self._to_end = [], []

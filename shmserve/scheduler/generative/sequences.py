@@ -349,23 +349,23 @@ def ranking(settings: EngineSettings, now_ns: int) -> Callable[[Sequence[Any]], 
     return rank
 
 
-def _arrival(sequence: Sequence[Any], waited_s: float) -> float:
+def _score_by_arrival(sequence: Sequence[Any], waited_s: float) -> float:
     return 0.0
 
 
-def _shortest(sequence: Sequence[Any], waited_s: float) -> float:
+def _score_by_length(sequence: Sequence[Any], waited_s: float) -> float:
     return sequence.missing + sequence.remaining - _TOKENS_PER_SECOND * waited_s
 
 
-def _composite(sequence: Sequence[Any], waited_s: float) -> float:
+def _score_by_level(sequence: Sequence[Any], waited_s: float) -> float:
     level = sequence.generation.priority
-    return _TOKENS_PER_LEVEL * level + _shortest(sequence, waited_s)
+    return _TOKENS_PER_LEVEL * level + _score_by_length(sequence, waited_s)
 
 
 _SCORES: Mapping[str, Callable[[Sequence[Any], float], float]] = {
-    "fcfs": _arrival,
-    "sjf": _shortest,
-    "priority": _composite,
+    "fcfs": _score_by_arrival,
+    "sjf": _score_by_length,
+    "priority": _score_by_level,
 }
 
 

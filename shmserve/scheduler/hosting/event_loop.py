@@ -10,7 +10,7 @@ from typing import Any
 
 from shmserve.ipc.processes import SPIN_NS, BusyPoll, PreciseWait
 
-# A sleeping thread runs again some time after its timer; up to this much of it is anticipated.
+# A sleeping thread wakes up late. Timers are set earlier by the measured delay, at most by this.
 _MAX_LATE_NS = 60_000
 
 # A client's deadline may be any number; no timer is longer than this.

@@ -128,7 +128,7 @@ class HostedScheduler(ABC):
         self.wake_ns = NEVER
         self.live_requests = 0
         self.stopped = False
-        self._active = active
+        self._active_schedulers = active
         self._start = start
         self._waiter = waiter
         self._neighbours = neighbours
@@ -166,7 +166,7 @@ class HostedScheduler(ABC):
     # --- received messages
 
     def _from_control(self) -> None:
-        self._active[self] = None
+        self._active_schedulers[self] = None
         front, now_ns = self.front, time.monotonic_ns()
         for message in self._control.receive():
             if type(message) is Drain:
@@ -193,7 +193,7 @@ class HostedScheduler(ABC):
                 self._inboxes[fd]()
 
     def _from_clients(self) -> None:
-        self._active[self] = None
+        self._active_schedulers[self] = None
         front, now_ns = self.front, time.monotonic_ns()
         for peer, message in self._client_router.receive():
             if type(message) in _FROM_CLIENT:
@@ -202,11 +202,11 @@ class HostedScheduler(ABC):
                 front.count_unexpected()
 
     def _from_neighbour(self, peer: bytes, message: Any) -> None:
-        self._active[self] = None
+        self._active_schedulers[self] = None
         self.front.from_client(peer, message, time.monotonic_ns())
 
     def _from_local_clients(self) -> None:
-        self._active[self] = None
+        self._active_schedulers[self] = None
         front, now_ns = self.front, time.monotonic_ns()
         local_clients = self._local_clients
         for peer, message in local_clients.link.receive():
@@ -275,7 +275,7 @@ class BatchingScheduler(HostedScheduler):
         core = BatchingCore(self._settings, fits, workers, self._control, clock, self._cache)
 
         def from_workers() -> None:
-            self._active[self] = None
+            self._active_schedulers[self] = None
             now_ns = time.monotonic_ns()
             for peer, message in workers.receive():
                 if type(message) is MetricsReported:
@@ -302,7 +302,7 @@ class EnsembleScheduler(HostedScheduler):
         identity = b"%d.%d" % (os.getpid(), start.number)
 
         def from_step(endpoint: str, message: Any) -> None:
-            self._active[self] = None
+            self._active_schedulers[self] = None
             if type(message) in _FROM_STEP:
                 core.from_step(endpoint, message, time.monotonic_ns())
             else:
@@ -366,7 +366,7 @@ class Host:
         self._neighbours = InProcessLinks()
         self._schedulers: list[HostedScheduler] = []
         # Schedulers with received messages, in the order of their next turns.
-        self._active: dict[HostedScheduler, None] = {}
+        self._active_schedulers: dict[HostedScheduler, None] = {}
         self._is_stopped = False
         self._control = Dealer(endpoints.control(start.run_dir), f"host.{os.getpid()}")
         self._waiter.watch(self._control.fd, self._from_supervisor)
@@ -396,14 +396,15 @@ class Host:
 
         `wake_ns` is the earliest turn that a scheduler has asked for (monotonic ns).
         """
-        active, neighbours = self._active, self._neighbours
+        active, neighbours = self._active_schedulers, self._neighbours
         now_ns = time.monotonic_ns()
         if now_ns >= wake_ns:
             due = (scheduler for scheduler in self._schedulers if now_ns >= scheduler.wake_ns)
             active.update(dict.fromkeys(due))
         turned_schedulers: list[HostedScheduler] = []  # a scheduler may occur twice
         while active or neighbours.queued_messages:
-            if neighbours.queued_messages:  # first, so that an ensemble has its turn with its step
+            # Delivered first, so that an ensemble and its steps handle messages in the same turn.
+            if neighbours.queued_messages:
                 neighbours.deliver()
                 now_ns = time.monotonic_ns()
             schedulers = list(active)
@@ -431,7 +432,7 @@ class Host:
             if type(message) in _FROM_SUPERVISOR:
                 self._handle(message)
             else:
-                logger.warning("unexpected %s", type(message).__name__)
+                logger.warning("dropped a %s from the supervisor", type(message).__name__)
 
     def _handle(self, message: SupervisorToHost) -> None:
         match message:
@@ -448,7 +449,9 @@ class Host:
 
     def _open_scheduler(self, start: SchedulerStart) -> None:
         try:
-            scheduler = KINDS[start.kind](start, self._waiter, self._neighbours, self._active)
+            scheduler = KINDS[start.kind](
+                start, self._waiter, self._neighbours, self._active_schedulers
+            )
         except (ShmserveError, OSError) as error:
             # No descriptor or memory is left; the other schedulers continue.
             reason = error.message if isinstance(error, ShmserveError) else str(error)

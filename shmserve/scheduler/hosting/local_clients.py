@@ -86,13 +86,13 @@ class LocalClientListener:
         links = [peer for peer in self.link.peers() if _client_number(peer) == number]
         return len(links) < MAX_LINKS
 
-    def process_exited(self, number: int) -> None:
+    def process_exited(self, client_number: int) -> None:
         """Remove the links of a local client that has exited."""
-        self._exited_numbers.append(number)
+        self._exited_numbers.append(client_number)
         for peer in self.link.peers():
-            if _client_number(peer) == number:
+            if _client_number(peer) == client_number:
                 self.link.dismiss(peer)
-        self._rules.process_exited(number)
+        self._rules.process_exited(client_number)
 
 
 class _LocalSchema(NamedTuple):
@@ -112,12 +112,12 @@ class LocalClientRules:
         self._memories: set[tuple[int, Memory]] = set()
         self._schemas: Schemas[_LocalSchema] = Schemas(self._local_schema)
 
-    def process_exited(self, number: int) -> None:
+    def process_exited(self, client_number: int) -> None:
         """Remove the state of a local client that has exited."""
-        self._memories = {item for item in self._memories if item[0] != number}
+        self._memories = {item for item in self._memories if item[0] != client_number}
 
-    def validate(self, number: int, submit: Submit, now_ns: int) -> Submit:
-        """Return the validated request of local client `number`, which is received at `now_ns`.
+    def validate(self, client_number: int, submit: Submit, now_ns: int) -> Submit:
+        """Return the validated request of a local client, which is received at `now_ns`.
 
         Raises:
             InvalidArgument: The request is invalid.
@@ -137,7 +137,7 @@ class LocalClientRules:
             )
         if submit.trace and not is_trace(submit.trace):
             raise InvalidArgument("a request's trace is malformed (see the protocol's description)")
-        self._check_data(number, submit)
+        self._check_data(client_number, submit)
         arrived_ns = submit.arrived_ns
         if arrived_ns < now_ns - _MAX_TRANSIT_NS:
             arrived_ns = now_ns
@@ -152,10 +152,9 @@ class LocalClientRules:
         return replace(checked_submit, source=0, deadline_origin=deadline_origin, callers="")
 
     def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:
-        """Return the deadline of a request, or 0.
+        """Return the earliest deadline of a request, or 0 if it has none.
 
-        The shortest limit applies: its own, in both forms, and the server's, as over the other
-        listeners.
+        The request's deadline, its timeout and the server's time limit apply.
         """
         if submit.timeout_us <= 0 and not self._limit_us:
             return max(0, submit.deadline_ns)
@@ -167,7 +166,7 @@ class LocalClientRules:
             end_times.append(submit.deadline_ns)
         return min(end_times, default=0)
 
-    def _check_data(self, number: int, submit: Submit) -> None:
+    def _check_data(self, client_number: int, submit: Submit) -> None:
         """Check a request's data against its schema, and the schema against the model."""
         data = submit.data
         schema_entry = self._schemas[submit.schema]
@@ -178,11 +177,11 @@ class LocalClientRules:
             if type(tensor_data) is bytes:
                 size = len(tensor_data)
             else:
-                size = self._check_range(number, tensor_data).byte_size
+                size = self._check_range(client_number, tensor_data).byte_size
             if size != tensor.byte_size >= 0:
                 fits_model = False
         for tensor_data in data[len(schema.inputs) :]:
-            self._check_range(number, tensor_data)
+            self._check_range(client_number, tensor_data)
         if not fits_model:
             inference = schema.inference(data)
             self._signature.check(submit.request_id, inference.inputs, inference.outputs)
@@ -198,20 +197,20 @@ class LocalClientRules:
             return _LocalSchema(schema, fits_model=False)
         return _LocalSchema(schema, fits_model=True)
 
-    def _check_range(self, number: int, packed_range: Any) -> Range:
+    def _check_range(self, client_number: int, packed_range: Any) -> Range:
         """Return the memory range of a tensor if it is in memory that the client has shared."""
         try:
             memory_range = unpack_range(packed_range)
         except (TypeError, ValueError) as error:
             raise MalformedMessage(f"not a range: {error}") from error
-        self._check_owner(number, memory_range)
+        self._check_owner(client_number, memory_range)
         return memory_range
 
-    def _check_owner(self, number: int, memory_range: Range) -> None:
-        key = (number, memory_range.memory)
+    def _check_owner(self, client_number: int, memory_range: Range) -> None:
+        key = (client_number, memory_range.memory)
         if key in self._memories:
             return
-        if not self._capabilities.owns(number, memory_range.memory):
+        if not self._capabilities.owns(client_number, memory_range.memory):
             raise InvalidArgument("a tensor is in memory that this client has not shared")
         if len(self._memories) >= _MAX_MEMORIES:
             self._memories.clear()
@@ -281,7 +280,7 @@ class LocalTraces:
         times = (submit.arrived_ns, now_ns)
         self._control.post(RequestTraced(*of_model, submit.trace, is_sampled, *times, spans, error))
 
-    def process_exited(self, number: int) -> None:
+    def process_exited(self, client_number: int) -> None:
         """Report the measured requests of a local client that has exited."""
-        for key in [key for key in self.measured_requests if leading_pid(key[0]) == number]:
+        for key in [key for key in self.measured_requests if leading_pid(key[0]) == client_number]:
             self._report_trace(*self.measured_requests.pop(key), b"", "the client has disconnected")

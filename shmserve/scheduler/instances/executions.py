@@ -53,7 +53,7 @@ class ServiceTime:
     _deviation_ns: float = 0.0
     _busy_ns: float = 0.0
     _requests: float = 0.0
-    _observations: int = 0
+    _observation_count: int = 0
     # The number of batches that a worker may have at a time. It is above one if batches are so
     # short that the worker would otherwise wait for messages as long as it computes.
     pipeline_depth: int = 1
@@ -70,7 +70,7 @@ class ServiceTime:
             busy_ns: The time during which the worker was busy with the execution.
             requests: The number of requests.
         """
-        self._observations += 1
+        self._observation_count += 1
         if self._requests:
             self._busy_ns += (busy_ns - self._busy_ns) / 8
             error = duration_ns - self._mean_ns
@@ -84,7 +84,7 @@ class ServiceTime:
             self._requests = requests
             self._busy_ns = busy_ns
         self.reserve_ns = int(self._mean_ns + 4 * self._deviation_ns) + _MARGIN_NS
-        if self._observations >= _MIN_OBSERVATIONS:
+        if self._observation_count >= _MIN_OBSERVATIONS:
             depth = int(_MAX_AHEAD_NS / (self._busy_ns + 1))
             self.pipeline_depth = _MAX_DEPTH if depth > _MAX_DEPTH else depth or 1
             self.has_short_batches = self._busy_ns < _SHORT_BATCH_NS
@@ -148,7 +148,7 @@ class Executions:
         self._workers.post(slot.peer, Execute(execution.id, works, live_requests, list(rows)))
 
     def post(self, peer: bytes, message: Any) -> None:
-        """Send a message of a kind of scheduling to the worker at this address."""
+        """Send a message about sequences or generation to the worker at this address."""
         self._workers.post(peer, message)
 
     def run_step(self, slot: Slot, step: Step, now_ns: int) -> None:
@@ -215,7 +215,7 @@ class Executions:
     # --- instances that become ready --------------------------------------------------------------
 
     def announce(self, index: int, pid: int) -> None:
-        """Announce an instance with `Pool.expect`, and send the releases that are kept for it."""
+        """Announce an instance with `Pool.announce`, and send the releases that are kept for it."""
         early_releases = self._take_unknown(pid)
         if early_releases:
             self._early_releases.setdefault(pid, []).extend(early_releases)

@@ -207,10 +207,10 @@ class InstanceTickets:
 class Pool:
     """The instances of a model version. With `_tickets`, each execution needs a ticket.
 
-    `free` are the instances that can take a batch, the longest free one first; those of a decoupled
-    model only while they have less than `_max_open` requests (0: any number). `failure` is the
-    reason why no instance can run or is expected; otherwise it is empty. No execution exceeds its
-    limit before `due_ns`.
+    `free` contains the instances that can take a batch, the longest free one first. An instance of
+    a decoupled model is free while it has less than `_max_open` requests (0: any number). `failure`
+    is the reason why no instance can run or is expected; otherwise it is empty. No execution
+    exceeds its limit before `due_ns`.
     """
 
     _limit_ns: int
@@ -433,15 +433,18 @@ class Pool:
         if not self._max_open or len(slot.requests) < self._max_open:
             self.free.append(slot)
 
-    def are_held(
-        self, callers: Container[tuple[int, int]], slots: Iterable[Slot] = (), some: bool = False
+    def are_blocked(
+        self,
+        callers: Container[tuple[int, int]],
+        slots: Iterable[Slot] = (),
+        any_suffices: bool = False,
     ) -> bool:
         """Check whether all instances are occupied by executions that wait for a queued request.
 
         Args:
             callers: The process of each model that waits, and the key of one of its requests.
             slots: The instances that the request may run on; empty: all of them.
-            some: Whether one such instance is sufficient.
+            any_suffices: Whether one such instance is sufficient.
         """
         coming = slots or [s for s in self._slots.values() if s.state is not SlotState.GONE]
         occupied = [
@@ -449,7 +452,7 @@ class Pool:
             and any((slot.pid, request.key) in callers for request in slot.executions[0].requests)
             for slot in coming
         ]
-        return any(occupied) if some else bool(occupied) and all(occupied)
+        return any(occupied) if any_suffices else bool(occupied) and all(occupied)
 
     def occupants(self) -> dict[bytes, list[int]]:
         """Return the process of each instance and the keys of the requests that it runs.

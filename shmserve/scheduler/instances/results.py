@@ -123,8 +123,9 @@ class Results:
         if replies is None:
             self.unexpected_messages += 1
             logger.error(
-                "an instance returned replies that do not match its batch; the requests of the "
-                "batch fail"
+                "process %d returned replies that do not match its batch; the requests of the "
+                "batch fail",
+                slot.pid,
             )
             replies = [Reply(request.key, "INTERNAL", "internal error") for request in requests]
         for reply in replies:
@@ -167,7 +168,7 @@ class Results:
         """
         for request in execution.requests:
             request.timing = timing
-            if request.untimed:
+            if request.succeeded_early:
                 self._statistics.count_times(request, timing, now_ns)
         for reply in replies:
             open_request = slot.requests.get(reply.key)

@@ -119,9 +119,9 @@ class _Levels(dict[int, _Level]):
         super().__init__()
         self.order: list[int] = []
 
-    def __missing__(self, number: int) -> _Level:
-        level = self[number] = _Level()
-        insort(self.order, number)
+    def __missing__(self, level_number: int) -> _Level:
+        level = self[level_number] = _Level()
+        insort(self.order, level_number)
         return level
 
 
@@ -202,14 +202,14 @@ class PriorityQueue:
                 self._remove_empty_level(number)
         return scheduled_requests
 
-    def _remove_empty_level(self, number: int) -> None:
+    def _remove_empty_level(self, level_number: int) -> None:
         """Remove an empty level.
 
         The only level is kept, because the next request usually has it, too.
         """
         if len(self._order) > 1:
-            del self._levels[number]
-            del self._order[bisect_left(self._order, number)]
+            del self._levels[level_number]
+            del self._order[bisect_left(self._order, level_number)]
 
 
 class RequestQueue:
@@ -271,7 +271,8 @@ class RequestQueue:
             now_ns,
             deadline_ns,
             now_ns + timeout_ns if timeout_ns else 0,
-            # A timeout that the queue policy applies rejects the request; others hurry the batch.
+            # The batch starts before this deadline. A timeout of the queue policy has no such
+            # effect: it rejects the request when it expires.
             deadline_ns if deadline_ns and not own_timeout_us else NEVER,
             message,
             level,

@@ -251,7 +251,7 @@ class ScheduledRequest:
     timing: Timing | None = None  # the phases of the execution, once it has returned
     sequence: Any = None  # a `batchers.sequences.StatefulSequence`
     flags: int = 0
-    untimed: bool = False  # whether the request succeeded before its execution returned
+    succeeded_early: bool = False  # whether the request succeeded before its execution returned
     lookup: Lookup | None = None
 
     def transition(self, event: Event) -> None:

@@ -59,7 +59,7 @@ class Responses:
     _statistics: Statistics
     _preserves_order: bool
     cache: ResponseCache | None = None
-    _in_order: deque[ScheduledRequest] = field(default_factory=deque)
+    _ordered_requests: deque[ScheduledRequest] = field(default_factory=deque)
     live_requests: int = 0
 
     def register(self, request: ScheduledRequest) -> None:
@@ -67,7 +67,7 @@ class Responses:
         request.client.requests[request.id] = request
         self.live_requests += 1
         if self._preserves_order:
-            self._in_order.append(request)
+            self._ordered_requests.append(request)
 
     def relay(self, request: ScheduledRequest, message: ExecutionResponded) -> None:
         """Send a response that is not the last."""
@@ -154,7 +154,7 @@ class Responses:
 
     def release(self, now_ns: int) -> None:
         """Send the held outcomes whose turn has come."""
-        order = self._in_order
+        order = self._ordered_requests
         while order and order[0].state not in _UNDECIDED_STATES:
             request = order.popleft()
             if request.state is State.HELD:
@@ -167,8 +167,10 @@ class Responses:
 
         They would otherwise accumulate behind a live request that takes long.
         """
-        if len(self._in_order) > 2 * self.live_requests + _MAX_STALE_ENTRIES:
-            self._in_order = deque([r for r in self._in_order if r.state in _ORDERED_STATES])
+        if len(self._ordered_requests) > 2 * self.live_requests + _MAX_STALE_ENTRIES:
+            self._ordered_requests = deque(
+                [r for r in self._ordered_requests if r.state in _ORDERED_STATES]
+            )
 
     def _spans(self, request: ScheduledRequest, timing: Timing | None, now_ns: int) -> bytes:
         times = (request.arrived_ns, request.enqueued_ns, timing, now_ns)

@@ -23,7 +23,7 @@ from shmserve.ipc import endpoints
 from shmserve.supervisor.checks import Verdict, megabytes, ok, warning, wrong
 from shmserve.supervisor.checks.memory import filesystem_space
 from shmserve.supervisor.host.listeners import listen, port_users
-from shmserve.supervisor.host.run_directory import objection
+from shmserve.supervisor.host.run_directory import unsafe_reason
 
 _MIN_FREE_BYTES = 16 * 2**20
 
@@ -58,7 +58,9 @@ def gather_run_directory(config: ServerConfig) -> RunDirectoryFacts:
     """Collect the facts about the configured run directory, by the rules of a server's start."""
     path, problem = configured_run_directory(config), ""
     with contextlib.suppress(FileNotFoundError):
-        problem = objection(path, path.lstat(), group_bits=0o010 if config.shm.group >= 0 else 0)
+        problem = unsafe_reason(
+            path, path.lstat(), group_bits=0o010 if config.shm.group >= 0 else 0
+        )
     parent = next(folder for folder in (path, *path.parents) if folder.exists())
     if parent != path and not os.access(parent, os.W_OK | os.X_OK):
         problem = f"'{path}' cannot be created: this user may not write to '{parent}'"
@@ -230,16 +232,16 @@ def _file_identity(path: Path) -> tuple[int, int] | None:
 def judge_peer(server: ServerFacts, peer: PeerFacts) -> Iterator[tuple[str, Verdict]]:
     """Yield the name and verdict of each check of a peer."""
     own = server.process.identities
-    differing = {name for name, identity in peer.identities.items() if identity != own[name]}
-    yield "peer's /dev/shm", _judge_peer_shm(differing)
-    yield "peer's user", _judge_peer_user(server, peer, differing)
-    yield "peer's run dir", _judge_peer_run_directory(server, differing)
-    yield "peer's network", _judge_peer_network(differing)
-    yield "peer's devices", _judge_peer_devices(server, peer, differing)
+    different_kinds = {name for name, identity in peer.identities.items() if identity != own[name]}
+    yield "peer's /dev/shm", _judge_peer_shm(different_kinds)
+    yield "peer's user", _judge_peer_user(server, peer, different_kinds)
+    yield "peer's run dir", _judge_peer_run_directory(server, different_kinds)
+    yield "peer's network", _judge_peer_network(different_kinds)
+    yield "peer's devices", _judge_peer_devices(server, peer, different_kinds)
 
 
-def _judge_peer_shm(differing: set[str]) -> Verdict:
-    if "/dev/shm" not in differing:
+def _judge_peer_shm(different_kinds: set[str]) -> Verdict:
+    if "/dev/shm" not in different_kinds:
         return ok("same as the server's: the server finds regions by their keys")
     return wrong(
         "different from the server's: the server cannot find regions by their keys",
@@ -248,8 +250,8 @@ def _judge_peer_shm(differing: set[str]) -> Verdict:
     )
 
 
-def _judge_peer_user(server: ServerFacts, peer: PeerFacts, differing: set[str]) -> Verdict:
-    if "user" in differing:
+def _judge_peer_user(server: ServerFacts, peer: PeerFacts, different_kinds: set[str]) -> Verdict:
+    if "user" in different_kinds:
         return warning("different user namespace: uids differ", "docker run --userns=host")
     if peer.uid == server.process.uid:
         return ok(f"uid {peer.uid}, same as the server's")
@@ -262,17 +264,17 @@ def _judge_peer_user(server: ServerFacts, peer: PeerFacts, differing: set[str]) 
     return wrong(f"{text}, which may not open its objects", fix)
 
 
-def _judge_peer_run_directory(server: ServerFacts, differing: set[str]) -> Verdict:
+def _judge_peer_run_directory(server: ServerFacts, different_kinds: set[str]) -> Verdict:
     if not server.runs:
         return ok("no server is running; a server of this user is assumed")
-    if "run directory" not in differing:
+    if "run directory" not in different_kinds:
         return ok("same as the server's: shmserve.client finds it")
     fix = "mount it (docker run --volume), and set SHMSERVE_RUN_DIR if its path differs"
     return warning("the server's run directory is not visible: shmserve.client cannot find it", fix)
 
 
-def _judge_peer_network(differing: set[str]) -> Verdict:
-    if "net" not in differing:
+def _judge_peer_network(different_kinds: set[str]) -> Verdict:
+    if "net" not in different_kinds:
         return ok("same as the server's: 127.0.0.1 reaches it")
     fix = "use docker run --network=host, or --http-unix-socket and --grpc-unix-socket"
     return warning(
@@ -282,10 +284,10 @@ def _judge_peer_network(differing: set[str]) -> Verdict:
     )
 
 
-def _judge_peer_devices(server: ServerFacts, peer: PeerFacts, differing: set[str]) -> Verdict:
+def _judge_peer_devices(server: ServerFacts, peer: PeerFacts, different_kinds: set[str]) -> Verdict:
     if not server.devices:
         return ok("the server has no CUDA device")
-    if spaces := " and ".join(sorted(differing & {"ipc", "pid"})):
+    if spaces := " and ".join(sorted(different_kinds & {"ipc", "pid"})):
         fix = "run both with docker run --ipc=host --pid=host"
         return warning(f"different {spaces} namespace, so CUDA handles cannot be opened", fix)
     if peer.visible_devices != server.process.visible_devices:

@@ -142,7 +142,7 @@ def judge_files(facts: tuple[int, int]) -> Verdict:
     finding = f"a process may open {limit} files"
     if limit < fd_limits.MIN_FDS:
         return wrong(f"{finding}, but at least {fd_limits.MIN_FDS} are required", _FILE_LIMIT_FIX)
-    if (regions_limit := fd_limits.for_regions(limit)) < regions:
+    if (regions_limit := fd_limits.regions_share(limit)) < regions:
         text = f"{finding}, enough for {regions_limit} regions, but --shm-max-regions is {regions}"
         return warning(text, _FILE_LIMIT_FIX)
     return ok(finding)

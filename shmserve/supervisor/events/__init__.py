@@ -122,7 +122,7 @@ class EventPublisher:
         self._subscriptions = Subscriptions()
         self._sequences: Counter[str] = Counter()
         # By topic, so that frequent events of regions do not evict the other topics' events.
-        self._recent: dict[str, deque[tuple[int, Any]]] = {}
+        self._recent_events: dict[str, deque[tuple[int, Any]]] = {}
         self._socket: Xpub | None = None
 
     def open(self, endpoint: str, on_subscription: Callable[[str, bool], None]) -> None:
@@ -150,7 +150,7 @@ class EventPublisher:
         """Send an event to the subscribers of its topic, and keep it unless it has counters."""
         topic = TOPICS[type(event)]
         if topic != COUNTERS:
-            recent = self._recent.setdefault(topic, deque(maxlen=_MAX_RECENT))
+            recent = self._recent_events.setdefault(topic, deque(maxlen=_MAX_RECENT))
             recent.append((time.time_ns(), event))
         if self.is_followed(topic):
             self._sequences[topic] += 1
@@ -168,7 +168,7 @@ class EventPublisher:
     def send_recent(self, topic: str) -> None:
         """Send the latest events again, in order, on the topic of the subscriber."""
         assert topic.startswith(RECENT)
-        recent = sorted(chain(*self._recent.values()), key=itemgetter(0))
+        recent = sorted(chain(*self._recent_events.values()), key=itemgetter(0))
         for time_ns, event in recent:
             self._send(topic, 0, (event,), time_ns)
 
@@ -212,7 +212,7 @@ class EventFeed:
     _published_states: States = field(init=False, default_factory=dict)
     _timer: asyncio.TimerHandle | None = None
 
-    def subscribed(self, prefix: str, is_subscribed: bool) -> None:
+    def on_subscription(self, prefix: str, is_subscribed: bool) -> None:
         """Respond to a new subscription to `prefix`, or process its end (not `is_subscribed`)."""
         if is_subscribed and prefix.startswith(SNAPSHOT):
             self._publisher.send_snapshot(prefix, self.snapshot())

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shmserve.common.peers import credentials
-from shmserve.common.tasks import settle
+from shmserve.common.tasks import resolve_future
 from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
 
@@ -177,7 +177,7 @@ class HandoverLink:
                 verb, name = map(str, request)
                 self._requests.put_nowait((number, verb, name, fds))
             else:
-                settle(self._pending.pop(number, None), None)
+                resolve_future(self._pending.pop(number, None), None)
         except BlockingIOError:
             return
         # The link has ended, or a message is invalid.
@@ -192,7 +192,7 @@ class HandoverLink:
             try:
                 await self._execute(verb, name, fds)
             except Exception:
-                logger.exception("a request of another server failed")
+                logger.exception("the request '%s' of the other server failed", verb)
             self._send([number])
 
     def _end(self) -> None:
@@ -204,7 +204,7 @@ class HandoverLink:
 
     def _resolve_all(self) -> None:
         for completion in self._pending.values():
-            settle(completion, None)
+            resolve_future(completion, None)
         self._pending.clear()
 
     def close(self) -> None:

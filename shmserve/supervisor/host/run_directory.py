@@ -66,7 +66,7 @@ class RunDirectory:
             with creating, contextlib.suppress(FileExistsError):
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         group_bits = 0o010 if group >= 0 else 0
-        if reason := objection(self.path, self.path.lstat(), group_bits):
+        if reason := unsafe_reason(self.path, self.path.lstat(), group_bits):
             raise InvalidArgument(f"--run-dir: {reason}")
         with convert_os_errors(f"--run-dir: cannot use '{self.path}'"):
             self.lock_fd = self._lock(patience_s)
@@ -176,8 +176,8 @@ class RunDirectory:
             clear(self.path, self.lock_fd)
 
 
-def objection(path: Path, status: os.stat_result, group_bits: int) -> str:
-    """Return the objection to a folder as a run directory, or "".
+def unsafe_reason(path: Path, status: os.stat_result, group_bits: int) -> str:
+    """Return the reason why a folder is unsafe as a run directory, or "".
 
     `group_bits` are the mode bits that are allowed in addition to the owner's.
     """

@@ -74,7 +74,7 @@ class ServiceManager:
         self._state = state
         self._notify("READY=1", f"STATUS={state}")
 
-    def reloading(self) -> None:
+    def report_reloading(self) -> None:
         """Report that the server reloads its configuration, until `ready`."""
         now_us = time.monotonic_ns() // 1000
         self._notify("RELOADING=1", f"MONOTONIC_USEC={now_us}", "STATUS=reloading")
@@ -83,7 +83,7 @@ class ServiceManager:
         """Notify the service manager's watchdog that the server is alive."""
         self._notify_unless_queued("WATCHDOG=1")
 
-    def stopping(self, state: str) -> None:
+    def report_stopping(self, state: str) -> None:
         """Report that the server ends; `state` is its last status line."""
         self._stopping = True
         self._notify("STOPPING=1", f"STATUS={state}")
@@ -108,7 +108,7 @@ class ServiceManager:
         """Remove the stored descriptors that have this name."""
         self._notify("FDSTOREREMOVE=1", f"FDNAME={_STORED_PREFIX}{name}")
 
-    async def flushed(self) -> None:
+    async def wait_until_flushed(self) -> None:
         """Wait until the manager has received all messages, for some seconds at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_FLUSH_TIMEOUT_S):

@@ -181,7 +181,7 @@ class LocalClientConnections:
         self._clients: dict[int, LocalClient] = {}
         self._numbers = itertools.count(FIRST_LOCAL_CLIENT)
         self._loop = asyncio.get_running_loop()
-        self._max_clients = min(_MAX_CLIENTS, fd_limits.for_local_clients())
+        self._max_clients = min(_MAX_CLIENTS, fd_limits.local_clients_share())
         path = endpoints.listener(run_dir)
         try:
             path.parent.mkdir(mode=0o700)

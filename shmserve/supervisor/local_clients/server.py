@@ -73,11 +73,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class LocalMemory:
-    """The shared regions by memory id, each of which only its client can use.
+    """The private regions of local clients, by memory id.
 
     A region ends when it is released or its client disconnects; workers then unmap it. Gateways
-    list the regions under names that no request can use. Methods that share memory return it as
-    clients and workers encode it, and raise ShmserveError if it is rejected.
+    list the regions under names that no request can use. Methods that share memory return the
+    region's encoded description, and raise ShmserveError if the region is rejected.
     """
 
     _capabilities: Capabilities
@@ -127,7 +127,10 @@ class LocalMemory:
             raise InvalidArgument("a handle has 64 bytes, the UUID of a device 16 (or 0)")
         size = require_integer(request.byte_size, "byte_size")
         if not size or handle.device < 0:
-            raise InvalidArgument("'byte_size' must be positive, 'device_id' not negative")
+            raise InvalidArgument(
+                f"'byte_size' must be at least 1, got {size}; 'device_id' must be at least 0, got "
+                f"{handle.device}"
+            )
         number, uid = client.number, client.uid
         memory_id = self._capabilities.device_memory_id(number, next(self._serials), size, handle)
         memory = Memory.on_device(memory_id, size, handle)
@@ -143,11 +146,11 @@ class LocalMemory:
         self._publish_event(region.registration_event())
         self._processes.broadcast(region.listing(0), "gateway")
 
-    def release(self, number: int, memory_id: int = 0, reason: str = "") -> None:
+    def release(self, client_number: int, memory_id: int = 0, reason: str = "") -> None:
         """Release one region of a local client; 0: all regions of a disconnected client."""
         reason = reason if memory_id else "its program has disconnected"
         for region in list(self._regions.values()):
-            if region.lease_holder == number and memory_id in (0, region.memory_id):
+            if region.lease_holder == client_number and memory_id in (0, region.memory_id):
                 del self._regions[region.memory_id]
                 self._processes.broadcast(MemoryDropped(region.memory_id), "worker")
                 self._processes.broadcast(RegionDrained(region.memory_id, 0), "gateway")
@@ -241,7 +244,7 @@ class LocalClientServer:
         self._checks: set[asyncio.Task[None]] = set()
         self._acknowledgements = acknowledgements
         self.connections = LocalClientConnections(
-            run_dir, group, self._on_message, self._disconnected, shared, predecessor_listener
+            run_dir, group, self._on_message, self._on_disconnected, shared, predecessor_listener
         )
         self._max_packet_bytes = min(self.connections.largest_packet, _MAX_PACKET_BYTES)
 
@@ -256,9 +259,9 @@ class LocalClientServer:
         self.announce(ServerEnding(number))
         await self._acknowledgements.until_acknowledged(number)
 
-    def _disconnected(self, number: int) -> None:
-        self._acknowledgements.exited(number)
-        self._on_disconnect(number)
+    def _on_disconnected(self, client_number: int) -> None:
+        self._acknowledgements.remove_peer(client_number)
+        self._on_disconnect(client_number)
 
     # --- messages to all clients
 
@@ -270,7 +273,7 @@ class LocalClientServer:
         """Send a message that every local client has to acknowledge within a second."""
         clients, number = self.numbers(), message.acknowledge
         self.broadcast(message)
-        loop, acknowledged = asyncio.get_running_loop(), self._acknowledgements.acknowledged
+        loop, acknowledged = asyncio.get_running_loop(), self._acknowledgements.record_acknowledged
         for client in clients:
             loop.call_later(_PATIENCE_S, acknowledged, client, number)
 
@@ -310,7 +313,7 @@ class LocalClientServer:
             case Hello(version=version) if version != frames.VERSION:
                 raise frames.VersionMismatch(version)
             case Acknowledged(number=number) if client.welcomed:
-                self._acknowledgements.acknowledged(client.number, number)
+                self._acknowledgements.record_acknowledged(client.number, number)
             case ShareMemory(number, size, pin) if client.welcomed:
                 # The request is handled immediately, since `fds` are closed afterwards.
                 response: Answered | Refused
@@ -329,15 +332,15 @@ class LocalClientServer:
             case _:
                 raise MalformedMessage(f"an unexpected {type(message).__name__}")
 
-    def _respond(self, client: LocalClient, number: int, work: Awaitable[Any]) -> None:
+    def _respond(self, client: LocalClient, request_number: int, work: Awaitable[Any]) -> None:
         """Respond with the result or the error of a coroutine."""
 
         async def respond() -> None:
             response: Answered | Refused
             try:
-                response = Answered(number, await work or {})
+                response = Answered(request_number, await work or {})
             except ShmserveError as error:
-                response = Refused.of(number, error)
+                response = Refused.of(request_number, error)
             if client.number in self.connections:
                 self.connections.send(client, frames.pack([response]))
 

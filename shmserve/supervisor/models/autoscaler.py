@@ -159,7 +159,7 @@ class Autoscaler:
         finally:
             state.is_changing = False
         after = version.instances.count
-        state.policy.changed(time.monotonic(), before, after)
+        state.policy.record_change(time.monotonic(), before, after)
         text = "model '%s' has %d instances (before: %d): %s"
         logger.info(text, name, after, before, change.reason)
         event = InstancesChanged(name, version.spec.version, before, after, change.reason)
@@ -276,7 +276,7 @@ class ScalingPolicy:
             return None
         return Change(count + 1, wait)
 
-    def changed(self, at_s: float, before: int, after: int) -> None:
+    def record_change(self, at_s: float, before: int, after: int) -> None:
         """Record that the number of instances has changed from `before` to `after` at `at_s`."""
         if after < before:
             self._last_removal_s = at_s

@@ -122,7 +122,7 @@ class Instances:
         return self.failure
 
     @property
-    def any_ready(self) -> bool:
+    def can_serve(self) -> bool:
         """Return whether an instance accepts requests."""
         return any(instance.state is InstanceState.READY for instance in self._instances)
 
@@ -164,7 +164,7 @@ class Instances:
         serving = [i for i in on_device if i.state in _SERVING_STATES]
         return [i.child.pid for i in serving if i.child is not None]
 
-    def readiness_pids(self) -> list[int]:
+    def readiness_worker_pids(self) -> list[int]:
         """Return the serving processes whose models implement a readiness check."""
         ready = [i for i in self._instances if i.state is InstanceState.READY and i.checks_ready]
         return [i.child.pid for i in ready if i.child is not None]
@@ -392,7 +392,7 @@ class Instances:
         if idle_exits:
             await asyncio.wait(idle_exits)
 
-    def retired(self, pid: int) -> None:
+    def on_retired(self, pid: int) -> None:
         """End a retiring instance that has finished its requests."""
         instance = self._instance_of(pid)
         if instance is not None and instance.state is InstanceState.RETIRING:
@@ -473,7 +473,7 @@ class Instances:
     def _is_needed(self, instance: Instance) -> bool:
         return not self._lifetime.is_stopping and instance in self._instances
 
-    def served(self, pid: int) -> None:
+    def on_served(self, pid: int) -> None:
         """Reset the crash counter of an instance that has executed a request."""
         instance = self._instance_of(pid)
         if instance is not None:

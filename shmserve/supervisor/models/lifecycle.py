@@ -82,7 +82,7 @@ class Lifecycle:
             model.step_models, model.is_expected = step_models, True
             self._changed_models.add(name)
 
-    def offer(self, names: Iterable[str]) -> None:
+    def offer_on_demand(self, names: Iterable[str]) -> None:
         """Publish models as loaded on demand."""
         for name in names:
             model = self._registry.model(name)
@@ -348,7 +348,7 @@ class Lifecycle:
         if self._changed_models:
             self._registry.update(self._changed_models)
             self._changed_models.clear()
-            self._actions.changed()
+            self._actions.report_change()
 
     def _advance_all(self) -> None:
         for model in list(self._registry.models.values()):
@@ -531,4 +531,4 @@ class Lifecycle:
         self._changed_models.add(model.name)
         self._actions.publish(model)
         for ensemble in self._registry.ensembles_of(model.name):
-            ensemble.changed()
+            ensemble.report_change()

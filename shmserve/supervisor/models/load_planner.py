@@ -137,7 +137,7 @@ class LoadPlanner:
             text = f"load failed for model '{name}': {repository.no_version(folder)}\n"
             raise InvalidArgument(text)
         if fault:
-            lines = _unavailable(versions, fault)
+            lines = _format_unavailable(versions, fault)
             raise InvalidArgument(f"load failed for model '{name}': {lines}")
         spec = ModelSpec.of(model_config.to_dict(config))
         read_config, path = ReadConfig(folder, written_config, config, source), folder.path
@@ -175,7 +175,7 @@ class LoadPlanner:
             return repository.scan([path.parent])[name]
         folder = self._find(name)
         if folder is None:
-            raise NotFound("there is no such model folder")
+            raise NotFound(f"the model repositories contain no folder '{name}'")
         if folder.problem:
             raise InvalidArgument(folder.problem)
         if not (self._config.auto_complete or folder.config_path or folder.file or override):
@@ -356,7 +356,7 @@ def _not_polled(name: str, error: ShmserveError) -> Internal:
     return Internal(text)
 
 
-def _unavailable(versions: list[int], problem: str) -> str:
+def _format_unavailable(versions: list[int], problem: str) -> str:
     reason = f"UNAVAILABLE state: {InvalidArgument.title}: {problem}"
     return "".join(f"version {version} is at {reason};\n" for version in versions)
 

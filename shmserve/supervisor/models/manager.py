@@ -194,7 +194,7 @@ class LifecycleExecutor(LifecycleActions):
         if event is not None:
             event.set()
 
-    def changed(self) -> None:
+    def report_change(self) -> None:
         for notify in self._observers:
             notify()
 
@@ -282,7 +282,7 @@ class LifecycleExecutor(LifecycleActions):
         except Exception as raised:
             error = raised
             if not isinstance(raised, ShmserveError):
-                logger.exception("loading failed")
+                logger.exception("model '%s': loading failed", version.spec.name)
         del self._starts[version]
         self.lifecycle.version_started(version, error)
 
@@ -366,7 +366,7 @@ class ModelManager:
             names = list(folders) if config.load_models == ("*",) else list(config.load_models)
         if config.load_on_demand:
             names = names if config.model_control_mode == "explicit" else []
-            self._lifecycle.offer(folders.keys() - set(names))
+            self._lifecycle.offer_on_demand(folders.keys() - set(names))
         self._lifecycle.expect(await asyncio.to_thread(self._steps, names))
         # All orders are given before any is waited for: ensembles wait for their steps.
         orders = [self._lifecycle.load(name) for name in names]
@@ -420,8 +420,8 @@ class ModelManager:
         folders = await asyncio.to_thread(self._planner.scan)
         return self._registry.index(folders, ready_only)
 
-    async def name_generative(self) -> dict[str, list[str]]:
-        """Return the aliases of the models on demand that generate text and do not serve."""
+    async def list_generative_aliases(self) -> dict[str, list[str]]:
+        """Return the aliases of each unloaded on-demand model that generates text, by name."""
         models = self._registry.models.values()
         unloaded = [model.name for model in models if model.on_demand and not model.serving]
         find = self._planner.aliases
@@ -430,9 +430,9 @@ class ModelManager:
 
     # --- load and unload
 
-    def offer(self, name: str) -> None:
+    def offer_on_demand(self, name: str) -> None:
         """Publish a model as loaded on demand."""
-        self._lifecycle.offer([name])
+        self._lifecycle.offer_on_demand([name])
 
     async def load(self, name: str, source: LoadSource = FOLDER, pins: bool = True) -> None:
         """Load or reload a model, its steps before it and its ensembles after it.

@@ -83,7 +83,7 @@ class ModelVersion:
         self._state_changed = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
         self.scheduler = VersionScheduler(context, spec, group, lifetime, self._on_message)
-        parts = (context, spec, self.scheduler, lifetime, self.changed, complete)
+        parts = (context, spec, self.scheduler, lifetime, self.report_change, complete)
         self.instances = EnsembleInstances(*parts, find=find) if spec.steps else Instances(*parts)
         self._backoff = RestartBackoff()
         self._failed_starts = 0
@@ -107,7 +107,7 @@ class ModelVersion:
     @property
     def ready(self) -> bool:
         """Return whether an instance would execute a request that is submitted now."""
-        return self.loaded and self.scheduler.serves and self.instances.any_ready
+        return self.loaded and self.scheduler.serves and self.instances.can_serve
 
     @property
     def drained(self) -> bool:
@@ -155,7 +155,7 @@ class ModelVersion:
             acknowledge=0,
         )
 
-    def changed(self) -> None:
+    def report_change(self) -> None:
         """Report that the readiness of this version or of a step's model may have changed."""
         self._state_changed.set()
         self._on_change(self)
@@ -251,7 +251,7 @@ class ModelVersion:
             # The second drain releases outputs that clients have read through the old scheduler.
             await scheduler.drain(old_scheduler, losses=losses)
             instances.attach()
-            self.changed()
+            self.report_change()
             await self._context.hosts.close(old_scheduler)
         finally:
             instances.defers_attach = False
@@ -278,7 +278,7 @@ class ModelVersion:
             if not self._lifetime.is_retiring:
                 reason = child.exited.result() if child.exited.done() else "closed"
                 logger.error("%s ended (%s); a replacement takes over", child.title, reason)
-                self.changed()
+                self.report_change()
                 await self._replace_scheduler(self._backoff.pause_s(time.monotonic() - started_at))
 
     async def _replace_scheduler(self, pause_s: float) -> None:
@@ -292,7 +292,7 @@ class ModelVersion:
                 logger.error("%s", error.message)
                 pause_s = self._backoff.pause_s(0)
                 self._failed_starts += 1
-                self.changed()
+                self.report_change()
                 if self._failed_starts >= _MAX_AWAITED_STARTS:
                     # Submitted requests fail; later requests are sent to a successor, if any.
                     self._broadcast_lost(lost_endpoint, "", *_CLIENT_ROLES)
@@ -301,7 +301,7 @@ class ModelVersion:
             # Clients keep their submitted requests and resubmit them while they know the old
             # endpoint.
             self._broadcast_lost(lost_endpoint, self.scheduler.endpoint, *_CLIENT_ROLES)
-            self.changed()
+            self.report_change()
             return
         # The version retired meanwhile: models that call it look up the current endpoint.
         self._broadcast_lost(lost_endpoint, "", "caller", LOCAL_CLIENT)
@@ -317,10 +317,10 @@ class ModelVersion:
             case m.KillInstance(pid, reason):
                 self.instances.kill_overdue(pid, reason)
             case m.InstanceServed(pid):
-                self.instances.served(pid)
+                self.instances.on_served(pid)
                 self._backoff.record_work()
             case m.InstanceRetired(pid):
-                self.instances.retired(pid)
+                self.instances.on_retired(pid)
             case MemoryDropped():  # an ensemble has kept this memory open for its steps' workers
                 self._context.broadcast(message, "worker")
             case _:
@@ -380,7 +380,7 @@ class EnsembleInstances(Instances):
         return ""
 
     @property
-    def any_ready(self) -> bool:
+    def can_serve(self) -> bool:
         """Return whether every step's model is ready."""
         return all(model is not None and model.ready for model in self._models)
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _MAX_WAIT_S = 1e6  # longer waits are not limited
 _CHECK_EVERY_S = 1.0
 _REPORT_TIMEOUT_S = 1.0  # a scheduler that sends no report counts as busy
-# An unloaded model finishes late requests, which may wait for the model that is to be loaded.
+# The time limit of an unload, since the requests in flight may call the model that is to be loaded.
 _UNLOAD_TIMEOUT_S = 2.0
 _MEASURE_EVERY_S = 10.0
 

@@ -146,7 +146,7 @@ class LifecycleActions(Protocol):
     def answer(self, order: Order) -> None:
         """Report the end of an order to the callers that wait for it."""
 
-    def changed(self) -> None:
+    def report_change(self) -> None:
         """Report that the status of a model may have changed."""
 
 
@@ -162,11 +162,11 @@ class Order:
         caused_by_step: Whether a step's model has changed, so that its ensemble is reloaded, or was
             unloaded, so that its ensemble is unloaded until the model is loaded again.
         pins: Whether the model is no longer on demand once it is loaded.
-        prerequisites: Orders that must be settled before this order continues.
+        prerequisites: Orders that must be completed before this order continues.
         follow_ups: Orders whose results are part of the response to this order.
-        starting_versions: The versions that have not started yet, and `UPDATES`.
+        starting_versions: The versions that have not started yet. `UPDATES` stands for updates.
         is_outdated: Whether a step's model has changed its shape since the order was planned.
-        awaited_ends: The versions, and `UPDATES`, that must end before the order is answered.
+        awaited_ends: The versions (and updates) that must end before the order is answered.
     """
 
     model: ModelEntry

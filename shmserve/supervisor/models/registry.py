@@ -109,12 +109,12 @@ class ModelRegistry:
         by_version = statuses(model).items()
         return published, [number for number, s in by_version if number or lacks_version(s.reason)]
 
-    def readiness_pids(self, name: str, version: str) -> list[int]:
+    def readiness_worker_pids(self, name: str, version: str) -> list[int]:
         """Return the workers that check the readiness of a version; empty if it is not ready."""
         model_version = self.serving(name, version)
         if model_version is None or not model_version.ready:
             return []
-        return model_version.instances.readiness_pids()
+        return model_version.instances.readiness_worker_pids()
 
     def publish_counters(self) -> None:
         """Publish the counters of every serving version as events."""
@@ -440,7 +440,7 @@ class ReadinessCheck:
             del self._in_flight[pid]
             check.outcome.set_result(message.ready)
 
-    def exited(self, pid: int) -> None:
+    def process_exited(self, pid: int) -> None:
         """End the check of a process that has ended."""
         check = self._in_flight.pop(pid, None)
         if check is not None:

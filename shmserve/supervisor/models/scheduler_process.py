@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from shmserve.common.model_metrics import total
-from shmserve.common.tasks import settle, wait_any
+from shmserve.common.tasks import resolve_future, wait_any
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
@@ -207,12 +207,12 @@ class VersionScheduler:
     def _on_scheduler_message(self, counters: CarriedCounters, message: Any) -> None:
         match message:
             case m.SchedulerReady():
-                settle(self._ready, None)
+                resolve_future(self._ready, None)
             case m.Drained():
-                settle(self._drain_future, None)
+                resolve_future(self._drain_future, None)
             case m.StatisticsSnapshot(statistics, metrics):
                 counters.update(statistics, metrics)
-                settle(self._snapshot, statistics)
+                resolve_future(self._snapshot, statistics)
                 if self._publish_counters:
                     self._publish_counters = False
                     event = counters_event(self._spec.name, self._spec.version, statistics)

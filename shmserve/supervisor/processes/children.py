@@ -93,7 +93,7 @@ class ProcessTable:
 
     def __init__(self, on_start: Callable[[Child], None] = lambda child: None) -> None:
         self._on_start = on_start
-        self._watching: list[Callable[[Child], None]] = []
+        self._exit_callbacks: list[Callable[[Child], None]] = []
         self._children: dict[int, Child] = {}
         self._early_exits: dict[int, str] = {}
         self._reserved_pids: deque[int] = deque(maxlen=_RESERVED_PIDS)
@@ -106,7 +106,7 @@ class ProcessTable:
 
     def watch(self, on_exit: Callable[[Child], None]) -> None:
         """Call `on_exit(child)` for each later exit."""
-        self._watching.append(on_exit)
+        self._exit_callbacks.append(on_exit)
 
     def all(self) -> list[Child]:
         """Return every running child."""
@@ -165,7 +165,7 @@ class ProcessTable:
         self._reserved_pids.append(pid)
         logger.debug("%s (pid %d) ended: %s", child.title, pid, reason)
         child.exited.set_result(reason)
-        for on_exit in self._watching:
+        for on_exit in self._exit_callbacks:
             try:
                 on_exit(child)
             except Exception:  # any exception, because other processes may have exited, too
@@ -200,7 +200,7 @@ class ProcessTable:
             if pid not in self._children and pid not in self._inherited:
                 # The pid may be the intermediate process of a dead zygote, which is the parent of a
                 # child.
-                processes.kill_tree(pid, spared=self._children)
+                processes.kill_tree(pid, excluded_pids=self._children)
 
     def close(self) -> None:
         """Stop watching."""

@@ -89,17 +89,17 @@ class Acknowledgements:
             self._missing_peers[number] = missing_peers
         return number
 
-    def acknowledged(self, peer: Hashable, number: int) -> None:
+    def record_acknowledged(self, peer: Hashable, number: int) -> None:
         """Record that `peer` has acknowledged a change, or no longer has to."""
         missing_peers = self._missing_peers.get(number, set())
         missing_peers.discard(peer)
         if not missing_peers and self._missing_peers.pop(number, None) is not None:
             self._complete.set()
 
-    def exited(self, peer: Hashable) -> None:
+    def remove_peer(self, peer: Hashable) -> None:
         """Remove a peer that has exited from all changes."""
         for number in list(self._missing_peers):
-            self.acknowledged(peer, number)
+            self.record_acknowledged(peer, number)
 
     def missing(self, number: int) -> set[Hashable]:
         """Return the peers that have not acknowledged a change."""
@@ -136,7 +136,7 @@ class ControlSocket:
 
     def __init__(self, endpoint: str) -> None:
         self._router = PeerCredRouter(endpoint, trailing_pid)
-        self._enrolled: dict[Address, _Peer] = {}
+        self._enrolled_peers: dict[Address, _Peer] = {}
         self._callers: set[Address] = set()
         self._services: dict[type[Any], Callable[[Any, Any], None]] = {}
         self.acknowledgements = Acknowledgements()
@@ -156,15 +156,15 @@ class ControlSocket:
             role: "gateway", "host", "scheduler", "ensemble", "worker" or "workspace".
             handler: The callback for messages that have no service.
         """
-        self._enrolled[address] = _Peer(role, handler)
+        self._enrolled_peers[address] = _Peer(role, handler)
         early_messages = [item for item in self._early_messages if item[0] == address]
         for item in early_messages:
             self._early_messages.remove(item)
-            self._take(*item)
+            self._handle_enrolled(*item)
 
     def calls(self, address: Address) -> None:
         """Grant the role "caller" to a worker that calls models: it receives changes of models."""
-        if address in self._enrolled:
+        if address in self._enrolled_peers:
             self._callers.add(address)
 
     def serve(self, types: Iterable[type[Any]], handler: Callable[[Any, Any], None]) -> None:
@@ -178,17 +178,17 @@ class ControlSocket:
             The role of the process, or "" if it was not enrolled.
         """
         self.receive_all()
-        peer = self._enrolled.get(pid)
-        for address in [enrolled for enrolled in self._enrolled if pid_of(enrolled) == pid]:
+        peer = self._enrolled_peers.get(pid)
+        for address in [enrolled for enrolled in self._enrolled_peers if pid_of(enrolled) == pid]:
             self.withdraw(address)
         return "" if peer is None else peer.role
 
     def withdraw(self, address: Address) -> None:
         """Stop routing messages from and to an address."""
-        self._enrolled.pop(address, None)
+        self._enrolled_peers.pop(address, None)
         self._callers.discard(address)
         self._identities.pop(address, None)
-        self.acknowledgements.exited(address)
+        self.acknowledgements.remove_peer(address)
 
     def connected(self, address: Address) -> bool:
         """Return whether a message was received from an address."""
@@ -200,7 +200,7 @@ class ControlSocket:
 
     def _addresses(self, *roles: str) -> list[Address]:
         callers: set[Address] = self._callers if "caller" in roles else set()
-        connected = ((a, peer) for a, peer in self._enrolled.items() if a in self._identities)
+        connected = ((a, peer) for a, peer in self._enrolled_peers.items() if a in self._identities)
         return [a for a, peer in connected if peer.role in roles or a in callers]
 
     # --- in
@@ -215,13 +215,13 @@ class ControlSocket:
     def _receive(self) -> None:
         for identity, message in self._router.receive():
             address = _address(identity)
-            if address in self._enrolled:
-                self._take(address, identity, message)
+            if address in self._enrolled_peers:
+                self._handle_enrolled(address, identity, message)
             elif sum(item[0] == address for item in self._early_messages) < _MAX_EARLY_PER_ADDRESS:
                 self._early_messages.append((address, identity, message))
 
-    def _take(self, address: Address, identity: bytes, message: Any) -> None:
-        peer = self._enrolled.get(address)
+    def _handle_enrolled(self, address: Address, identity: bytes, message: Any) -> None:
+        peer = self._enrolled_peers.get(address)
         if peer is None:  # the process exited in the meantime
             return
         self._identities[address] = identity
@@ -229,7 +229,7 @@ class ControlSocket:
             if type(message) not in _MAY_SEND[peer.role]:
                 logger.warning("a %s sent an unexpected %s", peer.role, type(message).__name__)
             elif isinstance(message, Acknowledged):
-                self.acknowledgements.acknowledged(address, message.number)
+                self.acknowledgements.record_acknowledged(address, message.number)
             elif (service := self._services.get(type(message))) is not None:
                 service(address, message)
             else:
@@ -258,13 +258,13 @@ class ControlSocket:
             self.send(address, message)
 
     def announce(
-        self, make_message: Callable[[int], Any], *roles: str, beside: Iterable[Hashable] = ()
+        self, make_message: Callable[[int], Any], *roles: str, extra_peers: Iterable[Hashable] = ()
     ) -> int:
         """Send `make_message(number)` to all peers with one of these roles, and return the number.
 
-        The peers, and those in `beside`, which the caller sends it, acknowledge the number.
+        The peers, and those in `extra_peers`, which the caller sends it, acknowledge the number.
         """
-        number = self.acknowledgements.begin([*self._addresses(*roles), *beside])
+        number = self.acknowledgements.begin([*self._addresses(*roles), *extra_peers])
         self.broadcast(make_message(number), *roles)
         return number
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shmserve.common.tasks import settle, wait_any
+from shmserve.common.tasks import resolve_future, wait_any
 from shmserve.errors import Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.supervision import HostStart, SchedulerStart, encode_start
@@ -71,7 +71,7 @@ class SchedulerHosts:
     _run_dir: Path
     _logging: LogControl
     _hosts: list[_Host] = field(init=False, default_factory=list)
-    _spawning: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+    _spawn_lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     async def open(
         self, group: Group, start: SchedulerStart, on_message: Callable[[Any], None]
@@ -110,7 +110,7 @@ class SchedulerHosts:
 
     async def _host(self, group: Group) -> _Host:
         """Return the process that hosts a group, or start one."""
-        async with self._spawning:
+        async with self._spawn_lock:
             self._hosts = [host for host in self._hosts if host.child.alive]
             existing_host = self._running_host(group)
             if existing_host is not None:
@@ -129,17 +129,17 @@ class SchedulerHosts:
         self._logging.on_message(host.child.pid, message)
         match message:
             case m.Started():
-                settle(host.ready_future, None)
+                resolve_future(host.ready_future, None)
             case m.SchedulerClosed(number, reason):
                 if (hosted := host.handles.get(number)) is not None:
-                    settle(hosted.close_future, reason)
+                    resolve_future(hosted.close_future, reason)
 
     async def close(self, hosted: HostedHandle, patience_s: float = STOP_PATIENCE_S) -> None:
         """Close a scheduler, and its process if it was the last one, and wait for that."""
         host = hosted._host
         self._control.send(hosted.address, m.Stop())
         await wait_any(hosted.close_future, host.child.exited, timeout_s=patience_s)
-        settle(hosted.close_future, "")
+        resolve_future(hosted.close_future, "")
         host.handles.pop(hosted.address.number, None)
         self._control.withdraw(hosted.address)
         if host.handles or host.pending_opens:

@@ -54,11 +54,11 @@ SPARE = "spare"  # the entry point of a spare, whose descriptor is its link
 TAKE_OVER = b"take over"  # the message by which a spare replaces the zygote
 
 
-def encode_request(number: int, entry: str, start: bytes) -> int:
+def encode_request(request_number: int, entry: str, start: bytes) -> int:
     """Return a memfd that contains a request; the caller closes it."""
     fd = os.memfd_create("shmserve-spawn", os.MFD_CLOEXEC)
     with open(fd, "wb", closefd=False) as file:
-        file.write(msgpack.packb([number, entry, start]))
+        file.write(msgpack.packb([request_number, entry, start]))
     return fd
 
 

@@ -54,7 +54,7 @@ class RegionQuota:
         # Number of regions by (device, inode) of their object.
         self._regions_by_file: Counter[tuple[int, int]] = Counter()
         # Key and allocated bytes of objects by (device, inode).
-        self._allocated: dict[tuple[int, int], tuple[str, int]] = {}
+        self._allocated_objects: dict[tuple[int, int], tuple[str, int]] = {}
 
     def count(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
         """Count a region of a user in an object, `file` (device, inode), or in device memory.
@@ -112,31 +112,31 @@ class RegionQuota:
                 "write to it, before it is registered"
             )
         if byte_size:
-            _, charged = self._allocated.get(file, (key, 0))
-            self._allocated[file] = (key, charged + byte_size)
+            _, charged = self._allocated_objects.get(file, (key, 0))
+            self._allocated_objects[file] = (key, charged + byte_size)
 
     def refund(self, file: tuple[int, int], byte_size: int) -> None:
         """Refund bytes that were charged but not allocated."""
-        key, charged = self._allocated.get(file, ("", 0))
+        key, charged = self._allocated_objects.get(file, ("", 0))
         if charged > byte_size:
-            self._allocated[file] = (key, charged - byte_size)
+            self._allocated_objects[file] = (key, charged - byte_size)
         else:
-            self._allocated.pop(file, None)
+            self._allocated_objects.pop(file, None)
 
     def _charged_bytes(self) -> int:
-        return sum(size for _, size in self._allocated.values())
+        return sum(size for _, size in self._allocated_objects.values())
 
     def _refund_removed(self) -> None:
-        for file, (key, _) in list(self._allocated.items()):
+        for file, (key, _) in list(self._allocated_objects.items()):
             if file in self._regions_by_file:
                 continue
             try:
                 status = os.stat(_SHM_DIR + key, follow_symlinks=False)
             except OSError:
-                del self._allocated[file]
+                del self._allocated_objects[file]
                 continue
             if (status.st_dev, status.st_ino) != file:
-                del self._allocated[file]
+                del self._allocated_objects[file]
 
     def pin(self, byte_size: int, copied: bool) -> None:
         """Count pinned bytes; `copied` memory is never mapped, and cannot be pinned.
@@ -234,7 +234,7 @@ class RegionOpener:
     def set_limits(self, policy: ShmPolicy) -> None:
         """Change the limits for later regions."""
         # A server without a free descriptor could start no process.
-        max_regions = min(policy.max_regions, fd_limits.for_regions(fd_limits.limit()))
+        max_regions = min(policy.max_regions, fd_limits.regions_share(fd_limits.limit()))
         self._quota.policy = replace(policy, max_regions=max_regions)
 
     async def open_object(

@@ -173,7 +173,7 @@ class KeptRegions:
 
     async def flush(self) -> None:
         """Wait until the service manager and the other server have received all changes."""
-        await self._manager.flushed()
+        await self._manager.wait_until_flushed()
         if self._other_server is not None:
             await self._other_server.until_done()
 

@@ -162,7 +162,7 @@ class RegionRegistry:
     _kept_regions: KeptRegions
     draining: DrainingRegions = field(init=False)
     _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
-    _active: dict[str, OpenRegion] = field(init=False, default_factory=dict)
+    _active_regions: dict[str, OpenRegion] = field(init=False, default_factory=dict)
     # Changes take effect one after the other in all processes.
     _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
@@ -172,10 +172,10 @@ class RegionRegistry:
     def restore(self, registrations: dict[str, list[int]]) -> None:
         """Restore the registrations of a previous server, before gateways start."""
         for region in self._kept_regions.restore(registrations, self._opener.readmit):
-            self._active[region.name] = region
+            self._active_regions[region.name] = region
         if registrations:
             text = "%d registered regions were taken over from the previous server"
-            logger.info(text, len(self._active))
+            logger.info(text, len(self._active_regions))
 
     async def apply(self, verb: str, kept_name: str, fds: list[int]) -> None:
         """Apply a change, KEEP or DROP, that the other server of a handover has sent.
@@ -189,7 +189,7 @@ class RegionRegistry:
                         await self._withdraw(region, retire=True)
             elif verb == KEEP:
                 for region in self._kept_regions.restore({kept_name: fds}, self._opener.readmit):
-                    if existing_region := self._active.get(region.name):
+                    if existing_region := self._active_regions.get(region.name):
                         # Both servers of the handover choose the larger name.
                         existing_region.kept_name = max(existing_region.kept_name, kept_name)
                         self._opener.close(region)
@@ -198,17 +198,17 @@ class RegionRegistry:
 
     async def _activate(self, region: OpenRegion) -> None:
         """Publish a region, and wait until every gateway has it."""
-        self._active[region.name] = region
+        self._active_regions[region.name] = region
         self._publish_event(region.registration_event())
         await self._processes.publish(region.publication, "gateway")
 
     def active(self) -> list[OpenRegion]:
         """Return every active region."""
-        return list(self._active.values())
+        return list(self._active_regions.values())
 
     def publications(self) -> Iterator[RegionPublished | RegionRetired]:
         """Yield the messages that bring a new gateway up to date."""
-        for region in self._active.values():
+        for region in self._active_regions.values():
             yield region.publication(0)
         yield from self.draining.publications()
 
@@ -249,7 +249,7 @@ class RegionRegistry:
         require_integer(byte_size, "byte_size")
         key = posix_shm.normalize_key(name, key)
         async with self._lock:
-            existing_region = self._active.get(name)
+            existing_region = self._active_regions.get(name)
             if existing_region is not None:
                 if not existing_region.owner.admits(peer):
                     raise _name_in_use(name)
@@ -293,7 +293,7 @@ class RegionRegistry:
         async with self._lock:
             if self._has_cuda(name, handle, offset, size, peer):
                 return
-            existing_region = self._active.get(name)
+            existing_region = self._active_regions.get(name)
             properties = (name, memory_id, handle, offset, size, peer, exporter_pid)
             region = self._opener.open_cuda(*properties, self._exporter_exited)
             if existing_region is not None:
@@ -306,7 +306,7 @@ class RegionRegistry:
         Raises:
             AlreadyExists: The name is in use for another region.
         """
-        existing = self._active.get(name)
+        existing = self._active_regions.get(name)
         if existing is None or (existing.is_orphaned and existing.owner.admits(peer)):
             return False
         is_same = (existing.cuda, existing.offset, existing.byte_size) == (
@@ -321,7 +321,10 @@ class RegionRegistry:
     def _exporter_exited(self, region: OpenRegion) -> None:
         async def withdraw() -> None:
             async with self._lock:
-                if region in (self._active.get(region.name), *self.draining.retired.values()):
+                if region in (
+                    self._active_regions.get(region.name),
+                    *self.draining.retired.values(),
+                ):
                     text = "region '%s' is unregistered because its owner has exited"
                     logger.warning(text, region.name)
                     await self._withdraw(region, "its owner has exited")
@@ -336,7 +339,7 @@ class RegionRegistry:
         unknown, if another user owns it, or if its memory is not of the kind that `cuda` selects.
         """
         async with self._lock:
-            regions = [self._active[name]] if name in self._active else []
+            regions = [self._active_regions[name]] if name in self._active_regions else []
             for region in regions if name else self.active():
                 admitted = peer.uid == EVERYONE or region.owner.admits(peer)
                 if admitted and (region.cuda is not None) == cuda:
@@ -362,17 +365,17 @@ class RegionRegistry:
                     await self._withdraw(region, blamed.reason)
 
     async def _withdraw(self, region: OpenRegion, reason: str = "", retire: bool = False) -> None:
-        if self._active.get(region.name) is region:
-            del self._active[region.name]
+        if self._active_regions.get(region.name) is region:
+            del self._active_regions[region.name]
         self._kept_regions.remove(region)
         self._publish_event(RegionUnregistered(region.name, reason))
         await (self.draining.retire if retire else self.draining.drain)(region)
 
     def close(self) -> None:
         """Close every object."""
-        for region in self._active.values():
+        for region in self._active_regions.values():
             self._opener.close(region)
-        self._active.clear()
+        self._active_regions.clear()
         self.draining.close()
 
 

@@ -352,7 +352,7 @@ class Tickets:
                 shown_device = "GLOBAL" if device == GLOBAL else device
                 logger.info("Device: %s Resource: %s\t Count: %d", shown_device, name, count)
 
-    def exited(self, pid: int) -> None:
+    def process_exited(self, pid: int) -> None:
         """Release the tickets of the schedulers in a process that has exited."""
         for scheduler in [address for address in self._members if pid_of(address) == pid]:
             self._release(scheduler)

@@ -168,16 +168,16 @@ class Workspaces:
         }
         self._send = send
         if "cpu" in self._pools:
-            self.allocated("cpu", _allocate_host_memory(self._pools["cpu"].capacity))
+            self.on_allocated("cpu", _allocate_host_memory(self._pools["cpu"].capacity))
 
-    def allocated(self, device: str, memory: Memory) -> None:
+    def on_allocated(self, device: str, memory: Memory) -> None:
         """Open a device's pool, and grant the waiting requests."""
         pool = self._pools[device]
         pool.memory = memory
         self._send_granted(pool, pool.open())
 
     def holder_exited(self, device: str) -> None:
-        """Close a device's pool, whose holder has died, until it is `allocated` again."""
+        """Close a device's pool, whose holder has died, until it is `on_allocated` again."""
         self._pools[device].close()
 
     def handle(self, pid: int, message: LeaseWorkspace | ReturnWorkspace) -> None:

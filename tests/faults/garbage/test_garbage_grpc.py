@@ -221,23 +221,6 @@ def test_metadata(server: Server) -> None:
         check_other_clients(stage)
 
 
-@pytest.mark.parametrize(
-    ("timeout", "status"),
-    [(b"99999999H", b"0"), (b"18446744073709551616n", b"0"), (b"0n", b"4"), (b"soon", b"13")],
-)
-def test_deadlines(server: Server, timeout: bytes, status: bytes) -> None:
-    """Malformed deadlines are rejected, and very long ones are accepted."""
-    call = frame(1, 4, 1, post(f"{SERVICE}ModelInfer", (b"grpc-timeout", timeout)))
-    request_frames = frame(0, 1, 1, message(simple_request().SerializeToString()))
-    with socket.create_connection(("127.0.0.1", server.grpc_port), timeout=_PATIENCE_S) as sock:
-        sock.sendall(CLIENT_OPENING + call + request_frames)
-        answer = b""
-        while b"grpc-status" not in answer:
-            answer += sock.recv(65536)
-    value = answer.partition(b"grpc-status")[2]
-    assert value[1 : 1 + value[0]] == status
-
-
 def test_bombs(server: Server) -> None:
     """A message that inflates to a large size is sent repeatedly."""
     request = request_of("simple", np.zeros(64 << 20, np.uint8), "INT32")

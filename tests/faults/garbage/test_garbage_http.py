@@ -186,21 +186,6 @@ def test_every_split_of_a_binary_request(server: Server) -> None:
         check_clients(stage)
 
 
-def test_many_silent_connections(server: Server) -> None:
-    """200 connections send no byte, or one, while other clients are served."""
-    with scene(server) as stage:
-        silent_connections = [
-            socket.create_connection(("127.0.0.1", server.http_port)) for _ in range(200)
-        ]
-        try:
-            for connection in silent_connections[::2]:
-                connection.sendall(b"P")
-            check_clients(stage)
-        finally:
-            for connection in silent_connections:
-                connection.close()
-
-
 @pytest.mark.parametrize(
     "request_bytes",
     [

@@ -159,7 +159,7 @@ def test_no_tools_are_wanted(client: openai.OpenAI) -> None:
     no_schema = {"type": "x"}
     unsupported = {"properties": {"a": {"type": "array", "contains": {"type": "string"}}}}
     for schema, choice, param, message in (
-        (no_schema, "auto", "tools[0].function.parameters", "it is not a JSON schema: type: 'x'"),
+        (no_schema, "auto", "tools[0].function.parameters", "invalid JSON schema: type: 'x'"),
         (unsupported, "required", "tools", "tools: cannot be compiled"),
     ):
         tool = {"type": "function", "function": {"name": "f", "parameters": schema}}

@@ -120,7 +120,7 @@ def test_large_messages(plain_endpoint: Endpoint, size: int, encoding: str | Non
     [
         (b"0n", b"4"), (b"1n", b"4"), (b"00000000S", b"4"), (b"99999999H", b"0"),
         (b"99999999S", b"0"), (b"20000m", b"0"), (b"20000000u", b"0"), (b"1 S", b"13"),
-        (b"-1S", b"13"), (b"1", b"13"),
+        (b"-1S", b"13"), (b"1", b"13"), (b"soon", b"13"), (b"18446744073709551616n", b"0"),
     ],
 )  # fmt: skip
 def test_deadlines(plain_endpoint: Endpoint, timeout: bytes, status: bytes) -> None:

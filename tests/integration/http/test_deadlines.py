@@ -55,19 +55,6 @@ def test_a_timeout_holds_in_the_queue(server: Server, pool: RequestPool, model: 
     assert server.gate.is_idle()
 
 
-@pytest.mark.parametrize("model", ["plain", "batching"])
-def test_tritons_timeout_is_no_deadline(server: Server, pool: RequestPool, model: str) -> None:
-    answer = pool.number(model, 1, timeout=30)  # a client that means seconds
-    server.gate.next().release()
-    assert values(answer.result()) == [1]
-
-
-def test_a_timeout_that_is_not_reached(server: Server, pool: RequestPool) -> None:
-    answer = pool.number("plain", 1, deadline_us=20_000_000)
-    server.gate.next().release()
-    assert values(answer.result()) == [1]
-
-
 def test_a_late_batch_mate_does_not_touch_the_others(server: Server, pool: RequestPool) -> None:
     first_request = pool.number("batching", 1)
     holder = server.gate.next()

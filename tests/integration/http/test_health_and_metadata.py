@@ -6,7 +6,7 @@ import pytest
 import tritonclient.http as triton
 
 from tests.support.servers import Server
-from tests.support.wire.raw_http import Http, raw_connection, read_reply
+from tests.support.wire.raw_http import Http
 
 EXTENSIONS = [
     "classification", "sequence", "model_repository", "model_repository(unload_dependents)",
@@ -106,14 +106,6 @@ def test_a_wrong_base_url_of_an_openai_client_is_named(http: Http, path: str) ->
     assert "(the base URL of an OpenAI client is http://HOST:PORT/v1)" in reply.error
 
 
-def test_statistics_of_missing_models(http: Http) -> None:
-    reply = http.get("/v2/models/nothing/stats")
-    assert (reply.status, reply.error) == (400, "requested model 'nothing' is not available")
-    reply = http.get("/v2/models/simple/versions/9/stats")
-    assert reply.status == 400
-    assert reply.error == "requested model version is not available for model 'simple'"
-
-
 def test_unready_model_is_400(http: Http) -> None:
     assert http.get("/v2/models/nothing/ready").status in (400, 404)
     assert http.get("/v2/models/simple/versions/1/ready").status in (400, 404)
@@ -140,23 +132,3 @@ def test_head_and_percent_encoding(server: Server) -> None:
     connection.request("GET", "/v2/models/s%69mple/ready")
     assert connection.getresponse().status == 200
     connection.close()
-
-
-def test_two_requests_in_one_packet(server: Server) -> None:
-    request = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with raw_connection(server.http_port) as connection:
-        connection.sendall(request + request)
-        answers = b""
-        while answers.count(b"HTTP/1.1 200 OK\r\n") < 2:
-            answers += connection.recv(4096)
-
-
-def test_http_1_0_and_connection_close(server: Server) -> None:
-    with raw_connection(server.http_port) as connection:
-        connection.sendall(
-            b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-        )
-        assert read_reply(connection).status == 200 and connection.recv(1) == b""
-    with raw_connection(server.http_port) as connection:
-        connection.sendall(b"GET /v2/health/live HTTP/1.0\r\n\r\n")
-        assert read_reply(connection).status == 200 and connection.recv(1) == b""

@@ -15,8 +15,6 @@ from tests.support.wire.raw_http import (
     binary_request,
     join_bytes,
     json_input,
-    raw_connection,
-    read_reply,
 )
 
 A = np.arange(16, dtype=np.int32).reshape(1, 16)
@@ -54,12 +52,6 @@ def test_json_both_ways(http: Http) -> None:
 def test_no_id_in_no_id_out(http: Http) -> None:
     assert "id" not in http.infer("simple", simple_request()).ok().json()
     assert "id" not in http.infer("simple", simple_request(id="")).ok().json()
-
-
-def test_flat_and_nested_json_data(http: Http) -> None:
-    request = simple_request()
-    request["inputs"][0]["data"] = A.ravel().tolist()
-    assert (http.infer("simple", request).tensors()["OUTPUT0"] == A + B).all()
 
 
 def test_binary_both_ways(http: Http) -> None:
@@ -103,11 +95,6 @@ def test_a_listed_output_is_json_even_if_the_default_is_binary(http: Http) -> No
     request = simple_request(outputs=[{"name": "OUTPUT0"}], parameters={"binary_data_output": True})
     reply = http.infer("simple", request).ok()
     assert reply.json()["outputs"][0]["data"] == (A + B).ravel().tolist()
-
-
-def test_output_order_is_the_requests(http: Http) -> None:
-    request = simple_request(outputs=[{"name": "OUTPUT1"}, {"name": "OUTPUT0"}])
-    assert set(http.infer("simple", request).tensors()) == {"OUTPUT0", "OUTPUT1"}
 
 
 def test_versions(http: Http) -> None:
@@ -185,37 +172,6 @@ def test_like_requests_with_tensors_beside_the_message(http: Http, elements: int
     body, headers = binary_request(inputs, id="n-5", parameters={"binary_data_output": True})
     assert http.infer("identity", body[:-4], headers).status == 400
     assert http.infer("identity", body, headers).ok().tensors()["OUTPUT0"][-1] == values[-1]
-
-
-def test_expect_100_continue(server: Server) -> None:
-    body = json.dumps(simple_request()).encode()
-    with raw_connection(server.http_port) as connection:
-        connection.sendall(
-            b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
-            b"Content-Length: %d\r\n\r\n" % len(body)
-        )
-        assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
-        connection.sendall(body)
-        assert read_reply(connection).status == 200
-
-
-def test_chunked_request(server: Server) -> None:
-    body, headers = binary_request(
-        [("INPUT0", "INT32", [1, 16], A.tobytes()), ("INPUT1", "INT32", [1, 16], B.tobytes())]
-    )
-    lines = b"".join(f"{name}: {value}\r\n".encode() for name, value in headers.items())
-    with raw_connection(server.http_port) as connection:
-        connection.sendall(
-            b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\n"
-            + b"Transfer-Encoding: chunked\r\n"
-            + lines
-            + b"\r\n"
-        )
-        for start in range(0, len(body), 50):
-            part = body[start : start + 50]
-            connection.sendall(b"%x\r\n%s\r\n" % (len(part), part))
-        connection.sendall(b"0\r\n\r\n")
-        assert (read_reply(connection).tensors()["OUTPUT0"] == A + B).all()
 
 
 def triton_inputs(binary: bool) -> list[triton.InferInput]:

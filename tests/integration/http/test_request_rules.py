@@ -142,6 +142,8 @@ def test_wrong_binary_sizes(http: Http) -> None:
     reply = http.infer("simple", body + b"1234", headers)
     assert reply.status == 400
     assert reply.error.endswith("unexpected additional input data for model 'simple'")
+    reply = http.infer("simple", body, {})  # without the header of the binary format
+    assert reply.error.endswith("Inference-Header-Content-Length is the size of the JSON)")
     reply = http.infer_binary(
         "simple", [("INPUT0", "INT32", [1, 16], b"\0" * 60), BINARY_INPUTS[1]]
     )

@@ -89,18 +89,6 @@ def test_only_configured_listeners_exist(server: Server) -> None:
     assert listening == {("127.0.0.1", port) for port in ports}
 
 
-def test_every_process_has_a_title(server: Server) -> None:
-    """`ps` shows a title for each process, and no command line with its flags."""
-    titles = server.titles()
-    assert {
-        *("supervisor", "front zygote", "worker zygote", "gateway http 0", "gateway grpc"),
-        *("spare front zygote", "spare worker zygote"),
-        *("scheduler constant", "worker constant.0 cpu"),
-        *("scheduler echo_request", "worker echo_request.0 cpu"),
-    } == set(titles), titles
-    assert set(titles.values()) == {1}
-
-
 # Names that a client must not set, as a parameter or as a forwarded header.
 HEADERS = {
     "sequence_id": "7", "sequence_start": "true", "priority": "3", "timeout": "1",

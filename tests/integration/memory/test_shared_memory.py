@@ -240,31 +240,6 @@ def test_keys_that_are_refused(http: Http, key: str, status: int, error: str) ->
     assert http.regions().json() == []
 
 
-@pytest.mark.parametrize(
-    ("byte_size", "offset"),
-    [
-        (2 * SIZE + 1, 0), (2 * SIZE, 1), (1, 2 * SIZE), (0, 0), (2**63, 0), (2**64 - 1, 1),
-        (1, 2**63 - 1), (1, 2**64), (-1, 0), (1, -1), ("64", 0), (1.5, 0), (True, 0), (64, "x"),
-        (None, 0),
-    ],
-)  # fmt: skip
-def test_byte_sizes(http: Http, region: SharedObject, byte_size: object, offset: object) -> None:
-    reply = http.register("r", region.key, byte_size, offset)
-    assert reply.status in (400, 500) and reply.error
-    assert http.regions().json() == []
-
-
-def test_a_registration_that_lacks_a_field(http: Http, region: SharedObject) -> None:
-    path = "/v2/systemsharedmemory/region/r/register"
-    reply = http.post(path, {"byte_size": 64})
-    assert (reply.status, reply.error) == (400, "Shared memory register request has no 'key' field")
-    reply = http.post(path, {"key": region.key})
-    assert reply.status == 400
-    assert reply.error == "Shared memory register request has no 'byte_size' field"
-    assert http.post(path, b"garbage").status in (400, 500)
-    http.post(path, {"key": region.key.lstrip("/"), "byte_size": 64}).ok()
-
-
 def test_the_same_again_is_fine_and_another_is_not(http: Http, region: SharedObject) -> None:
     http.register("r", region.key, SIZE).ok()
     http.register("r", region.key, SIZE).ok()

@@ -1,13 +1,11 @@
 """Implicit state: outputs that become inputs, with every backend that supports it."""
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import shmserve.client
 from tests.support import repositories
@@ -126,69 +124,49 @@ class Model:
 '''.replace("start: INT32[Tensor, 1]):", "start: INT32[Tensor, 1]) -> Outputs:")
 
 
-class Words(torch.nn.Module):
-    """A TorchScript model that returns the words of the sequence so far."""
-
-    def forward(self, INPUT: list[str], WORDS_IN: list[str]) -> tuple[list[str], list[str]]:
-        """Return OUTPUT and WORDS_OUT."""
-        words = [a + b for a, b in zip(WORDS_IN, INPUT)]  # noqa: B905 - no `strict` there
-        return words, words
-
-
 CONFIG = """
 name: "{name}"
 backend: "{backend}"
 max_batch_size: {rows}
 input [ {{ name: "INPUT" data_type: {data_type} dims: [ 1 ] }} ]
-output [ {{ name: "OUTPUT" data_type: {data_type} dims: [ -1 ] }} {outputs} ]
+output [ {{ name: "OUTPUT" data_type: {data_type} dims: [ -1 ] }} ]
 sequence_batching {{ {strategy} {idle} {given} }}
 """
 SUM_STATE = (
     'state [ {{ input_name: "SUM_IN" output_name: "SUM_OUT" data_type: TYPE_FP32 {dims} {how} }} '
 )
-COUNT = (
-    ', { input_name: "COUNT_IN" output_name: "COUNT_OUT" data_type: TYPE_INT32 dims: [ 1 ] %s } ]'
-)
-INITIAL_STATE = 'initial_state {{ name: "{}" data_type: {} dims: [ 1 ] {} }}'
+COUNT = ', { input_name: "COUNT_IN" output_name: "COUNT_OUT" data_type: TYPE_INT32 dims: [ 1 ] } ]'
 
 
 def add(
     repository: Path,
     name: str,
-    code: str | torch.nn.Module,
+    code: str,
     state_names: str,
     backend: str = "pytorch",
     data_type: str = "TYPE_FP32",
-    outputs: str = "",
     strategy: str = "direct { }",
     rows: int = 4,
-) -> Path:
+) -> None:
     folder = repository / name
     (folder / "1").mkdir(parents=True)
-    if isinstance(code, str):
-        (folder / "1" / "model.py").write_text(code)
-    else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            torch.jit.save(torch.jit.script(code), folder / "1" / "model.pt")
+    (folder / "1" / "model.py").write_text(code)
     config = CONFIG.format(
         name=name,
         backend=backend,
         rows=rows,
         data_type=data_type,
-        outputs=outputs,
         strategy=strategy,
         idle=IDLE_TIME,
         given=state_names,
     )
-    runtime = 'runtime: "model.py"\n' if backend == "pytorch" and isinstance(code, str) else ""
+    runtime = 'runtime: "model.py"\n' if backend == "pytorch" else ""
     (folder / "config.pbtxt").write_text(config + runtime + instances(1))
-    return folder
 
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    sum_config = SUM_STATE.format(dims="dims: [ 1 ]", how="") + COUNT % ""
+    sum_config = SUM_STATE.format(dims="dims: [ 1 ]", how="") + COUNT
     add(models, "zero", STATE_MODULE, sum_config)
     add(
         models,
@@ -198,13 +176,6 @@ def server(models: Path, start: Start) -> Server:
         strategy="oldest { max_candidate_sequences: 8 }",
     )
     add(models, "unbatched", STATE_MODULE, sum_config, rows=0)
-    count_output = ', { name: "COUNT_OUT" data_type: TYPE_INT32 dims: [ 1 ] }'
-    file_state_config = SUM_STATE.format(
-        dims="dims: [ 1 ]", how=INITIAL_STATE.format("s", "TYPE_FP32", 'data_file: "start"')
-    ) + COUNT % INITIAL_STATE.format("c", "TYPE_INT32", "zero_data: true")
-    folder = add(models, "filed", STATE_MODULE, file_state_config, outputs=count_output)
-    (folder / "initial_state").mkdir()
-    (folder / "initial_state" / "start").write_bytes(np.float32(0.5).tobytes() + b"more")
     growing = (
         'state [ { input_name: "ALL_IN" output_name: "ALL_OUT" data_type: TYPE_FP32 dims: [ -1 ] } '
         "]"
@@ -220,7 +191,6 @@ def server(models: Path, start: Start) -> Server:
         "dims: [ 1 ] } ]"
     )
     add(models, "words", PYTHON, words, backend="python", data_type="TYPE_STRING")
-    add(models, "script", Words(), words, data_type="TYPE_STRING")
     repositories.write(models, "native", 'name: "native" backend: "native"', NATIVE)
     class_parameter = 'parameters { key: "class" value { string_value: "Mean" } }'
     example = (ROOT / "examples" / "native_sequence.py").read_text()
@@ -284,19 +254,6 @@ def test_states_of_a_batch_are_separate(client: shmserve.client.Server) -> None:
         assert sums == [sequence * (index + 1) for sequence in range(1, 5)]
 
 
-def test_an_initial_state_from_a_file_and_an_output_state(client: shmserve.client.Server) -> None:
-    """A longer file is truncated. A state that `output` names is sent to the client."""
-    for _ in range(2):
-        counts = []
-        for index in range(3):
-            result = client.infer(
-                "filed", {"INPUT": number(1)}, sequence="f", start=index == 0, end=index == 2
-            )
-            assert float(result["OUTPUT"][0, 0]) == index + 1.5
-            counts.append(int(result["COUNT_OUT"][0, 0]))
-        assert counts == [1, 2, 3]
-
-
 @pytest.mark.parametrize("model", ["growing", "growing_oldest"])
 def test_states_may_have_variable_dimensions(client: shmserve.client.Server, model: str) -> None:
     """States begin with one element, and sequences of different lengths are independent."""
@@ -347,12 +304,6 @@ def test_string_states_and_states_without_a_new_value(client: shmserve.client.Se
     ]
 
 
-def test_a_torchscript_model_may_have_string_states(client: shmserve.client.Server) -> None:
-    """The state is a List[str], like all texts of a TorchScript model."""
-    replies = [append_word(client, "script", word, start=word == b"a") for word in (b"a", b"b")]
-    assert [*replies, append_word(client, "script", b"c", end=True)] == [b"a", b"ab", b"abc"]
-
-
 def test_a_class_that_declares_its_state(client: shmserve.client.Server) -> None:
     sums = [
         float(
@@ -386,18 +337,3 @@ def test_check_runs_a_sequence_of_one_request(tmp_path: Path) -> None:
         repositories.add_as(tmp_path, f"id_{id_type}", "sequencer", config)
     result = run_command("check", str(tmp_path))
     assert result.returncode == 0, result.stdout
-
-
-def test_a_file_that_is_too_short_is_a_load_error(empty_server: tuple[Server, Path]) -> None:
-    server, repository = empty_server
-    initial = INITIAL_STATE.format("s", "TYPE_FP32", 'data_file: "start"')
-    state_text = SUM_STATE.format(dims="dims: [ 1 ]", how=initial) + "]"
-    folder = add(repository, "short", IN_PLACE, state_text, rows=1)
-    (folder / "initial_state").mkdir()
-    (folder / "initial_state" / "start").write_bytes(b"ab")
-    with server.http() as http:
-        text = http.load("short").json()["error"]
-    assert (
-        "initial_state setting expects 4 bytes, but the data provided from start only has 2 bytes"
-        in text
-    )

@@ -9,9 +9,8 @@ import tritonclient.http as triton
 
 import shmserve.client
 from tests.rigs.pipelines import add_ensemble, add_model, step, xy_step
-from tests.support.regions import SharedObject
 from tests.support.servers import Server, Start, running
-from tests.support.wire.raw_http import Http, in_region, json_input, shm_input
+from tests.support.wire.raw_http import Http
 
 SIZE = 4 << 20
 LARGE_COUNT = 100_000  # elements: 400 KB
@@ -25,7 +24,7 @@ return self.response(Y=self.input(request, "X") + np.float32(self.count))
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    for name in ("counting", "batched", "native", "regions", "other"):
+    for name in ("counting", "batched", "native", "other"):
         settings = CACHED + (" dynamic_batching {}" if name == "batched" else "")
         add_model(models, name, COUNTING_METHOD, settings=settings)
     add_model(models, "plain", COUNTING_METHOD)
@@ -74,13 +73,6 @@ def test_a_repeated_request_is_answered_from_the_cache(
     assert statistics_after["inference_count"] - statistics_before["inference_count"] == 1
 
 
-def test_other_parameters_are_another_request(server: Server) -> None:
-    array = np.full(3, 7, np.float32)
-    output = infer(server, "counting", array, parameters={"p": 1}).as_numpy("Y")
-    second_output = infer(server, "counting", array, parameters={"p": 2}).as_numpy("Y")
-    assert (output != second_output).all()
-
-
 def test_a_hit_of_an_ensemble_runs_no_step(server: Server, http: Http) -> None:
     for size in (3, LARGE_COUNT):
         array = np.ones(size, np.float32)
@@ -119,27 +111,6 @@ def test_a_model_without_the_setting_is_not_cached(server: Server, http: Http) -
     assert stats(http, "plain")["inference_stats"]["cache_miss"]["count"] == 0
 
 
-def test_requests_with_regions_bypass_the_cache(http: Http) -> None:
-    """A client may write to its region at any time, after the hash or before execution."""
-    array = np.full(4, 3, np.float32)
-    with SharedObject(64) as shared_object:
-        shared_object.write(array, 0)
-        http.register("cached", shared_object.key, 64).ok()
-        placed = {"inputs": [shm_input("X", "FP32", [4], "cached", 16)]}
-        results = [http.infer("regions", placed).ok().tensors()["Y"] for _ in range(2)]
-        assert (results[0] != results[1]).all()
-        region_request = {
-            "inputs": [json_input("X", array)],
-            "outputs": [{"name": "Y", "parameters": in_region("cached", 16, 32)}],
-        }
-        for _ in range(2):
-            http.infer("regions", region_request).ok()
-        http.unregister("cached").ok()
-    statistics = stats(http, "regions")
-    assert statistics["execution_count"] == 4
-    assert statistics["inference_stats"]["cache_miss"]["count"] == 0
-
-
 def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) -> None:
     """Tensors in messages are cached, those in the client's memory are not."""
     with shmserve.client.connect(server.run_dir) as client:
@@ -170,11 +141,11 @@ def test_only_models_with_a_cache_have_cache_metrics(server: Server) -> None:
     assert [labels["model"] for labels, _ in samples] == ["plain"]
     assert server.metric("shmserve_cache_entries", model="other") == 1
     models = {labels["model"] for labels, _ in server.samples("nv_cache_num_hits_per_model")}
-    assert "plain" not in models and len(models) == 6
+    assert "plain" not in models and len(models) == 5
 
 
 def test_the_bound_is_the_servers(server: Server) -> None:
-    """Six models share 4 MB in the cache, whichever of them are used."""
+    """Five models share 4 MB in the cache, whichever of them are used."""
     for model in ("counting", "batched", "other"):
         for number in range(8):
             infer(server, model, np.full(60_000, number, np.float32))
@@ -182,7 +153,7 @@ def test_the_bound_is_the_servers(server: Server) -> None:
     assert 0 < used <= SIZE
     assert server.metric("nv_cache_util") == pytest.approx(used / SIZE, rel=0.001)
     assert server.metric("nv_cache_num_entries") == server.metric("shmserve_cache_entries")
-    assert server.metric("shmserve_cache_bytes", model="counting") <= SIZE // 6
+    assert server.metric("shmserve_cache_bytes", model="counting") <= SIZE // 5
 
 
 def test_models_that_cannot_be_cached_do_not_load(empty_server: tuple[Server, Path]) -> None:

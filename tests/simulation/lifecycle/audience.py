@@ -140,7 +140,7 @@ class SimulatedAudience:
 
     def remove_peer(self, key: Hashable) -> None:
         if self._peers.pop(key, None) is not None:
-            self.acknowledgements.exited(key)
+            self.acknowledgements.remove_peer(key)
 
     def disconnect_gateway(self) -> None:
         keys = [key for key, peer in self._peers.items() if peer.ensemble is None]
@@ -171,7 +171,7 @@ class SimulatedAudience:
             peer.receive(update)
             if number:
                 delay_ns = draw_delay_ns(self._world)
-                self._world.after(delay_ns, self.acknowledgements.acknowledged, key, number)
+                self._world.after(delay_ns, self.acknowledgements.record_acknowledged, key, number)
 
 
 def draw_delay_ns(world: World) -> int:

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shmserve.common.tasks import settle
+from shmserve.common.tasks import resolve_future
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.publications import ModelPublished
@@ -122,7 +122,7 @@ class SimulatedProcesses:
 
     async def _pause(self) -> None:
         future = self.executor.loop.create_future()
-        self.world.after(draw_delay_ns(self.world), settle, future, None)
+        self.world.after(draw_delay_ns(self.world), resolve_future, future, None)
         await future
 
     def end_process(self, child: SimulatedChild, reason: str) -> None:

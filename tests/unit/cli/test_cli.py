@@ -4,11 +4,12 @@ import asyncio
 import os
 import signal
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from shmserve import cli
-from shmserve.cli import check, client
+from shmserve.cli import check, client, tune
 from shmserve.supervisor.supervisor import Supervisor
 
 
@@ -71,3 +72,12 @@ def test_each_verb_explains_itself(capsys: pytest.CaptureFixture[str], verb: str
 def test_unknown_verbs_are_named(capsys: pytest.CaptureFixture[str], verb: str, hint: str) -> None:
     assert cli.main([verb]) == 2
     assert capsys.readouterr().err.splitlines()[0] == f"shmserve: unknown verb '{verb}'{hint}"
+
+
+def test_a_second_interrupt_of_tune_says_how_to_restore_the_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = Mock(**{"load.side_effect": KeyboardInterrupt})
+    with pytest.raises(KeyboardInterrupt), tune._restore_at_end(server, "m", {}):
+        pass
+    assert "`shmserve client load m` restores it" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_released_blocks_are_reused_and_empty_segments_removed(memories: Memorie
         memories.allocate(100 << 20)
     for block in [*blocks, whole_segment]:
         block.recycle()
-    memories.settle()
+    memories.free_recycled()
     assert memories.find(blocks[0].segment.address, 1) is None
 
 
@@ -162,7 +162,7 @@ def test_a_request_that_is_interrupted_while_built_keeps_no_memory(
     prepare(memories, model, {"x": x}, outputs, PLAIN).release_memory()
     region.release()
     model.close()
-    memories.settle()
+    memories.free_recycled()
     assert not memories._segments
 
 
@@ -274,7 +274,7 @@ def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> No
     second_request.release_memory()
     third_request.release_memory()
     address = first_request.segments[0].address
-    memories.settle()
+    memories.free_recycled()
     assert memories.find(address, 1) is None
 
 
@@ -309,7 +309,7 @@ def test_completed_prepared_requests_keep_no_memory(memories: Memories) -> None:
     assert not model.templates
     first_request.release_memory()
     late_request.release_memory()
-    memories.settle()
+    memories.free_recycled()
     assert memories._used() == 0
 
 

@@ -39,8 +39,8 @@ def test_counters_are_summed_and_outlive_their_instance() -> None:
     metrics.report(8, counter(2))
     metrics.report(7, counter(2.5))
     assert exposed_value(metrics.total()) == "4.5"
-    metrics.exited(7)
-    metrics.exited(99)
+    metrics.process_exited(7)
+    metrics.process_exited(99)
     assert exposed_value(metrics.total()) == "4.5"
     metrics.report(9, counter(1))
     assert exposed_value(metrics.total()) == "5.5"
@@ -50,9 +50,9 @@ def test_a_successor_continues_the_counts() -> None:
     metrics = ModelMetrics()
     for pid in (1, 2, 3):
         metrics.report(pid, sum_families((counter(pid), gauge(pid, pid, 0))))
-    metrics.exited(1)
+    metrics.process_exited(1)
     successor = ModelMetrics()
-    successor.restore(metrics.snapshot(), alive=[2, 9])
+    successor.restore(metrics.snapshot(), alive_pids=[2, 9])
     assert to_lists(successor.total())[0] == to_lists(metrics.total())[0]
     assert successor.total()["g"] == gauge(2, 2, 0)["g"]
     successor.report(2, counter(5))
@@ -64,9 +64,9 @@ def test_a_gauge_is_its_last_value_plus_increments() -> None:
     metrics.report(1, gauge(10, 50, 1))
     metrics.report(2, gauge(20, 40, 0.5))
     assert exposed_value(metrics.total()) == "11.5"
-    metrics.exited(1)
+    metrics.process_exited(1)
     assert exposed_value(metrics.total()) == "20.5"
-    metrics.exited(2)
+    metrics.process_exited(2)
     assert metrics.total() == {}
 
 

@@ -74,15 +74,15 @@ def test_a_file_is_all_that_a_server_needs(tmp_path: Path) -> None:
         ("http-port: {a: 1}", "1: http-port: expected a value, found a mapping"),
         ("load-model: [[a]]", "1: load-model: expected a value, found a list"),
         ("load-model: [a, ]\nid:", "2: id: a value is missing"),
-        ("id: a\n\nid: b", "3: id: it is already set in line 1"),
+        ("id: a\n\nid: b", "3: id: already set in line 1"),
         ("strict-readiness: x", "1: strict-readiness: 'x' is not a boolean (true or false)"),
         ("shm-overlap: 'x'", "1: shm-overlap: 'x' is not one of error, warn, ignore"),
         ("config: x", "1: config: a configuration file cannot include another file"),
         ("http-port = 1", "1: expected a mapping (FLAG: VALUE), found a string"),
         ("- id: a", "1: expected a mapping (FLAG: VALUE), found a list"),
-        ("id: a\nid b", "2: it is not YAML: could not find expected ':'"),
-        ("id: *a", "1: it is not YAML: found undefined alias"),
-        ("id: a\n---\nid: b", "2: it is not YAML: but found another document"),
+        ("id: a\nid b", "2: invalid YAML: could not find expected ':'"),
+        ("id: *a", "1: invalid YAML: found undefined alias"),
+        ("id: a\n---\nid: b", "2: invalid YAML: but found another document"),
     ],
 )
 def test_errors_name_file_line_key_allowed_values(tmp_path: Path, text: str, error: str) -> None:
@@ -120,5 +120,5 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"cannot read '.*binary': it is not UTF-8 text"):
         command_line.parse([f"--config={tmp_path}/binary"])
     (tmp_path / "binary").write_bytes(b"id: \x01")
-    with pytest.raises(InvalidArgument, match=r"'.*binary': it is not YAML: "):
+    with pytest.raises(InvalidArgument, match=r"'.*binary': invalid YAML: "):
         command_line.parse([f"--config={tmp_path}/binary"])

@@ -97,9 +97,9 @@ ENGINE: dict[str, tuple[str, tuple[str, ...]]] = {
     "no mapping": ("speculative_decoding: on", (":1:1: speculative_decoding: True is not a map",)),
     "contradiction": ("max_batch_size: 8\nmax_tokens_per_batch: 4",
         (":2:1: max_tokens_per_batch: 4 is less than max_batch_size 8", )),
-    "twice": ("block_size: 8\nblock_size: 16", (":2:1: block_size: it is already set in line 1",)),
+    "twice": ("block_size: 8\nblock_size: 16", (":2:1: block_size: already set in line 1",)),
     "a list": ("- block_size", ("engine.yaml: expected a mapping", "a mapping")),
-    "no YAML": ("block_size: [8", ("engine.yaml:1:15: it is not YAML",)),
+    "no YAML": ("block_size: [8", ("engine.yaml:1:15: invalid YAML",)),
 }  # fmt: skip
 
 FILE: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -110,8 +110,8 @@ FILE: dict[str, tuple[str, tuple[str, ...]]] = {
     "list": ("http-port: [1, 2]", ("line 1: http-port: takes one value, not a list",)),
     "no such folder": ("model-repository: /nowhere", ("line 1: --model-repository: '/nowhere'",)),
     "meaning": ("cache-config: redis,size=1", ("line 1: --cache-config:", "'redis'", "local")),
-    "twice": ("id: a\nid: b", ("line 2: id: it is already set in line 1",)),
-    "tab": ("id:\n\t- a", ("line 2: it is not YAML",)),
+    "twice": ("id: a\nid: b", ("line 2: id: already set in line 1",)),
+    "tab": ("id:\n\t- a", ("line 2: invalid YAML",)),
 }
 
 FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

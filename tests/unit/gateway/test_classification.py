@@ -115,7 +115,7 @@ def test_unsorted_datatypes_are_refused(datatype: str) -> None:
 
 def test_too_many_values_are_refused() -> None:
     answer = Inferred((TensorRef("OUT", "UINT8", (1_000_001,), bytes(1_000_001)),))
-    with pytest.raises(InvalidArgument, match="classification output tensor too large"):
+    with pytest.raises(InvalidArgument, match="elements are too many for classification"):
         classify_response(answer, 1)
 
 

@@ -58,5 +58,5 @@ async def test_a_drain_during_the_start_completes_without_connections() -> None:
         await asyncio.sleep(0)
         await front.accept()
         assert records == [True]
-        assert not any(server.is_serving() for server in front._accepting)
+        assert not any(server.is_serving() for server in front._accepting_servers)
         await front.close()

@@ -160,7 +160,7 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "a conversation": ({"conversation": "c"}, "conversation: .* are not stored"),
     "background": ({"background": True}, "background: True: supported is False"),
     "truncation": ({"truncation": "auto"}, "truncation: 'auto': supported is 'disabled'"),
-    "no input": ({"input": []}, "input: it is not a string or a list"),
+    "no input": ({"input": []}, "input: expected a string or a list"),
     "a number": ({"input": [3]}, r"input\[0\]: 3 is not an object"),
     "an image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
         r"input\[0\]: content of type 'input_image' is not a string"),
@@ -171,6 +171,7 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
         r"input\[0\]: the text 3 is not a string"),
     "no list of members": ({"include": 3}, "include: 3 is not a list"),
     "an unknown member": ({"include": ["x"]}, "include: 'x' is not one of message.output_text.lo"),
+    "a null member": ({"include": [None, 5]}, "include: None is not one of message.output_text.lo"),
     "no list of tools": ({"tools": 3}, "tools: 3 is not a list"),
     "no flag": ({"store": "yes"}, "store: 'yes' is not true or false"),
     "no number": ({"max_tool_calls": "x"}, "max_tool_calls: 'x' is not an integer"),
@@ -180,7 +181,9 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "a grammar of a custom tool": ({"tools": [{"type": "custom", "name": "x",
         "format": {"type": "grammar"}}]}, r"tools\[0\].format: only the type 'text' is supported"),
     "a tool of a namespace": ({"tools": [{"type": "namespace", "name": "n",
-        "tools": [{"type": "custom"}]}]}, r"tools\[0\].tools\[0\]: it is not a 'function'"),
+        "tools": [{"type": "custom"}]}]}, r"tools\[0\].tools\[0\]: expected a 'function'"),
+    "no name in a namespace": ({"tools": [{"type": "namespace", "name": "n",
+        "tools": [{"type": "function", "name": ["f"]}]}]}, r"tools\[0\].tools\[0\]: expected"),
     "no tools of a namespace": ({"tools": [{"type": "namespace", "name": "n", "tools": 3}]},
         r"tools: 3 is not a list"),
 }  # fmt: skip
@@ -336,7 +339,7 @@ def test_a_failed_stream_ends_with_an_error() -> None:
         ("response_format: cannot be compiled", "text.format"),
         ("reasoning_effort: the template does not use it", "reasoning.effort"),
         ("tool_choice: 'x' is wrong", "tool_choice"),
-        ("tools[0].function.parameters: it is not a JSON schema", "tools[0].parameters"),
+        ("tools[0].function.parameters: invalid JSON schema", "tools[0].parameters"),
     ],
 )
 def test_an_error_names_the_field_as_the_client_does(message: str, param: str) -> None:

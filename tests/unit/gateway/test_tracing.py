@@ -71,6 +71,6 @@ def test_a_file_is_whole_after_each_write(tmp_path: Path) -> None:
 def test_files_of_other_formats_are_not_changed(tmp_path: Path) -> None:
     other_file = tmp_path / "notes"
     other_file.write_text("notes")
-    with pytest.raises(ValueError, match="not an array of traces"):
+    with pytest.raises(ValueError, match="JSON array of traces"):
         append_entries(str(other_file), [{"id": 1}])
     assert other_file.read_text() == "notes"

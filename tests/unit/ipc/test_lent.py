@@ -93,7 +93,8 @@ def test_a_token_collected_before_its_release_is_reported() -> None:
     exec(source, namespace)
     namespace["drop"](lambda: Holding(lambda: None))  # type: ignore[operator]
     assert (
-        len(tokens.LOST_TOKENS) == 1 and "Holding was dropped unsettled" in tokens.LOST_TOKENS.pop()
+        len(tokens.LOST_TOKENS) == 1
+        and "Holding was dropped while used" in tokens.LOST_TOKENS.pop()
     )
 
 

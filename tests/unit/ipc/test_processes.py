@@ -65,4 +65,4 @@ def test_the_pieces_of_a_large_copy_are_large() -> None:
 
 def test_a_process_of_another_user_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "kill", Mock(side_effect=PermissionError))
-    kill_tree(os.getppid(), spared=[os.getpid()])
+    kill_tree(os.getppid(), excluded_pids=[os.getpid()])

@@ -87,6 +87,12 @@ def test_the_input_count_must_be_between_required_and_total(names: str, actual_c
     assert "missing required input(s) ['FIXED','FREE']" in message
 
 
+def test_an_unknown_input_is_reported_before_a_missing_one() -> None:
+    tensors = [TensorRef(name, "UINT8", (1, 1), b"x") for name in ("MORE", "FIXED")]
+    with pytest.raises(InvalidArgument, match="unexpected inference input 'MORE'"):
+        signature().check("", tensors, [])
+
+
 def test_more_inputs_than_the_model_has_are_rejected() -> None:
     """3.6: a request must not have more inputs than the model."""
     names = ("FIXED", "FREE", "LAST", "MORE")

@@ -169,7 +169,7 @@ def test_cancelled_requests_behind_a_long_one_are_removed() -> None:
         (cancelled_id,) = rig.submit()
         rig.client(m.Cancel(cancelled_id))
     (last_id,) = rig.submit()
-    assert len(rig.core._responses._in_order) < 2000
+    assert len(rig.core._responses._ordered_requests) < 2000
     rig.answers()
     rig.finish(peer, batch)
     rig.finish(*rig.execute())

@@ -161,7 +161,7 @@ def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
     async def run_reader() -> tuple[int, int]:
         feed_holder: list[EventFeed] = []
         async with open_publisher(
-            run_dir, lambda *change: feed_holder[0].subscribed(*change)
+            run_dir, lambda *change: feed_holder[0].on_subscription(*change)
         ) as publisher:
             feed_holder.append(feed(publisher, {}, []))
             with EventReader(run_dir, [publications.PROCESSES]) as reader:
@@ -210,7 +210,7 @@ async def test_a_snapshot_precedes_the_events(run_dir: Path) -> None:
     pending_calls: list[str] = []
     feed_holder: list[EventFeed] = []
     async with open_publisher(
-        run_dir, lambda *change: feed_holder[0].subscribed(*change)
+        run_dir, lambda *change: feed_holder[0].on_subscription(*change)
     ) as publisher:
         feed_holder.append(feed(publisher, states, pending_calls))
         feed_holder[0].models_changed()  # no process receives it

@@ -51,7 +51,7 @@ def folder() -> Iterator[Path]:
 
 async def test_one_user_cannot_take_them_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A user may have three quarters of the connections, and a new one once another has ended."""
-    monkeypatch.setattr(fd_limits, "for_local_clients", lambda: MAX_CLIENTS)
+    monkeypatch.setattr(fd_limits, "local_clients_share", lambda: MAX_CLIENTS)
     unused: Any = None
     disconnected = asyncio.Event()
     capabilities = Capabilities(os.urandom(32))

@@ -227,7 +227,7 @@ def test_tickets_of_an_exited_scheduler_are_released() -> None:
     tickets.handle(100, AskTicket(7, 0))
     tickets.handle(200, AskTicket(8, 0))
     assert notifications == [(100, TicketGranted(7))]
-    tickets.exited(100)
+    tickets.process_exited(100)
     assert notifications == [(100, TicketGranted(7)), (200, TicketGranted(8))]
     tickets.bind(101, 1)  # its successor
     tickets.handle(101, AskTicket(1, 0))

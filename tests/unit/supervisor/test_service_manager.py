@@ -42,9 +42,9 @@ def test_each_state_is_notified_once(address_and_socket: tuple[str, socket.socke
     manager.status("c")
     manager.alive()
     before_us = time.monotonic_ns() // 1000
-    manager.reloading()
+    manager.report_reloading()
     manager.ready("c")
-    manager.stopping("d")
+    manager.report_stopping("d")
     manager.status("e")
     manager.close()
     manager.status("f")
@@ -133,7 +133,7 @@ def test_a_flush_ends_when_no_message_waits(address_and_socket: tuple[str, socke
         manager = ServiceManager(address)
         for number in range(count):
             manager.keep(str(number), [0])
-        flush_task, read_count = asyncio.ensure_future(manager.flushed()), 0
+        flush_task, read_count = asyncio.ensure_future(manager.wait_until_flushed()), 0
         while not flush_task.done():
             await asyncio.sleep(0)
             with contextlib.suppress(BlockingIOError):
@@ -155,7 +155,7 @@ def test_a_flush_ends_when_no_message_waits(address_and_socket: tuple[str, socke
 def test_without_a_service_manager_nothing_is_sent(address: str | None) -> None:
     manager = ServiceManager(address)
     manager.ready("a")
-    asyncio.run(asyncio.wait_for(manager.flushed(), 1))
+    asyncio.run(asyncio.wait_for(manager.wait_until_flushed(), 1))
     asyncio.run(asyncio.wait_for(manager.keep_waiting(), 5))
 
 

@@ -73,8 +73,8 @@ async def test_an_exit_is_one_message_to_the_handler_of_its_role(role: str) -> N
     assert context.broadcast.call_args.args[0] == ProcessExited(7, "signal 9")
     assert {
         "gateway": mock_supervisor.regions.draining.gateway_exited.mock_calls,
-        "host": context.tickets.exited.mock_calls,
-        "worker": mock_supervisor.readiness.exited.mock_calls,
+        "host": context.tickets.process_exited.mock_calls,
+        "worker": mock_supervisor.readiness.process_exited.mock_calls,
     } == {
         known_role: [call(7)] if known_role == role else []
         for known_role in ("gateway", "host", "worker")

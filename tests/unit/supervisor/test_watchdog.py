@@ -27,7 +27,7 @@ class Control:
 
     def answer(self, number: int, *peers: Hashable) -> None:
         for peer in peers:
-            self.acknowledgements.acknowledged(peer, number)
+            self.acknowledgements.record_acknowledged(peer, number)
 
 
 def test_an_unresponsive_process_is_named_without_pings(caplog: pytest.LogCaptureFixture) -> None:

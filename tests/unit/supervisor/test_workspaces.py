@@ -71,7 +71,7 @@ def test_a_request_for_a_workspace_waits_for_its_holder() -> None:
     workspaces = Workspaces({DEVICE: 2 * MB}, sent_messages)
     workspaces.handle(10, lease_request(1, MB))
     assert sent_messages.take_granted() == []
-    workspaces.allocated(DEVICE, device_memory(77))
+    workspaces.on_allocated(DEVICE, device_memory(77))
     workspaces.handle(11, lease_request(1, MB))
     workspaces.handle(12, lease_request(1, MB))
     assert sent_messages.take_granted() == [(10, 1, 77, 0), (11, 1, 77, MB)]
@@ -83,14 +83,14 @@ def test_a_request_for_a_workspace_waits_for_its_holder() -> None:
 def test_leases_of_released_memory_are_dropped() -> None:
     sent_messages = SentMessages()
     workspaces = Workspaces({DEVICE: 2 * MB}, sent_messages)
-    workspaces.allocated(DEVICE, device_memory(77))
+    workspaces.on_allocated(DEVICE, device_memory(77))
     workspaces.handle(10, lease_request(1, 2 * MB))
     workspaces.handle(11, lease_request(1, 2 * MB))
     assert sent_messages.take_granted() == [(10, 1, 77, 0)]
     workspaces.holder_exited(DEVICE)
     workspaces.handle(12, lease_request(5, MB))
     assert sent_messages.take_granted() == []
-    workspaces.allocated(DEVICE, device_memory(78))
+    workspaces.on_allocated(DEVICE, device_memory(78))
     assert sent_messages.take_granted() == [(11, 1, 78, 0)]
     workspaces.handle(11, ReturnWorkspace(DEVICE, 77, 0))  # not of this memory
     assert sent_messages.take_granted() == []

@@ -90,7 +90,7 @@ def test_an_absolute_name_is_relative_to_the_folder(tmp_path: Path) -> None:
 def test_a_file_that_is_no_archive(tmp_path: Path, content: bytes) -> None:
     path = archive(tmp_path / "env.tar.gz", ("bin/python", tarfile.REGTYPE, ""))
     path.write_bytes(path.read_bytes()[:60] if content == b"half" else content)
-    reason = "end-of-stream" if content == b"half" else "it is no tar archive"
+    reason = "end-of-stream" if content == b"half" else "expected a tar archive"
     with pytest.raises(InvalidArgument, match=f"cannot be unpacked: .*{reason}"):
         _find_interpreter(path, tmp_path / "copies")
 

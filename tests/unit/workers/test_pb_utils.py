@@ -454,6 +454,9 @@ def test_a_configuration_is_completed() -> None:
         "dynamic_batching": {},
         "model_transaction_policy": {"decoupled": False},
     }
+    nameless = pb_utils.ModelConfig('{"input": []}')
+    nameless.add_input(INPUT_X)
+    assert nameless.as_dict() == {"input": [INPUT_X]}
     assert pb_utils.get_input_config_by_name(configuration.as_dict(), "X") == {
         **INPUT_X,
         "optional": True,

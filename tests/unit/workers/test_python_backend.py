@@ -310,11 +310,12 @@ def test_an_exception_fails_only_the_requests_that_caused_it(model: Model) -> No
     assert model.infer(1, -1, 2) == [[1], failure_text("ValueError: below zero"), [2]]
 
 
-def test_an_exception_whose_text_raises(model: Model) -> None:
-    model.serve("""
+@pytest.mark.parametrize("statement", ["raise self", "return ''"])
+def test_an_exception_without_a_text(model: Model, statement: str) -> None:
+    model.serve(f"""
         class Mute(Exception):
             def __str__(self):
-                raise self
+                {statement}
 
         def execute(self, requests):
             raise self.Mute()

@@ -253,8 +253,8 @@ def test_outputs_of_triton_s_backend(model: Model) -> None:
 @pytest.mark.parametrize(
     ("inputs", "problem"),
     [
-        ({"text_input": "hi", "image": "..."}, "image: it is not supported"),
-        ({"text_input": "hi", "embedding_request": "{}"}, "embedding_request: it is not"),
+        ({"text_input": "hi", "image": "..."}, "image: not supported"),
+        ({"text_input": "hi", "embedding_request": "{}"}, "embedding_request: not supported"),
         ({"text_input": "hi", "sampling_parameters": "["}, "sampling_parameters: "),
         (
             {"text_input": "hi", "sampling_parameters": '{"temperature": -1}'},
@@ -456,7 +456,7 @@ def test_older_names_of_constraints() -> None:
     assert engine._request_body(parameters) == {"structured_outputs": {"choice": ["b"]}}
     repeated_fields = {"guided_regex": "a", "structured_outputs": {"regex": "a"}}
     assert engine._request_body(repeated_fields) == {"structured_outputs": {"regex": "a"}}
-    with pytest.raises(InvalidArgument, match=r"structured_outputs: it differs from .*'b'"):
+    with pytest.raises(InvalidArgument, match=r"structured_outputs: contradicts .*'b'"):
         engine._request_body({**repeated_fields, "guided_regex": "b"})
 
 

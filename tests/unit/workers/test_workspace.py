@@ -70,7 +70,7 @@ def worker(tmp_path: Path) -> Iterator[OnDevice]:
 
 def supervise(router: Router, device: OnDevice, memory: Memory, stopped: threading.Event) -> None:
     pools = Workspaces({"cuda:0": 2 * MB}, lambda pid, message: router.post(NAME, message))
-    pools.allocated("cuda:0", memory)
+    pools.on_allocated("cuda:0", memory)
     while not stopped.is_set():
         for _, message in receive_arrived(router, 0.02):
             device.received.append((message, len(device.cuda.calls)))

@@ -62,7 +62,7 @@ class ChatTemplate:
         )
         self._environment.globals |= {"raise_exception": _reject, "strftime_now": _format_now}
         self._environment.filters["tojson"] = _to_json
-        self._compiled: dict[str, _CompiledTemplate] = {}
+        self._compiled_templates: dict[str, _CompiledTemplate] = {}
 
     def render(self, chat: Mapping[str, Any]) -> str:
         """Return the text of a conversation.
@@ -121,10 +121,10 @@ class ChatTemplate:
         return str(name)
 
     def _compile(self, name: str) -> _CompiledTemplate:
-        if name not in self._compiled:
+        if name not in self._compiled_templates:
             source = self.sources[name]
             parsed_template = self._environment.parse(source)
-            self._compiled[name] = _CompiledTemplate(
+            self._compiled_templates[name] = _CompiledTemplate(
                 self._environment.from_string(source),
                 any(_names(loop.iter, "content") for loop in parsed_template.find_all(nodes.For)),
                 any(test.name in _TYPE_TESTS for test in parsed_template.find_all(nodes.Test)),
@@ -142,7 +142,7 @@ class ChatTemplate:
                 any(map(_requires_name, parsed_template.find_all(nodes.If))),
                 frozenset(meta.find_undeclared_variables(parsed_template)),
             )
-        return self._compiled[name]
+        return self._compiled_templates[name]
 
 
 class _CompiledTemplate(NamedTuple):

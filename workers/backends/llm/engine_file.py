@@ -44,7 +44,7 @@ def parse(text: str) -> EngineSettings:
         mark = getattr(error, "problem_mark", None)
         position = f"{NAME}:{_format_mark(mark)}" if mark else NAME
         reason = getattr(error, "problem", None) or str(error)
-        raise InvalidArgument(f"{position}: it is not YAML: {reason}") from None
+        raise InvalidArgument(f"{position}: invalid YAML: {reason}") from None
     if top is None:
         return EngineSettings.of({})
     if not isinstance(document, dict):
@@ -61,7 +61,7 @@ def _positions(top: yaml.Node) -> dict[str, str]:
         if key in positions:
             line = positions[key].partition(":")[0]
             at = _format_mark(mark)
-            duplicates.append(f"{NAME}:{at}: {key}: it is already set in line {line}")
+            duplicates.append(f"{NAME}:{at}: {key}: already set in line {line}")
         positions.setdefault(key, _format_mark(mark))
     if duplicates:
         raise InvalidArgument("\n".join(duplicates))

@@ -282,7 +282,7 @@ def _find_unsupported(settings: Mapping[str, Any]) -> list[str]:
     neutral: tuple[Any, ...] = (None, False, "", [], {}, (), {"type": "text"})
     defaults = {"repetition_penalty": 1, "logprobs": -1}
     return [
-        f"{name}: it is not supported with use_beam_search"
+        f"{name}: not supported with use_beam_search"
         for name, value in settings.items()
         if name in _NOT_WITH_BEAM_SEARCH.split()
         and value not in neutral

@@ -186,8 +186,7 @@ class PromptReader:
     """A reader of requests for one model; safe to use in any thread.
 
     Attributes:
-        max_bytes: The size of a prompt in bytes above which no prompt fits the model, except for
-            prompts of the widest tokens only.
+        max_bytes: The limit of a prompt in bytes, which allows the longest token in each position.
     """
 
     def __init__(self, checkpoint: Checkpoint, settings: EngineSettings, texts: TokenTexts) -> None:

@@ -441,7 +441,7 @@ class Texts:
             except queue.Empty:
                 pass
             except Exception:
-                logger.exception("texts of a model failed")
+                logger.exception("the text thread of the model failed to process a job")
             self._fail_overdue()
             self._cpu_ns = time.thread_time_ns()
 

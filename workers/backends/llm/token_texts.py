@@ -232,11 +232,13 @@ class BadWords:
         self._words = [word.encode(errors="surrogatepass") for word in words]
         self._longest = max(map(len, self._words))
         # The tokens that contain a whole word, and those that complete a word, by its beginning.
-        self._containing = [token for word in self._words for token in texts.containing(word)]
-        self._completing: dict[bytes, list[int]] = {}
+        self._containing_tokens = [
+            token for word in self._words for token in texts.containing(word)
+        ]
+        self._completing_tokens: dict[bytes, list[int]] = {}
         for word in self._words:
             for size in range(1, len(word)):
-                completing = self._completing.setdefault(word[:size], [])
+                completing = self._completing_tokens.setdefault(word[:size], [])
                 completing += texts.beginning_with(word[size:])
 
     def forbidden_after(self, tokens: Sequence[int]) -> list[int]:
@@ -246,9 +248,9 @@ class BadWords:
             if len(tail) >= self._longest:
                 break
             tail = self._bytes_of(token) + tail
-        forbidden = self._containing[:]
+        forbidden = self._containing_tokens[:]
         for size in range(1, min(self._longest, len(tail) + 1)):
-            forbidden += self._completing.get(tail[len(tail) - size :], ())
+            forbidden += self._completing_tokens.get(tail[len(tail) - size :], ())
         return forbidden
 
 

@@ -97,11 +97,11 @@ class Lark:
 
     def json(self, schema: Any) -> str:
         """Return an expression for the JSON values of a schema."""
-        options = {**_JSON_OPTIONS, **schema.get("x-guidance", {})}
         try:
             extended = with_patterns(schema, schema)
         except ValueError as error:
             raise InvalidArgument(f"tools: cannot be compiled: {error}") from None
+        options = {**_JSON_OPTIONS, **extended.get("x-guidance", {})}
         return f"%json {json.dumps({**extended, 'x-guidance': options})}"
 
     def alternatives(self, bodies: Iterable[str]) -> str:
@@ -109,7 +109,7 @@ class Lark:
         return self.rule(" | ".join(self.rule(body) for body in bodies))
 
     def sequence(self, calls: CallGrammar, first_call: str, parallel: bool) -> str:
-        """Return a rule for `first`, and further calls if they may be parallel."""
+        """Return a rule for `first_call`, and for further calls if they may be parallel."""
         further = f"({calls.separator} {calls.call})*" if parallel else ""
         return self.rule(f"{first_call} {further} {calls.end}")
 
@@ -362,7 +362,7 @@ def parameter_types(schema: Mapping[str, Any], name: str) -> set[str]:
 
 
 def is_xml_text(schema: Mapping[str, Any], name: str, has_grammar: bool) -> bool:
-    """Return whether the XML value of a parameter is a text as it is, or null, instead of JSON.
+    """Return whether the XML value of a parameter is plain text or null, and not JSON.
 
     A grammar enforces the limits of a text by JSON, unless the schema lists the texts.
     """
@@ -464,7 +464,7 @@ _OTHER_REFERENCE = re.compile(r'"\$ref": "#(?!/\$defs/|/definitions/)')
 
 
 def _rebase(schema: Any) -> Any:
-    """Return a schema whose references begin at the definition of the whole schema."""
+    """Return a schema whose references to its root become references to the definition `whole`."""
     if isinstance(schema, list):
         return [_rebase(part) for part in schema]
     if not isinstance(schema, dict):
@@ -595,8 +595,8 @@ def _pythonic_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
 def _python_arguments(lark: Lark, tool: Tool) -> str:
     """Return an expression for keyword arguments, of which some are optional.
 
-    From the last parameter to the first, `first_member` is the expression of the arguments from
-    this parameter on, and `further` the same with a comma before it.
+    The loop adds parameters from the last to the first. `first_member` matches the arguments so
+    far at the beginning of the list, and `further` matches them after another argument.
     """
     first_member, further = '""', '""'
     for name, schema, required in reversed(_parameters(tool, NAME.pattern)):

@@ -108,12 +108,12 @@ def _parse_tool(index: int, tool: Any) -> Tool:
     if not error and "object" not in parameters["type"]:
         error = f"type: {clip(repr(parameters['type']))} is not 'object'"
     if error:
-        raise InvalidArgument(f"{field}.parameters: it is not a JSON schema: {error}")
+        raise InvalidArgument(f"{field}.parameters: invalid JSON schema: {error}")
     return Tool(name, parameters, strict is True)
 
 
 def _resolve_root(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return parameters with the members of the schema to which they refer as a whole."""
+    """Return parameters in which a `$ref` at the root is replaced by the schema's members."""
     seen_references: set[str] = set()
     while (reference := parameters.get("$ref")) and reference not in seen_references:
         seen_references.add(reference)

@@ -296,7 +296,7 @@ class GeneratorStreams:
         self._start_in_slot(stream, inputs)
 
     def _start_in_slot(self, stream: OutputStream, inputs: Mapping[str, Any]) -> None:
-        """Start a request that has one of the free places."""
+        """Start a request that occupies one of the slots."""
         try:
             with inference_mode(), _cancellable(stream):
                 iterator = self._predict(**inputs)
@@ -315,7 +315,7 @@ class GeneratorStreams:
             self._pass_on_slot()
 
     def _pass_on_slot(self) -> None:
-        """Pass the free place of an ended request to the next request in the queue."""
+        """Pass the slot of an ended request to the next request in the queue."""
         with self._lock:
             if not self._waiting_streams:
                 self._free_slots += 1

@@ -314,7 +314,7 @@ _KNOWN_ATTRIBUTES = (
 )
 
 
-# Attributes that are parameters of a configuration, their types, and the description.
+# Attributes that set parameters of the configuration: their types, and the types' name in errors.
 _PARAMETER_ATTRIBUTES: dict[str, tuple[tuple[type, ...], str]] = {
     STRATEGY_PARAMETER: ((str,), "a string"),
     TARGET_PARAMETER: ((int, float), "a number of milliseconds"),

@@ -49,7 +49,8 @@ class HostBinding:
         self._bindable = all(ITEM_SIZE[tensor.datatype] for tensor in tensors)
         # numpy does not support BF16.
         self._has_bf16 = any(tensor.datatype == "BF16" for tensor in tensors)
-        self._unpredictable: set[str] = set()  # outputs whose shape differed from the predicted one
+        # Outputs whose shape differed from the predicted one.
+        self._unpredictable_outputs: set[str] = set()
 
     def run(
         self, inputs: Mapping[str, Array], names: Sequence[str], requests: Sequence[Request]
@@ -79,7 +80,9 @@ class HostBinding:
                 raise
             # The output may have an unexpected shape. The session is stateless and may run again.
             outputs = self._run_bound(inputs, names, {})
-            self._unpredictable |= {n for n in targets if outputs[n].shape != targets[n].shape}
+            self._unpredictable_outputs |= {
+                n for n in targets if outputs[n].shape != targets[n].shape
+            }
             return outputs
 
     def _bind_in_place(
@@ -92,7 +95,7 @@ class HostBinding:
         for name in names:
             tensor = self._outputs[name]
             shape = _predict_shape(tensor, sizes)
-            if shape is None or name in self._unpredictable:
+            if shape is None or name in self._unpredictable_outputs:
                 continue
             byte_size = math.prod(shape) * ITEM_SIZE[tensor.datatype]
             if byte_size < _MIN_BOUND_BYTES or name not in request.requested:

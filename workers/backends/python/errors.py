@@ -71,8 +71,8 @@ NO_CAST = (
 def as_text(value: object, name: str) -> str:
     """Return a str, or bytes of UTF-8, as a str; raise TypeError for anything else.
 
-    Triton accepts bytes for a str everywhere. Elements of BYTES tensors are bytes, and its examples
-    call the model named in such an element.
+    Triton accepts bytes wherever a str is expected. Its examples call the model whose name is an
+    element of a BYTES tensor, which is of type bytes.
     """
     if isinstance(value, bytes):
         try:

@@ -33,7 +33,11 @@ _NOT_WRITABLE = "The given NumPy array is not writable"
 
 
 class Lender:
-    """The lender of one model's input arrays, for one thread."""
+    """The provider of a model's shared inputs as arrays, in one thread.
+
+    In its first executions the model receives copies. If these show that it keeps or changes its
+    arrays, it always receives copies. Otherwise its later arrays are views of shared memory.
+    """
 
     def __init__(
         self, model_name: str, mappings: Mappings, copy_counter: CopyCounter | None = None

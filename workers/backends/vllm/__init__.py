@@ -97,7 +97,7 @@ class VllmBackend(Backend):
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Raise Unsupported: requests are executed as streams."""
-        raise Unsupported("a vLLM model is decoupled")
+        raise Unsupported("backend 'vllm' serves decoupled models only")
 
     def execute_decoupled(self, streams: list[OutputStream]) -> None:
         """Pass requests to the engine."""
@@ -139,7 +139,7 @@ class VllmBackend(Backend):
             stream.send(Response(Output.select(values, requested or values)), final=True)
             return
         for name in _UNSUPPORTED_INPUTS & inputs.keys():
-            text = f"{name}: it is not supported; backend 'vllm' serves requests for text only"
+            text = f"{name}: not supported; backend 'vllm' serves requests for text only"
             raise Unsupported(text)
         call = await self._engine.make_call(inputs, parameters, echoes, openai="usage" in requested)
         call.options.setdefault("priority", request.work.priority)

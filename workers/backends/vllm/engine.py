@@ -367,7 +367,7 @@ def _request_body(parameters: Mapping[str, Any]) -> dict[str, Any]:
     constraints = {**body.pop("guided_decoding", {}), **guided}
     constraints = {key: value for key, value in constraints.items() if value is not None}
     if constraints and body.get("structured_outputs", constraints) != constraints:
-        raise InvalidArgument(f"structured_outputs: it differs from {clip(repr(constraints))}")
+        raise InvalidArgument(f"structured_outputs: contradicts {clip(repr(constraints))}")
     return {**body, "structured_outputs": constraints} if constraints else body
 
 
@@ -376,7 +376,7 @@ def _parse_request(request_class: Any, body: dict[str, Any]) -> Any:
     body = {name: value for name, value in body.items() if name not in _UNUSED}
     _check_known(body, request_class.model_fields, "{}: vLLM has no such parameter")
     if body.get("use_beam_search"):
-        raise InvalidArgument("use_beam_search: it is not supported")
+        raise InvalidArgument("use_beam_search: not supported")
     return request_class.model_validate(body)
 
 

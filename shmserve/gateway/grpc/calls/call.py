@@ -238,7 +238,7 @@ class GrpcCall(ABC):
         except ShmserveError as error:  # the memory for messages is exhausted
             self.fail(StatusCode.UNAVAILABLE, error.message)
         except Exception:
-            logger.exception("a call failed")
+            logger.exception("the message of a call of %s could not be handled", self.head.path)
             self.fail(*INTERNAL_FAILURE)
 
     def _assemble(self, piece: memoryview) -> None:
@@ -462,7 +462,7 @@ class UnaryCall(GrpcCall):
 StreamHandler = Callable[["StreamingCall"], Coroutine[Any, Any, Ending | None]]
 
 _MAX_JOINED_BYTES = 64 * 1024  # bytes of small messages that are joined in one frame
-# Unread messages of a stream, since a small message uses more than its bytes.
+# The limit of unread messages of a stream: small messages use more memory than their bytes.
 _MAX_QUEUED_MESSAGES = 256
 
 
@@ -509,7 +509,7 @@ class StreamingCall(GrpcCall):
         except BrokenMessage as broken:
             ending = broken.ending
         except Exception:
-            logger.exception("a stream failed")
+            logger.exception("a call of %s failed", self.head.path)
             ending = INTERNAL_FAILURE
         if not self.done:
             code, details, metadata = ending or SUCCEEDED

@@ -201,7 +201,9 @@ class Assembly:
         flag, size = PREFIX.unpack(self._prefix)
         self._prefix = b""
         if flag > 1:
-            raise BrokenMessage(StatusCode.INTERNAL, "malformed message")
+            raise BrokenMessage(
+                StatusCode.INTERNAL, f"malformed message: compression flag {flag} (allowed: 0, 1)"
+            )
         if size > LARGEST_MESSAGE:
             text = f"Received message larger than max ({size} vs. {LARGEST_MESSAGE})"
             raise BrokenMessage(StatusCode.RESOURCE_EXHAUSTED, text)

@@ -301,7 +301,7 @@ def _part_sizes(message: bytes, parts: SplitMessage) -> list[int] | None:
     """Return the sizes of the kept and cut parts of a message, alternately.
 
     Returns:
-        None for a message with a position in a sequence, or in another notation than protobuf's.
+        None for a message with a position in a sequence, or not in protobuf's usual encoding.
     """
     request_id, correlation_id, flags = parts.identity
     if correlation_id or flags:

@@ -9,7 +9,7 @@ binary tensors have the same JSON header each time. In a JSON request the arrays
 The cut text is an array in every JSON text, and never part of a string, since quotes in strings are
 escaped. Texts with equal remainders therefore differ only in these arrays.
 
-The id is cut out if it is the first member, and the position in a sequence at any place. Before a
+The id is cut out if it is the first member, and the sequence parameters at any index. Before a
 template is stored, the parsed request confirms what was cut.
 """
 

@@ -170,7 +170,7 @@ async def _receive_result(output: asyncio.StreamReader) -> Any:
 
 
 def _insert_packed(fields: dict[str, Any], packed: Mapping[str, Packed]) -> None:
-    """Replace the strings that stand for prompts and other large fields."""
+    """Replace the placeholders of prompts and other large fields by their values."""
     for name, value in fields.items():
         if isinstance(value, str):
             fields[name] = packed.get(value, value)
@@ -252,7 +252,7 @@ class _Packer:
         self.pieces: list[bytes] = []
 
     def pack_fields(self, fields: dict[str, Any]) -> None:
-        """Replace prompts and large fields by strings that stand for them."""
+        """Replace prompts and large fields by placeholder strings."""
         check_member_count(fields, "fields")
         for name, value in fields.items():
             if isinstance(value, dict) and name in _NESTED:
@@ -262,7 +262,7 @@ class _Packer:
             fields[name] = self._pack_large(value) if packed is None else packed
 
     def _pack_prompt(self, name: str, value: Any) -> str | list[Any] | None:
-        """Return what stands for a prompt or a list of prompts; None for other values."""
+        """Return the placeholder of a prompt or a list of prompts; None for other values."""
         if isinstance(value, str):
             return self._pack("text", 1, decode([value], "BYTES", 1, name))
         if not isinstance(value, list) or not value:

@@ -48,13 +48,13 @@ TEXT_OUTPUT = "text_output"
 
 
 def generates_text(model: GatewayModel) -> bool:
-    """Return whether a model has the input and the output of models that generate text."""
+    """Return whether a model generates text, which its inputs and outputs show."""
     signature = model.signature
     return PARAMETERS_INPUT in signature.inputs and TEXT_OUTPUT in signature.outputs
 
 
 async def resolve_alias(gateway: Gateway, name: str) -> str:
-    """Return the own name of the model that has a name; unknown names are returned as they are.
+    """Return the name of the model that an alias stands for; return other names unchanged.
 
     Raises:
         NotFound: The name stands for the only model that generates text, but there are several.
@@ -246,8 +246,9 @@ async def read_body(
     except BodyTooLarge as error:
         raise RequestTooLarge(error.message) from None
     except UnsupportedEncoding:
+        encoding = clip(repr(request.headers.get("Content-Encoding")))
         raise UnsupportedMediaType(
-            "the Content-Encoding of the body is not supported; use gzip, deflate or identity"
+            f"Content-Encoding: {encoding} is not supported; use gzip, deflate or identity"
         ) from None
     if type(body) is not dict:
         raise InvalidArgument(f"the body must be a JSON object, got {_describe_type(body)}")
@@ -257,7 +258,11 @@ async def read_body(
 async def read_fields(
     gateway: Gateway, request: HttpRequest, supported: frozenset[str], prompts: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return the supported fields of a request's body; errors are those of the called functions."""
+    """Return the supported fields of a request's body.
+
+    Raises:
+        ShmserveError: As by `read_body` and `select_supported_fields`.
+    """
     body = await read_body(gateway, request, prompts)
     return select_supported_fields(body, supported, gateway.settings.refuse_unknown_fields)
 
@@ -342,7 +347,7 @@ async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     prompt = conversation_input(fields, variables)
     limits = [name for name in _TOKEN_LIMIT_FIELDS if name in fields] or ["max_tokens"]
     if "top_logprobs" in fields and fields["top_logprobs"] and not wants_logprobs(fields):
-        raise InvalidArgument("top_logprobs: it requires logprobs: true")
+        raise InvalidArgument("top_logprobs: requires logprobs: true")
     parameters = {
         "add_special_tokens": False,
         "echo": False,
@@ -369,7 +374,7 @@ def conversation_input(body: dict[str, Any], variables: dict[str, Any]) -> Infer
     is_packed = type(messages) is Packed
     index = messages.fault if is_packed else without_role(messages)
     if index is not None:
-        raise InvalidArgument(f"messages[{index}]: it is not an object with a 'role'")
+        raise InvalidArgument(f"messages[{index}]: expected an object with a 'role'")
     if is_packed:
         prefix = b'{"messages":' if variables else b""
         behind = b"," + orjson.dumps(variables, *_WITH_PACKED)[1:] if variables else b""

@@ -63,9 +63,9 @@ _IGNORED_FIELDS = frozenset(IGNORED_PARAMETERS) | _split_names(
 
 # --- fields that are refused, unless the value has no effect
 
-_UNSUPPORTED = AllowedValues((), "it is not supported")
+_UNSUPPORTED = AllowedValues((), "not supported")
 _ONLY_FALSE = AllowedValues((False,), "only false is supported")
-_ONLY_EMPTY = AllowedValues(({}, []), "it is not supported")
+_ONLY_EMPTY = AllowedValues(({}, []), "not supported")
 _REFUSED_FIELDS: Mapping[str, AllowedValues] = {
     "store": AllowedValues((False,), "only false is supported, because responses are not stored"),
     "suffix": AllowedValues(("",), "insertion before a suffix is not supported"),

@@ -78,8 +78,8 @@ _REQUEST_MEMBERS = {
     "verbosity": "text.verbosity",
 }
 response_error = partial(bodies.encode_openai_error, names=_REQUEST_MEMBERS)
-# Clients return the `encrypted_content` of reasoning as they received it, and some of them nothing
-# else. No text is secret here, so that the text follows this prefix.
+# Some clients return only the `encrypted_content` of reasoning, unchanged. The reasoning is not
+# secret here, so this field contains its plain text after a prefix.
 _PLAIN_PREFIX = "plain:"
 # As in vLLM, the model calls a custom tool as a function with one text.
 _CUSTOM_PARAMETERS = {
@@ -157,10 +157,10 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     chat["response_format"] = _chat_format(text.get("format"))
     chat["verbosity"] = text.get("verbosity")
     included = bodies.check_member(body, "include", list, [])
-    unknown = next((name for name in included if name not in _INCLUDED_MEMBERS), None)
-    if unknown is not None:
-        allowed_names = ", ".join(_INCLUDED_MEMBERS)
-        raise InvalidArgument(f"include: {clip(repr(unknown))} is not one of {allowed_names}")
+    for name in included:
+        if name not in _INCLUDED_MEMBERS:
+            allowed_names = ", ".join(_INCLUDED_MEMBERS)
+            raise InvalidArgument(f"include: {clip(repr(name))} is not one of {allowed_names}")
     if _INCLUDED_MEMBERS[0] in included or body.get("top_logprobs"):
         chat["logprobs"] = True
     return chat
@@ -207,8 +207,9 @@ def _namespace_functions(tool: dict[str, Any], position: str) -> dict[str, dict[
     """Return the functions of a namespace by the names that the model calls."""
     functions = bodies.check_member(tool, "tools", list, [])
     for index, function in enumerate(functions):
-        if type(function) is not dict or function.get("type") != "function":
-            raise InvalidArgument(f"{position}.tools[{index}]: it is not a 'function'")
+        is_function = type(function) is dict and function.get("type") == "function"
+        if not (is_function and type(function.get("name")) is str):
+            raise InvalidArgument(f"{position}.tools[{index}]: expected a 'function' with a name")
     return {_qualified_name(tool.get("name"), each.get("name")): each for each in functions}
 
 
@@ -238,7 +239,7 @@ def _chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
     if type(items) is str:
         items = [{"role": "user", "content": items}]
     if type(items) is not list or not items:
-        raise InvalidArgument("input: it is not a string or a list of items")
+        raise InvalidArgument("input: expected a string or a list of items")
     messages: list[dict[str, Any]] = []
     instructions = bodies.check_member(body, "instructions", str, "")
     if instructions:
@@ -300,7 +301,7 @@ _TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "summary_text", "t
 
 
 def _chat_content(content: Any, position: str) -> Any:
-    """Return the content of an item as a text, or as parts of a chat's content."""
+    """Return the text of an item's content, joined from its parts if it is a list."""
     if type(content) is not list:
         return content
     texts: list[str] = []
@@ -580,7 +581,7 @@ _EVENT_PREFIXES = {
 
 
 def _custom_input(arguments: str) -> str:
-    """Return the text in the arguments of a custom tool's call; other arguments as they are."""
+    """Return the `input` text in the arguments of a custom tool's call, or all arguments."""
     try:
         text = orjson.loads(arguments)["input"]
     except (ValueError, LookupError, TypeError):

@@ -84,7 +84,8 @@ def run(run_dir: Path, scenario: Callable[[live.LiveFigures], Any]) -> None:
         feed_holder: list[EventFeed] = []
         publisher = EventPublisher()
         publisher.open(
-            endpoints.events(run_dir), lambda *next_events: feed_holder[0].subscribed(*next_events)
+            endpoints.events(run_dir),
+            lambda *next_events: feed_holder[0].on_subscription(*next_events),
         )
         states = {("a", "1"): ("READY", ""), ("b", "2"): ("UNAVAILABLE", "no such file")}
         healthy = HealthChanged(live=True, ready=True, exiting=False)
@@ -195,7 +196,7 @@ def test_unauthorised_viewers_are_refused(run_dir: Path) -> None:
         cross_site: Any = SimpleNamespace(headers={"Sec-Fetch-Site": "cross-site"})
         with pytest.raises(PermissionDenied, match="pages of other origins"):
             await feed.respond(gateway, cross_site)
-        feed._viewers = 32
+        feed._viewer_count = 32
         with pytest.raises(QueueFull, match="32 dashboards are already connected"):
             await feed.respond(gateway, SimpleNamespace(headers={}))  # type: ignore[arg-type]
 

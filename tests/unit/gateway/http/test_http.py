@@ -366,7 +366,7 @@ def test_an_incomplete_body_times_out(impatient_gateway: Rig, size: int, sent_si
     with raw_connection(impatient_gateway.port) as connection:
         connection.sendall(head(size) + b" " * sent_size)
         reply = read_reply(connection)
-        assert (reply.status, reply.error) == (408, "the request body did not arrive in time")
+        assert reply.status == 408 and "did not arrive in time (limit: " in reply.error
         assert is_closed(connection)
 
 
@@ -380,7 +380,7 @@ def test_a_cut_body_after_a_known_head_times_out(impatient_gateway: Rig, sent_si
         connection.settimeout(20 * SECONDS)
         connection.sendall(head(len(body)) + body[:sent_size])
         reply = read_reply(connection)
-        assert (reply.status, reply.error) == (408, "the request body did not arrive in time")
+        assert reply.status == 408 and "did not arrive in time (limit: " in reply.error
         assert is_closed(connection)
 
 

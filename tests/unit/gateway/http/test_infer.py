@@ -204,7 +204,7 @@ def test_an_output_of_wrong_size_is_internal(gateway: Rig, simple_scheduler: Sch
         (TensorRef("OUTPUT0", "INT32", (1, 16), b"xxxx"),)
     )
     reply = gateway.http.infer("simple", simple_body())
-    assert "output 'OUTPUT0' does not have the byte size of its shape" in reply.error
+    assert "output 'OUTPUT0': expected 64 bytes for INT32 [1,16], got 4" in reply.error
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def test_vllms_benchmark_of_embeddings_requests_no_truncation() -> None:
         ({"echo": True}, CHAT_FIELDS, "echo: True is refused"),
         ({"truncate_prompt_tokens": 3}, EMBEDDING_FIELDS, "3 is refused: only -1 is supported"),
         ({"audio": {}, "cache_salt": "s"}, CHAT_FIELDS,
-         "audio: {} is refused: it is not supported; cache_salt: 's' is refused"),
+         "audio: {} is refused: not supported; cache_salt: 's' is refused"),
         (
             *({"temperature": float("nan")}, COMPLETION_FIELDS),
             "temperature: nan is not a finite number",

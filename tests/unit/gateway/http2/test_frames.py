@@ -39,7 +39,7 @@ def test_settings(values: list[tuple[int, int]]) -> None:
 def test_a_32_bit_integer() -> None:
     assert frames.parse_uint32(b"\xff\0\0\1", "it") == 0xFF000001
     for wrong_value in (b"", b"123", b"12345"):
-        with pytest.raises(ConnectionFault, match="it of an invalid length") as caught:
+        with pytest.raises(ConnectionFault, match="bytes, expected 4") as caught:
             frames.parse_uint32(wrong_value, "it")
         assert caught.value.code is FaultCode.FRAME_SIZE_ERROR
 

@@ -59,7 +59,9 @@ def respond(flow: Flow, firing: Firing, values: dict[str, Value]) -> None:
     """Add a step's response, whose outputs have the names of the model."""
     outputs = firing.step.outputs
     flow.respond(
-        firing.step, firing.number, [(outputs[name], tensor) for name, tensor in values.items()]
+        firing.step,
+        firing.response_index,
+        [(outputs[name], tensor) for name, tensor in values.items()],
     )
 
 
@@ -143,7 +145,7 @@ def test_a_stream_is_joined_with_single_tensors_in_any_order(order: list[str]) -
             stream_firing if source == "many" else single_firing,
             {"Y": value(f"{source}{index}")},
         )
-    assert [firing.number for firing in flow.firings] == [0, 1, 2]
+    assert [firing.response_index for firing in flow.firings] == [0, 1, 2]
     for firing in flow.firings:
         respond(flow, firing, {"Y": value("out")})
     assert len(flow.responses) == 3

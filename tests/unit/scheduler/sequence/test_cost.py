@@ -80,7 +80,7 @@ def test_an_instance_that_retires_costs_no_more_with_many_free_slots() -> None:
     def retirement_cost(instances: int) -> int:
         dispatch: Any = SequenceRig(rows=8, instances=instances).core._dispatch
         table = dispatch._sequences
-        freed_number = table._free[0][2]
+        freed_number = table._free_slots[0][2]
         return count_operations(lambda: table.close(freed_number))
 
     few_cost, many_cost = retirement_cost(2), retirement_cost(200)

@@ -53,7 +53,7 @@ class Table:
         return (
             table.open_count
             + waiting_count
-            + len(table._free)
+            + len(table._free_slots)
             + len(table._idle_sequences)
             + len(table._lost_ids)
         )

@@ -163,7 +163,7 @@ def test_every_check_is_tried_on_facts() -> None:
 
 
 def config(*flags: str) -> ServerConfig:
-    return server.from_flags(command_line.parse(flags), {}, models_needed=False)
+    return server.from_flags(command_line.parse(flags), {}, needs_models=False)
 
 
 def test_no_check_fails_on_this_machine(tmp_path: Path) -> None:

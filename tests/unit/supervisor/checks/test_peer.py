@@ -19,7 +19,7 @@ FILE_IDENTITIES: dict[str, tuple[int, int] | None] = {
 PEER = access.PeerFacts(1000, frozenset({1000}), FILE_IDENTITIES)
 SERVER = access.ServerFacts(PEER, runs=True, group=-1, devices=1)
 CONFIG = server.from_flags(
-    command_line.parse(["--run-dir=/nowhere/shmserve"]), {}, models_needed=False
+    command_line.parse(["--run-dir=/nowhere/shmserve"]), {}, needs_models=False
 )
 
 

@@ -316,8 +316,8 @@ def test_an_instance_idle_for_twenty_seconds_is_removed() -> None:
 def test_an_instance_missed_soon_after_its_removal_is_kept_longer() -> None:
     policy = informed_policy(ScalingPolicy(1, 4))
     sample_changes(policy, 21, 2)
-    policy.changed(21.2, 2, 1)
-    policy.changed(30.0, 1, 2)
+    policy.record_change(21.2, 2, 1)
+    policy.record_change(30.0, 1, 2)
     decisions = [policy.sample(load(30 + number / 10), 2) for number in range(450)]
     first_change = next(number for number, change in enumerate(decisions) if change)
     assert first_change > 370
@@ -364,7 +364,7 @@ def test_the_count_changes_by_one_within_the_bounds(
         )
         if change is not None:
             assert abs(change.total - count) == 1 and 2 <= change.total <= 5
-            policy.changed(at_s, count, change.total)
+            policy.record_change(at_s, count, change.total)
             count = change.total
 
 

@@ -52,7 +52,7 @@ def test_the_old_version_serves_until_all_peers_know_the_new_one() -> None:
     rig.execute_pending("known")
     assert model.serving == {"1": old_version} and model.published == {"1": new_version}
     new_version.ready = True
-    new_version.changed()
+    new_version.report_change()
     assert model.serving == {"1": new_version} and load.is_answered and load.error is None
     load = rig.lifecycle.load("m")
     rig.execute_pending(*ALL_EVENTS)
@@ -63,7 +63,7 @@ def test_the_old_version_serves_until_all_peers_know_the_new_one() -> None:
     (broken_version,) = model.incoming.values()
     broken_version.ready = False
     broken_version.problem = "it broke"
-    broken_version.changed()
+    broken_version.report_change()
     assert model.published == {"1": new_version} and not load.is_answered, "it is to be known first"
     rig.execute_pending("known", "end")
     assert load.error is not None
@@ -112,7 +112,7 @@ def test_an_unload_behind_a_load_changes_the_status_of_a_model_on_demand_at_once
 
 def on_demand(*names: str) -> LifecycleRig:
     rig = LifecycleRig()
-    rig.lifecycle.offer(names)
+    rig.lifecycle.offer_on_demand(names)
     rig.execute_pending("known")
     return rig
 

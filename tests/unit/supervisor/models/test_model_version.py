@@ -290,5 +290,5 @@ def test_outputs_have_the_labels_of_a_model(own_labels: dict[str, list[str]], la
 
 
 def test_an_ensemble_is_ready_while_all_its_models_are() -> None:
-    assert ensemble_steps("a", "b").any_ready
-    assert not ensemble_steps("a").any_ready
+    assert ensemble_steps("a", "b").can_serve
+    assert not ensemble_steps("a").can_serve

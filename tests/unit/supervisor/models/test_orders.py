@@ -112,14 +112,14 @@ class Server(Processes):
     def broadcast(self, message: Any, *roles: str) -> None:
         self.sent += [message] if "gateway" in roles else []
 
-    def announce(self, make: Callable[[int], Any], *roles: str, beside: Any = ()) -> int:
+    def announce(self, make: Callable[[int], Any], *roles: str, extra_peers: Any = ()) -> int:
         self.sent.append(make(0))
         return self.acknowledgements.begin(["gateway"] if self.silent else [])
 
     def acknowledge_all(self) -> None:
         """Acknowledge all publications so far for the gateway."""
         self.silent = False
-        self.acknowledgements.exited("gateway")
+        self.acknowledgements.remove_peer("gateway")
 
     async def load(self, name: str, steps: list[str] | None = None, marker: str = "") -> None:
         override = json.dumps([steps or [], marker]) if marker else ""

@@ -213,8 +213,8 @@ async def test_a_worker_that_ends_is_not_waited_for(other_pids: list[int]) -> No
     check = ReadinessCheck(send)
     check_task = asyncio.ensure_future(check.check([1, *other_pids]))
     await asyncio.sleep(0)
-    check.exited(1)
-    check.exited(1)
+    check.process_exited(1)
+    check.process_exited(1)
     assert (await check_task) is bool(other_pids)
 
 

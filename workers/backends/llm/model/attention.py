@@ -69,15 +69,15 @@ class KvCache:
         """Store keys and values in slots: [tokens, KV heads of keys, then of values, head size]."""
         self._layers[layer].index_copy_(1, slots, keys_and_values.transpose(0, 1))
 
-    def copy(self, out: list[int], back: list[int], within: list[int]) -> None:
+    def copy(self, to_host: list[int], from_host: list[int], on_device: list[int]) -> None:
         """Copy blocks to the host pool, back from it, and within the pool, in this order.
 
-        Each list alternates between source and destination block.
+        Each list contains a source block and its destination block in turn.
         """
         for source, target, block_pairs in (
-            (self._blocks, self._host, out),
-            (self._host, self._blocks, back),
-            (self._blocks, self._blocks, within),
+            (self._blocks, self._host, to_host),
+            (self._host, self._blocks, from_host),
+            (self._blocks, self._blocks, on_device),
         ):
             if block_pairs:
                 sources = torch.tensor(block_pairs[::2], device=source.device)

@@ -212,7 +212,7 @@ class Quantisation:
             zeros = torch.tensor([1 << bits - 1])
         if scales.dtype == torch.uint8:  # scales of this type are exponents
             scales = (scales.float() - 127).exp2()
-        # Negative groups mark tensors of groups that are not used.
+        # A negative number of a group means that the checkpoint does not use the tensor of groups.
         if groups is not None and groups.min() < 0:
             groups = None
         weight = values.float()

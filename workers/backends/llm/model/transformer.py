@@ -413,7 +413,7 @@ class DecodeGraphs:
 
     def __init__(self, model: Transformer, cache: KvCache) -> None:
         self._model, self._cache = model, cache
-        self._captured: dict[tuple[int, int], CapturedGraph] = {}
+        self._captured_graphs: dict[tuple[int, int], CapturedGraph] = {}
 
     @torch.inference_mode()
     def capture(self, max_rows: int, max_length: int) -> None:
@@ -431,7 +431,7 @@ class DecodeGraphs:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 logits = decode_logits(self._model, self._cache, inputs)
-            self._captured[rows, blocks] = CapturedGraph(graph, inputs, logits)
+            self._captured_graphs[rows, blocks] = CapturedGraph(graph, inputs, logits)
 
     @torch.inference_mode()
     def logits(self, rows: Pass) -> torch.Tensor | None:
@@ -443,7 +443,7 @@ class DecodeGraphs:
             return None
         blocks = max(-(-span.length // rows.block_size) for span in rows.spans)
         size = _graph_size(len(rows.spans), blocks, rows.block_size)
-        captured = self._captured.get(size)
+        captured = self._captured_graphs.get(size)
         if captured is None:
             return None
         captured.inputs.copy_(torch.from_numpy(decode_inputs(rows, *size)))

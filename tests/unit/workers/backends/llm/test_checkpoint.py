@@ -218,7 +218,7 @@ def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
         completed_again = LlmBackend(model_rig.context).complete_config(completed)
         assert completed_again["parameters"] == completed["parameters"]
         (model_rig.context.model_dir / "engine.yaml").write_text("[1")
-        with pytest.raises(InvalidArgument, match=r"engine.yaml:1:3: it is not YAML"):
+        with pytest.raises(InvalidArgument, match=r"engine.yaml:1:3: invalid YAML"):
             LlmBackend(model_rig.context).complete_config({"name": "m", "backend": "llm"})
 
 
