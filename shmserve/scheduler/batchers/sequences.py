@@ -307,11 +307,13 @@ class Sequences:
     request.
     """
 
-    def __init__(self, model: str, idle_ns: int, max_waiting: int, single: bool = False) -> None:
+    def __init__(
+        self, model: str, idle_ns: int, max_waiting: int, single_request: bool = False
+    ) -> None:
         self._model = model
         self._idle_ns = idle_ns
         self._max_waiting = max_waiting
-        self._single_request = single
+        self._single_request = single_request
         self._open_sequences: dict[int | str, StatefulSequence] = {}
         # A heap of the free slots. It may contain stale slots of closed instances.
         self._free_slots: list[tuple[int, tuple[int, int], InstanceSlots]] = []
