@@ -30,16 +30,8 @@ ENVIRONMENT = "environment"  # an attribute of a class; a configuration has ENVI
 ENVIRONMENT_PATH = "EXECUTION_ENV_PATH"
 # The parameters of a configuration that the server itself reads.
 KNOWN_SETTINGS = (
-    *(
-        STRATEGY_PARAMETER,
-        TARGET_PARAMETER,
-        MAX_STREAMS,
-        MIN_INSTANCES,
-        MAX_INSTANCES,
-        IDLE_UNLOAD,
-        EXECUTION_TIMEOUT,
-    ),
-    *(PADDING, ENVIRONMENT_PATH),
+    *(STRATEGY_PARAMETER, TARGET_PARAMETER, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, IDLE_UNLOAD),
+    *(EXECUTION_TIMEOUT, PADDING, ENVIRONMENT_PATH),
 )
 KNOWN_PARAMETERS = (
     *KNOWN_SETTINGS,

@@ -68,8 +68,7 @@ class TraceContext(NamedTuple):
     def child(self, sampled: bool | None = None) -> TraceContext:
         """Return a new child span."""
         sampled = self.sampled if sampled is None else sampled
-        span_id = os.urandom(8).hex()
-        return TraceContext(self.trace_id, span_id, self.span_id, sampled, self.tensors)
+        return TraceContext(self.trace_id, os.urandom(8).hex(), self.span_id, sampled, self.tensors)
 
     @property
     def traceparent(self) -> str:

@@ -164,11 +164,8 @@ def _import_support(kind: str, name: str) -> None:
 
 # These modules are not public. If a version of torch lacks one, the worker imports what it needs.
 _EXPORT_MODULES = (
-    "torch._export.serde.serialize",
-    "torch.export.pt2_archive._package",
-    "torch.export.passes",
-    "torch._inductor.codecache",
-    "torch._functorch.aot_autograd",
+    *("torch._export.serde.serialize", "torch.export.pt2_archive._package", "torch.export.passes"),
+    *("torch._inductor.codecache", "torch._functorch.aot_autograd"),
 )
 
 

@@ -157,8 +157,7 @@ class WorkerInstance:
                     context.control.send(context.device_memory.check(message))
             case CheckReady(id=number):
                 # In a thread, because the check may take long and batches continue.
-                thread = threading.Thread(target=self._check_ready, args=(number,), daemon=True)
-                thread.start()
+                threading.Thread(target=self._check_ready, args=(number,), daemon=True).start()
             case MemoryDropped(memory_id=memory_id):
                 with self.link.lock:
                     context.mappings.unmap(memory_id)

@@ -94,8 +94,7 @@ def run(start_record: bytes) -> None:
     control = SupervisorLink(Dealer(endpoints.control(start.run_dir), identity))
     try:
         control.send(WorkerStarted(pid, stacks_fd))
-        context = _create_context(start, device, control)
-        _Worker(context, environment_error).run()
+        _Worker(_create_context(start, device, control), environment_error).run()
     finally:
         # The last messages, such as the reason of a failed load, should still arrive.
         control.close(_CLOSE_TIMEOUT_S)

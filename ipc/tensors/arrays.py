@@ -32,8 +32,7 @@ NUMPY_DTYPES = {n: kind for n, kind in STORAGE_DTYPES.items() if n != "BF16"}
 def to_bf16(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Convert floats to BF16 (as uint16), rounding to nearest with ties to even."""
     bits = array.astype(np.float32).view(np.uint32)
-    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-    rounded_bits = np.where(np.isnan(array), bits | 0x400000, rounded)
+    rounded_bits = np.where(np.isnan(array), bits | 0x400000, bits + 0x7FFF + ((bits >> 16) & 1))
     return (rounded_bits >> 16).astype(np.uint16)
 
 

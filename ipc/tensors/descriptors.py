@@ -187,8 +187,7 @@ def unpack_memory(packed: bytes) -> Memory:
             numbers: tuple[Any, ...] = (memory_id, pid, byte_size, device)
             if type(handle) is not bytes or type(uuid) is not bytes:
                 raise MalformedMessage("a memory on a device is malformed")
-            cuda = CudaHandle(handle, device, uuid)
-            memory = Memory.on_device(memory_id, byte_size, cuda, pid)
+            memory = Memory.on_device(memory_id, byte_size, CudaHandle(handle, device, uuid), pid)
         else:
             fd, inode, sealed, copied, pinned = location
             numbers = (memory_id, pid, byte_size, fd, inode)

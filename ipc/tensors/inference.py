@@ -64,9 +64,7 @@ class Inference(Record):
     def is_aliased(self) -> bool:
         """Return whether an output is written over an input; see `has_overlap`."""
         inputs = [tensor.data for tensor in self.inputs if isinstance(tensor.data, Range)]
-        outputs = [
-            output.memory_range for output in self.outputs if output.memory_range is not None
-        ]
+        outputs = [o.memory_range for o in self.outputs if o.memory_range is not None]
         return has_overlap(inputs, outputs)
 
 

@@ -60,9 +60,7 @@ def warmup_samples(config: ModelSpec, model_dir: Path) -> list[Sample]:
     ]
 
 
-def _sample_input(
-    name: str, warmup: WarmupInput, batch: tuple[int, ...], folder: Path
-) -> TensorRef:
+def _sample_input(name: str, warmup: WarmupInput, batch: tuple[int, ...], root: Path) -> TensorRef:
     datatype, dims = warmup.datatype, warmup.dims
     if any(dim < 0 for dim in dims):
         raise InvalidArgument(
@@ -77,7 +75,7 @@ def _sample_input(
     if warmup.input_data_file:
         setting_name, file = f"warmup setting of input '{name}'", warmup.input_data_file
         data = read_data(
-            folder,
+            root,
             file,
             byte_size if ITEM_SIZE[datatype] else None,
             setting="warmup",

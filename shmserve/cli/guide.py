@@ -67,8 +67,7 @@ def page(topic: str) -> str:
     name = topic.lower()
     if name in pages:
         links = rf"\[([^]]*)\]\([\w./]*?\b({'|'.join(pages)})\.md\)"
-        text = re.sub(links, _link_command, pages[name](), flags=re.IGNORECASE)
-        return text.rstrip("\n") + "\n"
+        return re.sub(links, _link_command, pages[name](), flags=re.IGNORECASE).rstrip("\n") + "\n"
     nearest_topic = nearest(name, tuple(pages), min_similarity=0.55)
     hint = f", did you mean '{nearest_topic}'?" if nearest_topic else ";"
     message = f"guide: there is no page '{topic}'{hint} `shmserve guide` lists the pages"

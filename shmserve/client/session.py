@@ -245,9 +245,7 @@ class Session:
     def _withdraw(self, segment: AnySegment) -> None:
         self._connection.withdraw(segment)
 
-    def pack(
-        self, connection: ServerConnection, call: Call, *, stream: bool = False
-    ) -> PackedRequest:
+    def pack(self, connection: ServerConnection, call: Call, stream: bool = False) -> PackedRequest:
         """Return a packed request for `connection`, after loading its model if necessary.
 
         Without `stream`, decoupled models are rejected.
@@ -363,8 +361,7 @@ class Session:
         if number is None:
             if not pin and not huge_pages:
                 return Region(self.memories, tensors)
-            make = partial(Segment, pin=pin, huge_pages=huge_pages)
-            return Region(self.memories, tensors, make)
+            return Region(self.memories, tensors, partial(Segment, pin=pin, huge_pages=huge_pages))
         if pin or huge_pages:
             raise InvalidArgument("only host memory can be pinned or use huge pages")
         with self._lock:

@@ -134,8 +134,7 @@ class Server:
                 call = call_of(
                     model, request_inputs, outputs=outputs, version=version, timeout=timeout
                 )
-                packed = self._session.pack(waiter.connection, call)
-                waiting_requests.append(waiter.submit(packed))
+                waiting_requests.append(waiter.submit(self._session.pack(waiter.connection, call)))
                 waiter.send(min_messages=min_messages)
                 if len(waiting_requests) >= in_flight:
                     yield waiter.wait(waiting_requests.popleft())

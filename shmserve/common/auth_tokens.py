@@ -72,17 +72,15 @@ class Authorisation:
         api_noun: The protocol's term for a restricted API ("API" for HTTP, "protocol" for gRPC).
     """
 
-    def __init__(
-        self, tokens: Tokens | None, restrictions: Restrictions, api_noun: str = "API"
-    ) -> None:
+    def __init__(self, tokens: Tokens | None, rules: Restrictions, api_noun: str = "API") -> None:
         pairs = (tokens or {}).items()
         self._tokens = [
             (bytes.fromhex(digest), frozenset((*s, *_implied_scopes(s)))) for digest, s in pairs
         ]
         self.asks_for_tokens = bool(self._tokens)
-        if "metadata" in restrictions:
-            restrictions = {**restrictions, SIGNATURE: restrictions["metadata"]}
-        self.restrictions = restrictions
+        if "metadata" in rules:
+            rules = {**rules, SIGNATURE: rules["metadata"]}
+        self.restrictions = rules
         self._api_noun = api_noun
 
     def with_tokens(self, tokens: Tokens) -> Authorisation:

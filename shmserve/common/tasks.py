@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from asyncio import Task
 from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
@@ -12,14 +13,12 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def in_background(
-    coroutine: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]
-) -> asyncio.Task[None]:
+def in_background(coroutine: Coroutine[Any, Any, None], tasks: set[Task[None]]) -> Task[None]:
     """Run a coroutine as a task, which is in `tasks` until it ends; log its exception."""
     task = asyncio.get_running_loop().create_task(coroutine)
     tasks.add(task)
 
-    def on_done(task: asyncio.Task[None]) -> None:
+    def on_done(task: Task[None]) -> None:
         tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("a background task failed", exc_info=task.exception())

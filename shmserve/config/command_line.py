@@ -73,8 +73,7 @@ class Parsed:
 
     def located(self, problem: str) -> str:
         """Return `problem` prefixed with the flag's position in the file, if the file sets it."""
-        flag = problem.partition(":")[0]
-        position = self.positions.get(flag.removeprefix("--"))
+        position = self.positions.get(problem.partition(":")[0].removeprefix("--"))
         return f"{position}: {problem}" if position else problem
 
 

@@ -101,16 +101,8 @@ class ClientIdentity:
     """
 
     __slots__ = (
-        *(
-            "_checked_header",
-            "_accepted_host",
-            "_disconnect_actions",
-            "_peer",
-            "_checked_rules",
-            "_granted_scopes",
-            "_sock",
-        ),
-        *("is_server_user", "listener"),
+        *("_checked_header", "_accepted_host", "_disconnect_actions", "_peer", "_checked_rules"),
+        *("_granted_scopes", "_sock", "is_server_user", "listener"),
     )
 
     def __init__(self, listener: ListenerRules, sock: Any) -> None:
@@ -397,9 +389,8 @@ class Acceptor:
                 the connections that are idle now.
         """
         connections = self.connections
-        self._draining_connections = {
-            c for c in connections if not refuses or c.idle_since is not None
-        }
+        draining = {c for c in connections if not refuses or c.idle_since is not None}
+        self._draining_connections = draining
         for connection in connections:
             connection.shut_down(refuses=refuses)
         self._on_drained = on_drained

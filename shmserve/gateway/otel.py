@@ -130,8 +130,7 @@ class Exporter:
         )
         for name, start_ns, end_ns in () if trace.local else _gateway_phases(trace):
             times = (start_ns + epoch_ns, end_ns + epoch_ns)
-            span_id = os.urandom(8).hex()
-            yield self._span(name, trace_id, span_id, trace.context.span_id, *times, {})
+            yield self._span(name, trace_id, os.urandom(8).hex(), trace.context.span_id, *times, {})
         for span in trace.spans:
             times = (span.arrived_ns + epoch_ns, span.responded_ns + epoch_ns)
             parent_id = span.parent_id

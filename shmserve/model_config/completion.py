@@ -58,28 +58,13 @@ CHECKPOINT = "config.json"  # the file of a Hugging Face model, in the folder of
 _WEIGHTS = ".safetensors"
 _ONNX_CPU_INSTANCES = 2
 _COMPLETABLE = (
-    "max_batch_size",
-    "input",
-    "output",
-    "dynamic_batching",
-    "sequence_batching",
-    "model_transaction_policy",
-    "batch_input",
-    "batch_output",
-    "instance_group",
+    *("max_batch_size", "input", "output", "dynamic_batching", "sequence_batching"),
+    *("model_transaction_policy", "batch_input", "batch_output", "instance_group"),
 )
 # The parameters that a model or its backend may set.
 _PARAMETERS = (
-    *(
-        STRATEGY_PARAMETER,
-        TARGET_PARAMETER,
-        MAX_STREAMS,
-        MIN_INSTANCES,
-        MAX_INSTANCES,
-        PADDING,
-        ENGINE,
-    ),
-    "max_model_len",
+    *(STRATEGY_PARAMETER, TARGET_PARAMETER, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, PADDING),
+    *(ENGINE, "max_model_len"),
 )
 
 
@@ -324,24 +309,22 @@ def merge_autocomplete(
     return merged_config
 
 
-def _merge_batching(
-    merged_config: ModelConfig, model: ModelConfig, *, has_size: bool
-) -> list[Problem]:
+def _merge_batching(merged: ModelConfig, model: ModelConfig, *, has_size: bool) -> list[Problem]:
     conflicts = []
-    name = merged_config.name
-    if has_size and merged_config.max_batch_size > model.max_batch_size:
+    name = merged.name
+    if has_size and merged.max_batch_size > model.max_batch_size:
         text = (
-            f"configuration specified max_batch_size {merged_config.max_batch_size}, but in "
+            f"configuration specified max_batch_size {merged.max_batch_size}, but in "
             f"auto-complete-config function for model '{name}' specified max_batch_size "
             f"{model.max_batch_size}"
         )
         conflicts.append(Problem(("max_batch_size",), text))
-    elif model.max_batch_size > merged_config.max_batch_size:
-        merged_config.max_batch_size = model.max_batch_size
-    scheduler_kind = merged_config.WhichOneof("scheduling_choice")
+    elif model.max_batch_size > merged.max_batch_size:
+        merged.max_batch_size = model.max_batch_size
+    scheduler_kind = merged.WhichOneof("scheduling_choice")
     if model.HasField("dynamic_batching"):
         if scheduler_kind is None:
-            merged_config.dynamic_batching.CopyFrom(model.dynamic_batching)
+            merged.dynamic_batching.CopyFrom(model.dynamic_batching)
         elif scheduler_kind != "dynamic_batching":
             text = (
                 f"Configuration specified scheduling_choice as '{scheduler_kind}', but "
@@ -350,11 +333,11 @@ def _merge_batching(
             )
             conflicts.append(Problem((scheduler_kind,), text))
     if model.HasField("sequence_batching") and scheduler_kind is None:
-        merged_config.sequence_batching.CopyFrom(model.sequence_batching)
+        merged.sequence_batching.CopyFrom(model.sequence_batching)
     if model.HasField("model_transaction_policy"):
-        decoupled = merged_config.model_transaction_policy.decoupled
-        if not merged_config.HasField("model_transaction_policy"):
-            merged_config.model_transaction_policy.CopyFrom(model.model_transaction_policy)
+        decoupled = merged.model_transaction_policy.decoupled
+        if not merged.HasField("model_transaction_policy"):
+            merged.model_transaction_policy.CopyFrom(model.model_transaction_policy)
         elif decoupled != model.model_transaction_policy.decoupled:
             text = (
                 f"trying to change decoupled property in auto-complete-config for model '{name}', "

@@ -72,16 +72,14 @@ class Source:
         an unread value is omitted.
         """
         origin = self.origin
-        lines = [
-            f"{position_text(origin, p.at)} {key_text(p.key)}: {p.text}" for p in self.problems
-        ]
+        rows = [f"{position_text(origin, p.at)} {key_text(p.key)}: {p.text}" for p in self.problems]
         gaps = _Gaps(self)
         for problem in problems:
             if not any(map(gaps.concern, (problem.key, *problem.related_keys))):
                 prefix = self._prefix(problem.key, config)
-                lines.append(f"{prefix}{key_text(problem.key)}: {problem.text}")
-        if lines:
-            raise kind("\n".join(dict.fromkeys(lines)))
+                rows.append(f"{prefix}{key_text(problem.key)}: {problem.text}")
+        if rows:
+            raise kind("\n".join(dict.fromkeys(rows)))
 
     def _prefix(self, key: Key, config: ModelConfig) -> str:
         at = self._position(key, config)

@@ -83,8 +83,7 @@ class Builder:
         for entry in block.entries:
             target = self._find(descriptor, entry)
             if target is None:
-                unknown = _unknown_field(descriptor, entry.name)
-                self._problem(entry.at, (*path, entry.name), unknown)
+                self._problem(entry.at, (*path, entry.name), _unknown_field(descriptor, entry.name))
                 continue
             field_path = (*path, target.name)
             self.positions.setdefault(field_path, entry.at)

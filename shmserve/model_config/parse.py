@@ -101,11 +101,7 @@ _KEYS: dict[str, tuple[Key, ...]] = {
     **{
         name: (("parameters", member(name)),)
         for name in (
-            STRATEGY_PARAMETER,
-            TARGET_PARAMETER,
-            MAX_STREAMS,
-            MIN_INSTANCES,
-            MAX_INSTANCES,
+            *(STRATEGY_PARAMETER, TARGET_PARAMETER, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES),
             PADDING,
         )
     },

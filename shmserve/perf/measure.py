@@ -216,9 +216,7 @@ def _query_statistics(statistics: Callable[[], dict[str, Statistics]]) -> dict[s
         return {}
 
 
-def _point(
-    records: Records, marks: Sequence[Mark], kind: str, value: float, settled: bool
-) -> Point:
+def _point(records: Records, marks: list[Mark], kind: str, value: float, settled: bool) -> Point:
     start, end = marks[0], marks[-1]
     count = end.requests - start.requests
     seconds = (end.at_ns - start.at_ns) / 1e9

@@ -160,9 +160,7 @@ def comparison(old_points: Sequence[Point], new_points: Sequence[Point]) -> str:
             *((old.per_second, new.per_second), (old.latency["p50"], new.latency["p50"])),
             *((old.latency["p99"], new.latency["p99"]), (old.client_us, new.client_us)),
         )
-        ratio, *other_ratios = [
-            f"{after / earlier:.3f}" if earlier else "-" for earlier, after in pairs
-        ]
+        ratio, *other_ratios = [f"{after / old:.3f}" if old else "-" for old, after in pairs]
         within_error = abs(new.per_second - old.per_second) <= new.confidence + old.confidence
         ratio = f"~{ratio}" if within_error else ratio
         lines.append(f"{new.name:<18}{ratio:>12}{''.join(f'{other:>9}' for other in other_ratios)}")

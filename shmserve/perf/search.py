@@ -16,7 +16,7 @@ import copy
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument
@@ -89,17 +89,15 @@ class _OutOfTrials(Exception):
     """Raised when the maximum number of trials is reached."""
 
 
+@dataclass(slots=True, eq=False)
 class Search:
     """A search for the best configuration; `trials` are its measurements in order."""
 
-    def __init__(
-        self, measure: Callable[[Candidate], Trial], target_ms: float, space: Space, max_runs: int
-    ) -> None:
-        self.trials: dict[Candidate, Trial] = {}
-        self._measure = measure
-        self._target_ms = target_ms
-        self._space = space
-        self._max_runs = max_runs
+    _measure: Callable[[Candidate], Trial]
+    _target_ms: float
+    _space: Space
+    _max_runs: int
+    trials: dict[Candidate, Trial] = field(init=False, default_factory=dict)
 
     def meets_target(self, trial: Trial) -> bool:
         """Check whether a run meets the target without errors."""

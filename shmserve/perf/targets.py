@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import mmap
 import os
 import random
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -59,7 +60,7 @@ class LoadTarget:
     location: str
 
 
-def connect(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack) -> LoadTarget:
+def connect(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
     """Return the target that the flags select, with its resources on the stack.
 
     Raises:
@@ -93,7 +94,7 @@ def connect(args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStac
     return LoadTarget(lane_factory, requests, statistics, lane_factory.streams, location)
 
 
-def _describing_transport(args: argparse.Namespace, address: Address | None) -> Any:
+def _describing_transport(args: Namespace, address: Address | None) -> Any:
     """Return the transport that reads metadata and statistics.
 
     For a server on this host, this is the transport to its HTTP or gRPC listener. Without a
@@ -108,7 +109,7 @@ def _describing_transport(args: argparse.Namespace, address: Address | None) -> 
 
 
 def _open_native_lanes(
-    args: argparse.Namespace,
+    args: Namespace,
     run_dir: Path | None,
     poller: Poller,
     model: data.ModelInterface,
@@ -132,9 +133,7 @@ def _open_native_lanes(
     )
 
 
-def _open_lanes(
-    args: argparse.Namespace, address: Address, poller: Poller, streams: bool
-) -> LaneFactory:
+def _open_lanes(args: Namespace, address: Address, poller: Poller, streams: bool) -> LaneFactory:
     credentials = servers.read_credentials(args)
     if address.protocol == "grpc":
         from shmserve.protocols.grpc import GrpcLaneFactory
@@ -150,7 +149,7 @@ def _open_lanes(
 
 
 def _slot_requests(
-    args: argparse.Namespace,
+    args: Namespace,
     lane_factory: LaneFactory,
     items: Sequence[data.Inputs],
     sizes: dict[str, int],
@@ -190,9 +189,7 @@ def _rotated(requests: Sequence[Any], slot: int) -> Sequence[Any]:
     return [*requests[shift:], *requests[:shift]]
 
 
-def _send_probe(
-    args: argparse.Namespace, poller: Poller, lane_factory: LaneFactory, request: Any
-) -> None:
+def _send_probe(args: Namespace, poller: Poller, lane_factory: LaneFactory, request: Any) -> None:
     """Send one request before the load starts, and raise its error."""
     if args.sequence_length:
         return  # a test request would start a sequence
@@ -204,9 +201,7 @@ def _send_probe(
         raise Unavailable(f"the first request to '{args.model}' failed: {error}")
 
 
-def _open_openai(
-    args: argparse.Namespace, poller: Poller, stack: contextlib.ExitStack
-) -> LoadTarget:
+def _open_openai(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
     from shmserve.protocols.http import OPENAI_PATHS, OpenAILaneFactory, OpenAIRequest
 
     if args.url is None:
@@ -222,7 +217,7 @@ def _open_openai(
     return LoadTarget(lane_factory, lambda slots: partial(_rotated, requests), dict, True, location)
 
 
-def _bodies(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _bodies(args: Namespace) -> Iterator[dict[str, Any]]:
     """Yield the bodies of requests: from --data, completed with defaults, or generated prompts."""
     defaults: dict[str, Any] = {"model": args.model, "max_tokens": args.max_tokens, "stream": True}
     defaults["stream_options"] = {"include_usage": True}

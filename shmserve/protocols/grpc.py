@@ -110,8 +110,7 @@ class GrpcTransport:
 
     def config(self, model: str, version: str) -> dict[str, Any]:
         """Call ModelConfig."""
-        reply = self._call("ModelConfig", name=model, version=version)
-        return to_dict(reply.config)
+        return to_dict(self._call("ModelConfig", name=model, version=version).config)
 
     def regions(self) -> list[dict[str, Any]]:
         """Call SystemSharedMemoryStatus and CudaSharedMemoryStatus."""

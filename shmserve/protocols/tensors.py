@@ -113,8 +113,7 @@ def encode(tensor: ModelTensor, value: Any) -> tuple[list[int], bytes]:
 def decode(datatype: str, shape: list[int], raw: memoryview) -> Any:
     """Return an output as nested lists. Raises ValueError or KeyError if it is malformed."""
     if datatype == "BYTES":
-        elements = np.array([*_decode_texts(raw), None], dtype=np.object_)[:-1]
-        return elements.reshape(shape).tolist()
+        return np.array([*_decode_texts(raw), None], dtype=np.object_)[:-1].reshape(shape).tolist()
     if datatype == "BF16":
         bits = np.frombuffer(raw, "<u2").astype(np.uint32) << 16
         return bits.view(np.float32).reshape(shape).tolist()

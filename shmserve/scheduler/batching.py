@@ -161,8 +161,7 @@ class BatchingCore(Core[ScheduledRequest]):
         if self._report_calls_ns == NEVER:
             self._report_calls_ns = now_ns + _CALL_REPORT_NS
         if self._tickets is not None:
-            pids = sorted({pid for pid, _ in callers})
-            self._to_control.post(CheckHolders(request.key, pids))
+            self._to_control.post(CheckHolders(request.key, sorted({pid for pid, _ in callers})))
 
     def _report_calls(self, now_ns: int) -> None:
         """Report the calls that have waited for long, which may be in a deadlock with others."""
@@ -228,8 +227,7 @@ class BatchingCore(Core[ScheduledRequest]):
     def retry_after_s(self, error: ShmserveError) -> int:
         if not isinstance(error, QueueFull):
             return 0
-        service_time = self.executions.service_time
-        return service_time.drain_s(len(self._queue), self._pool.ready_count)
+        return self.executions.service_time.drain_s(len(self._queue), self._pool.ready_count)
 
     def cancel(self, request: ScheduledRequest, now_ns: int, keeps_reading: bool = False) -> None:
         match request.state:

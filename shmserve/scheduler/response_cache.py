@@ -98,8 +98,7 @@ class ResponseCache:
         began_ns = self._clock()
         copies: list[Block] = []
         try:
-            schema = submit.schema
-            schema_key = self._schema_keys[schema]
+            schema_key = self._schema_keys[submit.schema]
             if not schema_key.prefix:
                 return None
             sequence = (submit.correlation_id, submit.correlation_text, submit.flags)

@@ -195,9 +195,7 @@ class Statistics(Table):
             self.success_ns += sum(totals)
             self.inference_count += sum(units)
             self.request_seconds.observe(*totals)
-        times = [
-            (now_ns, enqueued_ns, t) for now_ns, _, _, enqueued_ns, t in successes if t is not None
-        ]
+        times = [(ns, enqueued_ns, t) for ns, _, _, enqueued_ns, t in successes if t is not None]
         times += late_times
         if times:
             _, enqueue_times, timings = zip(*times, strict=True)
@@ -209,11 +207,9 @@ class Statistics(Table):
             self.compute_output_ns += sum(outputs)
             self.queue_seconds.observe(*queue_times)
         if self._quantiles:
-            self._observe_quantiles(successes, times)
+            self._observe(successes, times)
 
-    def _observe_quantiles(
-        self, successes: list[_RecordedSuccess], times: list[_RecordedTimes]
-    ) -> None:
+    def _observe(self, successes: list[_RecordedSuccess], times: list[_RecordedTimes]) -> None:
         quantiles = self._quantiles
         for now_ns, arrived_ns, *_ in successes:
             quantiles["request"].observe((now_ns - arrived_ns) // _NS_PER_US, now_ns)

@@ -47,12 +47,7 @@ _FAST_SECONDS = (0.00001, 0.00005, *SECONDS)
 _TOKEN_BOUNDS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _RESPONSE_COLUMNS = (
-    "compute_infer",
-    "compute_output",
-    "success",
-    "fail",
-    "empty_response",
-    "cancel",
+    *("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel"),
 )
 _INFER, _OUTPUT, _SUCCESS, _FAIL, _EMPTY, _CANCEL = range(0, 12, 2)
 

@@ -175,8 +175,7 @@ class OfflineModel:
         return base
 
     def _tensors(self, description: Any, side: str) -> tuple[OfflineTensor, ...]:
-        mdl = self._acl.mdl
-        count = getattr(mdl, f"get_num_{side}s")(description)
+        count = getattr(self._acl.mdl, f"get_num_{side}s")(description)
         return tuple(self._tensor(description, side, index) for index in range(count))
 
     def _tensor(self, description: Any, side: str, index: int) -> OfflineTensor:
@@ -319,11 +318,9 @@ class AscendBackend(Backend):
 
             def rows(name: str, first: int = start, end: int = end) -> Output:
                 output = batch[name]
-                return (
-                    output._replace(data=output.data[first:end])
-                    if self._supports_batching
-                    else output
-                )
+                if not self._supports_batching:
+                    return output
+                return output._replace(data=output.data[first:end])
 
             outputs = [rows(name) for name in batch if name in request.requested]
             responses.append(Response(outputs, states=[rows(name) for name in request.states]))

@@ -175,18 +175,16 @@ class OutputStream:
         *("request", "rescheduled"),
     )
 
-    def __init__(
-        self, writer: ResponseWriter, open_request: WorkerRequest, request: Request
-    ) -> None:
+    def __init__(self, writer: ResponseWriter, opened: WorkerRequest, request: Request) -> None:
         self.request = request
         self._writer = writer
-        self._open = open_request
+        self._open = opened
         self._has_sent = False
         self._is_closed = False
         self._traced_tensors = b""  # packed tensors of a traced request
         self._timed_out = False
         self.rescheduled = False
-        open_request.open_window(bool(request.memory_ranges))
+        opened.open_window(bool(request.memory_ranges))
 
     @property
     def closed(self) -> bool:

@@ -502,8 +502,7 @@ class CallRouter:
         """
         schema, data = message.schema, message.data
         try:
-            unpacked = self._responses[schema]
-            response = unpacked.inferred(data)
+            response = self._responses[schema].inferred(data)
         except MalformedMessage as error:
             logger.error("model '%s': a response is malformed: %s", call.request.model, error)
             return Internal("internal error")

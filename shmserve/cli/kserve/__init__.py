@@ -16,6 +16,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the manifest; returns 0."""
-    manifest = Path(__file__).with_name("runtime.yaml").read_text()
-    print(manifest.replace("IMAGE", args.image), end="")
+    print(Path(__file__).with_name("runtime.yaml").read_text().replace("IMAGE", args.image), end="")
     return 0

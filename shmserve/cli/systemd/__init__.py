@@ -180,8 +180,7 @@ def _listen(address: str, path: str, user: bool) -> list[str]:
 
 
 def _socket(name: str, listen: list[str], instance: str) -> str:
-    title = instance.replace("@", " ")
-    fields = {"name": name, "title": title, "instance": instance}
+    fields = {"name": name, "title": instance.replace("@", " "), "instance": instance}
     return _render("socket.conf", listen="\n".join(listen), **fields)
 
 
@@ -195,8 +194,7 @@ def _credential(user: bool) -> str:
 
 def _render(template: str, /, **fields: object) -> str:
     text = resources.files(__package__).joinpath(template).read_text(encoding="utf-8")
-    rendered = text.format_map(fields)
-    return re.sub(r"\n{3,}", "\n\n", rendered).rstrip("\n") + "\n"
+    return re.sub(r"\n{3,}", "\n\n", text.format_map(fields)).rstrip("\n") + "\n"
 
 
 def quote(word: str) -> str:

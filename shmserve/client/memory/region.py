@@ -168,8 +168,7 @@ class Region(Mapping[str, Any]):
 
     def ref(self, name: str) -> TensorRef:
         """Return the tensor in the form of a message. Raises Released."""
-        template = self._templates[name]
-        return template.ref(self.memory_range(name))
+        return self._templates[name].ref(self.memory_range(name))
 
     def output_range(self, name: str, signature: Signature) -> Range:
         """Return the range for an output of a model.

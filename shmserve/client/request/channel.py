@@ -236,8 +236,7 @@ class RequestChannel:
     ) -> None:
         self.server = server
         self._unwatch = unwatch
-        identity = f"{server.identity}.{next(server.link_numbers)}"
-        self._links = LinkTable(identity, watch, unwatch)
+        self._links = LinkTable(f"{server.identity}.{next(server.link_numbers)}", watch, unwatch)
         self.schedulers: SchedulerClient[ClientRequest] = SchedulerClient(
             self._links, self._find, server.successors
         )

@@ -142,8 +142,7 @@ def _read(
 ) -> tuple[Result, bool]:
     """Return the result, and whether its outputs may be in shared memory."""
     packed = reader.packed_request
-    responses = packed.model.responses
-    schema = responses[message.schema]
+    schema = packed.model.responses[message.schema]
     datas = message.data
     if len(datas) != len(schema.outputs):
         raise MalformedMessage("a response's data do not match its schema")

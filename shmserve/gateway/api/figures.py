@@ -155,14 +155,13 @@ def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> R
     batch_counts = _bucket_increases(batch_sizes, earlier_sizes)
     reasons = earlier_report["batches_closed"]
     closed = {key: count - reasons.get(key, 0) for key, count in report["batches_closed"].items()}
+    sizes = dict(zip([*batch_sizes["buckets"], "more"], batch_counts, strict=True))
     figures: Row = {
         "rate": _four_digits(increases["success"] / seconds),
         "fail_rate": _four_digits(increases["fail"] / seconds),
         "execution_rate": _four_digits(increases["execution_count"] / seconds),
         "closed": _without_zeros(closed),
-        "sizes": _without_zeros(
-            dict(zip([*batch_sizes["buckets"], "more"], batch_counts, strict=True))
-        ),
+        "sizes": _without_zeros(sizes),
         "ms": _request_quantiles_ms(report, earlier_report),
         "phases": _mean_phase_ms(increases),
     }

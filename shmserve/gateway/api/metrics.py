@@ -290,11 +290,9 @@ class MetricsExporter:
 
     def _load_families(self) -> Iterator[ExpositionFamily]:
         failures, models = self._gateway.failures, self._gateway.models.all_versions()
-        loads = (
-            ({"model": m.name, "version": m.version, **m.tags}, m.load_seconds) for m in models
-        )
+        rows = (({"model": m.name, "version": m.version, **m.tags}, m.load_seconds) for m in models)
         family = ("nv_model_load_duration_secs", "Model load time in seconds")
-        yield _create_family("gauge", *family, *loads)
+        yield _create_family("gauge", *family, *rows)
         text = "Model versions that do not serve: their load failed"
         failed = (({"model": name, "version": version}, 1) for name, version in failures.models)
         yield _create_family("gauge", "shmserve_model_failed", text, *failed)

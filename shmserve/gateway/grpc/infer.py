@@ -355,21 +355,19 @@ class Inferences(ActiveCount):
             return False
         return needs_load(self.gateway, message.model_name, version)
 
-    async def load_model(
-        self, raw_request: bytes | ArrivingRequest, remaining_s: float | None
-    ) -> None:
+    async def load_model(self, raw: bytes | ArrivingRequest, remaining_s: float | None) -> None:
         """Load the model of a request, within the time limits of the request and its call.
 
         Raises:
             RequestRefused: The load failed, or took too long.
         """
-        if isinstance(raw_request, bytes):
-            message = _parse_message(raw_request)
+        if isinstance(raw, bytes):
+            message = _parse_message(raw)
             request = decode_request(message)
             name, version = message.model_name, message.model_version
         else:
-            model = raw_request.built_request.model
-            request = raw_request.built_request.infer_request
+            model = raw.built_request.model
+            request = raw.built_request.infer_request
             name = model.name
             version = model.version
         self.active += 1
@@ -379,7 +377,7 @@ class Inferences(ActiveCount):
             limits = (request.deadline_us, timeout_us, _limit_us(remaining_s))
             await resolve_model(self.gateway, name, version, *limits)
         except BaseException as error:
-            release_message(raw_request)
+            release_message(raw)
             if isinstance(error, ShmserveError):
                 raise RequestRefused(error, request.id) from None
             raise

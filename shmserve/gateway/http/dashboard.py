@@ -22,7 +22,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -172,21 +172,19 @@ class LiveFigures:
         taken_event.set()
 
 
+@dataclass(slots=True, eq=False)
 class _Snapshot:
     """Consecutive snapshots of the figures, and the differences between them."""
 
-    def __init__(
-        self, gateway: Gateway, watch: EventWatch, figures: Figures, history: History
-    ) -> None:
-        self._gateway = gateway
-        self._watch = watch
-        self._figures = figures
-        self._history = history
-        self._cpu = CpuUtilization()
-        self._models: dict[str, Row] = {}
-        self._last_event = 0
-        self._snapshot_count = 0
-        self._host: dict[str, Any] = {}
+    _gateway: Gateway
+    _watch: EventWatch
+    _figures: Figures
+    _history: History
+    _cpu: CpuUtilization = field(init=False, default_factory=CpuUtilization)
+    _models: dict[str, Row] = field(init=False, default_factory=dict)
+    _last_event: int = field(init=False, default=0)
+    _snapshot_count: int = field(init=False, default=0)
+    _host: dict[str, Any] = field(init=False, default_factory=dict)
 
     async def take(self, now_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the whole snapshot and its difference from the last snapshot."""

@@ -81,7 +81,7 @@ async def infer(
     call_limit = read_time_limit(headers)
     model = gateway.models.find(name, version or "")
     if model is None:
-        model = await _load_model(gateway, request, name, version or "")
+        model = await _load(gateway, request, name, version or "")
     framing = find_accepted_framing(headers[ACCEPT]) if ACCEPT in headers else None
     if framing is None and model.decoupled:
         raise Unsupported(_DECOUPLED_UNSUPPORTED)
@@ -90,7 +90,7 @@ async def infer(
         await reload_model(gateway, built_request)
         built_request.responses = None  # a stream has JSON for outputs that are binary otherwise
         queue = ResponseQueue(gateway, request, built_request, arrived_ns)
-        return await _stream_responses(gateway, queue, framing)
+        return await _stream(gateway, queue, framing)
     try:
         await reload_model(gateway, built_request)
         inference = submit(
@@ -113,9 +113,7 @@ async def infer(
     return await inference.response()
 
 
-async def _load_model(
-    gateway: Gateway, request: HttpRequest, name: str, version: str
-) -> GatewayModel:
+async def _load(gateway: Gateway, request: HttpRequest, name: str, version: str) -> GatewayModel:
     limit_us = read_time_limit(request.headers)[0]
     if not limit_us and needs_load(gateway, name, version):
         limit_us = await body_limit_us(gateway, request)
@@ -301,9 +299,7 @@ def _response_headers(json: bytes, binary: Sequence[bytes | memoryview]) -> byte
 # --- clients that accept a stream
 
 
-async def _stream_responses(
-    gateway: Gateway, responses: ResponseQueue, framing: Framing
-) -> HttpResponse:
+async def _stream(gateway: Gateway, responses: ResponseQueue, framing: Framing) -> HttpResponse:
     """Return the stream of the responses: JSON texts without binary data, in events or lines.
 
     Raises:
@@ -316,8 +312,7 @@ async def _stream_responses(
         log_failure(responses.request.built_request, error)
         raise error
     status = 200 if error is None else error.status
-    encoder = _StreamEncoder(gateway, responses)
-    return streaming_response(status, framing, responses, encoder.encode)
+    return streaming_response(status, framing, responses, _StreamEncoder(gateway, responses).encode)
 
 
 class _StreamEncoder:

@@ -139,17 +139,8 @@ class HttpRequest:
     """
 
     __slots__ = (
-        *(
-            "begun_request",
-            "closes_connection",
-            "connection",
-            "content",
-            "headers",
-            "is_http10",
-            "route_match",
-            "method",
-        ),
-        *("repeat", "target"),
+        *("begun_request", "closes_connection", "connection", "content", "headers", "is_http10"),
+        *("route_match", "method", "repeat", "target"),
     )
 
     def __init__(

@@ -96,17 +96,15 @@ class Http2Connection(FrameReader[HeadT]):
         # The streams that the server has reset before the client ended them.
         self._reset_streams: dict[int, None] = {}
         self._receive_window = LARGEST_WINDOW  # the receive window of the connection
-        self.sending.ready.append(
-            frames.encode_settings(
-                {
-                    frames.MAX_CONCURRENT_STREAMS: limits.streams,
-                    frames.INITIAL_WINDOW_SIZE: limits.window,
-                    frames.MAX_FRAME_SIZE: limits.frame,
-                    frames.MAX_HEADER_LIST_SIZE: limits.header_list,
-                }
-            )
-            + frames.encode_frame(WINDOW_UPDATE, 0, 0, pack_uint32(LARGEST_WINDOW - DEFAULT_WINDOW))
-        )
+        settings = {
+            frames.MAX_CONCURRENT_STREAMS: limits.streams,
+            frames.INITIAL_WINDOW_SIZE: limits.window,
+            frames.MAX_FRAME_SIZE: limits.frame,
+            frames.MAX_HEADER_LIST_SIZE: limits.header_list,
+        }
+        increment = pack_uint32(LARGEST_WINDOW - DEFAULT_WINDOW)
+        window_update = frames.encode_frame(WINDOW_UPDATE, 0, 0, increment)
+        self.sending.ready.append(frames.encode_settings(settings) + window_update)
 
     def receive(self, data: Bytes) -> Sequence[Event[HeadT]]:
         """Process these bytes and any pending frames.
@@ -348,8 +346,7 @@ class Http2Connection(FrameReader[HeadT]):
             self._queue_reset(stream.id, code)
 
     def _queue_reset(self, stream_id: int, code: FaultCode) -> None:
-        frame = frames.encode_frame(RST_STREAM, 0, stream_id, pack_uint32(code))
-        self.sending.ready.append(frame)
+        self.sending.ready.append(frames.encode_frame(RST_STREAM, 0, stream_id, pack_uint32(code)))
 
     def _remove(self, stream: Stream) -> None:
         stream.ended = True

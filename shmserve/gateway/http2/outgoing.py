@@ -43,26 +43,9 @@ class Stream:
     """
 
     __slots__ = (
-        *(
-            "call",
-            "is_cut_short",
-            "ended",
-            "finished",
-            "id",
-            "on_progress",
-            "on_sent",
-            "padding",
-            "queued_bytes",
-        ),
-        *(
-            "receive_window",
-            "expected_bytes",
-            "send_window",
-            "sent_bytes",
-            "packed_id",
-            "trailers",
-            "queued_pieces",
-        ),
+        *("call", "is_cut_short", "ended", "finished", "id", "on_progress", "on_sent", "padding"),
+        *("queued_bytes", "receive_window", "expected_bytes", "send_window", "sent_bytes"),
+        *("packed_id", "trailers", "queued_pieces"),
     )
 
     def __init__(self, stream_id: int, receive_window: int, send_window: int) -> None:

@@ -130,29 +130,25 @@ def submit(
         source=client.connection_id if request.correlation_id else 0,
         trace=trace,
     )
-    on_release = built_request.on_release
-    inference = inference_class(
-        message, gateway.schedulers, on_release, built_request, *inference_args
-    )
+    schedulers, on_release = gateway.schedulers, built_request.on_release
+    inference = inference_class(message, schedulers, on_release, built_request, *inference_args)
     gateway.schedulers.submit(inference, model.endpoint)
     return inference
 
 
-def _begin_trace(
-    gateway: Gateway, built_request: BuiltRequest, arrived_ns: int, traceparent: str
-) -> str:
+def _begin_trace(gateway: Gateway, built: BuiltRequest, arrived_ns: int, traceparent: str) -> str:
     """Begin the trace of a request, and return its context for the scheduler, or ""."""
-    request, model = built_request.infer_request, built_request.model
+    request, model = built.infer_request, built.model
     explained = request.parameters.get("explain") is True
     request_fields = (model.name, model.version, request.id)
-    trace = built_request.trace = gateway.tracer.begin_trace(
+    trace = built.trace = gateway.tracer.begin_trace(
         *request_fields, arrived_ns, traceparent, explained
     )
     if trace is None:
         return ""
     if trace.explained:
         # No templates, because every response has an explanation of its own.
-        built_request.responses = None
+        built.responses = None
     return trace.scheduler.message
 
 

@@ -191,9 +191,8 @@ class RequestTemplate:
         self._schema = built_request.schema
         self._body_indices = [index for index, size in enumerate(sizes) if size is not None]
         # The data of the first request is kept only for inputs in regions.
-        self._data = (
-            built_request.data if len(self._body_indices) < len(built_request.data) else None
-        )
+        data = built_request.data
+        self._data = data if len(self._body_indices) < len(data) else None
         self._sizes = [size for size in sizes if size is not None]
         tensor_layout = Struct("<" + "".join([f"{size}s" for size in self._sizes]))
         self._unpack_tensors: Callable[[bytes, int], tuple[bytes, ...]] = tensor_layout.unpack_from
@@ -508,12 +507,10 @@ class ArrivingRequest(ArrivingTensors):
         built_request: The request, which is complete once its tensors are.
     """
 
-    def __init__(
-        self, built_request: BuiltRequest, views: Sequence[memoryview], byte_size: int
-    ) -> None:
+    def __init__(self, built_request: BuiltRequest, views: Sequence[memoryview], size: int) -> None:
         super().__init__(views, built_request.release)
         self.built_request = built_request
-        self._byte_size = byte_size
+        self._byte_size = size
 
     def __len__(self) -> int:
         return self._byte_size

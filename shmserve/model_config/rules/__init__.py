@@ -287,8 +287,7 @@ def _read_lines(path: Path, output: str) -> list[str]:
         raw = file.read(_LARGEST_LABEL_FILE + 1)
     if len(raw) > _LARGEST_LABEL_FILE:
         raise InvalidArgument(f"{description} has more than {_LARGEST_LABEL_FILE} bytes")
-    lines = raw.decode(errors="replace").split("\n")
-    return [line.removesuffix("\r") for line in lines]
+    return [line.removesuffix("\r") for line in raw.decode(errors="replace").split("\n")]
 
 
 def ignored_fields(config: ModelConfig) -> list[str]:

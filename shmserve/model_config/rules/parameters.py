@@ -144,8 +144,7 @@ def _bound_problems(
         return
     if minimum > maximum:
         text = f"parameter '{MIN_INSTANCES}' must be at most '{MAX_INSTANCES}', {maximum}, {suffix}"
-        related_keys = (_key(MAX_INSTANCES),)
-        yield Problem(_key(MIN_INSTANCES), f"{text}, found {minimum}", related_keys)
+        yield Problem(_key(MIN_INSTANCES), f"{text}, found {minimum}", (_key(MAX_INSTANCES),))
     yield from _kind_problems(config)
     if complete:
         yield from _group_problems(config, maximum)

@@ -132,14 +132,7 @@ class StatefulSequence:
     """
 
     __slots__ = (
-        "has_ended",
-        "has_state",
-        "id",
-        "instance_slots",
-        "owner",
-        "running",
-        "slot",
-        "waiting",
+        *("has_ended", "has_state", "id", "instance_slots", "owner", "running", "slot", "waiting"),
     )
 
     def __init__(self, correlation_id: int | str, owner: Owner) -> None:

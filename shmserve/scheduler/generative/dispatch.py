@@ -135,9 +135,7 @@ class GenerativeDispatch(Dispatcher):
         max_sequences = self._engine_settings.max_batch_size
         engines = [self._engine(slot) for slot in self._pool.ready()]
         capacity = sum(max(max_sequences - engine.live_sequences, 0) for engine in engines)
-        unprepared = sum(
-            assigned.generation is None for assigned in self._assigned_requests.values()
-        )
+        unprepared = sum(item.generation is None for item in self._assigned_requests.values())
         waiting_count = sum(engine.waiting for engine in engines)
         return max(len(self._queue) + unprepared - capacity, 0) + waiting_count
 
@@ -189,8 +187,7 @@ class GenerativeDispatch(Dispatcher):
     def _close(self, request: ScheduledRequest, now_ns: int) -> None:
         """End a request that no worker uses any more."""
         if request.state in AT_WORK:
-            text = self._pool.failure
-            self._responses.fail(request, "UNAVAILABLE", text, Reason.BACKEND, now_ns)
+            self._responses.fail(request, "UNAVAILABLE", self._pool.failure, Reason.BACKEND, now_ns)
         elif request.state is not State.DONE:
             self._responses.close(request, now_ns)
 

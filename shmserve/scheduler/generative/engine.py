@@ -68,10 +68,8 @@ class Engine(Generic[T]):
         # Prompts are cut at multiples of the chunk if a step has space for a chunk beside all
         # decoding rows.
         prefill_tokens = self.settings.max_tokens_per_batch - self.settings.max_batch_size
-        settings = self.settings
-        prefill_tokens = min(
-            prefill_tokens, settings.prefill_chunk_size, settings.max_prefill_tokens
-        )
+        limits = self.settings
+        prefill_tokens = min(prefill_tokens, limits.prefill_chunk_size, limits.max_prefill_tokens)
         self._cut_multiple = CHUNK if prefill_tokens >= CHUNK else 1
 
     # --- requests
@@ -292,8 +290,7 @@ class Engine(Generic[T]):
 
     def _preempt(self, plan: StepPlan, sequence: Sequence[T]) -> None:
         plan.preempted = True
-        generation = sequence.generation
-        generation.preemptions += 1
+        sequence.generation.preemptions += 1
         if self._can_swap(sequence):
             sequence.host = self.host.allocate(self._filled_blocks(sequence))
             for block_pair in zip(sequence.table, sequence.host, strict=False):

@@ -169,8 +169,7 @@ class LocalClientRules:
     def _check_data(self, client_number: int, submit: Submit) -> None:
         """Check a request's data against its schema, and the schema against the model."""
         data = submit.data
-        schema_entry = self._schemas[submit.schema]
-        schema, fits_model = schema_entry
+        schema, fits_model = self._schemas[submit.schema]
         if len(data) != schema.data_count:
             raise MalformedMessage("a request's data do not match its schema")
         for tensor, tensor_data in zip(schema.inputs, data, strict=False):

@@ -162,8 +162,7 @@ class Executions:
         if not slot.has_served:
             self.report_served(slot)
         times = (message.gather_ns, message.forward_ns, message.sample_ns)
-        timing = Timing(now_ns - sum(times), *times)
-        self._statistics.count_execution(None, rows, timing, now_ns)
+        self._statistics.count_execution(None, rows, Timing(now_ns - sum(times), *times), now_ns)
 
     def report_served(self, slot: Slot) -> None:
         """Report the first completed execution of an instance's process to the supervisor."""

@@ -342,8 +342,7 @@ class LocalClientConnections:
         except MalformedMessage as error:
             logger.warning("a client program sent an invalid message: %s", error)
             if isinstance(error, frames.VersionMismatch):
-                refusal = Refused(0, Unsupported.code, str(error))
-                self.send(client, frames.pack([refusal]))
+                self.send(client, frames.pack([Refused(0, Unsupported.code, str(error))]))
             self.disconnect(client)
         finally:
             close_all(fds)

@@ -346,10 +346,8 @@ class LocalClientServer:
 
         in_background(respond(), self._checks)
 
-    async def _share_device(
-        self, client: LocalClient, request: ShareDeviceMemory
-    ) -> dict[str, Any]:
-        memory = await self._memory.share_device(client, request)
+    async def _share_device(self, client: LocalClient, offer: ShareDeviceMemory) -> dict[str, Any]:
+        memory = await self._memory.share_device(client, offer)
         if client.number not in self.connections:
             self._memory.release(client.number)
         return {"memory": memory}

@@ -353,9 +353,7 @@ def find_model_frame(stacks: str, folder: Path) -> str:
 def format_stacks(stacks: str) -> str:
     """Format stacks as one log line: threads separated by "|", innermost frames first."""
     threads = filter(None, map(_FRAME.findall, stacks.split("\n\n")))
-    lines = (
-        " < ".join(f"{name} ({path}:{line})" for path, line, name in frames) for frames in threads
-    )
+    lines = (" < ".join(f"{name} ({path}:{line})" for path, line, name in part) for part in threads)
     return " | ".join(lines) or "not available"
 
 

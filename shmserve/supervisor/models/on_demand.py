@@ -259,9 +259,8 @@ class OnDemand:
         for model in models:
             for step in model.possible_steps if model.serving or model.orders else ():
                 users.setdefault(step, set()).add(model.name)
-        return [
-            self._resident(m, frozenset(users.get(m.name, ()))) for m in models if any(m.versions)
-        ]
+        active = [model for model in models if any(model.versions)]
+        return [self._resident(m, frozenset(users.get(m.name, ()))) for m in active]
 
     def _resident(self, model: ModelEntry, users: frozenset[str]) -> Resident:
         usages = [self._usage(version) for version in model.serving.values()]

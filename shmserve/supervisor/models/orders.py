@@ -306,8 +306,7 @@ class Order:
             if old_version is version:
                 continue
             if old_version is None:
-                reason = reasons.get(number, "another version failed")
-                failure = LoadOutcome(reason, is_logged=True)
+                failure = LoadOutcome(reasons.get(number, "another version failed"), is_logged=True)
                 model.outcomes[number] = UNLOADED if is_cancelled else failure
             else:
                 old_version.pass_counters_to(None)

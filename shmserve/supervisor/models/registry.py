@@ -52,9 +52,7 @@ class ModelRegistry:
     def failures(self) -> LoadsFailed:
         """Return the versions that should serve and do not, and the number of failed loads."""
         summaries = sorted(self._summaries.items())
-        pairs = [
-            [name, version] for name, summary in summaries for version in sorted(summary.problems)
-        ]
+        pairs = [[name, version] for name, s in summaries for version in sorted(s.problems)]
         return LoadsFailed(pairs, self.failed_loads)
 
     # --- versions
@@ -100,10 +98,8 @@ class ModelRegistry:
 
         The publication of version "" is that the model is loaded on demand.
         """
-        versions, latest = model.published.items(), model.latest
-        published: dict[str, ModelPublication] = {
-            n: v.publication(n == latest) for n, v in versions
-        }
+        items, latest = model.published.items(), model.latest
+        published: dict[str, ModelPublication] = {n: v.publication(n == latest) for n, v in items}
         if model.on_demand:
             published[""] = ModelOnDemand(model.name, 0)
         by_version = statuses(model).items()
@@ -216,9 +212,7 @@ class ModelRegistry:
         """
         by_model = {name: statuses(model) for name, model in self.models.items()}
         names = sorted({*folders, *(name for name, versions in by_model.items() if versions)})
-        parts = (
-            index_rows(name, by_model.get(name), folders.get(name), ready_only) for name in names
-        )
+        parts = (index_rows(n, by_model.get(n), folders.get(n), ready_only) for n in names)
         return [row for rows in parts for row in rows]
 
     def states(self) -> dict[tuple[str, str], Status]:
@@ -292,16 +286,10 @@ class ModelSummary(NamedTuple):
             return number in model.serving or model.outcomes[number].is_failure
 
         states = statuses(model)
-        is_ready = model.on_demand or not any(
-            status.state is ModelState.LOADING
-            or (status.state is ModelState.UNAVAILABLE and should_serve(number))
-            for number, status in states.items()
-        )
-        problems = {
-            number: status.reason
-            for number, status in states.items()
-            if status.state is ModelState.UNAVAILABLE and model.outcomes.get(number) != UNLOADED
-        }
+        is_loading = any(status.state is ModelState.LOADING for status in states.values())
+        failed = {n: s.reason for n, s in states.items() if s.state is ModelState.UNAVAILABLE}
+        is_ready = model.on_demand or not (is_loading or any(map(should_serve, failed)))
+        problems = {n: text for n, text in failed.items() if model.outcomes.get(n) != UNLOADED}
         progress = "ready" if model.serving and is_ready else "loading"
         if problems:
             progress = _failure_text(model, problems)
@@ -367,11 +355,9 @@ def index_rows(
         return [_row(name, "", Status(ModelState.UNAVAILABLE, fault)) if fault else {"name": name}]
     if folder is None and all(status == _UNLOADED_STATUS for status in by_version.values()):
         return []
-    serving = (ModelState.READY, ModelState.ON_DEMAND)
+    ready = (ModelState.READY, ModelState.ON_DEMAND)
     rows = sorted(by_version.items(), key=lambda row: int(row[0] or 0))
-    return [
-        _row(name, v, status) for v, status in rows if not ready_only or status.state in serving
-    ]
+    return [_row(name, v, status) for v, status in rows if not ready_only or status.state in ready]
 
 
 def _row(name: str, version: str, status: Status) -> dict[str, Any]:

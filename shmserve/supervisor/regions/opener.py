@@ -260,8 +260,7 @@ class RegionOpener:
         self._admit(region, shared)
 
     def _owner(self, peer: Peer, key: str, shared: posix_shm.SharedObject) -> Ownership:
-        group = self._quota.policy.group
-        return ownership(peer, key, shared.uid, shared.gid, shared.mode, group)
+        return ownership(peer, key, shared.uid, shared.gid, shared.mode, self._quota.policy.group)
 
     def _admit(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
         posix_shm.check_range(region.name, shared, region.offset, region.byte_size)
@@ -327,7 +326,7 @@ class RegionOpener:
         self,
         name: str,
         shared: posix_shm.SharedObject,
-        byte_size: int,
+        size: int,
         peer: Peer,
         local_client: int,
         *,
@@ -343,9 +342,7 @@ class RegionOpener:
         if is_sealed:  # the memory cannot be truncated, so it is mapped
             owner = replace(owner, copied=False)
         blocks = 0 if is_sealed else os.fstat(shared.fd).st_blocks
-        region = OpenRegion(
-            name, MEMFD_KEY, 0, shared, 0, byte_size, owner, blocks=blocks, pinned=pin
-        )
+        region = OpenRegion(name, MEMFD_KEY, 0, shared, 0, size, owner, blocks=blocks, pinned=pin)
         region.lease_holder = local_client
         self._count(region, copied=owner.copied)
         return region

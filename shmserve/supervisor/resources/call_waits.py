@@ -73,9 +73,7 @@ class CallWaits:
         self._reports: dict[Address, _Report] = {}
         self._suspicions: dict[Address, _Suspicion] = {}
 
-    def report(
-        self, scheduler: Address, message: CallsWaiting, now_ns: int
-    ) -> CallDeadlocked | None:
+    def report(self, sender: Address, message: CallsWaiting, now_ns: int) -> CallDeadlocked | None:
         """Replace the report of a scheduler.
 
         Returns:
@@ -85,24 +83,24 @@ class CallWaits:
         for calls, instances in message.waits:
             waiting = {key: Caller.parse(callers) for key, callers in calls}
             occupied = [(pid, {(pid, key) for key in keys}) for pid, *keys in instances]
-            waits.append(_Wait(scheduler, message.model, waiting, occupied))
-        self._reports[scheduler] = _Report(now_ns, waits)
+            waits.append(_Wait(sender, message.model, waiting, occupied))
+        self._reports[sender] = _Report(now_ns, waits)
         for address, report in list(self._reports.items()):
             if now_ns - report.received_ns > _VALIDITY_NS:
                 del self._reports[address]
                 self._suspicions.pop(address, None)
         for suspicion in self._suspicions.values():
-            suspicion.unconfirmed.discard(scheduler)
+            suspicion.unconfirmed.discard(sender)
         stuck = self._stuck()
-        deadlocked = self._deadlock(scheduler, stuck)
-        suspicion_before = self._suspicions.pop(scheduler, None)
+        deadlocked = self._deadlock(sender, stuck)
+        suspicion_before = self._suspicions.pop(sender, None)
         if deadlocked is None:
             return None
-        unconfirmed = {stuck_wait.scheduler for stuck_wait in stuck} - {scheduler}
+        unconfirmed = {stuck_wait.scheduler for stuck_wait in stuck} - {sender}
         if suspicion_before is not None and suspicion_before.key == deadlocked.key:
             unconfirmed &= suspicion_before.unconfirmed
         if unconfirmed:
-            self._suspicions[scheduler] = _Suspicion(deadlocked.key, unconfirmed)
+            self._suspicions[sender] = _Suspicion(deadlocked.key, unconfirmed)
         else:
             for wait in waits:
                 wait.calls.pop(deadlocked.key, None)

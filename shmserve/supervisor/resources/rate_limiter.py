@@ -254,9 +254,7 @@ class RateLimiter:
             The processes; none if an instance could run while they hold their tickets.
         """
         records = self._members.values()
-        holders = [
-            i for record in records for i in record.instance_by_ticket.values() if i.pid in pids
-        ]
+        holders = [i for r in records for i in r.instance_by_ticket.values() if i.pid in pids]
         used_counts: Counter[Resource] = Counter()
         for instance in holders:
             used_counts.update(instance.needs.resources)

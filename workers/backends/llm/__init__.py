@@ -108,9 +108,8 @@ class LlmBackend(Backend):
             InvalidArgument: The folder or the configuration is invalid; the message has all
                 problems.
         """
-        refuse_batches(
-            config, "the engine forms the batches, up to `max_batch_size` of engine.yaml"
-        )
+        text = "the engine forms the batches, up to `max_batch_size` of engine.yaml"
+        refuse_batches(config, text)
         if config.model_warmup:
             raise InvalidArgument("model_warmup: backend 'llm' does not support it")
         # One processor is left to texts, the scheduler and the gateway. Otherwise these processes

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.generation import BeamSearch, Prepared, Row, RowResult, Step, Stepped
@@ -211,8 +212,7 @@ class DraftModel:
         max_drafts = max((row.draft_count for _, row in ready_rows), default=0)
         for round_ in range(max_drafts):
             draft_rows = [(s, row) for s, row in ready_rows if row.draft_count > round_]
-            logits = self._next_logits(draft_rows, proposals)
-            self._append_drafts(logits, draft_rows, proposals)
+            self._append_drafts(self._next_logits(draft_rows, proposals), draft_rows, proposals)
         for sequence, row in ready_rows:
             sequence.draft_computed = len(sequence.tokens) + row.draft_count - 1
         return proposals
@@ -223,21 +223,17 @@ class DraftModel:
         Returns:
             The rows for whose sequences the model can propose tokens.
         """
-        behind = [
-            (s, row) for s, row in rows if len(s.tokens) - s.draft_computed > _MAX_DRAFT_INPUT
-        ]
-        if behind:
+        stale = [(s, row) for s, row in rows if len(s.tokens) - s.draft_computed > _MAX_DRAFT_INPUT]
+        if stale:
             batch = self._passes.empty()
-            for sequence, _ in behind:
+            for sequence, _ in stale:
                 begin, end = sequence.draft_computed, sequence.draft_computed + _MAX_DRAFT_INPUT
                 batch.add(sequence.tokens[begin:end], begin, sequence.block_table)
                 sequence.draft_computed = end
             self._passes.logits(batch, [])
-        return [pair for pair in rows if pair not in behind]
+        return [pair for pair in rows if pair not in stale]
 
-    def _next_logits(
-        self, rows: Sequence[_SequenceRow], proposals: dict[int, Proposal]
-    ) -> torch.Tensor:
+    def _next_logits(self, rows: Sequence[_SequenceRow], proposals: dict[int, Proposal]) -> Tensor:
         """Return the logits after each sequence and its draft tokens, [rows, vocabulary]."""
         batch = self._passes.empty()
         logit_rows: list[int] = []
@@ -249,7 +245,7 @@ class DraftModel:
         return self._passes.logits(batch, logit_rows)
 
     def _append_drafts(
-        self, logits: torch.Tensor, rows: Sequence[_SequenceRow], proposals: dict[int, Proposal]
+        self, logits: Tensor, rows: Sequence[_SequenceRow], proposals: dict[int, Proposal]
     ) -> None:
         sampled = [sequence.sampled_row(proposals[sequence.number].tokens) for sequence, _ in rows]
         process(logits, sampled)
@@ -285,7 +281,7 @@ class RowPlan:
     sequence: TokenSequence
     row: Row
     proposal: Proposal
-    masks: list[torch.Tensor]
+    masks: list[Tensor]
     logit_row: int = 0
 
 
@@ -372,11 +368,10 @@ class WorkerEngine:
         plans: list[RowPlan] = []
         for sequence, row in rows:
             proposal = proposals.get(row.sequence, Proposal())
-            masks: list[torch.Tensor] = []
+            masks: list[Tensor] = []
             if row.samples and sequence.matcher is not None:
                 proposal.tokens, masks = allowed_tokens(sequence.matcher, proposal.tokens)
-                name = sequence.prompt.parameters.grammar_name
-                error = matcher_error(sequence.matcher, name)
+                error = matcher_error(sequence.matcher, sequence.prompt.parameters.grammar_name)
                 if error is not None:
                     self.fail({sequence.prompt.key}, error)
                     del self._sequences[row.sequence]  # `step` reports the sequence as skipped
@@ -384,7 +379,7 @@ class WorkerEngine:
             plans.append(RowPlan(sequence, row, proposal, masks))
         return plans
 
-    def _forward(self, plans: list[RowPlan]) -> torch.Tensor:
+    def _forward(self, plans: list[RowPlan]) -> Tensor:
         """Run the model; return the logits of rows that are sampled or need log probabilities."""
         batch = self.passes.empty()
         logit_rows: list[int] = []
@@ -409,7 +404,7 @@ class WorkerEngine:
     # --- results
 
     @torch.inference_mode()
-    def _sample_rows(self, plans: list[RowPlan], logits: torch.Tensor) -> list[RowResult]:
+    def _sample_rows(self, plans: list[RowPlan], logits: Tensor) -> list[RowResult]:
         for plan in plans:
             if self._scores_prompt(plan):
                 plan.logit_row += self._score_prompt(plan, logits)
@@ -422,7 +417,7 @@ class WorkerEngine:
                 sampled_plans.append(plan)
         return results + self._sample_tokens(sampled_plans, logits) if sampled_plans else results
 
-    def _sample_tokens(self, plans: list[RowPlan], logits: torch.Tensor) -> list[RowResult]:
+    def _sample_tokens(self, plans: list[RowPlan], logits: Tensor) -> list[RowResult]:
         """Sample the next token of each sequence, and verify its draft tokens."""
         sampled: list[SampledRow] = []
         logit_rows: list[int] = []
@@ -447,7 +442,7 @@ class WorkerEngine:
         ]
 
     def _append_tokens(
-        self, plan: RowPlan, check: Check, tokens: list[int], raw_logits: torch.Tensor | None
+        self, plan: RowPlan, check: Check, tokens: list[int], raw_logits: Tensor | None
     ) -> SequenceOutput:
         """Add the sampled tokens to a sequence and its matcher."""
         sequence, prompt = plan.sequence, plan.sequence.prompt
@@ -468,7 +463,7 @@ class WorkerEngine:
             scores = logprobs(rows, tokens, prompt.parameters.logprobs)
         return SequenceOutput(sequence, tokens, finish_reason, scores)
 
-    def _score_prompt(self, plan: RowPlan, logits: torch.Tensor) -> int:
+    def _score_prompt(self, plan: RowPlan, logits: Tensor) -> int:
         """Record the log probabilities of the prompt's tokens that a row predicts.
 
         Returns:
@@ -485,13 +480,13 @@ class WorkerEngine:
         return row.count - row.samples
 
 
-def _beam_candidates(plan: RowPlan, logits: torch.Tensor) -> RowResult:
+def _beam_candidates(plan: RowPlan, logits: Tensor) -> RowResult:
     prompt = plan.sequence.prompt
     count = max(2, 1 + len(prompt.end_tokens)) * prompt.parameters.beams
     tokens, scores = candidates(logits, count)
     return RowResult(plan.sequence.number, [], candidates=tokens, scores=scores)
 
 
-def _copy_raw(logits: torch.Tensor, rows: list[SampledRow]) -> torch.Tensor | None:
+def _copy_raw(logits: Tensor, rows: list[SampledRow]) -> Tensor | None:
     """Return a copy of the unprocessed logits if log probabilities are requested, or None."""
     return logits.clone() if any(row.parameters.logprobs >= 0 for row in rows) else None

@@ -257,7 +257,7 @@ def with_patterns(schema: Any, root: Any) -> Any:
         root: The whole schema, which contains the targets of references.
 
     Raises:
-        ValueError: A number cannot be represented.
+        ValueError: A number cannot be represented, or the options are no object.
     """
     if isinstance(schema, list):
         return [with_patterns(subschema, root) for subschema in with_pauses(schema)]
@@ -275,10 +275,12 @@ def with_patterns(schema: Any, root: Any) -> Any:
             extended[key] = value
         elif key in _MINIMA or key in _MAXIMA:
             extended[key] = _representable_limit(key, value)
-        elif key == "format" and value in _UUID_FORMATS and "pattern" not in schema:
+        elif key == "format" and str(value) in _UUID_FORMATS and "pattern" not in schema:
             extended["pattern"] = _UUID_FORMATS[value]
         elif key == "format" and value in ("date", "date-time") and "pattern" not in schema:
             extended |= {key: value, "pattern": _FORMATS[value]}
+        elif key == "x-guidance" and not isinstance(value, dict | None):
+            raise ValueError(f"{key}: {clip(repr(value))} is not an object")
         elif key == "pattern" and isinstance(value, str):
             *patterns, extended[key] = _split_lookaheads(value)
         elif value is not None:

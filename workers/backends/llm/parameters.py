@@ -200,8 +200,7 @@ def parse(
         elif name in _IGNORED:
             continue
         elif name not in _UNSUPPORTED:
-            message = "the unknown parameter '%s' of a generation is ignored"
-            warn_once(logger, message, clip(name))
+            warn_once(logger, "the unknown parameter '%s' of a generation is ignored", clip(name))
         elif value not in _UNSUPPORTED[name]:
             problems.append(f"{name}: {clip(repr(value))} is not supported")
         if values.get("grammar", _NO_GRAMMAR) != _NO_GRAMMAR:

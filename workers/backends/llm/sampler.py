@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 
@@ -50,7 +51,7 @@ class SampledRow:
     tokens: Sequence[int]
     prompt_length: int
     end_tokens: tuple[int, ...]
-    allowed: torch.Tensor | None = None
+    allowed: Tensor | None = None
 
     @property
     def generated(self) -> int:
@@ -88,8 +89,8 @@ def _mix(value: int) -> int:
 
 
 def sample(
-    logits: torch.Tensor, rows: Sequence[SampledRow], purpose: int = TOKEN
-) -> tuple[list[int], dict[int, torch.Tensor]]:
+    logits: Tensor, rows: Sequence[SampledRow], purpose: int = TOKEN
+) -> tuple[list[int], dict[int, Tensor]]:
     """Sample a token for each row.
 
     Args:
@@ -114,7 +115,7 @@ def sample(
     return tokens, dict(zip(indices, probabilities, strict=True))
 
 
-def _likeliest(logits: torch.Tensor) -> list[int]:
+def _likeliest(logits: Tensor) -> list[int]:
     """Return the likeliest token of each row; of equal logits, the first.
 
     On CPUs, numpy's argmax is five times as fast as torch's.
@@ -124,7 +125,7 @@ def _likeliest(logits: torch.Tensor) -> list[int]:
     return tokens
 
 
-def pick(probabilities: torch.Tensor, draws: Sequence[float]) -> list[int]:
+def pick(probabilities: Tensor, draws: Sequence[float]) -> list[int]:
     """Return the token of each row at which the cumulative probability exceeds its draw.
 
     Args:
@@ -138,7 +139,7 @@ def pick(probabilities: torch.Tensor, draws: Sequence[float]) -> list[int]:
     return tokens
 
 
-def process(logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
+def process(logits: Tensor, rows: Sequence[SampledRow]) -> None:
     """Apply biases, penalties, grammars and `min_tokens` to logits [rows, vocabulary], in place."""
     for row_logits, row in zip(logits, rows, strict=True):
         parameters = row.parameters
@@ -155,7 +156,7 @@ def process(logits: torch.Tensor, rows: Sequence[SampledRow]) -> None:
                 row_logits[end_tokens] = end_logits  # a completed grammar allows only end tokens
 
 
-def _restrict(logits: torch.Tensor, row: SampledRow) -> None:
+def _restrict(logits: Tensor, row: SampledRow) -> None:
     """Apply `logit_bias`, `allowed_token_ids` and `bad_words` to logits [vocabulary], in place."""
     parameters = row.parameters
     if parameters.logit_bias:
@@ -170,7 +171,7 @@ def _restrict(logits: torch.Tensor, row: SampledRow) -> None:
         logits[parameters.forbidden(row.tokens[row.prompt_length :])] = -math.inf
 
 
-def _penalise(logits: torch.Tensor, row: SampledRow) -> None:
+def _penalise(logits: Tensor, row: SampledRow) -> None:
     parameters = row.parameters
     if parameters.repetition_penalty != 1.0:
         # Repeated tokens receive the same value again: sorting a long context would take longer.
@@ -182,7 +183,7 @@ def _penalise(logits: torch.Tensor, row: SampledRow) -> None:
     logits[present] -= parameters.frequency_penalty * counts + parameters.presence_penalty
 
 
-def _mask(logits: torch.Tensor, allowed_bits: torch.Tensor) -> None:
+def _mask(logits: Tensor, allowed_bits: Tensor) -> None:
     """Forbid the tokens whose bits are not set in int32 words, least significant bit first."""
     bits = (allowed_bits.unsqueeze(1) >> torch.arange(32)) & 1
     permitted = bits.flatten()[: len(logits)].bool().to(logits.device)
@@ -190,7 +191,7 @@ def _mask(logits: torch.Tensor, allowed_bits: torch.Tensor) -> None:
     logits[: len(permitted)].masked_fill_(~permitted, -math.inf)
 
 
-def distribution(logits: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tensor:
+def distribution(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     """Return the probabilities with which each row of processed logits is sampled.
 
     A greedy row has probability one for its likeliest token.
@@ -213,9 +214,7 @@ def distribution(logits: torch.Tensor, rows: Sequence[SampledRow]) -> torch.Tens
     return probs
 
 
-def _min_logits(
-    scaled: torch.Tensor, parameters: Sequence[GenerationParameters]
-) -> torch.Tensor | None:
+def _min_logits(scaled: Tensor, parameters: Sequence[GenerationParameters]) -> Tensor | None:
     """Return the smallest logit of each row that top-k, top-p and min-p keep; None: no limit."""
     min_logits = None
     if any(row.top_k or row.top_p < 1 for row in parameters):
@@ -229,8 +228,8 @@ def _min_logits(
 
 
 def _nucleus_min_logits(
-    scaled: torch.Tensor, parameters: Sequence[GenerationParameters], width: int
-) -> torch.Tensor:
+    scaled: Tensor, parameters: Sequence[GenerationParameters], width: int
+) -> Tensor:
     """Return the smallest logit of each row that top-k and top-p keep.
 
     The nucleus of top-p (Holtzman et al., 2020) is looked for in the `width` likeliest tokens, then
@@ -269,7 +268,7 @@ class Proposal:
     """
 
     tokens: list[int] = field(default_factory=list)
-    probabilities: list[torch.Tensor] = field(default_factory=list)
+    probabilities: list[Tensor] = field(default_factory=list)
 
 
 class Check(NamedTuple):
@@ -279,9 +278,7 @@ class Check(NamedTuple):
     proposal: Proposal
 
 
-def verify(
-    logits: torch.Tensor, rows: Sequence[SampledRow], checks: Sequence[Check]
-) -> list[list[int]]:
+def verify(logits: Tensor, rows: Sequence[SampledRow], checks: Sequence[Check]) -> list[list[int]]:
     """Return the accepted draft tokens of each sequence, followed by a sampled token.
 
     Args:
@@ -308,7 +305,7 @@ def verify(
 
 
 def _rejection_sample(
-    target: torch.Tensor, rows: Sequence[SampledRow], proposal: Proposal, bonus: int
+    target: Tensor, rows: Sequence[SampledRow], proposal: Proposal, bonus: int
 ) -> list[int]:
     """Accept each draft token with the probability min(1, p / q) (Leviathan et al., 2023).
 
@@ -338,7 +335,7 @@ def _rejection_sample(
 _CACHED_ROWS = 8  # on a CPU, log probabilities take a third of the time if temporaries fit a cache
 
 
-def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
+def logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
     """Return the log probability of each row's token, and those of the `top` likeliest tokens.
 
     `logits` are unprocessed, [rows, vocabulary].
@@ -361,7 +358,7 @@ def logprobs(logits: torch.Tensor, tokens: Sequence[int], top: int) -> list[Toke
     return results
 
 
-def candidates(logits: torch.Tensor, count: int) -> tuple[list[int], list[float]]:
+def candidates(logits: Tensor, count: int) -> tuple[list[int], list[float]]:
     """Return the likeliest tokens of a beam, likeliest first, and their log probabilities.
 
     `logits` are unprocessed, [vocabulary].

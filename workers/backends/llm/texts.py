@@ -453,9 +453,7 @@ class Texts:
 
     # --- requests
 
-    def prepare(
-        self, stream: OutputStream, inputs: Mapping[str, Any], resumed: list[Resumed]
-    ) -> None:
+    def prepare(self, stream: OutputStream, inputs: dict[str, Any], resumed: list[Resumed]) -> None:
         """Read a request, and send `Prepared` or the error of the request."""
         size = sum(len(text) for text in inputs.values() if isinstance(text, str | memoryview))
         if isinstance(inputs.get("messages"), memoryview):
@@ -480,15 +478,13 @@ class Texts:
             return
         start = partial(self._start, stream, prompt, echo, resumed)
         if prompt.parameters.grammar[0] or prompt.message_grammar:
-            self._slow_jobs.submit(self._compile_grammar, prompt, stream, start)
+            self._slow_jobs.submit(self._compile, prompt, stream, start)
         elif threading.current_thread() is self._thread:
             start()
         else:
             self.put(start)
 
-    def _compile_grammar(
-        self, prompt: Prompt, stream: OutputStream, start: Callable[[], None]
-    ) -> None:
+    def _compile(self, prompt: Prompt, stream: OutputStream, start: Callable[[], None]) -> None:
         try:
             self.reader.compile(prompt)
         except Exception as error:

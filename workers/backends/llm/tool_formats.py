@@ -84,9 +84,7 @@ class Lark:
         names = "|".join(map(re.escape, self.special))
         parts = re.split(f"({names})", text) if names else [text]
         special = self.special
-        tokens = (
-            f"<[{special[part]}]>" if part in special else _quote(part) for part in parts if part
-        )
+        tokens = (f"<[{special[p]}]>" if p in special else _quote(p) for p in parts if p)
         return " ".join(tokens) or '""'
 
     def any_text(self, end: str) -> str:
@@ -97,11 +95,11 @@ class Lark:
 
     def json(self, schema: Any) -> str:
         """Return an expression for the JSON values of a schema."""
-        options = {**_JSON_OPTIONS, **schema.get("x-guidance", {})}
         try:
             extended = with_patterns(schema, schema)
         except ValueError as error:
             raise InvalidArgument(f"tools: cannot be compiled: {error}") from None
+        options = {**_JSON_OPTIONS, **extended.get("x-guidance", {})}
         return f"%json {json.dumps({**extended, 'x-guidance': options})}"
 
     def alternatives(self, bodies: Iterable[str]) -> str:

@@ -301,16 +301,9 @@ logger = logging.getLogger(__name__)
 # The attributes of a class that the server interprets.
 _KNOWN_ATTRIBUTES = (
     *("predict", "load", "unload", "is_ready", "max_batch_size", "max_queue_delay_us"),
-    *(
-        STRATEGY_PARAMETER,
-        TARGET_PARAMETER,
-        MAX_STREAMS,
-        MIN_INSTANCES,
-        MAX_INSTANCES,
-        "instances",
-        "instance_group",
-    ),
-    *("ragged", "batch_input", "batch_output", PADDING, ENVIRONMENT, "sequence_batching"),
+    *(STRATEGY_PARAMETER, TARGET_PARAMETER, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, "instances"),
+    *("instance_group", "ragged", "batch_input", "batch_output", PADDING, ENVIRONMENT),
+    "sequence_batching",
 )
 
 

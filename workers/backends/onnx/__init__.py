@@ -93,8 +93,7 @@ def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:
     defaults = {key: settings[key] for key in _THREAD_PARAMETERS if key in settings}
     config = replace(config, parameters={**defaults, **config.parameters})
     options = session_options(runtime, config, context.threads)
-    operations = config.source.get("model_operations") or {}
-    for name in operations.get("op_library_filename", ()):
+    for name in (config.source.get("model_operations") or {}).get("op_library_filename", ()):
         folders = (context.version_dir, context.model_dir)
         paths = (str(folder / name) for folder in folders if (folder / name).exists())
         options.register_custom_ops_library(next(paths, name))

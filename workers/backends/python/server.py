@@ -134,8 +134,7 @@ class ServerApi:
             return False
         if not (state["ready"] and state.get("checks_ready")):
             return bool(state["ready"])
-        readiness = self.context.control.ask(AskReady, name, state["version"])
-        return bool(readiness["ready"])
+        return bool(self.context.control.ask(AskReady, name, state["version"])["ready"])
 
 
 _server: ServerApi | None = None

@@ -72,9 +72,7 @@ class ArgumentBinding:
         InvalidArgument: Inputs and arguments do not match.
     """
 
-    def __init__(
-        self, model: str, inputs: Sequence[str], arguments: Sequence[Argument] | None
-    ) -> None:
+    def __init__(self, model: str, inputs: list[str], arguments: Sequence[Argument] | None) -> None:
         self._arguments = arguments
         if arguments is None:
             positions = _positions(model, "input", inputs, len(inputs))

@@ -156,16 +156,9 @@ class GrpcCall(ABC):
     delays_drain: ClassVar[bool]
     _window_share: ClassVar[float]  # the share of the flow-control window that one message may use
     __slots__ = (
-        *(
-            "_arriving_message",
-            "_assembly",
-            "_is_head_sent",
-            "_compression",
-            "_connection",
-            "_deadline",
-            "_sinks",
-        ),
-        *("_stream", "_timer", "client", "done", "head", "on_disconnect", "on_ended"),
+        *("_arriving_message", "_assembly", "_is_head_sent", "_compression", "_connection"),
+        *("_deadline", "_sinks", "_stream", "_timer", "client", "done", "head", "on_disconnect"),
+        "on_ended",
     )
 
     def __init__(
@@ -475,15 +468,8 @@ class StreamingCall(GrpcCall):
     delays_drain = False
     _window_share = 1 / 2  # earlier messages may use the other half of the window
     __slots__ = (
-        *(
-            "_is_half_closed",
-            "_consumed",
-            "_has_unparsed_data",
-            "_message_waiter",
-            "_queue",
-            "_task",
-        ),
-        "_write_waiter",
+        *("_is_half_closed", "_consumed", "_has_unparsed_data", "_message_waiter", "_queue"),
+        *("_task", "_write_waiter"),
     )
 
     def __init__(
@@ -597,8 +583,7 @@ class StreamingCall(GrpcCall):
 
     def _send_head(self) -> None:
         self._is_head_sent = True
-        sending = self._connection.http2.sending
-        sending.send_head(self._stream, HEADS_BY_ENCODING[self._compression])
+        self._connection.http2.sending.send_head(self._stream, HEADS_BY_ENCODING[self._compression])
 
     async def write_all(self, responses: Sequence[bytes], stall_s: float | None = None) -> None:
         """Write responses, and wait until the windows permit the last one, or for a disconnect.

@@ -90,16 +90,9 @@ class Assembly:
     """
 
     __slots__ = (
-        *(
-            "_compressed",
-            "_is_piece_copied",
-            "_head",
-            "_buffered_data",
-            "_message",
-            "_permitted_bytes",
-            "_piece",
-        ),
-        *("_position", "_prefix", "_sinks", "_size", "beyond_window", "missing_bytes", "sink"),
+        *("_compressed", "_is_piece_copied", "_head", "_buffered_data", "_message"),
+        *("_permitted_bytes", "_piece", "_position", "_prefix", "_sinks", "_size", "beyond_window"),
+        *("missing_bytes", "sink"),
     )
 
     def __init__(self, permitted_bytes: int, head: CallHead, sinks: Sinks | None) -> None:

@@ -252,7 +252,7 @@ class Choices:
         sample.finish_reason, sample.stop_reason = choice["finish_reason"], delta.stop_reason
         sample.first_logprobs = None if sample.is_begun else choice["logprobs"]
         if self.continuous:
-            members = self._count_sample_tokens(prompt, sample, delta.extra_members)
+            members = self._count_tokens(prompt, sample, delta.extra_members)
             choice |= self._add_members(sample, members)
         elif delta.extra_members:
             choice |= self._add_members(sample, delta.extra_members)
@@ -265,9 +265,7 @@ class Choices:
             self._count_usage(delta.usage)
         return choice
 
-    def _count_sample_tokens(
-        self, prompt: int, sample: _Sample, fields: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _count_tokens(self, prompt: int, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
         """Count the tokens of a sample, and return the further members of its choice.
 
         `usage` is among them, for `chunk`, which moves it from the choice to the chunk.
@@ -422,25 +420,23 @@ async def respond(
     return response
 
 
+@dataclass(slots=True, eq=False)
 class _Generation:
     """An in-flight request for text: the model's responses to each prompt."""
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        request: HttpRequest,
-        text_request: bodies.TextRequest,
-        rendering: Rendering,
-    ) -> None:
-        self._gateway = gateway
-        self._request = request
-        self._text_request = text_request
-        self._rendering = rendering
-        self._queues: list[ResponseQueue] = []
-        self._response_event = asyncio.Event()
-        parameters = text_request.parameters
+    _gateway: Gateway
+    _request: HttpRequest
+    _text_request: bodies.TextRequest
+    _rendering: Rendering
+    _queues: list[ResponseQueue] = field(init=False, default_factory=list)
+    _response_event: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    _has_logprobs: bool = field(init=False)
+    # The bytes of responses with log probabilities that are not written yet.
+    _byte_size: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        parameters = self._text_request.parameters
         self._has_logprobs = "logprobs" in parameters or "prompt_logprobs" in parameters
-        self._byte_size = 0  # of responses with log probabilities that are not written yet
 
     def close(self) -> None:
         """Cancel the inference requests that have not ended."""
@@ -515,13 +511,10 @@ class _Generation:
                 while queue and prompt in unfinished:
                     inferred = queue.request.outputs(queue.first_response)
                     if self._has_logprobs and inferred is not None:
-                        sizes = (
-                            len(output_bytes(self._gateway, tensor)) for tensor in inferred.outputs
-                        )
+                        sizes = (len(output_bytes(self._gateway, t)) for t in inferred.outputs)
                         byte_size = sum(sizes)
                         self._byte_size += byte_size
-                        add = partial(self._add, prompt, inferred)
-                        choices = await _convert(byte_size, add)
+                        choices = await _convert(byte_size, partial(self._add, prompt, inferred))
                     else:
                         choices = self._add(prompt, inferred)
                     if choices:
@@ -558,12 +551,10 @@ class _Generation:
             for index, text, reason, logprobs, usage, stopped in zip(*columns, strict=True)
         ]
         if self._text_request.detail_outputs:
-            return list(self._with_extra_members(deltas, values))
+            return list(self._with_members(deltas, values))
         return deltas
 
-    def _with_extra_members(
-        self, deltas: list[Delta], values: dict[str, list[Any]]
-    ) -> Iterator[Delta]:
+    def _with_members(self, deltas: list[Delta], values: dict[str, list[Any]]) -> Iterator[Delta]:
         """Yield the deltas with members that few requests ask for.
 
         They are tokens, the prompt's log probabilities, and messages.

@@ -137,8 +137,7 @@ async def _compute_vectors(
     else:
         text_input = bodies.create_input(embedder.text, "BYTES", texts, shape or (1,))
     outputs = await _infer(gateway, request, model, text_input, [embedder.vector], {})
-    vectors = outputs[embedder.vector].astype(np.float32)
-    return list(vectors.reshape(len(texts), -1))
+    return list(outputs[embedder.vector].astype(np.float32).reshape(len(texts), -1))
 
 
 def _check_texts(value: Any) -> list[Any]:

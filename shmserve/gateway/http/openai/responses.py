@@ -95,14 +95,10 @@ _HOSTED_TOOLS = (
 )
 # The values of `include`. All but the first two are members of items that no response here has.
 _INCLUDED_MEMBERS = (
-    "message.output_text.logprobs",
-    "reasoning.encrypted_content",
-    "message.input_image.image_url",
-    "code_interpreter_call.outputs",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "web_search_call.action.sources",
-    "web_search_call.results",
+    *("message.output_text.logprobs", "reasoning.encrypted_content"),
+    *("message.input_image.image_url", "code_interpreter_call.outputs"),
+    *("computer_call_output.output.image_url", "file_search_call.results"),
+    *("web_search_call.action.sources", "web_search_call.results"),
 )
 
 
@@ -270,14 +266,12 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position:
         content = _chat_content(item.get("content"), position)
         messages.append({"role": item.get("role"), "content": content})
         return
-    last_message: dict[str, Any] = messages[-1] if messages else {}
-    if last_message.get("role") != "assistant" or (
-        kind == "message" and last_message.get("content")
-    ):
-        last_message = {"role": "assistant", "content": None}
-        messages.append(last_message)
+    last: dict[str, Any] = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or (kind == "message" and last.get("content")):
+        last = {"role": "assistant", "content": None}
+        messages.append(last)
     if kind == "message":
-        last_message["content"] = _chat_content(item.get("content"), position)
+        last["content"] = _chat_content(item.get("content"), position)
     elif kind in ("function_call", "custom_tool_call"):
         name = _qualified_name(item.get("namespace"), item.get("name"))
         arguments = item.get("arguments")
@@ -285,14 +279,14 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position:
             arguments = orjson.dumps({"input": item.get("input")}).decode()
         function = {"name": name, "arguments": arguments}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
-        last_message.setdefault("tool_calls", []).append(call)
+        last.setdefault("tool_calls", []).append(call)
     elif kind == "reasoning":
         returned = item.get("encrypted_content")
         if not item.get("content") and type(returned) is str and returned.startswith(_PLAIN_PREFIX):
-            last_message["reasoning_content"] = returned.removeprefix(_PLAIN_PREFIX)
+            last["reasoning_content"] = returned.removeprefix(_PLAIN_PREFIX)
         else:
             parts = item.get("content") or item.get("summary") or []
-            last_message["reasoning_content"] = _chat_content(parts, position)
+            last["reasoning_content"] = _chat_content(parts, position)
     else:
         raise InvalidArgument(f"{position}: items of type {clip(repr(kind))} are not supported")
 

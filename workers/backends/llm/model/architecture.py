@@ -41,14 +41,8 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True, None),
 }
 _POSITIVE_INTEGERS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-    "num_key_value_heads",
-    "head_dim",
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+    *("max_position_embeddings", "num_key_value_heads", "head_dim"),
 )
 _OPTIONAL = ("num_key_value_heads", "head_dim")  # may be absent or null
 _MAX_SIZE = (1 << 31) - 1
@@ -114,9 +108,7 @@ class Rope:
         """
         parameters, half = self.parameters, head_dim // 2
         rotations = (parameters.get("beta_fast") or 32.0, parameters.get("beta_slow") or 1.0)
-        turns = (
-            math.log(parameters[_ORIGINAL] / (rotation * 2 * math.pi)) for rotation in rotations
-        )
+        turns = (math.log(parameters[_ORIGINAL] / (r * 2 * math.pi)) for r in rotations)
         low, high = (head_dim * turn / (2 * math.log(self.theta)) for turn in turns)
         if parameters.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)

@@ -292,18 +292,16 @@ def _row_pointers(counts: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(ends)
 
 
-def _visible_slots(
-    rows: list[DecodeRow], width: int, block_size: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _visible_slots(rows: list[DecodeRow], width: int, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the slots that rows of one width read, and the bias of their scores, [rows, width].
 
     The keys that pad a row are in its first slot, and have the bias -inf.
     """
-    count = -(-width // block_size)
+    count = -(-width // size)
     tables = (row.block_table for row in rows)
     padded_tables = [table[:count] + table[:1] * (count - len(table)) for table in tables]
-    blocks = np.array(padded_tables, np.int32)[:, :, None] * block_size
-    slots = (blocks + np.arange(block_size, dtype=np.int32)).reshape(len(rows), -1)[:, :width]
+    blocks = np.array(padded_tables, np.int32)[:, :, None] * size
+    slots = (blocks + np.arange(size, dtype=np.int32)).reshape(len(rows), -1)[:, :width]
     visible = np.arange(width) < np.array([row.length for row in rows])[:, None]
     bias = np.where(visible, np.float32(0), np.float32(-np.inf))
     return np.where(visible, slots, slots[:, :1]), bias
@@ -402,8 +400,7 @@ class Attention:
         heads, slots, size = pool.shape
         if run.blocks is not None:
             blocks = pool.view(heads, -1, self._cache.block_size, size)
-            gathered = blocks.index_select(1, run.blocks).flatten(1, 2)
-            return gathered[:, : run.length].unsqueeze(0)
+            return blocks.index_select(1, run.blocks).flatten(1, 2)[:, : run.length].unsqueeze(0)
         offset = pool.storage_offset() + run.first_slot * size
         return pool.as_strided((1, heads, run.length, size), (0, slots * size, size, 1), offset)
 

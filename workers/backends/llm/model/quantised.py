@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
+from torch import Tensor
 
 from shmserve.errors import InvalidArgument
 
@@ -163,9 +164,7 @@ class Quantisation:
         ]
         return f"{values.name} has no {' and no '.join(missing_parts)}" if missing_parts else ""
 
-    def dequantise(
-        self, name: str, shape: tuple[int, ...], parts: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor:
+    def dequantise(self, name: str, shape: tuple[int, ...], parts: Mapping[str, Tensor]) -> Tensor:
         """Return a weight, float32 [rows, columns].
 
         Raises:
@@ -183,11 +182,11 @@ class Quantisation:
     def _dequantise(
         self,
         shape: tuple[int, ...],
-        values: torch.Tensor,
-        scales: torch.Tensor,
-        zeros: torch.Tensor | None = None,
-        groups: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        values: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        groups: Tensor | None = None,
+    ) -> Tensor:
         rows, columns = shape
         bits = 0
         if self.method == "gptq":  # q is packed along columns, s and z have a row for each group
@@ -222,9 +221,7 @@ class Quantisation:
             weight = weight - self._expand(zeros.float(), shape, groups)
         return weight * self._expand(scales.float(), shape, groups)
 
-    def _expand(
-        self, factors: torch.Tensor, shape: tuple[int, ...], groups: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _expand(self, factors: Tensor, shape: tuple[int, ...], groups: Tensor | None) -> Tensor:
         """Return scales or zero points [groups of rows, groups of columns], expanded to a shape.
 
         Dimensions of size 1 remain, because they broadcast.
@@ -292,7 +289,7 @@ def _bits(words: int, count: int) -> int:
     return next(bits for bits in (*_BITS, 0) if not bits or math.ceil(count * bits / 32) == words)
 
 
-def _unpack(words: torch.Tensor, bits: int, is_interleaved: bool = False) -> torch.Tensor:
+def _unpack(words: Tensor, bits: int, is_interleaved: bool = False) -> Tensor:
     """Return the unsigned values in 32-bit words [rows, words], int32 [rows, values].
 
     If `is_interleaved`, the lower half of a word has its even values, as in AWQ.

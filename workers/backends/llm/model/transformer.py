@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from shmserve.workers.backends.llm.model.architecture import Architecture
@@ -41,10 +42,10 @@ _PACK_ROWS = 16  # number of rows for which oneDNN packs weights
 _MIN_SCALE = 1e-8
 MAX_ROWS = 256  # maximum number of rows of one call; kernels for more rows give other bits
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
+Linear = Callable[[Tensor], Tensor]
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, dtype: str = "fp32") -> Linear:
+def make_linear(weight: Tensor, bias: Tensor | None, dtype: str = "fp32") -> Linear:
     """Return the fastest linear layer for a float32 weight [out, in] on its device.
 
     The layer maps rows, float32 [rows, in], to float32 [rows, out].
@@ -77,39 +78,39 @@ def can_pack() -> bool:
     return is_close and torch.equal(output[:MIN_ROWS], first_rows)
 
 
-def _make_packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def _make_packed(weight: Tensor, bias: Tensor | None) -> Linear:
     operators: Any = torch.ops.mkldnn
     packed = operators._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
     multiply = operators._linear_pointwise.default
 
-    def layer(rows: torch.Tensor) -> torch.Tensor:
+    def layer(rows: Tensor) -> Tensor:
         count = rows.shape[0]  # `rows.shape[0]`, because `len` is slower
         if count <= MAX_ROWS:
-            product: torch.Tensor = multiply(rows, packed, bias, "none", [], "")
+            product: Tensor = multiply(rows, packed, bias, "none", [], "")
             return product
         return torch.cat([layer(part) for part in rows.tensor_split(-(-count // MAX_ROWS))])
 
     return layer
 
 
-def _make_plain(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def _make_plain(weight: Tensor, bias: Tensor | None) -> Linear:
     columns = weight.t().contiguous()
 
-    def layer(rows: torch.Tensor) -> torch.Tensor:
+    def layer(rows: Tensor) -> Tensor:
         product = rows @ columns
         return product if bias is None else product + bias
 
     return layer
 
 
-def _make_bf16(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def _make_bf16(weight: Tensor, bias: Tensor | None) -> Linear:
     """Return a layer with weights and rows of 16 bits, whose products are summed in 32 bits."""
     weight_bf16 = weight.bfloat16()
     bias_bf16 = None if bias is None else bias.bfloat16()
     return lambda rows: functional.linear(rows.bfloat16(), weight_bf16, bias_bf16).float()
 
 
-def _make_int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def _make_int8(weight: Tensor, bias: Tensor | None) -> Linear:
     """Return a layer with 8-bit weights, one scale per output, and dynamically quantised rows.
 
     The operator has one scale for all rows of a call. Each row is therefore divided by its largest
@@ -126,9 +127,9 @@ def _make_int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     multiply = torch.ops.quantized.linear_dynamic
     vector_norm = torch.linalg.vector_norm
 
-    def layer(rows: torch.Tensor) -> torch.Tensor:
+    def layer(rows: Tensor) -> Tensor:
         if rows.shape[0] == 1:
-            product: torch.Tensor = multiply(rows, packed, reduce_range)
+            product: Tensor = multiply(rows, packed, reduce_range)
         else:
             scales = vector_norm(rows, math.inf, 1, True).clamp_min_(_MIN_SCALE)
             product = multiply(rows / scales, packed, reduce_range).mul_(scales)
@@ -137,7 +138,7 @@ def _make_int8(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     return layer
 
 
-def _pack_int8(weight: torch.Tensor) -> object:
+def _pack_int8(weight: Tensor) -> object:
     scales = weight.abs().amax(1).clamp_min(_MIN_SCALE) / 127
     zeros = torch.zeros(len(weight), dtype=torch.long)
     quantised = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
@@ -181,11 +182,11 @@ class Layer:
         gate_up: The gate and up projections as one layer.
     """
 
-    input_norm: torch.Tensor | None
+    input_norm: Tensor | None
     qkv: Linear
-    head_norms: torch.Tensor | None
+    head_norms: Tensor | None
     output: Linear
-    post_attention_norm: torch.Tensor | None
+    post_attention_norm: Tensor | None
     gate_up: Linear
     down: Linear
 
@@ -228,7 +229,7 @@ class Transformer:
     @torch.inference_mode()
     def forward(
         self, rows: Pass, cache: KvCache, attention: Attention, logit_rows: list[int]
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the logits of the `logit_rows` rows, float32 [logit rows, vocabulary].
 
         The `logit_rows` rows are the last ones of their spans. The keys and values of all rows are
@@ -251,13 +252,13 @@ class Transformer:
 
     def states(
         self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
         cache: KvCache,
         attend: Attend,
         selection: SelectedRows | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the hidden states after the last layer of all rows, or of `selection`.
 
         The result is float32 [rows, hidden + extra columns]; the extra columns are those of the
@@ -281,7 +282,7 @@ class Transformer:
             self._feed_forward(layer, extended)
         return extended
 
-    def _feed_forward(self, layer: Layer, extended: torch.Tensor) -> None:
+    def _feed_forward(self, layer: Layer, extended: Tensor) -> None:
         """Add the feed-forward part of a layer to the states, in parts of at most MAX_ROWS rows."""
         count = extended.shape[0]
         if count > MAX_ROWS:
@@ -293,11 +294,11 @@ class Transformer:
         gate, up = layer.gate_up(normalised).chunk(2, -1)
         states += layer.down(functional.silu(gate).mul_(up))
 
-    def logits(self, extended: torch.Tensor) -> torch.Tensor:
+    def logits(self, extended: Tensor) -> Tensor:
         """Return the logits of rows of `states`, float32 [rows, vocabulary]."""
         return self.head(_normalise(extended[:, : self.architecture.hidden], extended, self._norm))
 
-    def _rotate(self, layer: Layer, qkv: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+    def _rotate(self, layer: Layer, qkv: Tensor, rotations: Tensor) -> Tensor:
         """Apply the head norms and the rotary embedding (Su et al., 2021) to queries and keys.
 
         Args:
@@ -319,15 +320,15 @@ class Transformer:
 
     # --- weights
 
-    def _weight(self, name: str) -> torch.Tensor:
+    def _weight(self, name: str) -> Tensor:
         weight = self._checkpoint.weight(name).to(self.device)
         is_rotary = name.split(".")[-2] in _ROTARY_WEIGHTS
         return _pair_rotary_rows(weight, self.architecture.head_dim) if is_rotary else weight
 
-    def _norm_gain(self, name: str) -> torch.Tensor:
+    def _norm_gain(self, name: str) -> Tensor:
         return self._weight(f"{name}.weight") * math.sqrt(self.architecture.hidden)
 
-    def _linear(self, prefix: str, *names: str, gain: torch.Tensor | None = None) -> Linear:
+    def _linear(self, prefix: str, *names: str, gain: Tensor | None = None) -> Linear:
         weights = [self._weight(f"{prefix}.{name}.weight") for name in names]
         has_bias = f"{prefix}.{names[0]}.bias" in self.architecture.weights()
         bias = None
@@ -360,9 +361,7 @@ class Transformer:
         )
 
 
-def _normalise(
-    states: torch.Tensor, extended: torch.Tensor, gain: torch.Tensor | None
-) -> torch.Tensor:
+def _normalise(states: Tensor, extended: Tensor, gain: Tensor | None) -> Tensor:
     """Return the RMS norm of states (Zhang and Sennrich, 2019), with one operator for the norm.
 
     The extra column sqrt(epsilon * hidden) of `extended` adds epsilon to the mean square. The gain
@@ -373,11 +372,11 @@ def _normalise(
         extended: The hidden states with their extra columns.
         gain: The gain, [hidden]; None: it is folded into the following linear layer.
     """
-    normed: torch.Tensor = states / torch.linalg.vector_norm(extended, 2.0, -1, True)
+    normed: Tensor = states / torch.linalg.vector_norm(extended, 2.0, -1, True)
     return normed if gain is None else normed.mul_(gain)
 
 
-def _pair_rotary_rows(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+def _pair_rotary_rows(weight: Tensor, head_dim: int) -> Tensor:
     """Return a weight whose two rows of each rotated pair are adjacent.
 
     In the files of checkpoints they are half a head apart. Adjacent rows allow complex numbers.
@@ -386,7 +385,7 @@ def _pair_rotary_rows(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
-def _make_rotations(model: Architecture, device: str) -> torch.Tensor:
+def _make_rotations(model: Architecture, device: str) -> Tensor:
     """Return the rotation of each pair at each position, complex64 [positions, head size / 2]."""
     positions = torch.arange(model.positions).float()
     angles = torch.outer(positions, model.rope.frequencies(model.head_dim))
@@ -404,8 +403,8 @@ class CapturedGraph(NamedTuple):
     """A captured CUDA graph with its input and output memory."""
 
     graph: torch.cuda.CUDAGraph
-    inputs: torch.Tensor
-    logits: torch.Tensor
+    inputs: Tensor
+    logits: Tensor
 
 
 class DecodeGraphs:
@@ -434,7 +433,7 @@ class DecodeGraphs:
             self._captured_graphs[rows, blocks] = CapturedGraph(graph, inputs, logits)
 
     @torch.inference_mode()
-    def logits(self, rows: Pass) -> torch.Tensor | None:
+    def logits(self, rows: Pass) -> Tensor | None:
         """Return the logits of all rows of a pass, or None if no graph fits.
 
         The logits are valid until the next pass.
@@ -467,7 +466,7 @@ def decode_inputs(rows: Pass, row_count: int, block_count: int) -> np.ndarray:
     return inputs
 
 
-def decode_logits(model: Transformer, cache: KvCache, inputs: torch.Tensor) -> torch.Tensor:
+def decode_logits(model: Transformer, cache: KvCache, inputs: Tensor) -> Tensor:
     """Return the logits of all rows of `decode_inputs`, and store their keys and values.
 
     The attention of each row is computed with all keys of its blocks, of which later ones are
@@ -480,7 +479,7 @@ def decode_logits(model: Transformer, cache: KvCache, inputs: torch.Tensor) -> t
     mask = torch.arange(key_slots.shape[1], device=inputs.device) <= positions.unsqueeze(1)
     mask = mask[None, :, None]
 
-    def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
+    def attend(heads: Tensor, layer: int) -> Tensor:
         # Query heads that share a key-value head are rows of one product.
         queries = heads[:, : cache.query_heads].view(row_count, cache.kv_heads, -1, heads.shape[2])
         output = functional.scaled_dot_product_attention(
@@ -539,7 +538,7 @@ class Passes:
         """Return a pass without rows."""
         return Pass(self.cache.block_size, self._model.device)
 
-    def logits(self, rows: Pass, logit_rows: list[int]) -> torch.Tensor:
+    def logits(self, rows: Pass, logit_rows: list[int]) -> Tensor:
         """Return the logits of the `logit_rows` rows, float32 [logit rows, vocabulary].
 
         The logits are valid until the next pass. The keys and values of all rows are stored in the

@@ -115,6 +115,21 @@ def test_integers_that_would_be_rounded_are_refused(schema: dict[str, Any]) -> N
         Lark({}).json(schema)
 
 
+@pytest.mark.parametrize(
+    ("schema", "error"),
+    [
+        ({"format": []}, "cannot be compiled: .*format"),
+        ({"x-guidance": True}, "x-guidance: True is not an object"),
+    ],
+)
+def test_keywords_have_their_types(schema: dict[str, Any], error: str) -> None:
+    with pytest.raises(InvalidArgument, match=error):
+        accepts({"type": "string", **schema}, "a")
+    if "x-guidance" in schema:
+        with pytest.raises(InvalidArgument, match=f"tools: cannot be compiled: {error}"):
+            Lark({}).json(schema)
+
+
 def test_a_uuid_has_its_version() -> None:
     identifier = "123e4567-e89b-42d3-a456-426614174000"
     assert accepts({"type": "string", "format": "uuid4"}, identifier)
