@@ -348,7 +348,7 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     except JsonFault as error:
         if header_length is None and body[:1] not in _JSON_STARTS:
             raise JsonFault(error.message + _RAW_HINT) from None
-        if b"binary_data_size" in body:
+        if b"binary_data_size" in body and (header_length is None or "UTF-8" in error.message):
             raise JsonFault(error.message + _TAIL_HINT) from None
         raise
     infer_request.parameters |= forwarded

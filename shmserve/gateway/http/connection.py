@@ -40,7 +40,6 @@ from shmserve.gateway.http.messages import (
     StartRepeatedRequest,
     WholeBody,
     drain_or_abort,
-    error_response,
 )
 from shmserve.gateway.http.routing import App
 from shmserve.gateway.listener import Acceptor
@@ -223,7 +222,7 @@ class HttpConnection(Incoming):
     def _refuse_malformed(self, error: HttpProcessingError) -> None:
         logger.debug("malformed request: %s", error)
         problem = InvalidArgument(f"malformed HTTP request: {_describe_error(error)}")
-        response = error_response(problem, close=True)
+        response = self._app.malformed_response(problem, self._malformed_head)
         if self.transport is not None and not self.transport.is_closing():
             body = b"".join(response.pieces)
             self.transport.write(response.head(None, len(body)) + body)

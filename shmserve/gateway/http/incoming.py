@@ -91,6 +91,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # Awaited by the task while no request is queued.
         self._waiter: asyncio.Future[None] | None = None
         self._may_parse = True  # whether bytes may be parsed; False after an error
+        self._malformed_head = b""  # the received bytes of the request with the error, if known
         # The received part of an incomplete head, if it is known.
         self._partial_head: bytes | None = None
         self._ends_request = False  # whether the received bytes end with a head or with chunks
@@ -254,7 +255,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             if head is not None and self._parse_without_length(head):
                 return
             self._messages.append(error)
-            self._may_parse = False
+            self._may_parse, self._malformed_head = False, head or b""
         else:
             self._messages += messages
             if head is not None and not self._messages and len(head) <= _MAX_PENDING_HEAD_BYTES:

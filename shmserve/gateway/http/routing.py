@@ -283,6 +283,13 @@ class App(ActiveCount):
         self._routes = routes
         self._cors = cors
 
+    def malformed_response(self, error: InvalidArgument, head: bytes) -> HttpResponse:
+        """Return the response to malformed HTTP that begins with `head`, in its API's format."""
+        target = b"".join(head.split(b" ", 2)[1:2]).decode("latin-1")
+        route, _ = self._routes.find(target) or self._routes.unmatched(target)
+        headers = _request_id_header("") if route.has_request_id else b""
+        return error_response(error, route.encode_error, headers=headers, close=True)
+
     async def handle(self, request: HttpRequest) -> HttpResponse:
         """Return the response to any request; raise only CancelledError.
 
@@ -320,7 +327,7 @@ class App(ActiveCount):
         if cors is not None:
             cors.add_headers(request, response)
         if route.has_request_id:
-            response.headers += _request_id_header(request)
+            response.headers += _request_id_header(request.headers.get(_REQUEST_ID, ""))
         if self._gateway.draining:
             response.close = True
         on_sent = response.on_sent
@@ -336,9 +343,8 @@ class App(ActiveCount):
             self.decrement()
 
 
-def _request_id_header(request: HttpRequest) -> bytes:
+def _request_id_header(client_id: str) -> bytes:
     """Return the header with the id that the client has sent, or else with a new id."""
-    client_id = request.headers.get(_REQUEST_ID, "")
     is_valid = client_id and _VALID_REQUEST_ID.fullmatch(client_id)
     request_id = client_id if is_valid else f"req_{os.urandom(16).hex()}"
     return b"x-request-id: %b\r\n" % request_id.encode()

@@ -7,12 +7,12 @@ The batcher learns the duration of batches by size and the arrival of requests (
    tried if the account of misses covers the misses that the trial may cause. The size is also tried
    if the known sizes do not keep up with the arrivals.
 2. Waiting requests run as soon as an instance is free, unless rule 3 applies.
-3. The batcher waits for further requests of a burst if the rate of the expected larger batch
-   exceeds the average rate (the marginal value theorem: Charnov, 1976). The total wait is at most
-   the setup time of an execution. Waiting therefore costs at most twice the optimum, as in the
-   ski-rental problem (Karlin et al., 1988). Trials decide whether waiting pays: a busy machine may
-   wake the scheduler too late. No trial is needed if the larger batch would end before the smaller
-   one.
+3. The batcher waits for further requests of a burst if the rows that join the batch, divided by the
+   time by which it ends later, exceed the average rate of rows (the marginal value theorem:
+   Charnov, 1976). The total wait is at most the setup time of an execution. Waiting therefore
+   costs at most twice the optimum, as in the ski-rental problem (Karlin et al., 1988). Trials
+   decide whether waiting pays: a busy machine may wake the scheduler too late. No trial is needed
+   if the larger batch would end before the smaller one.
 4. A wait ends early enough for the oldest request to meet the target with a batch duration at the
    99th percentile. A configured delay also limits the wait.
 5. If all waiting requests would be late in one batch and in time in two batches, two batches run.

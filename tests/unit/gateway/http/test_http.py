@@ -152,6 +152,18 @@ def test_malformed_http_is_refused(connection: socket.socket, raw: bytes) -> Non
 
 
 @pytest.mark.parametrize(
+    "rest", [b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", b"Content-Length: a\r\n\r\n"]
+)
+def test_malformed_http_under_v1_has_an_error_of_openais_form(
+    connection: socket.socket, rest: bytes
+) -> None:
+    connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n" + rest)
+    reply = read_reply(connection)
+    assert json.loads(reply.body)["error"]["type"] == "invalid_request_error"
+    assert reply.headers["x-request-id"].startswith("req_")
+
+
+@pytest.mark.parametrize(
     ("head", "reason"),
     [
         (b"GET /v2 HTTP/1.1\r\n", "Missing 'Host' header in request."),
