@@ -345,7 +345,7 @@ class ShareMemory(ControlRequest, Message):
     """Sent by a local client to the supervisor to share the memory of the attached descriptor.
 
     The memory is the first `byte_size` bytes of a sealed memfd. The reply is {"memory": [id, pid,
-    fd, inode, byte_size, sealed, copied, pinned]}, the memory of a packed range. With `pin`,
+    byte_size, fd, inode, sealed, copied, pinned]}, the memory of a packed range. With `pin`,
     workers on CUDA devices lock its pages.
     """
 
@@ -357,7 +357,7 @@ class ShareDeviceMemory(ControlRequest, Message):
     """Sent by a local client to the supervisor to share memory of the server's device `device_id`.
 
     The memory is the first `byte_size` bytes of what `handle` opens. The reply is {"memory": [id,
-    byte_size, device_id, handle, device_uuid]}, the memory of a packed range.
+    pid, byte_size, device_id, handle, device_uuid]}, the memory of a packed range.
     """
 
     byte_size: int
