@@ -240,23 +240,12 @@ def pack_request_schema(
         or_input: The names of the placed outputs that may be returned as an input's range.
         parameters: The parameters.
     """
-    packed: bytes = _PACKER.pack(
-        (
-            [(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs],
-            [
-                (
-                    name,
-                    _ANYWHERE
-                    if name not in placed
-                    else _PLACED_OR_INPUT
-                    if name in or_input
-                    else _PLACED,
-                )
-                for name in outputs
-            ],
-            parameters,
-        )
-    )
+    tensors = [(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs]
+    requested = [
+        (n, _ANYWHERE if n not in placed else _PLACED_OR_INPUT if n in or_input else _PLACED)
+        for n in outputs
+    ]
+    packed: bytes = _PACKER.pack((tensors, requested, parameters))
     return packed
 
 
