@@ -94,7 +94,9 @@ def _run(arguments: list[str]) -> int:
         case "check" | "doctor":
             return _run_with_server_flags(verb, arguments)
         case "client":
-            return _client(arguments)
+            from shmserve.cli import client
+
+            return client.run(arguments)
     if verb in _VERBS:
         _interrupt_on_signals()
         return _run_with_own_flags(verb, arguments)
@@ -144,12 +146,6 @@ def _run_with_server_flags(name: str, arguments: list[str]) -> int:
 
 def _asks_for_help(arguments: list[str]) -> bool:
     return "--help" in arguments or "-h" in arguments
-
-
-def _client(arguments: list[str]) -> int:
-    from shmserve.cli import client
-
-    return client.run(arguments)
 
 
 def _run_with_own_flags(name: str, arguments: list[str]) -> int:

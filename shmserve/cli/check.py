@@ -222,12 +222,13 @@ class _Model:
     def _send(self, inputs: tuple[TensorRef, ...], schema: bytes, data: list[Any]) -> _Verdict:
         """Send a request with these inputs and return its outcome."""
         fit = self.signature.check("check", inputs, ())
-        dealer = Dealer(self._endpoint, f"{os.getpid()}.{secrets.token_hex(4)}")
-        has_text_ids = _ids_are_texts(self._config)
+        sequences = self._config.sequence_batching
+        has_text_ids = sequences is not None and sequences.correlation_id[1] == "BYTES"
         is_realistic = bool(self._samples or self._values)
         outcome = "FAILED" if is_realistic else "refused"
         note = "" if is_realistic else _ZEROS_NOTE if inputs else _NO_INPUTS_NOTE
-        try:
+        identity = f"{os.getpid()}.{secrets.token_hex(4)}"
+        with contextlib.closing(Dealer(self._endpoint, identity)) as dealer:
             dealer.send(
                 Submit(
                     id=1,
@@ -246,12 +247,10 @@ class _Model:
             while dealer.wait(_RESPONSE_TIMEOUT_S):
                 for message in dealer.receive():
                     match message:
-                        case Failed(message=error):
-                            return _Verdict(outcome, error + note)
                         case Responded(code="", schema=b""):  # the response only marks the end
                             return _Verdict("ok")
-                        case Responded(message=error, code=code) if code:
-                            return _Verdict(outcome, error + note)
+                        case Failed() | Responded() if message.code:
+                            return _Verdict(outcome, message.message + note)
                         case Responded() | Finished():
                             response = unpack_inferred(message.schema, message.data)
                             differences = self._differences(response, fit.batch_size)
@@ -259,8 +258,6 @@ class _Model:
                 if not dealer.connected:
                     return _Verdict("FAILED", "the scheduler of the model has exited")
             return _Verdict("FAILED", f"no response within {_RESPONSE_TIMEOUT_S:.0f} s")
-        finally:
-            dealer.close()
 
     def _differences(self, response: Inferred, batch_size: int) -> str:
         """Return the differences between a response and the configuration, or ""."""
@@ -291,12 +288,6 @@ class _Model:
         widths = [max(len(row[column]) for row in table) for column in range(2)]
         lines = (f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in table)
         return "the outputs differ from the configuration:\n" + "\n".join(lines)
-
-
-def _ids_are_texts(config: ModelSpec) -> bool:
-    """Check whether the sequence IDs of a model are texts."""
-    sequences = config.sequence_batching
-    return sequences is not None and sequences.correlation_id[1] == "BYTES"
 
 
 def _zero_tensor(signature: Signature, name: str) -> TensorRef:

@@ -20,7 +20,7 @@ from shmserve.protocols import (
     Transport,
     servers,
 )
-from shmserve.protocols.tensors import encode, find_input, load_value, split_input
+from shmserve.protocols.tensors import find_input, load_value, split_input
 
 _SUCCESS, _FAILED, _INVALID_USAGE = 0, 1, 2
 _STATES_HINT = "; `shmserve client models` lists the models with their states and reasons"
@@ -65,11 +65,7 @@ def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str,
     named_values = [split_input(text) for text in args.input]
     values = [(name, load_value(name, value)) for name, value in named_values]
     model = transport.inputs(args.model, args.model_version)
-    inputs = []
-    for name, value in values:
-        tensor = find_input(name, model)
-        shape, raw = encode(tensor, value)
-        inputs.append(InputTensor(name, tensor.datatype, shape, raw))
+    inputs = [InputTensor.of(find_input(name, model), value) for name, value in values]
     yield from transport.infer(
         OutgoingRequest(
             args.model,

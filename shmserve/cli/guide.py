@@ -183,7 +183,8 @@ def client_reference() -> str:
     from shmserve.errors import ShmserveError
 
     public = {name: getattr(client, name) for name in client.__all__}
-    errors = [value for value in public.values() if _is_subclass(value, ShmserveError)]
+    classes = filter(inspect.isclass, public.values())
+    errors = [value for value in classes if issubclass(value, ShmserveError)]
     documented = [value for value in public.values() if value not in errors]
     lines = ["# The client: shmserve.client", ""]
     for member in sorted(documented, key=inspect.isclass):
@@ -204,12 +205,8 @@ def _describe(module: ModuleType, documented: Any) -> Iterator[str]:
     if not inspect.isclass(documented):
         yield from _describe_function(f"{module_name}.{documented.__name__}", documented)
         return
-    yield from (
-        f"## {module_name}.{documented.__name__}",
-        "",
-        *_indented(inspect.getdoc(documented)),
-        "",
-    )
+    heading = f"## {module_name}.{documented.__name__}"
+    yield from (heading, "", *_indented(inspect.getdoc(documented)), "")
     for name, member in vars(documented).items():
         if not name.startswith("_") and name not in _INTERNAL_METHODS:
             yield from _describe_function(f"{documented.__name__}.{name}", member)
@@ -227,10 +224,6 @@ def _describe_function(name: str, function: Any) -> Iterator[str]:
 
 def _indented(text: str | None) -> list[str]:
     return [f"    {line}".rstrip() for line in (text or "").splitlines()]
-
-
-def _is_subclass(value: Any, kind: type) -> bool:
-    return inspect.isclass(value) and issubclass(value, kind)
 
 
 def flags_reference() -> str:

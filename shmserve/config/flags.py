@@ -222,9 +222,7 @@ def _cache_size(text: str) -> int:
     if key != "size":
         message = f"{_CACHE}: unknown setting '{key}' of the local cache (allowed: size)"
         raise InvalidArgument(message)
-    size = _CACHE_SIZE.parse(value)
-    assert isinstance(size, int)
-    return size
+    return int(_CACHE_SIZE.parse(value))
 
 
 _WORKSPACE = "--workspace-byte-size"
@@ -250,9 +248,7 @@ def workspace_byte_sizes(settings: Sequence[str]) -> dict[str, int]:
             )
         if device in sizes:
             raise InvalidArgument(f"{_WORKSPACE}: device '{device}' is given twice")
-        size = _WORKSPACE_SIZE.parse(value)
-        assert isinstance(size, int)
-        sizes[device] = size
+        sizes[device] = int(_WORKSPACE_SIZE.parse(value))
     return sizes
 
 

@@ -185,7 +185,10 @@ def _from_flags(
             **_pick(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
         ),
         load_timeout_s=value["load-timeout-secs"],
-        http=_http(value),
+        http=HttpConfig(
+            *(value["allow-http"], value["http-address"], value["http-port"]),
+            _path(value["http-unix-socket"]),
+        ),
         grpc=collected(_grpc, value),
         metrics_address=value["metrics-address"] or value["http-address"],
         metrics=collected(parse_metrics_config, repeated["metrics-config"]),
@@ -226,7 +229,7 @@ def _from_flags(
             ),
         ),
         shm=collected(_shm_policy, value),
-        run_dir=Path(value["run-dir"]) if value["run-dir"] else None,
+        run_dir=_path(value["run-dir"]),
         cache_byte_size=collected(
             cache_byte_size, repeated["cache-config"], value["response-cache-byte-size"]
         ),
@@ -249,14 +252,8 @@ def _pick(value: Mapping[str, Any], *flags: str) -> dict[str, Any]:
     return {flag.replace("-", "_"): value[flag] for flag in flags}
 
 
-def _http(value: Mapping[str, Any]) -> HttpConfig:
-    unix_socket = value["http-unix-socket"]
-    return HttpConfig(
-        allow=value["allow-http"],
-        address=value["http-address"],
-        port=value["http-port"],
-        unix_socket=Path(unix_socket) if unix_socket else None,
-    )
+def _path(text: str | None) -> Path | None:
+    return Path(text) if text else None
 
 
 def _load_models(parsed: Parsed) -> tuple[str, ...]:
@@ -365,14 +362,10 @@ def _check_folder(path: Path, parsed: Parsed) -> None:
         # a server without --exit-on-error survives.
         may_miss = not parsed.values["exit-on-error"] and not path.exists()
         if not path.is_dir() and (str(path) in parsed.after_boolean or not may_miss):
-            raise InvalidArgument(_missing_folder(str(path), parsed))
-
-
-def _missing_folder(path: str, parsed: Parsed) -> str:
-    if path in parsed.after_boolean:
-        flag = parsed.after_boolean[path]
-        return f"--{flag}: '{path}' is not true or false, nor a folder of models"
-    return f"--model-repository: '{path}' is not a folder"
+            if flag := parsed.after_boolean.get(str(path)):
+                text = f"--{flag}: '{path}' is not true or false, nor a folder of models"
+                raise InvalidArgument(text)
+            raise InvalidArgument(f"--model-repository: '{path}' is not a folder")
 
 
 def _class_settings(references: list[str], files: list[str]) -> dict[str, str]:
@@ -425,11 +418,10 @@ def _grpc(value: Mapping[str, Any]) -> GrpcConfig | None:
         return None
     level = _COMPRESSION_LEVELS[value["grpc-infer-response-compression-level"]]
     settings = {setting: value[flag] for flag, setting in _GRPC_SETTINGS.items()}
-    unix_socket = value["grpc-unix-socket"]
     return GrpcConfig(
         address=value["grpc-address"] or value["http-address"],
         port=value["grpc-port"],
-        unix_socket=Path(unix_socket) if unix_socket else None,
+        unix_socket=_path(value["grpc-unix-socket"]),
         workers=value["grpc-workers"],
         settings=GrpcSettings(tls=_tls(value), compression_level=level, **settings),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from shmserve.common.names import members
@@ -31,10 +33,7 @@ def read_pbtxt(text: str, file_name: str = "config.pbtxt") -> tuple[ModelConfig,
         InvalidArgument: The text is malformed. The message has one line, for the position where the
             parser stopped.
     """
-    try:
-        return _build(Builder(), parse(text), file_name)
-    except Malformed as malformed:
-        raise _malformed_error(file_name, malformed) from None
+    return _build(Builder(), partial(parse, text), file_name)
 
 
 def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[ModelConfig, Source]:
@@ -58,10 +57,7 @@ def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[Mode
         raise InvalidArgument(f"{origin}: not valid JSON: {reason}") from None
     if not isinstance(decoded, dict):
         raise InvalidArgument(f"{origin}: expected a JSON object")
-    try:
-        return _build(Builder(json=True), tree_from_json(decoded, text), origin)
-    except Malformed as malformed:
-        raise _malformed_error(origin, malformed) from None
+    return _build(Builder(json=True), partial(tree_from_json, decoded, text), origin)
 
 
 def parse_pbtxt(text: str, file_name: str = "config.pbtxt") -> ModelConfig:
@@ -83,14 +79,15 @@ def from_json(value: str | dict[str, Any], origin: str = "config") -> ModelConfi
     return config
 
 
-def _build(builder: Builder, tree: MessageValue, origin: str) -> tuple[ModelConfig, Source]:
+def _build(
+    builder: Builder, read: Callable[[], MessageValue], origin: str
+) -> tuple[ModelConfig, Source]:
     config = ModelConfig()
-    builder.fill(config, tree)
+    try:
+        builder.fill(config, read())
+    except Malformed as error:
+        raise InvalidArgument(f"{position_text(origin, error.at)} {error.message}") from None
     return config, Source(origin, builder.positions, tuple(builder.problems))
-
-
-def _malformed_error(origin: str, malformed: Malformed) -> InvalidArgument:
-    return InvalidArgument(f"{position_text(origin, malformed.at)} {malformed.message}")
 
 
 # The keys of a configuration that an attribute or method sets, if it is not a key itself.

@@ -23,7 +23,7 @@ from shmserve.errors import InvalidArgument, convert_os_errors
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count
 from shmserve.protocols import InputTensor, TransportError
-from shmserve.protocols.tensors import ModelTensor, encode, find_input, load_value, split_input
+from shmserve.protocols.tensors import ModelTensor, find_input, load_value, split_input
 
 _MAX_REQUESTS = 1000  # maximum number of requests read from a file or a program
 _SEED = 0
@@ -109,16 +109,18 @@ def read_requests(interface: ModelInterface, options: DataOptions) -> list[Input
         message = f"--batch: {options.batch} rows, but the model does not support batches"
         raise InvalidArgument(message)
     shapes = dict(_parse_shape(text, interface) for text in options.shapes)
-    flag_inputs = dict(_parse_value(text, interface) for text in options.values)
     maker = _TensorMaker(interface, options, shapes)
+    flag_values = map(split_input, options.values)
+    flag_inputs = {
+        name: maker.encode_input(name, load_value(name, text)) for name, text in flag_values
+    }
     if options.source in ("random", "zero"):
         requests: Iterable[dict[str, InputTensor]] = [
             {name: maker.generate(name) for name in interface.inputs if name not in flag_inputs}
         ]
     else:
         path = Path(options.source)
-        read_entries = _read_program if path.suffix == ".py" else _read_file
-        requests = itertools.islice(read_entries(path, maker), _MAX_REQUESTS)
+        requests = itertools.islice(_read_entries(path, maker), _MAX_REQUESTS)
     found_items = [list((request | flag_inputs).values()) for request in requests]
     if not found_items:
         raise InvalidArgument(f"--data: '{options.source}' has no request")
@@ -178,9 +180,7 @@ class _TensorMaker:
 
     def encode_input(self, name: str, value: Any) -> InputTensor:
         """Return an input with the content `value`: JSON or an array."""
-        tensor = self.tensor(name)
-        shape, raw = encode(tensor, value)
-        return InputTensor(name, tensor.datatype, shape, raw)
+        return InputTensor.of(self.tensor(name), value)
 
     def from_elements(self, name: str, value: Any) -> InputTensor:
         """Return an input from its elements in a file, as a flat or nested list."""
@@ -221,13 +221,6 @@ def _parse_shape(text: str, model: ModelInterface) -> tuple[str, tuple[int, ...]
     return name, shape
 
 
-def _parse_value(text: str, model: ModelInterface) -> tuple[str, InputTensor]:
-    name, value = split_input(text)
-    tensor = find_input(name, model.inputs)
-    shape, raw = encode(tensor, load_value(name, value))
-    return name, InputTensor(name, tensor.datatype, shape, raw)
-
-
 def read_json(path: Path) -> list[Any]:
     """Return the entries of a JSON file: of a list, of its "data", or one per line (.jsonl)."""
     with convert_os_errors(f"--data: cannot read '{path}'", "not text"):
@@ -244,14 +237,19 @@ def read_json(path: Path) -> list[Any]:
     return [entry for item in document for entry in (item if isinstance(item, list) else [item])]
 
 
-def _read_file(path: Path, maker: _TensorMaker) -> Iterator[dict[str, InputTensor]]:
-    for number, entry in enumerate(read_json(path)):
-        if not isinstance(entry, dict):
-            raise InvalidArgument(
-                f"--data: request {number} of '{path}' must be a JSON object {{input: values}}"
-            )
+def _read_entries(path: Path, maker: _TensorMaker) -> Iterator[dict[str, InputTensor]]:
+    if path.suffix == ".py":
+        interface = {name: (spec.datatype, spec.shape) for name, spec in maker.model.inputs.items()}
+        entries, convert = run_program(path, interface), maker.encode_input
+        problem = "is not a mapping of inputs to values"
+    else:
+        entries, convert = iter(read_json(path)), maker.from_elements
+        problem = "must be a JSON object {input: values}"
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, Mapping):
+            raise InvalidArgument(f"--data: request {number} of '{path}' {problem}")
         try:
-            yield {name: maker.from_elements(name, value) for name, value in entry.items()}
+            yield {name: convert(name, value) for name, value in entry.items()}
         except (InvalidArgument, KeyError, ValueError, TypeError) as error:
             text = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise InvalidArgument(f"--data: request {number} of '{path}': {text}") from None
@@ -270,18 +268,6 @@ def run_program(path: Path, *arguments: Any) -> Iterator[Any]:
         raise
     except Exception as error:  # the user's program may raise any exception
         raise InvalidArgument(f"--data: '{path}' failed: {type(error).__name__}: {error}") from None
-
-
-def _read_program(path: Path, maker: _TensorMaker) -> Iterator[dict[str, InputTensor]]:
-    interface = {name: (spec.datatype, spec.shape) for name, spec in maker.model.inputs.items()}
-    for number, entry in enumerate(run_program(path, interface)):
-        if not isinstance(entry, Mapping):
-            text = f"--data: request {number} of '{path}' is not a mapping of inputs to values"
-            raise InvalidArgument(text)
-        try:
-            yield {name: maker.encode_input(name, value) for name, value in entry.items()}
-        except (InvalidArgument, ValueError, TypeError) as error:
-            raise InvalidArgument(f"--data: request {number} of '{path}': {error}") from None
 
 
 def output_sizes(interface: ModelInterface, batch: int, default_size: int) -> dict[str, int]:

@@ -14,7 +14,6 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument, Unavailable
@@ -271,10 +270,8 @@ def probe(poller: Poller, lane_factory: LaneFactory, request: Any, patience_s: f
 
 def constant(per_second: float) -> Iterator[int]:
     """Yield evenly spaced offsets in nanoseconds."""
-    number = 0
-    while True:
+    for number in itertools.count():
         yield round(number * _NS / per_second)
-        number += 1
 
 
 def poisson(per_second: float, seed: int) -> Iterator[int]:
@@ -299,14 +296,15 @@ def parse_loads(text: str, flag: str, kind: type[int] | type[float]) -> list[flo
     Raises:
         InvalidArgument: A number is not above 0, or there are too many loads.
     """
-    refuse = partial(_invalid_flag, flag, text)
+    allowed = "allowed: N, N,N,... or FIRST:LAST[:STEP], above 0"
+    invalid = InvalidArgument(f"--{flag}: '{text}' is invalid ({allowed})")
     try:
         if ":" not in text:
             loads = [float(kind(part)) for part in text.split(",")]
         else:
             first, last, step = [*map(kind, text.split(":")), kind(1)][:3]
             if step <= 0 or last < first or text.count(":") > 2:
-                raise refuse()
+                raise invalid
             count = int((last - first) / step + 1e-9) + 1
             if count > _MAX_LOADS:
                 raise InvalidArgument(
@@ -315,13 +313,7 @@ def parse_loads(text: str, flag: str, kind: type[int] | type[float]) -> list[flo
                 )
             loads = [float(first + step * number) for number in range(count)]
     except ValueError:
-        raise refuse() from None
+        raise invalid from None
     if any(not 0 < load < float("inf") for load in loads):
-        raise refuse()
+        raise invalid
     return loads
-
-
-def _invalid_flag(flag: str, text: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"--{flag}: '{text}' is invalid (allowed: N, N,N,... or FIRST:LAST[:STEP], above 0)"
-    )

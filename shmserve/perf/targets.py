@@ -291,10 +291,8 @@ class CudaMemory:
         self._memory = None
 
 
-MEMORY_TYPES: dict[str, type[SystemMemory] | type[CudaMemory]] = {
-    "system": SystemMemory,
-    "cuda": CudaMemory,
-}
+RegionMemory = SystemMemory | CudaMemory
+MEMORY_TYPES: dict[str, type[RegionMemory]] = {"system": SystemMemory, "cuda": CudaMemory}
 
 
 class Regions:
@@ -307,7 +305,7 @@ class Regions:
     def __init__(self, transport: AdminTransport, kind: str) -> None:
         self._transport = transport
         self._memory_type = MEMORY_TYPES[kind]
-        self._memories: dict[str, SystemMemory | CudaMemory] = {}
+        self._memories: dict[str, RegionMemory] = {}
 
     def inputs(self, items: Sequence[Inputs]) -> list[Inputs]:
         """Return the same requests with their inputs in a region.
@@ -343,7 +341,7 @@ class Regions:
     def _name(self, purpose: str) -> str:
         return f"perf-{os.getpid()}-{purpose}-{len(self._memories)}"
 
-    def _region(self, name: str, byte_size: int) -> SystemMemory | CudaMemory:
+    def _region(self, name: str, byte_size: int) -> RegionMemory:
         memory = self._memory_type(name, max(byte_size, _ALIGNMENT))
         self._memories[name] = memory
         self._transport.register(memory.kind, name, memory.fields)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shmserve.errors import Unavailable, convert_os_errors
-from shmserve.protocols.tensors import ModelTensor, decode
+from shmserve.protocols.tensors import ModelTensor, decode, encode
 
 NOT_READY = "the server is not ready"
 
@@ -63,6 +63,11 @@ class InputTensor:
     shape: list[int]
     raw: bytes
     part: RegionPart | None = None
+
+    @classmethod
+    def of(cls, tensor: ModelTensor, value: Any) -> InputTensor:
+        """Return the input `tensor` with a value: JSON or an array. Raises InvalidArgument."""
+        return cls(tensor.name, tensor.datatype, *encode(tensor, value))
 
 
 @dataclass(frozen=True, slots=True)

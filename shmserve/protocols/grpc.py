@@ -457,13 +457,13 @@ class Http2Client:
             case h2.WINDOW_UPDATE:
                 self._enlarge_window(stream, h2.parse_uint32(payload, "WINDOW_UPDATE"))
             case h2.RST_STREAM:
-                text = f"the server reset the call ({int.from_bytes(payload)})"
-                self._finish_stream(stream, text)
+                self._finish_stream(
+                    stream, f"the server reset the call ({int.from_bytes(payload)})"
+                )
             case h2.GOAWAY:
                 self._connection.close()
-                self.on_lost(
-                    f"the server ended a connection: {payload[8:].decode(errors='replace')}"
-                )
+                reason = payload[8:].decode(errors="replace")
+                self.on_lost(f"the server ended a connection: {reason}")
 
     def _handle_data(self, stream: int, payload: bytes) -> None:
         size = len(payload)

@@ -30,13 +30,9 @@ def create_admin_transport(args: argparse.Namespace) -> AdminTransport:
     client_credentials = read_credentials(args)
     if args.url:
         return connect_to(parse_address(args.url), client_credentials)
-    return _discover_transport(args, client_credentials)
-
-
-def _discover_transport(args: argparse.Namespace, credentials: Credentials) -> AdminTransport:
     run_dir = discovery.find(args.run_dir)
     for url in discovery.addresses(run_dir):
-        return connect_to(parse_address(url), credentials)
+        return connect_to(parse_address(url), client_credentials)
     raise Unavailable(f"the server of {run_dir} listens for neither HTTP nor gRPC")
 
 

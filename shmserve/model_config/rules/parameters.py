@@ -68,9 +68,7 @@ _LARGEST: dict[int, float] = {
 _RANGES = {
     DataType.TYPE_BOOL: (0, 1),
     **{DataType.Value(f"TYPE_UINT{n}"): (0, 2**n - 1) for n in (8, 16, 32, 64)},
-    **{
-        DataType.Value(f"TYPE_INT{n}"): (-(2 ** (n - 1)), 2 ** (n - 1) - 1) for n in (8, 16, 32, 64)
-    },
+    **{DataType.Value(f"TYPE_INT{n}"): (-(2**n // 2), 2**n // 2 - 1) for n in (8, 16, 32, 64)},
 }
 
 
