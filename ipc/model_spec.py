@@ -28,11 +28,11 @@ EXECUTION_TIMEOUT = "execution_timeout_seconds"
 PADDING = "padding"
 ENVIRONMENT = "environment"  # an attribute of a class; a configuration has ENVIRONMENT_PATH
 ENVIRONMENT_PATH = "EXECUTION_ENV_PATH"
-# The parameters of a configuration that the server itself reads.
-KNOWN_SETTINGS = (
-    *(STRATEGY_PARAMETER, TARGET_PARAMETER, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, IDLE_UNLOAD),
-    *(EXECUTION_TIMEOUT, PADDING, ENVIRONMENT_PATH),
+# The parameters that a model may set, and all that the server itself reads.
+MODEL_SETTINGS = (
+    *(STRATEGY_PARAMETER, TARGET_PARAMETER, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, PADDING),
 )
+KNOWN_SETTINGS = (*MODEL_SETTINGS, IDLE_UNLOAD, EXECUTION_TIMEOUT, ENVIRONMENT_PATH)
 KNOWN_PARAMETERS = (
     *KNOWN_SETTINGS,
     *("class", ENVIRONMENT),

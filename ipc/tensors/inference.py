@@ -44,13 +44,13 @@ class RequestedOutput(Record):
     Attributes:
         name: The output's name.
         memory_range: The memory range that its bytes are written to, or None.
-        or_input: Whether an output that is identical to an input may be returned as the range of
-            that input.
+        may_reuse_input: Whether an output that is identical to an input may be returned as the
+            range of that input.
     """
 
     name: str
     memory_range: Range | None = None
-    or_input: bool = False
+    may_reuse_input: bool = False
 
 
 class Inference(Record):
@@ -112,7 +112,7 @@ class OutputSchema(NamedTuple):
 
     name: str
     placed: bool
-    or_input: bool
+    may_reuse_input: bool
 
 
 class RequestSchema:
@@ -153,8 +153,8 @@ class RequestSchema:
         if not self.outputs:
             return Inference(inputs, (), self.parameters)
         outputs = tuple(
-            RequestedOutput(name, unpack_range(next(parts)) if placed else None, or_input)
-            for name, placed, or_input in self.outputs
+            RequestedOutput(name, unpack_range(next(parts)) if placed else None, may_reuse_input)
+            for name, placed, may_reuse_input in self.outputs
         )
         return Inference(inputs, outputs, self.parameters)
 
@@ -228,7 +228,7 @@ def pack_request_schema(
     inputs: Iterable[TensorRef],
     outputs: Iterable[str],
     placed: Container[str],
-    or_input: Container[str],
+    may_reuse_input: Container[str],
     parameters: dict[str, Any],
 ) -> bytes:
     """Return the schema of requests of one kind.
@@ -237,26 +237,13 @@ def pack_request_schema(
         inputs: The inputs; their data are ignored.
         outputs: The names of the requested outputs; empty for all outputs of the model.
         placed: The names of the outputs that have ranges in the data.
-        or_input: The names of the placed outputs that may be returned as an input's range.
+        may_reuse_input: The names of the placed outputs that may be returned as an input's range.
         parameters: The parameters.
     """
-    packed: bytes = _PACKER.pack(
-        (
-            [(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs],
-            [
-                (
-                    name,
-                    _ANYWHERE
-                    if name not in placed
-                    else _PLACED_OR_INPUT
-                    if name in or_input
-                    else _PLACED,
-                )
-                for name in outputs
-            ],
-            parameters,
-        )
-    )
+    tensors = [(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs]
+    kinds = (_PLACED, _PLACED_OR_INPUT)
+    requested = [(n, kinds[n in may_reuse_input] if n in placed else _ANYWHERE) for n in outputs]
+    packed: bytes = _PACKER.pack((tensors, requested, parameters))
     return packed
 
 
@@ -267,8 +254,8 @@ def pack_inference(request: Inference) -> Packed:
     placed_outputs = [output for output in request.outputs if output.memory_range is not None]
     names = [output.name for output in request.outputs]
     placed = {output.name for output in placed_outputs}
-    or_input = {output.name for output in placed_outputs if output.or_input}
-    schema = pack_request_schema(request.inputs, names, placed, or_input, request.parameters)
+    may_reuse_input = {output.name for output in placed_outputs if output.may_reuse_input}
+    schema = pack_request_schema(request.inputs, names, placed, may_reuse_input, request.parameters)
     return schema, data
 
 

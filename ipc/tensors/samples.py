@@ -45,19 +45,13 @@ def warmup_samples(config: ModelSpec, model_dir: Path) -> list[Sample]:
             short. The texts are Triton's.
     """
     batch = (1,) if config.max_batch_size > 0 else ()
-    return [
-        Sample(
-            warmup.name,
-            warmup.batch_size,
-            warmup.count or 1,
-            [
-                _sample_input(name, tensor, batch, model_dir / _DATA_FOLDER)
-                for name, tensor in sorted(warmup.inputs.items())
-            ],
-        )
-        for warmup in config.model_warmup
-        if warmup.batch_size
-    ]
+    samples = []
+    for warmup in config.model_warmup:
+        if warmup.batch_size:
+            inputs, folder = sorted(warmup.inputs.items()), model_dir / _DATA_FOLDER
+            tensors = [_sample_input(name, tensor, batch, folder) for name, tensor in inputs]
+            samples.append(Sample(warmup.name, warmup.batch_size, warmup.count or 1, tensors))
+    return samples
 
 
 def _sample_input(name: str, warmup: WarmupInput, batch: tuple[int, ...], root: Path) -> TensorRef:

@@ -23,7 +23,7 @@ from shmserve import logs
 from shmserve.config.command_line import Parsed
 from shmserve.config.server import ServerConfig, from_flags
 from shmserve.errors import ShmserveError
-from shmserve.ipc.messages.inference import Failed, Finished, Responded, Submit
+from shmserve.ipc.messages.inference import Failed, Finished, Responded, make_submit
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.processes import set_process_title
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, TO_CONFIG, element_count
@@ -224,26 +224,17 @@ class _Model:
         fit = self.signature.check("check", inputs, ())
         sequences = self._config.sequence_batching
         has_text_ids = sequences is not None and sequences.correlation_id[1] == "BYTES"
+        sequence = "check" if has_text_ids else 1
         is_realistic = bool(self._samples or self._values)
         outcome = "FAILED" if is_realistic else "refused"
         note = "" if is_realistic else _ZEROS_NOTE if inputs else _NO_INPUTS_NOTE
         identity = f"{os.getpid()}.{secrets.token_hex(4)}"
         with contextlib.closing(Dealer(self._endpoint, identity)) as dealer:
-            dealer.send(
-                Submit(
-                    id=1,
-                    schema=schema,
-                    data=data,
-                    arrived_ns=time.monotonic_ns(),
-                    deadline_ns=0,
-                    timeout_us=0,
-                    priority=0,
-                    request_id="check",
-                    flags=SEQUENCE_START | SEQUENCE_END,
-                    correlation_id=0 if has_text_ids else 1,
-                    correlation_text="check" if has_text_ids else "",
-                )
+            now_ns, flags = time.monotonic_ns(), SEQUENCE_START | SEQUENCE_END
+            submit = make_submit(
+                1, schema, data, now_ns, request_id="check", flags=flags, correlation_id=sequence
             )
+            dealer.send(submit)
             while dealer.wait(_RESPONSE_TIMEOUT_S):
                 for message in dealer.receive():
                     match message:

@@ -66,20 +66,13 @@ def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str,
     values = [(name, load_value(name, value)) for name, value in named_values]
     model = transport.inputs(args.model, args.model_version)
     inputs = [InputTensor.of(find_input(name, model), value) for name, value in values]
-    yield from transport.infer(
-        OutgoingRequest(
-            args.model,
-            args.model_version,
-            args.request_id,
-            args.timeout_us,
-            inputs,
-            args.output,
-            int(args.sequence) if args.sequence.isdecimal() else args.sequence,
-            args.start,
-            args.end,
-            parameters=dict(map(_parse_parameter, args.parameter)),
-        )
+    sequence = int(args.sequence) if args.sequence.isdecimal() else args.sequence
+    request = OutgoingRequest(
+        *(args.model, args.model_version, args.request_id, args.timeout_us, inputs, args.output),
+        *(sequence, args.start, args.end),
+        parameters=dict(map(_parse_parameter, args.parameter)),
     )
+    yield from transport.infer(request)
 
 
 def _parse_parameter(text: str) -> tuple[str, Parameter]:

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < minimum:
             raise InvalidArgument(f"--{flag.replace('_', '-')}: {value} is less than {minimum}")
     if args.openai:
-        raise InvalidArgument("--openai: the settings of generative models are in engine.yaml")
+        raise InvalidArgument("--openai is not supported; tune generative models in engine.yaml")
     if args.window is not None and not 0 < args.window < math.inf:
         raise InvalidArgument(f"--window: {args.window:g} is not more than 0")
     check_files(args, "plot", "write")

@@ -30,14 +30,14 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A time series of a metric. Its `numbers` depend on the kind of the metric.
+    """A time series of a metric. The content of `state` depends on the kind of the metric.
 
     COUNTER    [value]
     GAUGE      [value set, when (monotonic ns; 0: never), increments since]
     HISTOGRAM  [sum, observations per bucket (not cumulative), those above the last of `buckets`]
     """
 
-    numbers: tuple[float, ...]
+    state: tuple[float, ...]
     buckets: tuple[float, ...] = ()
 
 
@@ -71,19 +71,19 @@ def _labels(raw: list[Any]) -> Labels:
 
 
 def _value(kind: str, row: list[Any]) -> Series:
-    _, numbers, buckets = row
+    _, state, buckets = row
     size = {"COUNTER": 1, "GAUGE": 3, "HISTOGRAM": len(buckets) + 2}[kind]
-    if len(numbers) != size or not all(type(n) in (int, float) for n in (*numbers, *buckets)):
+    if len(state) != size or not all(type(n) in (int, float) for n in (*state, *buckets)):
         raise ValueError(f"the value of a {kind} is malformed")
-    return Series(tuple(numbers), tuple(buckets))
+    return Series(tuple(state), tuple(buckets))
 
 
 def to_lists(families: Families) -> list[Any]:
-    """Return [[name, description, kind, [[labels, numbers, buckets], ...]], ...]."""
+    """Return [[name, description, kind, [[labels, state, buckets], ...]], ...]."""
     return [
         [
             *(name, family.description, family.kind),
-            [[list(labels), v.numbers, v.buckets] for labels, v in family.values.items()],
+            [[list(labels), v.state, v.buckets] for labels, v in family.values.items()],
         ]
         for name, family in families.items()
     ]
@@ -113,9 +113,9 @@ def _sum(kind: str, first: Series, second: Series) -> Series:
     if first.buckets != second.buckets:
         return first
     if kind == "GAUGE":
-        latest_series = first if first.numbers[1] >= second.numbers[1] else second
-        return Series((*latest_series.numbers[:2], first.numbers[2] + second.numbers[2]))
-    pairs = zip(first.numbers, second.numbers, strict=True)
+        latest_series = first if first.state[1] >= second.state[1] else second
+        return Series((*latest_series.state[:2], first.state[2] + second.state[2]))
+    pairs = zip(first.state, second.state, strict=True)
     return Series(tuple(a + b for a, b in pairs), first.buckets)
 
 
@@ -171,9 +171,9 @@ def exposition(families: Families) -> str:
 
 
 def _samples(name: str, kind: str, labels: Labels, value: Series) -> Iterable[str]:
-    numbers = value.numbers
+    state = value.state
     if kind == "HISTOGRAM":
-        total, *counts = numbers
+        total, *counts = state
         yield sample(f"{name}_count", labels, sum(counts))
         yield sample(f"{name}_sum", labels, total)
         cumulative = 0.0
@@ -181,7 +181,7 @@ def _samples(name: str, kind: str, labels: Labels, value: Series) -> Iterable[st
             cumulative += count
             yield sample(f"{name}_bucket", (*labels, ("le", _number(bound))), cumulative)
     else:
-        number = numbers[0] + numbers[2] if kind == "GAUGE" else numbers[0]
+        number = state[0] + state[2] if kind == "GAUGE" else state[0]
         yield sample(name, labels, number)
 
 

@@ -117,16 +117,12 @@ def parse(arguments: Sequence[str]) -> Parsed:
     collected.check()
     on_command_line = {*flag_values.values, *flag_values.repeated}
     defaults = {flag.name: flag.default for flag in ACTED_ON if not flag.repeat}
-    return Parsed(
-        values={**defaults, **file_values.values, **flag_values.values},
-        repeated={f.name: [] for f in ACTED_ON if f.repeat}
-        | file_values.repeated
-        | flag_values.repeated,
-        positional=positional,
-        without_effect=file_values.without_effect + flag_values.without_effect,
-        after_boolean=after_boolean,
-        positions={k: v for k, v in file_values.positions.items() if k not in on_command_line},
-    )
+    values = {**defaults, **file_values.values, **flag_values.values}
+    repeated: dict[str, list[str]] = {flag.name: [] for flag in ACTED_ON if flag.repeat}
+    repeated |= file_values.repeated | flag_values.repeated
+    without_effect = file_values.without_effect + flag_values.without_effect
+    positions = {k: v for k, v in file_values.positions.items() if k not in on_command_line}
+    return Parsed(values, repeated, positional, without_effect, after_boolean, positions)
 
 
 def _value(flag: Flag, text: str | None, remaining_words: list[str]) -> Value:

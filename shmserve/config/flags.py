@@ -132,16 +132,10 @@ def _flag(line: str) -> Flag:
     row = _ROW.fullmatch(line)
     assert row, line
     kind = _KINDS.get(row["kind"], str)
-    flag = Flag(
-        row["name"],
-        kind=kind,
-        choices=() if row["kind"] in _KINDS else tuple(row["kind"].split("|")),
-        repeat=bool(row["repeat"]),
-        words=bool(row["words"]),
-        metavar=row["metavar"] or "",
-        exclusive=bool(row["exclusive"]),
-        required=bool(row["required"]),
-    )
+    names = ("repeat", "words", "exclusive", "required")
+    options: dict[str, Any] = {name: bool(row[name]) for name in names}
+    choices = () if row["kind"] in _KINDS else tuple(row["kind"].split("|"))
+    flag = Flag(row["name"], kind=kind, choices=choices, metavar=row["metavar"] or "", **options)
     if row["low"]:
         number = float if "." in row["low"] else int
         flag = replace(flag, low=number(row["low"]), high=int(row["high"] or flag.high))

@@ -10,14 +10,7 @@ from typing import Any
 from shmserve.errors import suggestion
 from shmserve.ipc.engine_settings import ENGINE_PARAMETER as ENGINE
 from shmserve.ipc.engine_settings import LLM_BACKEND
-from shmserve.ipc.model_spec import (
-    MAX_INSTANCES,
-    MAX_STREAMS,
-    MIN_INSTANCES,
-    PADDING,
-    STRATEGY_PARAMETER,
-    TARGET_PARAMETER,
-)
+from shmserve.ipc.model_spec import MODEL_SETTINGS
 from shmserve.model_config.diagnostics import UNWRITTEN, Key, Problem, Source
 from shmserve.model_config.parse import from_json
 from shmserve.proto.model_config_pb2 import (
@@ -62,10 +55,7 @@ _COMPLETABLE = (
     *("model_transaction_policy", "batch_input", "batch_output", "instance_group"),
 )
 # The parameters that a model or its backend may set.
-_PARAMETERS = (
-    *(STRATEGY_PARAMETER, TARGET_PARAMETER, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, PADDING),
-    *(ENGINE, "max_model_len"),
-)
+_PARAMETERS = (*MODEL_SETTINGS, ENGINE, "max_model_len")
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,13 +40,13 @@ class Source:
         origin: The name of the text ("m/config.pbtxt"); "" if there is no text.
         positions: The position of every key in the text.
         problems: The problems of values that could not be read.
-        class_source: The source of further keys: the class that completes a configuration.
+        python_class_source: The source of the Python class that completes the configuration.
     """
 
     origin: str = ""
     positions: Mapping[Key, str] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
-    class_source: Source | None = None
+    python_class_source: Source | None = None
 
     def with_problem(self, key: Key, text: str) -> Source:
         """Return this source with one more value that could not be read.
@@ -85,11 +85,11 @@ class Source:
         at = self._position(key, config)
         if at is not None:
             return f"{position_text(self.origin, at)} "
-        class_positions = self.class_source.positions if self.class_source else {}
+        class_positions = self.python_class_source.positions if self.python_class_source else {}
         class_keys = [key[:end] for end in range(len(key), 0, -1) if key[:end] in class_positions]
-        if self.class_source is None or not class_keys:
+        if self.python_class_source is None or not class_keys:
             return ""
-        return f"{position_text(self.class_source.origin, class_positions[class_keys[0]])} "
+        return f"{position_text(self.python_class_source.origin, class_positions[class_keys[0]])} "
 
     def _position(self, key: Key, config: ModelConfig) -> str | None:
         """Return the position of `key` or of the message that lacks it; None if not in the text."""

@@ -9,14 +9,7 @@ from typing import Any
 from shmserve.common.names import members
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.class_source import source_positions
-from shmserve.ipc.model_spec import (
-    MAX_INSTANCES,
-    MAX_STREAMS,
-    MIN_INSTANCES,
-    PADDING,
-    STRATEGY_PARAMETER,
-    TARGET_PARAMETER,
-)
+from shmserve.ipc.model_spec import MODEL_SETTINGS
 from shmserve.model_config.diagnostics import Key, Source, member, position_text
 from shmserve.model_config.message_builder import Builder
 from shmserve.model_config.syntax import Malformed, MessageValue, decode_json, parse, tree_from_json
@@ -95,13 +88,7 @@ _KEYS: dict[str, tuple[Key, ...]] = {
     "instances": (("instance_group",),),
     "max_queue_delay_us": (("dynamic_batching", "max_queue_delay_microseconds"),),
     "predict": (("input",), ("output",)),
-    **{
-        name: (("parameters", member(name)),)
-        for name in (
-            *(STRATEGY_PARAMETER, TARGET_PARAMETER, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES),
-            PADDING,
-        )
-    },
+    **{name: (("parameters", member(name)),) for name in MODEL_SETTINGS},
 }
 
 

@@ -79,20 +79,15 @@ def read_interface(transport: Any, model: str, version: str) -> ModelInterface:
     except TransportError as error:
         config_error = str(error)
     steps = (config.get("ensemble_scheduling") or {}).get("step") or ()
-    return ModelInterface(
-        transport.inputs(model, version),
-        {
-            output["name"]: (
-                FROM_CONFIG.get(output["data_type"], "BYTES"),
-                tuple(int(dim) for dim in output.get("dims", ())),
-            )
-            for output in config.get("output", ())
-        },
-        int(config.get("max_batch_size") or 0) > 0,
-        bool((config.get("model_transaction_policy") or {}).get("decoupled")),
-        tuple(dict.fromkeys(step["model_name"] for step in steps)),
-        config_error,
-    )
+    inputs = transport.inputs(model, version)
+    outputs = {
+        o["name"]: (FROM_CONFIG.get(o["data_type"], "BYTES"), tuple(map(int, o.get("dims", ()))))
+        for o in config.get("output", ())
+    }
+    batches = int(config.get("max_batch_size") or 0) > 0
+    decoupled = bool((config.get("model_transaction_policy") or {}).get("decoupled"))
+    step_models = tuple(dict.fromkeys(step["model_name"] for step in steps))
+    return ModelInterface(inputs, outputs, batches, decoupled, step_models, config_error)
 
 
 def read_requests(interface: ModelInterface, options: DataOptions) -> list[Inputs]:

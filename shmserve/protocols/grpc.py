@@ -188,7 +188,7 @@ def set_parameters(message: Any, values: Mapping[str, Parameter]) -> None:
         if isinstance(value, bool):
             message.parameters[name].bool_param = value
         elif isinstance(value, int):
-            # The protocol has no other integers for it; the server reads it without the sign.
+            # `sequence_id` is unsigned, but must be an int64_param: its two's complement is sent.
             message.parameters[name].int64_param = (value + 2**63) % 2**64 - 2**63
         elif isinstance(value, float):
             message.parameters[name].double_param = value

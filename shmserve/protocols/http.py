@@ -147,10 +147,9 @@ class HttpTransport:
     def register(self, kind: str, name: str, fields: Mapping[str, Any]) -> None:
         """Send POST /v2/systemsharedmemory/region/NAME/register, or the same for cuda."""
         handle = fields.get("raw_handle")
-        encoded_handle = (
-            {} if handle is None else {"raw_handle": {"b64": base64.b64encode(handle).decode()}}
-        )
-        body = json.dumps({**fields, **encoded_handle}).encode()
+        if handle is not None:
+            fields = {**fields, "raw_handle": {"b64": base64.b64encode(handle).decode()}}
+        body = json.dumps(dict(fields)).encode()
         self._exchange("POST", f"{_region_path(kind, name)}/register", body)
 
     def unregister(self, kind: str, name: str) -> None:
@@ -240,17 +239,11 @@ def encode_inference_header(request: OutgoingRequest, binary: bool) -> dict[str,
     if request.timeout_us:
         parameters["deadline_us"] = request.timeout_us
     parameters |= request.request_parameters()
-    inputs = [
-        {
-            "name": tensor.name,
-            "datatype": tensor.datatype,
-            "shape": tensor.shape,
-            "parameters": tensor.part.parameters()
-            if tensor.part
-            else {"binary_data_size": len(tensor.raw)},
-        }
-        for tensor in request.inputs
-    ]
+    inputs: list[Any] = []
+    for tensor in request.inputs:
+        head = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
+        part, size = tensor.part, {"binary_data_size": len(tensor.raw)}
+        inputs.append({**head, "parameters": part.parameters() if part else size})
     header: dict[str, Any] = {"inputs": inputs, "parameters": parameters}
     if request.id:
         header["id"] = request.id

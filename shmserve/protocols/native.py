@@ -59,7 +59,6 @@ class NativeTransport:
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
         """Send a request as a stream, for any kind of model, and yield its responses."""
-        timeout_s = request.timeout_us / 1e6 if request.timeout_us else None
         try:
             connection = self._session.connection()
             self._session.load(connection, request.model, request.version, PLAIN)
@@ -69,13 +68,7 @@ class NativeTransport:
                 request.model,
                 {tensor.name: tensor_array(tensor, request.model) for tensor in request.inputs},
                 outputs=request.outputs or None,
-                version=request.version,
-                timeout=timeout_s,
-                request_id=request.id,
-                sequence=request.sequence,
-                start=request.start,
-                end=request.end,
-                parameters=request.parameters,
+                **_options(request),
             ) as results:
                 for result in results:
                     outputs = [_encode_output(name, types[name], result[name]) for name in result]
@@ -87,6 +80,13 @@ class NativeTransport:
     def close(self) -> None:
         """Disconnect from the server."""
         self._server.close()
+
+
+def _options(request: OutgoingRequest) -> dict[str, Any]:
+    timeout_s = request.timeout_us / 1e6 if request.timeout_us else None
+    options = {"version": request.version, "timeout": timeout_s, "request_id": request.id}
+    sequence = {"sequence": request.sequence or 0, "start": request.start, "end": request.end}
+    return {**options, **sequence, "parameters": request.parameters}
 
 
 def tensor_array(tensor: InputTensor, model: str) -> Array:
@@ -145,17 +145,7 @@ class NativeLaneFactory:
         arrays: Any = {item.name: tensor_array(item, request.model) for item in request.inputs}
         if self._device:
             arrays = self._copy_to_region(request.inputs, arrays)
-        return call_of(
-            request.model,
-            arrays,
-            version=request.version,
-            timeout=request.timeout_us / 1e6 if request.timeout_us else None,
-            request_id=request.id,
-            sequence=request.sequence or 0,
-            start=request.start,
-            end=request.end,
-            parameters=request.parameters,
-        )
+        return call_of(request.model, arrays, **_options(request))
 
     def _copy_to_region(self, inputs: Sequence[InputTensor], arrays: dict[str, Any]) -> Region:
         specs = {tensor.name: (tensor.shape, tensor.datatype) for tensor in inputs}

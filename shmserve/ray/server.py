@@ -87,7 +87,7 @@ class NodeServer:
             await asyncio.sleep(_ASKED_EACH_S)
 
     async def check(self) -> None:
-        """Check that the server runs and responds; it need not be ready, since a load is normal.
+        """Check that the server runs and responds. A server that is loading models passes.
 
         Raises:
             RuntimeError: The server has exited, or does not respond.

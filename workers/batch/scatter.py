@@ -249,7 +249,7 @@ class Scatterer:
     def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> ReadyOutput:
         memory_range, returned_range = request.memory_ranges.get(output.name), None
         array = _host_or_device_array(output, memory_range)
-        if request.requested[output.name].or_input and isinstance(array, np.ndarray):
+        if request.requested[output.name].may_reuse_input and isinstance(array, np.ndarray):
             returned_range = request.range_of_input(array)
         shape = tuple(array.shape)
         if self._strict:

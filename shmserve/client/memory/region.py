@@ -289,7 +289,10 @@ def _parse_specs(tensors: Specs) -> dict[str, TensorSchema]:
 
 
 def _datatype(name: str, datatype: Any) -> str:
-    """Return the datatype of a name such as "FP32" or of a type of numpy."""
+    """Return the name of a datatype, which is given as "FP32" or as a numpy type.
+
+    Error messages contain the tensor's `name`.
+    """
     if isinstance(datatype, str) and ITEM_SIZE.get(datatype):
         return datatype
     with contextlib.suppress(TypeError, ValueError):

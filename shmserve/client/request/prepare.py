@@ -7,6 +7,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -69,17 +70,10 @@ def options_of(
         return PLAIN
     timeout_us = _timeout_us(timeout_s)
     deadline_ns = time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0
-    name = _text("request_id", request_id or "")
-    return Options(
-        name,
-        _parameters(parameters),
-        _priority(priority),
-        timeout_us,
-        deadline_ns,
-        _sequence(sequence),
-        flags,
-        _trace(traceparent, parameters),
-    )
+    name, values = _text("request_id", request_id or ""), _parameters(parameters)
+    timing = (_priority(priority), timeout_us, deadline_ns)
+    number_or_name, trace = _sequence(sequence), _trace(traceparent, parameters)
+    return Options(name, values, *timing, number_or_name, flags, trace)
 
 
 def _trace(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
@@ -297,28 +291,23 @@ def _encode(array: Array, name: str) -> bytes:
         raise InvalidArgument(text) from None
 
 
+@dataclass(eq=False)
 class _UntemplatedRequest:
     """A request that is packed without a template."""
 
-    def __init__(
-        self,
-        memories: Memories,
-        model: ClientModel,
-        inputs: Mapping[str, Any],
-        arrays: list[Array],
-        options: Options,
-        as_torch: bool,
-    ) -> None:
-        self._memories = memories
-        self._model = model
-        self._options = options
-        self._as_torch = as_torch
-        self._arrays = arrays
+    _memories: Memories
+    _model: ClientModel
+    inputs: InitVar[Mapping[str, Any]]
+    _arrays: list[Array]
+    _options: Options
+    _as_torch: bool
+
+    def __post_init__(self, inputs: Mapping[str, Any]) -> None:
         self._segments: list[AnySegment] = []
         self._holders: list[Any] = []
         self._templates: list[TensorSchema] = []
         self._memory_ranges: list[Range | None] = []
-        specs = model.signature.inputs
+        arrays, specs = self._arrays, self._model.signature.inputs
         for index, (name, data) in enumerate(inputs.items()):
             if type(data) is DeviceView:
                 self._templates.append(TensorSchema(name, data.datatype, data.shape, data.nbytes))

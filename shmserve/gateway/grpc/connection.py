@@ -243,7 +243,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if transport is None:
             return
         if sending.waiting_streams:
-            self._schedule_check()
+            self._schedule_time_limit_check()
         if not ready and self._tls is None:
             return
         if self._tls is not None:
@@ -283,7 +283,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     def watch(self, call: GrpcCall, arriving: ArrivingMessage) -> None:
         """Watch the time limit of a call's message."""
         self._arriving_messages[call] = arriving
-        self._schedule_check()
+        self._schedule_time_limit_check()
 
     def unwatch(self, call: GrpcCall) -> None:
         """End the watch, since the message has arrived or the call has ended."""
@@ -296,7 +296,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if self.lifetime.shutting_down:
             self.lifetime.record_call_end()
 
-    def _schedule_check(self) -> None:
+    def _schedule_time_limit_check(self) -> None:
         if self._check_timer is None:
             interval_s = self.front.body_timeout_s / _CHECKS_PER_TIMEOUT
             self._check_timer = self.loop.call_later(interval_s, self._check_time_limits)
@@ -321,7 +321,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 self._reset_stalled(stream)
         self.flush()
         if self._arriving_messages or self._stalled_streams:
-            self._schedule_check()
+            self._schedule_time_limit_check()
 
     def _reset_stalled(self, stream: Stream) -> None:
         """Reset a stream whose data the client does not read."""

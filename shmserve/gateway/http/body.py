@@ -306,7 +306,7 @@ class Body:
         """Receive tensors, whose first bytes are `start`; return whether they are complete."""
         piece = start
         while True:
-            tensors.feed_all(memoryview(piece))
+            tensors.feed_across_tensors(memoryview(piece))
             if tensors.is_complete:
                 return True
             piece = await self.next()

@@ -150,10 +150,10 @@ class LiveFigures:
         watch = EventWatch(self._run_dir)
         try:
             await watch.wait_for_state(_STATE_TIMEOUT_S)
-            snapshot = _Snapshot(self._gateway, watch, self._figures, self._history)
+            source = _SnapshotSource(self._gateway, watch, self._figures, self._history)
             while True:
                 started_s = time.monotonic()
-                self._publish(*await snapshot.take(started_s))
+                self._publish(*await source.take(started_s))
                 duration_s = time.monotonic() - started_s
                 pause_s = max(_SNAPSHOT_INTERVAL_S - duration_s, _INTERVAL_PER_COST * duration_s)
                 await asyncio.sleep(min(pause_s, _MAX_INTERVAL_S))
@@ -173,8 +173,8 @@ class LiveFigures:
 
 
 @dataclass(slots=True, eq=False)
-class _Snapshot:
-    """Consecutive snapshots of the figures, and the differences between them."""
+class _SnapshotSource:
+    """A source of snapshots of the figures. Each is compared with the previous snapshot."""
 
     _gateway: Gateway
     _watch: EventWatch

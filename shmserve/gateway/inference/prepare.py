@@ -278,7 +278,7 @@ async def build_in_turns(
     arriving = reserve_tensors(gateway, model, request, sum(map(len, pieces)))
     try:
         for piece in pieces:
-            arriving.feed_all(memoryview(piece))
+            arriving.feed_across_tensors(memoryview(piece))
             await asyncio.sleep(0)
     except BaseException:
         arriving.release()
@@ -469,7 +469,7 @@ class ArrivingTensors:
         self._remaining_view = self._remaining_view[size:]
         return size
 
-    def feed_all(self, piece: memoryview) -> None:
+    def feed_across_tensors(self, piece: memoryview) -> None:
         """Receive bytes of tensors that follow each other immediately; ignore surplus bytes."""
         while True:
             piece = piece[self.feed(piece) :]

@@ -309,19 +309,15 @@ def _disagreement(first: _Tensor, second: _Tensor) -> str:
     dimension.
     """
     if first.data_type != second.data_type:
-        return (
-            f"inconsistent data type: {DataType.Name(first.data_type)} is inferred from model "
-            f"{first.model} while {DataType.Name(second.data_type)} is inferred from model "
-            f"{second.model}"
-        )
-    is_equal = shapes_match(first.dims, second.dims)
-    if not is_equal and not shapes_match(first.full_dims, second.full_dims):
-        return (
-            f"inconsistent shape: {shape_text(first.full_dims)} is inferred from model "
-            f"{first.model} while {shape_text(second.full_dims)} is inferred from model "
-            f"{second.model}"
-        )
-    return ""
+        kind, found = "data type", [DataType.Name(tensor.data_type) for tensor in (first, second)]
+    elif shapes_match(first.dims, second.dims) or shapes_match(first.full_dims, second.full_dims):
+        return ""
+    else:
+        kind, found = "shape", [shape_text(tensor.full_dims) for tensor in (first, second)]
+    return (
+        f"inconsistent {kind}: {found[0]} is inferred from model {first.model} while {found[1]} is "
+        f"inferred from model {second.model}"
+    )
 
 
 def _is_decoupled(model: ModelConfig) -> bool:

@@ -17,6 +17,7 @@ from shmserve.proto.model_config_pb2 import (
 
 _FORMATS = (ModelInput.FORMAT_NHWC, ModelInput.FORMAT_NCHW)
 _MAX_BATCH_SIZE: Key = ("max_batch_size",)
+_ALLOWED_DIMS = "must be integer >= 1, or -1 to indicate a variable-size dimension"
 
 
 def tensor_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
@@ -108,10 +109,7 @@ def _tensor(
     if complete and not io.dims:
         yield Problem(dims, f"{subject}must specify 'dims'")
     for index in _invalid_dims(io.dims):
-        yield Problem(
-            (*dims, index),
-            f"{subject}dimension must be integer >= 1, or -1 to indicate a variable-size dimension",
-        )
+        yield Problem((*dims, index), f"{subject}dimension {_ALLOWED_DIMS}")
     if io.HasField("reshape") and io.dims:
         for problem in _reshape(path, io.dims, io.reshape.shape, max_batch_size):
             yield problem._replace(text=f"{subject}{problem.text}")
@@ -128,16 +126,12 @@ def _reshape(
 ) -> Iterator[Problem]:
     key, related_keys = (*path, "reshape", "shape"), ((*path, "dims"),)
     if not shape and max_batch_size == 0:
-        yield Problem(
-            key,
-            "cannot have empty reshape for non-batching model as scalar tensors are not supported",
-            (_MAX_BATCH_SIZE,),
-        )
-    for index in _invalid_dims(shape):
         text = (
-            "reshape dimensions must be integer >= 1, or -1 to indicate a variable-size dimension"
+            "cannot have empty reshape for non-batching model as scalar tensors are not supported"
         )
-        yield Problem((*key, index), text)
+        yield Problem(key, text, (_MAX_BATCH_SIZE,))
+    for index in _invalid_dims(shape):
+        yield Problem((*key, index), f"reshape dimensions {_ALLOWED_DIMS}")
     if _invalid_dims(shape) or _invalid_dims(dims):
         return
     if (-1 in dims) != (-1 in shape):

@@ -82,7 +82,8 @@ class SizeTimes:
             0.0  # the fitted line of duration by size, at a level of 1
         )
         self._spread = _INITIAL_SPREAD
-        # The last batches if all durations differ much from the level: matching level, and size.
+        # The last batches, if all their durations are far from the estimate: the level at which the
+        # estimate would have been right, and the size.
         self._outliers: deque[tuple[float, _Size]] = deque(maxlen=_CHANGE_LENGTH)
         self._observation_count = -1
         self._late_executions = 0  # executions while the target was out of reach

@@ -275,8 +275,8 @@ class Firing(NamedTuple):
 
     Attributes:
         response_index: The index of the decoupled step's response that the inputs are from, or 0.
-        inputs: The values by the model's names. Each holds a use for this step.
-        kinds: The kinds of all inputs of the model; None for omitted inputs.
+        inputs: The values by the model's names. The step must release each value once.
+        kinds: The datatype and shape of each input of the model; None for omitted inputs.
     """
 
     step: PlannedStep
@@ -296,7 +296,7 @@ class Flow:
     Attributes:
         has_responded: Whether there has been a response.
         firings: The steps to run.
-        responses: The responses to send. The values hold a use for the response.
+        responses: The responses to send. Each value must be released once for its response.
         absent_outputs: The outputs of responses that a step should have made and has not.
     """
 
@@ -396,7 +396,7 @@ class Flow:
         self._start(reader, response_index, reader_values)
 
     def _start(self, reader: TensorReader, response_index: int, values: dict[str, Value]) -> None:
-        """Run a step or respond with these values, which hold a use for the reader."""
+        """Run a step or respond with these values. The reader must release each value once."""
         if isinstance(reader, PlannedStep):
             self._run_or_skip(reader, response_index, values)
         else:

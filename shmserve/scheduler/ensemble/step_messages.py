@@ -80,7 +80,7 @@ class StepKind(NamedTuple):
 
     Attributes:
         schema: The schema of the requests.
-        schema_or_input: The schema of requests whose outputs may stay in the memory of an input.
+        schema_reusing_input: The schema of requests whose outputs may stay in an input's memory.
         placed: The outputs that have memory ranges: the model's name and the ensemble's.
         sizes: The byte size of each output that the ensemble allocates, and its CUDA device.
         to_client: The outputs that are written to the client's memory.
@@ -88,7 +88,7 @@ class StepKind(NamedTuple):
     """
 
     schema: bytes
-    schema_or_input: bytes
+    schema_reusing_input: bytes
     placed: tuple[tuple[str, str], ...]
     sizes: dict[str, tuple[int, int | None]]
     to_client: frozenset[str]
@@ -197,7 +197,7 @@ class StepMessages:
             )
         # A client's memory must not keep an output, because the client may write to it.
         if blocks and all(value.in_block for value in firing.inputs.values()):
-            schema = kind.schema_or_input
+            schema = kind.schema_reusing_input
         flags = client_request.flags
         number_id = client_request.correlation_id
         text_id = client_request.correlation_text

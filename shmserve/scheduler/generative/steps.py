@@ -25,7 +25,8 @@ _INITIAL_WEIGHTS = (5.0, 1.0, 0.5, 10.0)
 _INITIAL_DEVIATIONS = (20.0, 5.0, 2.0, 100.0)
 _INITIAL_CERTAINTIES = tuple(spread**-2 for spread in _INITIAL_DEVIATIONS)
 _PAIRS_UNIT = 1e5  # the unit of `pairs` in the estimate of durations
-CHUNK = 16  # prompts are cut at its multiples, so that equal rows are computed alike
+# Prompts are split at multiples of CHUNK, because other splits change the bits of the results.
+CHUNK = 16
 _AVERAGE_GAIN = 0.1
 _MAX_DURATION_RATIO = 4  # observed durations are capped at this multiple of the expected duration
 PROBE_STEPS = 50

@@ -152,7 +152,7 @@ def gather_memory(_: ServerConfig) -> tuple[int, int, int]:
 
 
 def judge_memory(facts: tuple[int, int, int]) -> Verdict:
-    """Warn if /dev/shm may exceed the server's limit.
+    """Warn if /dev/shm may exceed the server's memory limit. `gather_memory` returns `facts`.
 
     A page counts for the control group that touches it first, so pages of clients' regions may
     count for the server.

@@ -208,13 +208,13 @@ class Listeners:
 
     def addresses(self) -> Iterator[str]:
         """Yield a line for the log for each socket."""
-        for name, sockets, start, path in (
+        for name, sockets, url_prefix, path in (
             ("HTTP", self.http, "http://", ""),
             ("gRPC", self.grpc, "", ""),
             ("metrics", self.metrics, "http://", "/metrics"),
         ):
             for sock in sockets:
-                yield f"{name} service at {_address(sock, start, 'unix socket ')}{path}"
+                yield f"{name} service at {_address(sock, url_prefix, 'unix socket ')}{path}"
 
     @property
     def metrics_port(self) -> int:
@@ -231,17 +231,17 @@ class Listeners:
     def publish(self, file: Path, *, tls: bool) -> None:
         """Write the URLs of HTTP and gRPC to a file for programs on this host, if possible."""
         urls = [_address(sock, "http://") for sock in self.http]
-        start = "grpcs://" if tls else "grpc://"
-        urls += [_address(sock, start) for sock in self.grpc if sock.family != socket.AF_UNIX]
+        url_prefix = "grpcs://" if tls else "grpc://"
+        urls += [_address(sock, url_prefix) for sock in self.grpc if sock.family != socket.AF_UNIX]
         with contextlib.suppress(OSError):
             file.write_text("".join(f"{url}\n" for url in urls))
 
 
-def _address(sock: socket.socket, start: str, unix: str = "unix:") -> str:
+def _address(sock: socket.socket, url_prefix: str, unix: str = "unix:") -> str:
     if sock.family == socket.AF_UNIX:
         return f"{unix}{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
-    return f"{start}[{host}]:{port}" if ":" in host else f"{start}{host}:{port}"
+    return f"{url_prefix}[{host}]:{port}" if ":" in host else f"{url_prefix}{host}:{port}"
 
 
 _LISTEN_STATE = "0A"  # TCP_LISTEN in /proc/net/tcp

@@ -99,7 +99,7 @@ def close_all(fds: Iterable[int]) -> None:
 
 
 def is_memory(fd: int) -> bool:
-    """Return whether a descriptor is a memfd, so that no file system or program can block it."""
+    """Return whether a descriptor is shared memory; closing any other file may block (FUSE)."""
     try:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:

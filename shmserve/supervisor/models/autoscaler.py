@@ -185,8 +185,8 @@ class LoadSample(NamedTuple):
 
     Attributes:
         at_s: The time, on the monotonic clock.
-        executed: The number of executed requests.
-        succeeded: The number of executed requests that succeeded.
+        executed_requests: The number of executed requests.
+        succeeded_requests: The number of executed requests that succeeded.
         queueing_s: The total queueing time of executed requests in seconds.
         executions: The number of executions (batches).
         execution_s: The total execution time in seconds.
@@ -196,8 +196,8 @@ class LoadSample(NamedTuple):
     """
 
     at_s: float
-    executed: int
-    succeeded: int
+    executed_requests: int
+    succeeded_requests: int
     queueing_s: float
     executions: int
     execution_s: float
@@ -216,8 +216,8 @@ class LoadSample(NamedTuple):
         succeeded = statistics["success"] - statistics["cache_hit"]
         return cls(
             at_s=at_s,
-            executed=succeeded + statistics["failures"]["BACKEND"],
-            succeeded=succeeded,
+            executed_requests=succeeded + statistics["failures"]["BACKEND"],
+            succeeded_requests=succeeded,
             queueing_s=statistics["queue_ns"] / 1e9,
             executions=compute["count"],
             execution_s=compute["sum"],
@@ -290,14 +290,17 @@ class ScalingPolicy:
     def _update_estimates(self, load: LoadSample) -> None:
         loads = self._loads
         previous = loads[-1] if loads else load
-        if load.executions < previous.executions or load.executed < previous.executed:
+        if (
+            load.executions < previous.executions
+            or load.executed_requests < previous.executed_requests
+        ):
             loads.clear()  # the counters of a new scheduler start at zero
             previous = load
         loads.append(load)
         while load.at_s - loads[0].at_s > self._idle_s:
             loads.popleft()
         executions = load.executions - previous.executions
-        executed = load.executed - previous.executed
+        executed = load.executed_requests - previous.executed_requests
         execution_s = load.execution_s - previous.execution_s
         if executions and executed:
             # A moving average over about sixteen executions.
@@ -328,7 +331,7 @@ class ScalingPolicy:
                 return f"requests wait {_ms(wait_s)}, the limit is {_ms(_P99_RATIO * allowed_s)}"
         start_s = max(load.at_s - _MEAN_WINDOW_S, self._window_start_s)
         first = next((sample for sample in self._loads if sample.at_s >= start_s), load)
-        count = load.succeeded - first.succeeded
+        count = load.succeeded_requests - first.succeeded_requests
         mean_s = (load.queueing_s - first.queueing_s) / count if count >= _MIN_REQUESTS else 0.0
         if mean_s <= allowed_s:
             return ""

@@ -224,7 +224,7 @@ class LoadPlanner:
         count = self._accelerators.count
         merged = config
         if config.backend == "native":
-            source = replace(source, class_source=_class_source(config, folder))
+            source = replace(source, python_class_source=_class_source(config, folder))
         if self._config.auto_complete or config.backend == "native":
             merged = model_config.merge_autocomplete(config, completed, source)
         merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)

@@ -164,7 +164,7 @@ class KeptRegions:
                 self._other_server.ask(KEEP, region.kept_name, [region.shared.fd, description])
 
     def remove(self, region: OpenRegion) -> None:
-        """Remove the kept registration of an unregistered region."""
+        """Remove a region that has been unregistered from the kept registrations."""
         if region.kept_name:
             self._manager.drop(region.kept_name)
             if self._other_server is not None:

@@ -55,7 +55,10 @@ def test_requests_of_one_kind_have_one_schema(
             for size in sizes
         ]
         memory_range = Range(MEMORY, data.draw(offsets), 64)
-        outputs = (RequestedOutput("A"), RequestedOutput("B", memory_range, or_input=True))
+        outputs = (
+            RequestedOutput("A"),
+            RequestedOutput("B", memory_range, may_reuse_input=True),
+        )
         return Inference(tensors(datas), outputs, parameters)
 
     first_request, second_request = draw_request(), draw_request()

@@ -94,11 +94,13 @@ def test_repeated_responses_equal_single_ones(worker: Rig, responses: Any) -> No
         )
 
 
-@pytest.mark.parametrize("or_input", [False, True])
-def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, or_input: bool) -> None:
+@pytest.mark.parametrize("may_reuse_input", [False, True])
+def test_outputs_with_client_ranges_are_written_each_time(
+    worker: Rig, may_reuse_input: bool
+) -> None:
     """An unchanged input may stay in place; copies and other arrays are written."""
     region = Region(64)
-    requested_outputs = [RequestedOutput("A", region.memory_range(32, 16), or_input)]
+    requested_outputs = [RequestedOutput("A", region.memory_range(32, 16), may_reuse_input)]
     size = np.dtype("f4").itemsize
 
     def execute(requests: list[Request]) -> list[Response]:
@@ -125,7 +127,7 @@ def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, or_input:
         assert isinstance(output.data, Range)
         expected = numbers if output_kind in ("returned", "owned") else numbers * 2
         expected = expected[: 2 if output_kind == "shorter" else 4]
-        stays_in_input = output_kind == "returned" and or_input
+        stays_in_input = output_kind == "returned" and may_reuse_input
         assert output.data == region.memory_range(0 if stays_in_input else 32, size * len(expected))
         assert output.shape == expected.shape
         assert region.read(output.data.offset, output.data.byte_size) == expected.tobytes()

@@ -43,7 +43,7 @@ class _MetricValue:
     # A counter: its value. A gauge: the value set, the time of that (monotonic ns, 0: never), and
     # the sum of increments since. A histogram: the sum, the observations by bucket, and those above
     # the last.
-    numbers: list[float]
+    state: list[float]
     owners: int = 0  # number of live `MetricFamily` objects that have created it
 
 
@@ -80,7 +80,7 @@ def set_listener(on_change: Callable[[bool], None]) -> None:
 def changes() -> list[list[Any]] | None:
     """Return all families if anything changed since the last call, else None.
 
-    The form is [[name, description, kind, [[labels, numbers, buckets], ...]], ...]; labels are
+    The form is [[name, description, kind, [[labels, state, buckets], ...]], ...]; labels are
     sorted pairs.
     """
     global _has_changed
@@ -92,7 +92,7 @@ def changes() -> list[list[Any]] | None:
         return [
             [
                 *(family.name, family.description, family.kind.name),
-                [[labels, value.numbers[:], value.buckets] for labels, value in values],
+                [[labels, value.state[:], value.buckets] for labels, value in values],
             ]
             for family in _families.values()
             if (values := list(family.values.items()))
@@ -272,28 +272,28 @@ class Metric:
             )
             raise TritonModelException("Failed to increment metric value: " + refusal_text(reason))
         with _locked_for_change():
-            self._value.numbers[-1] += number
+            self._value.state[-1] += number
 
     def set(self, value: float) -> None:
         """Set a gauge."""
         number = _number(value)
         self._require_kind("set", "Set", MetricKind.GAUGE)
         with _locked_for_change():
-            self._value.numbers[:] = (number, time.monotonic_ns(), 0)
+            self._value.state[:] = (number, time.monotonic_ns(), 0)
 
     def observe(self, value: float) -> None:
         """Count a value in a histogram."""
         number = _number(value)
         self._require_kind("observe", "Observe", MetricKind.HISTOGRAM)
         with _locked_for_change():
-            self._value.numbers[0] += number
-            self._value.numbers[1 + bisect_left(self._value.buckets, number)] += 1
+            self._value.state[0] += number
+            self._value.state[1 + bisect_left(self._value.buckets, number)] += 1
 
     def value(self) -> float:
         """Return the value of a counter or a gauge in this instance."""
         self._require_kind("get", "Value", MetricKind.COUNTER, MetricKind.GAUGE)
-        numbers = self._value.numbers
-        return float(numbers[0] + numbers[2] if len(numbers) > 1 else numbers[0])
+        state = self._value.state
+        return float(state[0] + state[2] if len(state) > 1 else state[0])
 
     def _require_kind(self, verb: str, operation: str, *kinds: MetricKind) -> None:
         prefix = f"Failed to {verb} metric value: "

@@ -303,11 +303,13 @@ def test_an_input_that_a_step_returns_is_not_written_again() -> None:
     rig.submit(data=bytes(4 * elements))
     ((_, first_step),) = rig.take_sent()
     (output,) = inference_of(first_step).outputs
-    assert output.memory_range is not None and output.or_input
+    assert output.memory_range is not None and output.may_reuse_input
     rig.from_step("a", m.Finished(first_step.id, *place_output(output.memory_range)))
     ((_, second_step),) = rig.take_sent()
     (last_output,) = inference_of(second_step).outputs
-    assert last_output.memory_range not in (None, output.memory_range) and last_output.or_input
+    assert (
+        last_output.memory_range not in (None, output.memory_range) and last_output.may_reuse_input
+    )
     rig.from_step("b", m.Finished(second_step.id, *place_output(output.memory_range)))
     (final_output,) = inferred_of(only_message(rig.take_client_messages(), m.Finished)).outputs
     assert final_output.data == output.memory_range
@@ -329,7 +331,7 @@ def test_an_input_in_memory_of_the_clients_is_no_output() -> None:
     rig.from_client(m.Submit(1, *inference, rig.now_ns, 0, 0, 0))
     ((_, first_step),) = rig.take_sent()
     (output,) = inference_of(first_step).outputs
-    assert output.memory_range is not None and not output.or_input
+    assert output.memory_range is not None and not output.may_reuse_input
 
 
 def test_memory_of_an_exited_client_is_freed() -> None:

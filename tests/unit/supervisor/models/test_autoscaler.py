@@ -206,8 +206,8 @@ def test_a_reload_starts_the_instances_the_load_needs(monkeypatch: pytest.Monkey
 def load(at_s: float, **sample_fields: Any) -> LoadSample:
     """Return the load of two idle instances that took 50 ms for each of 100 requests."""
     fields: dict[str, Any] = {
-        "executed": 100,
-        "succeeded": 100,
+        "executed_requests": 100,
+        "succeeded_requests": 100,
         "queueing_s": 0.0,
         "executions": 100,
         "execution_s": 5.0,
@@ -221,7 +221,9 @@ def load(at_s: float, **sample_fields: Any) -> LoadSample:
 
 def informed_policy(policy: ScalingPolicy) -> ScalingPolicy:
     """Return a policy that knows the duration of an execution."""
-    policy.sample(load(0.0, executed=0, succeeded=0, executions=0, execution_s=0.0), 2)
+    policy.sample(
+        load(0.0, executed_requests=0, succeeded_requests=0, executions=0, execution_s=0.0), 2
+    )
     policy.sample(load(0.1), 2)
     return policy
 
@@ -282,7 +284,7 @@ def test_an_instance_is_added_when_served_requests_waited() -> None:
 def sample_further(policy: ScalingPolicy, number: int) -> Change | None:
     """Return the change after ten further requests that waited for 100 ms each."""
     count = 100 + 10 * number
-    counts = dict.fromkeys(("executed", "succeeded", "executions"), count)
+    counts = dict.fromkeys(("executed_requests", "succeeded_requests", "executions"), count)
     return policy.sample(
         load(0.1 + number / 10, **counts, execution_s=count / 20, queueing_s=1.0 * number), 2
     )
