@@ -70,8 +70,8 @@ class Graph:
     """The steps of an ensemble in the order of its configuration, and its inputs and outputs.
 
     Attributes:
-        max_inflight: The number of requests that a step may have in flight, counted over all
-            requests of the ensemble; 0: unlimited.
+        max_inflight: The maximum number of requests to a step in flight, in total for all requests
+            to the ensemble; 0: unlimited.
     """
 
     name: str
