@@ -190,7 +190,7 @@ class LevelPolicy(Record):
     def own_timeout_us(self, timeout_us: int) -> int:
         """Return a request's own timeout if it overrides the policy's, otherwise 0.
 
-        No timeout counts as longer than any other.
+        A policy without a timeout counts as one with the longest timeout.
         """
         max_timeout_us = self.default_timeout_microseconds or timeout_us + 1
         return timeout_us if self.allow_timeout_override and 0 < timeout_us < max_timeout_us else 0
@@ -224,7 +224,7 @@ class SequenceControl(Record):
 
 
 class ControlTensor(Record):
-    """An input with the request's position in its sequence."""
+    """An input that receives properties of the request's sequence, such as its start or id."""
 
     name: str = ""
     control: tuple[SequenceControl, ...] = ()

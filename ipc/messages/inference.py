@@ -321,7 +321,8 @@ class BatchFinished(Message):
     """Sent by a worker to a scheduler when a batch has ended.
 
     The instance then accepts the next batch. A request of a decoupled model has no reply if an
-    `ExecutionResponded` ends it, now or later.
+    `ExecutionResponded` ends it, now or later. The model runs from `input_end_ns` to
+    `output_start_ns`.
     """
 
     batch: int
@@ -340,6 +341,7 @@ class ExecutionResponded(Message):
     """Sent by a worker to a scheduler for each response of a decoupled model, as in `Responded`.
 
     The model returned the response at `computed_ns`, and its outputs were written at `written_ns`.
+    With `failed`, the request has failed; otherwise an error is a response of the model.
     """
 
     key: int

@@ -145,7 +145,7 @@ def decode_start(cls: type[T], data: bytes) -> T:
 
 
 class Started(Message):
-    """Sent by a gateway or a scheduler host to the supervisor when it runs and receives.
+    """Sent by a gateway or a scheduler host to the supervisor when it can receive messages.
 
     A gateway then receives the current state, with `HealthChanged` last, and opens its ports.
     """

@@ -171,7 +171,7 @@ _LOG_INTERVAL_NS = 60_000_000_000
 class OverloadLog:
     """The rate-limited log of one model's refused requests; times are monotonic ns.
 
-    The next line is due at `due_ns` (NEVER: nothing was counted).
+    The next log line is due at `due_ns`, which is `NEVER` while no refusal was counted.
     """
 
     def __init__(self, model: str) -> None:
@@ -261,7 +261,7 @@ class Core(Protocol[R]):
         """Return the current values for metrics: pending, executing, instances, malformed."""
 
     def drain(self, sequences: bool) -> None:
-        """Stop waiting for further requests; `sequences`: open sequences may continue."""
+        """Start to drain; with `sequences`, the drain waits until open sequences have ended."""
         return
 
     def accepts_while_draining(self, submit: Submit) -> bool:
@@ -273,7 +273,7 @@ class Core(Protocol[R]):
         return 0
 
     def format_error(self, text: str) -> str:
-        """Return an error text with the prefix or suffix that clients of this kind receive."""
+        """Return an error text in the form in which this kind of scheduler sends errors."""
         return text
 
 

@@ -183,9 +183,9 @@ class PlannedStep(TensorReader):
     Attributes:
         inputs: The model's inputs: the name, the ensemble's tensor, and whether it is optional.
         repeated_tensors: The tensors that several inputs read, once for each further input.
-        kinds: A cache of step_messages.py, derived from the kinds of the inputs of earlier
-            requests.
-        responses: A cache of step_messages.py, derived from the schemas of earlier responses.
+        kinds: A cache that step_messages.py uses: the `StepKind` of earlier requests by the kinds
+            of their inputs.
+        responses: A cache that step_messages.py uses: the unpacked schemas of earlier responses.
     """
 
     def __init__(self, step: StepNode, model: ModelProperties, origins: Mapping[str, int]) -> None:
@@ -381,7 +381,7 @@ class Flow:
             if key not in values:
                 return
         self._fired_steps.add(fired)
-        reader_values: dict[str, Value] = {}  # values by name, each with a use for the reader
+        reader_values: dict[str, Value] = {}  # by name; the reader must release each value once
         for key in keys:
             remaining_uses = self._remaining_uses.get(key)
             if remaining_uses is None:
@@ -530,7 +530,7 @@ class Targets:
 
 
 def _device(config: ModelSpec) -> int | None:
-    """Return the one CUDA device of all instances of a model that takes its inputs there."""
+    """Return the CUDA device of all instances if the model reads inputs there, otherwise None."""
     if config.backend not in _DEVICE_BACKENDS and config.parameters.get(_KEEP_ON_DEVICE) != "no":
         return None
     if any(group.kind != "KIND_GPU" for group in config.instance_group):

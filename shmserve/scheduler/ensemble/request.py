@@ -128,7 +128,7 @@ class EnsembleRequest:
         running: The numbers of the steps' requests in flight.
         waiting: The number of steps that wait because of `max_inflight_requests`.
         failure: The error, once the request has failed.
-        input_ns: The input phase of all steps together; the other phases likewise.
+        input_ns: The sum of the steps' input phases; `infer_ns` and `output_ns` likewise.
         spans: The spans of the steps.
         unread: The responses of a stream that the client has not read.
         responses: The number of responses of a stream that were sent.
