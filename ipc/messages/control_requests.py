@@ -144,9 +144,9 @@ class AskReady(ControlRequest, Message):
 class RegisterRegion(ControlRequest, Message):
     """Sent by a gateway to the supervisor to register a POSIX shared memory object of a client.
 
-    The region belongs to the user `uid`, a member of `groups`. The reply is {"memory_id"}. With
-    `leased`, the region is unregistered at `RegionAbandoned` or when the sender exits. With `pin`,
-    workers on CUDA devices lock its pages.
+    The region is [offset, offset + byte_size) of the object `key`. It belongs to the user `uid`, a
+    member of `groups`. The reply is {"memory_id"}. With `leased`, the region is unregistered at
+    `RegionAbandoned` or when the sender exits. With `pin`, workers on CUDA devices lock its pages.
     """
 
     name: str

@@ -61,11 +61,11 @@ R = TypeVar("R")
 
 
 class ClientLinks(Protocol):
-    """The links to clients. `malformed_messages` counts their unreadable frames."""
+    """The links to clients."""
 
     @property
     def malformed_messages(self) -> int:
-        """Return the number of unreadable frames so far."""
+        """Return the number of unreadable frames that clients have sent so far."""
 
     def sender_of(self, peer: bytes) -> Callable[[Any], object]:
         """Return the function that queues a message for the client at this address."""

@@ -62,7 +62,7 @@ class _SchemaKey(NamedTuple):
 
     Attributes:
         prefix: The packed names, datatypes, shapes, parameters and requested outputs.
-        order: The indices of the inputs, by name.
+        order: The indices of the inputs, sorted by the inputs' names.
     """
 
     prefix: bytes
@@ -311,7 +311,7 @@ def cache_key(prefix: bytes, sequence: tuple[int, str, int], contents: list[Any]
     Args:
         prefix: The part determined by its schema; see `schema_key`.
         sequence: The correlation id, as a number and as a text, and the flags.
-        contents: The bytes of the inputs, by name. Their sizes make the encoding unambiguous.
+        contents: The inputs' bytes, sorted by name. Their sizes make the encoding unambiguous.
     """
     sizes = msgpack.packb((sequence, [len(content) for content in contents]))
     digest = hashlib.blake2b(prefix, digest_size=_DIGEST_SIZE)

@@ -174,7 +174,7 @@ class TrialState(Record):
 
     Attributes:
         oldest_left_ns: The time left to the oldest request.
-        spare_ns: The time that new requests could wait longer.
+        spare_ns: The additional time that a new request could wait and still meet the target.
         row_ns: The shortest duration per row.
         rows_per_ns: The rows that arrive per ns.
         max_in_flight: The recent maximum of requests that were not completed.

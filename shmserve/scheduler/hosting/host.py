@@ -183,7 +183,7 @@ class HostedScheduler(ABC):
         self.stopped = front.stopped
 
     def _catch_up(self) -> None:
-        """Handle the messages that clients sent before they learned of a successor."""
+        """Handle the messages that clients sent before they received the successor's endpoint."""
         links = (self._client_router, self._local_clients.link)
         for _ in range(_MAX_READS):
             readable_fds = [link.fd for link in links if link.wait(0)]
