@@ -28,8 +28,8 @@ class SchedulingLimits:
 
     A value of 0 disables `execution_timeout_s`, `request_timeout_us` and `max_queue_size`. A
     batcher delays its first batch until `delay_scheduler` requests wait, and a sequence batcher
-    until `backlog_delay_scheduler` requests wait without a slot. `quantiles` are those of the last
-    minute's durations.
+    until `backlog_delay_scheduler` requests wait without a slot. `quantiles` are the reported
+    quantiles of the last minute's durations.
     """
 
     execution_timeout_s: float = 0.0

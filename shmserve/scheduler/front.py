@@ -254,7 +254,7 @@ class Core(Protocol[R]):
         """Expire and start requests, and send responses.
 
         Returns:
-            The time (monotonic ns) of the next call if nothing happens before; NEVER: no need.
+            The time (monotonic ns) of the next call unless a message arrives before, or `NEVER`.
         """
 
     def gauges(self) -> dict[str, Any]:
@@ -430,10 +430,10 @@ class Front(Generic[R]):
     # --- time and counts --------------------------------------------------------------------------
 
     def tick(self, now_ns: int) -> int:
-        """Run the core's turn and the due log lines.
+        """Run the core's turn, write due log lines, and report the end of a drain.
 
         Returns:
-            The time (monotonic ns) of the next call if nothing happens before; NEVER: no need.
+            The time (monotonic ns) of the next call unless a message arrives before, or `NEVER`.
         """
         wake_ns = self._core.tick(now_ns)
         overload = self._overload

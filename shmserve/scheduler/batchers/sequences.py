@@ -25,8 +25,9 @@ and a sequence keeps its row.
    reached, its oldest request has waited that long, or a deadline would pass.
 
 Oldest: a dynamic batcher over the first request of each slot. A sequence has at most one request
-that may run. The next one may run after that has returned, and then follows those of the other
-sequences. A batch therefore never has two requests of a sequence, and no sequence starves.
+that may run. Its next request may run once that request has returned, and is then queued behind the
+requests of other sequences. A batch therefore never has two requests of a sequence, and no sequence
+starves.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class TensorReader:
         reads: The tensors that the reader waits for, and whether each exists once per
             request.
         is_once: Whether the reader has all its tensors at most once per request.
-        first_keys: The keys of these tensors with the number 0.
+        first_keys: The keys (tensor, number) of these tensors with the number 0.
     """
 
     def __init__(self, index: int, tensors: Iterable[str], origins: Mapping[str, int]) -> None:
@@ -369,7 +369,7 @@ class Flow:
         return ()
 
     def _fire(self, reader: TensorReader, response_index: int) -> None:
-        """Add a firing of a step, or a response, at a number, unless a tensor is missing."""
+        """Start a step or a response at a number if all tensors that it reads are present."""
         fired = (reader.index, response_index)
         if fired in self._fired_steps:
             return
@@ -396,7 +396,7 @@ class Flow:
         self._start(reader, response_index, reader_values)
 
     def _start(self, reader: TensorReader, response_index: int, values: dict[str, Value]) -> None:
-        """Run a step or respond with these values. The reader must release each value once."""
+        """Add a firing or a response with these values, each of which must be released once."""
         if isinstance(reader, PlannedStep):
             self._run_or_skip(reader, response_index, values)
         else:

@@ -429,11 +429,11 @@ class EnsembleRequests:
 
 
 def sequence_of(submit: Submit, override: Mapping[str, Any]) -> tuple[int | str, int]:
-    """Return the correlation id and the flags that belong to some tensors.
+    """Return the correlation id and the sequence flags for a step's request or a response.
 
     Args:
-        submit: The request.
-        override: The parameters of the response that contained one of the tensors; they have
+        submit: The request to the ensemble.
+        override: The sequence parameters in the responses that contained the tensors; they have
             precedence over the request's.
     """
     correlation_id: int | str = submit.correlation_text or submit.correlation_id
