@@ -147,9 +147,9 @@ class BatchingCore(Core[ScheduledRequest]):
             self._check_callers(request, now_ns)
 
     def _check_callers(self, request: ScheduledRequest, now_ns: int) -> None:
-        """Fail a request of another model if it can never run: its callers occupy all instances.
+        """Fail a call from another model if it can never run: callers occupy all instances.
 
-        The callers of all waiting calls count. Two calls may deadlock only together.
+        The callers of all waiting calls count, because two calls may deadlock only together.
         """
         calls = [Caller.parse(call.submit.callers) for call in self._queue.calls()]
         callers = {(caller.pid, caller.key) for chain in calls for caller in chain}

@@ -99,7 +99,7 @@ class Account:
         self._trial_misses += misses
 
     def subtract_trial_misses(self, misses: int) -> int:
-        """Return the number of these misses that were not charged to trials yet."""
+        """Return the number of these misses that were not charged to trials."""
         caused = min(misses, int(self._trial_misses))
         self._trial_misses -= caused
         return misses - caused

@@ -143,7 +143,7 @@ class QueueHead(Record):
 
     The first `preferred_count` of them (0: none) reach the largest preferred size, or come closest
     to it. The next request does not fit (`is_full`), or has other shapes (`other_shape`); otherwise
-    there is no next request. `oldest_ns` and `flush_by_ns` are the earliest of these requests.
+    there is no next request. `oldest_ns` is the earliest enqueueing of a request.
     """
 
     requests: list[Pending]

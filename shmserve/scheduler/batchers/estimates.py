@@ -312,8 +312,8 @@ class SizeTimes:
     def _find_disturbed(self, shortest: dict[int, float]) -> tuple[int, float]:
         """Return a size whose executions may all have been disturbed, and its highest rate.
 
-        A size is tried again until its executions are enough to rule it out. This number grows with
-        the logarithm of the executions while the target is missed (Lai and Robbins, 1985).
+        A size is ruled out after a number of executions that grows with the logarithm of the number
+        of all executions while the target is missed (Lai and Robbins, 1985).
 
         Returns:
             The size, and the highest rate below the next observed size if it takes no longer than

@@ -426,8 +426,8 @@ def placed_sizes(
 ) -> dict[str, int]:
     """Return the sizes of a step's outputs that are written to the ensemble's memory.
 
-    Outputs inside the message are left out. So are those of a decoupled model, because each
-    response would overwrite the previous one.
+    Outputs inside the message are left out. The outputs of a decoupled model are left out because
+    each response would overwrite the previous one.
 
     Args:
         step: The step.
