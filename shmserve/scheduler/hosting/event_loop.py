@@ -26,7 +26,7 @@ Handler = Callable[[Any, Any], None]  # the arguments are the sender's address a
 
 
 class DescriptorWaiter:
-    """Waits for readable descriptors, asleep in the kernel or by busy polling if that pays.
+    """A waiter for readable descriptors, which sleeps in the kernel, or polls while that pays.
 
     `handlers` has the handler of each watched descriptor.
     """

@@ -215,7 +215,7 @@ class PriorityQueue:
 class RequestQueue:
     """The requests that wait for an instance, and the timers of all requests.
 
-    `retries`, by key, run alone; all other requests are `in_order`. While `in_order` contains less
+    `retries`, by key, run alone; all other requests are `in_order`. While `in_order` contains fewer
     than `least_bound` requests, no level can be full.
     """
 
