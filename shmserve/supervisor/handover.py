@@ -41,7 +41,7 @@ _LOST_PREDECESSOR = "the previous server has exited; start this one again, witho
 
 @dataclass(slots=True, eq=False)
 class Handover:
-    """Both sides of a handover: the successor, which has an `offer`, and the predecessor.
+    """Both sides of a handover. A server whose listeners have an `offer` is a successor.
 
     `_refusal_reason()` returns the reason why no successor may take over now, or "".
     `_on_handed_over()` is called when the successor has received everything. `has_successor` is
@@ -78,11 +78,11 @@ class Handover:
     # --- the predecessor
 
     async def run_beside_predecessor(self, work: asyncio.Future[T]) -> T:
-        """Return the result of `work`, which needs the predecessor if there is one.
+        """Return the result of `work`, during which a predecessor, if any, must not exit.
 
         Raises:
-            Unavailable: The predecessor has exited before, and its last process has deleted this
-                server's run directory.
+            Unavailable: The predecessor has exited before the work was done. Its last process has
+                deleted this server's run directory.
         """
         if self._predecessor is not None:
             await wait_any(work, self._predecessor.end_future)

@@ -143,7 +143,7 @@ class VersionScheduler:
         Args:
             spec: The configuration of the version.
             worker_pids: The worker processes that the scheduler may expect.
-            is_first: Whether the version has had no scheduler.
+            is_first: Whether this is the version's first scheduler.
 
         Raises:
             Unavailable: The scheduler ended while starting, or the version is being unloaded.
@@ -257,7 +257,7 @@ class VersionScheduler:
         await wait_any(self._drain_future, hosted.close_future, hosted.child.exited, *losses)
 
     def must_move(self, group: Group) -> bool:
-        """Check whether the serving scheduler belongs to another process, given its group."""
+        """Check whether the serving scheduler must move to the process of `group`."""
         serving = self._serving_scheduler
         return serving is not None and self._context.hosts.must_move(serving, group)
 

@@ -97,7 +97,7 @@ class Acknowledgements:
             self._complete.set()
 
     def remove_peer(self, peer: Hashable) -> None:
-        """Remove a peer that has exited from all changes."""
+        """Stop waiting for the acknowledgements of a peer that has exited."""
         for number in list(self._missing_peers):
             self.record_acknowledged(peer, number)
 
@@ -163,7 +163,7 @@ class ControlSocket:
             self._handle_enrolled(*item)
 
     def calls(self, address: Address) -> None:
-        """Grant the role "caller" to a worker that calls models: it receives changes of models."""
+        """Grant a worker that calls models the role "caller", which receives changes of models."""
         if address in self._enrolled_peers:
             self._callers.add(address)
 
@@ -262,7 +262,8 @@ class ControlSocket:
     ) -> int:
         """Send `make_message(number)` to all peers with one of these roles, and return the number.
 
-        The peers, and those in `extra_peers`, which the caller sends it, acknowledge the number.
+        The peers acknowledge the number. So do the `extra_peers`, to which the caller sends the
+        message.
         """
         number = self.acknowledgements.begin([*self._addresses(*roles), *extra_peers])
         self.broadcast(make_message(number), *roles)

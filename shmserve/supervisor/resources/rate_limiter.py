@@ -119,7 +119,10 @@ class RateLimiter:
     # --- members ----------------------------------------------------------------------------------
 
     def join(self, member: Hashable, instances: Mapping[int, Needs]) -> None:
-        """Register instances of a model version by index, with the smallest score of all instances.
+        """Register instances of a model version by index.
+
+        They start with the smallest score of all instances, so that they do not precede the others
+        for long.
 
         Raises:
             InvalidArgument: A resource is both global and device-specific, or exceeds its capacity.

@@ -87,7 +87,7 @@ def test_a_load_and_an_unload(server: Server, events: EventReader) -> None:
     assert end_reasons == dict.fromkeys(titles, "exit status 0")
 
 
-@pytest.mark.parametrize(("model", "reason"), [("broken", "so it is"), ("none", "no such model")])
+@pytest.mark.parametrize(("model", "reason"), [("broken", "so it is"), ("none", "no folder")])
 def test_a_load_is_refused(server: Server, events: EventReader, model: str, reason: str) -> None:
     with server.http() as http:
         assert http.load(model).status >= 400
@@ -207,7 +207,7 @@ def test_states_and_events_are_printed(server: Server) -> None:
             assert http.load("none").status >= 400
         while (event := json.loads(line()))["event"] != "LoadRefused":
             pass
-        assert event["name"] == "none" and "no such model" in event["reason"]
+        assert event["name"] == "none" and "contain no folder" in event["reason"]
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
 
