@@ -33,7 +33,7 @@ from shmserve.common import fd_limits
 _ACTIVE = 100  # connections that send requests
 _SECONDS = 5
 _PAGE = 4096
-_PART = 500  # regions of which the percentiles of the first and of the last are printed
+_PART = 500  # number of first and of last regions whose medians are printed
 _BODY = json.dumps(BODIES["simple"])
 
 
@@ -46,7 +46,7 @@ class Connection(Protocol):
         """Send a request."""
 
     def read(self) -> int:
-        """Read the available part of the response, and return whether it is complete."""
+        """Read available data, and return the number of responses that it completes."""
 
 
 class Http:

@@ -219,7 +219,7 @@ class Ledger:
 
 
 def _kind(fault_name: str) -> str:
-    """Return the kind of a fault: the first two words of its name, or the kind of a zygote."""
+    """Return the kind of a fault: the first two words of its name, or "VERB zygote"."""
     first_word, *words = fault_name.split()
     kind = words[-1:] if words[-1:] == ["zygote"] and words[0] != "spare" else words[:1]
     return " ".join([first_word, *kind])

@@ -151,7 +151,7 @@ class Top:
         if self.selected_name not in keys:
             self.selected_name = keys[0] if keys else ""
         header = self._header()[: 1 if height < _LOW_HEIGHT else 2]
-        # The page without the problem, the keys and a spare line.
+        # The problem, the keys and a spare line take three lines.
         free_lines = max(height - len(header) - 3, 1)
         if self.is_open and self.selected_name:
             body = self._details(free_lines)

@@ -267,7 +267,7 @@ class Session:
             raise
 
     def ready(self, model: str = "", version: str = "") -> bool:
-        """Check whether the server, or a model, is ready. Errors of authentication are raised."""
+        """Check whether the server, or a model, is ready. Raises authentication errors."""
         path = model_path(model, version, "ready") if model else "/v2/health/ready"
         try:
             self.control("GET", path)

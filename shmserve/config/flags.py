@@ -45,7 +45,7 @@ class Flag:
         metavar: The name of the value in help texts of client commands.
         exclusive: Whether only one flag of its group may be set (client commands).
         required: Whether the flag must be set (client commands).
-        prefix: The text before each value of a repeatable flag that is an older name.
+        prefix: For an older name of a flag, the text before its value in the newer flag ("rate=").
     """
 
     name: str
@@ -165,7 +165,7 @@ IDLE: dict[str, tuple[Flag, ...]] = {
 }
 ACCEPTED: tuple[Flag, ...] = tuple(flag for flags in IDLE.values() for flag in flags)
 FLAGS: dict[str, Flag] = {flag.name: flag for flag in (*ACTED_ON, *ACCEPTED)}
-# Triton's older names of flags, with the text before their values.
+# Triton's older names of flags: the newer flag, and the text before the value in that flag.
 _OLDER_NAMES = {
     "model-store": ("model-repository", ""),
     "trace-file": ("trace-config", "triton,file="),

@@ -30,7 +30,7 @@ _TICKS = (1, 2, 5)
 
 
 def table(points: Sequence[Point]) -> str:
-    """Return a row for each load, followed by notes."""
+    """Return a table with a row for each load, followed by notes."""
     lines = [
         f"{'load':<18}{'requests/s':>12}{'±':>8}{'mean ms':>9}{'p50':>9}{'p90':>9}{'p95':>9}"
         f"{'p99':>9}{'p99.9':>9}{'errors':>8}{'client µs':>11}{'busy':>6}"

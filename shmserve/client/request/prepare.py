@@ -38,7 +38,7 @@ _INTEGERS = range(-(1 << 63), 1 << 64)  # the range of MessagePack integers
 
 
 class Options(NamedTuple):
-    """The options of a call, besides its tensors; usually all defaults."""
+    """The options of a call. `flags` mark the first and the last request of a sequence."""
 
     request_id: str = ""
     parameters: Mapping[str, Any] | None = None
@@ -158,7 +158,11 @@ _NOT_ON_HOST = np.empty(0, np.uint8)  # placeholder for tensors in device memory
 
 
 class PackedRequest(NamedTuple):
-    """A request that is ready to be sent; `release_memory` frees its memory after the response."""
+    """A request that is ready to be sent: `schema` and `data` are the content of its `Submit`.
+
+    `template` and `slot` are set if a template was used. `as_torch` requests torch tensors as
+    outputs. `release_memory` frees its memory after the response.
+    """
 
     model: ClientModel
     schema: bytes
@@ -215,7 +219,7 @@ def prepare(
         arrays.append(array)
         byte_size += array.nbytes
         key += (name, array.dtype, array.shape, datatype)
-    # A large array may be in a region, which only its address shows.
+    # Only its address shows whether a large array is in a region.
     if can_use_template and (byte_size <= INLINE_LIMIT or not memories.any_within(arrays)):
         key += outputs or ()
         template = model.templates.find(tuple(key))
@@ -325,7 +329,7 @@ class _UntemplatedRequest:
         return view.memory_range()
 
     def _hold(self, segment: AnySegment, holder: Any) -> None:
-        """Keep the memory of a tensor in place alive until the response."""
+        """Keep memory that the server uses in place alive until the response."""
         self._segments.append(segment)
         self._holders.append(holder)
 
