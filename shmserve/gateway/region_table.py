@@ -1,7 +1,8 @@
 """Registered shared memory regions: a replica of the supervisor's table, with reference counts.
 
 A gateway never maps a region. It only checks that a range lies within the region; the worker
-receives the range.
+receives the range. An unregistered region is retired: requests may still use it. Once no request
+uses it, it is withdrawn: the table removes its name.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class RegionReferences:
         Raises:
             NotFound: The region is not registered.
             InvalidArgument: The range does not lie within the region.
-            AlreadyExists: An output overlaps an output in flight and may not.
+            AlreadyExists: The range of an output is in use, and overlaps are errors.
         """
         region = self._table.find(requested.region)
         memory_range = region.memory_range(requested)
@@ -175,10 +176,10 @@ class RegionReferences:
 
     @classmethod
     def from_template(cls, pattern: ReferenceTemplate) -> RegionReferences | None:
-        """Return the same references for another request, or None if the names have changed.
+        """Return the references of `pattern` for a new request; None if the table has changed.
 
         Raises:
-            AlreadyExists: An output overlaps an output in flight and may not.
+            AlreadyExists: The range of an output is in use, and overlaps are errors.
         """
         table, version, regions, spans = pattern
         if version != table.version:
@@ -230,7 +231,7 @@ class RegionTable:
     """The regions by name, and by id until no request refers to them.
 
     Args:
-        report: Sends the supervisor changes in the use of retired and withdrawn regions.
+        report: Sends a message to the supervisor.
         overlap: The policy for overlapping outputs of two requests: "error", "warn" or "ignore".
     """
 
@@ -263,7 +264,7 @@ class RegionTable:
             self.version += 1
 
     def retire(self, memory_id: int) -> None:
-        """Report the use of an unregistered region, which is withdrawn once no gateway uses it."""
+        """Mark an unregistered region as retired, and report it if requests use it."""
         region = self._by_id.get(memory_id)
         if region is not None:
             region.retired = True

@@ -67,7 +67,7 @@ def remove_length(request: bytes) -> bytes | None:
 
 
 class MalformedBody(Exception):
-    """The framing of a body violates HTTP."""
+    """The error for a body whose framing violates HTTP."""
 
 
 class Incoming(LimitedConnection, asyncio.Protocol):

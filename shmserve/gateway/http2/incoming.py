@@ -392,7 +392,7 @@ class FrameReader(ABC, Generic[HeadT]):
 
 
 def _strip_block(flags: int, payload: bytes) -> bytes:
-    """Return the header block of a HEADERS frame with padding or a priority."""
+    """Return the header block of a HEADERS frame, without padding and priority."""
     start, end = 0, len(payload)
     if flags & PADDED:
         if not payload:

@@ -187,7 +187,7 @@ class Arrival:
 
     @contextmanager
     def registered_block(self, release: Callable[[], None]) -> Iterator[None]:
-        """Register an arena block for the duration of a `with` statement, as `register_block`."""
+        """Register an arena block like `register_block`, for the duration of a `with` statement."""
         self.register_block(release)
         try:
             yield
