@@ -143,7 +143,7 @@ class QueueHead(Record):
 
     The first `preferred_count` of them (0: none) reach the largest preferred size, or come closest
     to it. The next request does not fit (`is_full`), or has other shapes (`other_shape`); otherwise
-    there is none.
+    there is no next request. `oldest_ns` is the earliest enqueueing of a request.
     """
 
     requests: list[Pending]
@@ -158,7 +158,7 @@ class QueueHead(Record):
 def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
     """Return the requests at the head of the queue that may run together, or None if it is empty.
 
-    Visits at most one request more than fits a batch.
+    At most one request more than fits a batch is visited.
     """
     largest_preferred = rules.largest_preferred
     max_size = rules.max_batch_size
