@@ -44,7 +44,7 @@ class _GeneratedTensor(NamedTuple):
 
 
 class _OutputSplit(NamedTuple):
-    """The rule for splitting an output; -1 in `dims` (no batch dimension) is the source's size."""
+    """The rule for splitting an output; -1 in `dims` (of one row) stands for the source's size."""
 
     source: str
     dims: Shape

@@ -299,7 +299,7 @@ class Scatterer:
             memory_range: The client's range for the output, if the request names one.
             inline: Whether the output is sent in the message.
             client_pid: The reader of the output.
-            claimed_offsets: Receives the offset of a block of the arena.
+            claimed_offsets: Receives the offset of the output's block, if it is in the arena.
         """
         if item.returned_range is not None:
             return item.returned_range

@@ -111,7 +111,7 @@ class SharedWait:
     # --- waiting
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Block this thread until `done()` is true.
+        """Block this thread until `is_done()` is true.
 
         Code that changes the result of `is_done` must call `wake` afterwards.
         """

@@ -247,8 +247,8 @@ def check(
 ) -> None:
     """Check a configuration against the file's tensors.
 
-    `generated`: inputs that are generated for the batch, which clients do not send, and outputs
-    that are split.
+    `generated` has the names of inputs that the worker generates for a batch, and of outputs that
+    the worker splits.
 
     Raises:
         InvalidArgument: The configuration contradicts the file.

@@ -17,7 +17,7 @@ Parameters:
                                        TORCHINDUCTOR_CACHE_DIR in the environment names a folder
     INTRA_OP_THREAD_COUNT, NUM_THREADS the number of threads of one operation
     INTER_OP_THREAD_COUNT, NUM_INTEROP_THREADS  the number of operations that run at once
-    ENABLE_JIT_EXECUTOR, ENABLE_JIT_PROFILING, ENABLE_TENSOR_FUSER  of TorchScript
+    ENABLE_JIT_EXECUTOR, ENABLE_JIT_PROFILING, ENABLE_TENSOR_FUSER  switches of TorchScript
     ENABLE_CACHE_CLEANING              "true": release the GPU's cached memory after each batch
 
 `optimization.cuda.graphs` records a CUDA graph of each batch bucket if all shapes are fixed. Other
