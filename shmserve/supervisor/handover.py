@@ -44,7 +44,7 @@ class Handover:
     """Both sides of a handover. A server whose listeners have an `offer` is a successor.
 
     `_refusal_reason()` returns the reason why no successor may take over now, or "".
-    `_on_handed_over()` is called when the successor has received everything. `has_successor` is
+    `_on_handed_over()` is called when the successor has received the regions. `has_successor` is
     then true, and this server exits.
     """
 
@@ -188,7 +188,8 @@ class Handover:
     async def let_successor_accept(self) -> None:
         """Let the successor accept clients, and wait until it uses the run directory.
 
-        This server no longer accepts clients. If it ended earlier, it would remove the directory.
+        This server no longer accepts clients. It must not end earlier, because it would remove the
+        directory.
         """
         if self._successor is not None:
             await self._successor.ask(_ACCEPT)

@@ -319,7 +319,7 @@ def _on_local_client_disconnected(control: ControlSocket, memory: LocalMemory, n
 def _create_worker_zygote(
     processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig
 ) -> Zygote:
-    # The front zygote, which has no mark, kills marked processes that remain at the end.
+    # Processes of models inherit the mark, by which the front zygote kills those that remain.
     environment = with_large_copies(_worker_environment(os.environ, run_dir.path))
     environment = with_mark(environment, os.getpid(), run_dir.path)
     devices = host.accelerators(visible=config.visible_devices).count > 0

@@ -246,7 +246,7 @@ class Supervisor:
     def _process_exited(self, child: Child) -> None:
         """Release the resources of a process by its role, and broadcast its exit.
 
-        The waiters of its `exited` are called afterwards.
+        The waiters of `child.exited` are called afterwards.
         """
         context, pid, reason = self.context, child.pid, child.exited.result()
         match context.control.dismiss(pid):

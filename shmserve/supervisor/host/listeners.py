@@ -31,8 +31,8 @@ def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
     """Return the socket addresses of `address`, as getaddrinfo returns them.
 
     Raises:
-        InvalidArgument: The address is unknown, or other hosts reach it and clients need no token
-            (not `guarded`, see `ServerConfig.guarded`). The message names `flag`.
+        InvalidArgument: The address is unknown, or other hosts reach it and it is not `guarded`
+            (neither tokens nor --insecure are set). The message names `flag`.
     """
     with convert_os_errors(f"{flag}: cannot resolve '{address}'", "it is not a host name"):
         found = socket.getaddrinfo(

@@ -47,14 +47,14 @@ class RunDirectory:
         """Lock `folder` (created with mode 0700 if it is missing), or a new temporary folder.
 
         Args:
-            folder: The folder, or None.
+            folder: The folder, or None for a temporary folder.
             group: A group whose programs may traverse the folder, or -1.
             patience_s: The time in seconds to wait for a server that ends.
 
         Raises:
             InvalidArgument: The folder cannot be created or used: it is a link, owned by another
-                user, accessible to other users, in use, or contains foreign files. Also if its path
-                is too long, or if this user may not grant access to the group.
+                user, accessible to other users, in use, or contains foreign files. Or its path is
+                too long, or this user may not grant access to the group.
         """
         if folder is None:
             with convert_os_errors("--run-dir: required because no temporary folder is usable"):

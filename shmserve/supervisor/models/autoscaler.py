@@ -84,7 +84,7 @@ class _ScalingState:
 
 @dataclass(slots=True, eq=False)
 class Autoscaler:
-    """The scaler of the serving versions of a registry whose instances have bounds."""
+    """The scaler of serving versions whose number of instances has a minimum and a maximum."""
 
     _context: SupervisorContext
     _registry: ModelRegistry

@@ -138,7 +138,7 @@ class Instances:
 
     @property
     def all_serve(self) -> bool:
-        """Return whether all instances are ready, none is starting or restarting."""
+        """Return whether no instance is starting or restarting; failed ones are ignored."""
         return self.count == self.states().count(InstanceState.READY)
 
     def states(self) -> list[InstanceState]:
@@ -414,7 +414,7 @@ class Instances:
         """Notify a new scheduler of its instances, and of the exits since it was started.
 
         Args:
-            worker_pids: The worker processes that the scheduler was started with.
+            worker_pids: The worker processes that ran when the scheduler was started.
         """
         for pid in set(worker_pids) - set(self.pids()):
             self._scheduler.send(ProcessExited(pid, ""))

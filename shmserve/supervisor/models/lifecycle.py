@@ -38,8 +38,8 @@ from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
 
-# Phases that only an event or a later order of the model ends. Skipping them makes starts fast,
-# since most orders of a start are in such a phase.
+# Phases that only an event or a later order of the model ends. They are skipped, because most
+# orders of a start are in such a phase.
 _WAITING_PHASES = (OrderPhase.READING, OrderPhase.STARTING, OrderPhase.MOVING)
 
 
@@ -214,7 +214,7 @@ class Lifecycle:
         self._run()
 
     def _load_steps(self, order: Order) -> None:
-        """Load the step models of an ensemble that do not serve."""
+        """Order loads of an ensemble's step models that do not serve."""
         for name in order.step_models:
             step = self._registry.model(name)
             last_order = step.last_order

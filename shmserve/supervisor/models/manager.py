@@ -62,7 +62,7 @@ class Audience(Protocol):
         """Check whether every client has acknowledged a number or has disconnected."""
 
     def publish_readiness(self, message: ReadinessChanged) -> None:
-        """Send a change of readiness to the clients that show it."""
+        """Send a change of readiness to the gateways, which report it."""
 
 
 class _SentMessage(NamedTuple):

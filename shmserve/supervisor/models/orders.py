@@ -66,7 +66,7 @@ class LoadPlan(NamedTuple):
 
     Attributes:
         fingerprint: The fingerprint of the files before they were read.
-        specs: The versions.
+        specs: The versions to load.
         steps: The steps of each step's model, and of their steps, by name, from their folders.
         error: The reason why there is no plan.
         is_known: Whether a repository has the model.
@@ -237,7 +237,7 @@ class Order:
     # --- the steps of a load
 
     def start(self, actions: LifecycleActions, group: Group) -> None:
-        """Start the versions that differ from the serving ones, and add their new instances."""
+        """Start the versions that differ from the serving ones; add instances to the others."""
         model = self.model
         model.outcomes.pop("", None)
         is_repeated = model.last_load == (self.fingerprint, self.source.config)
@@ -267,7 +267,7 @@ class Order:
         self.phase = OrderPhase.OFFERED
 
     def has_failed_versions(self) -> bool:
-        """Check whether an offered version will never be ready; its failure is stored."""
+        """Store the failures of offered versions that will never be ready; return if any."""
         for number, version in self.model.incoming.items():
             if not version.ready and version.fatal_problem:
                 self.failures[number] = Unavailable(version.fatal_problem)
@@ -277,7 +277,7 @@ class Order:
         """Replace the serving versions by the offered ones.
 
         Returns:
-            Whether the configurations of the model have changed.
+            Whether the immutable configurations of the serving versions have changed.
         """
         model, incoming = self.model, self.model.incoming
         old_configurations = model.configurations
@@ -356,7 +356,7 @@ class ModelEntry:
     """The state of one model.
 
     Attributes:
-        orders: The open orders; the first one is executed.
+        orders: The open orders; only the first one is in progress, and later ones are queued.
         serving: The versions that serve, by number.
         incoming: The versions of the executed load, which serve after they are offered.
         dropping: The versions of a failed load that have not ended.

@@ -128,7 +128,7 @@ class ProcessTable:
 
     @contextlib.contextmanager
     def spawning(self) -> Iterator[None]:
-        """Mark that a process is being started: an unknown child may be that process."""
+        """Mark that a process is being started; unknown children are not killed meanwhile."""
         self._spawning += 1
         try:
             yield
@@ -517,7 +517,7 @@ class Zygote:
             os.close(memory)
 
     def stop(self) -> None:
-        """Close the links, on which the zygote removes the run directory and exits."""
+        """Close the links; the zygote then removes the run directory and exits."""
         self._stopping = True
         if self._forking_spare is not None:
             self._forking_spare.cancel()

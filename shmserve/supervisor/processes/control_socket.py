@@ -168,7 +168,7 @@ class ControlSocket:
             self._callers.add(address)
 
     def serve(self, types: Iterable[type[Any]], handler: Callable[[Any, Any], None]) -> None:
-        """Route messages of these types to `handler(address, message)`, whatever their sender."""
+        """Route messages of these types from all peers to `handler(address, message)`."""
         self._services.update(dict.fromkeys(types, handler))
 
     def dismiss(self, pid: int) -> str:
@@ -206,7 +206,7 @@ class ControlSocket:
     # --- in
 
     def receive_all(self) -> None:
-        """Handle all received messages."""
+        """Handle the received messages, in at most `_MAX_READS` reads."""
         for _ in range(_MAX_READS):
             if not self._router.wait(0):
                 return
@@ -240,7 +240,7 @@ class ControlSocket:
     # --- out
 
     def send(self, address: Address, message: Any) -> None:
-        """Queue a message for an address; one frame is sent in each turn of the loop.
+        """Queue a message for an address; the messages of a loop's turn are sent in one frame.
 
         The message is dropped if nothing was received from the address.
         """
