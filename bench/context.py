@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """The options of a run: `repeats` samples of `seconds` each; `only` has the names of cases."""
+    """The options of a run: `repeats` samples of `seconds` each, of the cases named by `only`.
+
+    If `only` is empty, all cases are measured. `peer` is the folder of Triton's programs.
+    """
 
     peer: Path
     with_peer: bool
@@ -60,7 +63,7 @@ class Context:
             return None
 
     def find_analyzer(self) -> Analyzer | None:
-        """Find Triton's load generator and set `analyzer` to it; None if it is not installed."""
+        """Find Triton's load generator and store it in `analyzer`; return None if it is missing."""
         try:
             analyzer = find_analyzer(self.settings.peer)
         except Missing as missing:

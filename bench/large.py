@@ -33,7 +33,7 @@ from shmserve.common import fd_limits
 _ACTIVE = 100  # connections that send requests
 _SECONDS = 5
 _PAGE = 4096
-_PART = 500  # regions of which the percentiles of the first and of the last are printed
+_PART = 500  # number of first and of last regions whose medians are printed
 _BODY = json.dumps(BODIES["simple"])
 
 
@@ -46,7 +46,7 @@ class Connection(Protocol):
         """Send a request."""
 
     def read(self) -> int:
-        """Read the available part of the response, and return whether it is complete."""
+        """Read available data, and return the number of responses that it completes."""
 
 
 class Http:
@@ -136,7 +136,7 @@ def _latencies(active: list[Connection]) -> list[float]:
     while due_s or sent:
         if due_s and time.perf_counter() >= due_s[0]:
             connection = active[len(due_s) % len(active)]
-            # Otherwise the request is late, and is sent after the response to the previous request.
+            # A request that is due before the previous response is sent late, after that response.
             if connection.sock not in sent:
                 sent[connection.sock] = due_s.pop(0)
                 connection.send_request()

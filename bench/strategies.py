@@ -114,7 +114,7 @@ def _measure(
 
 
 def best(curves: dict[str, list[Point]]) -> str:
-    """Return the curve with the most requests per second whose p99 is within the target."""
+    """Return the name of the curve with the most requests/s at a p99 within the target."""
 
     def within(name: str) -> float:
         return sum(curve.per_second for curve in curves[name] if curve.p99_ms <= TARGET_MS)

@@ -39,9 +39,9 @@ _NON_MODEL_BASES = {"NamedTuple", "TypedDict", "Protocol", "ABC", "Enum", "Excep
 def served_class(source: str) -> str:
     """Return the name of the class in the text of a model's file that is served, or "".
 
-    This is the class with a method `predict` that no class of the file extends or uses. If there is
-    none, it is `Model`, or the only such class with a base class, as an `nn.Module` is. A file with
-    a `TritonPythonModel` has none.
+    The candidates are the classes with a method `predict` that no class of the file extends or
+    uses. Without exactly one candidate, the class `Model` is served. Without either, it is the only
+    unused class with a base class, such as `nn.Module`. A `TritonPythonModel` gives "".
 
     Raises:
         InvalidArgument: Several classes have the method, and none of them is called `Model`.
@@ -130,7 +130,7 @@ def _top_classes(tree: ast.Module) -> dict[str, ast.ClassDef]:
 
 
 def _classes(source: str, class_name: str) -> Iterator[ast.ClassDef]:
-    """Yield a class and its bases in the text of a Python file, in about their order of lookup."""
+    """Yield a class and its bases in the text of a Python file, approximately in lookup order."""
     unvisited_classes, pending_names = _top_classes(_parsed(source)), [class_name]
     while pending_names:
         class_node = unvisited_classes.pop(pending_names.pop(0), None)

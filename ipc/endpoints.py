@@ -3,7 +3,7 @@
 All paths derive from one private run directory, so that two servers never collide.
 
 A local client is a program on this host that is no process of the server. The server's processes
-share a key which local clients do not have, so each process checks two MACs without a request:
+share a key that local clients do not have. Each process can therefore verify two MACs by itself:
 
     token      MAC of the local client's number: part of the identity of its links to schedulers
     memory id  MAC of the local client's number and of the memory's description; the id of device

@@ -17,7 +17,7 @@ LLM_BACKEND = "llm"  # the name of the backend for generative models
 ENGINE_PARAMETER = "engine"
 # Part of the error about a prompt that does not fit, for which OpenAI's API has a code.
 PROMPT_TOO_LONG = "the prompt is longer than the model's context"
-# Parameters of requests that have no effect on a text.
+# Parameters of requests that are accepted and do not affect the generated text.
 IGNORED_PARAMETERS = (
     *("user", "metadata", "request_id", "spaces_between_special_tokens", "guided_decoding_backend"),
 )

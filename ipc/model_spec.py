@@ -47,8 +47,8 @@ LARGEST_INSTANCE_BOUND = 4096
 SHORTEST_TARGET_MS = 0.001
 LONGEST_TARGET_MS = 86_400_000.0
 LONGEST_IDLE_S = 1_000_000.0
-# The time to the first response of decoupled models. `model_metrics` in a configuration refers to
-# it by its family, and may replace the buckets.
+# The metric of decoupled models' time to the first response. `model_metrics` in a configuration
+# refers to the metric by its family, and may replace its buckets.
 FIRST_RESPONSE_FAMILY = "nv_inference_first_response_histogram_ms"
 FIRST_RESPONSE_BUCKETS_MS = (100.0, 500.0, 2000.0, 5000.0)
 _NUMBER = re.compile(r"[-+.0-9eE]+")  # stricter than the syntax of float()
@@ -190,7 +190,7 @@ class LevelPolicy(Record):
     def own_timeout_us(self, timeout_us: int) -> int:
         """Return a request's own timeout if it overrides the policy's, otherwise 0.
 
-        No timeout counts as longer than any other.
+        A policy without a timeout counts as one with the longest timeout.
         """
         max_timeout_us = self.default_timeout_microseconds or timeout_us + 1
         return timeout_us if self.allow_timeout_override and 0 < timeout_us < max_timeout_us else 0
@@ -224,7 +224,7 @@ class SequenceControl(Record):
 
 
 class ControlTensor(Record):
-    """An input with the request's position in its sequence."""
+    """An input that receives properties of the request's sequence, such as its start or id."""
 
     name: str = ""
     control: tuple[SequenceControl, ...] = ()

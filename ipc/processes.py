@@ -25,7 +25,7 @@ _MARK_VARIABLE = "SHMSERVE_SERVER"
 # that are left once all processes of the program have exited, and then exits itself.
 _RESOURCE_TRACKER = b"resource_tracker import main"
 
-# The number of exits for which a process is known to have exited. Its frames may arrive after the
+# The number of latest exits that a process stores. Frames of an exited process may arrive after the
 # report of its exit, and its memory may still be mapped.
 REMEMBERED_EXITS = 512
 
@@ -161,7 +161,7 @@ def unmap_large_blocks_on_free() -> None:
     """Let malloc map each block of 1 MiB and more, and unmap it when it is freed.
 
     By default glibc raises the threshold when the first such block is freed. From then on the heap
-    keeps blocks of that size, with holes between them: half a frame for each of several clients.
+    keeps freed blocks of that size, and the holes between them waste memory.
     """
     with contextlib.suppress(AttributeError):
         _libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)

@@ -35,7 +35,7 @@ def is_trace(trace: str) -> bool:
 class TraceContext(NamedTuple):
     """The position of a request in a trace, with hexadecimal ids.
 
-    A root span has no `parent_id`. With `tensors` workers add the tensors of requests.
+    A root span has no `parent_id`. With `tensors`, workers append the requests' tensors.
     """
 
     trace_id: str
@@ -187,8 +187,8 @@ def phase_durations(
     """Return the durations of a request's phases in us.
 
     The phases are: from arrival to submission (`receive_us`), in the queue and at its model, and
-    from there until now (`respond_us`). The result contains the same for each step of an ensemble
-    and for each model that its model has called.
+    from the end of the execution until now (`respond_us`). The result also contains the durations
+    of each step of an ensemble, and of each call that the model has made.
 
     Args:
         spans: The spans of the response.

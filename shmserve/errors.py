@@ -208,7 +208,7 @@ def how_to_install(package: str, extra: str) -> str:
 
 
 def missing_package(user: str, error: ImportError, extra: str) -> str:
-    """Return the message for a part of the server whose package cannot be imported."""
+    """Return the message that `user`, a part of the server, needs a package of an extra."""
     package = (error.name or extra).partition(".")[0]
     return (
         f"{user} needs the package {package}, which cannot be imported ({error}): "
@@ -234,7 +234,7 @@ class Collected:
         """Call a function, and collect its InvalidArgument.
 
         Returns:
-            The function's result; None after an error, since `check` raises before it is used.
+            The function's result, or None after an error. Call `check` before using the result.
         """
         try:
             return make(*args, **kwargs)
@@ -254,10 +254,10 @@ def convert_os_errors(text: str, otherwise: str = "cannot be read") -> Iterator[
 
     Args:
         text: The start of the message; the reason of the operating system follows.
-        otherwise: The reason if there is none, as for an invalid value.
+        otherwise: The reason if the operating system gives none, as for an invalid value.
 
     Raises:
-        InvalidArgument: The operating system refused an operation.
+        InvalidArgument: An operation failed, or a value is invalid.
     """
     try:
         yield

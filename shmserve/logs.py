@@ -83,7 +83,7 @@ def _indented(lines: list[str]) -> str:
 
 
 def warn_once(log: logging.Logger, message: str, name: str) -> None:
-    """Log a warning with a client's name once in this process, for at most 1000 names."""
+    """Log a warning about a name that a client sent, once; at most 1000 warnings in a process."""
     if (message, name) not in _warned and len(_warned) < _MAX_WARNED_NAMES:
         _warned.add((message, name))
         log.warning(message, name)
@@ -255,13 +255,13 @@ def configure(role: str, settings: LogSettings) -> None:
             handler.close()
     handlers[:] = [_Handler(role)]
     _use(settings)
-    # Debug and access logs of libraries are not written.
+    # Debug messages and access logs of libraries are not written.
     for library in ("asyncio", "aiohttp", "urllib3"):
         logging.getLogger(library).setLevel(logging.WARNING)
 
 
 def apply(settings: LogSettings) -> None:
-    """Apply settings, unless the process configures logging itself."""
+    """Apply settings that a client has changed, if `configure` has configured the logging."""
     _use(settings)
     logger.debug("%s", settings)
 

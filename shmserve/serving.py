@@ -77,8 +77,8 @@ def serve(
 
     Args:
         models: A class with `predict`, "path/model.py:Class", a model repository, the folder of a
-            model, or a list of these. Of a class in a script or a notebook, the server receives
-            the definitions that the class uses.
+            model, or a list of these. For a class in a script or a notebook, the server also
+            receives the definitions that the class uses.
         port: The port of HTTP; 0 chooses a free one.
         timeout: Seconds until all models must be ready.
         token: The token of the client, if the server has `auth_token_file`.
@@ -156,7 +156,7 @@ def _ready_client(
     deadline, session = time.monotonic() + timeout, None
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(Disconnected):
-            # The server welcomes clients once its models are loaded, and publishes its health.
+            # The server accepts clients once its models are loaded, then publishes its readiness.
             session = session or open_session(run_dir, 1 << 30, None, token)
             url = next(iter(discovery.addresses(run_dir)), "")
             http_ready = not url.startswith("http") or session.ready()
@@ -224,7 +224,7 @@ def _article(model: Any) -> str:
 
 
 def _file_of(cls: type, folder: Path, sources: Sources) -> Path:
-    """Return a file that defines a class: its own, or one generated for a class of a script."""
+    """Generate a file that imports a class, or has a script's class; return its path."""
     package = cls.__module__.partition(".")[0]
     path = folder / f"class_{cls.__name__}" / f"{cls.__name__.lower()}.py"
     is_importable = package != "__main__" and PathFinder.find_spec(package) is not None
@@ -383,7 +383,7 @@ def _names(tree: ast.AST) -> set[str]:
 
 
 def _annotation_names(tree: ast.AST) -> set[str]:
-    """Return the words of all annotations, which may be texts."""
+    """Return the identifiers in all annotations, including annotations that are strings."""
     annotations = [
         annotation
         for node in ast.walk(tree)
@@ -396,7 +396,7 @@ def _annotation_names(tree: ast.AST) -> set[str]:
 def _binds(statement: ast.AST) -> set[str]:
     """Return the names that a definition, an import or an assignment binds.
 
-    It may be inside of a compound statement, but not of `if __name__ == "__main__"`.
+    Statements inside a compound statement count, except inside `if __name__ == "__main__"`.
     """
     match statement:
         case ast.Import(names=names) | ast.ImportFrom(names=names):

@@ -6,8 +6,8 @@ environment.py      a Python environment of the model's own: unpack, check and e
 instance.py         its loop: wait, execute, report
 links/              links to the scheduler and to the supervisor
 batch/              requests unpacked, inputs gathered, run, outputs scattered
-tensor_specs.py     inputs and outputs: in a model's file, and of the model including controls
-sequences.py        control inputs of sequences, and batches of their slots
+tensor_specs.py     descriptions of inputs and outputs: those of a file, and generated ones
+sequences.py        control inputs and states of sequences, and the executor of their batches
 backends/           the interface of a backend, and the built-in backends
 bls/                business logic scripting: a model's calls of other models
 memory/             outputs in the arena, device memory, copies

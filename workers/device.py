@@ -139,7 +139,7 @@ def open_device(name: str) -> Device:
 
 
 def accelerator_kind() -> str:
-    """Return the kind of accelerator of this host, or "cuda", which cannot be opened if missing."""
+    """Return the kind of accelerator of this host, or "cuda" if the host has none."""
     torch = import_torch("an instance on an accelerator")
     for package in _PACKAGES.values():
         with contextlib.suppress(ImportError):

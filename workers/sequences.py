@@ -1,8 +1,8 @@
 """Sequences in a worker: the inputs that the server adds to requests, and the executor.
 
-A control is the position of a request in its sequence. It has one element and the shape [1], or [1,
-1] if the model batches. A state is an output that returns as an input of the sequence's next
-request:
+A control is an input with the position of a request in its sequence (such as START), or with the
+sequence's id. The control has one element and the shape [1], or [1, 1] if the model batches. A
+state is an output that returns as an input of the sequence's next request:
 
     config ──> StateSpec ──START──> initial value ──> an input of the request
                                          ^                     │ the model
@@ -156,7 +156,7 @@ class _StateValue(Record):
 
 
 class States:
-    """The states of the sequences of one instance, by slot.
+    """The states of the sequences of one instance, by slot (see `SequenceRow`).
 
     With `copy_states`, states are copied for a model that may write into its inputs.
     """

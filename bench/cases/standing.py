@@ -87,7 +87,7 @@ def instance(product: Product, model: Path, repeats: int, notes: list[str]) -> M
 
 
 def idle(product: Product, model: Path, repeats: int, notes: list[str]) -> Measured:
-    """Return CPU (% of a core, over 10 s) and PSS (MB) with one idle model that was used a little.
+    """Return CPU (% of a core, over 10 s) and PSS (MB) with one idle model, after a few requests.
 
     The same figures with 64 idle connections follow: their CPU in all, and the PSS that they add.
     """

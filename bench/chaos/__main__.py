@@ -68,7 +68,7 @@ def write_models(repository: Path) -> None:
 _PRIVATE = "CHAOS_PRIVATE_SHM"
 _SHM_BYTES = 256 << 20
 _CGROUP = Path("/sys/fs/cgroup/memory")
-_WARM_UP = 0.1  # share of the run before the resources of the server are first measured
+_WARM_UP = 0.1  # share of the run that passes before the first measurement of resources
 _MAX_PAUSE_S = 0.2
 
 

@@ -107,7 +107,12 @@ class Fault:
 
 @dataclass
 class Ledger:
-    """The record of a test run, shared by all threads of the run."""
+    """The record of a test run, shared by all threads of the run.
+
+    `correct`, `total_s` and `slowest_s` describe correct responses, by load. `refused` counts
+    allowed errors, by load and reason. `recoveries` has the recovery times in seconds, by kind of
+    fault. `slow` has a line for each recovery that took longer than `_SLOW_S`.
+    """
 
     started_at: float = field(default_factory=time.monotonic)
     correct: Counter[str] = field(default_factory=Counter)
@@ -219,7 +224,7 @@ class Ledger:
 
 
 def _kind(fault_name: str) -> str:
-    """Return the kind of a fault: the first two words of its name, or the kind of a zygote."""
+    """Return the kind of a fault: the first two words of its name, or "VERB zygote"."""
     first_word, *words = fault_name.split()
     kind = words[-1:] if words[-1:] == ["zygote"] and words[0] != "spare" else words[:1]
     return " ".join([first_word, *kind])

@@ -2,9 +2,9 @@
 
     python -m bench.load.ensemble_cost [--profile]
 
-The first figure is for the ensemble and the schedulers of three steps, including the stand-in for
-the workers, whose part is the second figure. The third is for the ensemble alone: its steps respond
-at once.
+The first figure is for the ensemble and the schedulers of three steps. It includes the stand-in for
+the workers, whose time is the second figure. The third figure is for the ensemble alone, whose
+steps respond at once.
 """
 
 from __future__ import annotations
@@ -217,10 +217,7 @@ class Chain:
                 front.tick(time.monotonic_ns())
 
     def _execute(self, batch: m.Execute) -> m.BatchFinished:
-        """Return the message with which a worker ends a batch.
-
-        Like a worker, unpack each schema once.
-        """
+        """Return the message that ends a batch; unpack each schema once, like a worker."""
         (received,) = frames.unpack(frames.pack([batch]))
         (request,) = received.requests
         schema_entry = self._schemas[request.schema]

@@ -98,8 +98,8 @@ class SequenceBatch:
 def floor(model: Transformer, rows: int, head_rows: int) -> Callable[[], None]:
     """Return a function that runs one pass of `rows` rows through the linear layers.
 
-    Only `head_rows` rows go through the layers that only logits need: the output layer, and linear
-    layers of the last layer except for its first.
+    Only `head_rows` rows go through the output layer, and through the linear layers of the last
+    transformer layer except `qkv`, because only logits need their results.
     """
     architecture = model.architecture
     padded_rows = max(rows, MIN_ROWS)

@@ -34,7 +34,7 @@ CONFIG: dict[str, Any] = {
             "default_timeout_microseconds": _TIMEOUT_US,
             "allow_timeout_override": True,
         },
-        # The lowest level delays late requests, and its requests are late at once.
+        # The lowest priority level delays requests after their timeout, which expires at once.
         "priority_queue_policy": {
             str(_LEVELS): {"default_timeout_microseconds": 1, "timeout_action": "DELAY"}
         },
@@ -92,7 +92,7 @@ class BusyQueue:
         self.scheduler.tick(self._now_ns)
 
     def turn(self) -> int:
-        """Run the loop once, and return the number of requests that arrived, and that ended."""
+        """Run the loop once, and return the number of requests that arrived; as many end."""
         self._now_ns += _STEP_NS
         self._submit(timeout_us=20)
         arrived = 1

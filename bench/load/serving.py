@@ -61,8 +61,8 @@ class Serving:
     """A generative scheduler and its worker in one thread.
 
     Attributes:
-        clock: The CPU time that they have used, in seconds.
-        times: The clock at each token of a request.
+        clock: The CPU time that the scheduler and the worker have used, in seconds.
+        times: The value of `clock` at each token of a request, by request key.
     """
 
     def __init__(

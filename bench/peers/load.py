@@ -1,4 +1,4 @@
-"""A single-threaded load of one HTTP request at a fixed concurrency."""
+"""A single-threaded load generator, which repeats one HTTP request at a fixed concurrency."""
 
 from __future__ import annotations
 

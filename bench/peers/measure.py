@@ -168,7 +168,7 @@ def size_mb(folder: Path) -> float:
 
 
 def measure(name: str, model: str, seconds: float) -> list[float]:
-    """Return memory in MB, and for each concurrency rate, p50 and p99 in ms and CPU time in us."""
+    """Return memory (MB), then for each concurrency the rate, p50 and p99 (ms), CPU time (us)."""
     request = PEERS[name].request(model)
     with running(name, model, request) as (root, port):
         figures = []

@@ -17,7 +17,10 @@ Better = Literal["higher", "lower"]
 
 @dataclass(frozen=True)
 class Target:
-    """The target of a figure: for the ratio shmserve / Triton, or for shmserve's own value."""
+    """The target of a figure: for the ratio shmserve / Triton, or for shmserve's own value.
+
+    `must` is the required value, `aim` the desired value.
+    """
 
     of: Literal["ratio", "value", "nothing"] = "nothing"
     must: float | None = None
@@ -57,7 +60,10 @@ def spread(samples: list[float]) -> Spread | None:
 
 @dataclass
 class Row:
-    """The raw samples of each server for one figure, in the order in which they were taken."""
+    """The raw samples of each server for one figure, in the order in which they were taken.
+
+    `details` has the complete report of perf_analyzer for each sample.
+    """
 
     figure: Figure
     samples: dict[str, list[float]]
@@ -68,7 +74,7 @@ class Row:
         return spread(self.samples.get(server, []))
 
     def ratio(self) -> Spread | None:
-        """Return shmserve / Triton: of the medians, and the extremes of consecutive pairs."""
+        """Return the ratio shmserve / Triton of the medians, with the extremes of sample pairs."""
         own_spread, peer_spread = self.of(US), self.of(PEER)
         if own_spread is None or peer_spread is None or peer_spread.median <= 0:
             return None
@@ -81,7 +87,7 @@ class Row:
         )
 
     def verdict(self) -> str:
-        """Return `aim`, `must` or `BELOW`, or "" without a target or a measurement."""
+        """Return the name of the target reached, else `BELOW`; "" without target or measurement."""
         target = self.figure.target
         measured = self.ratio() if target.of == "ratio" else self.of(US)
         if target.of == "nothing" or measured is None:

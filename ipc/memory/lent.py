@@ -28,9 +28,9 @@ FreeRange = Callable[[Range], None]
 
 
 class Token:
-    """A reference-counted hold on memory, which is freed at the last release.
+    """A reference counter of memory, which is freed when the last reference is released.
 
-    Its creator is the first user. Each user either passes its use to another user or releases it.
+    The creator has the first reference. Each reference is either released or passed on.
     """
 
     __slots__ = ("_users",)
@@ -39,21 +39,21 @@ class Token:
         self._users = 1
 
     def acquire(self) -> None:
-        """Add a user."""
+        """Add a reference."""
         self._users += 1
 
     def release(self) -> None:
-        """Remove a user; the last release frees the memory."""
+        """Release a reference; the last release frees the memory."""
         self._users -= 1
         if not self._users:
             self._free()
 
     def _free(self) -> None:
-        """Free the memory, which has no user any more."""
+        """Free the memory, which has no reference any more."""
 
     @property
     def is_used(self) -> bool:
-        """Return whether the memory still has users."""
+        """Return whether there are still references."""
         return self._users > 0
 
 
@@ -100,7 +100,7 @@ class Readers(Generic[R]):
         return iter(self._blocks)
 
     def lend(self, reader: R, offset: int, token: Token) -> None:
-        """Lend a block to a reader, which takes over this use of the token."""
+        """Lend a block to a reader; the caller's reference to the token passes to the reader."""
         blocks = self._blocks.get(reader)
         if blocks is None:
             self._blocks[reader] = {offset: token}
@@ -166,7 +166,7 @@ class LentMemory:
 
         Args:
             byte_size: The size of the block.
-            free_range: Called at the last release instead of `free`, which it must call.
+            free_range: Called at the last release instead of `free`; it must call `free` itself.
 
         Raises:
             Unavailable: The arena or the host's memory is full.
@@ -188,7 +188,7 @@ class LentMemory:
         self._arena.free(memory_range.offset)
 
     def lend(self, reader: int, memory_range: Range, token: Token) -> None:
-        """Lend a memory range to a reader, which takes over this use of the token."""
+        """Lend a range to a reader; the caller's reference to the token passes to the reader."""
         self._readers.lend((reader, memory_range.memory.id), memory_range.offset, token)
 
     def release(self, reader: int, memory: int, offsets: Iterable[int]) -> bool:

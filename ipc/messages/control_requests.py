@@ -13,7 +13,7 @@ from shmserve.ipc.transport.frames import Message, Record
 
 
 class ControlRequest(Record):
-    """The fields of a request: its number at the sender."""
+    """The base class of requests; `id` is the request's number at the sender."""
 
     id: int
 
@@ -72,7 +72,7 @@ class UnloadModel(ControlRequest, Message):
 class IndexRepository(ControlRequest, Message):
     """Sent by a gateway to the supervisor to request {"models": [...]}.
 
-    The list is that of POST /v2/repository/index.
+    The list is that of POST /v2/repository/index; with `ready`, of the models that are ready.
     """
 
     ready: bool
@@ -144,9 +144,9 @@ class AskReady(ControlRequest, Message):
 class RegisterRegion(ControlRequest, Message):
     """Sent by a gateway to the supervisor to register a POSIX shared memory object of a client.
 
-    The region belongs to the user `uid`, a member of `groups`. The reply is {"memory_id"}. With
-    `leased`, the region is unregistered at `RegionAbandoned` or when the sender exits. With `pin`,
-    workers on CUDA devices lock its pages.
+    The region is [offset, offset + byte_size) of the object `key`. It belongs to the user `uid`, a
+    member of `groups`. The reply is {"memory_id"}. With `leased`, the region is unregistered at
+    `RegionAbandoned` or when the sender exits. With `pin`, workers on CUDA devices lock its pages.
     """
 
     name: str
@@ -194,7 +194,7 @@ class UnregisterRegion(ControlRequest, Message):
 class RegionInUse(Message):
     """Sent by a gateway to the supervisor when its use of a retired region begins or ends.
 
-    `used` is true at the begin. The supervisor withdraws the region once no gateway uses it.
+    `used` is true when the use begins. The supervisor withdraws the region once no gateway uses it.
     """
 
     memory_id: int
@@ -247,8 +247,8 @@ class ReturnWorkspace(Message):
 class AskTicket(Message):
     """Sent by a scheduler to the supervisor to reserve the resources of an execution.
 
-    The execution is on instance `index`, process `pid`. `TicketGranted` follows once the rate
-    limiter has the resources.
+    The execution is on instance `index`, process `pid`. `TicketGranted` with the number `ticket`
+    follows once the rate limiter has the resources.
     """
 
     ticket: int
@@ -279,10 +279,9 @@ class ResourcesHeld(Message):
 class CallsWaiting(Message):
     """Sent by a scheduler to the supervisor at intervals while calls of models wait for long.
 
-    The last report has no `waits`.
-    Each of `waits` is a pair. The first element lists the calls, as pairs of the request's key and
-    `Submit.callers`. The second element lists the instances that may run these calls. Each instance
-    is a list of its process and the keys of the requests that occupy it.
+    The last report has no `waits`. Each element of `waits` is a pair. Its first element lists the
+    calls, as pairs of the request's key and `Submit.callers`. Its second element lists the
+    instances that may run these calls, each as its process and the keys of its requests.
     """
 
     model: str

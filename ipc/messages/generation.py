@@ -69,7 +69,7 @@ class Prepared(Message):
     """Sent by a worker to the scheduler when a request is ready to run.
 
     Attributes:
-        key: The request.
+        key: The key of the request.
         prompt: The tokens of the prompt (int32, little endian).
         max_tokens: The maximum number of tokens of each sample.
         samples: The number of samples.
@@ -110,12 +110,12 @@ class Row(Record):
     """The tokens of a sequence to compute in a step.
 
     Attributes:
-        sequence: The sequence.
+        sequence: The number of the sequence.
         start: The position of the first token.
         count: The number of tokens.
         kept_blocks: The number of entries of the block table that remain.
-        blocks: The entries that follow.
-        draft_count: The number of draft tokens to propose and verify after these.
+        blocks: The new entries of the block table, which follow the kept ones.
+        draft_count: The number of draft tokens to propose and verify after the computed tokens.
         samples: Whether the next token is sampled, since these tokens are the sequence's last.
     """
 
@@ -150,7 +150,7 @@ class RowResult(Record):
     """The result of a row that samples.
 
     Attributes:
-        sequence: The sequence.
+        sequence: The number of the sequence.
         tokens: The new tokens; all but the last are accepted drafts. Empty for beams.
         finish_reason: The reason why the sequence has ended ("stop", "length"), or "".
         draft_count: The number of proposed tokens.
@@ -170,7 +170,7 @@ class Stepped(Message):
     """Sent by a worker to the scheduler when a step is complete.
 
     Attributes:
-        step: The step.
+        step: The number of the step.
         results: The result of each row that samples, except those of `skipped` sequences.
         gather_ns: The time for block tables and copies.
         forward_ns: The time of the forward pass.
@@ -194,8 +194,8 @@ class ResponseSent(Message):
     """Sent by a worker to the scheduler when a response was sent to the client.
 
     Attributes:
-        key: The request.
-        sample: The sample.
+        key: The key of the request.
+        sample: The number of the sample.
         characters: The number of characters of its text sent so far.
         closed: Whether its end was sent.
         tokens: The number of its tokens sent so far.

@@ -90,7 +90,7 @@ class Cancel(Message):
 class Credit(Message):
     """Sent by a client to a scheduler when it has read responses of a decoupled model.
 
-    The model may send as many further responses.
+    The model may send `responses` further responses to the request.
     """
 
     TAG: ClassVar[str] = "Grant"  # the wire name since version 1 of the protocol
@@ -100,10 +100,10 @@ class Credit(Message):
 
 
 class Release(Message):
-    """Sent by a client to a scheduler when it has read outputs in a process's memory.
+    """Sent by a client to a scheduler when it has read outputs in the memory of process `pid`.
 
-    The scheduler has the blocks at these offsets freed. `memory` is the id of that memory: a
-    process that hosts schedulers has several.
+    The blocks at these offsets are then freed. `memory` is the id of the memory, because a process
+    that hosts schedulers has several.
     """
 
     pid: int
@@ -191,8 +191,8 @@ class StatisticsReported(Message):
 class Work(Record):
     """A request in a message to a worker; `schema` and `data` are an `Inference`.
 
-    The other fields are copied from `Submit`. The deadline also applies to the calls that the model
-    makes.
+    `key` is the request's number at the scheduler, and `client_pid` the client's process. The other
+    fields are copied from `Submit`. The deadline also applies to the calls that the model makes.
     """
 
     key: int
@@ -216,7 +216,7 @@ class Work(Record):
 
 
 class Reply(Record):
-    """The result of one request in a batch.
+    """The result of the request `key` of a batch.
 
     If `code` is empty the request has succeeded, and `schema` and `data` are an `Inferred`.
     """
@@ -267,7 +267,7 @@ class EndSequences(Message):
 
 
 class CancelExecution(Message):
-    """Sent by a scheduler to a worker when a request was cancelled.
+    """Sent by a scheduler to a worker when the request `key` was cancelled.
 
     The worker does not write the outputs of the request. `Cancel` describes `keeps_reading`.
     """
@@ -277,9 +277,9 @@ class CancelExecution(Message):
 
 
 class CreditExecution(Message):
-    """Sent by a scheduler to a worker when a client has sent `Credit`.
+    """Sent by a scheduler to a worker when the client of request `key` has sent `Credit`.
 
-    The model may send as many further responses.
+    The model may send `responses` further responses to the request.
     """
 
     key: int
@@ -287,9 +287,9 @@ class CreditExecution(Message):
 
 
 class ReleaseOutputs(Message):
-    """Sent by a scheduler to a worker when a process has read outputs in the worker's arena.
+    """Sent by a scheduler to a worker when process `client_pid` has read the worker's outputs.
 
-    The worker frees the blocks at these offsets. `memory` is the id of the arena.
+    The worker frees the blocks at these offsets of its arena, whose id is `memory`.
     """
 
     client_pid: int
@@ -321,7 +321,8 @@ class BatchFinished(Message):
     """Sent by a worker to a scheduler when a batch has ended.
 
     The instance then accepts the next batch. A request of a decoupled model has no reply if an
-    `ExecutionResponded` ends it, now or later.
+    `ExecutionResponded` ends it, now or later. The model runs from `input_end_ns` to
+    `output_start_ns`. `executed` is false if no request of the batch reached the model.
     """
 
     batch: int
@@ -340,6 +341,7 @@ class ExecutionResponded(Message):
     """Sent by a worker to a scheduler for each response of a decoupled model, as in `Responded`.
 
     The model returned the response at `computed_ns`, and its outputs were written at `written_ns`.
+    With `failed`, the request has failed; otherwise an error is a response of the model.
     """
 
     key: int

@@ -182,8 +182,8 @@ class RegionPublished(Message):
 class RegionDrained(Message):
     """Sent by the supervisor to gateways when a draining region is no longer listed.
 
-    The last request that used the withdrawn generation ended in all gateways, or a local client
-    withdrew the memory.
+    The last requests that used the withdrawn memory have ended in all gateways, or a local client
+    has withdrawn the memory.
     """
 
     memory_id: int
@@ -204,7 +204,7 @@ class RegionRetired(Message):
 class RegionWithdrawn(Message):
     """Sent by the supervisor to gateways when a region's name is free again.
 
-    The gateway sends `RegionReleased` when its last request that uses this generation has ended.
+    The gateway sends `RegionReleased` when its last request that uses this memory has ended.
     """
 
     name: str
@@ -310,7 +310,7 @@ class RegionBlamed(Message):
 class ModelCounted(Message):
     """Published with the counters of a model version since its load.
 
-    The counters include its queue and its running requests now.
+    The counters include the current numbers of queued and of running requests.
     """
 
     name: str
@@ -321,7 +321,7 @@ class ModelCounted(Message):
 class SequenceReached(Message):
     """Published with the sequence number of a topic's latest event.
 
-    A lower number means that events were lost.
+    A subscriber that has received only lower numbers has lost events.
     """
 
     topic: str

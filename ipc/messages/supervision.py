@@ -28,8 +28,8 @@ class SchedulingLimits:
 
     A value of 0 disables `execution_timeout_s`, `request_timeout_us` and `max_queue_size`. A
     batcher delays its first batch until `delay_scheduler` requests wait, and a sequence batcher
-    until `backlog_delay_scheduler` requests wait without a slot. `quantiles` are those of the last
-    minute's durations.
+    until `backlog_delay_scheduler` requests wait without a slot. `quantiles` are the reported
+    quantiles of the last minute's durations.
     """
 
     execution_timeout_s: float = 0.0
@@ -145,7 +145,7 @@ def decode_start(cls: type[T], data: bytes) -> T:
 
 
 class Started(Message):
-    """Sent by a gateway or a scheduler host to the supervisor when it runs and receives.
+    """Sent by a gateway or a scheduler host to the supervisor when it can receive messages.
 
     A gateway then receives the current state, with `HealthChanged` last, and opens its ports.
     """

@@ -202,8 +202,8 @@ def unpack_memory(packed: bytes) -> Memory:
     return memory
 
 
-# A handle has 64 bytes and a UUID 16. Longer memories are rejected, because memories of local
-# clients are cached before their owner is checked.
+# A handle has 64 bytes and a UUID 16. Longer packed memories are rejected, because memories of
+# local clients are cached before their owner is checked.
 _MAX_PACKED_MEMORY_SIZE = 256
 
 # Clients use the same few ranges of their regions repeatedly.

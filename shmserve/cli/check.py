@@ -69,7 +69,8 @@ instances of KIND_GPU on the CPU; --json prints one JSON object.
 Exit status: 0 all models respond, or reject made-up inputs; 1 outputs differ from a configuration;
 2 a model does not load, or fails with the inputs of --input or model_warmup."""
 
-# The outcomes of a check, with their exit statuses.
+# The outcomes of a check, with their exit statuses. "refused": the model rejects made-up inputs;
+# "differs": a response does not match the configuration.
 _STATUSES = {"ok": 0, "refused": 0, "differs": 1, "FAILED": 2}
 
 
@@ -174,7 +175,7 @@ class _Model:
         self._values = {name: values[name] for name in values if name in self.signature.inputs}
 
     def verdict(self) -> _Verdict:
-        """Return the outcome of the first request that is refused or differs, or "ok".
+        """Return the first outcome that is not "ok", or "ok" if every request succeeds.
 
         Raises:
             ShmserveError: A request does not fit the model.

@@ -36,7 +36,7 @@ class Verb(NamedTuple):
         help: The help text.
         takes_model: Whether the verb requires a model.
         version: The help text of --model-version, for verbs that accept it.
-        optional: The help text of the model, for verbs that do not require it.
+        optional: The help text of the argument MODEL, for verbs that do not require it.
     """
 
     help: str

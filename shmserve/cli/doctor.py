@@ -31,7 +31,9 @@ Exit status: 0 all checks passed, 1 there are warnings, 2 there are errors."""
 
 
 def run(args: argparse.Namespace, parsed: Parsed) -> int:
-    """Print the verdict of each check; with `--peer`, of the checks of that process.
+    """Print the verdict of each check of this host, or of the process of `--peer`.
+
+    The checks of `--peer` determine whether that process can share memory with the server.
 
     Returns:
         The worst verdict: 0 good, 1 warning, 2 failure.

@@ -1,7 +1,8 @@
-"""The connection to one server, from its welcome to its end.
+"""The connection to one server, from the server's `Welcome` message until disconnection.
 
-A dedicated thread reads the link to the listener, which publishes models and lost schedulers. This
-thread also has a channel for requests that no thread or loop awaits (`infer_async`).
+A dedicated thread reads the socket of the server's listener, which publishes models and lost
+schedulers. This thread also has a channel for requests that no thread or event loop awaits
+(`infer_async`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.frames import MalformedMessage
 
 _LARGEST = 4 * 1024 * 1024  # maximum size of a packet in bytes
-# The bounds of the kernel's timeout: 0 would be unlimited, and it is counted in an int.
+# The bounds of SO_SNDTIMEO in seconds: the kernel reads 0 as unlimited, and stores an int.
 _SHORTEST_S, _LONGEST_S = 1e-3, 2e6
 GONE = "the server is no longer running"
 _MAX_COMPLETED = 1024  # completed requests that remain in the heap until their deadline
@@ -65,7 +66,7 @@ class ListenerLink:
         self._futures: dict[int, Future[Any]] = {}
 
     def connect(self, run_dir: Path, timeout_s: float) -> None:
-        """Send Hello to the server at `run_dir`.
+        """Connect to the server at `run_dir` and send `Hello`.
 
         The timeout limits every operation until `remove_timeout`. Raises OSError if it expires.
         """
@@ -76,7 +77,7 @@ class ListenerLink:
         self._socket.send(frames.pack([Hello(frames.VERSION)]))
 
     def remove_timeout(self) -> None:
-        """Remove the timeout, after the server's welcome was received."""
+        """Remove the timeout, once the server's initial state was received."""
         self._socket.settimeout(None)
 
     def fileno(self) -> int:
@@ -192,10 +193,10 @@ class ServerConnection(ServerState):
     """A local client's connection: the link to the listener, and the thread that reads it."""
 
     def __init__(self, run_dir: Path, timeout_s: float, on_wake: Callable[[], None] = noop) -> None:
-        """Connect to the server at `run_dir`.
+        """Connect to the server at `run_dir`. `wake_thread` causes a call of `on_wake`.
 
         Raises:
-            Disconnected: There is no server, or it sends no welcome within the timeout.
+            Disconnected: There is no server, or it sends no initial state within the timeout.
             OSError: The process has no free descriptor.
         """
         super().__init__()
@@ -256,7 +257,7 @@ class ServerConnection(ServerState):
         return is_complete
 
     def has_successor(self) -> bool:
-        """Check whether another server has replaced, or will replace, this one at the same path."""
+        """Check whether a successor serves, or will serve, at the same run directory."""
         return self.draining or (self._socket_persists and self.is_closed())
 
     def is_closed(self) -> bool:

@@ -1,4 +1,4 @@
-"""A reader of the server's events for programs of its user: a snapshot, and the changes."""
+"""A reader of events for programs of the server's user: the current state, then the changes."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ class ReceivedEvent:
 
 
 class Gaps:
-    """A detector of lost events, by their numbers in each topic (pure)."""
+    """A detector of lost events, by the sequence numbers of each topic (pure)."""
 
     def __init__(self) -> None:
         self._latest: dict[str, int] = {}
 
     def count_before(self, topic: str, sequence: int) -> int:
-        """Return the number of events lost between this event and its predecessor."""
+        """Return the number of lost events between this event and the last one received."""
         latest = self._latest.get(topic, sequence - 1)
         self._latest[topic] = sequence
         return max(sequence - latest - 1, 0)
 
     def count_up_to(self, topic: str, sequence: int) -> int:
-        """Return the number of events lost, given that the latest event sent is `sequence`."""
+        """Return the number of lost events if the server's latest event is number `sequence`."""
         latest = self._latest.get(topic, sequence)
         self._latest[topic] = max(latest, sequence)
         return max(sequence - latest, 0)

@@ -27,7 +27,7 @@ class ClientModel:
     Attributes:
         templates: Templates of the client's requests.
         responses: The schemas of received responses.
-        source: The models that this model belongs to.
+        source: The table of models that contains this model.
         decoupled: Whether the model sends any number of responses to a request.
         may_omit_outputs: Whether a response may lack requested outputs.
         closed: Whether the version was withdrawn or has another scheduler.
@@ -160,14 +160,15 @@ class Wakeable(Protocol):
 
 
 class ServerState(ABC):
-    """The models, lost endpoints and liveness of a server.
+    """The models, lost schedulers and liveness of a server.
 
     One thread writes the attributes and all threads read them. The joined channels are woken after
-    each loss.
+    each loss of a scheduler.
 
     Attributes:
         models: The available models.
-        successors: The successor of each lost endpoint, or "".
+        successors: For each endpoint of a lost scheduler, that of its successor, or "".
+        losses: The number of schedulers lost so far.
         alive: Whether the connection is alive.
         link_numbers: The numbers that identify the links of this connection.
     """

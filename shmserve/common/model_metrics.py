@@ -8,10 +8,10 @@ A model's custom metrics are aggregated over its instances:
 
 Families with the same name are merged across models, as in Triton.
 
-The table of a model's own counters survives a reload: {name: number, list of numbers, numbers by
-key, or histogram}. A scheduler's snapshot is its table, plus rows of its own and, as "base", the
-table of its predecessors of the same name and version. Metrics show the sum. Requests that a
-predecessor completes after the switch are therefore counted, and no counter decreases.
+The server's counters of a model continue after a reload. Each scheduler has a table of counters:
+{name: number, list of numbers, numbers by key, or histogram}. Its snapshot has this table, current
+values and, as "base", the sum of the tables of earlier schedulers of this version. Metrics show
+table plus base, so no counter decreases. Requests that a predecessor completes later are counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-# The entries of a snapshot that a successor does not add to its own.
+# The entries of a snapshot that are not counters, so that a successor does not add them.
 _NOT_IN_BASE = (
     *("base", "last_ns", "batch_sizes", "responses"),
     *("pending", "executing", "open_sequences", "live", "instances"),
@@ -211,7 +211,7 @@ def _number(value: float) -> str:
 
 
 def total(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """Return the table of a snapshot plus its base: the base of a successor. Raises KeyError."""
+    """Return the table of a snapshot plus its base, the base of a successor. Raises KeyError."""
     table = {name: value for name, value in snapshot.items() if name not in _NOT_IN_BASE}
     combined: dict[str, Any] = plus(table, snapshot["base"])
     return combined

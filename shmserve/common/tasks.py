@@ -28,7 +28,7 @@ def in_background(coroutine: Coroutine[Any, Any, None], tasks: set[Task[None]]) 
 
 
 async def collect(items: Iterable[T]) -> list[T]:
-    """Return the items as a list. Other tasks run after each item, so they wait for one only."""
+    """Return the items as a list, and let other tasks run after each item."""
     collected = []
     for item in items:
         collected.append(item)

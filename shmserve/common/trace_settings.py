@@ -19,7 +19,7 @@ _RANGES = {
 }
 TRITON, OPENTELEMETRY = MODES = ("triton", "opentelemetry")
 OFF, TIMESTAMPS, TENSORS = LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
-# The settings of --trace-config and the fields they set; the prefix is the exporter's mode.
+# The settings of --trace-config and the fields they set; a prefix is the exporter's mode.
 _NAMES = {
     "mode": "trace_mode",
     "level": "trace_level",

@@ -45,7 +45,7 @@ class Flag:
         metavar: The name of the value in help texts of client commands.
         exclusive: Whether only one flag of its group may be set (client commands).
         required: Whether the flag must be set (client commands).
-        prefix: The text before each value of a repeatable flag that is an older name.
+        prefix: For an older name of a flag, the text before its value in the newer flag ("rate=").
     """
 
     name: str
@@ -165,7 +165,7 @@ IDLE: dict[str, tuple[Flag, ...]] = {
 }
 ACCEPTED: tuple[Flag, ...] = tuple(flag for flags in IDLE.values() for flag in flags)
 FLAGS: dict[str, Flag] = {flag.name: flag for flag in (*ACTED_ON, *ACCEPTED)}
-# Triton's older names of flags, with the text before their values.
+# Triton's older names of flags: the newer flag, and the text before the value in that flag.
 _OLDER_NAMES = {
     "model-store": ("model-repository", ""),
     "trace-file": ("trace-config", "triton,file="),
@@ -415,7 +415,7 @@ _HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.IGNORECASE)
 
 
 def origin(text: str) -> str:
-    """Return the origin of pages, or "*"; raise InvalidArgument."""
+    """Return a value of --cors-allow-origin: an origin or "*"; raise InvalidArgument."""
     if text != "*" and not _ORIGIN.fullmatch(text):
         raise InvalidArgument(
             f"--cors-allow-origin: got '{text}' (allowed: '*', or SCHEME://HOST or "
@@ -425,7 +425,7 @@ def origin(text: str) -> str:
 
 
 def host_name(text: str) -> str:
-    """Return the name of a host, or of all below it ("*.example.com"); raise InvalidArgument."""
+    """Return a value of --allowed-host: a name, *.NAME or "*"; raise InvalidArgument."""
     if not _HOST.fullmatch(text):
         raise InvalidArgument(
             f"--allowed-host: got '{text}' (allowed: '*', NAME or *.NAME, without scheme and port)"
@@ -434,7 +434,7 @@ def host_name(text: str) -> str:
 
 
 def served_name(text: str) -> tuple[str, str]:
-    """Return the model ("": the only one) and its name in "[MODEL=]NAME"; raise InvalidArgument."""
+    """Return the model ("": the only one) and the name of "[MODEL=]NAME"; raise InvalidArgument."""
     model, equals, name = text.rpartition("=")
     if not name or (equals and not model):
         raise InvalidArgument(f"--served-model-name: '{text}' is neither NAME nor MODEL=NAME")

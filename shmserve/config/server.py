@@ -70,7 +70,7 @@ class ServerConfig:
         model_files: Models given as "path/model.py:Class".
         class_settings: The parameters of these models.
         tokens: The accepted tokens; if empty, no token is required.
-        gateway: The settings of gateways, without those that their start adds.
+        gateway: The settings of gateways, except those that are set when a gateway starts.
         scheduling: The settings of schedulers.
         flags: The value of each flag, given or default.
         on_cpu: Whether instances of KIND_GPU run on the CPU (`shmserve check --on-cpu`).
@@ -335,7 +335,7 @@ def _models(parsed: Parsed, are_needed: bool, collected: Collected) -> tuple[lis
     return repositories, files
 
 
-# How the models of an object store are copied to a folder, by the scheme of its URLs.
+# The command that copies models from an object store to a folder, by the scheme of the URL.
 _COPIES = {"s3": "aws s3 sync", "gs": "gcloud storage rsync -r", "as": "azcopy sync"}
 _URL = re.compile(r"([a-z][a-z0-9+.-]*):/")  # one slash suffices, because a Path loses the other
 

@@ -10,13 +10,14 @@ The files that an HTTP request passes through, in order:
     http/json/fingerprint.py        fills a template if the header is known, otherwise
     http/json/infer_request.py      decodes JSON to inference/request.py, and checks it
     inference/                      places tensors, checks and submits the request
-    links.py                        in flight until the scheduler has responded
+    links.py                        keeps the request until the scheduler has responded
     http/json/infer_response.py     the response as JSON and binary tensors
     http/messages.py                writes the response
 
 A gRPC request:
 
-    grpc/connection.py              bytes to the engine in http2/, to calls (grpc/calls/)
+    grpc/connection.py              passes bytes to the engine in http2/, and its events to
+                                    calls (grpc/calls/)
     grpc/service.py                 authorises the call; errors become a status
     grpc/infer.py                   inference; stream_infer.py for many requests in a call
     grpc/wire/fingerprint.py        fills a template if the message is known, otherwise

@@ -13,7 +13,7 @@ from shmserve.errors import InvalidArgument, Unsupported
 _PIECE_BYTES = 256 * 1024
 _GZIP_OR_ZLIB = zlib.MAX_WBITS | 32  # a mode in which zlib recognises gzip or zlib data
 _MIN_MEMBER_BYTES = 1024  # the assumed minimum size of a gzip member limits the number of members
-_FREE_MEMBERS = 16  # members that a body of any size may have besides
+_FREE_MEMBERS = 16  # members permitted in addition
 _MOSTLY_OVERHEAD = "failed to decompress the request body: it is mostly overhead"
 WBITS_BY_ENCODING = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
@@ -37,8 +37,8 @@ def check_encoding(name: str) -> bool:
 class Inflater:
     """A decompressor of a chunked body, with an output of at most `limit` bytes.
 
-    The input is limited, too, since it may produce no output. The number of members is limited
-    because each member restarts the decompressor.
+    The input is limited, too, since some input has no output. Compressed data may have several
+    members (RFC 1952). Their number is limited, because each one restarts the decompressor.
     """
 
     def __init__(self, limit: int) -> None:

@@ -25,12 +25,14 @@ class Gateway:
     """The objects that the handlers of one gateway process share.
 
     Attributes:
-        arena: The memory of request bodies.
-        body_budget: The accounting of bodies that are arriving.
+        schedulers: The links to the schedulers.
+        arena: The shared memory for request bodies.
+        body_budget: The memory limit of bodies that are arriving.
         mappings: The mappings of workers' arenas, but not of clients' regions.
         health: The health that the supervisor has published.
         health_changed: An event that is set at the next change of `health`, and then replaced.
-        failures: The models that failed to load.
+        failures: The models that failed to load, as the supervisor has published them.
+        malloc_trim: The timer that returns freed memory to the system.
         draining: Whether connections end with their next response.
         refusing: Whether every client was notified of the drain. Requests of open streams are then
             refused.
@@ -76,7 +78,8 @@ async def resolve_model(gateway: Gateway, name: str, version: str, *limits_us: i
     """
     limits = [limit for limit in (*limits_us, gateway.settings.request_timeout_us) if limit > 0]
     deadline = time.monotonic() + min(limits, default=0) / 1e6
-    # The versions are known once the model is loaded. It may be unloaded in the meantime.
+    # If the loaded model lacks the version, loading again is useless. A model that was unloaded
+    # during the wait has no versions, and is loaded again.
     attempts = 0
     while needs_load(gateway, name, version):
         if attempts and gateway.models.versions(name):

@@ -88,8 +88,8 @@ class GatewaySupervisorLink:
         Cancelling this coroutine does not cancel the request, which the supervisor completes.
 
         Args:
-            message_class: The message class.
-            fields: The fields of the message, without the number.
+            message_class: The class of the request.
+            fields: The fields of the message after its number.
 
         Raises:
             ShmserveError: The supervisor rejected the request.

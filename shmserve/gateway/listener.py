@@ -51,7 +51,7 @@ _HOST = istr("Host")
 
 
 class ListenerKind(enum.Enum):
-    """The reachability of a listening socket."""
+    """A kind of listening socket, by the clients that can reach it."""
 
     UNIX = "unix"
     LOOPBACK = "loopback"
@@ -68,8 +68,8 @@ class ListenerRules:
     """The access rules of one listening socket, shared by all its connections.
 
     Args:
-        allow_shm: Whether all listeners offer shared memory; None: only those that only this host
-            reaches.
+        allow_shm: Whether clients may use shared memory; None: only if no remote host can reach the
+            listener.
         names: Host names of the server, besides addresses and localhost. "*.NAME" stands for all
             names below NAME, and "*" for any name.
     """
@@ -225,7 +225,7 @@ def _address(name: tuple[Any, ...]) -> Address:
 def _names_server(host: str, names: frozenset[str]) -> bool:
     """Check whether a Host header is an address, localhost, or a name of this server.
 
-    Other names could be made to resolve to this host by a foreign name server.
+    A foreign name server could make other names resolve to this host (DNS rebinding).
     """
     name = host.rpartition(":")[0] if _has_port(host) else host
     name = name.lower().rstrip(".")
@@ -279,7 +279,7 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
     @property
     @abstractmethod
     def sending_since(self) -> float | None:
-        """Return the event loop's time since which an incomplete request has waited, or None."""
+        """Return the event loop's time since when an incomplete request waits; None without one."""
 
     @abstractmethod
     def shut_down(self, *, refuses: bool = False) -> None:
@@ -324,7 +324,7 @@ class ActiveCount:
 class Acceptor:
     """A factory of the connections of one listener, with a limit on open connections.
 
-    `create_connection` receives the factory and returns a connection.
+    `create_connection` receives the acceptor and returns a connection.
     """
 
     def __init__(
@@ -357,8 +357,8 @@ class Acceptor:
     def connection_made(self, connection: LimitedConnection) -> ClientIdentity:
         """Register a connection.
 
-        Above a limit, the connections that are idle for longest are closed. If none is idle, the
-        one whose client has not read for longest is closed, or else the new one.
+        Above a limit, the connections that have been idle for longest are closed. If none is idle,
+        the one whose request has been incomplete for longest is closed, or else the new one.
         """
         transport = connection.transport
         assert transport is not None

@@ -29,7 +29,9 @@ class GatewayModel:
 
     Attributes:
         is_published: Whether the version was neither withdrawn nor replaced.
-        ready: The readiness for health requests. A version that restarts accepts requests, too.
+        ready: The readiness in health responses. Versions that are not ready accept requests.
+        checks_ready: Whether the model defines `is_ready`.
+        immutable_config: The part of the configuration that is fixed while the version serves.
         tags: Additional labels of the version's nv_* metrics.
         labels: The classification labels of each output, by index.
         templates: The templates of HTTP requests by fingerprint.
@@ -116,7 +118,7 @@ class ModelTable:
         self._update_aliases()
 
     def set_ready(self, name: str, version: str, is_ready: bool) -> None:
-        """Set the readiness of a version; its prepared requests are kept."""
+        """Set the readiness of a version, which keeps its request templates."""
         model = self._models.get(name, {}).get(version)
         if model is not None:
             model.ready = is_ready

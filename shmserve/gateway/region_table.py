@@ -1,7 +1,8 @@
 """Registered shared memory regions: a replica of the supervisor's table, with reference counts.
 
 A gateway never maps a region. It only checks that a range lies within the region; the worker
-receives the range.
+receives the range. An unregistered region is retired: requests may still use it. Once no request
+uses it, it is withdrawn: the table removes its name.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class GatewayRegion:
         self.memory = registered_range.memory
         self.owner = Ownership(message.uid, message.group, registered_range.memory.copied)
         self.requests = 0
-        # Whether the region is unregistered, and usable until no request uses it.
+        # Whether the region was unregistered; requests may use it until it is withdrawn.
         self.retired = False
         self.withdrawn = False
         self.written_ranges = WrittenRanges()
@@ -49,7 +50,7 @@ class GatewayRegion:
         return peer.uid == EVERYONE or self.owner.admits(peer)
 
     def memory_range(self, requested: RegionRange) -> Range:
-        """Return a range of this region as a memory range.
+        """Return the memory range of the range that a client requested in this region.
 
         Raises:
             InvalidArgument: The range does not lie within the region.
@@ -89,7 +90,8 @@ class WrittenRanges:
     """An interval set of the ranges of a shared memory object that requests in flight write to.
 
     The ranges are sorted by their start and do not overlap, so that checking the two neighbours
-    suffices.
+    suffices. `regions` counts the registered regions of the object. `warned` is set once an overlap
+    was logged.
     """
 
     __slots__ = ("ranges", "regions", "warned")
@@ -137,7 +139,7 @@ class RegionReferences:
         Raises:
             NotFound: The region is not registered.
             InvalidArgument: The range does not lie within the region.
-            AlreadyExists: An output overlaps an output in flight and may not.
+            AlreadyExists: The range of an output is in use, and overlaps are errors.
         """
         region = self._table.find(requested.region)
         memory_range = region.memory_range(requested)
@@ -175,10 +177,10 @@ class RegionReferences:
 
     @classmethod
     def from_template(cls, pattern: ReferenceTemplate) -> RegionReferences | None:
-        """Return the same references for another request, or None if the names have changed.
+        """Return the references of `pattern` for a new request; None if the table has changed.
 
         Raises:
-            AlreadyExists: An output overlaps an output in flight and may not.
+            AlreadyExists: The range of an output is in use, and overlaps are errors.
         """
         table, version, regions, spans = pattern
         if version != table.version:
@@ -230,7 +232,7 @@ class RegionTable:
     """The regions by name, and by id until no request refers to them.
 
     Args:
-        report: Sends the supervisor changes in the use of retired and withdrawn regions.
+        report: Sends a message to the supervisor.
         overlap: The policy for overlapping outputs of two requests: "error", "warn" or "ignore".
     """
 
@@ -263,7 +265,7 @@ class RegionTable:
             self.version += 1
 
     def retire(self, memory_id: int) -> None:
-        """Report the use of an unregistered region, which is withdrawn once no gateway uses it."""
+        """Mark an unregistered region as retired, and report it if requests use it."""
         region = self._by_id.get(memory_id)
         if region is not None:
             region.retired = True

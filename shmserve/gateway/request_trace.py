@@ -34,9 +34,9 @@ class RequestTrace:
     """The trace of one request. Times are monotonic ns; 0 means that the event is still to happen.
 
     Attributes:
-        on_end: The callback for the end of the request.
-        context: The gateway's span.
-        scheduler: The scheduler's span.
+        on_end: Called at the end of the request.
+        context: The ids of the gateway's span.
+        scheduler: The ids of the scheduler's span.
         spans: The scheduler's span and the spans within it, once the response has arrived.
         tensors: The traced inputs and outputs of these spans.
         explained: Whether the response contains an explanation.
@@ -90,7 +90,7 @@ class RequestTrace:
         return replace(inferred, parameters=inferred.parameters | explanation)
 
     def finish(self, error: str = "") -> None:
-        """Record the end of the request. The first call and the first error count."""
+        """Record the end of the request, unless it has ended; an earlier error is kept."""
         if not self.ended_ns:
             self.ended_ns, self.error = time.monotonic_ns(), self.error or error
             self.on_end(self)

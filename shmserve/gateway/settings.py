@@ -131,6 +131,7 @@ class GatewaySettings:
     listener.py `allow_client_shm`.
 
     Attributes:
+        id: The name of the server in its metadata.
         max_input_size: The limit of JSON, raw input and decompressed bodies, in bytes
             (--http-max-input-size).
         request_timeout_us: The server's end-to-end limit for requests; 0 is unlimited.
@@ -138,6 +139,9 @@ class GatewaySettings:
         arena_byte_size: The size of the memory for request bodies.
         body_timeout_s: The time for which a client may stall while it sends a body or reads a
             response.
+        header_timeout_s: The time limit of a request's head, or of a gRPC connection's set-up.
+        max_connections: The limit of open connections of a listener.
+        http_address: The address of the HTTP listeners, also a name of the server.
         metrics_port: The TCP port of metrics and of the dashboard; 0 if there is none.
         shm_overlap: The policy for overlapping outputs (region_table.py).
         http_header_forward_pattern: The pattern of headers that become parameters of requests.

@@ -73,7 +73,7 @@ class Tracer:
     """
 
     def __init__(self, slow_request_ms: int = 0, protocol: str = "HTTP") -> None:
-        """Create a tracer without settings.
+        """Create a tracer, whose trace settings `apply_settings` sets.
 
         Args:
             slow_request_ms: The duration from which requests are logged; 0 logs none.
@@ -108,7 +108,7 @@ class Tracer:
         traceparent: str,
         explained: bool,
     ) -> RequestTrace | None:
-        """Return the trace of a request that is about to be submitted, or None."""
+        """Return the trace of a request before it is submitted; None if it is not traced."""
         caller = TraceContext.of_header(traceparent) if traceparent else None
         sampler = self._samplers.of(model)
         sampled = sampler.samples(None if caller is None else caller.sampled)

@@ -23,7 +23,7 @@ from shmserve.proto.model_config_pb2 import (
 
 LIBTORCH = "pytorch_libtorch"
 ONNX = "onnxruntime_onnx"
-# The platforms (Triton's older name for a backend) and their backends.
+# The backend of each platform. Platform is Triton's older term for a backend.
 PLATFORMS = {LIBTORCH: "pytorch", ONNX: "onnxruntime"}
 # Triton's further platforms, and the files by which it finds the backends of models.
 _FOREIGN_PLATFORMS = {
@@ -106,8 +106,7 @@ def normalise(
     """Return a copy of `config` in which every unset field has its default.
 
     This function is idempotent. It is called without `defaults` before the model completes its
-    configuration, because the model's fields take precedence over the server's, and with them
-    afterwards.
+    configuration, and with them afterwards, because the model's fields take precedence.
 
     Args:
         config: The configuration; fields that are set do not change.
@@ -171,7 +170,7 @@ def unknown_backend(config: ModelConfig) -> str:
 
 
 def merge_duplicates(config: ModelConfig) -> list[str]:
-    """Remove repeated declarations of equal inputs and outputs; return their names in words."""
+    """Remove repeated equal inputs and outputs; return their names as text ("input 'x'")."""
     removed_names = []
     for kind, tensors in (("input", config.input), ("output", config.output)):
         names = [tensor.name for tensor in tensors]

@@ -67,9 +67,9 @@ class Source:
         """Raise `kind` if the text or `config` has problems, with one line per problem.
 
         A line has the format `ORIGIN:LINE:COLUMN: KEY: TEXT`. A missing key has the position of the
-        message that lacks it, and no position if that is the whole text. A completed value, which
-        the text does not contain, has neither origin nor position. A problem that may result from
-        an unread value is omitted.
+        message that lacks it, and no position if that is the whole text. A value that the text does
+        not contain has the position in the Python class if that sets it, or else no origin. A
+        problem that may result from an unread value is omitted.
         """
         origin = self.origin
         rows = [f"{position_text(origin, p.at)} {key_text(p.key)}: {p.text}" for p in self.problems]
@@ -111,7 +111,7 @@ class _Gaps:
         self._positions = source.positions
         self._unread = {problem.key for problem in source.problems}
         self._incomplete = {key[:end] for key in self._unread for end in range(1, len(key))}
-        # An unknown name may be a misspelling of any field that is missing beside it.
+        # An unknown name may be a misspelling of any field that its message lacks.
         self._misspelt_in = {key[:-1] for key in self._unread if key not in source.positions}
 
     def concern(self, key: Key) -> bool:

@@ -31,7 +31,8 @@ Kind = Literal["word", "number", "string", "bool"]
 class Scalar:
     """A scalar value of a given kind.
 
-    The kind is `word` (enum, true, inf), `number`, `string` (bytes) or, in JSON, `bool`.
+    The kind is `word` (enum, true, inf), `number`, `string` (bytes) or, in JSON, `bool`. `source`
+    is the text of the value for messages, `at` its position ("12:7").
     """
 
     kind: Kind
@@ -44,7 +45,8 @@ class Scalar:
 class Entry:
     """A field of a message: `name: value`.
 
-    Only a `listed` entry (in brackets) may have several values, or none.
+    Only a `listed` entry (in brackets) may have several values, or none. `colon` is whether a colon
+    follows the name.
     """
 
     name: str

@@ -80,7 +80,7 @@ class Mark(NamedTuple):
 
 
 class LoadSlot:
-    """A lane with one request in flight, and the encoded requests that it sends in turn."""
+    """A lane (a channel of one request at a time), and the encoded requests to send in turn."""
 
     def __init__(self, load: LoadGenerator, requests: Sequence[Any]) -> None:
         self._load = load
@@ -133,7 +133,16 @@ class LoadGenerator:
         schedule: Iterator[int] | None,
         patience_s: float,
     ) -> None:
-        """Open the slots; slot n sends `requests(n)` in turn. Raises Unavailable."""
+        """Open the slots. Raises Unavailable.
+
+        Args:
+            poller: The event loop.
+            lane_factory: Opens the lane of each slot.
+            requests: Returns the requests that slot n sends in turn.
+            slots: The number of slots.
+            schedule: Offsets of requests from the start in nanoseconds; None: a closed loop.
+            patience_s: Seconds without a response after which the server counts as lost.
+        """
         self.records = Records()
         self._poller = poller
         self._patience_ns = int(patience_s * 1e9)
@@ -231,7 +240,7 @@ class LoadGenerator:
             self._check_alive()
 
     def close(self) -> None:
-        """Close the lanes; requests in flight after an interrupt have no successors."""
+        """Close the lanes, including requests in flight after an interrupt."""
         self._is_running = False
         self._queued.clear()
         for lane in self._lanes:

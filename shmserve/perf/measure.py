@@ -119,13 +119,13 @@ class Point:
         confidence: Half the width of the 95 % confidence interval of `per_second`.
         settled: Whether the last windows agreed.
         latency: Mean, percentiles and maximum of the latency.
-        late: The same of the delay between the scheduled time and the sending.
+        late: The same figures of the delay between the scheduled time and the sending.
         client_us: The CPU time of the load generator per request, in microseconds.
         client_busy: The CPU utilisation of the load generator; 1 is a whole core.
         load_average: The machine's load average of one minute.
         first: The statistics of the time to the first response of a stream.
-        gap: Those of the time between consecutive responses of a stream.
-        per_response: Those of the mean time between the responses of a request.
+        gap: The statistics of the time between consecutive responses of a stream.
+        per_response: The statistics of the mean time between the responses of a request.
         responses_per_second: The responses per second.
         server: The statistics of the server by model.
         interrupted: Whether the user ended the measurement.
@@ -166,7 +166,10 @@ def measure_load(
     streams: bool,
     statistics: Callable[[], dict[str, Statistics]],
 ) -> Point:
-    """Run a load and return its result. Raises Unavailable if the server exits.
+    """Run a load and return its result, a `Point` with this `kind` and `value`.
+
+    `streams` adds figures of response streams. `statistics` queries the server's statistics. Raises
+    Unavailable if the server exits.
 
     KeyboardInterrupt ends the load: the result is that of the complete windows, or of the requests
     so far if there is no such window.

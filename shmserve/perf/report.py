@@ -30,7 +30,7 @@ _TICKS = (1, 2, 5)
 
 
 def table(points: Sequence[Point]) -> str:
-    """Return a row for each load, followed by notes."""
+    """Return a table with a row for each load, followed by notes."""
     lines = [
         f"{'load':<18}{'requests/s':>12}{'±':>8}{'mean ms':>9}{'p50':>9}{'p90':>9}{'p95':>9}"
         f"{'p99':>9}{'p99.9':>9}{'errors':>8}{'client µs':>11}{'busy':>6}"
@@ -101,7 +101,7 @@ def notes(point: Point) -> list[str]:
     if point.client_busy > _BUSY_CLIENT:
         warnings.append("the load generator was CPU-bound: the server may be faster than measured")
     missing_requests = point.value * point.seconds - point.requests - point.errors
-    # Three standard deviations, each of which is the root of the number of random arrivals.
+    # The threshold is three standard deviations. One is the root of the number of random arrivals.
     if point.kind == "rate" and missing_requests > 3 * math.sqrt(point.value * point.seconds):
         warnings.append("the server did not keep up: latencies increased during the measurement")
     return warnings

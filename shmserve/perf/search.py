@@ -44,8 +44,8 @@ class Candidate:
         strategy: The batching strategy; "": the model's own.
         delay_us: The maximum queue delay.
         threads: The number of threads per instance; 0: the model's own.
-        depth: Requests in flight per row of a batch: 1 if a batch waits until it is full, 2 if the
-            next batch fills while one is executed.
+        depth: Requests in flight per row of each instance's batch: 1 if a batch waits until it is
+            full, 2 if the next batch fills while one is executed.
     """
 
     instances: int
@@ -91,7 +91,7 @@ class _OutOfTrials(Exception):
 
 @dataclass(slots=True, eq=False)
 class Search:
-    """A search for the best configuration; `trials` are its measurements in order."""
+    """A search for the best configuration; `trials` are its measurements, at most `_max_runs`."""
 
     _measure: Callable[[Candidate], Trial]
     _target_ms: float
@@ -100,12 +100,12 @@ class Search:
     trials: dict[Candidate, Trial] = field(init=False, default_factory=dict)
 
     def meets_target(self, trial: Trial) -> bool:
-        """Check whether a run meets the target without errors."""
+        """Check whether a trial meets the target without errors."""
         return trial.p99_ms <= self._target_ms and not trial.errors
 
     @property
     def best(self) -> Trial | None:
-        """Return the run with the highest throughput within the target, or None."""
+        """Return the trial with the highest throughput within the target, or None."""
         within = filter(self.meets_target, self.trials.values())
         return max(within, key=lambda trial: trial.per_second, default=None)
 
@@ -113,7 +113,7 @@ class Search:
         """Search from `start`, which is measured first.
 
         Returns:
-            The best run, measured a second time; None if no candidate meets the target.
+            The best trial, measured a second time; None if no candidate meets the target.
         """
         try:
             self._search_batch(start)
@@ -193,7 +193,7 @@ class Search:
         return self.trials[candidate]
 
     def _confirm_best(self) -> Trial | None:
-        """Return the best run once its candidate has been measured a second time."""
+        """Return the best trial, after the best candidates were measured a second time."""
         repeated: set[Candidate] = set()
         while (best := self.best) is not None and best.candidate not in repeated:
             repeated.add(best.candidate)
@@ -231,7 +231,11 @@ def current_candidate(config: Config) -> Candidate:
 def search_space(
     config: Config, target_ms: float, processors: int, most_instances: int, largest_batch: int
 ) -> Space:
-    """Return the search space of a model; `largest_batch` 0: the configuration's."""
+    """Return the search space of a model, with at most `most_instances` instances.
+
+    `largest_batch` bounds the batch size; 0: the configuration's maximum. `processors` bounds the
+    number of threads.
+    """
     batch = int(config.get("max_batch_size", 0))
     variants: list[Mapping[str, Any]] = []
     if batch:
@@ -289,7 +293,7 @@ def _with_count(number: int, noun: str) -> str:
 
 
 def table(trials: Sequence[Trial], target_ms: float) -> str:
-    """Return a row for each run, in order."""
+    """Return a table with a row for each trial, in order."""
     lines = [f"{'requests/s':>12}{'p99 ms':>10}{'in flight':>11}  configuration"]
     for trial in trials:
         note = "" if trial.p99_ms <= target_ms else "  above the target"

@@ -47,7 +47,7 @@ class LoadTarget:
 
     Attributes:
         lane_factory: Opens lanes of the selected protocol.
-        requests: Returns the requests of the slots, for a number of slots.
+        requests: For a number of slots, returns a function from a slot to its encoded requests.
         statistics: Returns the server's statistics by model.
         streams: Whether the model is decoupled.
         location: The target's name in reports.
@@ -156,7 +156,7 @@ def _slot_requests(
     regions: Regions | None,
     slots: int,
 ) -> Requests:
-    """Return a function that returns a slot's encoded requests; slots share identical requests."""
+    """Return a function from a slot to its encoded requests, which slots share if possible."""
     output_parts = regions.outputs(sizes, slots) if regions is not None and sizes else None
     length = args.sequence_length
     first_sequence = random.getrandbits(62) + 1

@@ -121,8 +121,8 @@ class Credentials:
 class Address:
     """The address of a listener.
 
-    `protocol` is http or grpc, `target` is HOST:PORT unless `unix_socket` is set. Errors name the
-    listener by `where`.
+    `protocol` is "http" or "grpc". `target` is HOST:PORT unless `unix_socket` is set. Errors name
+    the listener by `location`.
     """
 
     location: str
@@ -133,7 +133,7 @@ class Address:
 
 
 class Transport(Protocol):
-    """A blocking client for inference. Its errors name the server by `where`."""
+    """A blocking client for inference. Its errors name the server by `location`."""
 
     location: str
 

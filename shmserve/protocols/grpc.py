@@ -1,9 +1,9 @@
 """Clients of gRPC (the extra `grpc`): `GrpcTransport` and `GrpcLaneFactory`.
 
 `GrpcTransport` blocks and uses grpcio. The lanes of `GrpcLaneFactory` never block, and serve the
-load generator. They implement the part of HTTP/2 that a gRPC client needs. A unary call is judged
-by its trailers, and messages of a stream are parsed only to find their ends. Several lanes share a
-connection, and their output in one turn of the loop is one write.
+load generator. They implement the part of HTTP/2 that a gRPC client needs. The trailers determine
+whether a unary call succeeded. Messages of a stream are parsed only to find their ends. Several
+lanes share a connection, and their output in one turn of the loop is one write.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ _closes_connection = re.compile(rb"(?i)\r\nconnection: *close\r\n").search
 _CHUNKED = -1
 _MAX_ERROR_LENGTH = 300
 OPENAI_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-# Part of the error for a request to a decoupled model without lines of JSON.
+# A part of the server's error if a request to a decoupled model does not accept JSON lines.
 _DECOUPLED_ERROR = "models with decoupled transaction policy"
 _JSON_HEADERS = {"Content-Type": "application/json"}
 
@@ -88,7 +88,7 @@ class HttpTransport:
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
         """Send POST /v2/models/NAME/infer and yield each response.
 
-        If the model is decoupled, the request is sent again for lines of JSON.
+        If the model is decoupled, the request is sent again, and accepts JSON lines.
         """
         try:
             yield _decode_response(*self._exchange(*_encode_inference(request, binary=True)))
@@ -456,7 +456,7 @@ class OpenAIRequest:
 
 
 class EventLane(HttpLane):
-    """A lane for server-sent events. `is_response(event)` selects the events that count."""
+    """A lane for server-sent events. `is_response(event)` selects responses among events."""
 
     def __init__(
         self,

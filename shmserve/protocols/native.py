@@ -141,7 +141,7 @@ class NativeLaneFactory:
         self.channel.flush()
 
     def encode(self, request: OutgoingRequest) -> Call:
-        """Return a call for all outputs; with a device, in a region with space for the outputs."""
+        """Return a call. With a device, its tensors are in a region with space for the outputs."""
         arrays: Any = {item.name: tensor_array(item, request.model) for item in request.inputs}
         if self._device:
             arrays = self._copy_to_region(request.inputs, arrays)

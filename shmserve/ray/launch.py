@@ -15,7 +15,9 @@ from shmserve.ipc import processes
 
 
 def main(parent: str, folder: str, *command: str) -> int:
-    """Run a command of shmserve until it, this process or `parent` exits, then remove `folder`.
+    """Run a command of shmserve, then remove `folder`.
+
+    The command is terminated when this process, or the process with the pid `parent`, exits.
 
     Returns:
         The exit status of the command.

@@ -52,7 +52,7 @@ def check(flags: Mapping[str, Any]) -> None:
 class NodeServer:
     """The server of a node; `args` are those of `shmserve.ray.app`.
 
-    A server that it starts ends with this process.
+    A server that this object has started stops when this process exits.
     """
 
     def __init__(self, args: Mapping[str, Any]) -> None:
@@ -87,7 +87,7 @@ class NodeServer:
             await asyncio.sleep(_ASKED_EACH_S)
 
     async def check(self) -> None:
-        """Check that the server runs and responds. A server that is loading models passes.
+        """Check that the server runs and responds, even if it is still loading models.
 
         Raises:
             RuntimeError: The server has exited, or does not respond.
@@ -206,5 +206,5 @@ def refusal(path: str) -> str:
 
 
 def passed_on(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the end-to-end headers."""
+    """Return the headers without those that apply to a single connection."""
     return [(name, value) for name, value in headers if name.lower() not in _HOP_BY_HOP]

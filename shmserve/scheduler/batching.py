@@ -66,8 +66,8 @@ _CALL_REPORT_NS = 200_000_000  # the wait of a call before it is reported, and b
 class BatchingCore(Core[ScheduledRequest]):
     """The core of a model version with instances.
 
-    `executions` sends batches to workers, `results` handles their messages. `fits` has the batch
-    fit of each request schema.
+    `executions` sends batches to workers, `results` handles their messages. `fits` maps each
+    request schema to its `BatchFit`, the batching properties of its requests.
     """
 
     def __init__(
@@ -147,9 +147,9 @@ class BatchingCore(Core[ScheduledRequest]):
             self._check_callers(request, now_ns)
 
     def _check_callers(self, request: ScheduledRequest, now_ns: int) -> None:
-        """Fail a model's call that can never run, because its callers wait for it.
+        """Fail a call from another model if it can never run: callers occupy all instances.
 
-        All waiting calls count: two callers may hold two instances and wait for a third one.
+        The callers of all waiting calls count, because two calls may deadlock only together.
         """
         calls = [Caller.parse(call.submit.callers) for call in self._queue.calls()]
         callers = {(caller.pid, caller.key) for chain in calls for caller in chain}
@@ -164,7 +164,7 @@ class BatchingCore(Core[ScheduledRequest]):
             self._to_control.post(CheckHolders(request.key, sorted({pid for pid, _ in callers})))
 
     def _report_calls(self, now_ns: int) -> None:
-        """Report the calls that have waited for long, which may be in a deadlock with others."""
+        """Report calls that have waited for long to the supervisor, which detects deadlocks."""
         calls = self._queue.calls()
         self._report_calls_ns = now_ns + _CALL_REPORT_NS if calls else NEVER
         occupants = self._pool.occupants()
@@ -199,7 +199,7 @@ class BatchingCore(Core[ScheduledRequest]):
         self._responses.fail(request, "INTERNAL", text, Reason.OTHER, now_ns)
 
     def _learn_schema(self, message: Submit) -> BatchFit:
-        """Return how requests of a new schema can be batched.
+        """Return the batching properties of the requests of a new schema.
 
         Raises:
             InvalidArgument, Internal: The schema does not fit the model.

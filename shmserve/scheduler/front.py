@@ -61,11 +61,11 @@ R = TypeVar("R")
 
 
 class ClientLinks(Protocol):
-    """The links to clients. `malformed_messages` counts their unreadable frames."""
+    """The links to clients."""
 
     @property
     def malformed_messages(self) -> int:
-        """Return the number of unreadable frames so far."""
+        """Return the number of unreadable frames that clients have sent so far."""
 
     def sender_of(self, peer: bytes) -> Callable[[Any], object]:
         """Return the function that queues a message for the client at this address."""
@@ -171,7 +171,7 @@ _LOG_INTERVAL_NS = 60_000_000_000
 class OverloadLog:
     """The rate-limited log of one model's refused requests; times are monotonic ns.
 
-    The next line is due at `due_ns` (NEVER: nothing was counted).
+    The next log line is due at `due_ns`, which is `NEVER` while no refusal was counted.
     """
 
     def __init__(self, model: str) -> None:
@@ -254,14 +254,14 @@ class Core(Protocol[R]):
         """Expire and start requests, and send responses.
 
         Returns:
-            The time (monotonic ns) of the next call if nothing happens before; NEVER: no need.
+            The time (monotonic ns) of the next call unless a message arrives before, or `NEVER`.
         """
 
     def gauges(self) -> dict[str, Any]:
         """Return the current values for metrics: pending, executing, instances, malformed."""
 
     def drain(self, sequences: bool) -> None:
-        """Stop waiting for further requests; `sequences`: open sequences may continue."""
+        """Start to drain; with `sequences`, the drain waits until open sequences have ended."""
         return
 
     def accepts_while_draining(self, submit: Submit) -> bool:
@@ -273,7 +273,7 @@ class Core(Protocol[R]):
         return 0
 
     def format_error(self, text: str) -> str:
-        """Return an error text with the prefix or suffix that clients of this kind receive."""
+        """Return an error text in the form in which this kind of scheduler sends errors."""
         return text
 
 
@@ -430,10 +430,10 @@ class Front(Generic[R]):
     # --- time and counts --------------------------------------------------------------------------
 
     def tick(self, now_ns: int) -> int:
-        """Run the core's turn and the due log lines.
+        """Run the core's turn, write due log lines, and report the end of a drain.
 
         Returns:
-            The time (monotonic ns) of the next call if nothing happens before; NEVER: no need.
+            The time (monotonic ns) of the next call unless a message arrives before, or `NEVER`.
         """
         wake_ns = self._core.tick(now_ns)
         overload = self._overload

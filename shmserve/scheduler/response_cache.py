@@ -62,7 +62,7 @@ class _SchemaKey(NamedTuple):
 
     Attributes:
         prefix: The packed names, datatypes, shapes, parameters and requested outputs.
-        order: The indices of the inputs, by name.
+        order: The indices of the inputs, sorted by the inputs' names.
     """
 
     prefix: bytes
@@ -73,8 +73,8 @@ class _SchemaKey(NamedTuple):
 class ResponseCache:
     """The cached responses of one model version.
 
-    `_start` has its size and the owner of clients' memory; copies of large responses are `lent` to
-    clients.
+    `_start` contains the cache's capacity and the pid of the process that holds clients' memory.
+    Copies of large responses are `lent` to clients.
     """
 
     _model: str
@@ -113,7 +113,7 @@ class ResponseCache:
         return Lookup(b"", (entry.schema, response_data), self._clock() - began_ns, copies)
 
     def _schema_key(self, schema: bytes) -> _SchemaKey:
-        """Return the head of a schema's requests; it is empty if they bypass the cache."""
+        """Return the schema's part of the cache key; empty if its requests bypass the cache."""
         request = RequestSchema(schema)
         if request.data_count > len(request.inputs):
             return _SchemaKey(b"", [])
@@ -311,7 +311,7 @@ def cache_key(prefix: bytes, sequence: tuple[int, str, int], contents: list[Any]
     Args:
         prefix: The part determined by its schema; see `schema_key`.
         sequence: The correlation id, as a number and as a text, and the flags.
-        contents: The bytes of the inputs, by name. Their sizes make the encoding unambiguous.
+        contents: The inputs' bytes, sorted by name. Their sizes make the encoding unambiguous.
     """
     sizes = msgpack.packb((sequence, [len(content) for content in contents]))
     digest = hashlib.blake2b(prefix, digest_size=_DIGEST_SIZE)

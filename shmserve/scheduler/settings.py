@@ -34,8 +34,9 @@ _MAX_SEQUENCES = 16384  # limit per client of sequences that wait for a slot
 class Batching:
     """The rules of the dynamic batcher.
 
-    Sizes are sums of request batch sizes, at least 1. `target_ns` is the latency target that it
-    adapts to (0: none). `padding` decides which shapes may share a batch (None: equal ones).
+    Sizes are sums of request batch sizes, at least 1. `preferred` are the preferred sizes, and
+    `target_ns` is the latency target of the adaptive batcher (0: none). `padding` decides which
+    shapes may share a batch (None: only equal shapes).
     """
 
     max_batch_size: int
@@ -76,9 +77,10 @@ class QueuePolicies:
 class Sequencing:
     """The rules of the sequence batcher, from the configuration (`spec`) and the server's limits.
 
-    Each instance has `slots`. Without `oldest_rules`, the strategy is direct, which waits up to
-    `delay_ns` for a minimum utilization of its slots if both are set. A sequence is idle after
-    `idle_ns`, and `max_waiting` sequences of a client may wait for a slot.
+    Each instance has `slots` sequence slots. Without `oldest_rules`, the strategy is direct, which
+    waits up to `delay_ns` for a minimum slot utilization if both are set. A sequence without
+    requests for `idle_ns` expires. At most `max_waiting` sequences of a client wait for a slot.
+    `correlation_id` is the name and datatype of the control input for the id, if there is one.
     """
 
     spec: SequenceBatching

@@ -2,11 +2,11 @@
 
 The tables are histograms, quantiles, executions, responses and generated text. A histogram counts
 in fixed buckets since the start. Quantiles are read from a sketch of the last minute, whose bucket
-bounds grow by a constant factor. Each quantile is thus known within a relative error of `ACCURACY`
-for one dictionary entry per observation: C. Masson, J. E. Rim, H. K. Lee, "DDSketch: A Fast and
-Fully-Mergeable Quantile Sketch with Relative-Error Guarantees", PVLDB 12(12), 2019. (Triton's
-client library bounds the error of the rank instead, with CKMS, at the cost of a sorted insertion
-for each of five windows.)
+bounds grow by a constant factor. Each quantile is thus known within a relative error of `ACCURACY`,
+at the cost of one dictionary update per observation: C. Masson, J. E. Rim, H. K. Lee, "DDSketch: A
+Fast and Fully-Mergeable Quantile Sketch with Relative-Error Guarantees", PVLDB 12(12), 2019.
+(Triton's client library bounds the error of the rank instead, with CKMS, at the cost of a sorted
+insertion for each of five windows.)
 
 The window is that of Triton's library: 60 seconds in five parts. The oldest part expires as a
 whole, so that quantiles cover the last 48 to 60 seconds.
@@ -357,8 +357,8 @@ class ExecutionStats(Table):
 class GenerationStats(Table):
     """Counters of a generative model since it was loaded, and the latencies of its clients.
 
-    The counters are tokens, steps and blocks. `prefilled` and `decoded` are the tokens computed in
-    prompts and one by one.
+    The counters are tokens, steps and blocks. `prefilled` counts computed tokens of prompts,
+    and `decoded` counts tokens computed one at a time.
     """
 
     def __init__(self) -> None:

@@ -41,8 +41,8 @@ class SupervisorContext:
     """The shared objects of the supervisor.
 
     `front_zygote` forks gateways and schedulers. `worker_zygote`, which has imported torch, forks
-    workers. `numbers` are the scheduler numbers. A reload replaces `config`, so it must not be
-    copied.
+    workers. `numbers` yields the numbers of new schedulers. A reload replaces `config`, so no other
+    object may store it.
     """
 
     config: ServerConfig
@@ -68,7 +68,7 @@ class SupervisorContext:
         return self.logging.settings
 
     def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
-        """Route messages from `address` to `handler`, and send it the settings when it starts."""
+        """Route messages from `address` to `handler`; a first message is answered with settings."""
 
         def handle(message: Any) -> None:
             self.logging.on_message(address, message)
@@ -79,7 +79,7 @@ class SupervisorContext:
         self.control.enrol(address, role, handle)
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """Send a message to all processes with one of these roles; LOCAL_CLIENT is one, too."""
+        """Send a message to all processes with one of these roles, among them LOCAL_CLIENT."""
         if LOCAL_CLIENT in roles:
             self.local_clients.broadcast(message)
         self.control.broadcast(message, *roles)
@@ -91,7 +91,7 @@ class SupervisorContext:
         requests first. Workers that call models receive withdrawals without acknowledgement.
 
         Returns:
-            The number that the receivers acknowledge, except stopped local clients.
+            The number that the receivers acknowledge, see `is_acknowledged`.
         """
 
         def numbered(number: int) -> ModelPublication | ModelWithdrawn:

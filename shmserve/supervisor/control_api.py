@@ -108,7 +108,7 @@ class ControlApi:
                 return {"ready": await self._readiness.check(pids)}
             case _:
                 payload = await self._handle_region(pid, request)
-                # Until the service manager and a successor have the registrations.
+                # A region counts as registered once it would survive a restart or a handover.
                 await self._kept.flush()
                 return payload
         return None

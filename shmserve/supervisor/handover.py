@@ -41,10 +41,10 @@ _LOST_PREDECESSOR = "the previous server has exited; start this one again, witho
 
 @dataclass(slots=True, eq=False)
 class Handover:
-    """Both sides of a handover: the successor, which has an `offer`, and the predecessor.
+    """Both sides of a handover. A server whose listeners have an `offer` is a successor.
 
     `_refusal_reason()` returns the reason why no successor may take over now, or "".
-    `_on_handed_over()` is called when the successor has received everything. `has_successor` is
+    `_on_handed_over()` is called when the successor has received the regions. `has_successor` is
     then true, and this server exits.
     """
 
@@ -78,11 +78,11 @@ class Handover:
     # --- the predecessor
 
     async def run_beside_predecessor(self, work: asyncio.Future[T]) -> T:
-        """Return the result of `work`, which needs the predecessor if there is one.
+        """Return the result of `work`, during which a predecessor, if any, must not exit.
 
         Raises:
-            Unavailable: The predecessor has exited before, and its last process has deleted this
-                server's run directory.
+            Unavailable: The predecessor has exited before the work was done. Its last process has
+                deleted this server's run directory.
         """
         if self._predecessor is not None:
             await wait_any(work, self._predecessor.end_future)
@@ -188,7 +188,8 @@ class Handover:
     async def let_successor_accept(self) -> None:
         """Let the successor accept clients, and wait until it uses the run directory.
 
-        This server no longer accepts clients. If it ended earlier, it would remove the directory.
+        This server no longer accepts clients. It must not end earlier, because it would remove the
+        directory.
         """
         if self._successor is not None:
             await self._successor.ask(_ACCEPT)

@@ -1,7 +1,7 @@
 """Health: liveness and readiness of the server, their publication, and the watchdog.
 
 The watchdog belongs to the service manager. The server sends a sign of life only if every gateway
-and every scheduler host has acknowledged a ping since the last one.
+and every scheduler host has acknowledged a ping since the last sign of life.
 
 The server itself restarts a process that exited or was stopped. The watchdog covers processes that
 hang, and the supervisor: the service manager then restarts the whole server.
@@ -34,7 +34,8 @@ class Health:
     """The health of the server.
 
     The server is ready between its start and its drain. With `strict`, all models that should serve
-    must also be ready. The server is live unless its start failed.
+    must also be ready. The server is live unless its start failed. `failures` are the models that
+    could not be loaded.
     """
 
     def __init__(self, registry: ModelRegistry, *, strict: bool) -> None:

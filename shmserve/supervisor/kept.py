@@ -184,7 +184,7 @@ class Gateways(PermanentProcesses):
                 logger.warning("dropped a %s from a gateway", type(message).__name__)
 
     def _would_fail_again(self, child: Child) -> bool:
-        """Return whether the gateway exited by itself, because its successor would exit, too."""
+        """Return whether the gateway's entry point failed, as that of its successor would."""
         return child.exited.result() == f"exit status {BOOT_FAILED}"
 
     def _children(self) -> list[Child]:
@@ -203,7 +203,7 @@ class Gateways(PermanentProcesses):
 
         Args:
             has_successor: Whether another server serves at the sockets, now or soon.
-            names: The start of the gateways' names.
+            names: The prefix of the names of the gateways to drain.
         """
         self._stopping = True
         # Each gateway closes its own copies of the sockets.

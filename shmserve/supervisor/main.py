@@ -146,7 +146,7 @@ def defer_signals() -> list[int]:
     def defer_signal(number: int, _: object) -> None:
         pending_signals.append(number)
 
-    # If these signals were blocked here, they would end the server in another thread.
+    # A signal mask would not suffice: it holds for one thread, and another would get the signal.
     for number in handled_signals():
         signal.signal(number, defer_signal)
     return pending_signals
@@ -309,7 +309,7 @@ def _compose_context(
 
 
 def _on_local_client_disconnected(control: ControlSocket, memory: LocalMemory, number: int) -> None:
-    # Schedulers first, so that no worker starts a request whose memory it has released.
+    # Schedulers are notified first, so that no worker starts a request whose memory is released.
     exited = ProcessExited(number, "")
     control.broadcast(exited, "scheduler", "ensemble")
     memory.release(number)
@@ -319,7 +319,7 @@ def _on_local_client_disconnected(control: ControlSocket, memory: LocalMemory, n
 def _create_worker_zygote(
     processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig
 ) -> Zygote:
-    # The front zygote has no mark, and kills the remaining processes that models have started.
+    # Processes of models inherit the mark, by which the front zygote kills those that remain.
     environment = with_large_copies(_worker_environment(os.environ, run_dir.path))
     environment = with_mark(environment, os.getpid(), run_dir.path)
     devices = host.accelerators(visible=config.visible_devices).count > 0

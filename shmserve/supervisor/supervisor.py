@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 _CLIENT_ROLES = ("gateway", LOCAL_CLIENT)
-# As many processes as models: exits of stopped processes are reported to them in groups.
+# The processes with these roles are as many as models, so exits after `Stop` are sent in groups.
 _MODEL_ROLES = ("scheduler", "ensemble", "worker")
 _EXIT_REPORT_DELAY_S = 0.5
 
@@ -246,7 +246,7 @@ class Supervisor:
     def _process_exited(self, child: Child) -> None:
         """Release the resources of a process by its role, and broadcast its exit.
 
-        The waiters of its `exited` are called afterwards.
+        The waiters of `child.exited` are called afterwards.
         """
         context, pid, reason = self.context, child.pid, child.exited.result()
         match context.control.dismiss(pid):
@@ -284,7 +284,7 @@ class Supervisor:
             self.end_signals.put_nowait(signal.SIGTERM)
 
     def _report_stopped(self) -> None:
-        """Broadcast the exits of stopped processes together.
+        """Broadcast together the exits of processes that were sent `Stop`.
 
         Waking all processes for each exit would dominate the time of unloading many models.
         """
@@ -383,6 +383,6 @@ class Supervisor:
 
 
 def _trim_heap() -> None:
-    """Return the freed memory of the start to the system."""
+    """Release memory that was freed during the start to the operating system."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 GROUP = "shmserve.backends"
-# Resolved without scanning the installed packages, which takes longer than the import.
+# The built-in backends: a scan of the installed packages would take longer than the import.
 _BUILT_IN = {
     "ascend": "shmserve.workers.backends.ascend:AscendBackend",
     "llm": "shmserve.workers.backends.llm:LlmBackend",
@@ -64,8 +64,8 @@ class Backend(ABC):
     Attributes:
         strict_outputs: Whether outputs must have the configured datatype and shape. Triton's Python
             backend accepts any output, and so must a backend that runs its models.
-        strict_shapes: Whether strict outputs must have the configured shape. Triton's backends for
-            files return outputs with their true shape.
+        strict_shapes: Whether `strict_outputs` applies to shapes, too. Triton's backends for files
+            return outputs with their true shape.
         device_inputs: Whether inputs in clients' device memory are passed as uint8 tensors on that
             device; otherwise they are copied to host memory.
         read_only_inputs: Whether arrays over shared memory (`Input.numpy`) are read-only. A request
@@ -135,9 +135,9 @@ class Backend(ABC):
         The default implementation sends one response to each request.
 
         Args:
-            streams: The stream of each request, `stream.request`. Any thread may send responses by
-                it, also after this method has returned. End each stream by `send(..., final=True)`,
-                `fail` or `abandon`.
+            streams: The response stream of each request (`stream.request`). Any thread may send
+                responses, also after this method has returned. End each stream by
+                `send(..., final=True)`, `fail` or `abandon`.
 
         Raises:
             Exception: An exception of the model, which ends the open streams. Nothing is retried.
@@ -175,7 +175,7 @@ class Backend(ABC):
         return None
 
     def report_metrics_by(self, report: Callable[[bool], None]) -> None:
-        """Register the function that reports changed metrics once an instance serves."""
+        """Set the function that `metrics_changed` calls; the instance sets it after `load`."""
         self._report = report
 
     def metrics_changed(self, at_once: bool) -> None:

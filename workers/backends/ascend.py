@@ -1,9 +1,9 @@
 """Backend `ascend`: offline models (`.om`) on Ascend devices, through CANN's pyACL.
 
 The file is `default_model_filename` (model.om) in the version folder; its shapes are static. With a
-`max_batch_size` the first dimension of every tensor is the batch. A smaller batch leaves stale rows
-after its own, whose results are ignored. The device is the instance's. For an instance of KIND_CPU
-(if torch does not support the device) it is the parameter "device_id" (0).
+`max_batch_size` the first dimension of every tensor is the batch. If a batch is smaller, the
+results of its unused rows are ignored. The model runs on the device of its instance. For an
+instance of KIND_CPU (if torch does not support the device), the parameter "device_id" (0) is used.
 
 All device memory is allocated at load, in two allocations, because all shapes are fixed. The sizes
 of tensors are known once the model is in the first allocation.
@@ -123,7 +123,7 @@ class OfflineModel:
 
     Raises:
         Unavailable: pyACL is missing.
-        InvalidArgument: A tensor has no datatype of the protocol.
+        InvalidArgument: The protocol lacks the datatype of a tensor.
         AclError: A call of the library failed. No resources remain on the device.
     """
 

@@ -101,7 +101,7 @@ class Executor:
     def execute(self, batch: Execute, requests: list[WorkerRequest]) -> BatchFinished:
         """Run one batch.
 
-        Every request that does not stay open has a reply in the result, or has ended before.
+        The result has a reply to each request, except those that stay open or have ended already.
         """
         start_ns = time.monotonic_ns()
         stopwatch = self._context.stopwatch
@@ -162,7 +162,7 @@ class Executor:
         Args:
             requests: The requests that have not run yet.
             replies: Receives the replies to requests that cannot run.
-            copy_inputs: The model receives copies of all inputs.
+            copy_inputs: Whether the model receives copies of all inputs.
 
         Returns:
             The requests of the part, the same unpacked, and the requests after the part.

@@ -44,7 +44,7 @@ class _GeneratedTensor(NamedTuple):
 
 
 class _OutputSplit(NamedTuple):
-    """The rule for splitting an output; -1 in `dims` (no batch dimension) is the source's size."""
+    """The rule for splitting an output; -1 in `dims` (of one row) stands for the source's size."""
 
     source: str
     dims: Shape
@@ -244,7 +244,7 @@ class PaddedInputs:
     """The shapes of a batch's padded inputs, by name, without the batch dimension.
 
     Attributes:
-        true_shapes: The shape of each request before padding.
+        true_shapes: The shapes before padding, one for each request.
         padded_shapes: The shape after padding.
     """
 

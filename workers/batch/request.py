@@ -212,8 +212,8 @@ class Request:
         memory_ranges: The ranges of the outputs that are written to clients' memory, by name.
         is_cancelled: Reads pending messages and returns whether the request was cancelled; safe in
             any thread.
-        response_kinds: A cache of the schema and the destinations of outputs, by kind of response.
-            Requests with equal schemas share this cache.
+        response_kinds: A cache of the schema and the destinations of outputs, by kind of response
+            (see scatter.py). Requests with equal schemas share this cache.
         is_aliased: Whether an output is written over an input.
         byte_size: The total bytes of the inputs.
         shared: Whether an input may be in shared memory.
@@ -234,10 +234,10 @@ class Request:
     states: tuple[str, ...] = ()
 
     def range_of_input(self, array: Array) -> Range | None:
-        """Return the memory range of the input that an array was returned for by `Input.numpy`.
+        """Return the memory range of the input whose method `numpy` has returned this array.
 
         Returns:
-            The range, or None if the array is no input's or an output is written over an input.
+            The range, or None if no input has this array, or an output is written over an input.
         """
         if self.is_aliased:
             return None

@@ -275,7 +275,7 @@ class OutputStream:
                 self._end()
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """Let the loop end the stream, because the model holds no sender of it.
+        """Request the loop to end the stream, because the model has released all its senders.
 
         The garbage collector may call this method at any time.
 

@@ -1,6 +1,6 @@
 """Runners, which gather the tensors of requests into batches for a model and split its outputs.
 
-Rows are gathered to one contiguous batch of each input:
+Rows are gathered into one contiguous batch of each input:
 
 adjacent rows in one memory, or a batch of one    a view without a copy
 otherwise                                         one copy into a buffer that is kept
@@ -199,8 +199,8 @@ class BatchOutput(NamedTuple):
 
         Args:
             request: The request.
-            rows: The rows of the request; its elements if there is a `shape`.
-            shape: The shape of a part of a flat output.
+            rows: The rows of the request in the batch; its elements if there is a `shape`.
+            shape: The shape of the request's part of a flat output; None for rows.
         """
         batch = self._batch_for(request)
         if shape is not None:
@@ -225,7 +225,7 @@ def requires_device_memory(request: Request, name: str) -> bool:
 class Runner:
     """The conversion of an instance's requests to model inputs, and of outputs to responses.
 
-    torch does not support read-only tensors, and a view may show a client's own memory. The first
+    torch does not support read-only tensors, and a view may expose a client's memory. The first
     batch is therefore a copy. Only a model that has not changed any byte of it receives views. If
     the model later writes into a view with operations of torch, it receives copies from then on.
 
@@ -275,7 +275,7 @@ class Runner:
             self._detect_writes()
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Return the inputs of the requests, whole batches on the device; all have the same inputs.
+        """Return each input as one batch on the device; all requests must have the same inputs.
 
         Must be called outside `inference_mode`, where tensors have no version counter.
         """

@@ -68,7 +68,7 @@ _Destination = str | None
 def _is_repeatable(ready_outputs: list[ReadyOutput], request: Request, response: Response) -> bool:
     """Check whether all outputs were written unconverted.
 
-    If so, the next response with the same key is written in the same way.
+    If so, the next response of the same kind is written in the same way.
     """
     if len(ready_outputs) != len(response.outputs):
         return False
@@ -299,7 +299,7 @@ class Scatterer:
             memory_range: The client's range for the output, if the request names one.
             inline: Whether the output is sent in the message.
             client_pid: The reader of the output.
-            claimed_offsets: Receives the offset of a block of the arena.
+            claimed_offsets: Receives the offset of the output's block, if it is in the arena.
         """
         if item.returned_range is not None:
             return item.returned_range

@@ -67,7 +67,7 @@ class StreamBlsCall(BlsCall):
 
     Attributes:
         abandoned: Whether the caller ignores further responses.
-        first_response: A future that is completed when the first response arrives; None for none.
+        first_response: A future that the first response completes; None if no coroutine awaits it.
         items: The responses and errors received and not taken yet.
         received_all: Whether the last response has been received.
         window: The flow-control window of the reader.
@@ -120,7 +120,7 @@ class StreamBlsCall(BlsCall):
         return bool(self.items) or self.received_all or self.abandoned
 
     def wait(self) -> None:
-        """Wait until `ready()` is true."""
+        """Wait until `has_next()` is true."""
         if not self.has_next():
             self.router.shared_wait.wait_until(self.has_next)
 
@@ -143,7 +143,7 @@ class StreamBlsCall(BlsCall):
         return outcome
 
     def cancel(self) -> None:
-        """Send the model a cancellation. Responses that arrive before it ends can be taken."""
+        """Send the model a cancellation. Responses before the end can still be taken."""
         if not self.received_all and not self.abandoned:
             self.router.cancel(self, keeps_reading=True)
 

@@ -56,7 +56,7 @@ class CallRequest:
         deadline_ns: The deadline of the caller by the monotonic clock; 0 for none.
         priority: The priority.
         trace: The trace context, as in `Submit`; "" if the call is not traced.
-        origins: The requests for which the model calls.
+        origins: The requests for which the model makes the call.
         callers: The executions that wait for the response, as in `Submit`.
     """
 
@@ -77,7 +77,7 @@ class CallRequest:
 
     @property
     def cancelled(self) -> bool:
-        """Return whether all requests for which the model calls are cancelled."""
+        """Return whether all `origins` are cancelled."""
         return bool(self.origins) and all(origin.is_cancelled() for origin in self.origins)
 
     @property

@@ -111,7 +111,7 @@ class SharedWait:
     # --- waiting
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Block this thread until `done()` is true.
+        """Block this thread until `is_done()` is true.
 
         Code that changes the result of `is_done` must call `wake` afterwards.
         """
@@ -471,7 +471,7 @@ class CallRouter:
             self.shared_wait.notify()
 
     def on_cancelled(self) -> None:
-        """Cancel the calls whose executing requests are all cancelled; in any thread."""
+        """Schedule the cancellation of calls whose `origins` are all cancelled; in any thread."""
         self._check_cancelled = True
         self.shared_wait.notify()
 

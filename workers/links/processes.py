@@ -43,9 +43,9 @@ from shmserve.ipc.transport.zmtp import Dealer
 logger = logging.getLogger(__name__)
 
 # A message that may be delayed is sent together with the next one. This saves a wake-up of the
-# scheduler, which on few cores preempts the gateway. After HOLD_NS, about the duration of a hop,
-# messages are sent immediately: the first one has reached the client by then. No message is delayed
-# longer than `_MAX_HOLD_NS`.
+# scheduler, which on few cores preempts the gateway. After HOLD_NS, about the time from one process
+# to the next, messages are sent immediately: the first one has reached the client by then. No
+# message is delayed longer than `_MAX_HOLD_NS`.
 HOLD_NS = 200_000
 _MAX_HOLD_NS = 400_000
 
@@ -97,7 +97,7 @@ class SupervisorLink:
             self.dealer.send(message)
 
     def wake(self, always: bool = False) -> None:
-        """Wake the loop. The loop's own thread does so only with `always`."""
+        """Wake the loop. A call in the loop's own thread has an effect only with `always`."""
         if always or threading.get_ident() != self._loop_thread:
             os.eventfd_write(self._wake_eventfd, 1)
 
@@ -204,7 +204,7 @@ class SupervisorLink:
             while (response := self._take_response(number)) is None:
                 if not self.dealer.connected:
                     raise Unavailable("the server has exited")
-                # If another thread reads the response, it signals `arrived`.
+                # If another thread reads the response, it signals `eventfd`.
                 readable(self.dealer.fd, eventfd)
         finally:
             with self._lock:
@@ -283,7 +283,7 @@ class WorkerRequest:
         key: The id of the request at the scheduler.
         work: The scheduler's message with the request.
         cancelled: Whether the model should end the request.
-        reader_gone: Whether the client does not read further responses, either.
+        reader_gone: Whether the client reads no further responses, not even those before the end.
         on_credit: Called when its `window` may have grown.
     """
 
@@ -438,7 +438,7 @@ class InstanceLink:
             return self._dealer is not None and self._dealer.send(message)
 
     def pump(self) -> None:
-        """Handle all received messages. `wait` returns early in the common case of no message."""
+        """Handle all received messages, and wake the loop if there are commands for it."""
         with self.lock:
             while self._dealer is not None and self._dealer.wait(0):
                 self.receive()

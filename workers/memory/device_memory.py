@@ -293,7 +293,7 @@ class DeviceMemory:
             raise DeviceLost(f"device {device}: {error}") from error
 
     def check(self, request: CheckMemory) -> MemoryChecked:
-        """Open a memory, close it, and return whether it can be opened."""
+        """Open the memory that a request names, close it, and return whether it can be opened."""
         handle = CudaHandle(request.handle, request.device_id, request.device_uuid)
         try:
             self.open(Memory.on_device(0, request.byte_size, handle)).close()

@@ -1,6 +1,6 @@
 """Memory that a program allocates on a CUDA device for use by the server's workers.
 
-    allocation   |###### a region's tensors, each on 64 bytes ######|     exported by one handle
+    allocation   |## a region's tensors, each aligned to 64 bytes ##|     exported by one handle
 
 The program must synchronise the stream that writes inputs before it sends a request. Outputs are
 complete when the response arrives. cuda-bindings is imported only by programs that allocate.
@@ -167,7 +167,7 @@ class DeviceSegment(RegisteredMemory):
 class DeviceView:
     """A tensor in a region on a device; `torch()` or DLPack returns a tensor for computations.
 
-    A released view raises Released. Tensors made before the release keep the memory alive.
+    After the region's release, the view raises Released. Tensors made before keep the memory alive.
     """
 
     segment: DeviceSegment

@@ -1,6 +1,6 @@
 """Regions: memory for tensors that the server uses in place.
 
-    allocate   a memfd of this client; it has no name and ends with its last process
+    allocate   a memfd of this client; freed when no process maps it any more
     attach     memory that another process has made; its maker owns and unlinks it
     pickle     the descriptor and the tensors; the receiver maps the same memory
 
@@ -171,7 +171,7 @@ class Region(Mapping[str, Any]):
         return self._templates[name].ref(self.memory_range(name))
 
     def output_range(self, name: str, signature: Signature) -> Range:
-        """Return the range for an output of a model.
+        """Return the range of tensor `name`, to which a model writes its output of this name.
 
         Raises:
             Released: The region was released.
@@ -256,7 +256,7 @@ def _descriptor(source: Any) -> int:
 
 
 def _receive_region(descriptor: Any, specs: Specs, start: int, pin: bool) -> Region:
-    """Return a region that another process has sent. Servers use it after it is attached."""
+    """Return a region that another process has sent; its first request shares it with a server."""
     unshared = Memories(0, _share_nothing, _share_nothing)
     return Region(unshared, specs, partial(AttachedSegment, descriptor.detach(), pin), start)
 

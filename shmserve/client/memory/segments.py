@@ -3,7 +3,7 @@
 Device memory (cuda.py) is managed in the same list.
 
     Segment    |## region ##|### slot ###|### slot ###|......... free .........|
-                             inputs, each on 64 bytes | outputs
+                             inputs, then outputs, each aligned to 64 bytes
 
 Only the client allocates. A request's block is freed once the server has responded and no array
 refers to it.
@@ -180,7 +180,7 @@ class Memories:
     Args:
         _limit: The maximum number of bytes.
         _share: Shares a segment with the server.
-        _withdraw: Withdraws a segment.
+        _withdraw: Withdraws a segment from the server.
         _schedule_free: Schedules a call of `free_recycled_if_unlocked`.
     """
 
@@ -340,7 +340,7 @@ class Memories:
                 share(segment)
 
     def close(self) -> None:
-        """Free everything."""
+        """Withdraw and free all segments."""
         with self._lock:
             for segment in self._segments:
                 segment.close()

@@ -32,7 +32,7 @@ class RegisteredMemory:
 
 
 class MemoryLease:
-    """A reference to a block by the arrays over it.
+    """A reference to a block, shared by the arrays over it; it ends with the last array.
 
     Attributes:
         on_end: Called when the last array is gone.

@@ -320,7 +320,7 @@ class RequestChannel:
 
     @property
     def waiting(self) -> Collection[int]:
-        """Return the numbers of the requests that have not completed."""
+        """Return the ids of the requests that have not completed."""
         return self.schedulers.pending
 
     @property

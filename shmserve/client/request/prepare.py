@@ -38,7 +38,7 @@ _INTEGERS = range(-(1 << 63), 1 << 64)  # the range of MessagePack integers
 
 
 class Options(NamedTuple):
-    """The options of a call, besides its tensors; usually all defaults."""
+    """The options of a call. `flags` mark the first and the last request of a sequence."""
 
     request_id: str = ""
     parameters: Mapping[str, Any] | None = None
@@ -158,7 +158,11 @@ _NOT_ON_HOST = np.empty(0, np.uint8)  # placeholder for tensors in device memory
 
 
 class PackedRequest(NamedTuple):
-    """A request that is ready to be sent; `release_memory` frees its memory after the response."""
+    """A request that is ready to be sent: `schema` and `data` are the content of its `Submit`.
+
+    `template` and `slot` are set if a template was used. `as_torch` requests torch tensors as
+    outputs. `release_memory` frees its memory after the response.
+    """
 
     model: ClientModel
     schema: bytes
@@ -215,7 +219,7 @@ def prepare(
         arrays.append(array)
         byte_size += array.nbytes
         key += (name, array.dtype, array.shape, datatype)
-    # A large array may be in a region, which only its address shows.
+    # Only its address shows whether a large array is in a region.
     if can_use_template and (byte_size <= INLINE_LIMIT or not memories.any_within(arrays)):
         key += outputs or ()
         template = model.templates.find(tuple(key))
@@ -325,7 +329,7 @@ class _UntemplatedRequest:
         return view.memory_range()
 
     def _hold(self, segment: AnySegment, holder: Any) -> None:
-        """Keep the memory of a tensor in place alive until the response."""
+        """Keep memory that the server uses in place alive until the response."""
         self._segments.append(segment)
         self._holders.append(holder)
 
@@ -347,7 +351,7 @@ class _UntemplatedRequest:
         return not has_strings and not any(self._memory_ranges)
 
     def make_template(self, key: tuple[Any, ...], outputs: Sequence[str]) -> ClientTemplate:
-        """Create a template for requests with the datatypes and shapes of this request."""
+        """Store a template by `key` for requests with the same datatypes and shapes as this one."""
         model = self._model
         # Each response of a decoupled model would overwrite the previous one.
         with_outputs = not model.decoupled
@@ -356,7 +360,7 @@ class _UntemplatedRequest:
         return self._model.store_template(key, template)
 
     def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> PackedRequest:
-        """Return the packed request."""
+        """Return the packed request; `outputs` as for the function `prepare`."""
         signature = self._model.signature
         requested = [self._output(name, outputs) for name in outputs or ()]
         tensors = list(zip(self._templates, self._arrays, self._memory_ranges, strict=True))

@@ -46,10 +46,10 @@ def pack(
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Memory for one request at a time.
+    """A slot: memory of a template for one request at a time.
 
     Attributes:
-        template: The template that the slot belongs to.
+        template: The template that owns the slot.
         block: The memory.
         inputs: Arrays to write the inputs to; empty if the inputs are sent in the message.
         input_data: The packed ranges of `inputs`.
@@ -63,7 +63,7 @@ class Buffer:
     output_data: list[Any]
 
     def end(self) -> None:
-        """Return the slot for the next request."""
+        """Return the slot to its template, for the next request."""
         self.template.return_slot(self)
 
 
@@ -79,11 +79,11 @@ class ClientTemplate:
         *,
         with_outputs: bool = True,
     ) -> None:
-        """Prepare requests of a model.
+        """Prepare a template of requests to a model.
 
         Args:
             signature: The model's signature.
-            templates: The inputs.
+            templates: The schemas of the inputs.
             outputs: The names of the requested outputs; empty for all outputs.
             memories: The client's memory, for slots.
             with_outputs: Whether large outputs have space in the slots.

@@ -87,7 +87,7 @@ class _Released(dict[str, Any]):
 
 
 class Reader(Protocol):
-    """A request whose response is read."""
+    """The interface that a request offers for reading its response."""
 
     packed_request: PackedRequest
 
@@ -179,7 +179,7 @@ def _tensors_of(
 
 
 def own_memories(packed: PackedRequest) -> set[int]:
-    """Return the ids of the memory that belongs to a request."""
+    """Return the ids of the memory segments that contain tensors of a request."""
     return {segment.memory.id for segment in packed.segments if segment.memory is not None}
 
 

@@ -1,8 +1,9 @@
 """Current figures for monitoring: rates, quantiles and problems, from schedulers' reports (pure).
 
-The figures are differences between the reports of the last seconds; the metrics page has the same
+The figures are differences between the reports of the last seconds. The metrics page uses the same
 reports. A row has totals since the model was loaded, current gauges and, in `recent`, the rates per
-second and times in ms within the window. Models are ranked by `hurts`; `because` is the reason.
+second and times in ms within the window. `hurts` ranks the models by their problems, and `because`
+is the text of a model's problem.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class History:
         self._snapshots: deque[tuple[float, dict[str, Point]]] = deque()
 
     def add(self, time_s: float, rows: Mapping[str, Row]) -> None:
-        """Record rows, unless the last rows are recent; `time_s` is the time since the epoch."""
+        """Record all rows at `time_s` (since the epoch), unless the last record is recent."""
         snapshots = self._snapshots
         if snapshots and 0 <= time_s - snapshots[-1][0] < HISTORY_EVERY_S * 0.9:
             return
@@ -99,7 +100,7 @@ class History:
             snapshots.popleft()
 
     def as_series(self) -> dict[str, Any]:
-        """Return the times and, by model, a point for each time: None if unknown, 0 if idle."""
+        """Return the times, and a point of each model at each time: None if unknown, 0 if idle."""
         keys = dict.fromkeys(key for _, points in self._snapshots for key in points)
         series = {
             key: [
@@ -120,7 +121,7 @@ def _build_point(row: Row) -> Point:
 
 
 def build_row(report: Report, earlier: Report | None, seconds: float, exits: int = 0) -> Row:
-    """Return a model's row; without an earlier report it has no `recent`.
+    """Return a model's row, which has no `recent` if `earlier` is None.
 
     Args:
         report: The current report.
@@ -236,7 +237,7 @@ def quantile(fraction: float, bounds: Sequence[float], counts: Sequence[int]) ->
 
 
 def _find_problem(figures: Row, report: Report) -> tuple[float, str]:
-    """Return the rank and the text of a model's problem: failures, then queueing.
+    """Return the rank and the text of a model's problem; failures rank above queueing.
 
     A configured queue delay, during which batches grow, does not count as a problem.
     """

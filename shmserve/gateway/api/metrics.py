@@ -37,7 +37,7 @@ _TRAILING_LABELS = ("le", "quantile")
 
 @dataclass(slots=True)
 class ExpositionFamily:
-    """A metric family of the page.
+    """A metric family of the page; `samples` has the lines of its samples.
 
     prometheus_client is not used: it appends _total to the names of Triton's counters and takes
     twice the time.
@@ -56,7 +56,7 @@ class ExpositionFamily:
     def add_histogram(
         self, labels: dict[str, str], histogram: dict[str, Any], *, integers: bool = False
     ) -> None:
-        """Record the samples of a histogram; `integers`: its bounds are written without a point."""
+        """Record the samples of a histogram; with `integers`, bounds have no decimal point."""
         texts = [str(float(bound)) for bound in histogram["buckets"]]
         bounds = [text.removesuffix(".0") if integers else text for text in texts]
         cumulative = 0
@@ -73,7 +73,7 @@ class ExpositionFamily:
 
 
 class ReportFamily(NamedTuple):
-    """A metric family of `metrics.txt`, with samples read from the schedulers' reports."""
+    """A metric family with samples from schedulers' reports; metrics.txt explains the fields."""
 
     kind: str
     name: str
@@ -83,11 +83,11 @@ class ReportFamily(NamedTuple):
 
     @property
     def is_latency(self) -> bool:
-        """Return whether the family is a latency, which settings can disable."""
+        """Return whether the family measures a latency; settings can disable these families."""
         return self.path.endswith("_ns")
 
     def find(self, report: dict[str, Any]) -> Any:
-        """Return the number, the numbers by their label, or the histogram of a report."""
+        """Return the family's value in a report: a number, numbers by label, or a histogram."""
         paths = [path.split(".") for path in self.path.split("+")]
         found: list[Any] = [reduce(getitem, path, report) for path in paths]
         return found[0] if len(found) == 1 else sum(found)

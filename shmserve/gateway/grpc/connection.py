@@ -3,7 +3,7 @@
 A flood of frames delays other connections by at most one turn of the event loop. The remaining
 frames are handled in the next turn, and nothing is read in the meantime.
 
-`ConnectionLifetime` has the keepalive, the limit of the client's pings, the age and the drain. A
+`ConnectionLifetime` implements keepalive, limits on pings and age, and the drain. In a drain, a
 client receives two GOAWAY frames (RFC 9113, 6.8). The first one announces the end, and does not
 affect streams in flight. The second one follows the acknowledgement of a ping, and has the id of
 the last stream.
@@ -117,7 +117,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     @property
     def sending_since(self) -> float | None:
-        """Return the event loop's time of the last activity while a message is incomplete."""
+        """Return the event loop's time of the last activity; None if no message is incomplete."""
         return self._last_activity if self._arriving_messages else None
 
     def abort(self) -> None:
@@ -203,7 +203,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 self._pause_reading(pause_s)
 
     def _pause_reading(self, seconds: float) -> None:
-        """Pause reading, longer for clients that send useless frames."""
+        """Pause reading for `seconds`, which depend on the client's useless frames."""
         if self.transport is not None:
             self.transport.pause_reading()
             self.loop.call_later(seconds, self._resume_reading)
@@ -235,7 +235,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 new_calls.append(call)
 
     def flush(self) -> None:
-        """Write the pending frames. While received data is handled, they are written at its end."""
+        """Write the pending frames, or defer them while received data is being handled."""
         if self._is_handling_data:
             return
         sending = self.http2.sending
@@ -286,7 +286,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self._schedule_time_limit_check()
 
     def unwatch(self, call: GrpcCall) -> None:
-        """End the watch, since the message has arrived or the call has ended."""
+        """Stop watching the call, since its message has arrived or the call has ended."""
         self._arriving_messages.pop(call, None)
 
     def record_call_end(self) -> None:
@@ -340,7 +340,7 @@ class BrokenTls(Exception):
 
 
 class TlsLayer:
-    """The TLS layer of one connection; `ready` after the handshake, which selects HTTP/2."""
+    """The TLS layer of one connection; `ready` is true after the handshake."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self._tls_input = ssl.MemoryBIO()
@@ -350,7 +350,7 @@ class TlsLayer:
         self._is_closed = False
 
     def receive(self, data: bytes | memoryview) -> bytes:
-        """Return the plaintext of received bytes. `outgoing` must be sent in any case.
+        """Return the plaintext of received bytes. The caller sends `outgoing`, even after an error.
 
         Raises:
             BrokenTls: The handshake failed, or the bytes are invalid.
@@ -494,8 +494,8 @@ class ConnectionLifetime:
     def shut_down(self, *, refuses: bool = False) -> None:
         """Notify the client, and close the connection after its calls.
 
-        With `refuses`, calls that cross the GOAWAY are refused (REFUSED_STREAM), which clients
-        repeat on another connection.
+        With `refuses`, calls that cross the GOAWAY are refused (REFUSED_STREAM). Clients repeat
+        them on another connection.
         """
         if self.shutting_down:
             self.record_call_end()

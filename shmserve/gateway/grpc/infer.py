@@ -82,7 +82,7 @@ class RequestRefused(Exception):
 
 
 class Inferences(ActiveCount):
-    """The inferences of a gateway; `active` is the number of inferences without a sent response."""
+    """The inferences of a gateway; `active` counts those whose last response is not sent yet."""
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__()

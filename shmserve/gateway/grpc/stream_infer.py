@@ -69,7 +69,7 @@ class StreamEntry:
     """A request of a decoupled model in a stream, with the encoder of its responses.
 
     Attributes:
-        request: The inference.
+        request: The inference in flight.
         size: The bytes that the request occupies in the window of the stream.
     """
 
@@ -86,7 +86,7 @@ class StreamEntry:
         """Encode a response.
 
         Returns:
-            The message, or None if nothing is sent; and the outputs, whose memory is in use.
+            The message, or None to send nothing; and the outputs, which the caller releases.
 
         Raises:
             ShmserveError: The response is an error, and the stream is `strict`.

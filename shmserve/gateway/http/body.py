@@ -8,7 +8,7 @@ four ways, which `read_request` selects:
 |---------------------------------------------------|-------------------------------------------|
 | differs from an earlier one only in its tensors   | `fill_known_template`                     |
 | binary, with large tensors, not yet received      | `_receive`: into the arena                |
-| of a raw request, which has no header             | `_raw`: the input follows from the model  |
+| of a raw request, which has no header             | `_raw`: the model defines the input       |
 | any other                                         | `_parse`: parsed as a whole               |
 """
 
@@ -113,7 +113,7 @@ async def read_json(
         request: The request.
         required: Whether an empty body is an error; otherwise it is parsed as {}.
         parse: The parser.
-        parse_large: The parser of bodies that are large or have many objects, if another one.
+        parse_large: The parser of bodies that are large or have many objects; None: `parse`.
 
     Raises:
         JsonFault: The body is not JSON.
@@ -161,7 +161,7 @@ class Body:
         """Return the body if it was received completely, as small bodies are.
 
         Raises:
-            BrokenBody: The size exceeds the range of the parser.
+            BrokenBody: The declared size exceeds 63 bits.
         """
         if self.declared_size > MAX_INT64:
             raise BrokenBody("malformed HTTP request body")

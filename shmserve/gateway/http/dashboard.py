@@ -5,9 +5,9 @@ The first event for a viewer contains all figures and their history of ten minut
 contain the models that changed. While no viewer is connected, the schedulers are queried only every
 five seconds, for the history.
 
-GET / returns the page (pages/dashboard.html) with a policy by which a browser runs nothing else. A
-browser sends no token with a typed address. It therefore receives the page with the status of a
-refusal, and the page asks for the token. The page contains no data of the server.
+GET / returns the page (pages/dashboard.html). Its Content-Security-Policy permits only the page's
+own script and style. A browser sends no token with a typed address. If a token is required, the
+page is sent with status 401, and asks for the token. The page contains no data of the server.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class LiveFigures:
         """Return the response to a viewer.
 
         Raises:
-            PermissionDenied: The page of another site sent the request.
+            PermissionDenied: A page of another origin sent the request.
             QueueFull: The feed has its maximum of viewers.
         """
         if request.headers.get(FETCH_SITE) in ("cross-site", "same-site"):

@@ -3,9 +3,9 @@
     {"TEXT": "hi", "temperature": 0.5, "parameters": {...}}
 
 Members with the name of an input are inputs, as a scalar or a list. Other members are parameters.
-Models with sequences also have sequence_id, sequence_start and sequence_end. A response contains
-the outputs by name, one element as a scalar and several elements as a list. The responses are one
-JSON text, or server-sent events.
+Requests to models with sequences also have sequence_id, sequence_start and sequence_end. A response
+contains the outputs by name, one element as a scalar and several elements as a list. The responses
+are one JSON text, or server-sent events.
 """
 
 from __future__ import annotations

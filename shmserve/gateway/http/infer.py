@@ -422,7 +422,7 @@ class ResponseQueue:
         """Encode the first response, which may be an error.
 
         Returns:
-            The JSON text, or None if nothing is sent; and the outputs, whose memory is in use.
+            The JSON text, or None to send nothing; and the outputs, for `remove_first`.
         """
         inferred: Inferred | None = None
         try:
@@ -453,7 +453,7 @@ class ResponseQueue:
 def streaming_response(
     status: int, framing: Framing, queue: ResponseQueue, encode: EncodeOutputs
 ) -> HttpResponse:
-    """Return the response that streams a model's responses, each with outputs as a framed text.
+    """Return an HTTP response that streams the JSON texts of a model's responses.
 
     A client that does not read receives no credit, so that the model waits. The request is
     cancelled when the client disconnects.

@@ -132,9 +132,9 @@ class HttpRequest:
 
     Attributes:
         route_match: The route and the parts of the path, once the client was authorised.
-        repeat: Begins a request that equals an earlier one at once, without a task.
-        begun_request: The request that `repeat` has begun and that needs a task nevertheless.
-        is_http10: Whether the client lacks chunks, and keep-alive by default.
+        repeat: Begins the next request with the same head, without a task.
+        begun_request: The request that `repeat` has begun, if a task must send the response.
+        is_http10: Whether the client uses HTTP/1.0, without chunks or keep-alive by default.
         closes_connection: Whether the connection ends with this request.
     """
 
@@ -174,7 +174,7 @@ STATUS_LINES = {
 class HttpResponse:
     """A complete response.
 
-    `headers` are complete lines. `on_sent` runs once `pieces` are no longer needed.
+    `headers` contains complete header lines. `on_sent` runs once `pieces` are no longer needed.
     """
 
     status: int = 200

@@ -38,8 +38,8 @@ class Stream:
         call: The call of the stream, which the receiver of the events sets.
         ended: Whether the client has ended its side of the stream.
         finished: Whether all output is queued.
-        on_progress: The callback for the time when queued data was sent.
-        on_sent: The callback for the time when all output was passed to the socket.
+        on_progress: Called when queued data was sent.
+        on_sent: Called when all output was passed to the socket.
     """
 
     __slots__ = (

@@ -168,7 +168,7 @@ async def reload_model(gateway: Gateway, built_request: BuiltRequest) -> None:
 
 
 def error_from_failed(message: m.Failed) -> ShmserveError:
-    """Return the exception for a `Failed`."""
+    """Return the exception for a `Failed` message."""
     if message.retry_after_s > 0:
         return QueueFull(message.message, message.retry_after_s)
     return from_code(message.code, message.message)
@@ -269,7 +269,7 @@ class UnaryInference(GatewayRequest):
 class StreamingInference(GatewayRequest):
     """A request in flight with any number of responses.
 
-    A call of `credit` follows each response that was sent to the client. If the client has
+    The owner calls `credit` after each response that was sent to the client. If the client has
     disconnected, responses that were not sent are discarded, and the request is cancelled.
 
     Attributes:

@@ -214,7 +214,7 @@ class RequestTemplate:
         """Return the request with these tensors, or None if its regions have changed.
 
         Raises:
-            AlreadyExists: An output overlaps an output in flight and may not.
+            AlreadyExists: The range of an output is in use, and overlaps are errors.
             Unavailable: The arena is full.
         """
         on_release: Callable[[], None] | None = None
@@ -384,8 +384,8 @@ def check_capacity(signature: Signature, name: str, capacity: int, batch_size: i
     """Check that an output of known size fits its range of `capacity` bytes.
 
     Raises:
-        Internal: The range is too small. An output whose size is not known in advance has the same
-            error after the computation.
+        Internal: The range is too small. Outputs of unknown size are checked after the
+            computation.
     """
     needed_bytes = signature.output_size(name, batch_size)
     if needed_bytes is not None and capacity < needed_bytes:
@@ -453,7 +453,7 @@ class ArrivingTensors:
         self._remaining_view = _EMPTY_VIEW  # the remaining memory of the tensor that is arriving
 
     def start_tensor(self, size: int) -> bool:
-        """Begin the next tensor; return whether there is one of this size."""
+        """Begin the next tensor if it has this size; return whether it has."""
         if self.started_count == len(self.views) or len(self.views[self.started_count]) != size:
             return False
         self._remaining_view = self.views[self.started_count]
@@ -501,7 +501,7 @@ class ArrivingTensors:
 
 @final
 class ArrivingRequest(ArrivingTensors):
-    """A checked request whose binary tensors are received. Its length is the size of its message.
+    """A checked request whose binary tensors are arriving; `len` returns its message's size.
 
     Attributes:
         built_request: The request, which is complete once its tensors are.

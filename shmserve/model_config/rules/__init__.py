@@ -47,14 +47,15 @@ _EFFECTIVE = {"onnxruntime": ("graph", "execution_accelerators"), "pytorch": ("c
 _BATCH_FIELDS = ("batch_input", "batch_output")
 # Other backends receive the tensors of each request separately.
 _BATCH_BACKENDS = ("pytorch", "onnxruntime", "native")
-# These fields have an effect only for the backend that is named here.
+# These fields have an effect only for the backend that is named here ("": for none).
 _TOP_FIELDS = {
     "cc_model_filenames": "",
     "metric_tags": "",
     "model_operations": "onnxruntime",
     "runtime": "pytorch",
 }
-# Parameters of Triton's backends for files that have an effect here; others cause a warning.
+# Parameters of Triton's pytorch and onnxruntime backends that have an effect in this server. Other
+# parameters cause a warning.
 _FILE_PARAMETERS = {
     "onnxruntime": (
         *("intra_op_thread_count", "inter_op_thread_count", "execution_mode"),
@@ -74,7 +75,7 @@ _SETTING_PREFIXES = ("session.", "ep.")  # prefixes of onnxruntime's own setting
 
 
 class LoadProblem(InvalidArgument):
-    """An invalid configuration of which Triton detects the errors only when it loads a version."""
+    """An invalid configuration whose errors Triton detects only when it loads a model version."""
 
 
 def validate(

@@ -69,7 +69,7 @@ def _preferred_problems(
 
 
 def _delays(batching: ModelDynamicBatching) -> Iterator[Key]:
-    """Yield the queue policies that keep a request in the queue after its timeout."""
+    """Yield the keys of queue policies that keep a request in the queue after its timeout."""
     path = (*_DYNAMIC, "default_queue_policy")
     policies: dict[Key, ModelQueuePolicy] = {path: batching.default_queue_policy}
     for level, policy in sorted(batching.priority_queue_policy.items()):
@@ -109,7 +109,7 @@ def sequence_problems(config: ModelConfig, *, complete: bool) -> Iterator[Proble
 
 
 def _names(config: ModelConfig) -> Iterator[Problem]:
-    """Yield the problems of control inputs without a name or without a single kind."""
+    """Yield the problems of control inputs that have no name, or several kinds."""
     name = config.name
     names: list[tuple[Key, str]] = []
     for index, control_input in enumerate(config.sequence_batching.control_input):

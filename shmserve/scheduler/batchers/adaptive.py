@@ -3,9 +3,9 @@
 The batcher learns the duration of batches by size and the arrival of requests (estimates.py):
 
 1. A batch has the size with the highest row rate among the sizes up to the waiting requests. If
-   execution time has a cliff, the size stays below it. An untried size whose rate may be higher is
-   tried if the account of misses covers the misses that the trial may cause. The size is also tried
-   if the known sizes do not keep up with the arrivals.
+   the execution time jumps above some size, batches stay below that size. An untried size whose
+   rate may be higher is tried if the account of misses (see below) covers the trial's cost, or if
+   the known sizes do not keep up with the arrivals.
 2. Waiting requests run as soon as an instance is free, unless rule 3 applies.
 3. The batcher waits for further requests of a burst if the rows that join the batch, divided by the
    time by which it ends later, exceed the average rate of rows (the marginal value theorem:
@@ -17,10 +17,11 @@ The batcher learns the duration of batches by size and the arrival of requests (
    99th percentile. A configured delay also limits the wait.
 5. If all waiting requests would be late in one batch and in time in two batches, two batches run.
 
-Feedback controls the aim: time outside the scheduler, or a longer tail than the spread suggests,
-lowers the aim until one request in a hundred misses the target. If misses accumulate (a cumulative
-sum: Page, 1954), the target is out of reach, and the batcher maximises throughput with the size of
-the highest possible rate. Misses caused by trials affect neither. Preferred sizes are ignored.
+Feedback controls the aim, the latency for which the batcher plans. Time outside the scheduler, or
+an unexpectedly long tail, lowers the aim until one request in a hundred misses the target. If
+misses accumulate (a cumulative sum: Page, 1954), the target is out of reach, and the batcher
+maximises throughput with the size of the highest possible rate. Misses caused by trials affect
+neither the aim nor this sum. Preferred sizes are ignored.
 
 Trials have a budget. The target permits one request in a hundred to miss it, and a fifth of these
 misses may be spent on trials. An account contains the earned and unspent misses. A trial is made if
@@ -98,7 +99,7 @@ class Account:
         self._trial_misses += misses
 
     def subtract_trial_misses(self, misses: int) -> int:
-        """Return how many of these misses were not caused by trials."""
+        """Return the number of these misses that were not charged to trials."""
         caused = min(misses, int(self._trial_misses))
         self._trial_misses -= caused
         return misses - caused
@@ -173,7 +174,7 @@ class TrialState(Record):
 
     Attributes:
         oldest_left_ns: The time left to the oldest request.
-        spare_ns: The time that new requests could wait longer.
+        spare_ns: The additional time that a new request could wait and still meet the target.
         row_ns: The shortest duration per row.
         rows_per_ns: The rows that arrive per ns.
         max_in_flight: The recent maximum of requests that were not completed.
@@ -213,7 +214,7 @@ class Sizes:
         return batches >= self._next_trial
 
     def start_trial(self, size: int, worst_ns: float, state: TrialState, batches: int) -> bool:
-        """Check whether to try a size that takes at most `worst_ns`."""
+        """Start a trial of a size that takes at most `worst_ns`; return False if too expensive."""
         self._state = state
         self._idle_share = max(1 - state.rows_per_ns * state.row_ns, _MIN_IDLE)
         price = self._price_of(size, worst_ns, state.max_in_flight)
@@ -300,7 +301,7 @@ class AdaptiveBatcher(Batcher):
         self._adjust_aim(count - misses, self._account.subtract_trial_misses(misses))
 
     def _adjust_aim(self, on_time: int, misses: int) -> None:
-        """Adjust the aimed latency to requests in time and to misses that no trial has caused."""
+        """Raise the aim for requests in time, and lower it for misses that no trial has caused."""
         self._account.add_credit(on_time)
         earlier_misses = max(self._excess_misses - _TOLERATED_MISSES * on_time, 0)
         self._excess_misses = min(earlier_misses + misses, _MAX_MISSES)
@@ -425,7 +426,7 @@ class AdaptiveBatcher(Batcher):
         spare_ns = target - load.waiting * row_ns - best_ns
         is_overloaded = load.rows_per_ns * row_ns > _FULL_UTILISATION and spare_ns < target / 2
         if spare_ns < 0 and self._is_out_of_reach:
-            # Clients wait for responses, or the instance is full.
+            # The load is then steady if clients wait for responses, or if the instance is full.
             is_overloaded = is_overloaded or load.is_steady
         oldest_left_ns = target - (now_ns - oldest_ns)
         return TrialState(
@@ -444,7 +445,7 @@ class AdaptiveBatcher(Batcher):
     def _count_on_time(self, now_ns: int, requests: list[Pending]) -> int:
         """Return how many requests at the head of the queue to run now so that all meet the target.
 
-        The others run in a second batch. The result is 0 if two batches would not meet it either.
+        The other requests run in a second batch. Return 0 if two batches would miss it as well.
         """
         rows, oldest = 0, NEVER
         # Rows, and oldest enqueue time, of the first n requests.

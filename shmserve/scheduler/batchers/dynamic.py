@@ -110,7 +110,7 @@ class Batcher:
 
         Args:
             now_ns: The time.
-            in_flight: The number of requests that are not done now.
+            in_flight: The number of requests that are not completed.
             units: The size of the batch.
             took_ns: The duration of the execution.
             latencies_ns: The times from the arrival of each of its requests to now.
@@ -143,7 +143,7 @@ class QueueHead(Record):
 
     The first `preferred_count` of them (0: none) reach the largest preferred size, or come closest
     to it. The next request does not fit (`is_full`), or has other shapes (`other_shape`); otherwise
-    there is none.
+    there is no next request. `oldest_ns` is the earliest enqueueing of a request.
     """
 
     requests: list[Pending]
@@ -158,7 +158,7 @@ class QueueHead(Record):
 def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
     """Return the requests at the head of the queue that may run together, or None if it is empty.
 
-    Visits at most one request more than fits a batch.
+    At most one request more than fits a batch is visited.
     """
     largest_preferred = rules.largest_preferred
     max_size = rules.max_batch_size

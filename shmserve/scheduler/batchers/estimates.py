@@ -53,11 +53,11 @@ class _Size:
         self._recent_count, self._last_execution = 1.0, execution
 
     def recent_count(self, execution: int) -> float:
-        """Return the number of batches of this size, decayed up to the execution `execution`."""
+        """Return the number of batches of this size, decayed up to execution number `execution`."""
         return self._recent_count * _WEIGHT_DECAY ** (execution - self._last_execution)
 
     def record_execution(self, execution: int) -> None:
-        """Count a batch of this size, which was the execution with this `execution`."""
+        """Count a batch of this size, which was execution number `execution`."""
         self._recent_count, self._last_execution = self.recent_count(execution) + 1, execution
 
 
@@ -66,9 +66,10 @@ class SizeTimes:
 
     Each observed size has an exponentially weighted mean. Durations between two observed sizes are
     interpolated. A line through the recent sizes provides the slope above the largest size and the
-    fixed duration. All sizes share their relative spread and a level. The level also applies a
-    drift to sizes that do not occur. A smaller size is preferred only if its rate is higher by more
-    than the standard errors of both rates. Bisection finds a cliff between two sizes.
+    fixed duration. All sizes share a relative spread and a level, the factor between the
+    current durations and the means. The level thus applies a drift to sizes that do not occur. A
+    smaller size is preferred only if its rate is higher by more than the standard errors of both
+    rates. Bisection finds the size at which the duration jumps.
 
     The first execution is ignored, because models initialise themselves then.
     """
@@ -197,7 +198,7 @@ class SizeTimes:
         return duration
 
     def _has_changed(self) -> bool:
-        """Set the level if the last durations, of several sizes, differ from it by one factor."""
+        """Set the level, and return True, if durations of several sizes differ by one factor."""
         levels = sorted(level for level, _ in self._outliers)
         sizes = {id(size) for _, size in self._outliers}
         if len(sizes) < 2 or levels[-1] > levels[0] * _MAX_DISAGREEMENT:
@@ -311,12 +312,12 @@ class SizeTimes:
     def _find_disturbed(self, shortest: dict[int, float]) -> tuple[int, float]:
         """Return a size whose executions may all have been disturbed, and its highest rate.
 
-        The number of executions that discard a size grows with the logarithm of the time for which
-        the target is missed (Lai and Robbins, 1985).
+        A size is ruled out after a number of executions that grows with the logarithm of the number
+        of all executions while the target is missed (Lai and Robbins, 1985).
 
         Returns:
-            The size, and the highest rate of the sizes up to the next observed size if the size is
-            as fast as a smaller size; (0, 0.0) if there is no such size.
+            The size, and the highest rate below the next observed size if it takes no longer than
+            a smaller size; (0, 0.0) if there is none.
         """
         best_rate = max(_size(index) / time for index, time in shortest.items())
         shortest_so_far = min(shortest.values())
@@ -421,7 +422,7 @@ class Arrivals:
 
     Clients that wait for a response send their next request after they have received it. Requests
     therefore arrive in bursts after the end of a batch, until every client has a request waiting.
-    The number of requests shows the progress of a burst. For each number there are moving averages,
+    The number of requests in flight shows the progress of a burst. Each number has moving averages,
     like TCP's averages of round trips (RFC 6298): the chance that another request follows soon, and
     the gap before it.
 
@@ -501,7 +502,7 @@ class Load:
         self.batches = 0
         self.in_flight = 0  # requests that are not completed
         self._in_flight_before = self._returned_ns = 0  # values at the end of the last batch
-        # Averages of the time between the ends of two batches.
+        # Averages of the values between the ends of two batches.
         self._arrived_rows = self._completed_rows = self._execution_ns = 0.0
         self._interval_ns = 1.0
         self._rows_per_request = self._instances = 1.0

@@ -25,8 +25,9 @@ and a sequence keeps its row.
    reached, its oldest request has waited that long, or a deadline would pass.
 
 Oldest: a dynamic batcher over the first request of each slot. A sequence has at most one request
-that may run. The next one may run after that has returned, and then follows those of the other
-sequences. A batch therefore never has two requests of a sequence, and no sequence starves.
+that may run. Its next request may run once that request has returned, and is then queued behind the
+requests of other sequences. A batch therefore never has two requests of a sequence, and no sequence
+starves.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class StatefulSequence:
         instance_slots: The slots of its instance, or None while it waits in the backlog.
         slot: The number of its slot, if it has one.
         has_ended: Whether no further request can come.
-        has_state: Whether its instance has state of it.
+        has_state: Whether its instance stores state of this sequence.
     """
 
     __slots__ = (
@@ -344,7 +345,7 @@ class Sequences:
     def remove_instance(self, slots: InstanceSlots) -> list[StatefulSequence]:
         """Remove an instance and return its sequences, whose state is lost and which have ended.
 
-        Sequences that it has not begun wait for another slot, as in `close`.
+        Sequences that have not begun wait for another slot, as in `close`.
         """
         self.close(slots)
         lost_sequences = [sequence for sequence in slots.sequences if sequence is not None]
@@ -358,8 +359,8 @@ class Sequences:
     def close(self, slots: InstanceSlots) -> None:
         """Close an instance to new sequences.
 
-        Its begun sequences continue there; the others wait for another slot, before all waiting
-        ones.
+        Its begun sequences continue there. The other sequences wait for another slot, ahead of the
+        backlog.
         """
         if slots.closed:
             return
@@ -442,7 +443,7 @@ class Sequences:
     def drop(self, request: ScheduledRequest) -> list[ScheduledRequest]:
         """Remove a waiting request and those behind it up to a START, which cannot run without it.
 
-        Return the removed requests. The sequence ends if no request is left to come.
+        Return the removed requests. The sequence ends if no further request can come.
         """
         sequence: StatefulSequence = request.sequence
         ends_sequence = sequence.waiting.is_in_last_run(request)

@@ -167,7 +167,7 @@ class TensorReader:
         reads: The tensors that the reader waits for, and whether each exists once per
             request.
         is_once: Whether the reader has all its tensors at most once per request.
-        first_keys: The keys of these tensors with the number 0.
+        first_keys: The keys (tensor, number) of these tensors with the number 0.
     """
 
     def __init__(self, index: int, tensors: Iterable[str], origins: Mapping[str, int]) -> None:
@@ -183,9 +183,9 @@ class PlannedStep(TensorReader):
     Attributes:
         inputs: The model's inputs: the name, the ensemble's tensor, and whether it is optional.
         repeated_tensors: The tensors that several inputs read, once for each further input.
-        kinds: A cache of step_messages.py, derived from the kinds of the inputs of earlier
-            requests.
-        responses: A cache of step_messages.py, derived from the schemas of earlier responses.
+        kinds: A cache that step_messages.py uses: the `StepKind` of earlier requests by the kinds
+            of their inputs.
+        responses: A cache that step_messages.py uses: the unpacked schemas of earlier responses.
     """
 
     def __init__(self, step: StepNode, model: ModelProperties, origins: Mapping[str, int]) -> None:
@@ -234,7 +234,7 @@ class Plan:
         Args:
             graph: The ensemble's graph.
             outputs: The outputs that the requests ask for.
-            models: Returns the model of a step. Raises Unavailable if the model is not served.
+            models: Returns the properties of a step's model. Raises Unavailable if not served.
         """
         requested_outputs = tuple(dict.fromkeys(outputs))
         needed_steps = graph.needed_steps(requested_outputs)
@@ -369,7 +369,7 @@ class Flow:
         return ()
 
     def _fire(self, reader: TensorReader, response_index: int) -> None:
-        """Add a firing of a step, or a response, at a number, unless a tensor is missing."""
+        """Start a step or a response at a number if all tensors that it reads are present."""
         fired = (reader.index, response_index)
         if fired in self._fired_steps:
             return
@@ -381,7 +381,7 @@ class Flow:
             if key not in values:
                 return
         self._fired_steps.add(fired)
-        reader_values: dict[str, Value] = {}  # values by name, each with a use for the reader
+        reader_values: dict[str, Value] = {}  # by name; the reader must release each value once
         for key in keys:
             remaining_uses = self._remaining_uses.get(key)
             if remaining_uses is None:
@@ -396,7 +396,7 @@ class Flow:
         self._start(reader, response_index, reader_values)
 
     def _start(self, reader: TensorReader, response_index: int, values: dict[str, Value]) -> None:
-        """Run a step or respond with these values. The reader must release each value once."""
+        """Add a firing or a response with these values, each of which must be released once."""
         if isinstance(reader, PlannedStep):
             self._run_or_skip(reader, response_index, values)
         else:
@@ -530,7 +530,7 @@ class Targets:
 
 
 def _device(config: ModelSpec) -> int | None:
-    """Return the one CUDA device of all instances of a model that takes its inputs there."""
+    """Return the CUDA device of all instances if the model reads inputs there, otherwise None."""
     if config.backend not in _DEVICE_BACKENDS and config.parameters.get(_KEEP_ON_DEVICE) != "no":
         return None
     if any(group.kind != "KIND_GPU" for group in config.instance_group):

@@ -39,8 +39,8 @@ _SEGMENT_SIZE = 64 * 1024 * 1024
 class TensorKind:
     """The datatype and shape of a tensor, compared by identity.
 
-    The entry of a schema has the kinds of its tensors, equal ones as the same object. What was
-    derived from some kinds is therefore found without comparing datatypes and shapes.
+    `shared` returns the same object for equal kinds. Caches by kind therefore need no comparison
+    of datatypes and shapes.
 
     Attributes:
         batched: Whether the first dimension is the batch dimension of the model that made it.
@@ -81,7 +81,7 @@ class Value(Token):
         kind: The tensor's kind; None: there is no tensor.
         data: The tensor's bytes, or where they lie.
         holds: Whether some element is true, if the tensor is a condition.
-        override: The parameters of a sequence in the response that contained the tensor.
+        override: The sequence parameters in the response that contained the tensor.
         held_credits: The credits for further responses of the producers, released with the value.
     """
 
@@ -133,7 +133,7 @@ class Value(Token):
 
 
 def overrides(values: Iterable[Value]) -> dict[str, Any]:
-    """Return the parameters of the sequence that these tensors came with."""
+    """Return the sequence parameters in the responses that contained these tensors."""
     parameters: dict[str, Any] = {}
     for value in values:
         if value.override:

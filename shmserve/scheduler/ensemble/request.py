@@ -128,7 +128,7 @@ class EnsembleRequest:
         running: The numbers of the steps' requests in flight.
         waiting: The number of steps that wait because of `max_inflight_requests`.
         failure: The error, once the request has failed.
-        input_ns: The input phase of all steps together; the other phases likewise.
+        input_ns: The sum of the steps' input phases; `infer_ns` and `output_ns` likewise.
         spans: The spans of the steps.
         unread: The responses of a stream that the client has not read.
         responses: The number of responses of a stream that were sent.
@@ -429,11 +429,11 @@ class EnsembleRequests:
 
 
 def sequence_of(submit: Submit, override: Mapping[str, Any]) -> tuple[int | str, int]:
-    """Return the correlation id and the flags that belong to some tensors.
+    """Return the correlation id and the sequence flags for a step's request or a response.
 
     Args:
-        submit: The request.
-        override: The parameters of the response that contained one of the tensors; they have
+        submit: The request to the ensemble.
+        override: The sequence parameters in the responses that contained the tensors; they have
             precedence over the request's.
     """
     correlation_id: int | str = submit.correlation_text or submit.correlation_id

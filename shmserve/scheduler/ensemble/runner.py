@@ -99,7 +99,7 @@ class StepRunner:
             return ""
 
     def _handle_events(self, now_ns: int) -> None:
-        """Handle what has happened to requests; that may submit others, which may fail at once."""
+        """Handle the steps' events, including those of steps that fail as soon as submitted."""
         events = self._messages.events
         while events:
             step, message = events.pop(0)
@@ -137,7 +137,7 @@ class StepRunner:
             self.schedulers.credit(step, 1)
 
     def _add_spans(self, step: StepRequest, spans: bytes) -> None:
-        """Record the spans of a step, and those of its tensors that are the ensemble's as such."""
+        """Record a step's spans; record tensors again that are the ensemble's inputs or outputs."""
         request, node = step.request, step.firing.step.step
         if len(request.spans) + len(spans) > _MAX_SPAN_BYTES:
             return

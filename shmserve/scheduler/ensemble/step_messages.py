@@ -4,7 +4,7 @@ Both are derived once for each kind of message: a request's from the kinds of it
 response's from its schema. At run time each is a lookup and a list of data.
 
 A step that gives any number of responses needs a credit for each (credit-based flow control). The
-credit is returned once nothing that was made of the response is in use. Responses that the
+credit is returned once no tensor derived from the response is in use. Tensors in responses that the
 ensemble's client has not read are in use.
 """
 
@@ -51,7 +51,7 @@ class StepRequest(InflightRequest):
     Attributes:
         kind: The common part of the requests with these inputs.
         blocks: The ensemble's blocks that the outputs are written to, until a response uses them.
-        override: The parameters of a sequence that the inputs came with.
+        override: The sequence parameters in the responses that contained the inputs.
         events: The events of requests: a response, or None when no worker has the request's memory
             any more. The runner handles these events.
         has_outputs: Whether there has been a response with outputs.
@@ -118,7 +118,7 @@ class StepResponse:
     Attributes:
         outputs: The outputs in the order of the data.
         absent_outputs: The tensors of the step that the responses lack.
-        override: The parameters of the sequence in the responses.
+        override: The sequence parameters in the responses.
     """
 
     __slots__ = ("absent_outputs", "outputs", "override")
@@ -426,8 +426,8 @@ def placed_sizes(
 ) -> dict[str, int]:
     """Return the sizes of a step's outputs that are written to the ensemble's memory.
 
-    Outputs inside the message are not. Neither are those of a model that gives any number of
-    responses, because each would overwrite the one before it.
+    Outputs inside the message are left out. The outputs of a decoupled model are left out because
+    each response would overwrite the previous one.
 
     Args:
         step: The step.

@@ -2,7 +2,7 @@
 
 The worker of an instance tokenizes a prompt first.
 
-    queue ── Prepare ──> preparing ── Prepared ──> engine ── Step, Stepped, ... ──> over
+    queue ── Prepare ──> preparing ── Prepared ──> engine ── Step, Stepped, ... ──> ended
 
 The generations of an instance that died are prepared again on another instance and continue where
 they were. Their clients only see a pause.

@@ -1,7 +1,7 @@
 """The engine of an instance: which sequences run in the next step, and in which blocks (pure).
 
-    plan    Step: decoding before begun prompts before new prompts, within the budgets
-    done    Stepped: the new tokens, and the sequences that have ended
+    plan          Step: decoding, then begun prompts, then new prompts, within the budgets
+    finish_step   Stepped: the new tokens, and the sequences that have ended
 
 If blocks are short, the last sequence in the order of the policy is preempted: its blocks are
 copied to the host, or dropped and recomputed when its turn comes. A step that preempted admits no
@@ -36,7 +36,7 @@ from shmserve.scheduler.generative.steps import (
 from shmserve.scheduler.tables import GenerationStats
 
 T = TypeVar("T")
-# Without a target, chunks take about as long, but have at least as many tokens.
+# Without a latency target, a prompt chunk takes about this long, and has at least this many tokens.
 _DEFAULT_ITL_MS, _DEFAULT_CHUNK = 50.0, 64
 
 
@@ -44,8 +44,8 @@ _DEFAULT_ITL_MS, _DEFAULT_CHUNK = 50.0, 64
 class Engine(Generic[T]):
     """The sequences and blocks of an instance.
 
-    `on_sequence_end` is called for each sequence that needs no more steps, with the reason;
-    `on_search_end` for each beam search that has its hypotheses.
+    `on_sequence_end` is called with each sequence that needs no more steps and its finish reason,
+    `on_search_end` with each complete beam search. `numbers` yields the sequences' numbers.
     """
 
     settings: EngineSettings
@@ -92,7 +92,7 @@ class Engine(Generic[T]):
     def add(self, generation: Generation[T], resumed: dict[int, array[int]] | None = None) -> None:
         """Register a generation.
 
-        `resumed` has the tokens of its open samples if another instance has lost it.
+        `resumed` has the tokens of its open samples if it began at an instance that has died.
         """
         # If a step has too few rows to fork all samples together, each sample is a sequence from
         # the beginning.
@@ -194,7 +194,7 @@ class Engine(Generic[T]):
             self._admit(plan, waiting_sequences, admitted)
         admitted = [sequence for sequence in admitted if sequence.status is SequenceStatus.RUNNING]
         while waiting_sequences and admitted and not plan.rows:
-            # All sequences inside wait for other beams of their search, which do not fit.
+            # All running sequences wait for other beams of their search, which do not fit.
             self._preempt(plan, admitted.pop())
             self._admit(plan, waiting_sequences, admitted)
         if not (plan.rows or self._to_end):
@@ -369,9 +369,9 @@ class Engine(Generic[T]):
         return max(shared + sequence.seats * (max_blocks - shared) - held_blocks, 0)
 
     def _begin_prompt(self, sequence: Sequence[T], free_blocks: int) -> bool:
-        """Assign the cached blocks of its prompt's beginning to a sequence.
+        """Assign a sequence the cached blocks of the beginning of its prompt.
 
-        Return False unless the further blocks that the sequence needs are `free_blocks`.
+        Return False, without a change, if it needs more than `free_blocks` further blocks.
         """
         block_size = self.settings.block_size
         cached: list[int] = []
@@ -483,7 +483,7 @@ class Engine(Generic[T]):
         if token >= 0:
             child.tokens.append(token)
         child.keys, child.sampled_ns = parent.keys[:], parent.sampled_ns
-        # Otherwise the blocks must be computed again, too.
+        # A child that does not share the parent's blocks computes its own blocks again.
         if parent.status is SequenceStatus.RUNNING and has_seat:
             child.status = SequenceStatus.RUNNING
             child.computed_tokens = parent.computed_tokens

@@ -150,7 +150,7 @@ class BlockPool:
     def release(self, blocks: list[int]) -> None:
         """Remove a reference from the successive blocks of a table.
 
-        The last ones are evicted first.
+        Of the blocks that stay cached, the last ones in the table are evicted first.
         """
         for block in reversed(blocks):
             self.references[block] -= 1
@@ -199,8 +199,8 @@ class SequenceStatus(StrEnum):
 class Generation(Generic[T]):
     """A prepared request of `owner`.
 
-    `samples` sequences of at most `max_tokens` are generated from one prompt, or those of a beam
-    search. `arrived_ns` orders it.
+    Its `sequences` continue one prompt by at most `max_tokens` each: `samples` independent ones,
+    or the beams of a beam search. `arrived_ns` orders generations of equal rank.
     """
 
     owner: T
@@ -243,7 +243,7 @@ class Sequence(Generic[T]):
     `forks` further samples begin from it once its prompt is computed except for the last token.
     `is_held`: it waits for the other beams of its search. `stopped`: its text has ended, and the
     sequence ends with the running step. The first `sent_blocks` entries of the table were sent
-    to the worker.
+    to the worker. `host` are the blocks of the host pool while the sequence is swapped out.
     """
 
     number: int
@@ -265,7 +265,7 @@ class Sequence(Generic[T]):
 
     @property
     def seats(self) -> int:
-        """Return the number of rows that the sequence and its coming samples take."""
+        """Return the number of rows that the sequence and the samples that it will fork take."""
         search = self.generation.beams
         return search.width if search is not None and not self.generated else 1 + self.forks
 
@@ -294,7 +294,7 @@ class Sequence(Generic[T]):
         return keys[:blocks]
 
     def find_prefix(self, pool: BlockPool, block_size: int) -> list[int]:
-        """Return the cached blocks of its beginning; at least one token is left to compute."""
+        """Return the cached blocks of the sequence's beginning, without that of its last token."""
         blocks: list[int] = []
         for key in self.prefix_keys(block_size, (len(self.tokens) - 1) // block_size):
             block = pool.find(key)
@@ -405,7 +405,7 @@ class Beams(Generic[T]):
             self._candidates.append(BeamCandidate(sequence, token, sequence.score + score))
 
     def step(self) -> list[BeamCandidate[T]]:
-        """Return the beams of the next step, best first; none once the search is over."""
+        """Return the beams of the next step, best first; [] once the search is finished."""
         search = self.generation.beams
         assert search is not None
         by_score = sorted(self._candidates, key=attrgetter("score"), reverse=True)

@@ -26,9 +26,9 @@ Handler = Callable[[Any, Any], None]  # the arguments are the sender's address a
 
 
 class DescriptorWaiter:
-    """A wait for readable descriptors: asleep in the kernel, or awake if busy polling pays.
+    """A waiter for readable descriptors, which sleeps in the kernel, or polls while that pays.
 
-    `handlers` are the handlers by descriptor.
+    `handlers` has the handler of each watched descriptor.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class DescriptorWaiter:
         self._epoll.unregister(fd)
 
     def wait(self, wake_ns: int, requests: int) -> ReadyEvents:
-        """Wait until about `wake_ns` for readable descriptors; `requests` are in flight.
+        """Wait until about `wake_ns` for readable descriptors while `requests` are in flight.
 
         Returns:
             The descriptors in order, with epoll(7)'s events; none after a timeout.

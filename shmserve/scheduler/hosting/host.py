@@ -108,9 +108,9 @@ class Parts(NamedTuple):
 class HostedScheduler(ABC):
     """A scheduler with its sockets.
 
-    It adds itself to `active` when it has received something, and the host then gives it a turn.
-    After each turn, `wake_ns` is when it needs the next one (monotonic ns), and `live_requests` is
-    the number of its requests. After it was `stopped`, the host only closes it.
+    The scheduler adds itself to `active` when it has received messages, and the host then runs its
+    turn. After each turn, `wake_ns` is the time of the next one (monotonic ns), and `live_requests`
+    the number of requests. Once the scheduler has `stopped`, the host only closes it.
     """
 
     allowed: ClassVar[frozenset[type]]  # the messages that the supervisor may send
@@ -183,7 +183,7 @@ class HostedScheduler(ABC):
         self.stopped = front.stopped
 
     def _catch_up(self) -> None:
-        """Handle the messages that clients sent before they learned of a successor."""
+        """Handle the messages that clients sent before they received the successor's endpoint."""
         links = (self._client_router, self._local_clients.link)
         for _ in range(_MAX_READS):
             readable_fds = [link.fd for link in links if link.wait(0)]
@@ -415,8 +415,8 @@ class Host:
                 scheduler.live_requests = scheduler.core.live_requests
             if active:
                 now_ns = time.monotonic_ns()
-        # All together, because a receiver that wakes up may occupy this core before the other
-        # flushes.
+        # Flushed together after all turns: a receiver that one flush wakes up may occupy this core
+        # and delay the other flushes.
         for scheduler in turned_schedulers:
             for outbox in scheduler.outboxes:
                 if outbox.pending:

@@ -43,7 +43,7 @@ _NS_PER_MS = 1_000_000
 
 
 class LocalClientListener:
-    """The listener for a scheduler's local clients; `link` is the socket at `endpoint`.
+    """The listener for a scheduler's local clients; `link` is its router.
 
     `limit_us` is the server's limit from a request's arrival to its last response (0: none).
     """

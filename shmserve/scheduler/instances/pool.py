@@ -10,8 +10,8 @@ accepted: workers of other models run foreign code, which could register itself,
 another pid.
 
 An idle instance receives a batch at once. A busy instance may receive more batches ahead, up to its
-credit, which hides the latency of messages between two batches. A batch that was sent ahead cannot
-grow any more, and waits for one worker while another may become free.
+credit of batches. This hides the latency of messages between two batches. A batch that was sent
+ahead cannot grow any more, and waits for one worker while another may become free.
 
 A retiring instance receives only requests of its own sequences, and leaves the pool when it has
 nothing to do.
@@ -287,7 +287,7 @@ class Pool:
     def take_retired(self, is_needed: Callable[[Slot], bool]) -> list[int]:
         """Remove the retiring instances that have nothing to do and are not `is_needed`.
 
-        Return the process of each, 0 if it has none.
+        Return the pid of each instance's process, or 0 if it has none.
         """
         removed_pids: list[int] = []
         for slot in self.retiring[:]:
@@ -359,9 +359,9 @@ class Pool:
     # --- work -------------------------------------------------------------------------------------
 
     def least_busy(self, credit: int, has_short_batches: bool = False) -> Slot | None:
-        """Return the least busy instance with less than `credit` batches.
+        """Return the busy instance with the fewest batches, if they are fewer than `credit`.
 
-        If its batches end soon, an only instance has a credit of two at least.
+        With `has_short_batches`, the only instance of a model has a credit of at least two.
         """
         least_busy: Slot | None = None
         if credit == 1 and has_short_batches and len(self._by_peer) == 1:
@@ -407,7 +407,7 @@ class Pool:
         return slot
 
     def join(self, slot: Slot, request: ScheduledRequest, now_ns: int) -> None:
-        """Register a request with an instance without an execution."""
+        """Register a request that an instance runs outside of any `Execution`."""
         slot.requests[request.key] = request
         request.worker = slot.worker
         request.responded_ns = now_ns
@@ -444,7 +444,7 @@ class Pool:
         Args:
             callers: The process of each model that waits, and the key of one of its requests.
             slots: The instances that the request may run on; empty: all of them.
-            any_suffices: Whether one such instance is sufficient.
+            any_suffices: Whether one occupied instance is enough to block the request.
         """
         coming = slots or [s for s in self._slots.values() if s.state is not SlotState.GONE]
         occupied = [

@@ -1,7 +1,7 @@
 """The results of executions: responses and ends of requests, and recovery from lost workers.
 
 A worker is lost if it died, executed for longer than the limit, or returned a batch that it was not
-given. A request of a lost worker runs again, once and alone, if that is an idempotent retry. The
+given. A request of a lost worker runs again, once and alone, on three conditions. The
 worker must have died while the request ran, no response may have been sent, and the dispatcher must
 allow the retry (a sequence loses its state with its worker). A request that had a response, or was
 open after `execute`, fails.
@@ -51,9 +51,8 @@ _DIED_WHILE_OPEN = "the model's worker died before this request's last response"
 class Results:
     """The handler of workers' messages and exits.
 
-    `unexpected_messages` counts unexpected messages. A batcher that learns is notified of each
-    execution.
-    The dispatcher handles the messages of its own kind.
+    `unexpected_messages` counts messages that their sender may not send now. A batcher that learns
+    is notified of each execution. The dispatcher handles messages that only its kind receives.
     """
 
     _settings: Settings

@@ -215,8 +215,8 @@ class PriorityQueue:
 class RequestQueue:
     """The requests that wait for an instance, and the timers of all requests.
 
-    `retries`, by key, run alone; all other requests are `in_order`. With less than `least_bound`
-    requests in order, no level is full.
+    `retries`, by key, run alone; all other requests are `in_order`. While `in_order` contains fewer
+    than `least_bound` requests, no level can be full.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -250,7 +250,7 @@ class RequestQueue:
         *,
         cached: bool = False,
     ) -> ScheduledRequest:
-        """Queue a request and return it; a `cached` one only gets a timer for its deadline.
+        """Queue a request and return it; a `cached` request is not queued, but may expire.
 
         Raises:
             Unavailable: Its deadline has passed.
@@ -341,13 +341,13 @@ class RequestQueue:
         return [*self.retries.values(), *self.in_order]
 
     def take_retry(self) -> ScheduledRequest:
-        """Dispatch the first request that must run alone."""
+        """Remove and return the first retry; its state becomes EXECUTING."""
         request = self.retries.popitem(last=False)[1]
         request.transition(Event.DISPATCH)
         return request
 
     def take(self, count: int) -> list[ScheduledRequest]:
-        """Dispatch the first `count` requests of the queue."""
+        """Remove and return the first `count` requests in order; they become EXECUTING."""
         requests = self.in_order.take(count)
         for request in requests:
             request.transition(Event.DISPATCH)

@@ -68,8 +68,8 @@ class Client(Generic[R]):
 class Timing(NamedTuple):
     """The phases of an execution: its start (monotonic ns) and the duration of each phase (ns).
 
-    The execution had `rows` rows; `closed` is the reason why it took no more. `spans` are those of
-    the requests that its model made.
+    The execution had `rows` rows, and `closed` is the reason why its batch was closed. `spans` are
+    those of the requests that its model sent to other models.
     """
 
     compute_start_ns: int

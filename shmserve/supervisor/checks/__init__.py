@@ -18,7 +18,7 @@ OK, WARNING, WRONG = "ok", "warning", "wrong"
 class Verdict(NamedTuple):
     """The result of a check.
 
-    `state` is OK, WARNING or WRONG. `fix` describes what to do; it is empty if nothing is needed.
+    `state` is OK, WARNING or WRONG. `found` describes the facts. `fix` is what to do ("": nothing).
     """
 
     state: str

@@ -45,7 +45,7 @@ def server_pid(run_dir: Path) -> int:
 class RunDirectoryFacts(NamedTuple):
     """The facts about a run directory.
 
-    They are the reason why it cannot be used, the pid of its server, and its free bytes.
+    `problem` is the reason why it cannot be used, or "". `server_pid` is 0 if no server uses it.
     """
 
     path: Path
@@ -55,7 +55,7 @@ class RunDirectoryFacts(NamedTuple):
 
 
 def gather_run_directory(config: ServerConfig) -> RunDirectoryFacts:
-    """Collect the facts about the configured run directory, by the rules of a server's start."""
+    """Collect the facts about the configured run directory, which may not exist yet."""
     path, problem = configured_run_directory(config), ""
     with contextlib.suppress(FileNotFoundError):
         problem = unsafe_reason(
@@ -68,7 +68,7 @@ def gather_run_directory(config: ServerConfig) -> RunDirectoryFacts:
 
 
 def judge_run_directory(facts: RunDirectoryFacts) -> Verdict:
-    """Return WRONG unless the run directory is usable; one server uses it at a time."""
+    """Return WRONG if no server can use the run directory, and a warning if its disk is full."""
     if facts.problem:
         return wrong(facts.problem, "correct this folder, or choose another --run-dir")
     if facts.server_pid:
@@ -80,7 +80,7 @@ def judge_run_directory(facts: RunDirectoryFacts) -> Verdict:
 
 
 def tcp_listeners(config: ServerConfig) -> Iterator[tuple[str, str, int, str]]:
-    """Yield (protocol, address, port, the address's flag) of each TCP listener of a server."""
+    """Yield (protocol, address, port, flag that sets the address) of each TCP listener."""
     if config.http.allow:
         yield "http", config.http.address, config.http.port, "--http-address"
     if config.allow_metrics:
@@ -90,10 +90,10 @@ def tcp_listeners(config: ServerConfig) -> Iterator[tuple[str, str, int, str]]:
 
 
 class PortFacts(NamedTuple):
-    """The addresses of a server's listeners.
+    """The addresses of a server's listeners: those that can be opened (`free`), and the others.
 
     `refused` contains each address that cannot be opened, the error, and the pids of the processes
-    that use the port. `server_pid` is the pid of the server that uses the run directory.
+    that use the port. `server_pid` is the pid of the server that uses the run directory, or 0.
     """
 
     free: tuple[str, ...]
@@ -117,7 +117,7 @@ def gather_ports(config: ServerConfig) -> PortFacts:
 
 
 def judge_ports(ports: PortFacts) -> Verdict:
-    """Return WRONG if a port is unavailable, since a server does not start without one of them."""
+    """Return WRONG if a port cannot be opened, unless the running server uses this port."""
     server = ports.server_pid
     problems = [error for _, error, pids in ports.refused if not server or server not in pids]
     if problems:
@@ -172,9 +172,10 @@ class PeerFacts(NamedTuple):
 
 
 class ServerFacts(NamedTuple):
-    """The server, or this process if no server `runs`.
+    """The facts about the running server, or about this process if no server runs.
 
-    `group` is its --shm-group (-1: none), `devices` the number of its CUDA devices.
+    `runs` is whether a server runs. `group` is its --shm-group (-1: none), `devices` the number of
+    its CUDA devices.
     """
 
     process: PeerFacts

@@ -32,7 +32,7 @@ _FAST_CLOCKS = ("", "tsc", "kvm-clock", "arch_sys_counter", "hyperv", "xen")
 _DAY_S = 86400
 _REPORTED_PACKAGES = ("aiohttp", "pyzmq", "torch", "numpy")
 _UNIT_FOLDER = Path("/etc/systemd/system")
-# Threshold of `systemd-analyze security` in tenths: the exposure of the installed units.
+# The highest exposure of a unit that `systemd-analyze security` accepts, in tenths.
 _MAX_EXPOSURE = "15"
 _ANALYZE_TIMEOUT_S = 30
 
@@ -100,7 +100,7 @@ def judge_parser(in_c: bool) -> Verdict:
 
 
 def gather_units(_: ServerConfig) -> tuple[int, str]:
-    """Return the number of installed units, and the complaints of systemd-analyze if it exists."""
+    """Return the number of installed systemd units, and the problems that systemd-analyze finds."""
     units = sorted(map(str, _UNIT_FOLDER.glob("shmserve*.service")))
     report = ""
     if units and shutil.which("systemd-analyze"):
@@ -123,7 +123,7 @@ def _analyze(*arguments: str) -> tuple[int, str]:
 def judge_units(facts: tuple[int, str]) -> Verdict:
     """Return a warning if systemd-analyze has printed anything.
 
-    Its exit status does not report unknown keys.
+    The output is checked because the exit status does not report unknown keys.
     """
     count, report = facts
     if report:
@@ -236,7 +236,7 @@ def gather_clock(_: ServerConfig) -> tuple[float, float, str]:
 
 
 def judge_clock(facts: tuple[float, float, str]) -> Verdict:
-    """Require a fast clock, which is read about ten times for each request."""
+    """Require a plausible time and a fast clock, which each request reads about ten times."""
     clock_time, installed, source = facts
     if clock_time < installed - _DAY_S:
         text = "the time is before the installation of shmserve: certificates may not be valid yet"

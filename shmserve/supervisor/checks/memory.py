@@ -271,8 +271,9 @@ def judge_devices(devices: DeviceList) -> Verdict:
 class DeviceSharing(NamedTuple):
     """The facts about sharing device memory.
 
-    `failure` is the reason why two processes could not share memory, "" if they could, and None if
-    there is no CUDA device.
+    `has_bindings` is whether cuda-bindings is installed, `allocator` the configuration of torch's
+    allocator. `failure` is the reason why a test could not share memory, "" if it could, and None
+    if there is no CUDA device.
     """
 
     has_bindings: bool

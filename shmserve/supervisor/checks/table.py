@@ -65,7 +65,7 @@ def check_at_start(config: ServerConfig) -> None:
     """Log the problems of this host; run directory and ports are checked when they are opened.
 
     Raises:
-        InvalidArgument: A server would be useless.
+        InvalidArgument: A check with the effect "refuse" has the verdict WRONG.
     """
     checks = (check for check in CHECKS if check.at_start)
     for check, (state, finding, fix) in run_checks(config, checks):

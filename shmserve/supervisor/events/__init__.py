@@ -147,7 +147,7 @@ class EventPublisher:
         return self._socket is not None and self._subscriptions.has_subscriber(topic)
 
     def publish(self, event: Any) -> None:
-        """Send an event to the subscribers of its topic, and keep it unless it has counters."""
+        """Send an event to its subscribers; store it for `send_recent` unless it has counters."""
         topic = TOPICS[type(event)]
         if topic != COUNTERS:
             recent = self._recent_events.setdefault(topic, deque(maxlen=_MAX_RECENT))
@@ -194,7 +194,7 @@ States = Mapping[tuple[str, str], tuple[str, str]]
 
 @dataclass(slots=True, eq=False)
 class EventFeed:
-    """The source of derived events, which reads the server's state by callbacks.
+    """The source of the events that are computed from the server's state, given by callbacks.
 
     `_request_counters()` requests the publication of every model's counters.
     """

@@ -58,9 +58,10 @@ logger = logging.getLogger(__name__)
 
 
 class StartupReport:
-    """The report of the loads at the start, while the context is entered.
+    """A context manager that reports the progress of the loads at the start.
 
-    `progress()` returns the progress by model. `observers` are called when it may have changed.
+    `progress()` returns the progress by model. The functions in `observers`, to which the report
+    adds one, are called when the progress may have changed.
     """
 
     def __init__(

@@ -4,7 +4,7 @@
         <── its listening sockets ────────           or {"refused": reason}
     either ── [number, verb, name], descriptors ──> [number] from the other, once that is done
 
-The connection ends with either of them.
+The connection ends when either server ends.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _CLIENT_LISTENER = "door"
 class Offer:
     """The listening sockets that a running server passes to its successor.
 
-    `sockets` are by protocol. `client_listener` is the listener in the run directory for local
-    clients. `shared` are the sockets that the server itself has inherited.
+    `link` is the connection between the two servers. `sockets` are by protocol, and `shared` are
+    those that the server itself has inherited. `client_listener` is the listener in the run
+    directory for local clients.
     """
 
     link: socket.socket
@@ -146,7 +147,7 @@ class HandoverLink:
         self._loop.add_reader(link.fileno(), self._read)
 
     def ask(self, verb: str, name: str = "", fds: Sequence[int] = ()) -> asyncio.Future[None]:
-        """Send a request; the future resolves when it is done, or when the other end is gone."""
+        """Send a request; the future resolves when the other end has executed it or has exited."""
         completion: asyncio.Future[None] = self._loop.create_future()
         number = next(self._request_numbers)
         self._pending[number] = completion

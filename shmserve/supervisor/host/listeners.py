@@ -31,8 +31,8 @@ def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
     """Return the socket addresses of `address`, as getaddrinfo returns them.
 
     Raises:
-        InvalidArgument: The address is unknown, or other hosts reach it and it is not `guarded`.
-            The message names `flag`.
+        InvalidArgument: The address is unknown, or other hosts reach it and it is not `guarded`
+            (neither tokens nor --insecure are set). The message names `flag`.
     """
     with convert_os_errors(f"{flag}: cannot resolve '{address}'", "it is not a host name"):
         found = socket.getaddrinfo(
@@ -55,7 +55,7 @@ def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.soc
 
     Raises:
         InvalidArgument: An address is not available, or other hosts reach it and it is not
-            `guarded`. The message names `flag`.
+            `guarded` (see `resolve`). The message names `flag`.
     """
     sockets: list[socket.socket] = []
     failure: OSError | None = None
@@ -108,7 +108,7 @@ def adopt(sock: socket.socket, guarded: bool, source: str = "LISTEN_FDS") -> soc
     """Prepare an inherited listening socket.
 
     Raises:
-        InvalidArgument: Other hosts reach it and it is not `guarded`.
+        InvalidArgument: Other hosts reach the socket, and it is not `guarded` (see `resolve`).
     """
     if sock.family == socket.AF_UNIX:
         if sock.type == socket.SOCK_STREAM:  # only sockets of local clients receive descriptors

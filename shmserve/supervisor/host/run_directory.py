@@ -47,14 +47,14 @@ class RunDirectory:
         """Lock `folder` (created with mode 0700 if it is missing), or a new temporary folder.
 
         Args:
-            folder: The folder, or None.
+            folder: The folder, or None for a temporary folder.
             group: A group whose programs may traverse the folder, or -1.
             patience_s: The time in seconds to wait for a server that ends.
 
         Raises:
             InvalidArgument: The folder cannot be created or used: it is a link, owned by another
-                user, accessible to other users, in use, or contains foreign files. Also if its path
-                is too long, or if this user may not grant access to the group.
+                user, accessible to other users, in use, or contains foreign files. Or its path is
+                too long, or this user may not grant access to the group.
         """
         if folder is None:
             with convert_os_errors("--run-dir: required because no temporary folder is usable"):
@@ -90,7 +90,7 @@ class RunDirectory:
 
     @classmethod
     def default(cls, group: int = -1) -> RunDirectory:
-        """Lock the default folder of clients, or else a new one beside it or a temporary one."""
+        """Lock the folder that clients use by default; if that fails, lock a new folder."""
         default_path = endpoints.default_run_directory(os.environ)
         try:
             return cls(default_path, group, _DEFAULT_FOLDER_PATIENCE_S)
@@ -212,8 +212,8 @@ def clear(path: Path, lock_fd: int) -> None:
     """Delete a server's folder and its contents. Raises OSError.
 
     Each process that outlives the server calls this within `exclusive`, with the inherited lock.
-    The second process finds nothing, or another server's lock, whose files are kept. A successor's
-    lock is in the parent folder.
+    Only a folder that contains this lock is deleted, so a second call deletes nothing. After a
+    handover, the lock is in the parent folder, which is deleted, too.
     """
     for folder in (path, path.parent):
         with contextlib.suppress(FileNotFoundError):

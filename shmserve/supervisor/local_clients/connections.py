@@ -142,7 +142,7 @@ def _run_in_thread(action: Callable[[], None]) -> None:
 
 @dataclass(slots=True, eq=False)
 class LocalClient:
-    """A connected program; it is `welcomed` after its Hello."""
+    """A connected program; it is `welcomed` after its Hello. `unsent` are queued packets."""
 
     number: int
     pid: int  # 0 if the process is in another namespace
@@ -221,7 +221,7 @@ class LocalClientConnections:
 
     @property
     def client_listener(self) -> socket.socket:
-        """Return the listener in the run directory, which is not a shared one."""
+        """Return the listener at the path in the run directory; `shared` returns the others."""
         return self._client_listener.sock
 
     def shared(self) -> list[socket.socket]:
@@ -268,7 +268,7 @@ class LocalClientConnections:
                 self._loop.add_reader(pidfd, self.disconnect, client)
 
     def _has_capacity(self, uid: int) -> bool:
-        """Return whether a user may open another connection; one user cannot use all."""
+        """Return whether a user may open another connection; each user has a limit of its own."""
         user_clients = sum(client.uid == uid for client in self._clients.values())
         if len(self._clients) >= self._max_clients:
             return False
@@ -283,7 +283,7 @@ class LocalClientConnections:
         if client.pidfd >= 0:
             self._loop.remove_reader(client.pidfd)
             os.close(client.pidfd)
-        # Before the schedulers close its links, so that the client detects the reason first.
+        # This link is closed before the schedulers close theirs, so the client detects why.
         disconnect(client.link)
         if client.welcomed:
             self._on_disconnect(client.number)

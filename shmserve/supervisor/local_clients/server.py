@@ -9,7 +9,7 @@
 
 A local client can submit requests and share memory for them, but cannot manage the server. The
 client sends requests directly to the schedulers, which validate them
-(scheduler/hosting/local_clients.py). Messages identify the shared memory by MACs.
+(scheduler/hosting/local_clients.py). The ids of shared memory are authentication codes.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class LocalMemory:
         self._processes.broadcast(region.listing(0), "gateway")
 
     def release(self, client_number: int, memory_id: int = 0, reason: str = "") -> None:
-        """Release one region of a local client; 0: all regions of a disconnected client."""
+        """Release a region of a local client, or with `memory_id` 0 all regions of the client."""
         reason = reason if memory_id else "its program has disconnected"
         for region in list(self._regions.values()):
             if region.lease_holder == client_number and memory_id in (0, region.memory_id):
@@ -220,6 +220,9 @@ class LocalClientServer:
     Args:
         snapshot: Returns the models and the health.
         on_disconnect: Called with the number of a client that has disconnected.
+        load_on_demand: Loads a model by name, with a time limit in seconds.
+        shared: Listeners that another server uses, too.
+        predecessor_listener: The predecessor's listener, if this server takes over.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ class _ScalingState:
 
 @dataclass(slots=True, eq=False)
 class Autoscaler:
-    """The scaler of the serving versions of a registry whose instances have bounds."""
+    """The scaler of serving versions whose number of instances has a minimum and a maximum."""
 
     _context: SupervisorContext
     _registry: ModelRegistry
@@ -242,7 +242,7 @@ class ScalingPolicy:
         minimum: The minimum number of instances.
         maximum: The maximum number of instances.
         target_s: The latency target, which includes the execution; 0 for none.
-        delay_s: The allowed mean wait without a target, if it is longer than one execution.
+        delay_s: The allowed mean wait if there is no target; at least one execution is allowed.
     """
 
     minimum: int
@@ -253,7 +253,7 @@ class ScalingPolicy:
     _last_change_s: float = field(init=False, default=-math.inf)
     _long_wait_s: float = field(init=False, default=-math.inf)  # the time of the last long wait
     _window_start_s: float = field(init=False, default=-math.inf)  # the start of the mean's window
-    _last_progress_s: float = field(init=False, default=math.inf)  # by executions or the queue
+    _last_progress_s: float = field(init=False, default=math.inf)  # last execution or empty queue
     _late_samples: int = field(init=False, default=0)  # consecutive samples with a long wait
     _mean_request_s: float = field(init=False, default=0.0)  # mean execution time per request
     _mean_execution_s: float = field(init=False, default=0.0)
@@ -261,7 +261,7 @@ class ScalingPolicy:
     _last_removal_s: float = field(init=False, default=-math.inf)  # the time of the last removal
 
     def sample(self, load: LoadSample, count: int) -> Change | None:
-        """Return the change of the number of instances, `count`, that a sample requires."""
+        """Return the change that a sample requires, or None; `count` is the number of instances."""
         self._update_estimates(load)
         if count < self.minimum:
             return Change(count + 1, f"at least {self.minimum}")
@@ -355,7 +355,7 @@ class ScalingPolicy:
         return Change(count - 1, f"at most {busy:.1f} instances were busy for {self._idle_s:g} s")
 
     def _max_mean_busy(self) -> float:
-        """Return the maximum of the mean number of busy instances over half a second."""
+        """Return the highest mean number of busy instances in any half second of the samples."""
         busy, size = [sample.busy for sample in self._loads], round(_BUSY_WINDOW_S / SAMPLE_EVERY_S)
         ends = range(size, len(busy) + 1, size)  # the ends of the windows
         return max((fmean(busy[end - size : end]) for end in ends), default=math.inf)

@@ -86,8 +86,8 @@ class Instances:
         labels: The label texts of each output that has labels.
         reported_config: The properties that the model reported for its configuration.
         failure: The reason why no instance is restarted; otherwise empty.
-        defers_attach: Whether an instance that has loaded stays at the scheduler that it was loaded
-            for until the next `attach`, because that scheduler drains.
+        defers_attach: Whether new instances stay connected to the old scheduler, which drains,
+            until the next `attach`.
     """
 
     _context: SupervisorContext
@@ -138,7 +138,7 @@ class Instances:
 
     @property
     def all_serve(self) -> bool:
-        """Return whether all instances are ready, none is starting or restarting."""
+        """Return whether no instance is starting or restarting; failed ones are ignored."""
         return self.count == self.states().count(InstanceState.READY)
 
     def states(self) -> list[InstanceState]:
@@ -224,7 +224,7 @@ class Instances:
         message = await self._loaded_response(instance, m.InstanceLoaded)
         instance.loaded(message.checks_ready, message.device_byte_size)
         current = self._scheduler.instances_endpoint
-        # Whether the scheduler was replaced while the model loaded.
+        # The scheduler may have been replaced while the model loaded.
         if current != endpoint and not self.defers_attach:
             self._send(instance, m.Attach(current))
         self._on_change()
@@ -315,7 +315,7 @@ class Instances:
             raise Unavailable("the model is unloaded")
 
     def _announce(self, instance: Instance) -> None:
-        """Notify the scheduler of an instance to expect, with its process if it has one."""
+        """Notify the scheduler of an instance that will attach, and of its process, if any."""
         pid = instance.child.pid if instance.child is not None else 0
         self._scheduler.send(m.InstanceExpected(instance.index, pid))
 
@@ -326,7 +326,7 @@ class Instances:
     # --- changes of the number of instances
 
     def update_to(self, spec: VersionSpec, config: ModelSpec) -> InstanceUpdate:
-        """Return the update to the instances of `config`, the final configuration of `spec`."""
+        """Return the changes that lead to the instances of `config`, the final one of `spec`."""
         config_differs, scaled_config = config != self.config, config
         if bounds_of(config) is not None and not config_differs:
             scaled_config = with_count(config, self.count)  # an unchanged model keeps its scale
@@ -384,7 +384,7 @@ class Instances:
 
     @staticmethod
     async def await_exits(retired_instances: list[Instance]) -> None:
-        """Wait for the exits of retired instances, except for those with long requests."""
+        """Wait for the exits of retired instances, but not for requests longer than a second."""
         exits = {i.child.exited: i for i in retired_instances if i.child is not None}
         if exits:
             await asyncio.wait(exits, timeout=REQUEST_PATIENCE_S)
@@ -414,13 +414,13 @@ class Instances:
         """Notify a new scheduler of its instances, and of the exits since it was started.
 
         Args:
-            worker_pids: The worker processes that the scheduler was started with.
+            worker_pids: The worker processes that ran when the scheduler was started.
         """
         for pid in set(worker_pids) - set(self.pids()):
             self._scheduler.send(ProcessExited(pid, ""))
         for instance in self._instances:
             if instance.state is InstanceState.RETIRING:
-                # Clients have resubmitted the requests that it executes.
+                # Clients have resubmitted its requests to the new scheduler.
                 self._context.background(self._end(instance))
             elif instance.state is InstanceState.FAILED:
                 self._send_instance_gone(instance)

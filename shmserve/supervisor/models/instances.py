@@ -168,7 +168,7 @@ class Instance:
 
     @property
     def placement(self) -> tuple[str, int, RateLimit]:
-        """Return the kind, the device and the rate limit; equal instances are interchangeable."""
+        """Return kind, device and rate limit; instances with equal values are interchangeable."""
         return self.kind, self.device_id, self.rate_limit
 
     def transition(self, event: str) -> None:

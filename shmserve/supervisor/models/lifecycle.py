@@ -4,7 +4,7 @@ The state machine decides; `LifecycleActions` executes the decisions and reports
 
 load:    read -> the step models are loaded -> versions that differ start, or instances are added ->
          published -> every client has them as ready -> they serve, the replaced versions retire
-         -> ensembles with the model reload if its shape has changed
+         -> ensembles with the model reload if its shape, its immutable configuration, has changed
 unload:  loads that have begun end, unless they hang -> ensembles with the model are unloaded ->
          every client has acknowledged the withdrawal -> the versions retire, and are finalized
 """
@@ -38,7 +38,8 @@ from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
 
-# Phases that an event ends, or a later order: most orders of a start are in such a phase.
+# Phases that only an event or a later order of the model ends. They are skipped, because most
+# orders of a start are in such a phase.
 _WAITING_PHASES = (OrderPhase.READING, OrderPhase.STARTING, OrderPhase.MOVING)
 
 
@@ -94,7 +95,7 @@ class Lifecycle:
         Args:
             name: The model.
             source: The configuration and files of a request.
-            pins: Whether the model is no longer loaded on demand.
+            pins: Whether the model then stays loaded, even if it was loaded on demand before.
         """
         order = self._load(self._registry.model(name), source)
         order.pins |= pins
@@ -116,7 +117,7 @@ class Lifecycle:
         """Order a model to be unloaded after the loads that run; cancel loads that have not begun.
 
         A load that hangs is cancelled, too. Ensembles that need the model are unloaded before it,
-        until it is loaded again.
+        and reloaded when the model is loaded again.
 
         Args:
             name: The model; it may be unknown.
@@ -213,7 +214,7 @@ class Lifecycle:
         self._run()
 
     def _load_steps(self, order: Order) -> None:
-        """Load the step models of an ensemble that do not serve."""
+        """Order loads of an ensemble's step models that do not serve."""
         for name in order.step_models:
             step = self._registry.model(name)
             last_order = step.last_order
@@ -305,7 +306,7 @@ class Lifecycle:
         self._run()
 
     def order_finalized(self, order: Order) -> None:
-        """End an order's wait for removed instances, and for versions that are still draining."""
+        """End an order's wait for removed instances, and for versions with long requests."""
         order.awaited_ends = {e for e in order.awaited_ends if not isinstance(e, str) and e.drained}
         self._run()
 
@@ -434,8 +435,8 @@ class Lifecycle:
     def _load_users(self, order: Order, shape_changed: bool) -> None:
         """Reload the ensembles that lacked a model or use it in another shape.
 
-        Loads that have not used the model yet are not changed. No ensemble is reloaded if the model
-        is to be unloaded.
+        Loads that have not read the model's shape yet are not changed. No ensemble is reloaded if
+        the model is to be unloaded.
         """
         name = order.model.name
         if order.model.unloads_later:
@@ -479,7 +480,7 @@ class Lifecycle:
         self._changed_models.add(model.name)
 
     def _load_outdated(self, order: Order) -> None:
-        """Reload the serving versions if the failed load was expected to adopt a step's shape."""
+        """Reload a serving ensemble if the failed load should have adopted a step's new shape."""
         model = order.model
         if model.is_outdated and model.serving and model.last_order is None:
             model.is_outdated = False

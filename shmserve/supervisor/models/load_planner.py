@@ -44,7 +44,7 @@ class LoadPlanner:
     """
 
     def __init__(self, config: ServerConfig, run_dir: Path, accelerators: Accelerators) -> None:
-        """Create a planner; raises InvalidArgument for models that were given as files."""
+        """Create a planner; raises InvalidArgument if a model given as a file is invalid."""
         self._config = config
         self._overrides = run_dir / "overrides"
         self._environments = endpoints.environments(run_dir)
@@ -294,7 +294,7 @@ class LoadPlanner:
 
 
 def _select_class(config: ModelConfig, folder: ModelFolder) -> None:
-    """Select the class to serve in a file without a `TritonPythonModel`.
+    """Set the class to serve in the configuration, if the file has no `TritonPythonModel`.
 
     A class that the configuration names is kept.
 
@@ -320,7 +320,7 @@ def _class_source(config: ModelConfig, folder: ModelFolder) -> Source | None:
 
 
 def _class_text(config: ModelConfig, folder: ModelFolder) -> tuple[str, str, str] | None:
-    """Return the text of the file that defines a model's class, the class and file names."""
+    """Return (text of the file, class name, file name) of a model's class; None if unreadable."""
     file = config.default_model_filename or "model.py"
     relative_path = Path(str(folder.versions[-1] if folder.versions else 1), file)
     try:

@@ -62,7 +62,7 @@ class Audience(Protocol):
         """Check whether every client has acknowledged a number or has disconnected."""
 
     def publish_readiness(self, message: ReadinessChanged) -> None:
-        """Send a change of readiness to the clients that show it."""
+        """Send a change of readiness to the gateways, which report it."""
 
 
 class _SentMessage(NamedTuple):
@@ -73,8 +73,8 @@ class _SentMessage(NamedTuple):
 class Publications:
     """The last publications of all models, from which the next differences are computed.
 
-    A change of readiness alone is sent as a smaller message without acknowledgement, because
-    gateways then keep the requests that they have prepared.
+    A change of readiness alone is sent as `ReadinessChanged`, without acknowledgement. Gateways
+    then keep what they have computed for the model.
     """
 
     def __init__(self) -> None:
@@ -440,7 +440,7 @@ class ModelManager:
         Args:
             name: The model.
             source: The configuration and files of a request.
-            pins: Whether the model is no longer loaded on demand.
+            pins: Whether the model then stays loaded, even if it was loaded on demand before.
 
         Raises:
             ShmserveError: The load failed, with Triton's texts; the versions that serve continue.
@@ -448,11 +448,11 @@ class ModelManager:
         await self._wait_for(self._lifecycle.load(name, source, pins))
 
     async def unload(self, name: str) -> None:
-        """Unload a model, which may be unknown, and the ensembles that need it before it.
+        """Unload a model, which may be unknown; the ensembles that need it are unloaded first.
 
-        Loads that run are finished first, unless they hang. Returns once every client has
-        acknowledged that the model does not serve and its instances are finalized, without those
-        whose requests take long.
+        Loads that run are finished first, unless they hang. The call returns once every client has
+        acknowledged the unload and the instances are finalized. Instances with long requests are
+        finalized later.
         """
         await self._wait_for(self._lifecycle.unload(name))
 

@@ -223,7 +223,7 @@ class ModelVersion:
         """Move the scheduler to another group's process without losing a request.
 
         A new scheduler accepts the requests, the old scheduler drains, and the instances attach to
-        the new one. If all workers of the old scheduler or a scheduler die meanwhile, clients
+        the new one. If a scheduler dies meanwhile, or all workers of the old scheduler die, clients
         resubmit the requests of the old scheduler.
 
         Args:
@@ -321,7 +321,7 @@ class ModelVersion:
                 self._backoff.record_work()
             case m.InstanceRetired(pid):
                 self.instances.on_retired(pid)
-            case MemoryDropped():  # an ensemble has kept this memory open for its steps' workers
+            case MemoryDropped():  # an ensemble's memory, which its steps' workers unmap
                 self._context.broadcast(message, "worker")
             case _:
                 logger.warning("dropped a %s from a scheduler", type(message).__name__)

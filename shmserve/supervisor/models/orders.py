@@ -66,8 +66,8 @@ class LoadPlan(NamedTuple):
 
     Attributes:
         fingerprint: The fingerprint of the files before they were read.
-        specs: The versions.
-        steps: The steps of each ensemble below the model, by name, according to its folder.
+        specs: The versions to load.
+        steps: The steps of each step's model, and of their steps, by name, from their folders.
         error: The reason why there is no plan.
         is_known: Whether a repository has the model.
         is_ambiguous: Whether several repositories have the model.
@@ -159,9 +159,9 @@ class Order:
 
     Attributes:
         is_requested: Whether a caller requested this order, and not only an ensemble of the model.
-        caused_by_step: Whether a step's model has changed, so that its ensemble is reloaded, or was
-            unloaded, so that its ensemble is unloaded until the model is loaded again.
-        pins: Whether the model is no longer on demand once it is loaded.
+        caused_by_step: Whether the order reloads or unloads an ensemble because the model of one
+            of its steps has changed or is unloaded.
+        pins: Whether the model stays loaded afterwards, even if it was loaded on demand before.
         prerequisites: Orders that must be completed before this order continues.
         follow_ups: Orders whose results are part of the response to this order.
         starting_versions: The versions that have not started yet. `UPDATES` stands for updates.
@@ -231,13 +231,13 @@ class Order:
 
     @property
     def is_planning(self) -> bool:
-        """Return whether the order has used nothing but the model's own files so far."""
+        """Return whether the order has used only its own model's files, and no step's model."""
         return self.phase in (OrderPhase.QUEUED, OrderPhase.READING, OrderPhase.WAITING)
 
     # --- the steps of a load
 
     def start(self, actions: LifecycleActions, group: Group) -> None:
-        """Start the versions that differ from the serving ones, and add their new instances."""
+        """Start the versions that differ from the serving ones; add instances to the others."""
         model = self.model
         model.outcomes.pop("", None)
         is_repeated = model.last_load == (self.fingerprint, self.source.config)
@@ -267,7 +267,7 @@ class Order:
         self.phase = OrderPhase.OFFERED
 
     def has_failed_versions(self) -> bool:
-        """Check whether an offered version will never be ready; its failure is stored."""
+        """Store the failures of offered versions that will never be ready; return if any."""
         for number, version in self.model.incoming.items():
             if not version.ready and version.fatal_problem:
                 self.failures[number] = Unavailable(version.fatal_problem)
@@ -277,7 +277,7 @@ class Order:
         """Replace the serving versions by the offered ones.
 
         Returns:
-            Whether the configurations of the model have changed.
+            Whether the immutable configurations of the serving versions have changed.
         """
         model, incoming = self.model, self.model.incoming
         old_configurations = model.configurations
@@ -323,7 +323,7 @@ class Order:
             self.keep_source()
 
     def keep_source(self) -> None:
-        """Store the source of an ensemble, so that a change of a step reloads it from there."""
+        """Store the source of an ensemble; a reload because of a changed step uses this source."""
         self.model.step_models = self.step_models
         self.model.source = self.source if self.step_models else FOLDER
 
@@ -356,7 +356,7 @@ class ModelEntry:
     """The state of one model.
 
     Attributes:
-        orders: The open orders; the first one is executed.
+        orders: The open orders; only the first one is in progress, and later ones are queued.
         serving: The versions that serve, by number.
         incoming: The versions of the executed load, which serve after they are offered.
         dropping: The versions of a failed load that have not ended.
@@ -367,7 +367,7 @@ class ModelEntry:
         source: The source of the last load of an ensemble.
         step_models: The models of an ensemble's steps.
         has_steps: Whether a version of the model is or was an ensemble.
-        for_ensembles: Whether only ensembles asked for the model.
+        for_ensembles: Whether the model was loaded only as a step of ensembles.
         is_expected: Whether the model is loaded at the start and required for readiness.
         on_demand: Whether the model is loaded by its first request and unloaded to free memory.
             An operator's load or unload ends this.
@@ -418,7 +418,7 @@ class ModelEntry:
 
     @property
     def configurations(self) -> dict[str, dict[str, Any]]:
-        """Return the configurations of the serving versions, without the parts that may change."""
+        """Return the immutable configuration of each serving version, by number."""
         return {n: version.config.immutable_config for n, version in self.serving.items()}
 
     @property

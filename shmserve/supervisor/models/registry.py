@@ -96,7 +96,7 @@ class ModelRegistry:
     def publications(self, model: ModelEntry) -> tuple[dict[str, ModelPublication], list[str]]:
         """Return the publications of a model by version, and the versions that do not serve.
 
-        The publication of version "" is that the model is loaded on demand.
+        Version "" has a publication if the model is loaded on demand.
         """
         items, latest = model.published.items(), model.latest
         published: dict[str, ModelPublication] = {n: v.publication(n == latest) for n, v in items}
@@ -149,8 +149,7 @@ class ModelRegistry:
     def has_users(self, version: ModelVersion) -> bool:
         """Check whether an ensemble needs a version and must end before it.
 
-        Versions that need one another in a cycle do not wait for each other, which would be for
-        ever.
+        Versions that need one another in a cycle are excluded, since they would wait for ever.
         """
         return any(version not in self._users_of(user) for user in self._users_of(version))
 

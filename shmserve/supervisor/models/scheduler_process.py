@@ -34,7 +34,7 @@ class CarriedCounters:
     """The counters of a scheduler, kept for its successors.
 
     A scheduler that replaces a dead one restores the last snapshot. A scheduler of another version
-    or in another process has the counters as its base.
+    or in another process starts at zero, and adds the counters (its base) to the totals.
     """
 
     def __init__(self, send: Callable[[Any], None]) -> None:
@@ -143,7 +143,7 @@ class VersionScheduler:
         Args:
             spec: The configuration of the version.
             worker_pids: The worker processes that the scheduler may expect.
-            is_first: Whether the version has had no scheduler.
+            is_first: Whether this is the version's first scheduler.
 
         Raises:
             Unavailable: The scheduler ended while starting, or the version is being unloaded.
@@ -257,7 +257,7 @@ class VersionScheduler:
         await wait_any(self._drain_future, hosted.close_future, hosted.child.exited, *losses)
 
     def must_move(self, group: Group) -> bool:
-        """Check whether the serving scheduler belongs to another process, given its group."""
+        """Check whether the serving scheduler must move to the process of `group`."""
         serving = self._serving_scheduler
         return serving is not None and self._context.hosts.must_move(serving, group)
 

@@ -128,7 +128,7 @@ class ProcessTable:
 
     @contextlib.contextmanager
     def spawning(self) -> Iterator[None]:
-        """Mark that a process is being started: an unknown child may be that process."""
+        """Mark that a process is being started; unknown children are not killed meanwhile."""
         self._spawning += 1
         try:
             yield
@@ -244,8 +244,8 @@ _MAX_REQUESTS = 64
 
 _WORKER_MODULE = "shmserve.workers.main"
 _TORCH_PRELOADS = ("torch", "shmserve.workers.device:preload_operations")
-# Modules that workers of such files need. Exported programs need torch's compiler (1 s and 95 MB),
-# scripted programs a tenth of that, text models 0.2 s and 7 MB.
+# Modules that workers import for files that match a pattern: exported programs need torch's
+# compiler (1 s and 95 MB), scripted programs a tenth of that, text models 0.2 s and 7 MB.
 _PRELOADS_BY_PATTERN = {
     "*/*/*.pt": "shmserve.workers.device:preload_scripted",
     "*/*/*.pt2": "shmserve.workers.device:preload_exported",
@@ -464,7 +464,7 @@ class Zygote:
             self._loop.call_later(_RETRY_PAUSE_S, self._restart)
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Sequence[int] = ()) -> Child:
-        """Fork a process that calls `entry` with `start` and its numbers of `fds`.
+        """Fork a process that calls `entry` with `start` and the numbers of its copies of `fds`.
 
         The request is repeated if the zygote dies, and if the pid of the new process was recently
         used by a process that peers may still refer to.
@@ -517,7 +517,7 @@ class Zygote:
             os.close(memory)
 
     def stop(self) -> None:
-        """Close the links. The zygote removes the run directory then."""
+        """Close the links; the zygote then removes the run directory and exits."""
         self._stopping = True
         if self._forking_spare is not None:
             self._forking_spare.cancel()
@@ -541,7 +541,7 @@ def worker_preloads(
     Args:
         repositories: The model repositories.
         files: The files of classes, and the folders of checkpoints.
-        devices: Whether the host has accelerators, which ONNX files use by torch.
+        devices: Whether the host has accelerators; workers with ONNX files then import torch.
         may_add_models: Whether models may be added later; then an empty repository imports torch.
     """
     if importlib.util.find_spec("torch") is None:

@@ -97,7 +97,7 @@ class Acknowledgements:
             self._complete.set()
 
     def remove_peer(self, peer: Hashable) -> None:
-        """Remove a peer that has exited from all changes."""
+        """Stop waiting for the acknowledgements of a peer that has exited."""
         for number in list(self._missing_peers):
             self.record_acknowledged(peer, number)
 
@@ -163,12 +163,12 @@ class ControlSocket:
             self._handle_enrolled(*item)
 
     def calls(self, address: Address) -> None:
-        """Grant the role "caller" to a worker that calls models: it receives changes of models."""
+        """Grant a worker that calls models the role "caller", which receives changes of models."""
         if address in self._enrolled_peers:
             self._callers.add(address)
 
     def serve(self, types: Iterable[type[Any]], handler: Callable[[Any, Any], None]) -> None:
-        """Route messages of these types to `handler(address, message)`, whatever their sender."""
+        """Route messages of these types from all peers to `handler(address, message)`."""
         self._services.update(dict.fromkeys(types, handler))
 
     def dismiss(self, pid: int) -> str:
@@ -206,7 +206,7 @@ class ControlSocket:
     # --- in
 
     def receive_all(self) -> None:
-        """Handle all received messages."""
+        """Handle the received messages, in at most `_MAX_READS` reads."""
         for _ in range(_MAX_READS):
             if not self._router.wait(0):
                 return
@@ -240,7 +240,7 @@ class ControlSocket:
     # --- out
 
     def send(self, address: Address, message: Any) -> None:
-        """Queue a message for an address; one frame is sent in each turn of the loop.
+        """Queue a message for an address; the messages of a loop's turn are sent in one frame.
 
         The message is dropped if nothing was received from the address.
         """
@@ -262,7 +262,8 @@ class ControlSocket:
     ) -> int:
         """Send `make_message(number)` to all peers with one of these roles, and return the number.
 
-        The peers, and those in `extra_peers`, which the caller sends it, acknowledge the number.
+        The peers acknowledge the number. So do the `extra_peers`, to which the caller sends the
+        message.
         """
         number = self.acknowledgements.begin([*self._addresses(*roles), *extra_peers])
         self.broadcast(make_message(number), *roles)

@@ -47,10 +47,10 @@ from shmserve.supervisor.host.run_directory import clear, exclusive
 
 logger = logging.getLogger(__name__)
 
-# Forked processes are restarted when they die, unlike the supervisor.
+# The kernel should kill forked processes, which are restarted, before the supervisor.
 OOM_SCORE_ADJ = 100
 BOOT_FAILED = 3  # exit status of a process whose entry point raised
-SPARE = "spare"  # the entry point of a spare, whose descriptor is its link
+SPARE = "spare"  # a request's entry point for a new spare; the descriptor is the spare's link
 TAKE_OVER = b"take over"  # the message by which a spare replaces the zygote
 
 

@@ -43,7 +43,7 @@ _OpenCheck = tuple[list[int], asyncio.Future[MemoryChecked]]
 
 
 class RegionQuota:
-    """The use of a policy's limits. With `has_cuda`, memory can be pinned."""
+    """The amounts that are counted against a policy's limits; only `has_cuda` permits pinning."""
 
     def __init__(self, policy: ShmPolicy, has_cuda: bool = False) -> None:
         self.policy = policy
@@ -57,7 +57,7 @@ class RegionQuota:
         self._allocated_objects: dict[tuple[int, int], tuple[str, int]] = {}
 
     def count(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
-        """Count a region of a user in an object, `file` (device, inode), or in device memory.
+        """Count a region of a user; `file` is the (device, inode) of its object, if it has one.
 
         Raises:
             InvalidArgument: The region exceeds a limit. It is not counted.
@@ -139,7 +139,7 @@ class RegionQuota:
                 del self._allocated_objects[file]
 
     def pin(self, byte_size: int, copied: bool) -> None:
-        """Count pinned bytes; `copied` memory is never mapped, and cannot be pinned.
+        """Count pinned bytes; memory that is `copied` by system calls, not mapped, is rejected.
 
         Raises:
             InvalidArgument: The bytes cannot be pinned. They are not counted.
@@ -173,7 +173,7 @@ class HandleCheck:
     _open_checks: dict[int, _OpenCheck] = field(init=False, default_factory=dict)
 
     async def check(self, memory: Memory) -> None:
-        """Let the workers on a device open a memory.
+        """Let the workers on a device open a memory. Without a free worker, nothing is checked.
 
         Raises:
             InvalidArgument: A worker cannot open the memory.
@@ -333,9 +333,9 @@ class RegionOpener:
         pin: bool,
         is_sealed: bool,
     ) -> OpenRegion:
-        """Return the region of a local client's memory, which owns the descriptor.
+        """Return the region of a local client's memory; the region owns the descriptor.
 
-        The region has no id yet.
+        The caller sets the `memory_id` of the region.
         """
         self._refuse_if_disabled()
         owner = self._owner(peer, MEMFD_KEY, shared)

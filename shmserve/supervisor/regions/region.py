@@ -74,9 +74,9 @@ class OpenRegion:
     offset: int
     byte_size: int
     owner: Ownership
-    users: set[int] = field(default_factory=set)  # gateways that use the unregistered region
-    is_retired: bool = False  # whether every gateway reports its use of the region
-    is_listed: bool = False  # whether gateways still list the withdrawn region
+    users: set[int] = field(default_factory=set)  # pids of gateways that use the retired region
+    is_retired: bool = False  # whether every gateway has acknowledged that the region is retired
+    is_listed: bool = False  # whether gateways show the withdrawn region in listings
     blocks: int = 0  # allocated blocks of the object at registration
     lease_holder: int = 0  # the process with a lease, or the owning local client, or 0
     cuda: CudaHandle | None = None
@@ -138,7 +138,7 @@ Admission = Callable[[OpenRegion, posix_shm.SharedObject], None]
 
 
 class KeptRegions:
-    """The registrations that the service manager keeps, and the other server of a handover."""
+    """The registrations that the service manager and the other server of a handover keep."""
 
     def __init__(self, manager: ServiceManager) -> None:
         self._manager = manager

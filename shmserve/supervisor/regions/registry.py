@@ -233,7 +233,7 @@ class RegionRegistry:
             offset: The offset in bytes.
             byte_size: The size in bytes.
             peer: The user who registers.
-            lease_holder: The process whose message or exit ends the lease of the region, or 0.
+            lease_holder: The process whose message or exit unregisters the region, or 0.
             pin: Whether workers on CUDA devices lock its pages.
 
         Returns:
@@ -275,7 +275,7 @@ class RegionRegistry:
         peer: Peer,
         exporter_pid: int = 0,
     ) -> None:
-        """Register [offset, offset + byte_size) of the allocation of `handle` as `name` for `peer`.
+        """Register [offset, offset + size) of the allocation of `handle` as `name` for `peer`.
 
         The call returns after every gateway has the region. Registering the same range again
         changes nothing. `exporter_pid` is 0 if the exporter is unknown.
@@ -346,7 +346,7 @@ class RegionRegistry:
                     await self._withdraw(region, retire=True)
 
     async def withdraw_leased(self, lease_holder: int, memory_id: int = 0) -> None:
-        """Withdraw a leased region whose client disconnected, or all that a gateway leased."""
+        """Withdraw a leased region, or with `memory_id` 0 all regions with this lease holder."""
         async with self._lock:
             for region in self.active():
                 if region.lease_holder == lease_holder and memory_id in (0, region.memory_id):

@@ -119,7 +119,10 @@ class RateLimiter:
     # --- members ----------------------------------------------------------------------------------
 
     def join(self, member: Hashable, instances: Mapping[int, Needs]) -> None:
-        """Register instances of a model version by index, with the smallest score of all instances.
+        """Register instances of a model version by index.
+
+        They start with the smallest score of all instances, so that they do not precede the others
+        for long.
 
         Raises:
             InvalidArgument: A resource is both global and device-specific, or exceeds its capacity.
@@ -392,7 +395,7 @@ class CacheShares:
     """The equal shares of the response cache's `byte_size` (0: no cache) that model versions have.
 
     Each scheduler keeps its own entries, so that no process can access another model's memory. Only
-    the bound is shared, and it changes whenever a version with a cache joins or leaves.
+    the bound is shared, and it changes whenever a version with a cache joins or is removed.
     """
 
     def __init__(self, byte_size: int) -> None:

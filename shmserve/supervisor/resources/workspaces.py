@@ -42,7 +42,7 @@ from shmserve.ipc.transport.zmtp import Dealer
 
 
 class GrantedLease(NamedTuple):
-    """A lease at `offset`, which `owner` has requested as `ticket`."""
+    """A lease from `offset` for the process `owner`; `ticket` is the number of its request."""
 
     owner: int
     ticket: int
@@ -56,14 +56,14 @@ class _LeaseRequest(NamedTuple):
 
 
 class WorkspacePool:
-    """The leases of `capacity` bytes of a device's memory, a multiple of 64 (no I/O).
+    """The leases of a device's pool of `capacity` bytes, a multiple of 64 (no I/O).
 
     Each method that changes the pool returns the leases that it has granted. The pool is closed
     initially, and a closed pool grants no leases. `memory` is set once it is allocated.
 
-    Leases are granted in the order of requests, without overtaking. The largest lease therefore
-    follows the leases before it, however many small ones are requested later. Since every lease
-    ends with an execution, fragmentation ends whenever the first request needs the whole pool.
+    Leases are granted in the order of requests, without overtaking. Later small requests therefore
+    cannot delay a large one. Fragmentation cannot block it either, because all earlier leases end
+    with their executions.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -183,8 +183,8 @@ class Workspaces:
     def handle(self, pid: int, message: LeaseWorkspace | ReturnWorkspace) -> None:
         """Handle a worker's message that requests or returns a lease.
 
-        This must not be a background task, since a process's messages must be handled before its
-        exit is.
+        The call must not be deferred, since the messages of a process must be handled before its
+        exit.
         """
         pool = self._pools.get(message.device)
         match message:

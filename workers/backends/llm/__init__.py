@@ -86,7 +86,7 @@ def complete(config: _Json, inputs: list[_Json], outputs: list[_Json], parameter
 
 
 def refuse_batches(config: ModelSpec, reason: str) -> None:
-    """Raise InvalidArgument if a generative model has batches of requests."""
+    """Raise InvalidArgument with `reason` if `max_batch_size` is not 0."""
     if config.max_batch_size:
         raise InvalidArgument(f"max_batch_size: {config.max_batch_size} is not 0: {reason}")
 
@@ -112,8 +112,8 @@ class LlmBackend(Backend):
         refuse_batches(config, text)
         if config.model_warmup:
             raise InvalidArgument("model_warmup: backend 'llm' does not support it")
-        # One processor is left to texts, the scheduler and the gateway. Otherwise these processes
-        # would delay one thread, and each operation waits for its slowest thread.
+        # One processor is left to the text thread, the scheduler and the gateway. Otherwise they
+        # would delay one thread of torch, and each operation waits for its slowest thread.
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
         checkpoint, settings = self._checkpoint, self._read_settings(config)
         if settings.weights == "int8" and self.context.device != "cpu":
@@ -163,7 +163,7 @@ class LlmBackend(Backend):
         return {Prepare: prepare, Step: step, Choose: choose}
 
     def unload(self) -> None:
-        """End the thread of texts."""
+        """End the text thread."""
         if self._texts is not None:
             self._texts.close()
 

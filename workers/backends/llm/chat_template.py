@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shmserve.errors import Internal, InvalidArgument, clip
 
-# Variables of a request that are errors if the template does not use them, and their defaults in
+# The variables of a request that the template must use, unless they have these default values of
 # OpenAI's API, which agents send.
 _CHECKED_VARIABLES = {"documents": [], "reasoning_effort": "medium"}
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
@@ -50,7 +50,7 @@ class ChatTemplate:
 
     Attributes:
         sources: The templates by name.
-        special: The texts of special tokens, which templates may name.
+        special: The texts of special tokens by their names in templates, such as "eos_token".
     """
 
     def __init__(self, sources: Mapping[str, str], special: Mapping[str, str]) -> None:
@@ -72,7 +72,7 @@ class ChatTemplate:
 
         - `chat_template` is the name of a template.
         - `chat_template_kwargs` contains further variables.
-        - `continue_final_message` ends the text with that of the last message.
+        - `continue_final_message`: the prompt ends with the text of the last message.
 
         Raises:
             InvalidArgument: The template rejects the conversation.
@@ -185,14 +185,14 @@ def _check_variables(chat: Mapping[str, Any], template: _CompiledTemplate) -> No
 
 
 def _names(node: nodes.Node, name: str) -> bool:
-    """Return whether an expression is a variable or a member with a name."""
+    """Return whether an expression is the variable `name`, or a member of that name."""
     if isinstance(node, nodes.Getitem):
         return isinstance(node.arg, nodes.Const) and node.arg.value == name
     return name in (getattr(node, "attr", ""), getattr(node, "name", ""))
 
 
 def _takes_argument_text(parsed_template: nodes.Template) -> bool:
-    """Return whether a template writes `arguments` without a filter, and without a type test."""
+    """Return whether a template writes `arguments` as they are: without a filter or type test."""
     names = {"arguments"}
     for assign in parsed_template.find_all(nodes.Assign):
         if _names(assign.node, "arguments") and isinstance(assign.target, nodes.Name):
@@ -218,7 +218,7 @@ def _requires_name(branch: nodes.If) -> bool:
 
 
 def _name_tool_messages(messages: list[dict[str, Any]]) -> None:
-    """Add the names of called tools to their messages, since clients of OpenAI's API send ids."""
+    """Add the tool's name to tool messages, since clients of OpenAI's API send call ids only."""
     names: dict[Any, str] = {}
     for message in messages:
         for call in message.get("tool_calls", ()):
@@ -235,7 +235,7 @@ def _checks_content(node: nodes.Node) -> bool:
 
 
 def conversation(text: str) -> dict[str, Any]:
-    """Return the conversation in a JSON list of messages, or in an object with `messages` and more.
+    """Parse a JSON list of messages, or a JSON object with `messages` and further members.
 
     Raises:
         InvalidArgument: The text is not valid.
@@ -276,10 +276,10 @@ def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> d
     """Return a received message in the form that a template requires.
 
     - Nulls and an empty list of calls are removed.
-    - The reasoning has all of its names.
+    - The reasoning is stored as `thinking` and as `reasoning_content`, since templates differ.
     - The arguments of calls are objects, or texts if the template writes them as they are. As in
-      vLLM, arguments that are no JSON object become an empty object, because clients return the
-      calls that a token limit has cut.
+      vLLM, arguments that are no JSON object become an empty object, because clients send
+      back calls that a token limit has cut.
     - A missing content becomes empty, as in vLLM, unless the message has calls and the template
       checks for a content. It is null if the template checks for null.
     - The parts of a content are joined, unless the template iterates over parts. The content of a
@@ -340,7 +340,7 @@ def _merge_system_messages(
 ) -> list[dict[str, Any]]:
     """Return messages with one system message at their beginning, as vLLM has it.
 
-    Many templates reject the system messages that developers' messages become elsewhere.
+    Many templates reject a system message elsewhere, such as a converted developer's message.
     """
     systems = [message for message in messages if message["role"] == "system"]
     if systems == messages[:1]:

@@ -48,9 +48,9 @@ class Prompt:
     Attributes:
         end_tokens: The tokens that end a text.
         grammar: The matcher of the grammar, of which each sequence has a copy, or None.
-        resumed_tokens: The tokens that another instance generated, by sample. They are input.
-        replayed_tokens: As `resumed_tokens`, for requests that need their log probabilities. They
-            are sampled again.
+        resumed_tokens: The tokens that another instance generated, by sample; a part of the input.
+        replayed_tokens: As `resumed_tokens`, but computed again, because the request needs their
+            log probabilities.
         top_logprobs: The number of likeliest tokens to report for each token of the prompt; -1: no
             log probabilities.
         offsets: The index in the prompt's text at which each token begins; empty unless the log
@@ -88,7 +88,7 @@ class Prompt:
         return TokenSequence(number, self, sample, tokens, [], matcher, replayed_tokens=replayed)
 
     def describe(self, priority: int) -> Prepared:
-        """Return the description for the scheduler; the parameters may set another priority."""
+        """Return the message for the scheduler; the parameters may replace the `priority`."""
         parameters = self.parameters
         beams: list[BeamSearch] = []
         if parameters.beams:
@@ -109,7 +109,7 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class TokenSequence:
-    """A sequence in generation.
+    """A sequence of tokens that is being generated.
 
     Attributes:
         number: The scheduler's number of the sequence.
@@ -144,7 +144,7 @@ class TokenSequence:
         self.block_table[row.kept_blocks :] = row.blocks
 
     def sampled_row(self, drafts: list[int], allowed: Any = None) -> SampledRow:
-        """Return the row to sample from after the tokens and `drafts`."""
+        """Return the inputs for sampling the token that follows the sequence and `drafts`."""
         prompt = self.prompt
         tokens = [*self.tokens, *drafts] if drafts else self.tokens
         size = len(prompt.tokens)

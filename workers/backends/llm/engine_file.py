@@ -79,7 +79,7 @@ def _format_mark(mark: yaml.Mark) -> str:
     return f"{mark.line + 1}:{mark.column + 1}"
 
 
-_KV_CACHE_SHARE = 0.5  # share of the memory beside the weights
+_KV_CACHE_SHARE = 0.5  # share of the memory that the weights leave free
 _FLOAT_BYTES = 4
 _HOST_DEVICE = -1  # represents the host among the numbers of GPUs
 

@@ -44,7 +44,7 @@ class Grammars:
             pieces = _TokenBytes(texts, vocabulary, end_tokens)
             self._tokenizer = wrapped(pieces, **settings)
             self._has_quotes = any(piece.startswith(b'"') for piece in pieces.tokens)
-            # The tokens of a text may have other bytes than the text, so it cannot be forced.
+            # The bytes of tokens may differ from the text that they decode to: force no text.
             self._default_message = f"{NO_FORCING}\nstart: @body"
 
     def matcher(
@@ -248,9 +248,9 @@ _UUID_FORMATS = {
 def with_patterns(schema: Any, root: Any) -> Any:
     """Replace keywords that llguidance lacks by other keywords where possible.
 
-    They are `propertyNames`, pydantic's formats of UUIDs, dates without the leap days and leap
-    seconds that do not exist in Python, patterns that begin with lookaheads, and limits that are
-    not float64. Keywords whose value is null are removed.
+    The keywords are `propertyNames`, pydantic's formats of UUIDs, patterns that begin with
+    lookaheads, and limits that are not float64. Dates receive a pattern that excludes the leap days
+    and leap seconds that Python rejects. Keywords whose value is null are removed.
 
     Args:
         schema: The schema, or a part of it.
@@ -297,8 +297,8 @@ def with_patterns(schema: Any, root: Any) -> Any:
     return extended
 
 
-# A lookahead at the beginning of a pattern: (?=...), or (?!...) without any other text than some
-# characters, as in pydantic's pattern of decimals.
+# A lookahead at the beginning of a pattern: (?=...), or (?!^[...]*$), which excludes texts of these
+# characters only, as in pydantic's pattern of decimals.
 _CLASS = r"\[(?:[^\]\\]|\\.)+\]"
 _LOOKAHEAD = re.compile(
     rf"\^\(\?(?:=((?:[^()\\[]|\\.|{_CLASS})+)|!\^?({_CLASS}|\\[sdwSDW])\*\$)\)", re.DOTALL
@@ -311,7 +311,7 @@ _OPTIONAL_END = re.compile(
 
 
 def _split_lookaheads(pattern: str) -> list[str]:
-    """Return patterns without lookaheads at the beginning that a text must all match."""
+    """Split a pattern into patterns that begin without lookaheads; a text must match all."""
     patterns: list[str] = []
     pattern = _OPTIONAL_END.sub("", pattern)
     if "|" in re.sub(rf"\\.|{_CLASS}|\([^()]*\)", "", pattern):
@@ -337,7 +337,7 @@ def _check_integers(key: str, value: Any) -> None:
 
 
 def _representable_limit(key: str, value: Any) -> Any:
-    """Return a limit of integers as a float64 that excludes no less than the limit does.
+    """Return a limit of integers, rounded to a float64 that is at least as strict.
 
     Raises:
         ValueError: The limit excludes all integers of 64 bits.

@@ -36,7 +36,7 @@ class ToolSyntax(NamedTuple):
 
     Attributes:
         parse: Reads a message.
-        call_grammar: Adds the rules of tools to a `Lark`, and returns their `CallGrammar`.
+        call_grammar: Adds the rules of tools to a grammar (`Lark`); returns their `CallGrammar`.
         markers: The texts that mark calls, which may be special tokens.
         template_pattern: A regular expression that matches a part of the family's chat templates.
         separators: The characters that separate calls.
@@ -276,7 +276,7 @@ class MessageParser:
         self._read_text = self._read_text[: len(self._read_text) - len(text)]
 
     def skip(self, characters: str = string.whitespace) -> Reading[str]:
-        """Read characters that are in `characters`; return the next character, which stays."""
+        """Read characters while they are in `characters`; return the next character, unread."""
         while True:
             character = yield from self.peek()
             if not character or character not in characters:

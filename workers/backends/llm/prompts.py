@@ -40,12 +40,12 @@ from shmserve.workers.backends.llm.token_texts import (
 from shmserve.workers.backends.llm.tools import MessageFormats, ToolRequest, take_tools
 
 MAX_OBJECTS = 4096  # number of objects of a conversation that is rendered in 20 ms
-_OBJECT = b'{"'  # the beginning of an object in JSON without spaces, and of no text in a string
+_OBJECT = b'{"'  # begins an object in JSON without spaces, and cannot occur in a string
 UNLIMITED = 1 << 24  # `max_tokens` of chats that set no limit
 _INPUTS = ("text_input", "input_ids", "messages")
 _TASK_INPUTS = {"tokenize": ("text_input", "messages"), "detokenize": ("input_ids",)}
 LONG = 1 << 12  # number of characters that are tokenized in less than 10 ms
-# The lengths of the prefixes of a long text that are tokenized first, per allowed token.
+# The prefixes of a long text that are tokenized first, in characters per allowed token.
 _PREFIX_CHARACTERS = (1, 3, 6)
 _SUFFIX_CHARACTERS = 12  # length of the suffix of a truncated text, per remaining token
 _BETWEEN_WORDS = re.compile(r"(?<=\w) (?=\w)")
@@ -126,7 +126,7 @@ def task_input(task: Any, inputs: Mapping[str, Any]) -> str:
 
 
 def read_ending(name: str, text: str | memoryview, max_characters: int) -> tuple[str, int]:
-    """Return at most `max_characters` of the last characters of a text, and the number of all.
+    """Return at most `max_characters` last characters of a text, and the whole text's length.
 
     A long text in the memory of a request is decoded in slices. Decoding the text at once would
     hold the GIL, which delays all streams of the model.
@@ -334,7 +334,7 @@ class PromptReader:
         return RenderedChat(tools, hides_reasoning, self._chat.render(chat))
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
-        """Return the tokens of stop strings that are special tokens, which are not in texts."""
+        """Return the tokens of stop strings that are special tokens; texts do not contain them."""
         tokens = [self._special[stop] for stop in stops if stop in self._special]
         return [token for token in tokens if token < self._vocabulary]
 
@@ -386,7 +386,7 @@ class PromptReader:
     def _encode_suffix(
         self, name: str, text: str | memoryview, has_offsets: bool, parameters: GenerationParameters
     ) -> Encoding:
-        """Return the tokens of a text, or of a suffix with all tokens that are not truncated.
+        """Return the tokens of a text, or of a suffix that has all tokens left after truncation.
 
         The suffix begins between two words, where tokenizers divide a text.
         """
@@ -424,7 +424,7 @@ class PromptReader:
         return PromptText(tokens, text, offsets)
 
     def _count_tokens(self, name: str, count: int, parameters: GenerationParameters) -> int:
-        """Return the number of last tokens of a prompt to use."""
+        """Return how many of the `count` tokens of a prompt, counted from its end, are used."""
         limit = parameters.truncate_prompt_tokens
         if limit:
             count = min(count, limit if limit > 0 else max(self._max_length - 1, 1))
@@ -456,8 +456,9 @@ def merged_parameters(request: Request, inputs: Mapping[str, Any]) -> tuple[dict
     """Merge the parameters of a request, of its `sampling_parameters`, and of its inputs.
 
     Returns:
-        The parameters, and whether `echo` is one of them. Log probabilities then include the
-        prompt's. `exclude_input_in_output` and the default of /v2 only concern the text.
+        The parameters, and whether log probabilities include the prompt's, because the request
+        sets `echo`. If `exclude_input_in_output` or the default sets `echo`, only the text
+        includes the prompt.
     """
     merged_values = {**request.schema.parameters}
     text = inputs.get("sampling_parameters") or merged_values.pop("sampling_parameters", None)

@@ -93,7 +93,7 @@ class SampleText:
         self.pending_logprobs: list[ScoredToken] = []
         self.is_open = True
         self.was_sent = False
-        self._skip_characters = self._skip_tokens = 0  # numbers that another instance has sent
+        self._skip_characters = self._skip_tokens = 0  # numbers that another instance sent
         self._prompt, self._texts = prompt, texts
         self._echo_length = len(echo)
         skip, self._dropped_tokens = parameters.skip_special_tokens, frozenset[int]()
@@ -242,8 +242,8 @@ class TextResponse:
             self._requested_outputs = {"text_output", *["logprobs"] * scored}
             if parameters.return_token_ids:
                 self._requested_outputs |= {"token_ids", "prompt_token_ids"}
-        # The log probabilities of each token of the prompt as JSON: the entry in those of the
-        # echoed text, and the entry in `prompt_logprobs`.
+        # Two JSON entries for each token of the prompt: in the log probabilities of the echoed
+        # text, and in `prompt_logprobs`.
         self._prompt_entries: list[tuple[orjson.Fragment, orjson.Fragment]] = []
         self.samples = [self._sample(index) for index in range(parameters.samples)]
 
@@ -506,7 +506,7 @@ class Texts:
         self.prompts[key] = prompt
         stream.on_credit(partial(self.put, partial(self._respond, key)))
         self._link.send(prompt.describe(stream.request.work.priority))
-        # Last, because a stream that is already cancelled calls the function immediately.
+        # Registered last: a stream that is already cancelled calls the function immediately.
         stream.on_cancel(partial(self.put, partial(self._cancel, key)))
         if prompt.resumed_tokens:
             self._respond(key)

@@ -91,7 +91,10 @@ def parse_json(text: str) -> Any:
 def token_entry(
     token: int, text: str, logprob: float, token_bytes: list[int], shows_id: bool
 ) -> dict[str, Any]:
-    """Return a token and its log probability in the form that the OpenAI API's handlers read."""
+    """Return a token and its log probability in the form that the OpenAI API's handlers read.
+
+    If `shows_id`, the member `token` has the id of the token instead of its text.
+    """
     shown_text = f"token_id:{token}" if shows_id else text
     value = max(logprob, _MIN_LOGPROB)
     return {"token_id": token, "token": shown_text, "logprob": value, "bytes": token_bytes}

@@ -154,7 +154,7 @@ def _read_json_call(parser: MessageParser, must_exist: bool = False) -> Reading[
 
 
 def _json_call_rule(lark: Lark, tool: Tool, key: str) -> str:
-    """Return an expression for a call as a JSON object, which begins with the tool's name."""
+    """Return an expression for a JSON call from the tool's name on; `key` names the arguments."""
     begin, end = lark.text(f'{tool.name}", "{key}": '), lark.text("}")
     return f"{begin} {lark.json(tool.parameters)} {end}"
 
@@ -362,7 +362,8 @@ def parameter_types(schema: Mapping[str, Any], name: str) -> set[str]:
 def is_xml_text(schema: Mapping[str, Any], name: str, has_grammar: bool) -> bool:
     """Return whether the XML value of a parameter is plain text or null, and not JSON.
 
-    A grammar enforces the limits of a text by JSON, unless the schema lists the texts.
+    If a grammar must enforce limits of a text, its value is JSON, unless the schema lists all
+    texts.
     """
     if parameter_types(schema, name) not in ({"string"}, {"string", "null"}):
         return False

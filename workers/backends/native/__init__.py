@@ -17,7 +17,7 @@ the model decoupled. It receives one request with its own arrays, and `max_batch
 the worker if the last batch had too many. A generator runs in a thread of its own. Asynchronous
 generators share one event loop. When its client disconnects, a generator is closed at its next
 `yield` (GeneratorExit), and an asynchronous one is cancelled. `shmserve.model.Context.cancelled`
-reports it before.
+reports the disconnect earlier.
 """
 
 from __future__ import annotations

@@ -135,8 +135,8 @@ def adopt_forward(model: Any) -> None:
     """Give an `nn.Module` without `predict` a `predict` that calls the module.
 
     Raises:
-        InvalidArgument: The annotations of `forward` are no tensors of the server; the message has
-            the missing lines.
+        InvalidArgument: An annotation of `forward` is not a tensor type of the server; the message
+            has the lines to add to the file.
     """
     torch = sys.modules.get("torch")
     if torch is None or not issubclass(model, torch.nn.Module) or hasattr(model, "predict"):

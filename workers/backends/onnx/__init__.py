@@ -235,7 +235,7 @@ def _export_advice(node: Any) -> str:
 
 
 def _largest_batch(tensors: Sequence[FileTensor]) -> int:
-    """Return the largest batch; the batch dimension is the first if it varies in all tensors.
+    """Return the largest batch; the first dimension is the batch if it varies in all tensors.
 
     Files rarely name the batch dimension.
     """
@@ -247,8 +247,8 @@ def check(
 ) -> None:
     """Check a configuration against the file's tensors.
 
-    `generated`: inputs that are generated for the batch, which clients do not send, and outputs
-    that are split.
+    `generated` has the names of inputs that the worker generates for a batch, and of outputs that
+    the worker splits.
 
     Raises:
         InvalidArgument: The configuration contradicts the file.

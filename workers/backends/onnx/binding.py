@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 # Minimum bytes of an output to bind; copying fewer bytes is cheaper than binding.
 _MIN_BOUND_BYTES = 64 * 1024
-# Memory that a client may change during the run must not be used as an index.
+# The datatypes of outputs that are computed in a client's memory. The client may change this memory
+# during the run, so it must not contain indices.
 _FLOAT_DATATYPES = {"FP16", "FP32", "FP64"}
 _DTYPES = {name: kind for name, kind in STORAGE_DTYPES.items() if name != "BYTES"}
 # ONNX's number of the datatype that numpy lacks.
@@ -88,7 +89,7 @@ class HostBinding:
     def _bind_in_place(
         self, inputs: Mapping[str, Array], names: Sequence[str], request: Request
     ) -> dict[str, Array]:
-        """Return arrays over memory ranges that outputs can be computed in, by name."""
+        """Return arrays, by output name, over the memory in which outputs can be computed."""
         arrays: dict[str, Array] = {}
         sizes = _symbol_sizes(self._inputs, inputs)
         free_ranges = _free_ranges(request, _MIN_BOUND_BYTES)
@@ -152,7 +153,7 @@ class HostBinding:
         }
 
     def _own_array(self, name: str, ort_value: Any, binding: Any) -> Array:
-        """Return an array over memory of onnxruntime, which it keeps."""
+        """Return an array over memory of onnxruntime; the array keeps the memory alive."""
         return np.asarray(_OrtMemory(ort_value, binding, _DTYPES[self._outputs[name].datatype]))
 
 
@@ -186,7 +187,7 @@ class DeviceBinding:
         return {name: self._own_tensor(name, ort_value, binding) for name, ort_value in pairs}
 
     def _own_tensor(self, name: str, ort_value: Any, binding: Any) -> torch.Tensor:
-        """Return a tensor over memory of onnxruntime, which it keeps."""
+        """Return a tensor over memory of onnxruntime; the tensor keeps the memory alive."""
         import torch
 
         from shmserve.workers.memory.tensors import as_torch

@@ -55,7 +55,7 @@ _LIST_REFCOUNT = (lambda items: sys.getrefcount(items[0]))([object()])
 
 # The modules that models import; the second one is internal to Triton, but some models use it.
 _MODULE_NAMES = ("triton_python_backend_utils", "c_python_backend_utils")
-# Triton's Python backend refuses them, since it passes names to a shell.
+# Characters that Triton's Python backend refuses in model names, since it passes them to a shell.
 _FORBIDDEN_CHARACTERS = ";|&$`<>()[]{}\\\"'*?~#!"
 _FORBIDDEN = frozenset(_FORBIDDEN_CHARACTERS)
 
@@ -232,7 +232,7 @@ def _hint(module: Any, file: str) -> str:
 
 
 def _import_model(model_dir: Path, version_dir: Path, file: str) -> ModuleType:
-    """Import a model's file as `VERSION.NAME`, whose errors are passed on.
+    """Import a model's file as `VERSION.NAME`, and pass on its errors.
 
     The version's folder is a package of its own name, so that `from . import` works. Modules in
     that folder and in the model's folder can be imported.

@@ -147,12 +147,13 @@ def _remove_collected() -> None:
 
 
 class MetricFamily:
-    """Values of one name with different labels. Families of one name and kind are the same.
+    """Values of one name with different labels.
 
-    The values are removed with the last object.
+    Objects of the same name and kind share their values, which are removed with the last object.
 
     Raises:
-        TritonModelException: Prometheus does not allow the name, or it has another kind.
+        TritonModelException: Prometheus does not allow the name, or a family of this name has
+            another kind.
         TypeError: An argument has a wrong type.
     """
 

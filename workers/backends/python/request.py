@@ -145,8 +145,8 @@ class ResponseIterator:
     def cancel(self) -> None:
         """Cancel the call, unless all responses have arrived.
 
-        Responses until the called model ends it still arrive, most often an error with the code
-        CANCELLED.
+        Responses that the called model sends before it ends the call still arrive. The last one is
+        usually an error with the code CANCELLED.
         """
         if self._call is not None:
             self._call.cancel()
@@ -160,7 +160,7 @@ RESPONSE_COMPLETE_FINAL = 1
 
 
 class SingleResponse:
-    """The single response to a request, sent by a sender instead of the return of `execute`.
+    """The single response to a request, sent by a sender instead of returned by `execute`.
 
     Attributes:
         done: Set when there is a response, or no sender is left.
@@ -332,7 +332,7 @@ class PreferredMemory:
 
 
 class InferenceTrace:
-    """The trace of a request in the form of a message, or ""."""
+    """The trace of a request; `message` is the trace as in `Submit`, or "" for no trace."""
 
     def __init__(self, message: str = "") -> None:
         self.message = message
@@ -352,12 +352,12 @@ class InferenceRequest:
     """An inference of another model, for `exec` or `async_exec`.
 
     Args:
-        inputs: Tensors.
+        inputs: The input tensors.
         requested_output_names: The outputs; all outputs if it is empty.
-        model_version: -1 is the latest.
-        timeout: In microseconds; 0 for none.
+        model_version: The version; -1 is the latest.
+        timeout: The timeout in microseconds; 0 for none.
         parameters: Custom parameters for the other model.
-        priority: The level in the other model's queue; 1 is the highest, 0 the model's default.
+        priority: The priority in the other model's queue; 1 is the highest, 0 the model's default.
     """
 
     def __init__(
@@ -531,7 +531,7 @@ class InferenceRequest:
         return False
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """Return the sender of the response, apart from the return of `execute`.
+        """Return the sender of the response, which `execute` then need not return.
 
         Raises:
             TritonModelException: The model has not received the request.

@@ -35,7 +35,7 @@ class ServerApi:
 
     Attributes:
         can_call: Whether the model may call other models.
-        executing_requests: The requests of the execution in this process, which may be several.
+        executing_requests: The requests of the running execution; empty between executions.
     """
 
     def __init__(self, context: ModelContext) -> None:
@@ -48,9 +48,9 @@ class ServerApi:
 
     @contextlib.contextmanager
     def decoupled_execution(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Attribute calls within the block to these requests.
+        """Attribute the calls of other models within the block to these requests.
 
-        These are also calls of coroutines started in the block. The instance waits only for calls
+        Calls of coroutines that the block starts are included. The instance waits only for calls
         that this thread makes.
         """
         self.executing_requests, self._executing_thread = requests, threading.get_ident()
@@ -66,7 +66,7 @@ class ServerApi:
         return _ORIGINS.get() or self.executing_requests
 
     def deadline_ns(self) -> int:
-        """Return the last deadline of the executing requests, or 0 if one has none."""
+        """Return the latest deadline of the executing requests, or 0 if a request has none."""
         deadlines = [request.work.deadline_ns for request in self.origins()]
         return max(deadlines, default=0) if all(deadlines) else 0
 
@@ -76,7 +76,7 @@ class ServerApi:
         return origins[0].work.trace if len(origins) == 1 else ""
 
     def callers(self) -> str:
-        """Return the executions that wait for a call of this code, as in `Submit`."""
+        """Return the executions that wait for a call of this code, as in `Submit.callers`."""
         works = [request.work for request in self.origins()]
         lines = [line for work in works for line in work.callers.split("\n") if line]
         if self.executing_requests and self._executing_thread in (0, threading.get_ident()):
@@ -172,7 +172,7 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
     Args:
         model_name: The model.
         config: A JSON configuration that replaces the model's own.
-        files: Contents by "file:1/model.py" and the like.
+        files: The contents of files by name, such as "file:1/model.py".
 
     Raises:
         TritonModelException: The server has refused.
@@ -239,7 +239,7 @@ def get_model_dir() -> str:
 
 
 class SharedMemory:
-    """The shared memory for inputs of this model's calls of others."""
+    """The shared memory for inputs of this model's calls of other models."""
 
     def free_memory(self) -> int:
         """Return the number of free bytes."""

@@ -47,7 +47,7 @@ class Lender:
         self._copy_counter = copy_counter or CopyCounter()
         self._lends_copies = True
         self._trials_left = _TRIAL_EXECUTIONS
-        # The inputs lent in this execution, and the originals of copies.
+        # The inputs whose arrays were lent in this execution; for a copy, also its original bytes.
         self._loans: dict[Input, memoryview | None] = {}
         self._torch_filter: Any = None
 
@@ -72,7 +72,7 @@ class Lender:
         self._torch_filter = warnings.filters[0]
 
     def discard_loans(self) -> None:
-        """Drop all loans after a failed execution, whose references are unknown."""
+        """Discard the list of lent arrays after a failed execution: the error may refer to them."""
         self._loans = {}
 
     def check_loans(self, responses: Sequence[Response]) -> None:

@@ -17,7 +17,7 @@ Parameters:
                                        TORCHINDUCTOR_CACHE_DIR in the environment names a folder
     INTRA_OP_THREAD_COUNT, NUM_THREADS the number of threads of one operation
     INTER_OP_THREAD_COUNT, NUM_INTEROP_THREADS  the number of operations that run at once
-    ENABLE_JIT_EXECUTOR, ENABLE_JIT_PROFILING, ENABLE_TENSOR_FUSER  of TorchScript
+    ENABLE_JIT_EXECUTOR, ENABLE_JIT_PROFILING, ENABLE_TENSOR_FUSER  switches of TorchScript
     ENABLE_CACHE_CLEANING              "true": release the GPU's cached memory after each batch
 
 `optimization.cuda.graphs` records a CUDA graph of each batch bucket if all shapes are fixed. Other
@@ -86,8 +86,8 @@ class PytorchBackend(Backend):
         """Add inputs, outputs and batch size of an exported program to the configuration.
 
         Raises:
-            InvalidArgument: The model has another form, which does not describe its tensors, and
-                inputs or outputs are missing.
+            InvalidArgument: Inputs or outputs are missing, and the model is not an exported
+                program, which would describe them.
         """
         spec = ModelSpec.of(config)
         program, description = self._open_program(spec)

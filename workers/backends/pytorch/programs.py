@@ -239,14 +239,14 @@ class Program:
 
 @contextlib.contextmanager
 def _converting_errors(path: Path) -> Iterator[None]:
-    """Convert errors to messages that name the file, except those of memory."""
+    """Convert errors to InvalidArgument with the file's name, except out-of-memory errors."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
         problem = f"cannot be read: {describe_error(error)}"
-        # The error class is defined in the module pickle.
+        # The class is `pickle.UnpicklingError`.
         if type(error).__name__ == "UnpicklingError":
             problem = "contains objects that are not tensors"
         raise InvalidArgument(f"'{path.name}' {problem}") from error

@@ -85,9 +85,11 @@ class GrpcFront:
     """The objects that all connections of a gateway share.
 
     Attributes:
-        create_call: Creates the call of a stream and its head.
-        body_timeout_s: The time in which a client sends a message or reads one.
-        largest_inflated: The limit of inflated messages, in bytes.
+        create_call: Creates a call, given its connection, its stream and its head.
+        budget: The memory limit of the messages that are arriving.
+        body_timeout_s: The time limit for sending a message, and for reading a response.
+        header_timeout_s: The time limit for the acknowledgement of the server's settings.
+        largest_inflated: The size limit of a decompressed message, in bytes.
         read_buffer: The buffer of all connections. Its content is consumed before the next read.
     """
 
@@ -119,7 +121,7 @@ class Carrier(Protocol):
         """Watch the time limit of a call's message."""
 
     def unwatch(self, call: Any) -> None:
-        """End the watch, since the message was received or the call has ended."""
+        """Stop watching the call, since its message was received or the call has ended."""
 
     def record_call_end(self) -> None:
         """Record that a call has ended and that all its frames are sent."""
@@ -149,8 +151,8 @@ class GrpcCall(ABC):
     Attributes:
         delays_drain: Whether a drain waits for the end of the call.
         done: Whether the status is queued or sent.
-        on_disconnect: The callback for a disconnect or an expired deadline.
-        on_ended: The callback for the time when all frames are sent.
+        on_disconnect: Called when the client disconnects or the deadline expires.
+        on_ended: Called once all frames are sent.
     """
 
     delays_drain: ClassVar[bool]
@@ -271,7 +273,7 @@ class GrpcCall(ABC):
         self._connection.http2.send_window_update(self._stream, extra)
 
     def check_message(self) -> None:  # noqa: B027
-        """Handle the end of the data that was received with the head."""
+        """Check the message once the data that arrived with the head was handled."""
 
     def await_message(self) -> ArrivingMessage:
         """Start the time limit of a message that is incomplete or missing."""

@@ -82,9 +82,9 @@ class CallHead:
         timeout_s: The time until the deadline, or None.
         encoding: The encoding of the request's messages.
         accepted_encodings: The encodings that the client accepts.
-        data_size: The declared size in bytes, or -1.
+        data_size: The content-length of the request, or -1.
         traceparent: The W3C trace context, or "".
-        strict: Whether the first error ends a stream with its status.
+        strict: Whether the first failed request of a ModelStreamInfer ends the call.
         refusal: The status of a head that is invalid or asks for an unsupported feature.
         status: The HTTP status of the response.
     """

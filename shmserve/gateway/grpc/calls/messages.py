@@ -86,7 +86,7 @@ class ArrivingMessage(Arrival):
 class Assembly:
     """The assembly of one call's messages: `feed` receives data, `take_message` returns messages.
 
-    Clients may send `permitted_bytes` bytes of a message before the window is enlarged.
+    Clients may send `permitted_bytes` bytes of a message without a window update.
     """
 
     __slots__ = (
@@ -109,7 +109,7 @@ class Assembly:
         self._message = bytearray()  # the received part of a message without a sink
         self._compressed = False
         self.missing_bytes = 0  # bytes that the incomplete message lacks
-        self.beyond_window = 0  # bytes of the message that were permitted beyond the window
+        self.beyond_window = 0  # bytes of the message that need a window update
 
     @property
     def received_bytes(self) -> int:

@@ -174,7 +174,7 @@ class _CachedTemplate:
 
     Attributes:
         version: The version of the model in the request.
-        revision: The revision of the model table in which `version` means the template's model.
+        revision: The revision of the model table when `version` was resolved to `model`.
     """
 
     key: Key
@@ -207,7 +207,7 @@ class TemplateCache:
         """Return the request in a message with a known layout, or None.
 
         Raises:
-            AlreadyExists: An output overlaps an output in flight and may not.
+            AlreadyExists: The range of an output is in use, and overlaps are errors.
         """
         layout = self._layouts.find(len(message))
         if layout is None:
@@ -238,7 +238,7 @@ class TemplateCache:
         """Return the request in a message with a known fingerprint, or None.
 
         Raises:
-            AlreadyExists: An output overlaps an output in flight and may not.
+            AlreadyExists: The range of an output is in use, and overlaps are errors.
         """
         cached = self._cache.find(parts.key)
         if cached is None:

@@ -29,12 +29,12 @@ _INFER_RESPONSE_TAG = b"\x12"  # the tag of field 2 of ModelStreamInferResponse
 
 
 class GrpcResponseTemplate:
-    """The responses of one schema, without the id and the bytes of the tensors.
+    """A template for responses of one schema, without the id and the tensors' bytes.
 
     Args:
         model: The model.
         response: A response with the schema.
-        in_regions: The names of the outputs that are in regions of the client, without contents.
+        in_regions: The names of the outputs in regions of the client. Messages lack their bytes.
     """
 
     __slots__ = ("_empty_outputs", "_format", "_output_count", "_prefix", "_sizes")

@@ -110,7 +110,7 @@ class CachedTemplate(NamedTuple):
     Attributes:
         template: The template.
         packers: The functions that convert the numbers of each array to the bytes of its tensor.
-        arrays: A format of the JSON text of all arrays.
+        arrays: A format string, which joins the texts of the arrays to one JSON array.
     """
 
     template: RequestTemplate
@@ -131,7 +131,7 @@ def fill_known_template(
         the fault.
 
     Raises:
-        AlreadyExists: An output overlaps an output in flight and may not.
+        AlreadyExists: The range of an output is in use, and overlaps are errors.
         Unavailable: The arena is full.
     """
     cached = cache.find(fingerprint.key)

@@ -36,7 +36,7 @@ class SentOutput(NamedTuple):
 
 
 class JsonResponseTemplate:
-    """The responses of one schema, without the id and the values of the tensors.
+    """A template for responses of one schema, without the id and the tensors' values.
 
     Attributes:
         outputs: The outputs that are sent. Outputs in regions of the client are not sent.

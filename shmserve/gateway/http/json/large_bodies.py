@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _PROMPTS = ("prompt", "text_input", "input_ids", "messages", "input", "documents", "tokens")
 _CHATS = ("messages", "input", "documents")
-# Maximum bytes of all fields that are no prompts, which the worker parses, and of the header.
+# The maximum size of the header, and of all fields other than prompts, which the worker parses.
 _MAX_OTHER_BYTES = 2 * LARGE
 _BYTES_A_TOKEN = 128  # maximum average bytes of a token
 # The maximum number of prompts of OpenAI's APIs, and the error about a longer list.
@@ -222,7 +222,7 @@ def without_role(messages: Sequence[Any]) -> int | None:
 
 
 def are_tokens(value: Any) -> bool:
-    """Return whether a prompt is a list of tokens, since its first element is a number."""
+    """Return whether a prompt is a list of tokens: a list that begins with a number."""
     return type(value) is list and bool(value) and type(value[0]) in (int, float)
 
 

@@ -66,7 +66,9 @@ class DuplicateKey(InvalidArgument):
 
 
 def loads(json_text: bytes) -> Any:
-    """Parse JSON; NaN, Infinity, -Infinity and Inf are numbers, as in Triton, in up to 8 MiB.
+    """Parse JSON, in which NaN, Infinity, -Infinity and Inf are numbers, as in Triton.
+
+    Larger texts than 8 MiB may not contain these numbers.
 
     Raises:
         JsonFault: The text is not JSON.
@@ -175,7 +177,7 @@ def _parse_integer(text: str) -> int | float:
 
 
 def has_many_objects(json_text: bytes) -> bool:
-    """Return whether the objects of a JSON text take the event loop longer than 5 ms."""
+    """Return whether the objects of a JSON text take longer than 5 ms to parse and convert."""
     return _has_too_many(json_text, b"{", MAX_OBJECTS)
 
 
@@ -195,7 +197,7 @@ _MAX_COMPARED_NAMES = 16  # the number of unknown members of an object that are 
 
 
 def find_misspelt(holder: Any) -> Iterator[tuple[str, str]]:
-    """Yield the unknown members of an object of a request, and the likely meant member of each."""
+    """Yield each unknown member of an object of a request, with the known name it resembles."""
     unknown = [] if type(holder) is not dict else [n for n in holder if n not in _MEMBERS]
     for name in unknown[:_MAX_COMPARED_NAMES]:
         likely_name = nearest(name, _MEMBERS)
@@ -258,7 +260,7 @@ def check_boolean(value: Any, field: str) -> bool:
 
 _ALL_BYTES = frozenset(range(256))
 _CONTAINER_TYPES = frozenset((dict, list))
-# Naming a duplicate key takes tens of milliseconds at most.
+# The size up to which errors name the duplicate key, which takes tens of milliseconds.
 _MAX_NAMED_BYTES = 1024 * 1024
 
 # The depth of objects: the request, a tensor, its parameters, and an empty object without a colon.

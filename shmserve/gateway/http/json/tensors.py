@@ -86,7 +86,7 @@ def create_unpacker(
     """Return a function that converts bytes to the values of a JSON array.
 
     Returns:
-        None for datatypes without numbers. Values that are not finite have no JSON representation.
+        None for BYTES and for datatypes that JSON cannot represent.
     """
     code = _CAST_FORMATS.get(datatype)
     return None if code is None else struct.Struct(f"<{element_count(shape)}{code}").unpack
@@ -303,7 +303,7 @@ async def encode_in_turns(
         datatype: The datatype.
         shape: The shape.
         name: The name for errors.
-        trim: Is notified of long arrays.
+        trim: The timer that returns the memory of a long array to the system.
 
     Raises:
         Internal: As `encode` does.

@@ -49,9 +49,10 @@ class Delta(NamedTuple):
     """The part of a sample's text in one response of the model.
 
     Attributes:
+        sample: The index of the sample among those of its prompt.
         logprobs: The probabilities of the tokens, if they were requested.
         finish_reason: The reason why the sample ended, in its last part.
-        usage: The numbers of tokens, in the last part of all.
+        usage: The numbers of tokens of the prompt and its samples, in the prompt's last response.
         extra_members: Further members of the choice, or of the response to a chat.
         message: The content, the reasoning and the tool calls of the text, if it was split.
         stop_reason: The stop string or the token that has ended the sample, in its last part.
@@ -83,7 +84,7 @@ class ChoiceFormat(NamedTuple):
         is_chunk: bool = False,
         is_last: bool = False,
     ) -> dict[str, Any]:
-        """Return the part of a choice that contains the text, its reasoning and its calls."""
+        """Return the part of a choice with its text, and its reasoning and calls (`members`)."""
         if not self.is_chat:
             return {"text": text}
         has_content = text or is_first or not (members or is_last)
@@ -207,8 +208,10 @@ class Choices:
     """The choices of one request, with `samples` choices for each prompt.
 
     Attributes:
+        form: The format, that of completions or of chats.
+        model: The name of the model in the response.
         shows_usage: Whether chunks have the member `usage`, which is null.
-        continuous: Whether it is the number of tokens of the sample so far.
+        continuous: Whether `usage` has the number of tokens of the sample so far instead.
         shows_tokens: Whether the client receives the ids of tokens.
     """
 
@@ -280,7 +283,7 @@ class Choices:
         return {**{name: fields[name] for name in fields if name not in ids}, "usage": usage}
 
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
-        """Add the model's additional members, and return the members for the choice of a chunk."""
+        """Add the members `fields` of a model's response, and return those for a chunk's choice."""
         members = dict(fields)
         if self.form.is_chat:
             prompt = members.keys() & {"prompt_token_ids", "prompt_logprobs"}
@@ -385,13 +388,13 @@ class Rendering(Protocol):
     """The format of a response to a request for text, complete or as a stream."""
 
     def add(self, prompt: int, delta: Delta) -> Any:
-        """Add a part of a sample's text, and return its parts of the stream."""
+        """Add a part of a sample's text, and return a result for `frames`."""
 
     def whole_response(self) -> dict[str, Any]:
         """Return the whole response."""
 
     def frames(self, results: list[list[Any]]) -> list[bytes]:
-        """Return the server-sent events for the results of `add`, one list per response."""
+        """Return server-sent events, given a list of results of `add` for each response."""
 
     def ending(self, usage: bool) -> list[bytes]:
         """Return the end of a stream, with the numbers of tokens if they are requested."""

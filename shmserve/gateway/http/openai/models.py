@@ -175,7 +175,7 @@ async def list_models(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 
 async def show_model(gateway: Gateway, request: HttpRequest, name: str) -> HttpResponse:
-    """Respond with one model that embeds or generates text; a model on demand is not loaded."""
+    """Handle GET /v1/models/ID: describe one model, without loading a model on demand."""
     model_name = await resolve_alias(gateway, name)
     if needs_load(gateway, model_name, "") and model_name in await unloaded_aliases(gateway):
         return json_response(_model_object(name, model_name, None))
@@ -186,7 +186,7 @@ async def show_model(gateway: Gateway, request: HttpRequest, name: str) -> HttpR
 
 
 async def _default_model(gateway: Gateway, body: dict[str, Any]) -> str:
-    """Return the model of a body that names none."""
+    """Return the default model; "" if there is none, or if the body names a model."""
     if "model" in body:
         return ""
     return only_generative_model(gateway, await unloaded_aliases(gateway))

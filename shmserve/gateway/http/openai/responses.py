@@ -338,7 +338,10 @@ def _find_stored_item(index: int, item_id: Any) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class ResponseObject:
-    """A response in progress: its output items, and their events in a stream."""
+    """A response in progress: its output items, and their events in a stream.
+
+    `body` is the request's body, whose members the response repeats.
+    """
 
     body: dict[str, Any]
     _items: list[dict[str, Any]] = field(default_factory=list)

@@ -2,7 +2,7 @@
 
 transformer.py    the decoder, its linear layers, and passes over rows, with recorded CUDA graphs
 attention.py      a paged KV cache, and attention over it
-architecture.py   the numbers of config.json
+architecture.py   the validated config.json, and the shapes of the weights
 checkpoint.py     weights (in huge pages), tokenizer and settings of a Hugging Face folder
 quantised.py      quantised weights
 """

@@ -1,7 +1,7 @@
 """A paged KV cache, and attention over it: one interface, implemented for CPUs and for CUDA.
 
 If the blocks of a sequence are contiguous, its keys and values are read as a view; otherwise they
-are gathered. The results have the same bits.
+are gathered. Both ways give the same bits.
 
 On CPUs, the decode rows of all sequences are computed together by sparse operations. Each head of a
 row is a row of a sparse matrix, whose columns are the keys that the row sees:
@@ -66,7 +66,10 @@ class KvCache:
         self.flat_layers = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in pairs]
 
     def write(self, layer: int, keys_and_values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Store keys and values in slots: [tokens, KV heads of keys, then of values, head size]."""
+        """Store keys and values in slots.
+
+        The shape of `keys_and_values` is [tokens, KV heads of keys, then of values, head size].
+        """
         self._layers[layer].index_copy_(1, slots, keys_and_values.transpose(0, 1))
 
     def copy(self, to_host: list[int], from_host: list[int], on_device: list[int]) -> None:
@@ -94,8 +97,8 @@ class RowSpan(NamedTuple):
         size: The number of rows.
         start: The position of the first row in the sequence.
         block_table: The block table of the sequence.
-        is_prompt: Whether the tokens are from the prompt (prefill). Other tokens have the same bits
-            in a span as in steps of one token (decode).
+        is_prompt: Whether the tokens are from the prompt (prefill). The results of other tokens
+            have the same bits in a span as in steps of one token (decode).
     """
 
     first_row: int
@@ -228,7 +231,7 @@ class VisibleKeys(NamedTuple):
             values are 0 for a key that is seen, and -inf for a key that pads a row to its width.
         columns: The columns of the matrix's values.
         offsets: The cumulative numbers of values of all query heads of the decode rows.
-        width_groups: The number of values of consecutive rows with the same width, and the width.
+        width_groups: For each group of consecutive rows of one width: number of values, and width.
     """
 
     row_indices: torch.Tensor
@@ -492,7 +495,7 @@ def _cumulative_lengths(counts: Iterable[int], device: str) -> torch.Tensor:
 
 
 def make_attention(cache: KvCache, architecture: Architecture, device: str) -> Attention:
-    """Return the fastest attention that works on a device, after a comparison of its result."""
+    """Return the fastest attention whose result on a device is close to that of `Attention`."""
     fastest = PagedAttention if device.startswith("cuda") else SparseAttention
     trial = KvCache(architecture, cache.block_size, 3, 0, device)
     generator = torch.Generator().manual_seed(0)

@@ -44,7 +44,8 @@ _WITHOUT_EFFECT = (
 )
 _GPT2 = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>")
 _SENTENCEPIECE = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-# The special tokens of the supported classes of transformers that replace parts of tokenizer.json.
+# The supported classes of transformers that replace parts of tokenizer.json, with their special
+# tokens.
 _SPECIAL_TOKENS: Mapping[str, Mapping[str, str]] = {
     "GPT2Tokenizer": _GPT2,
     "GPTNeoXTokenizer": {**_GPT2, "pad_token": "<|padding|>"},
@@ -89,7 +90,7 @@ _UNSUPPORTED_CLASSES = (
 _SPACE_SYMBOL = "\u2581"
 _MAX_NAMED_WEIGHTS = 8  # maximum number of weights that one message names
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# In the order in which transformers adds them to a tokenizer.
+# The special tokens, in the order in which transformers adds them to a tokenizer.
 _TOKENS = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
 _BOOLEAN, _OBJECT, _LIST = ((bool,), "a boolean"), ((dict,), "an object"), ((list,), "a list")
 _INTEGER = ((int,), "an integer")
@@ -187,7 +188,7 @@ class Checkpoint:
             weight: torch.Tensor = tensors["values"].float()
             return weight
         shapes = self.architecture.weights()
-        # Only the head of a tied model has no shape.
+        # Only the head has no shape of its own, if it is tied to the embedding.
         return self.quantisation.dequantise(name, shapes.get(name) or shapes[_EMBEDDING], tensors)
 
     @cached_property
@@ -447,7 +448,7 @@ def _check_weights(
     """Add missing and misfitting weights to `problems`; tied models need one of two weights."""
     if not stored_tensors:
         return
-    if architecture.layers > len(stored_tensors):  # the list of weights would have no limit
+    if architecture.layers > len(stored_tensors):  # limits the size of `expected_shapes`
         problems.append(
             f"config.json: num_hidden_layers: {architecture.layers} is more than the number of "
             f"weights in the files, {len(stored_tensors)}"

@@ -22,7 +22,7 @@ from shmserve.errors import InvalidArgument
 _PLAIN_TYPES = ("F64", "F32", "F16", "BF16")
 _FP8_TYPES = ("F8_E4M3", "F8_E5M2")
 _BITS = (2, 4, 8)
-_ACT_ORDERS = ("group", "dynamic", True)  # the orders in which columns have a group of their own
+_ACT_ORDERS = ("group", "dynamic", True)  # `actorder` values that require the group of each column
 
 
 class StoredTensor(NamedTuple):
@@ -250,9 +250,9 @@ class Quantisation:
 
 
 def _sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the sections of a quantization_config: itself, and those of compressed-tensors.
+    """Return the sections of a quantization_config: itself, and the groups of compressed-tensors.
 
-    A section that is a list of layers has the name of a preset, whose tensors describe themselves.
+    A group that is only a list of layers is omitted, because the tensors determine its settings.
     """
     groups = config.get("config_groups")
     sections = groups.values() if isinstance(groups, dict) else ()

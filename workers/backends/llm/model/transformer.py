@@ -192,7 +192,7 @@ class Layer:
 
 
 class SelectedRows(NamedTuple):
-    """The indices of the rows of a pass whose logits are computed, and their attention."""
+    """The indices of the rows whose logits are computed, and the function for their attention."""
 
     indices: list[int]
     attend: Attend
