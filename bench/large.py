@@ -136,7 +136,7 @@ def _latencies(active: list[Connection]) -> list[float]:
     while due_s or sent:
         if due_s and time.perf_counter() >= due_s[0]:
             connection = active[len(due_s) % len(active)]
-            # Otherwise the request is late, and is sent after the response to the previous request.
+            # A request that is due before the previous response is sent late, after that response.
             if connection.sock not in sent:
                 sent[connection.sock] = due_s.pop(0)
                 connection.send_request()

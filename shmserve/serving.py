@@ -224,7 +224,7 @@ def _article(model: Any) -> str:
 
 
 def _file_of(cls: type, folder: Path, sources: Sources) -> Path:
-    """Return a file that defines a class: its own, or one generated for a class of a script."""
+    """Generate a file that imports a class, or has a script's class; return its path."""
     package = cls.__module__.partition(".")[0]
     path = folder / f"class_{cls.__name__}" / f"{cls.__name__.lower()}.py"
     is_importable = package != "__main__" and PathFinder.find_spec(package) is not None

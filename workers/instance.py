@@ -215,7 +215,7 @@ class WorkerInstance:
         self.link.flush()
 
     def send_reply(self, reply: Any) -> None:
-        """Send an answer; release its output memory if it cannot be sent."""
+        """Send a reply to the scheduler; release its output memory if it cannot be sent."""
         with self.link.lock:
             self._metrics.post_changes()
             if not self.link.send(reply):

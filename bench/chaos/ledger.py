@@ -107,7 +107,12 @@ class Fault:
 
 @dataclass
 class Ledger:
-    """The record of a test run, shared by all threads of the run."""
+    """The record of a test run, shared by all threads of the run.
+
+    `correct`, `total_s` and `slowest_s` describe correct responses, by load. `refused` counts
+    allowed errors, by load and reason. `recoveries` has the recovery times in seconds, by kind of
+    fault. `slow` has a line for each recovery that took longer than `_SLOW_S`.
+    """
 
     started_at: float = field(default_factory=time.monotonic)
     correct: Counter[str] = field(default_factory=Counter)

@@ -147,7 +147,7 @@ OpenClient = Callable[[Server], AbstractContextManager[Infer]]
 
 
 def open_sums(open_client: OpenClient, model: str = "simple") -> OpenLoad:
-    """Send requests for INPUT0 + INPUT1 and INPUT0 - INPUT1, in batches."""
+    """Return a load that requests INPUT0 + INPUT1 and INPUT0 - INPUT1, in batches."""
 
     @contextmanager
     def load(server: Server, rng: random.Random) -> Iterator[SendRequest]:
@@ -176,7 +176,7 @@ def open_function(
     names: str = "X Y",
     **options: int,
 ) -> OpenLoad:
-    """Send one array, and check that the response is a function of it.
+    """Return a load that sends an array, and checks that the response is a function of it.
 
     Args:
         open_client: Connects a client of a transport.
@@ -203,7 +203,7 @@ def open_function(
 
 
 def open_sequences(open_client: OpenClient, model: str) -> OpenLoad:
-    """Send a complete sequence, and check the sum in each response."""
+    """Return a load that sends a complete sequence, and checks the sum in each response."""
 
     @contextmanager
     def load(server: Server, rng: random.Random) -> Iterator[SendRequest]:
@@ -228,7 +228,7 @@ def _repeated(rng: random.Random) -> dict[str, Any]:
 
 @contextmanager
 def native_stream(server: Server, rng: random.Random) -> Iterator[SendRequest]:
-    """Read all responses of a decoupled model in order."""
+    """Yield a function that reads all responses of a decoupled model in order."""
 
     def send() -> None:
         inputs = _repeated(rng)
@@ -244,7 +244,7 @@ def native_stream(server: Server, rng: random.Random) -> Iterator[SendRequest]:
 
 @contextmanager
 def grpc_stream(server: Server, rng: random.Random) -> Iterator[SendRequest]:
-    """Read all responses over one gRPC stream, which ends with a final response."""
+    """Yield a function that reads the responses to a request on one gRPC stream."""
     results: queue.Queue[Any] = queue.Queue()
 
     def response() -> Any:
@@ -284,7 +284,7 @@ _PROMPTS = ("the quick brown", "it was the best", "naïve café", "1 2 3")
 
 
 def text(stream: bool) -> OpenLoad:
-    """Generate text greedily. Each prompt must have the same complete text each time."""
+    """Return a load that generates text greedily. A prompt must have the same text each time."""
 
     @contextmanager
     def load(server: Server, rng: random.Random) -> Iterator[SendRequest]:
@@ -321,9 +321,9 @@ REGIONS: dict[str, SharedObject] = {}
 
 
 def in_registered_region(cut: bool) -> OpenLoad:
-    """Send requests whose input and output are in one registered region.
+    """Return a load of requests whose input and output are in one registered region.
 
-    With `cut`, the client sometimes truncates its region. Only that client may lose a response.
+    With `cut`, a fault may truncate the region. Only the region's client may then lose a response.
     """
 
     @contextmanager
@@ -365,7 +365,7 @@ def _truncated_region() -> Iterator[None]:
 
 @contextmanager
 def open_in_place(server: Server, rng: random.Random) -> Iterator[SendRequest]:
-    """Send requests whose tensors are in memory of the native client, and check the responses."""
+    """Yield a function that sends a request whose tensors are in regions of the native client."""
 
     def send() -> None:
         input_region["INPUT0"][:] = values = _numbers(rng, np.float32, 4096)
@@ -382,7 +382,7 @@ def open_in_place(server: Server, rng: random.Random) -> Iterator[SendRequest]:
 
 @contextmanager
 def open_disconnecting(server: Server, rng: random.Random) -> Iterator[SendRequest]:
-    """Disconnect in the middle of a request, or before its response."""
+    """Yield a function that disconnects in the middle of a request, or before its response."""
     body = json.dumps(
         {"inputs": [json_input(f"INPUT{n}", np.ones((1, 16), np.int32)) for n in (0, 1)]}
     )

@@ -71,7 +71,7 @@ class ServerResources:
         return remaining
 
     def as_text(self) -> str:
-        """Return a line of text with the sums by kind of process."""
+        """Return the totals of the server's resources as a line of text."""
         state = self.state
         return (
             f"{sum(state.titles.values())} processes, {sum(self.threads.values())} threads, "

@@ -129,8 +129,7 @@ _WARM_UP_S = 0.5
 def run_shmserve_perf(*arguments: object, seconds: float) -> dict[str, Any]:
     """Run `shmserve perf ARGUMENTS` for some seconds, and return the point of its report.
 
-    Raises LoadFailed if the program fails, reports errors, or has not ended a minute after its
-    time.
+    Raises LoadFailed if the program fails, reports errors, or runs a minute longer than expected.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         report = Path(folder) / "report.json"

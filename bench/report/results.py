@@ -60,7 +60,10 @@ def spread(samples: list[float]) -> Spread | None:
 
 @dataclass
 class Row:
-    """The raw samples of each server for one figure, in the order in which they were taken."""
+    """The raw samples of each server for one figure, in the order in which they were taken.
+
+    `details` has the complete report of perf_analyzer for each sample.
+    """
 
     figure: Figure
     samples: dict[str, list[float]]

@@ -23,7 +23,7 @@ class Sample:
 
     Processes with the same title are added. The memory is the proportional set size in MB without
     mapped files, which other programs also map. Descriptors are counted without the TCP connections
-    of clients. `shm` is the size of /dev/shm in MB, for all programs.
+    of clients. `shm_mb` is the size of /dev/shm in MB, for all programs.
     """
 
     memory_mb: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -53,7 +53,7 @@ def sample(root: int) -> Sample:
 
 
 def _established_connections() -> set[str]:
-    """Return the established TCP connections, which are those of the clients."""
+    """Return the established TCP sockets, as "socket:[INODE]"; these are of client connections."""
     sockets = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):

@@ -181,7 +181,7 @@ class Router:
     def receive(self) -> list[tuple[bytes, Any]]:
         """Return the available (peer, message) pairs, at most one bounded read per peer.
 
-        A worker is usually the only peer. Its connection is read without a poll before.
+        A worker is usually the only peer. Its connection is read without a preceding poll.
         """
         connections = self._connections
         received_messages: list[tuple[bytes, Any]] = []

@@ -128,7 +128,7 @@ def _serve(arguments: list[str]) -> int:
 def _run_with_server_flags(name: str, arguments: list[str]) -> int:
     """Run a verb that also accepts the flags of `serve`.
 
-    Its module defines `HELP` and `run(args, parsed)`, and NAME.txt its own flags.
+    The verb's module defines `HELP` and `run(args, parsed)`. NAME.txt has the verb's own flags.
     """
     verb = importlib.import_module(f"shmserve.cli.{name}")
     if _asks_for_help(arguments):
@@ -151,7 +151,7 @@ def _asks_for_help(arguments: list[str]) -> bool:
 def _run_with_own_flags(name: str, arguments: list[str]) -> int:
     """Run a verb whose module defines `run(args)`.
 
-    NAME.txt contains its flags, and its function `add_arguments(parser)` declares other arguments.
+    NAME.txt contains the verb's flags. `add_arguments(parser)` of the module declares arguments.
     """
     from shmserve.cli.arguments import add_flags, has_table
 
@@ -168,7 +168,7 @@ def _run_with_own_flags(name: str, arguments: list[str]) -> int:
 
 
 def _read_verbs() -> dict[str, tuple[str, str]]:
-    """Return the line of each verb in the usage, and the description of its help."""
+    """Return, by verb, its line in the usage and the description in its help."""
     text = Path(__file__).with_name("verbs.txt").read_text(encoding="utf-8")
     blocks = (block.splitlines() for block in text.split("\n\n")[1:])
     return {name: (line, " ".join(description)) for name, line, *description in blocks}

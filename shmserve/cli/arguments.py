@@ -60,7 +60,7 @@ def check_files(args: argparse.Namespace, *flags: str) -> None:
     """Check before a long measurement that the files of these flags can be written.
 
     Raises:
-        InvalidArgument: A file cannot be written, or that of `plot` is not named as SVG.
+        InvalidArgument: A file cannot be written, or the file of --plot does not end in .svg.
     """
     for flag in flags:
         path = getattr(args, flag) or os.devnull

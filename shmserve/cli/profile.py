@@ -100,7 +100,7 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
 
 
 def _scrape(url: str, token: str, model: str) -> dict[str, float]:
-    """Return the current metrics of a model by name; step_seconds has an entry for each phase."""
+    """Return the current metrics of a model by name; a metric of a phase is named NAME.PHASE."""
     if urlsplit(url).path in ("", "/") and url.startswith("http"):
         url = url.rstrip("/") + "/metrics"
     request = urllib.request.Request(url)

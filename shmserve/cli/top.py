@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _LOW_HEIGHT = 10  # number of terminal lines below which mainly models are shown
 _RECEIVE_TIMEOUT_S = 15.0  # a server that is silent for longer is considered gone
 _RETRY_DELAY_S = 1.0
-_COLUMN_WIDTH = 8  # a column of figures; the name has the width of two
+_COLUMN_WIDTH = 8  # width of a column of figures; names are twice as wide
 _KEYS_HELP = "q: quit  sort: h problems n name r rate f fail w wait p p99  arrows Enter: open"
 _SORT_KEYS = {"h": "hurts", "n": "name", "r": "rate", "f": "fail", "w": "pending", "p": "p99"}
 _CURSOR_STEPS = {"\x1b[A": -1, "k": -1, "\x1b[B": 1, "j": 1, "\x1b[5~": -10, "\x1b[6~": 10}

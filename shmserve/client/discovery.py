@@ -68,7 +68,7 @@ def _server_exited(run_dir: Path) -> Disconnected:
 
 
 def _candidates(default: Path) -> Iterator[Path]:
-    """Yield this user's default run directories."""
+    """Yield the existing default run directories that belong to this user or to root."""
     siblings = sorted(default.parent.glob(endpoints.sibling_run_directory(default, "*").name))
     for path in [default, *siblings]:
         with contextlib.suppress(OSError):

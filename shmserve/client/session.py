@@ -204,9 +204,10 @@ class Session:
     ) -> bool:
         """Return whether to retry a request that failed on `connection`.
 
-        A request is retried if a successor has replaced the server, to which the session then
-        connects. It is also retried if the on-demand model was unloaded before the request reached
-        it. Raises Disconnected.
+        A request is retried if its on-demand model was unloaded before the request reached it, or
+        if a successor has replaced the server. In the second case, the session connects to the
+        successor. Requests of sequences, and requests that write an output over an input, are
+        never retried. Raises Disconnected.
         """
         is_once = options.sequence or (packed is not None and runs_once(packed.schema, packed.data))
         if not is_once and packed is not None and connection.models.needs_load(*packed.model.key):

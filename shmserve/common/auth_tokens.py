@@ -68,7 +68,7 @@ class Authorisation:
 
     Args:
         tokens: The accepted tokens; None or empty: no token is required.
-        restrictions: The restricted APIs.
+        rules: The restricted APIs, each with the header that it requires.
         api_noun: The protocol's term for a restricted API ("API" for HTTP, "protocol" for gRPC).
     """
 

@@ -30,7 +30,7 @@ class CpuUtilization:
         self._previous = (0, 0)
 
     def read(self) -> float:
-        """Return the share of busy time since the last reading, or at first since boot."""
+        """Return the share of busy time since the last call; for the first call, since boot."""
         first_line = Path("/proc/stat").read_text().split("\n", 1)[0]
         fields = [int(word) for word in first_line.split()[1:9]]
         total, idle = sum(fields), fields[3] + fields[4]
@@ -49,7 +49,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def processors() -> tuple[int, float | None]:
-    """Return the number of usable processors, and the quota on them (None: no quota)."""
+    """Return the number of usable processors, and the quota in processors (None: no quota)."""
     quota = cgroup_limit("cpu", "cpu.max", "cpu.cfs_quota_us")
     return len(os.sched_getaffinity(0)), None if quota is None else quota / _CPU_PERIOD_US
 

@@ -415,7 +415,7 @@ _HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.IGNORECASE)
 
 
 def origin(text: str) -> str:
-    """Return the origin of pages, or "*"; raise InvalidArgument."""
+    """Return a value of --cors-allow-origin: an origin or "*"; raise InvalidArgument."""
     if text != "*" and not _ORIGIN.fullmatch(text):
         raise InvalidArgument(
             f"--cors-allow-origin: got '{text}' (allowed: '*', or SCHEME://HOST or "
@@ -425,7 +425,7 @@ def origin(text: str) -> str:
 
 
 def host_name(text: str) -> str:
-    """Return the name of a host, or of all below it ("*.example.com"); raise InvalidArgument."""
+    """Return a value of --allowed-host: a name, *.NAME or "*"; raise InvalidArgument."""
     if not _HOST.fullmatch(text):
         raise InvalidArgument(
             f"--allowed-host: got '{text}' (allowed: '*', NAME or *.NAME, without scheme and port)"
@@ -434,7 +434,7 @@ def host_name(text: str) -> str:
 
 
 def served_name(text: str) -> tuple[str, str]:
-    """Return the model ("": the only one) and its name in "[MODEL=]NAME"; raise InvalidArgument."""
+    """Return the model ("": the only one) and the name of "[MODEL=]NAME"; raise InvalidArgument."""
     model, equals, name = text.rpartition("=")
     if not name or (equals and not model):
         raise InvalidArgument(f"--served-model-name: '{text}' is neither NAME nor MODEL=NAME")

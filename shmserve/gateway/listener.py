@@ -279,7 +279,7 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
     @property
     @abstractmethod
     def sending_since(self) -> float | None:
-        """Return the event loop's time since which an incomplete request has waited, or None."""
+        """Return the event loop's time since when an incomplete request waits; None without one."""
 
     @abstractmethod
     def shut_down(self, *, refuses: bool = False) -> None:
@@ -357,8 +357,8 @@ class Acceptor:
     def connection_made(self, connection: LimitedConnection) -> ClientIdentity:
         """Register a connection.
 
-        Above a limit, the connections that are idle for longest are closed. If none is idle, the
-        one whose client has not read for longest is closed, or else the new one.
+        Above a limit, the connections that have been idle for longest are closed. If none is idle,
+        the one whose request has been incomplete for longest is closed, or else the new one.
         """
         transport = connection.transport
         assert transport is not None

@@ -40,7 +40,7 @@ class GatewayRegion:
         self.memory = registered_range.memory
         self.owner = Ownership(message.uid, message.group, registered_range.memory.copied)
         self.requests = 0
-        # Whether the region is unregistered, and usable until no request uses it.
+        # Whether the region was unregistered; requests may use it until it is withdrawn.
         self.retired = False
         self.withdrawn = False
         self.written_ranges = WrittenRanges()
@@ -50,7 +50,7 @@ class GatewayRegion:
         return peer.uid == EVERYONE or self.owner.admits(peer)
 
     def memory_range(self, requested: RegionRange) -> Range:
-        """Return a range of this region as a memory range.
+        """Return the memory range of the range that a client requested in this region.
 
         Raises:
             InvalidArgument: The range does not lie within the region.
@@ -90,7 +90,8 @@ class WrittenRanges:
     """An interval set of the ranges of a shared memory object that requests in flight write to.
 
     The ranges are sorted by their start and do not overlap, so that checking the two neighbours
-    suffices.
+    suffices. `regions` counts the registered regions of the object. `warned` is set once an overlap
+    was logged.
     """
 
     __slots__ = ("ranges", "regions", "warned")

@@ -57,7 +57,7 @@ class ModelInterface:
 
 @dataclass(frozen=True)
 class DataOptions:
-    """The command line's options for request data."""
+    """The command line's options for request data; `source` is --data: random, zero or a path."""
 
     values: Sequence[str] = ()
     shapes: Sequence[str] = ()
@@ -132,7 +132,7 @@ class _TensorMaker:
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(_SEED))
 
     def tensor(self, name: str) -> ModelTensor:
-        """Return an input of the model; raise InvalidArgument."""
+        """Return an input of the model; raise InvalidArgument if there is none by this name."""
         return find_input(name, self.model.inputs)
 
     def shape(self, name: str, row_shape: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -217,7 +217,7 @@ def _parse_shape(text: str, model: ModelInterface) -> tuple[str, tuple[int, ...]
 
 
 def read_json(path: Path) -> list[Any]:
-    """Return the entries of a JSON file: of a list, of its "data", or one per line (.jsonl)."""
+    """Return the requests of a file: a JSON list, an object's list "data", or lines (.jsonl)."""
     with convert_os_errors(f"--data: cannot read '{path}'", "not text"):
         text = path.read_text()
     try:

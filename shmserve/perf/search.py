@@ -231,7 +231,11 @@ def current_candidate(config: Config) -> Candidate:
 def search_space(
     config: Config, target_ms: float, processors: int, most_instances: int, largest_batch: int
 ) -> Space:
-    """Return the search space of a model; `largest_batch` 0: the configuration's."""
+    """Return the search space of a model, with at most `most_instances` instances.
+
+    `largest_batch` bounds the batch size; 0: the configuration's maximum. `processors` bounds the
+    number of threads.
+    """
     batch = int(config.get("max_batch_size", 0))
     variants: list[Mapping[str, Any]] = []
     if batch:

@@ -50,11 +50,11 @@ class Poller:
             self._epoll.unregister(fd)
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Schedule a call before the next wait."""
+        """Schedule a call, which runs before the next wait for descriptors."""
         self._scheduled_calls.append(call)
 
     def run_turn(self, wait_ns: int) -> None:
-        """Wait until a descriptor is ready or the time has expired, and call all ready handlers."""
+        """Run the scheduled calls, wait for descriptors or the timeout, and call the handlers."""
         scheduled_calls, self._scheduled_calls = self._scheduled_calls, []
         for call in scheduled_calls:
             call()

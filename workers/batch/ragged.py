@@ -244,7 +244,7 @@ class PaddedInputs:
     """The shapes of a batch's padded inputs, by name, without the batch dimension.
 
     Attributes:
-        true_shapes: The shape of each request before padding.
+        true_shapes: The shapes before padding, one for each request.
         padded_shapes: The shape after padding.
     """
 

@@ -199,8 +199,8 @@ class BatchOutput(NamedTuple):
 
         Args:
             request: The request.
-            rows: The rows of the request; its elements if there is a `shape`.
-            shape: The shape of a part of a flat output.
+            rows: The rows of the request in the batch; its elements if there is a `shape`.
+            shape: The shape of the request's part of a flat output; None for rows.
         """
         batch = self._batch_for(request)
         if shape is not None:

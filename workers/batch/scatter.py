@@ -68,7 +68,7 @@ _Destination = str | None
 def _is_repeatable(ready_outputs: list[ReadyOutput], request: Request, response: Response) -> bool:
     """Check whether all outputs were written unconverted.
 
-    If so, the next response with the same key is written in the same way.
+    If so, the next response of the same kind is written in the same way.
     """
     if len(ready_outputs) != len(response.outputs):
         return False

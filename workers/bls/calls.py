@@ -143,7 +143,7 @@ class StreamBlsCall(BlsCall):
         return outcome
 
     def cancel(self) -> None:
-        """Send the model a cancellation. Responses that arrive before it ends can be taken."""
+        """Send the model a cancellation. Responses before the end can still be taken."""
         if not self.received_all and not self.abandoned:
             self.router.cancel(self, keeps_reading=True)
 

@@ -471,7 +471,7 @@ class CallRouter:
             self.shared_wait.notify()
 
     def on_cancelled(self) -> None:
-        """Cancel the calls whose executing requests are all cancelled; in any thread."""
+        """Schedule the cancellation of calls whose `origins` are all cancelled; in any thread."""
         self._check_cancelled = True
         self.shared_wait.notify()
 

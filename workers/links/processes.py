@@ -97,7 +97,7 @@ class SupervisorLink:
             self.dealer.send(message)
 
     def wake(self, always: bool = False) -> None:
-        """Wake the loop. The loop's own thread does so only with `always`."""
+        """Wake the loop. A call in the loop's own thread has an effect only with `always`."""
         if always or threading.get_ident() != self._loop_thread:
             os.eventfd_write(self._wake_eventfd, 1)
 

@@ -45,7 +45,7 @@ class OutputMemory:
     serves the model then. Blocks of responses that no scheduler received are freed at once.
 
     A local client is not trusted to release its blocks, so it may hold at most as many bytes as are
-    free. One client that releases nothing holds half of the arena, and n clients hold n/(n + 1). A
+    free. One client that releases nothing holds half of the arena at most, n clients n/(n + 1). A
     client without a block may allocate an output of any size. See "dynamic thresholds", Choudhury
     and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998.
 
@@ -157,7 +157,7 @@ class OutputMemory:
         self._arena.free(memory_range.offset)
 
     def mark_sent(self) -> None:
-        """Lend the blocks of the responses that were sent to their readers."""
+        """Lend blocks to their readers after the responses were sent, and free unclaimed blocks."""
         for output in self._reserved_outputs.values():
             if self.unsent.get(output.memory_range.offset) is output:
                 self.free_unused((output.memory_range.offset,))

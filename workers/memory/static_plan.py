@@ -142,7 +142,7 @@ class Recorder(Protocol):
         """Record a call.
 
         Returns:
-            The function that repeats the call's work, and the results of each replay.
+            The function that repeats the call's work, and the tensors with its results.
         """
 
     def reserved_bytes(self) -> int:

@@ -49,7 +49,7 @@ class Installation:
     Attributes:
         program: The command line that starts shmserve.
         home: The folders of the user's configuration and data; None: the system's manager.
-        device: The accelerator of the units.
+        device: An entry of DEVICES, whose device files the units permit.
         token: Whether clients need a token.
         exit_timeout_s: The server's exit timeout.
         version: The version of systemd; 0: unknown.

@@ -351,7 +351,7 @@ class _UntemplatedRequest:
         return not has_strings and not any(self._memory_ranges)
 
     def make_template(self, key: tuple[Any, ...], outputs: Sequence[str]) -> ClientTemplate:
-        """Create a template for requests with the datatypes and shapes of this request."""
+        """Store a template by `key` for requests with the same datatypes and shapes as this one."""
         model = self._model
         # Each response of a decoupled model would overwrite the previous one.
         with_outputs = not model.decoupled
@@ -360,7 +360,7 @@ class _UntemplatedRequest:
         return self._model.store_template(key, template)
 
     def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> PackedRequest:
-        """Return the packed request."""
+        """Return the packed request; `outputs` as for the function `prepare`."""
         signature = self._model.signature
         requested = [self._output(name, outputs) for name in outputs or ()]
         tensors = list(zip(self._templates, self._arrays, self._memory_ranges, strict=True))

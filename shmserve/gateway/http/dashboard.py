@@ -98,7 +98,7 @@ class LiveFigures:
         """Return the response to a viewer.
 
         Raises:
-            PermissionDenied: The page of another site sent the request.
+            PermissionDenied: A page of another origin sent the request.
             QueueFull: The feed has its maximum of viewers.
         """
         if request.headers.get(FETCH_SITE) in ("cross-site", "same-site"):

@@ -153,7 +153,7 @@ class Http2Connection(FrameReader[HeadT]):
                 self._pass_data(stream, _EMPTY_VIEW)
 
     def _is_expected(self, stream: Stream) -> bool:
-        """Check whether a DATA frame that begins conforms to the request's content-length."""
+        """Count a DATA frame that begins; return whether the content-length permits it."""
         stream.expected_bytes -= self.arriving_bytes
         return stream.expected_bytes == 0 if self._frame_ends_stream else stream.expected_bytes >= 0
 
@@ -242,7 +242,7 @@ class Http2Connection(FrameReader[HeadT]):
         self._events.append(Data(stream, _EMPTY_VIEW, True))
 
     def _check_closed(self, stream_id: int, stream: Stream | None) -> None:
-        """Raise a fault unless a frame is permitted on a closed or unknown stream.
+        """Raise ConnectionFault unless a frame is permitted on a closed or unknown stream.
 
         The frame is permitted if this server has ended the stream and the client may not have been
         notified yet.

@@ -86,7 +86,7 @@ class Budget:
         capacity: The number of tokens of a full bucket.
         per_s: The number of tokens that are added per second.
         clock: Returns the time in seconds.
-        event_name: The events that cost a token each, for the error.
+        event_name: The name of the events that cost a token each, for the error.
     """
 
     __slots__ = ("_capacity", "_clock", "_event_name", "_per_s", "_refilled_at", "tokens")
@@ -175,6 +175,7 @@ class FrameReader(ABC, Generic[HeadT]):
     Attributes:
         closing: Whether the connection ends after pending output is written.
         received_frames: The number of received frames, for detecting idle clients.
+        arriving_stream: The stream of the current DATA frame; None: its data is ignored.
     """
 
     def __init__(self, limits: Limits) -> None:

@@ -83,7 +83,7 @@ class BodyBudget:
         body.check()
 
     def release(self, body: Arrival) -> None:
-        """Release the bytes of a body that is complete or discarded."""
+        """Release the bytes of a body that is complete, discarded or evicted."""
         heap_bytes, body.heap_bytes = body.heap_bytes, 0
         self._used_bytes -= heap_bytes
         self._bodies.discard(body)
@@ -126,7 +126,7 @@ class Arrival:
 
     Attributes:
         received_bytes: The number of received bytes.
-        heap_bytes: The number of bytes outside of the arena, which count in the budget.
+        heap_bytes: The number of received bytes outside of the arena, which count in the budget.
     """
 
     def __init__(self, body_timeout_s: float, budget: BodyBudget) -> None:
@@ -224,6 +224,6 @@ class Arrival:
             self._current_timeout.reschedule(0)
 
     def check(self) -> None:
-        """Raise BodyTimeout if the body was evicted, and its memory released."""
+        """Raise BodyTimeout if the body was evicted."""
         if self._evicted:
             raise BodyTimeout("the request body arrived too slowly while memory was short")

@@ -453,7 +453,7 @@ class ArrivingTensors:
         self._remaining_view = _EMPTY_VIEW  # the remaining memory of the tensor that is arriving
 
     def start_tensor(self, size: int) -> bool:
-        """Begin the next tensor; return whether there is one of this size."""
+        """Begin the next tensor if it has this size; return whether it has."""
         if self.started_count == len(self.views) or len(self.views[self.started_count]) != size:
             return False
         self._remaining_view = self.views[self.started_count]

@@ -110,7 +110,7 @@ class Batcher:
 
         Args:
             now_ns: The time.
-            in_flight: The number of requests that are not done now.
+            in_flight: The number of requests that are not completed.
             units: The size of the batch.
             took_ns: The duration of the execution.
             latencies_ns: The times from the arrival of each of its requests to now.

@@ -234,7 +234,7 @@ class Plan:
         Args:
             graph: The ensemble's graph.
             outputs: The outputs that the requests ask for.
-            models: Returns the model of a step. Raises Unavailable if the model is not served.
+            models: Returns the properties of a step's model. Raises Unavailable if not served.
         """
         requested_outputs = tuple(dict.fromkeys(outputs))
         needed_steps = graph.needed_steps(requested_outputs)

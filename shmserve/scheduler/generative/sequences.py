@@ -150,7 +150,7 @@ class BlockPool:
     def release(self, blocks: list[int]) -> None:
         """Remove a reference from the successive blocks of a table.
 
-        The last ones are evicted first.
+        Of the blocks that stay cached, the last ones in the table are evicted first.
         """
         for block in reversed(blocks):
             self.references[block] -= 1

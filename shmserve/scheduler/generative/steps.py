@@ -158,7 +158,7 @@ class StepTimes:
         Args:
             decoding: The number of sequences that decode together.
             acceptance: The probability that a draft token is accepted.
-            max_length: The maximum.
+            max_length: The maximum number of draft tokens per sequence.
         """
         best_length, best_rate = 0, _MIN_DRAFT_SPEEDUP / self.expected_ms(StepWork(decoding))
         tokens, chance = 1.0, 1.0
@@ -182,7 +182,7 @@ class Acceptance:
     def length(self, drafts: int, threshold: float) -> int:
         """Return the number of draft tokens of this step: `drafts`, or 0 during a pause.
 
-        One step after each pause drafts again.
+        A pause begins when the rate is below `threshold`. One step after each pause drafts again.
         """
         if self._pause_steps:
             self._pause_steps -= 1

@@ -407,7 +407,7 @@ class Pool:
         return slot
 
     def join(self, slot: Slot, request: ScheduledRequest, now_ns: int) -> None:
-        """Register a request with an instance without an execution."""
+        """Register a request that an instance runs outside of any `Execution`."""
         slot.requests[request.key] = request
         request.worker = slot.worker
         request.responded_ns = now_ns

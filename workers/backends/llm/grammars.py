@@ -297,8 +297,8 @@ def with_patterns(schema: Any, root: Any) -> Any:
     return extended
 
 
-# A lookahead at the beginning of a pattern: (?=...), or (?!...) without any other text than some
-# characters, as in pydantic's pattern of decimals.
+# A lookahead at the beginning of a pattern: (?=...), or (?!^[...]*$), which excludes texts of these
+# characters only, as in pydantic's pattern of decimals.
 _CLASS = r"\[(?:[^\]\\]|\\.)+\]"
 _LOOKAHEAD = re.compile(
     rf"\^\(\?(?:=((?:[^()\\[]|\\.|{_CLASS})+)|!\^?({_CLASS}|\\[sdwSDW])\*\$)\)", re.DOTALL

@@ -45,7 +45,7 @@ UNLIMITED = 1 << 24  # `max_tokens` of chats that set no limit
 _INPUTS = ("text_input", "input_ids", "messages")
 _TASK_INPUTS = {"tokenize": ("text_input", "messages"), "detokenize": ("input_ids",)}
 LONG = 1 << 12  # number of characters that are tokenized in less than 10 ms
-# The lengths of the prefixes of a long text that are tokenized first, per allowed token.
+# The prefixes of a long text that are tokenized first, in characters per allowed token.
 _PREFIX_CHARACTERS = (1, 3, 6)
 _SUFFIX_CHARACTERS = 12  # length of the suffix of a truncated text, per remaining token
 _BETWEEN_WORDS = re.compile(r"(?<=\w) (?=\w)")

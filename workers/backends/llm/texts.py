@@ -93,7 +93,7 @@ class SampleText:
         self.pending_logprobs: list[ScoredToken] = []
         self.is_open = True
         self.was_sent = False
-        self._skip_characters = self._skip_tokens = 0  # numbers that another instance has sent
+        self._skip_characters = self._skip_tokens = 0  # numbers that another instance sent
         self._prompt, self._texts = prompt, texts
         self._echo_length = len(echo)
         skip, self._dropped_tokens = parameters.skip_special_tokens, frozenset[int]()

@@ -235,7 +235,7 @@ def _export_advice(node: Any) -> str:
 
 
 def _largest_batch(tensors: Sequence[FileTensor]) -> int:
-    """Return the largest batch; the batch dimension is the first if it varies in all tensors.
+    """Return the largest batch; the first dimension is the batch if it varies in all tensors.
 
     Files rarely name the batch dimension.
     """

@@ -89,7 +89,7 @@ class HostBinding:
     def _bind_in_place(
         self, inputs: Mapping[str, Array], names: Sequence[str], request: Request
     ) -> dict[str, Array]:
-        """Return arrays over memory ranges that outputs can be computed in, by name."""
+        """Return arrays, by output name, over the memory in which outputs can be computed."""
         arrays: dict[str, Array] = {}
         sizes = _symbol_sizes(self._inputs, inputs)
         free_ranges = _free_ranges(request, _MIN_BOUND_BYTES)

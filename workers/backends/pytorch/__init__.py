@@ -86,8 +86,8 @@ class PytorchBackend(Backend):
         """Add inputs, outputs and batch size of an exported program to the configuration.
 
         Raises:
-            InvalidArgument: The model has another form, which does not describe its tensors, and
-                inputs or outputs are missing.
+            InvalidArgument: Inputs or outputs are missing, and the model is not an exported
+                program, which would describe them.
         """
         spec = ModelSpec.of(config)
         program, description = self._open_program(spec)

@@ -59,7 +59,7 @@ class Arguments:
 
     @classmethod
     def read(cls, folder: Path, model_name: str) -> Arguments:
-        """Read the files in the folder of a version; a relative path of the model begins there.
+        """Read the files in the folder of a version; resolve a relative path of the model there.
 
         Raises:
             InvalidArgument: A file is missing, or is not a JSON object.

@@ -57,7 +57,7 @@ async def resolve_alias(gateway: Gateway, name: str) -> str:
     """Return the name of the model that an alias stands for; return other names unchanged.
 
     Raises:
-        NotFound: The name stands for the only generative model, but several exist.
+        NotFound: The name stands for the only generative model, but there are none or several.
     """
     models = gateway.models
     if name in models:

@@ -94,7 +94,7 @@ class Rope:
         return log_factor + 1.0
 
     def positions(self, original: int) -> int:
-        """Return the maximum number of positions, which a scaling factor extends as in vLLM."""
+        """Return the maximum number of positions: `original`, extended by a factor as in vLLM."""
         if self.kind not in ("linear", "yarn"):
             return original
         length = self.parameters.get(_ORIGINAL, original)
