@@ -220,7 +220,7 @@ class OnDemand:
     # --- unloading
 
     async def run(self) -> None:
-        """Unload models that are idle or too large, until this is cancelled."""
+        """Unload models that are idle or exceed the memory limit, until the task is cancelled."""
         while True:
             if self._context.config.max_loaded_byte_size:
                 await self._memory.measure(self._registry.live, refresh=True)
@@ -228,7 +228,7 @@ class OnDemand:
             await asyncio.sleep(_CHECK_EVERY_S)
 
     async def free_memory(self) -> None:
-        """Unload the models that are due, and wait until their processes have ended."""
+        """Unload the models that are due, and wait for their processes (`_UNLOAD_TIMEOUT_S`)."""
         async with self._unload_lock:
             names = await self._due_names()
             unloading = {v for name in names for v in self._registry.models[name].versions}

@@ -293,7 +293,7 @@ def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> Mode
 
     Args:
         spec: The class or the folder.
-        base_dir: A folder of the server.
+        base_dir: The folder in which the model's folder is created.
         settings: The parameters of the class.
 
     Raises:
