@@ -269,8 +269,7 @@ class GrpcCall(ABC):
 
     def _enlarge_window(self, assembly: Assembly) -> None:
         """Enlarge the window for the rest of a large message."""
-        extra, assembly.beyond_window = assembly.beyond_window, 0
-        self._connection.http2.send_window_update(self._stream, extra)
+        self._connection.http2.send_window_update(self._stream, assembly.permit_rest())
 
     def check_message(self) -> None:  # noqa: B027
         """Check the message once the data that arrived with the head was handled."""
@@ -549,8 +548,7 @@ class StreamingCall(GrpcCall):
 
     def _enlarge_window(self, assembly: Assembly) -> None:
         if not self._queue:  # the client may send more once the queued messages were read
-            extra, assembly.beyond_window = assembly.beyond_window, 0
-            self._connection.http2.send_window_update(self._stream, extra)
+            self._connection.http2.send_window_update(self._stream, assembly.permit_rest())
 
     def _is_queue_full(self) -> bool:
         return len(self._queue) >= _MAX_QUEUED_MESSAGES

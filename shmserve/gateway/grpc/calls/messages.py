@@ -91,7 +91,8 @@ class Assembly:
 
     __slots__ = (
         *("_compressed", "_is_piece_copied", "_head", "_buffered_data", "_message"),
-        *("_permitted_bytes", "_piece", "_position", "_prefix", "_sinks", "_size", "beyond_window"),
+        *("_permitted_beyond", "_permitted_bytes", "_piece", "_position", "_prefix", "_sinks"),
+        *("_size", "beyond_window"),
         *("missing_bytes", "sink"),
     )
 
@@ -110,6 +111,7 @@ class Assembly:
         self._compressed = False
         self.missing_bytes = 0  # bytes that the incomplete message lacks
         self.beyond_window = 0  # bytes of the message that need a window update
+        self._permitted_beyond = 0  # bytes of the message that a window update has permitted
 
     @property
     def received_bytes(self) -> int:
@@ -165,9 +167,15 @@ class Assembly:
                 self.sink.feed(part)
             if not self.missing_bytes:
                 data = self._finish_content()
-                extra, self.beyond_window = self.beyond_window, 0
-                return ReceivedMessage(data, self._compressed, extra)
+                permitted, self._permitted_beyond, self.beyond_window = self._permitted_beyond, 0, 0
+                return ReceivedMessage(data, self._compressed, permitted)
         return None
+
+    def permit_rest(self) -> int:
+        """Return the bytes of the message beyond the window, which are permitted from now on."""
+        permitted, self.beyond_window = self.beyond_window, 0
+        self._permitted_beyond += permitted
+        return permitted
 
     def _next_piece(self) -> bool:
         self._piece = memoryview(bytes(self._buffered_data))

@@ -122,12 +122,20 @@ def test_a_large_message_requests_a_window_update() -> None:
     assert assembly.received_bytes == PREFIX.size
 
 
-def test_a_message_reports_its_window_updates() -> None:
-    size = 2 * WINDOW
+@pytest.mark.parametrize("is_permitted", [False, True])
+def test_a_message_reports_its_window_updates(is_permitted: bool) -> None:
+    """A stream's reader subtracts them, since its window would otherwise grow with each message."""
+    beyond_window = WINDOW + PREFIX.size
     assembly = Assembly(WINDOW, HEAD, None)
-    (sent_message,) = feed(assembly, message(bytes(size)))
-    assert sent_message.beyond_window == size + PREFIX.size - WINDOW
-    assert assembly.beyond_window == 0
+    for _ in range(2):
+        data = message(bytes(2 * WINDOW))
+        assert feed(assembly, data[:10]) == []
+        assert assembly.beyond_window == beyond_window
+        if is_permitted:
+            assert (assembly.permit_rest(), assembly.permit_rest()) == (beyond_window, 0)
+        (sent_message,) = feed(assembly, data[10:])
+        assert sent_message.beyond_window == (beyond_window if is_permitted else 0)
+        assert assembly.beyond_window == 0
 
 
 @pytest.mark.parametrize("flag", [2, 3, 128, 255])
