@@ -84,7 +84,7 @@ class Suite:
     def _run_lane(self, queues: list[deque[list[str]]]) -> None:
         """One lane's pieces one after the other, and then what the others have not begun."""
         while any(queues):
-            with contextlib.suppress(IndexError):  # another lane was faster
+            with contextlib.suppress(IndexError, StopIteration):  # another lane was faster
                 files = next(filter(None, queues)).popleft()
                 if files:
                     self._ended.append((files, self._run_one(files)))

@@ -123,7 +123,7 @@ def test_tune_writes_its_recommendation_to_the_given_file(
         (("--p99=3", "--write=/nowhere/a"), "--write: cannot write '/nowhere/a'"),
         (("--p99=3", "--runs=0"), "--runs: 0 is less than 1"),
         (("--p99=3", f"--window={math.inf}"), "--window: inf is not more than 0"),
-        (("--p99=3", "--openai=chat"), "--openai: the settings of generative models"),
+        (("--p99=3", "--openai=chat"), "--openai is not supported; tune generative models"),
     ],
 )
 def test_errors_of_tune_are_reported(
