@@ -90,8 +90,8 @@ class SchedulerLost(Message):
 
     The receiver resubmits the requests of that scheduler to `successor`; a new `ModelPublished`
     follows. An empty successor means that the version was retired or that no scheduler can be
-    started now; in the latter case the message is repeated, finally with a successor. Gateways then
-    reject the requests that they have there. Workers look the model up again with `FindModel`.
+    started now; in the latter case the message is repeated, finally with a successor. Without a
+    successor, gateways reject the requests, and workers look the model up again with `FindModel`.
     """
 
     endpoint: str

@@ -95,7 +95,7 @@ class ClientTable(dict[bytes, Client[R]]):
 class Reports:
     """The statistics with current values (`gauges`), and the model's own metrics.
 
-    `unexpected` counts messages that their sender may not send, or not now. `_wall_clock` returns
+    `unexpected` counts messages that their sender must not send, or not now. `_wall_clock` returns
     the ns since the epoch.
     """
 
@@ -457,7 +457,7 @@ class Front(Generic[R]):
         self._reports.restore(snapshot, alive)
 
     def count_unexpected(self) -> None:
-        """Count a dropped message that its sender may not send, or not now."""
+        """Count a dropped message that its sender must not send, or not now."""
         self._reports.unexpected += 1
 
     def _gauges(self) -> dict[str, Any]:

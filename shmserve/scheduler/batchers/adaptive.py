@@ -59,7 +59,7 @@ _MIN_IDLE = 0.25  # share of idle time; below it, clients are blocked, or all re
 
 _EPOCH_BATCHES = 24  # number of batches in an epoch
 _SETTLING_BATCHES = 4  # first batches of an epoch, which the previous epoch still affects
-# The initial and the maximum number of epochs between uses of the other choice.
+# The initial and the maximum number of epochs between two trials of the choice that seems worse.
 _INITIAL_OTHER_INTERVAL, _MAX_OTHER_INTERVAL = 2, 160
 _CLEAR_RATIO = 0.8  # ratio of the mean latencies with and without waiting below which waiting pays
 _EPOCH_WEIGHT = 1 / 3  # weight of the newest epoch in moving averages

@@ -310,14 +310,14 @@ class SizeTimes:
         return shortest
 
     def _find_disturbed(self, shortest: dict[int, float]) -> tuple[int, float]:
-        """Return a size whose executions may all have been disturbed, and its highest rate.
+        """Return a size whose executions may all have been disturbed, and its possible rate.
 
         A size is ruled out after a number of executions that grows with the logarithm of the number
         of all executions while the target is missed (Lai and Robbins, 1985).
 
         Returns:
-            The size, and the highest rate below the next observed size if it takes no longer than
-            a smaller size; (0, 0.0) if there is none.
+            The size, and the rate of the largest size before the next observed size, assuming that
+            it takes no longer than a smaller size; (0, 0.0) if there is no such size.
         """
         best_rate = max(_size(index) / time for index, time in shortest.items())
         shortest_so_far = min(shortest.values())

@@ -150,7 +150,7 @@ class StepResponse:
 
 @dataclass(eq=False)
 class StepMessages:
-    """Makes the requests of steps, and puts the outputs of steps into the data flow.
+    """The converter of steps to requests, and of the responses to values in the data flow.
 
     Attributes:
         events: See `StepRequest`.

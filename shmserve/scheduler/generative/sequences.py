@@ -109,7 +109,7 @@ class BlockPool:
             count -= block_count
 
     def _take_start(self, block: int) -> bool:
-        """Take a block that begins a free extent; return False if it does not."""
+        """Take a block if a free extent begins with it; return whether that is the case."""
         if block not in self._length_by_start:
             return False
         self._take_from_extent(block, block, 1)

@@ -443,7 +443,7 @@ class ModelManager:
             pins: Whether the model then stays loaded, even if it was loaded on demand before.
 
         Raises:
-            ShmserveError: The load failed, with Triton's texts; the versions that serve continue.
+            ShmserveError: The load failed; the serving versions continue. The text is Triton's.
         """
         await self._wait_for(self._lifecycle.load(name, source, pins))
 

@@ -67,7 +67,7 @@ class LoadPlan(NamedTuple):
     Attributes:
         fingerprint: The fingerprint of the files before they were read.
         specs: The versions to load.
-        steps: The steps of each step's model, and of their steps, by name, from their folders.
+        steps: By each model that a step runs, directly or not: the models of its own steps.
         error: The reason why there is no plan.
         is_known: Whether a repository has the model.
         is_ambiguous: Whether several repositories have the model.
@@ -267,7 +267,7 @@ class Order:
         self.phase = OrderPhase.OFFERED
 
     def has_failed_versions(self) -> bool:
-        """Store the failures of offered versions that will never be ready; return if any."""
+        """Store failures of offered versions that will never be ready; return if there are any."""
         for number, version in self.model.incoming.items():
             if not version.ready and version.fatal_problem:
                 self.failures[number] = Unavailable(version.fatal_problem)

@@ -1,7 +1,7 @@
 """POST /v1/responses: OpenAI's Responses API, over the same models as chats.
 
 No response is stored, so that each request contains its conversation. Items of recent responses may
-be referred to by their ids, as long as this process remembers them.
+be referred to by their ids, as long as this process stores them.
 """
 
 from __future__ import annotations
