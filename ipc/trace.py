@@ -167,7 +167,7 @@ def unpack_spans(spans: bytes, tensors: list[TracedTensor] | None = None) -> lis
 
 
 def span_subtree(spans: list[Span], span_id: str) -> list[Span]:
-    """Return the span with this id and its descendants; other spans are of the same batch."""
+    """Return the span with this id and its descendants, without the other spans of the batch."""
     included_ids, remaining_spans = {span_id}, spans
     while True:
         ids = included_ids

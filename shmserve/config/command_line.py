@@ -60,7 +60,7 @@ class Parsed:
         repeated: The values of each repeatable flag.
         positional: The arguments that are not flags.
         without_effect: Accepted flags that have no effect.
-        after_boolean: By positional argument: the boolean flag without a value that it follows.
+        after_boolean: By positional argument: the preceding boolean flag, if it has no value.
         positions: The position of each flag that the file sets.
     """
 

@@ -218,7 +218,7 @@ class Core(Protocol[R]):
         return self.live_requests
 
     def check(self, submit: Submit, now_ns: int) -> None:
-        """Raise ShmserveError if the request would not be admitted; `admit` checks the same."""
+        """Raise ShmserveError if the request would not be admitted; `admit` has the same checks."""
 
     def admit(self, client: Client[R], submit: Submit, lookup: Lookup | None, now_ns: int) -> None:
         """Admit a request with the result of its cache lookup.
@@ -404,7 +404,7 @@ class Front(Generic[R]):
         if self._cache is not None:
             self._cache.process_exited(pid)
         self._reports.process_exited(pid)
-        # Remembered, because frames of the exited process may still arrive.
+        # Stored, because frames of the exited process may still arrive.
         self._dead[pid] = None
         if len(self._dead) > REMEMBERED_EXITS:
             del self._dead[next(iter(self._dead))]

@@ -88,7 +88,7 @@ class SizeTimes:
         self._outliers: deque[tuple[float, _Size]] = deque(maxlen=_CHANGE_LENGTH)
         self._observation_count = -1
         self._late_executions = 0  # executions while the target was out of reach
-        # These lists are by index of a size, as of the last refresh, at a level of 1.
+        # These lists have an item for each size index: values of the last refresh at a level of 1.
         self._times = [0.0] * (self._last_index + 1)
         self._best_index = list(range(self._last_index + 1))
         self._optimistic_index = self._best_index.copy()

@@ -265,7 +265,7 @@ class Sequence(Generic[T]):
 
     @property
     def seats(self) -> int:
-        """Return the number of rows that the sequence and the samples that it will fork take."""
+        """Return the number of rows for the sequence and for the samples that it will fork."""
         search = self.generation.beams
         return search.width if search is not None and not self.generated else 1 + self.forks
 

@@ -73,8 +73,8 @@ class _SentMessage(NamedTuple):
 class Publications:
     """The last publications of all models, from which the next differences are computed.
 
-    A change of readiness alone is sent as `ReadinessChanged`, without acknowledgement. Gateways
-    then keep what they have computed for the model.
+    A change of readiness alone is sent as `ReadinessChanged`, without acknowledgement, so that
+    gateways keep their caches for the model.
     """
 
     def __init__(self) -> None:

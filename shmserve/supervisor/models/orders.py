@@ -358,7 +358,7 @@ class ModelEntry:
     Attributes:
         orders: The open orders; only the first one is in progress, and later ones are queued.
         serving: The versions that serve, by number.
-        incoming: The versions of the executed load, which serve after they are offered.
+        incoming: The versions of the load in progress, which serve after they are offered.
         dropping: The versions of a failed load that have not ended.
         retiring: The versions that finish their requests.
         draining: The versions of `retiring` that drain.
@@ -438,13 +438,13 @@ class ModelEntry:
 
     @property
     def needed_steps(self) -> list[str]:
-        """Return the models that this ensemble needs, or will need after the executed load."""
+        """Return the models that this ensemble needs, or will need after the load in progress."""
         order = self.orders[0] if self.orders else None
         return order.step_models if order is not None and order.step_models else self.step_models
 
     @property
     def possible_steps(self) -> list[str]:
-        """Return `needed_steps` and the current steps, which remain if the executed load fails."""
+        """Return `needed_steps` and the current steps, which remain if the current load fails."""
         current = [step.name for version in self.serving.values() for step in version.spec.steps]
         return [*self.needed_steps, *current]
 

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 # The kernel should kill forked processes, which are restarted, before the supervisor.
 OOM_SCORE_ADJ = 100
 BOOT_FAILED = 3  # exit status of a process whose entry point raised
-SPARE = "spare"  # the entry point of requests for a spare, which contain a descriptor of its link
+SPARE = "spare"  # the entry point that requests a spare; its link is the second descriptor
 TAKE_OVER = b"take over"  # the message by which a spare replaces the zygote
 
 

@@ -7,7 +7,7 @@ size need no configuration. A model batches if the first dimension of all its te
 These settings of a configuration have an effect:
 
     optimization.graph.level                 -1: basic, 1: extended, 2: none; else all
-    optimization.execution_accelerators      see below
+    optimization.execution_accelerators      tensorrt, openvino, cuda, migraphx, dnnl
     model_operations.op_library_filename     libraries of custom operators
     parameters                               intra_op_thread_count, inter_op_thread_count,
                                              execution_mode (0: sequential, 1: parallel),

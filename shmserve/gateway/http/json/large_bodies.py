@@ -116,7 +116,7 @@ async def parse_large(
         longest: The maximum number of tokens of each model.
         prompts: The fields with prompts.
         model: The model, unless the body has its name.
-        convert: The function that converts the parsed body, if any; a public one of a module.
+        convert: The function that converts the parsed body, or None; the process imports it.
 
     Raises:
         JsonFault: The body is not JSON.

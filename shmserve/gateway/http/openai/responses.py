@@ -385,7 +385,7 @@ class ResponseObject:
 
     @cached_property
     def _calls(self) -> dict[str, tuple[str, dict[str, str]]]:
-        """Return the type of item and the names of each custom tool and function of a namespace."""
+        """Return the item type and the names of custom tools, and of functions of namespaces."""
         calls: dict[str, tuple[str, dict[str, str]]] = {}
         tools = self.body.get("tools") or []
         for tool in tools if type(tools) is list else orjson.loads(orjson.dumps(tools)):
