@@ -194,8 +194,8 @@ class Sizes:
 
     A trial at a low rate delays the requests that arrive until the instance has caught up. The late
     requests are those of the trial, if it takes longer than the time left to them, and those behind
-    it. The instance catches up only in its idle time, so that a trial near its capacity is
-    expensive. If clients wait for their responses, the number of late requests is bounded by the
+    it. The instance catches up only in its idle time, so that a trial is expensive if the load is
+    high. If clients wait for their responses, the number of late requests is bounded by the
     number of clients. The account pays the actual cost of a trial, at most the estimated cost.
     """
 

@@ -467,7 +467,7 @@ class Targets:
     """The models of an ensemble by name and version.
 
     Attributes:
-        changes: The number of changes after which earlier plans are no longer valid.
+        changes: The number of changes so far that have made earlier plans invalid.
     """
 
     def __init__(self, graph: Graph) -> None:

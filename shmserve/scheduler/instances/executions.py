@@ -178,7 +178,7 @@ class Executions:
             self._workers.post(request.worker.peer, CancelExecution(request.key, keeps_reading))
 
     def credit(self, request: ScheduledRequest, responses: int) -> None:
-        """Send a request's worker credit for the responses that the client has read.
+        """Send credit to the worker of a request, for the responses that the client has read.
 
         The credit is at most the number of responses sent.
         """

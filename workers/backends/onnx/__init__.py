@@ -389,7 +389,7 @@ class OnnxBackend(Backend):
 
 @contextlib.contextmanager
 def _convert_errors(path: Path | None = None) -> Iterator[None]:
-    """Convert errors of onnxruntime to messages for clients, which name `path` by its name only."""
+    """Convert errors of onnxruntime to errors for clients, without the folder of `path`."""
     try:
         yield
     except Exception as error:

@@ -211,7 +211,7 @@ def devices_of(context: ModelContext, config: ModelSpec, arguments: Mapping[str,
 
 
 def convert_metrics(metrics: Iterable[Any], version: str) -> list[list[Any]]:
-    """Return vLLM's metrics in a Prometheus registry in the form of `Backend.metrics`.
+    """Convert vLLM's metrics from a Prometheus registry to the form of `Backend.metrics`.
 
     A label with the version distinguishes the versions of a model. Gauges of several instances are
     added up.

@@ -448,7 +448,7 @@ def _check_capacity(model: GatewayModel, count: int) -> None:
 
 
 def prompt(value: Any, name: str = "prompt") -> InferInput:
-    """Return the input of a text or of a list of tokens, the field `name` of a body."""
+    """Return the input for the field `name` of a body: a text, or a list of tokens."""
     if type(value) is str:
         return create_input("text_input", "BYTES", [value])
     if type(value) is Packed and value.kind in ("text", "tokens"):
