@@ -333,7 +333,7 @@ class CallRouter:
     # --- sending
 
     def submit_now(self, call: C) -> C:
-        """Submit a call and send it at once.
+        """Submit a call and send it immediately.
 
         Raises:
             ShmserveError: The call cannot be submitted.

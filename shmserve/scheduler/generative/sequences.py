@@ -76,7 +76,7 @@ class BlockPool:
     def allocate(self, count: int, previous: int = -1) -> list[int]:
         """Return `count` blocks with one reference each, after block `previous` if possible.
 
-        As many must be `available`.
+        At least `count` blocks must be `available`.
         """
         blocks: list[int] = []
         while len(blocks) < count and previous >= 0:

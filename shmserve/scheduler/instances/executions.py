@@ -233,7 +233,7 @@ class Executions:
         return releases
 
     def _send_early(self, slot: Slot | None) -> None:
-        """Send an instance that became ready the releases that were kept for it."""
+        """Send the releases that were kept for an instance, since it is ready now."""
         if slot is not None:
             for message in self._early_releases.pop(slot.pid, ()):
                 self._workers.post(slot.peer, message)

@@ -1,7 +1,7 @@
 """Backend `vllm`: vLLM's asynchronous engine, in repositories of Triton's vllm_backend.
 
 `model.json` in the version folder has the arguments of the engine. The engine batches requests
-itself, so all requests are executed at once.
+itself, so all requests are passed to it immediately.
 
 engine.py     the engine, and the conversion of requests to its calls
 answers.py    from the engine's outputs to responses
