@@ -132,7 +132,7 @@ class LifecycleActions(Protocol):
         """Wait for `order.awaited_ends`, but not for long requests; calls `order_finalized`."""
 
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
-        """Redirect the requests that reached a version after its end; use its successor."""
+        """Redirect late requests to the successor of a version that has ended."""
 
     def discard(self, specs: Iterable[VersionSpec]) -> None:
         """Remove the folders that were written for these specs, unless a process uses them."""
