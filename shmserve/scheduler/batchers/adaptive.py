@@ -205,8 +205,8 @@ class Sizes:
         self._size = 0  # the size that is being tried, in the state of `_state`
         self._state = TrialState(0.0, 0.0, 0.0, 0.0, 0.0, False)
         self._idle_share = 1.0
-        # The requests that may still be late because of the last trial, and the misses that it may
-        # still be charged.
+        # The requests that may still be late because of the last trial, and the misses that may
+        # still be charged to it.
         self._delayed_requests = self._price = 0.0
 
     def is_due(self, batches: int) -> bool:
