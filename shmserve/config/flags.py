@@ -114,7 +114,7 @@ _KINDS: dict[str, type] = {"text": str, "bool": bool, "int": int, "float": float
 
 
 def parse_flag_table(text: str) -> dict[str, tuple[Flag, ...]]:
-    """Return the flags of a table, in the syntax of flags.txt, by their groups."""
+    """Return the flags of a table by group; the table has the syntax of flags.txt."""
     group: list[Flag] = []
     groups = {"": group}
     rows = [line for line in text.splitlines() if line and not line.startswith("#")]

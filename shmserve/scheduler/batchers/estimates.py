@@ -191,7 +191,7 @@ class SizeTimes:
         max_deviation = _MAX_SPREADS * max(self._spread, 2 * _MIN_SPREAD)
         gain = max(_SHARED_GAIN, 1 / self._observation_count)
         self._spread += (min(deviation, 2 * max_deviation) - self._spread) * gain
-        if deviation > max_deviation:  # an outlier or a change: a repetition has more weight
+        if deviation > max_deviation:  # an outlier, or a change if repeated: repetitions weigh more
             size.weight /= 2
             if size.weight >= 2:
                 return size.mean * min(max(ratio, 1 - max_deviation), 1 + max_deviation)
