@@ -44,7 +44,7 @@ class LoadPlanner:
     """
 
     def __init__(self, config: ServerConfig, run_dir: Path, accelerators: Accelerators) -> None:
-        """Create a planner; raises InvalidArgument if a model given as a file is invalid."""
+        """Create a planner; raise InvalidArgument if a model given as a file is invalid."""
         self._config = config
         self._overrides = run_dir / "overrides"
         self._environments = endpoints.environments(run_dir)

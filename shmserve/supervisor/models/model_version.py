@@ -123,7 +123,7 @@ class ModelVersion:
         return self.problem or ("no scheduler could be started" if has_failed else "")
 
     async def until_ready(self) -> None:
-        """Wait until the version is ready; raises Unavailable if it will not be."""
+        """Wait until the version is ready; raise Unavailable if it cannot become ready."""
         while not self.ready:
             if self.fatal_problem:
                 raise Unavailable(self.fatal_problem)
@@ -385,7 +385,7 @@ class EnsembleInstances(Instances):
         return all(model is not None and model.ready for model in self._models)
 
     async def complete_config(self) -> None:
-        """Validate the ensemble against the models that serve now; raises InvalidArgument."""
+        """Validate the ensemble against the models that serve now; raise InvalidArgument."""
         self.config = self._complete(self._spec, {})
         self.labels = {**_inherited_labels(self.config, self._models), **self._spec.labels}
 
