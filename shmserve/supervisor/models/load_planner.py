@@ -107,7 +107,7 @@ class LoadPlanner:
         try:
             written_config, source = repository.read_config(folder, override)
             config = self._with_defaults(written_config, folder)
-            # The model cannot be loaded then, whatever else its configuration says.
+            # Without its backend, a model cannot be loaded, whatever else its configuration says.
             fault = model_config.unknown_backend(config)
             if not fault:
                 repository.check_agents(folder, config)

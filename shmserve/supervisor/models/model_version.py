@@ -31,8 +31,8 @@ from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
 
-# The consecutive failed starts of a scheduler after which a load fails, and after which requests
-# that wait for a successor are rejected (some seconds).
+# Consecutive failed starts of a scheduler: the number after which a load fails, and the number
+# after which requests that wait for a successor are rejected (some seconds).
 _MAX_FAILED_STARTS = 5
 _MAX_AWAITED_STARTS = 10
 _CLIENT_ROLES = ("gateway", "ensemble", "caller", LOCAL_CLIENT)  # the roles that submit requests

@@ -261,7 +261,7 @@ def lacks_version(reason: str) -> bool:
 
 
 def fingerprint(folder: ModelFolder) -> str:
-    """Return a digest of the names, sizes, times and inodes of a model's files, and its problem."""
+    """Return a digest of a model's files (names, sizes, times, inodes) and of its `problem`."""
     return _digest(folder.problem.encode(), _all_lines(folder))
 
 
