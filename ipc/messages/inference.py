@@ -121,7 +121,7 @@ class Finished(Message):
     """Sent by a scheduler to a client when a request has succeeded.
 
     `schema` and `data` are an `Inferred`. The times are the durations of the phases of its
-    execution. `spans` are those of a request with a `trace` (ipc/trace.py).
+    execution. A request with a `trace` has `spans` (ipc/trace.py).
     """
 
     id: int
@@ -310,7 +310,7 @@ class ReaderExited(Message):
 class InstanceReady(Message):
     """Sent by a worker to a scheduler when its instance is loaded and accepts batches.
 
-    `index` is that of the instance within its model.
+    `index` is the index of the instance within its model.
     """
 
     index: int
