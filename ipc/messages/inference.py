@@ -397,8 +397,6 @@ def make_submit(
     The deadline is the earlier one of `limit_us`, counted from the arrival, with the origin
     `limit_origin`, and of the caller's end `ends_ns` (monotonic clock); 0: none.
     """
-    if timeout_us > MAX_TIMEOUT_US:
-        timeout_us = MAX_TIMEOUT_US
     deadline_ns = ends_ns
     if limit_us:
         deadline_ns = arrived_ns + min(limit_us, MAX_TIMEOUT_US) * 1000
