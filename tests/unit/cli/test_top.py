@@ -120,7 +120,7 @@ def test_a_narrow_terminal_shows_names_and_the_sorted_column() -> None:
 
 def test_long_names_are_shortened_in_their_middle() -> None:
     names = ["encoder_of_the" + "\u6f22" * 40 + end for end in ("_1", "_2")]
-    top = build_top(**dict.fromkeys(names, {"state": "READY"}))
+    top = build_top(**{name: {"state": "READY"} for name in names})
     shown_names = [line.split()[0] for line in render(top)[3:5]]
     assert [name[:14] + name[-3:] for name in shown_names] == [
         "encoder_of_the\u6f22_1", "encoder_of_the\u6f22_2",
