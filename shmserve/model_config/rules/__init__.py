@@ -372,7 +372,7 @@ def _ignored_optimization(
     if optimization.priority != ModelOptimizationPolicy.PRIORITY_DEFAULT:
         yield "optimization.priority"
     for name in ("input_pinned_memory", "output_pinned_memory"):
-        # Pinned memory is used by default, so that only disabling it has no effect.
+        # Memory is pinned in any case, so that only the wish to disable this has no effect.
         if optimization.HasField(name) and not getattr(optimization, name).enable:
             yield f"optimization.{name}"
 
