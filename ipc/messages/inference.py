@@ -397,8 +397,6 @@ def make_submit(
     The deadline is `limit_us` after the arrival, with the origin `limit_origin`, or the caller's
     deadline `ends_ns` (monotonic clock) if that is earlier. A limit of 0 does not apply.
     """
-    if timeout_us > MAX_TIMEOUT_US:
-        timeout_us = MAX_TIMEOUT_US
     deadline_ns = ends_ns
     if limit_us:
         deadline_ns = arrived_ns + min(limit_us, MAX_TIMEOUT_US) * 1000
