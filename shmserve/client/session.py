@@ -131,8 +131,8 @@ def open_session(
 ) -> Session:
     """Return a session; with a timeout, wait until there is a server.
 
-    The listener of a server that is starting accepts once its models are loaded, which needs no
-    polling. Only the appearance of the run directory is polled.
+    The run directory of a starting server is polled until it appears. The connection to the
+    server's listener then waits, without polling, until the models are loaded.
 
     Raises:
         Disconnected: There is no server, also after the timeout.

@@ -1,7 +1,7 @@
 """POST /v1/responses: OpenAI's Responses API, over the same models as chats.
 
 No response is stored, so that each request contains its conversation. Items of recent responses may
-be referred to by their ids, as long as this process remembers them.
+be referred to by their ids, as long as this process stores them.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ def _chat_content(content: Any, position: str) -> Any:
 # The items of recent responses by their ids.
 _recent_items: OrderedDict[str, dict[str, Any]] = OrderedDict()
 _MAX_RECENT_ITEMS = 1024
-_MAX_RECENT_ITEM_LENGTH = 1 << 16  # of the text of a stored item, in characters
+_MAX_RECENT_ITEM_LENGTH = 1 << 16  # maximum characters of a stored item's text
 
 
 def _store_item(item: dict[str, Any], text: str) -> None:
@@ -385,7 +385,7 @@ class ResponseObject:
 
     @cached_property
     def _calls(self) -> dict[str, tuple[str, dict[str, str]]]:
-        """Return the type of item and the names of each custom tool and function of a namespace."""
+        """Return the item type and the names of custom tools, and of functions of namespaces."""
         calls: dict[str, tuple[str, dict[str, str]]] = {}
         tools = self.body.get("tools") or []
         for tool in tools if type(tools) is list else orjson.loads(orjson.dumps(tools)):

@@ -365,7 +365,7 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
 def _add_tokens(
     tokenizer: Tokenizer, settings: dict[str, Any], added_tokens: dict[str, int], kind: str
 ) -> None:
-    """Add the tokens of tokenizer_config.json, and those of added_tokens.json."""
+    """Add the tokens of tokenizer_config.json and of added_tokens.json."""
     named_tokens = [settings[name] for name in _special_tokens(settings)]
     extra = settings["extra_special_tokens"]
     texts = [_content(token) for token in (*named_tokens, *extra)]
@@ -538,10 +538,10 @@ Range = tuple[int, int]  # the first address, and the address after the last
 
 @contextmanager
 def moved_to_huge_pages() -> Iterator[None]:
-    """Move memory that the with block allocates and keeps to huge pages, as far as available.
+    """Move the memory that the `with` block has allocated to huge pages, as far as available.
 
-    Weights on huge pages are read at twice the speed. Linux provides huge pages on request
-    (madvise(2)), which torch does not make.
+    Weights on huge pages are read at twice the speed. Linux provides huge pages to programs that
+    request them (madvise(2)); torch does not.
     """
     ranges_before = _private_memory()
     yield
