@@ -140,12 +140,14 @@ class ServerEnding(Message):
 class HealthChanged(Message):
     """Sent by the supervisor to gateways and local clients when a health check has a new result.
 
-    With `exiting`, gateways respond to requests for the server's health with an error.
+    With `exiting`, gateways respond to requests for the server's health with an error. `started` is
+    whether the loads of the start have ended.
     """
 
     live: bool
     ready: bool
     exiting: bool
+    started: bool = True
 
 
 # --- regions

@@ -426,7 +426,7 @@ class AdaptiveBatcher(Batcher):
         spare_ns = target - load.waiting * row_ns - best_ns
         is_overloaded = load.rows_per_ns * row_ns > _FULL_UTILISATION and spare_ns < target / 2
         if spare_ns < 0 and self._is_out_of_reach:
-            # The load is then steady if clients wait for responses, or if the instance is full.
+            # In this case a steady load means that clients wait for responses, or a full instance.
             is_overloaded = is_overloaded or load.is_steady
         oldest_left_ns = target - (now_ns - oldest_ns)
         return TrialState(
