@@ -32,7 +32,7 @@ _MAX_ENTRIES = {
     "ClientTable": 1024,
     "Schemas": 256,
     "LruCache._entries": 1 << 20,
-    "Front._dead": REMEMBERED_EXITS,
+    "Front._exited_pids": REMEMBERED_EXITS,
     "Sequences._lost_ids": 4096,
     "Sequences._free_slots": 1 << 20,
     "Timers._heap": 1100,
@@ -98,7 +98,7 @@ class Scheduler:
         if model.steps:
             ensemble_memory = _EnsembleMemory(lent, memory)
             core = EnsembleCore(settings, spec, peers, control, ensemble_memory, cache)
-            self.from_peer: Any = core.from_step
+            self.from_peer: Any = core.handle_step_message
         else:
             fits = Schemas(model.fit)
             core = BatchingCore(settings, fits, peers, control, lambda: world.now_ns, cache)

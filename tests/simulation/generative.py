@@ -199,7 +199,7 @@ class EngineRig:
             assert reference_counts == pool.references
             assert pool.used == sum(map(bool, reference_counts))
         running_seats = [
-            sequence.seats for sequence in live if sequence.status is SequenceStatus.RUNNING
+            sequence.seat_count for sequence in live if sequence.status is SequenceStatus.RUNNING
         ]
         assert sum(running_seats) <= self.settings.max_batch_size
         for sequence in live:
@@ -381,7 +381,7 @@ class Schedule:
 
     def _stop(self, sequence: Sequence[None]) -> None:
         generation = sequence.generation
-        if generation.beams is not None or not sequence.generated:
+        if generation.beams is not None or not sequence.generated_tokens:
             return
         self.rig.engine.stop_sequence(sequence.number)
         self._samples[generation.key].discard(sequence.sample)

@@ -372,7 +372,7 @@ def conversation_input(body: dict[str, Any], variables: dict[str, Any]) -> Infer
     if not messages:
         raise InvalidArgument("messages: at least one message is required")
     is_packed = type(messages) is Packed
-    index = messages.fault if is_packed else without_role(messages)
+    index = messages.fault_index if is_packed else without_role(messages)
     if index is not None:
         raise InvalidArgument(f"messages[{index}]: expected an object with a 'role'")
     if is_packed:

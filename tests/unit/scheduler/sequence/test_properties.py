@@ -120,7 +120,7 @@ def test_a_decision_costs_the_same_however_many_sequences_wait() -> None:
             message = m.Submit(
                 *(sequence, schema_of(), [b"w"], 0, 0, 0, 0, "", START, sequence, "")
             )
-            rig.scheduler.from_client(b"7009.ab", message, rig.now)
+            rig.scheduler.handle_client_message(b"7009.ab", message, rig.now)
         rig.pass_time(0)
         rig._take()
         line_count = 0

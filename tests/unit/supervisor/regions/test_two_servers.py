@@ -37,7 +37,7 @@ class RegionServer(RegionRig):
         await self.kept_regions.flush()
 
     def names(self) -> list[str]:
-        return [region.name for region in self.registry.active()]
+        return [region.name for region in self.registry.active_regions()]
 
 
 @contextlib.asynccontextmanager
@@ -67,7 +67,7 @@ def test_servers_share_their_regions() -> None:
             await second_server.register("b", objects[1].key)
             assert first_server.names() == second_server.names() == ["a", "b"]
             first_region, second_region = (
-                server.registry.active()[0] for server in (first_server, second_server)
+                server.registry.active_regions()[0] for server in (first_server, second_server)
             )
             assert first_region.shared is not None and second_region.shared is not None
             assert first_region.shared.inode == second_region.shared.inode

@@ -135,7 +135,7 @@ class Checkpoint:
         eos: The tokenizer's end token; -1 if it has none.
         defaults: The content of generation_config.json.
         templates: The chat templates by name; the name of an unnamed template is "default".
-        special: The texts of special tokens by their names in templates, such as "eos_token".
+        special_tokens: The texts of special tokens by their names in templates ("eos_token").
     """
 
     architecture: Architecture
@@ -146,7 +146,7 @@ class Checkpoint:
     eos: int
     defaults: dict[str, Any] = field(default_factory=dict)
     templates: dict[str, str] = field(default_factory=dict)
-    special: dict[str, str] = field(default_factory=dict)
+    special_tokens: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path) -> Self:

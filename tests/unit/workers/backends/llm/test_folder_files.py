@@ -198,7 +198,9 @@ def test_tokens_equal_those_of_transformers(tmp_path: Path, spaces: bool, files:
     reference.chat_template = TOKEN_TEMPLATE
     expected = reference.apply_chat_template(MESSAGES, tokenize=False)
     assert (
-        ChatTemplate({"default": TOKEN_TEMPLATE}, checkpoint.special).render({"messages": MESSAGES})
+        ChatTemplate({"default": TOKEN_TEMPLATE}, checkpoint.special_tokens).render(
+            {"messages": MESSAGES}
+        )
         == expected
     )
 
@@ -415,9 +417,11 @@ def test_prompts_equal_those_of_transformers(folder: Folder, name: str) -> None:
         messages, chat_template=template, tokenize=False, add_generation_prompt=prompted, **options
     )
     variables = {"messages": messages, **options}
-    assert ChatTemplate({"default": template}, checkpoint.special).render(variables) == expected
+    assert (
+        ChatTemplate({"default": template}, checkpoint.special_tokens).render(variables) == expected
+    )
     nested = {"messages": messages, "chat_template_kwargs": options}
-    assert ChatTemplate({"default": template}, checkpoint.special).render(nested) == expected
+    assert ChatTemplate({"default": template}, checkpoint.special_tokens).render(nested) == expected
 
 
 def test_a_text_becomes_a_part_if_a_template_takes_only_parts() -> None:
@@ -531,7 +535,7 @@ def test_one_of_several_templates_is_used(
         else:
             (path / name).write_text(content)
     checkpoint = Checkpoint.open(path)
-    chat = ChatTemplate(checkpoint.templates, checkpoint.special)
+    chat = ChatTemplate(checkpoint.templates, checkpoint.special_tokens)
     assert chat.render({"messages": MESSAGES, **options}) == text
 
 

@@ -73,7 +73,7 @@ def test_valid_parameters_are_accepted(parameters: dict[str, Any], field: str, v
         ({"max_tokens": 1.5}, "max_tokens: 1.5 is not an integer"),
         ({"max_completion_tokens": -1}, "max_completion_tokens: -1 is not an integer"),
         ({"max_new_tokens": 0, "min_tokens": 0}, "max_new_tokens: 0 generates nothing"),
-        ({"allowed_token_ids": []}, "allowed_token_ids: [] is not a list of tokens"),
+        ({"allowed_token_ids": []}, "allowed_token_ids: [] is not a non-empty list of tokens"),
         ({"n": True}, "n: True is not an integer from 1 to 128"),
         ({"top_p": 0}, "top_p: 0.0 is not a number above 0"),
         ({"stop": [""]}, "stop: [''] is not a string or a list"),
