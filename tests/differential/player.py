@@ -56,9 +56,7 @@ class Player:
             for call in self._calls.values():
                 call.close()
         self._record.responses = self._outcomes()
-        self._record.statistics = {
-            name: self._caller.statistics(name) for name in sorted(self._names)
-        }
+        self._record.statistics = {n: self._caller.statistics(n) for n in sorted(self._names)}
         if self._script.unordered:
             self._record.batches.sort(key=str)
         return self._record

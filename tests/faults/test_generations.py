@@ -107,11 +107,9 @@ def test_an_instance_that_dies_while_another_loads(server: Server, pool: Request
     """The instance restarts, and the load succeeds with both instances."""
     pending = change(pool, "twin")
     first_visit, second_visit = server.gate.next(), server.gate.next()
-    attached_before = count_attached(server)
+    before = count_attached(server)
     first_visit.release()
-    until(
-        "the first offers itself to its scheduler", lambda: count_attached(server) > attached_before
-    )
+    until("the first offers itself to its scheduler", lambda: count_attached(server) > before)
     state(server, "twin")  # the supervisor has received the worker's registration, too
     os.kill(first_visit.pid, signal.SIGKILL)
     server.gate.next().release()

@@ -161,9 +161,7 @@ shared_memory.SharedMemory(sys.argv[1]).close()
 def somebody_attaches_and_unlinks(stage: Stage) -> None:
     """Attach with Python before 3.13, which unlinks an object when the attached program exits."""
     with stage.region("r") as region:
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", ATTACH_SCRIPT, region.name], check=True
-        )
+        subprocess.run([sys.executable, "-Wignore", "-c", ATTACH_SCRIPT, region.name], check=True)
         with contextlib.suppress(FileNotFoundError):
             region.path.unlink()
         assert stage.infer_in_region("r") == 200

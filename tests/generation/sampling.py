@@ -37,11 +37,7 @@ def sample_here(
     p_values: list[Any] = []
     with llm_rig(rig, path, engine) as scheduler:
         for key in range(1, -(-texts // _SAMPLE_COUNT) + 1):
-            request: dict[str, Any] = {
-                "input_ids": PROMPT,
-                "max_tokens": LENGTH,
-                "ignore_eos": True,
-            }
+            request: Any = {"input_ids": PROMPT, "max_tokens": LENGTH, "ignore_eos": True}
             scheduler.add(key, **request, **settings, n=_SAMPLE_COUNT, seed=seed + key)
             scheduler.run()
             tokens = scheduler.tokens(key)

@@ -126,10 +126,10 @@ def requests() -> list[PlannedRequest]:
     prompt_beginnings = [draw.choices(_TOKENS, k=_MAX_PROMPT_TOKENS) for _ in range(4)]
     requests: list[PlannedRequest] = []
     for _ in range(_REQUEST_COUNT):
-        begin = draw.choice(prompt_beginnings)[: draw.choice((0, 16, 32, 40))]
+        head = draw.choice(prompt_beginnings)[: draw.choice((0, 16, 32, 40))]
         prompt = [
-            *begin,
-            *draw.choices(_TOKENS, k=draw.randint(1, _MAX_PROMPT_TOKENS - len(begin))),
+            *head,
+            *draw.choices(_TOKENS, k=draw.randint(1, _MAX_PROMPT_TOKENS - len(head))),
         ]
         max_tokens = draw.randint(1, _MAX_NEW_TOKENS)
         requests.append(PlannedRequest(tuple(prompt), max_tokens, draw.choice((1, 1, 1, 2, 4))))

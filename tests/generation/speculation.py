@@ -88,13 +88,13 @@ def chance(settings: dict[str, Any], texts: int, first_seed: int = 0) -> float:
     }
     assert all(joint[text] for text in counts)
     frequent_texts = [text for text, probability in joint.items() if probability * texts >= 8]
-    observed = [counts[text] for text in frequent_texts]
+    found = [counts[text] for text in frequent_texts]
     expected = [joint[text] * texts for text in frequent_texts]
-    observed, expected = (
-        [*observed, texts - sum(observed) + 1],
+    found, expected = (
+        [*found, texts - sum(found) + 1],
         [*expected, texts - sum(expected) + 1],
     )
-    return float(chisquare(observed, expected, sum_check=False).pvalue)
+    return float(chisquare(found, expected, sum_check=False).pvalue)
 
 
 def run(size: int, first_seed: int = 0) -> str:
@@ -102,7 +102,5 @@ def run(size: int, first_seed: int = 0) -> str:
     p_values = {str(settings): chance(settings, size, first_seed) for settings in SETTINGS}
     for settings, figures in p_values.items():
         assert figures > MIN_P_VALUE, f"{settings}: p = {figures:g}"
-    summary = ", ".join(f"{settings} {figures:.3f}" for settings, figures in p_values.items())
-    return (
-        f"{size} texts at each of {len(SETTINGS)} settings are distributed as without: p {summary}"
-    )
+    text = ", ".join(f"{settings} {figures:.3f}" for settings, figures in p_values.items())
+    return f"{size} texts at each of {len(SETTINGS)} settings are distributed as without: p {text}"

@@ -44,10 +44,8 @@ def perplexity(path: Path, weights: str, tokens: list[int]) -> float:
 
 def check_greedy(path: Path, rig: Path, tokens: list[int]) -> None:
     """Check that greedy continuations equal those of transformers. Raises AssertionError."""
-    prompt_starts = [random.Random(7).randrange(len(tokens) - 100) for _ in range(_PROMPTS)]
-    prompts = {
-        key: tokens[begin : begin + 5 + 9 * key] for key, begin in enumerate(prompt_starts, 1)
-    }
+    starts = [random.Random(7).randrange(len(tokens) - 100) for _ in range(_PROMPTS)]
+    prompts = {key: tokens[begin : begin + 5 + 9 * key] for key, begin in enumerate(starts, 1)}
     reference: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     shuffle = random.Random(5)
     with llm_rig(rig, path, {"kv_cache_blocks": 512}, chunk=16, shuffle=shuffle) as scheduler:

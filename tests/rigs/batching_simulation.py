@@ -163,12 +163,10 @@ class Simulation:
         began_ns, batch = started_batch
         self._free += 1
         self._waiting_count -= len(batch)
-        latencies = [self._now - item.enqueued_ns for item in batch]
-        self._run.latencies += latencies
+        delays = [self._now - item.enqueued_ns for item in batch]
+        self._run.latencies += delays
         duration_ns = self._now - began_ns
-        self._batcher.record_batch(
-            self._now, self._waiting_count, len(batch), duration_ns, latencies
-        )
+        self._batcher.record_batch(self._now, self._waiting_count, len(batch), duration_ns, delays)
         if self._think is not None:
             for _ in batch[: self._to_come]:
                 self._at(self._now + self._think(), self._arrive)
@@ -176,12 +174,12 @@ class Simulation:
 
 
 def fixed_run(
-    size: int, delay_ns: int, time_ns: Callable[[int, int], float], arrivals: Arriving
+    size: int, delay_ns: int, time_ns: Callable[[int, int], float], load: Arriving
 ) -> Run:
     """Return quickly what a `Simulation` of this `DynamicBatcher` with one instance returns."""
     run, free_ns = Run(), 0
     waiting: deque[int] = deque()
-    due = arrivals.due
+    due = load.due
     while due or waiting:
         if not waiting:
             waiting.append(heapq.heappop(due))
@@ -196,7 +194,7 @@ def fixed_run(
         run.sizes.append(count)
         for _ in range(count):
             run.latencies.append(free_ns - waiting.popleft())
-        arrivals.responses_returned(free_ns, count)
+        load.responses_returned(free_ns, count)
     run.ended_ns = free_ns
     return run
 

@@ -78,16 +78,14 @@ class LifecycleRig:
     def execute_pending(self, *kinds: str) -> None:
         """Execute pending actions of some kinds ("known": acknowledge all), and what follows."""
         while True:
-            has_unacknowledged = (
-                "known" in kinds and self.acknowledged_number < self.publication_count
-            )
-            if has_unacknowledged:
+            unread = "known" in kinds and self.acknowledged_number < self.publication_count
+            if unread:
                 self.acknowledged_number = self.publication_count
                 self.lifecycle.publication_acknowledged()
             due_actions = [
                 item for item in self.pending_actions if {item[0], item[0].split()[0]} & {*kinds}
             ]
-            if not (due_actions or has_unacknowledged):
+            if not (due_actions or unread):
                 return
             for item in due_actions:
                 self.pending_actions.remove(item)
@@ -146,15 +144,11 @@ class LifecycleRig:
     def move(self, order: Order, group: Group) -> None:
         self.pending_actions.append(("move", lambda: self.lifecycle.move_finished(order)))
 
-    def kill(self, version: Any) -> None:
-        self.pending_actions.append(
-            (f"end {version.spec.name}", lambda: self._end_version(version))
-        )
+    def kill(self, v: Any) -> None:
+        self.pending_actions.append((f"end {v.spec.name}", lambda: self._end_version(v)))
 
-    def retire(self, version: Any) -> None:
-        self.pending_actions.append(
-            (f"end {version.spec.name}", lambda: self._end_version(version))
-        )
+    def retire(self, v: Any) -> None:
+        self.pending_actions.append((f"end {v.spec.name}", lambda: self._end_version(v)))
 
     def _end_version(self, version: Any) -> None:
         version.ready = False

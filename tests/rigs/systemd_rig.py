@@ -118,10 +118,8 @@ def _check() -> None:
         raise Unavailable("namespaces with a systemd are for root to make")
     if not Path(_SYSTEMD).exists() or not all(map(shutil.which, _TOOLS)):
         raise Unavailable(f"there is no {_SYSTEMD} here, or not all of {', '.join(_TOOLS)}")
-    if hidden_paths := [
-        path for path in (ROOT, sys.executable) if str(path).startswith(_EMPTY_FOLDERS)
-    ]:
-        raise Unavailable(f"{hidden_paths[0]} is in a folder that is empty there")
+    if hidden := [path for path in (ROOT, sys.executable) if str(path).startswith(_EMPTY_FOLDERS)]:
+        raise Unavailable(f"{hidden[0]} is in a folder that is empty there")
     try:
         subprocess.run(
             [sys.executable, "-c", "import shmserve"],

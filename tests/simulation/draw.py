@@ -38,15 +38,11 @@ def fix_sizes(models: list[Model], byte_size: int) -> None:
             model.input_byte_size = byte_size
             sizes = {"IN": byte_size}
             for step, maps in zip(model.steps, model.tensor_maps, strict=True):
-                in_sizes = [
-                    sizes[maps["input_map"][tensor["name"]]] for tensor in step.config["input"]
-                ]
-                input_bytes = (
+                in_sizes = [sizes[maps["input_map"][t["name"]]] for t in step.config["input"]]
+                data = (
                     bytes(in_sizes[0]) if len(in_sizes) == 1 else join_inputs(*map(bytes, in_sizes))
                 )
-                out_size = sizes[maps["output_map"]["OUT"]] = len(
-                    step.outputs_of(input_bytes, "000")[0]
-                )
+                out_size = sizes[maps["output_map"]["OUT"]] = len(step.outputs_of(data, "000")[0])
                 step.config.update(_tensors(in_sizes, out_size))
             model.config.update(_tensors([byte_size], out_size))
 
@@ -214,12 +210,12 @@ def generative(random: Random, name: str) -> Model:
         "model_transaction_policy": {"decoupled": True},
         "parameters": {ENGINE_PARAMETER: {"string_value": EngineSettings.of(settings).text}},
     }
-    behaviour = {
+    fields = {
         **_behaviour(random),
         "is_large": False,
         "compute_us": (20, random.choice((100, 900))),
     }
-    return Model(name, _config(name, 0, **config), _limits(random), **behaviour)
+    return Model(name, _config(name, 0, **config), _limits(random), **fields)
 
 
 def _step(random: Random, name: str) -> Model:

@@ -135,10 +135,8 @@ class Simulation:
         if step == 0:
             self._sequences += 1
             endpoint = client.endpoints.get(model.name, "")
-        first_id = earlier_requests[0].uid if earlier_requests else ""
-        number = (
-            int(first_id.rpartition("/")[0].rpartition(":s")[2]) if first_id else self._sequences
-        )
+        first = earlier_requests[0].uid if earlier_requests else ""
+        number = int(first.rpartition("/")[0].rpartition(":s")[2]) if first else self._sequences
         flags = (SEQUENCE_START if step == 0 else 0) | (SEQUENCE_END if step + 1 == length else 0)
         pending = client.submit(
             model,

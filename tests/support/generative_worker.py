@@ -127,13 +127,11 @@ class GenerativeWorker:
         for source, target in _pairs(step.copies):
             self._pool[target] = self._pool[source][:]
         results = [result for row in step.rows for result in self._row(row)]
-        unknown_sequences = [
-            row.sequence for row in step.rows if row.sequence not in self.sequences
-        ]
+        unknown = [row.sequence for row in step.rows if row.sequence not in self.sequences]
         for number in step.ended:
             self.sequences.pop(number, None)
         forward_ns = 1_000_000 + 100_000 * len(step.rows)
-        return Stepped(step.step, results, 0, forward_ns, 0, skipped=unknown_sequences)
+        return Stepped(step.step, results, 0, forward_ns, 0, skipped=unknown)
 
     def _row(self, row: Row) -> list[RowResult]:
         if row.sequence not in self.sequences:

@@ -70,9 +70,7 @@ class Snapshot:
             if not _is_used_elsewhere(name)
         ]
         new_children = later_snapshot.children - self.children
-        leaks += [
-            f"process {process.pid} ({servers.title_of(process.pid)})" for process in new_children
-        ]
+        leaks += [f"process {p.pid} ({servers.title_of(p.pid)})" for p in new_children]
         for pid, titles in later_snapshot.titles.items():
             titles_before = self.titles.get(pid)
             if titles_before is not None and servers.without_short_lived(titles_before) != titles:

@@ -100,11 +100,9 @@ def test_clients_cannot_write_log_lines(capsys: Capture) -> None:
     logger = logging.getLogger("shmserve.somewhere")
     logger.warning("refused: %s", MALICIOUS_TEXT, extra={"request_id": MALICIOUS_TEXT})
     captured = capsys.readouterr().err
-    first_line, second_line = captured.rstrip("\n").split("\n")
+    first_line, second = captured.rstrip("\n").split("\n")
     assert first_line.isprintable() and "] refused: x request=x\\nE 2026 forged" in first_line
-    assert second_line.isprintable() and second_line.startswith(
-        "    E 2026 forged\\x1b[31m\\u2028\\x00\\r"
-    )
+    assert second.isprintable() and second.startswith("    E 2026 forged\\x1b[31m\\u2028\\x00\\r")
     assert len(captured) < 40_000
     try:
         raise ValueError(MALICIOUS_TEXT + "\nE forged" * 100_000)

@@ -28,12 +28,10 @@ NOT_RUN = Known("batches", "what nobody waits for is not executed, whatever the 
 LATE_COUNT = Known("unsettled", "Triton counts it as pending until it looks")
 
 
-def waiting(name: str, scheduler: str, known_differences: Sequence[Known] = ()) -> Script:
+def waiting(name: str, scheduler: str, known: Sequence[Known] = ()) -> Script:
     """The second of three waiting requests is cancelled."""
     steps: list[Step] = [Send(f"r{n}", name, n) for n in range(4)]
-    return Script(
-        name, [recorder(name, scheduler)], [*steps, Cancel("r2"), Drain()], known_differences
-    )
+    return Script(name, [recorder(name, scheduler)], [*steps, Cancel("r2"), Drain()], known)
 
 
 def cancel_executing(name: str, scheduler: str = DYNAMIC_BATCHER) -> Script:

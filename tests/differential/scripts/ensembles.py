@@ -67,15 +67,15 @@ def one_by_one(*requests: Send) -> list[Send | Drain]:
 
 def two_step_ensemble(
     name: str,
-    first_body: str,
-    second_body: str,
+    first: str,
+    second: str,
     *requests: Send,
     known_differences: Sequence[Known] = (),
 ) -> Script:
     """Return two models and the ensemble that runs them in order, named after the script."""
     models = [
-        recorder(f"{name}_1", method_body=first_body),
-        recorder(f"{name}_2", method_body=second_body),
+        recorder(f"{name}_1", method_body=first),
+        recorder(f"{name}_2", method_body=second),
     ]
     steps = step_through(f"{name}_1", "INPUT0", "MID"), step_through(f"{name}_2", "MID", "OUT")
     return Script(name, [*models, ensemble(name, *steps)], one_by_one(*requests), known_differences)
@@ -115,11 +115,11 @@ def unbatched_step() -> Script:
     dims = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUTPUT0", dims=[1, 2])]}
     unbatched_model = recorder(f"{name}_2", method_body=RETURN_INCREMENT, max_batch_size=0, **dims)  # type: ignore[arg-type]
     steps = step_through(f"{name}_1", "INPUT0", "MID"), step_through(f"{name}_2", "MID", "OUT")
-    edge_tensors = {
+    edges = {
         "inputs": [tensor("INPUT0", dims=[1, 2])],
         "outputs": [tensor("OUT", dims=[1, 2])],
     }
-    ensemble_model = ensemble(name, *steps, size=0, **edge_tensors)
+    ensemble_model = ensemble(name, *steps, size=0, **edges)
     return Script(
         name, [batched, unbatched_model, ensemble_model], one_by_one(Send("a", name, 1, columns=2))
     )

@@ -58,10 +58,8 @@ def priorities() -> Script:
     steps: list[Step] = [Send("first", f"{name}_1")]
     steps += [Send(f"a{n}", f"{name}_1", n) for n in range(4)]
     steps += [Send(f"b{n}", f"{name}_2", n) for n in range(4)]
-    known_differences = [
-        Known("batches.*", "of two that have had as much, who waited for longer is next")
-    ]
-    return Script(name, models, [*steps, Drain()], known_differences)
+    known = [Known("batches.*", "of two that have had as much, who waited for longer is next")]
+    return Script(name, models, [*steps, Drain()], known)
 
 
 def much_and_little() -> Script:
@@ -70,10 +68,8 @@ def much_and_little() -> Script:
     models = [needing(f"{name}_{n}", f"room:{n}") for n in (1, 2)]
     models.append(needing(f"{name}_3", "room:1"))
     steps: list[Step] = [Send(f"r{n}", f"{name}_{n}", n) for n in (1, 2, 3)]
-    known_differences = [
-        Known("batches.*", "who needs much holds up nobody who needs what there is")
-    ]
-    return Script(name, models, [*steps, Drain()], known_differences)
+    known = [Known("batches.*", "who needs much holds up nobody who needs what there is")]
+    return Script(name, models, [*steps, Drain()], known)
 
 
 def unlimited() -> Script:

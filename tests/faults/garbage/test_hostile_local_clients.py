@@ -57,19 +57,17 @@ def check_honest_client(stage: Scene) -> None:
 # --- attacks, each by a local client that then disconnects
 
 
-def garbage_as_frames(local_client: Guest, stage: Scene) -> None:
+def garbage_as_frames(client: Guest, stage: Scene) -> None:
     """Send malformed frames on a link, which is closed after a few."""
     frames = list(garbage())
     while frames:
-        link = local_client.link(
-            "identity", f"{local_client.number}.{local_client.token}.g{len(frames)}"
-        )
+        link = client.link("identity", f"{client.number}.{client.token}.g{len(frames)}")
         send_raw(link, b"", b"".join(encode_zmtp(frames.pop()) for _ in range(min(8, len(frames)))))
         link.send(submit((small_tensor(),)))
         replies = receive_arrived(link)
         assert all(isinstance(reply, m.Finished | m.Failed) for reply in replies)
         link.close()
-    link = local_client.link("identity", f"{local_client.number}.{local_client.token}.flood")
+    link = client.link("identity", f"{client.number}.{client.token}.flood")
     send_raw(link, b"", encode_zmtp(b"x") * 50_000)
     until("it is ended", partial(has_ended, link))
 
@@ -173,11 +171,9 @@ def all_in_one_frame(local_client: Guest, stage: Scene) -> None:
     """Send millions of messages, or invalid elements, in one frame; others are served meanwhile."""
     cpu_before = cpu_seconds(stage.server)["scheduler identity"]
     message = msgpack.packb(["Cancel", 1])
-    nested_arrays = b"".join(
-        b"\xdd" + (60_000).to_bytes(4, "big") + b"\x90" * 60_000 for _ in range(130)
-    )
+    nested = b"".join(b"\xdd" + (60_000).to_bytes(4, "big") + b"\x90" * 60_000 for _ in range(130))
     for number, words in enumerate(
-        (message * (7 * MIB // len(message)), nested_arrays, message * 6 * MIB)
+        (message * (7 * MIB // len(message)), nested, message * 6 * MIB)
     ):
         count = words.count(b"\xdd") or len(words) // len(message)
         frame = encode_zmtp(b"\xdd" + (count + 1).to_bytes(4, "big") + b"\x01" + words)
@@ -236,15 +232,10 @@ def send_what_lingers(
     lingering.close()
 
 
-def many_links(local_client: Guest, stage: Scene) -> None:
+def many_links(client: Guest, stage: Scene) -> None:
     """Open more links than allowed, and links without a token."""
-    own_links = [
-        local_client.link("identity", f"{local_client.number}.{local_client.token}.{n}")
-        for n in range(40)
-    ]
-    made_up = [
-        local_client.link("identity", f"{local_client.number}.{'0' * 32}.{n}") for n in range(200)
-    ]
+    own_links = [client.link("identity", f"{client.number}.{client.token}.{n}") for n in range(40)]
+    made_up = [client.link("identity", f"{client.number}.{'0' * 32}.{n}") for n in range(200)]
     for link in (*own_links, *made_up):
         link.send(submit((small_tensor(),)))
     until("those are ended", lambda: all(map(has_ended, made_up)))
@@ -338,23 +329,21 @@ def tensors_that_cannot_be(local_client: Guest, stage: Scene) -> None:
     bad_tensors.append(["INPUT0", "FP32", [4.0]])
     packed, data = pack_inference(Inference((small_tensor(),), ()))
     schema = msgpack.unpackb(packed)
-    bad_requests: list[tuple[Any, list[Any]]] = [
+    requests: list[tuple[Any, list[Any]]] = [
         ([[tensor], *schema[1:]], data) for tensor in bad_tensors
     ]
     contents: list[Any] = [b"", bytes(15), "x" * 16, None, 1, [], {}]
     contents += [[0] * count for count in range(1, 12)]
     memories: tuple[Any, ...] = (b"", b"\x90", "", 1, None, [], {})
     contents += [[memory, 0, 16] for memory in memories]
-    bad_requests += [(schema, [content]) for content in contents]
-    bad_requests += [(schema, []), (schema, [*data, *data])]
+    requests += [(schema, [content]) for content in contents]
+    requests += [(schema, []), (schema, [*data, *data])]
     for field in range(1, len(schema)):
         odd_values: tuple[Any, ...] = (b"x", [[1, 2, 3]], 1.5, True, {"k": []}, {1: 1}, None)
-        bad_requests += [
-            ([*schema[:field], value, *schema[field + 1 :]], data) for value in odd_values
-        ]
+        requests += [([*schema[:field], value, *schema[field + 1 :]], data) for value in odd_values]
     link.send(submit((small_tensor(),)))
     assert isinstance(answer(link), m.Finished)
-    for number, work in enumerate(bad_requests, 2):
+    for number, work in enumerate(requests, 2):
         link.send(m.Submit(number, msgpack.packb(work[0]), work[1], 0, 0, 0, 0))
         failed_answer = answer(link)
         assert isinstance(failed_answer, m.Failed) and failed_answer.id == number, work
@@ -374,13 +363,13 @@ def deep_messages(local_client: Guest, stage: Scene) -> None:
     assert answer(link).id == 2
 
 
-def memory_of_which_little_is_there(local_client: Guest, stage: Scene) -> None:
+def memory_of_which_little_is_there(client: Guest, stage: Scene) -> None:
     """Punch holes into sealed memory during a request; the worker reads zeros and survives."""
     size = 256 * 1024
-    link = local_client.link("identity")
+    link = client.link("identity")
     with memfd(2 * size) as fd:
         memory = unpack_memory(
-            local_client.request(ShareMemory(1, 2 * size, False), fd).payload["memory"]
+            client.request(ShareMemory(1, 2 * size, False), fd).payload["memory"]
         )
         tensor = TensorRef("INPUT0", "FP32", (size // 4,), Range(memory, 0, size))
         output = RequestedOutput("OUTPUT0", Range(memory, size, size))
@@ -447,10 +436,8 @@ def crowd_at_the_listener(local_client: Guest, stage: Scene) -> None:
         for _ in range(600):
             # A blocking socket waits for a place in the listen queue; a socket with a timeout would
             # fail.
-            silent_socket = stack.enter_context(
-                socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            )
-            silent_socket.connect(str(endpoints.listener(stage.server.run_dir)))
+            silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            silent.connect(str(endpoints.listener(stage.server.run_dir)))
         check_honest_client(stage)
         with shmserve.client.connect(stage.server.run_dir) as program:
             assert program.models()

@@ -68,11 +68,11 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    for name, text, input_name in (
+    for name, text, x in (
         ("linear", LINEAR_MODEL, "input"),
         ("twice", DOUBLING_MODEL, "x"),
     ):
-        repositories.write(models, name, CONFIG % input_name, text)
+        repositories.write(models, name, CONFIG % x, text)
     return start(models, gpu=True)
 
 

@@ -80,9 +80,7 @@ def server(models: Path, start: Start) -> Server:
 
 def find_wrong_outputs(server: Server, model: str, count: int) -> list[int]:
     with shmserve.client.connect(server.run_dir) as client:
-        return [
-            int(client.infer(model, X=np.array([n], np.int64))["output"][0]) for n in range(count)
-        ]
+        return [int(client.infer(model, X=np.array([n], int))["output"][0]) for n in range(count)]
 
 
 def test_plans_of_14_mb_on_a_pool_of_12_both_serve(server: Server) -> None:
@@ -95,12 +93,8 @@ def test_plans_of_14_mb_on_a_pool_of_12_both_serve(server: Server) -> None:
 
 def test_the_workspace_holder_dies(server: Server) -> None:
     def holders() -> list[int]:
-        child_processes = psutil.Process(server.pid).children(recursive=True)
-        return [
-            process.pid
-            for process in child_processes
-            if "workspace cuda:0" in servers.title(process)
-        ]
+        children = psutil.Process(server.pid).children(recursive=True)
+        return [process.pid for process in children if "workspace cuda:0" in servers.title(process)]
 
     (holder,) = holders()
     os.kill(holder, signal.SIGKILL)

@@ -16,18 +16,16 @@ from tests.support.waiting import until
 ADD_ONE = 'return self.response(Y=self.input(request, "X") + 1)'
 
 
-def fill(repository: Path) -> None:
+def fill(folder: Path) -> None:
     """Write the ensembles "first" (a -> b), "second" (b -> c) and "third" (c -> d), and "alone"."""
     for name in ("a", "b", "c", "d", "alone"):
-        add_model(repository, name, ADD_ONE)
-    for name, first_step, second_step in (
+        add_model(folder, name, ADD_ONE)
+    for name, a, b in (
         ("first", "a", "b"),
         ("second", "b", "c"),
         ("third", "c", "d"),
     ):
-        add_ensemble(
-            repository, name, [xy_step(first_step, "IN", "m"), xy_step(second_step, "m", "OUT")]
-        )
+        add_ensemble(folder, name, [xy_step(a, "IN", "m"), xy_step(b, "m", "OUT")])
 
 
 @pytest.fixture

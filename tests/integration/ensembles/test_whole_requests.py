@@ -55,12 +55,12 @@ def server(models: Path, start: Start) -> Server:
     _add_gated_models(models)
     add_model(models, "watches", WATCHING_METHOD)
     add_model(models, "behind", 'return self.response(Y=self.input(request, "X"))')
-    steps = [
+    wired = [
         xy_step("same", "IN", "a"),
         xy_step("watches", "a", "b"),
         xy_step("behind", "b", "OUT"),
     ]
-    add_ensemble(models, "watched", steps)
+    add_ensemble(models, "watched", wired)
     return start(models, grpc=True)
 
 

@@ -167,13 +167,11 @@ def test_several_prompts_are_streamed_concurrently(client: openai.OpenAI) -> Non
 
 def test_samples_and_prompts_are_numbered_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
     request: Any = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "max_tokens": 10, "seed": 3}
-    first_answer, second_answer = (client.completions.create(**request) for _ in range(2))
-    assert [choice.index for choice in first_answer.choices] == [0, 1, 2, 3]
-    assert [entry.text for entry in first_answer.choices] == [
-        entry.text for entry in second_answer.choices
-    ]
-    assert first_answer.choices[0].text != first_answer.choices[1].text
-    assert first_answer.usage is not None and first_answer.usage.completion_tokens == 40
+    first, second = (client.completions.create(**request) for _ in range(2))
+    assert [choice.index for choice in first.choices] == [0, 1, 2, 3]
+    assert [entry.text for entry in first.choices] == [entry.text for entry in second.choices]
+    assert first.choices[0].text != first.choices[1].text
+    assert first.usage is not None and first.usage.completion_tokens == 40
 
 
 def test_logprobs_in_both_forms(client: openai.OpenAI) -> None:
@@ -251,11 +249,9 @@ def test_embeddings(client: openai.OpenAI) -> None:
 def test_the_models_that_can_be_asked(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="GET /v1/models lists the models"):
         client.completions.create(model="gpt-4o", prompt="x")
-    listed_models = {model.id: model for model in client.models.list()}
-    assert listed_models.keys() == {*MODELS, "embedder", "gpt-tiny", "org/tiny"}
-    extra_fields = [
-        listed_models[name].model_extra or {} for name in ("tiny", "org/tiny", "embedder")
-    ]
+    listed = {model.id: model for model in client.models.list()}
+    assert listed.keys() == {*MODELS, "embedder", "gpt-tiny", "org/tiny"}
+    extra_fields = [listed[name].model_extra or {} for name in ("tiny", "org/tiny", "embedder")]
     assert [card["root"] for card in extra_fields] == ["tiny", "tiny", "embedder"]
     assert [bool(card["max_model_len"]) for card in extra_fields] == [True, True, False]
     assert client.models.retrieve("org/tiny").id == "org/tiny"
@@ -426,10 +422,8 @@ def test_bad_words_are_in_no_text(client: openai.OpenAI) -> None:
     request: Any = {"model": "tiny", "prompt": "a", "max_tokens": 30, "temperature": 0}
     text = client.completions.create(**request).choices[0].text
     word = next(character for character in text[3:] if character.isascii())
-    other_text = (
-        client.completions.create(**request, extra_body={"bad_words": [word]}).choices[0].text
-    )
-    assert word in text and word not in other_text
+    other = client.completions.create(**request, extra_body={"bad_words": [word]}).choices[0].text
+    assert word in text and word not in other
 
 
 def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
@@ -466,10 +460,8 @@ def test_speculation_changes_no_token(generative: Server, greedy: Greedy, model:
     for prompt in PROMPTS[:3]:  # long enough to repeat some tokens
         assert token_ids(generative, model, prompt, max_tokens=60) == greedy(prompt, 60)
     seeded = {"temperature": 0.9, "seed": 4, "ignore_eos": True, "max_tokens": 40}
-    first_tokens, second_tokens = (
-        token_ids(generative, model, PROMPTS[0], **seeded) for _ in range(2)
-    )
-    assert first_tokens == second_tokens
+    first, second = (token_ids(generative, model, PROMPTS[0], **seeded) for _ in range(2))
+    assert first == second
     assert generative.metric("shmserve_llm_speculative_drafted", model=model)
 
 
@@ -551,10 +543,8 @@ def test_large_and_small_bodies_have_the_same_errors(
     if path == "/v1/embeddings":
         del model_body["truncate_prompt_tokens"]
     text = json.dumps(model_body)
-    answers = [
-        post_body(generative, path, text.replace("%", "a" * size)) for size in (100, 2_000_000)
-    ]
-    assert answers[0][0] >= 400 and answers[0] == answers[1]
+    pair = [post_body(generative, path, text.replace("%", "a" * size)) for size in (100, 2_000_000)]
+    assert pair[0][0] >= 400 and pair[0] == pair[1]
 
 
 @pytest.mark.parametrize("chat", [False, True])

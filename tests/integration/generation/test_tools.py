@@ -44,10 +44,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("tools") / "models"
     for name, (script, hint, special, _) in SCRIPTS.items():
         template = TEMPLATE.replace("<tool_call>", hint).replace("</tool_call>", "")
-        extra_answers = LAST_ANSWERS if name == "qwen" else ()
-        write_scripted(
-            repository / name / "1", {CALLED: (*script, *extra_answers)}, template, special
-        )
+        answers = LAST_ANSWERS if name == "qwen" else ()
+        write_scripted(repository / name / "1", {CALLED: (*script, *answers)}, template, special)
     thinks = ("<think>", "so", "</think>", '{"city": "', 'x"}')
     template = TEMPLATE.replace("<|called|>", "<|called|><think>\n")
     write_scripted(repository / "thinks" / "1", {CALLED: thinks}, special=("<think>", "</think>"))
@@ -64,12 +62,12 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield openai_client
 
 
-def chat_request(model: str, **fields: Any) -> dict[str, Any]:
+def chat_request(model: str, **more: Any) -> dict[str, Any]:
     return {
         "model": model,
         "messages": [{"role": "user", "content": "a"}],
         "temperature": 0,
-        **fields,
+        **more,
     }
 
 
@@ -148,10 +146,10 @@ def test_reasoning_that_the_template_has_begun(client: openai.OpenAI) -> None:
 
 
 def test_no_tools_are_wanted(client: openai.OpenAI) -> None:
-    free_answer = client.chat.completions.create(
+    answer = client.chat.completions.create(
         **chat_request("hermes", tools=TOOLS, tool_choice="none")
     )
-    assert free_answer.choices[0].message.tool_calls is None
+    assert answer.choices[0].message.tool_calls is None
     named_tool = {"type": "function", "function": {"name": "f"}}
     body = chat_request("hermes", tools=TOOLS, tool_choice=named_tool)
     with pytest.raises(openai.BadRequestError, match="tool_choice: 'f' is not a name of `tools`"):

@@ -107,10 +107,8 @@ def write_model(folder: Path) -> None:
         for name, shape in (("A", (RANK, WIDTH)), ("B", (WIDTH, RANK)))
     }
     save_file(adapter_weights, folder / "adapter" / "adapter_model.safetensors")
-    lora_config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    (folder / "adapter" / "adapter_config.json").write_text(
-        json.dumps({**lora_config, "bias": "none"})
-    )
+    lora = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps({**lora, "bias": "none"}))
 
 
 @pytest.fixture(scope="module")
@@ -351,7 +349,7 @@ def test_tokens_equal_those_of_vllms_server(server: Server, vllm_port: int) -> N
 @pytest.mark.parametrize("limit", ["parameter", "header"])
 def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
     """A deadline applies while the engine generates. /generate has one status for all errors."""
-    sampled, generated_before = (
+    sampled, before = (
         {"max_tokens": 480, "ignore_eos": True, "n": 16},
         count_generated(server),
     )
@@ -365,7 +363,7 @@ def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
     status, answer = post_json(server.http_port, path, body, **headers)
     assert status == (400 if limit == "parameter" else 503), answer
     assert "Request timeout expired (300000 microseconds" in json.dumps(answer)
-    assert is_aborted(server, generated_before, 16 * 480)
+    assert is_aborted(server, before, 16 * 480)
 
 
 def test_a_request_of_higher_priority_overtakes_waiting_requests(server: Server) -> None:

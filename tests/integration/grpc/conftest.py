@@ -86,12 +86,12 @@ def unix_socket(server: Server) -> Path:
 
 @pytest.fixture(scope="module", params=["tcp", "tls", "unix"])
 def endpoint(request: pytest.FixtureRequest) -> Endpoint:
-    base: Endpoint = request.getfixturevalue(
+    plain: Endpoint = request.getfixturevalue(
         "tls_endpoint" if request.param == "tls" else "plain_endpoint"
     )
     if request.param == "unix":
-        return Endpoint(base.server, f"unix:{unix_socket(base.server)}")
-    return base
+        return Endpoint(plain.server, f"unix:{unix_socket(plain.server)}")
+    return plain
 
 
 @pytest.fixture(params=["whole", "cut"])

@@ -132,15 +132,13 @@ def test_a_request_that_does_not_arrive_ends_its_call(port: int, method: str) ->
     path = f"{SERVICE}{method}" if method != "Watch" else "/grpc.health.v1.Health/Watch"
     never_set = threading.Event()
 
-    def wait_without_messages() -> Iterator[bytes]:
+    def wait_silently() -> Iterator[bytes]:
         never_set.wait(30)
         yield from ()
 
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         grpc.channel_ready_future(channel).result(20)
-        calls = [
-            channel.stream_stream(path)(wait_without_messages(), timeout=20) for _ in range(100)
-        ]
+        calls = [channel.stream_stream(path)(wait_silently(), timeout=20) for _ in range(100)]
         for call in calls:
             with pytest.raises(grpc.RpcError):
                 next(call)
@@ -172,8 +170,8 @@ def test_a_slow_upload_is_waited_for(port: int) -> None:
     """A slow upload continues as long as it has the minimum rate of HTTP bodies."""
     request = pb.ModelInferRequest(model_name="none", raw_input_contents=[bytes(700_000)])
     with (
-        run_throttling_proxy(port, 256 * 1024) as slow_port,
-        grpc.insecure_channel(slow_port) as channel,
+        run_throttling_proxy(port, 256 * 1024) as slow,
+        grpc.insecure_channel(slow) as channel,
     ):
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         began_at = time.monotonic()

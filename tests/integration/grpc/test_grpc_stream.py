@@ -79,18 +79,15 @@ def test_an_error_of_a_model_is_a_response(server: Server) -> None:
     """The error names the request and is its final response, as in Triton."""
     with stub(server) as call:
         requests = [crime("error", "a"), crime("ok", "b")]
-        failed_response, valid_response = call.ModelStreamInfer(iter(requests), timeout=30)
+        failed, valid = call.ModelStreamInfer(iter(requests), timeout=30)
     for response, request_id in (
-        (failed_response.infer_response, "a"),
-        (valid_response.infer_response, "b"),
+        (failed.infer_response, "a"),
+        (valid.infer_response, "b"),
     ):
         assert (response.id, response.model_name) == (request_id, "crimes")
         assert response.parameters["triton_final_response"].bool_param
-    assert (
-        failed_response.error_message == "as you wished"
-        and not failed_response.infer_response.outputs
-    )
-    assert not valid_response.error_message
+    assert failed.error_message == "as you wished" and not failed.infer_response.outputs
+    assert not valid.error_message
 
 
 def test_strict_mode_ends_with_the_first_error(server: Server) -> None:

@@ -70,10 +70,8 @@ async def test_a_thousand_connections(plain_endpoint: Endpoint) -> None:
         (gateway,) = plain_endpoint.server.find("gateway grpc")
         connections = [c for c in gateway.net_connections("tcp") if c.status == "ESTABLISHED"]
         assert len(connections) >= CONNECTION_COUNT
-        pending_calls = [
-            channel.unary_unary(f"{SERVICE}ModelInfer")(RAW_REQUEST) for channel in channels
-        ]
-        assert all(map(is_answer, await asyncio.gather(*pending_calls)))
+        calls = [channel.unary_unary(f"{SERVICE}ModelInfer")(RAW_REQUEST) for channel in channels]
+        assert all(map(is_answer, await asyncio.gather(*calls)))
     finally:
         await asyncio.gather(*(channel.close() for channel in channels))
 
@@ -235,19 +233,19 @@ def test_reflection(plain_endpoint: Endpoint, version: str) -> None:
         reflection_pb2.ServerReflectionRequest(**question) for question in pending_calls
     ]
     (
-        service_list,
-        *descriptions,
+        services,
+        *by_symbol,
         by_name,
         health,
         unknown,
         no_file,
         numbers,
         extension,
-        empty_answer,
+        empty,
     ) = answers
-    assert service_list.valid_host == "here"
-    assert [service.name for service in service_list.list_services_response.service] == SERVICES
-    for answer in (*descriptions, by_name):
+    assert services.valid_host == "here"
+    assert [service.name for service in services.list_services_response.service] == SERVICES
+    for answer in (*by_symbol, by_name):
         service_descriptor, *needed = answer.file_descriptor_response.file_descriptor_proto
         assert service_descriptor == grpc_service_pb2.DESCRIPTOR.serialized_pb and needed
     assert b"HealthCheckRequest" in health.file_descriptor_response.file_descriptor_proto[0]
@@ -255,7 +253,7 @@ def test_reflection(plain_endpoint: Endpoint, version: str) -> None:
         assert answer.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
         assert answer.error_response.error_message
     assert numbers.all_extension_numbers_response.base_type_name == "inference.ModelInferRequest"
-    assert empty_answer.error_response.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert empty.error_response.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
 
 
 def test_reflection_of_no_request(plain_endpoint: Endpoint) -> None:

@@ -97,16 +97,16 @@ def test_tritonclient_with_asyncio(any_endpoint: Endpoint) -> None:
     async def infer_all() -> None:
         async with triton_aio.InferenceServerClient(**options(any_endpoint)) as client:
             assert await client.is_server_ready()
-            for result in await asyncio.gather(
+            for answer in await asyncio.gather(
                 *(client.infer("simple", simple()) for _ in range(100))
             ):
-                check(result)
-            result = await client.infer("identity", large(), compression_algorithm="gzip")
-            assert (result.as_numpy("OUTPUT0") == LARGE_ARRAY).all()
+                check(answer)
+            answer = await client.infer("identity", large(), compression_algorithm="gzip")
+            assert (answer.as_numpy("OUTPUT0") == LARGE_ARRAY).all()
             number = 0
-            async for result, error in client.stream_infer(requests()):
-                assert error is None and result.get_response().id == str(number)
-                check(result)
+            async for answer, error in client.stream_infer(requests()):
+                assert error is None and answer.get_response().id == str(number)
+                check(answer)
                 number += 1
             assert number == STREAMED_COUNT
 

@@ -210,10 +210,8 @@ def test_a_client_is_identified_by_its_uid(server: Server, folder: Path) -> None
         os.chown(her_object.path, ALICE, -1)
         her_object.write(VALUES)
         assert refusal(alice.ModelInfer, region_request("hers"))[0] == "UNAUTHENTICATED"
-        refused_call = refusal(
-            alice.SystemSharedMemoryRegister, register("ours", own_object), **options
-        )
-        assert refused_call[0] == "PERMISSION_DENIED"
+        refused = refusal(alice.SystemSharedMemoryRegister, register("ours", own_object), **options)
+        assert refused[0] == "PERMISSION_DENIED"
         alice.SystemSharedMemoryRegister(register("hers", her_object), timeout=20, **options)
         alice.ModelInfer(region_request("hers"), timeout=20, **options)
         assert (her_object.read(np.float32, VALUES.size, SIZE) == VALUES).all()

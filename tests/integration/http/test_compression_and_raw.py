@@ -26,10 +26,8 @@ def test_compressed_request(http: Http, coding: str) -> None:
     body = COMPRESS[coding](json.dumps(REQUEST).encode())
     reply = http.infer("identity", body, {"Content-Encoding": coding})
     assert (reply.tensors()["OUTPUT0"] == VALUES).all()
-    plain_body, headers = binary_request([("INPUT0", "FP32", [64], VALUES.tobytes())])
-    reply = http.infer(
-        "identity", COMPRESS[coding](plain_body), {**headers, "Content-Encoding": coding}
-    )
+    plain, headers = binary_request([("INPUT0", "FP32", [64], VALUES.tobytes())])
+    reply = http.infer("identity", COMPRESS[coding](plain), {**headers, "Content-Encoding": coding})
     assert (reply.tensors()["OUTPUT0"] == VALUES).all()
 
 

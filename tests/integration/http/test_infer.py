@@ -203,10 +203,10 @@ def test_tritonclient_async_infer(server: Server) -> None:
 async def test_tritonclient_aio(server: Server) -> None:
     async with triton_aio.InferenceServerClient(server.url) as client:
         assert await client.is_model_ready("simple")
-        results = await asyncio.gather(
+        answers = await asyncio.gather(
             *(client.infer("simple", triton_inputs(True)) for _ in range(20))
         )
-        for result in results:
+        for result in answers:
             assert (result.as_numpy("OUTPUT1") == A - B).all()
 
 

@@ -155,18 +155,18 @@ def test_a_model_name_cannot_leave_the_repository(
 ) -> None:
     """Any model name, in any encoding, names only a folder of the repository."""
     titles_before = server.titles()
-    escaped_name = "".join(f"%{byte:02x}" for byte in name.encode())
+    escaped = "".join(f"%{byte:02x}" for byte in name.encode())
     config = {"name": name, "backend": "python"}
     override = {"config": json.dumps(config), "file:1/model.py": base64.b64encode(b"x").decode()}
     # A valid name may be that of a model whose files are in the request, but not of a folder
     # elsewhere.
     for parameters in ({},) if name in LOADABLE_NAMES else ({}, override):
-        reply = http.post(f"/v2/repository/models/{escaped_name}/load", {"parameters": parameters})
+        reply = http.post(f"/v2/repository/models/{escaped}/load", {"parameters": parameters})
         assert reply.status in (400, 404, 500), reply.body
         assert str(folder) not in reply.error
     for path in (
-        f"/v2/models/{escaped_name}/config",
-        f"/v2/models/{escaped_name}/versions/1/config",
+        f"/v2/models/{escaped}/config",
+        f"/v2/models/{escaped}/versions/1/config",
     ):
         assert http.get(path).status in (400, 404)
     request = pb.RepositoryModelLoadRequest(model_name=name)
@@ -314,8 +314,6 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
         server.wait_ready()
         send_requests()
         secrets = (TOKEN, WRONG_TOKEN, SCRAPER_TOKEN, ADMIN_KEY, GRPC_ADMIN)
-        texts_with_secret = [
-            text for text in visible_texts() if any(secret in text for secret in secrets)
-        ]
-        assert texts_with_secret == []
+        found = [text for text in visible_texts() if any(secret in text for secret in secrets)]
+        assert found == []
         assert "log_verbose_level" in "".join(answers)

@@ -360,9 +360,7 @@ def test_a_client_that_releases_nothing_takes_no_memory_from_others(
 
 def test_asyncio(streaming_server: Server) -> None:
     async def read_stream(client: aio.Server, count: int) -> list[int]:
-        return [
-            int(response["OUT"][0]) async for response in client.stream("repeat", repeat(count))
-        ]
+        return [int(r["OUT"][0]) async for r in client.stream("repeat", repeat(count))]
 
     async def check_asyncio_client() -> list[list[int]]:
         async with aio.connect(streaming_server.run_dir) as client:

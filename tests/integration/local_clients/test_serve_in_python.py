@@ -246,10 +246,8 @@ def test_a_class_may_have_the_name_of_its_module(tmp_path: Path, file: str, name
     # With `-c`, as in a notebook, the working directory is "" in sys.path.
     for arguments in (["script.py"], ["-c", "import script"]):
         command = [sys.executable, *arguments]
-        completed = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=60
-        )
-        assert completed.stdout == "8.0\n", completed.stderr
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.stdout == "8.0\n", done.stderr
 
 
 def test_a_killed_script_leaves_no_files(tmp_path: Path) -> None:

@@ -116,13 +116,11 @@ def test_bytes_in_regions(http: Http) -> None:
 @pytest.mark.parametrize("offset", [0, PAGE, 1, 8, 4095, 3 * PAGE + 4])
 def test_registered_offset(http: Http, offset: int) -> None:
     """Any offset is allowed, aligned to pages or not. It is added only once."""
-    with SharedObject(8 * PAGE) as shared_object:
-        shared_object.write(VALUES[:64], offset)
-        http.register("r", shared_object.key, 1024, offset).ok()
+    with SharedObject(8 * PAGE) as shared:
+        shared.write(VALUES[:64], offset)
+        http.register("r", shared.key, 1024, offset).ok()
         assert http.infer("identity", region_request("r", 256, output_offset=512)).status == 200
-        assert (
-            shared_object.read(np.uint8, 256, offset + 512).view(np.float32) == VALUES[:64]
-        ).all()
+        assert (shared.read(np.uint8, 256, offset + 512).view(np.float32) == VALUES[:64]).all()
 
 
 def test_the_last_page_of_a_large_object(http: Http) -> None:

@@ -89,10 +89,8 @@ def test_without_a_pool_errors_name_a_flag(repository: Path, serve: Callable[...
     ],
 )
 def test_an_invalid_setting(repository: Path, value: str, text: str) -> None:
-    result = run_command(
-        "serve", f"--model-repository={repository}", f"--workspace-byte-size={value}"
-    )
-    assert result.returncode != 0 and f"--workspace-byte-size: {text}" in result.stderr
+    run = run_command("serve", f"--model-repository={repository}", f"--workspace-byte-size={value}")
+    assert run.returncode != 0 and f"--workspace-byte-size: {text}" in run.stderr
 
 
 def test_a_missing_device_ends_the_start(repository: Path) -> None:

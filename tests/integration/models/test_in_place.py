@@ -174,7 +174,7 @@ def test_a_load_without_changed_instances_restarts_nothing(repository: Path, lim
     group("")
     flags = ("--model-control-mode=explicit", f"--rate-limit={limiter}", "--load-model=simple")
     with running(repository, *flags, "--rate-limit-resource=R:4") as server, server.http() as http:
-        scheduler, workers_before = (
+        scheduler, before = (
             server.find_one("scheduler simple").pid,
             workers(server, "simple"),
         )
@@ -182,10 +182,10 @@ def test_a_load_without_changed_instances_restarts_nothing(repository: Path, lim
             group(text)
             http.load("simple").ok()
             wait_workers(server, "simple", count)
-            assert workers_before <= workers(server, "simple")
+            assert before <= workers(server, "simple")
         config.touch()
         http.load("simple").ok()
-        assert workers(server, "simple") == workers_before
+        assert workers(server, "simple") == before
         assert server.find_one("scheduler simple").pid == scheduler
 
 

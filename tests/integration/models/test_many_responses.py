@@ -109,10 +109,8 @@ def test_generate(http: Http) -> None:
     assert output == {"IDX": 0, "OUT": 4, "model_name": "repeat", "model_version": "1"}
     error_reply = http.post("/v2/models/repeat/generate", repeat_inputs([4] * 3)).json()
     assert error_reply["error"].startswith("generate expects model to produce exactly 1 response")
-    single_response = (
-        http.post("/v2/models/echo_request/generate", {"INPUT0": 1, "k": "v"}).ok().json()
-    )
-    assert json.loads(single_response["OUTPUT0"])["parameters"] == {"k": "v"}
+    single = http.post("/v2/models/echo_request/generate", {"INPUT0": 1, "k": "v"}).ok().json()
+    assert json.loads(single["OUTPUT0"])["parameters"] == {"k": "v"}
 
 
 def test_infer_as_lines(http: Http) -> None:

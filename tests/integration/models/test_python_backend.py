@@ -19,13 +19,11 @@ Explicit = tuple[Server, Path]
 
 def call(target: str) -> dict:
     tensor = {"name": "TARGET", "datatype": "BYTES", "shape": [1], "data": [target]}
-    first_input, second_input = (
+    a, b = (
         np.arange(16, dtype=np.int32).reshape(1, 16),
         np.full((1, 16), 5, np.int32),
     )
-    return {
-        "inputs": [tensor, json_input("INPUT0", first_input), json_input("INPUT1", second_input)]
-    }
+    return {"inputs": [tensor, json_input("INPUT0", a), json_input("INPUT1", b)]}
 
 
 def test_a_model_calls_another_model(http: Http) -> None:
@@ -55,11 +53,9 @@ def test_many_calls(server: Server) -> None:
 
 
 def test_self_description(http: Http) -> None:
-    values = np.arange(8, dtype=np.float32).reshape(2, 4)
-    output = http.infer("completed", {"inputs": [json_input("INPUT0", values)]}).tensors()[
-        "OUTPUT0"
-    ]
-    assert (output == 2 * values).all()
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    y = http.infer("completed", {"inputs": [json_input("INPUT0", x)]}).tensors()["OUTPUT0"]
+    assert (y == 2 * x).all()
 
 
 def test_a_model_logs(server: Server, http: Http) -> None:
@@ -86,7 +82,7 @@ class TritonPythonModel:
 def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None:
     """One or both of two instances report the failure before the load fails."""
     server, repository = empty_server
-    two_instances = "instance_group { kind: KIND_CPU count: 2 }"
+    two = "instance_group { kind: KIND_CPU count: 2 }"
     arguments = {
         "raise ValueError('not today')": "Internal: ValueError: not today",
         "raise pb_utils.TritonModelException('no')": "Internal: TritonModelException: no",
@@ -94,18 +90,14 @@ def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None
         "os._exit(3)": "Unavailable: the process of instance 'model_3_",
     }
     for number, statement in enumerate(arguments):
-        config = repositories.identity_config(
-            f"model_{number}", "FP32", [1], settings=two_instances
-        )
+        config = repositories.identity_config(f"model_{number}", "FP32", [1], settings=two)
         repositories.write(repository, f"model_{number}", config, FAILING_MODEL.format(statement))
     with server.http() as http:
         for number, expected_error in enumerate(arguments.values()):
             reply = http.load(f"model_{number}")
             assert reply.status == 400
-            error_prefix = (
-                f"load failed for model 'model_{number}': version 1 is at UNAVAILABLE state: "
-            )
-            assert reply.error.startswith(error_prefix + expected_error)
+            prefix = f"load failed for model 'model_{number}': version 1 is at UNAVAILABLE state: "
+            assert reply.error.startswith(prefix + expected_error)
 
 
 FINALIZING_MODEL = '''

@@ -72,24 +72,22 @@ def server(models: Path, start: Start) -> Server:
     """Start a server of the same function in every format that the backend loads."""
     model = Weigh().eval()
     example = (torch.zeros(2, 4), torch.zeros(2, 4))
-    batch = torch.export.Dim("batch", max=64)
-    exported = torch.export.export(
-        model, example, dynamic_shapes={"a": {0: batch}, "b": {0: batch}}
-    )
+    n = torch.export.Dim("batch", max=64)
+    program = torch.export.export(model, example, dynamic_shapes={"a": {0: n}, "b": {0: n}})
     platform = 'platform: "pytorch_libtorch"'
     with warnings.catch_warnings():
         # TorchScript is deprecated, but common in existing repositories.
         warnings.simplefilter("ignore")
-        scripted = torch.jit.script(model)
-    scripted.save(
+        script = torch.jit.script(model)
+    script.save(
         str(add(models, "by_index", ["INPUT__0", "INPUT__1"], settings=platform) / "model.pt")
     )
-    scripted.save(str(add(models, "by_name", ["b", "a"]) / "model.pt"))
+    script.save(str(add(models, "by_name", ["b", "a"]) / "model.pt"))
     settings = 'default_model_filename: "model.pt2"'
     torch.export.save(
-        exported, add(models, "exported", ["INPUT__0", "INPUT__1"], settings=settings) / "model.pt2"
+        program, add(models, "exported", ["INPUT__0", "INPUT__1"], settings=settings) / "model.pt2"
     )
-    torch.export.save(exported, add(models, "exported_by_name", ["b", "a"]) / "model.pt2")
+    torch.export.save(program, add(models, "exported_by_name", ["b", "a"]) / "model.pt2")
     (add(models, "eager", ["x"]) / "model.py").write_text(EAGER_MODEL)
     return start(models)
 

@@ -61,23 +61,23 @@ def index(http: Http, **body: Any) -> dict[tuple[str, str], tuple[str, str]]:
 @pytest.fixture(scope="module")
 def server_of_policies(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Server:
     """Start a server of all models in two repositories, without flags."""
-    first_repository, second_repository = (
+    first, second = (
         tmp_path_factory.mktemp("one"),
         tmp_path_factory.mktemp("two"),
     )
-    repositories.add(first_repository, "constant")
-    repositories.add(second_repository, "identity")
+    repositories.add(first, "constant")
+    repositories.add(second, "identity")
     for name, policy in (
         ("all", "version_policy: { all {} }"),
         ("some", "version_policy: { specific { versions: [ 1, 3, 9 ] } }"),
         ("latest", ""),
     ):
-        folder = repositories.add_as(first_repository, name, "constant", policy)
+        folder = repositories.add_as(first, name, "constant", policy)
         for version in (2, 3, 10):
-            rewrite(first_repository, source(version), version, name)
+            rewrite(first, source(version), version, name)
         (folder / "notes").mkdir()
         (folder / "007").mkdir()
-    return start([first_repository, second_repository])
+    return start([first, second])
 
 
 def test_mode_none_serves_both_repositories_and_refuses_control(server_of_policies: Server) -> None:
@@ -662,13 +662,13 @@ def test_a_failed_load_reports_the_exception_of_initialize(empty_server: Explici
 
 @pytest.fixture(scope="module")
 def polling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path, Path]]:
-    first_repository, second_repository = (
+    first, second = (
         tmp_path_factory.mktemp("one"),
         tmp_path_factory.mktemp("two"),
     )
     flags = ("--model-control-mode=poll", "--repository-poll-secs=1", "--exit-on-error=false")
-    with running([first_repository, second_repository], *flags) as running_server:
-        yield running_server, first_repository, second_repository
+    with running([first, second], *flags) as running_server:
+        yield running_server, first, second
 
 
 @pytest.fixture
@@ -734,16 +734,14 @@ def test_a_model_that_appears_in_two_repositories(
     tmp_path: Path, empty_polling: tuple[Server, Path, Path]
 ) -> None:
     """Polling unloads the model, and loads it when one copy is removed."""
-    server, first_repository, second_repository = empty_polling
+    server, first_repository, second = empty_polling
     repositories.add_as(tmp_path, "twice", "constant").rename(first_repository / "twice")
     with server.http() as http:
         until("it is served", lambda: http.infer("twice", REQUEST_BODY).status == 200)
         assert answer(http, "twice") == 1
         policy = "version_policy: { all {} }\n"
-        repositories.add_as(tmp_path, "twice", "constant", policy).rename(
-            second_repository / "twice"
-        )
-        rewrite(second_repository, source(2), 2, "twice")
+        repositories.add_as(tmp_path, "twice", "constant", policy).rename(second / "twice")
+        rewrite(second, source(2), 2, "twice")
         severally = ("UNAVAILABLE", "model appears in two or more repositories")
         until("it is not served", lambda: http.infer("twice", REQUEST_BODY).status == 404)
         server.wait_log("model 'twice': not unique across all model repositories")
@@ -770,10 +768,8 @@ def test_removing_a_broken_model_leaves_the_server_ready(
     for name in ("broken", "unread"):
         (tmp_path / name).rename(repository / name)
 
-    def have_failed(states_by_version: dict[tuple[str, str], tuple[str, str]]) -> bool:
-        states = [
-            states_by_version.get(key, ("", ""))[0] for key in (("broken", "1"), ("unread", ""))
-        ]
+    def have_failed(by_version: dict[tuple[str, str], tuple[str, str]]) -> bool:
+        states = [by_version.get(key, ("", ""))[0] for key in (("broken", "1"), ("unread", ""))]
         return states == ["UNAVAILABLE", "UNAVAILABLE"]
 
     with server.http() as http:

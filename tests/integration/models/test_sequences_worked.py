@@ -20,10 +20,8 @@ Ask = Callable[..., "Future[Reply]"]
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    for name, count, strategy in (("pair", 2, "direct { }"), ("single", 1, "direct { }")):
-        config = (
-            f"{instances(count)} sequence_batching {{ {strategy} {IDLE_TIME} {CONTROL_INPUTS} }}"
-        )
+    for name, count, kind in (("pair", 2, "direct { }"), ("single", 1, "direct { }")):
+        config = f"{instances(count)} sequence_batching {{ {kind} {IDLE_TIME} {CONTROL_INPUTS} }}"
         repositories.add_as(models, name, "sequencer", config)
     return start(models, "--exit-timeout-secs=2")
 

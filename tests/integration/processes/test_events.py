@@ -99,24 +99,18 @@ def test_a_load_is_refused(server: Server, events: EventReader, model: str, reas
 def test_a_killed_worker(server: Server, events: EventReader) -> None:
     victim = server.find_one("worker simple.0")
     victim.kill()
-    received_events = read_until(
-        events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY"
-    )
-    assert m.ProcessEnded(victim.pid, "worker simple.0 cpu", "signal 9") in received_events
-    assert (
-        m.ModelChanged("simple", "1", "LOADING", "a process is being restarted") in received_events
-    )
+    received = read_until(events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY")
+    assert m.ProcessEnded(victim.pid, "worker simple.0 cpu", "signal 9") in received
+    assert m.ModelChanged("simple", "1", "LOADING", "a process is being restarted") in received
     server.wait_ready()
 
 
 def test_the_end_reason_of_a_hanging_worker(server: Server, events: EventReader) -> None:
     victim = server.find_one("worker simple.0")
     suspend(victim)
-    received_events = read_until(
-        events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY"
-    )
+    received = read_until(events, lambda e: isinstance(e, m.ModelChanged) and e.state == "READY")
     reason = "signal 9: it was stopped for 0.4 s"
-    assert m.ProcessEnded(victim.pid, "worker simple.0 cpu", reason) in received_events
+    assert m.ProcessEnded(victim.pid, "worker simple.0 cpu", reason) in received
     server.wait_ready()
 
 
@@ -125,10 +119,8 @@ def test_regions(server: Server, events: EventReader) -> None:
         http.register("a", shared_object.key, 4096, 4096).ok()
         registered = m.RegionRegistered("a", shared_object.key, 4096, 4096, os.getuid(), -1)
         assert registered in read_until(events, lambda e: isinstance(e, m.RegionRegistered))
-        printed_text = run_command(
-            "events", f"--run-dir={server.run_dir}", "--topic=regions"
-        ).stdout
-        assert f" region a: 4096 bytes, {shared_object.key} from 4096" in printed_text
+        printed = run_command("events", f"--run-dir={server.run_dir}", "--topic=regions").stdout
+        assert f" region a: 4096 bytes, {shared_object.key} from 4096" in printed
         http.unregister("a").ok()
         assert m.RegionUnregistered("a", "") in read_until(
             events, lambda e: isinstance(e, m.RegionUnregistered)
@@ -149,12 +141,8 @@ def test_the_memory_of_a_program(server: Server, events: EventReader) -> None:
         assert server.metric("shmserve_shm_unnamed_regions") == 1
         assert server.metric("shmserve_shm_unnamed_region_bytes") == shared.byte_size
         assert server.metric("shmserve_shm_regions") == 0
-        printed_text = run_command(
-            "events", f"--run-dir={server.run_dir}", "--topic=regions"
-        ).stdout
-        assert (
-            f" region {shared.name}: {shared.byte_size} bytes, memfd from 0, of uid" in printed_text
-        )
+        printed = run_command("events", f"--run-dir={server.run_dir}", "--topic=regions").stdout
+        assert f" region {shared.name}: {shared.byte_size} bytes, memfd from 0, of uid" in printed
         placed = {"shared_memory_region": shared.name, "shared_memory_byte_size": 64}
         tensor = {"datatype": "INT32", "shape": [1, 16], "parameters": placed}
         inputs = [{"name": input_name, **tensor} for input_name in ("INPUT0", "INPUT1")]

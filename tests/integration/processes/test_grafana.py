@@ -245,10 +245,8 @@ def test_the_page_of_metrics_is_well_formed(server: Server) -> None:
     assert PROMTOOL
     with watched.send_under_load(server, generative=True):
         page = server.metrics()
-    result = subprocess.run(
-        [PROMTOOL, "check", "metrics"], input=page, capture_output=True, text=True
-    )
-    lines = (result.stdout + result.stderr).splitlines()
+    run = subprocess.run([PROMTOOL, "check", "metrics"], input=page, capture_output=True, text=True)
+    lines = (run.stdout + run.stderr).splitlines()
     assert not [line for line in lines if not line.startswith("nv_")]
 
 

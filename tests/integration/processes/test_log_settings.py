@@ -149,7 +149,7 @@ def test_other_methods_and_paths(http: Http) -> None:
 
 
 @pytest.mark.parametrize(
-    ("new_settings", "changed_settings"),
+    ("new", "changed"),
     [
         ({}, {}),
         ({"unknown": 1}, {}),
@@ -162,14 +162,10 @@ def test_other_methods_and_paths(http: Http) -> None:
     ],
 )
 def test_changes_over_grpc(
-    server: Server, http: Http, new_settings: dict[str, Any], changed_settings: dict[str, Any]
+    server: Server, http: Http, new: dict[str, Any], changed: dict[str, Any]
 ) -> None:
     with stub(server) as call:
-        assert (
-            set_over_grpc(call, **new_settings)
-            == {**DEFAULTS, **changed_settings}
-            == settings(http)
-        )
+        assert set_over_grpc(call, **new) == {**DEFAULTS, **changed} == settings(http)
 
 
 INVALID, UNSUPPORTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED
@@ -305,13 +301,11 @@ def in_iso(server: Server, pid: int) -> bool:
 )
 def test_a_restarted_process_has_changed_settings(server: Server, http: Http, title: str) -> None:
     http.post(PATH, {"log_verbose_level": 1, "log_format": "ISO8601"}).ok()
-    dead_process = server.find_one(title)
-    dead_process.kill()
+    dead = server.find_one(title)
+    dead.kill()
 
     def successor() -> psutil.Process | None:
-        return next(
-            (process for process in server.find(title) if process.pid != dead_process.pid), None
-        )
+        return next((process for process in server.find(title) if process.pid != dead.pid), None)
 
     until("another takes its place", successor)
     process = successor()
@@ -333,23 +327,23 @@ def test_a_model_loaded_later_has_the_changed_settings(server: Server, http: Htt
 def test_flags_are_the_first_settings(tmp_path: Path) -> None:
     """The flags apply to every process, and to lines written before the listener exists."""
     add_talker(tmp_path / "models")
-    path = tmp_path / "file"
+    log = tmp_path / "file"
     flags = ("--log-info=false", "--log-verbose=true", "--log-format", "ISO8601")
     with (
-        running(tmp_path / "models", *flags, f"--log-file={path}") as server,
+        running(tmp_path / "models", *flags, f"--log-file={log}") as server,
         server.http() as http,
     ):
         assert http.get(PATH).ok().json() == {
             **DEFAULTS,
-            "log_file": str(path),
+            "log_file": str(log),
             "log_info": False,
             "log_verbose_level": 1,
             "log_format": "ISO8601",
         }
         http.infer("talker", ROW).ok()
-        text = path.read_text()
+        text = log.read_text()
         assert "I am VERBOSE" in text
         assert not re.search(r"(?m)^\S+ I ", text)
         http.post(PATH, {"log_info": True}).ok()
-        until("it is heard", lambda: http.infer("talker", ROW) and " I am INFO" in path.read_text())
+        until("it is heard", lambda: http.infer("talker", ROW) and " I am INFO" in log.read_text())
         assert server.log() == ""

@@ -84,10 +84,10 @@ def test_a_worker_that_is_back(server: Server) -> None:
     server.wait_log("worker identity.0 cpu runs again: pid ")
     server.wait_ready()
     pid = server.find_one("worker identity.0").pid
-    end_text, restarted = re.findall(
+    ended, restarted = re.findall(
         r"worker identity\.0 cpu (ended|runs again: pid \d+)", server.log()
     )
-    assert (end_text, restarted) == ("ended", f"runs again: pid {pid}")
+    assert (ended, restarted) == ("ended", f"runs again: pid {pid}")
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

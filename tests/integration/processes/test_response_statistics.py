@@ -38,9 +38,7 @@ def test_responses_are_counted_by_their_index(repeating_server: Server) -> None:
     with repeating_server.http() as http:
         (statistics,) = http.get("/v2/models/repeat/stats").ok().json()["model_stats"]
     rows = statistics["response_stats"]
-    counts = {
-        index: {name: entry["count"] for name, entry in row.items()} for index, row in rows.items()
-    }
+    counts = {index: {name: e["count"] for name, e in r.items()} for index, r in rows.items()}
     zero_counts = dict.fromkeys(
         ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel"), 0
     )
@@ -53,12 +51,12 @@ def test_responses_are_counted_by_their_index(repeating_server: Server) -> None:
         "2": {**zero_counts, **good_counts},
         "3": {**zero_counts, **empty_counts},
     }
-    for row in rows.values():
-        parts = row["compute_infer"]["ns"] + row["compute_output"]["ns"]
-        assert parts == row["success"]["ns"] + row["empty_response"]["ns"]
+    for r in rows.values():
+        parts = r["compute_infer"]["ns"] + r["compute_output"]["ns"]
+        assert parts == r["success"]["ns"] + r["empty_response"]["ns"]
     assert statistics["inference_count"] == 2
     assert statistics["inference_stats"]["success"]["count"] == 2
-    over_grpc_too = {index: row.success.count for index, row in over_grpc.response_stats.items()}
+    over_grpc_too = {index: r.success.count for index, r in over_grpc.response_stats.items()}
     assert over_grpc_too == {"0": 2, "1": 1, "2": 1, "3": 0}
     first_buckets = {
         labels["le"]: n

@@ -82,11 +82,9 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
             server.wait_log(log_text)
 
         def status(token: str) -> int:
-            return keep_alive_client.get(
-                "/v2/models/simple", {"Authorization": f"Bearer {token}"}
-            ).status
+            return client.get("/v2/models/simple", {"Authorization": f"Bearer {token}"}).status
 
-        with server.http() as keep_alive_client:  # a keep-alive connection
+        with server.http() as client:  # a keep-alive connection
             assert status("another-of-tokens") == 401
             # The result for a repeated request head is cached, but no longer than its token is
             # valid.
@@ -107,7 +105,7 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
             # A replacement gateway has the new tokens, too.
             server.find_one("gateway http 0").kill()
             until("a gateway", lambda: server.answers("/v2/health/ready"))
-        with server.http() as keep_alive_client:
+        with server.http() as client:
             assert (status("the-first-of-tokens"), status("another-of-tokens")) == (401, 200)
             file.write_text(f"auth-token-file: {tokens}\ngateways: x\nlog-verbos: 0\n")
             reload(f"nothing is reloaded: --config: '{file}' line 3: log-verbos: there is no such")
@@ -165,13 +163,11 @@ def test_a_client_connected_in_a_load_is_answered_after(tmp_path: Path, short_fo
         server = start([http.fileno()], "http", repository, short_folder, GATE=str(gate.path))
         try:
             visit = gate.next()
-            with raw_connection(http.getsockname()[1]) as early_connection:
-                early_connection.sendall(
-                    b"GET /v2/models/slow/ready HTTP/1.1\r\nHost: localhost\r\n\r\n"
-                )
+            with raw_connection(http.getsockname()[1]) as early:
+                early.sendall(b"GET /v2/models/slow/ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 visit.release()
                 gate.close()
-                read_reply(early_connection).ok()
+                read_reply(early).ok()
         finally:
             server.send_signal(signal.SIGTERM)
             assert server.wait(30) == 0

@@ -233,12 +233,10 @@ def test_errors_name_the_trace(server: Server) -> None:
     until("its line has it", lambda: re.search(f"slow: .*trace={trace_id}", server.log()))
     with stub(server) as call:
         for model, name in (("boom", "X"), ("one", "NOPE")):
-            model_infer_request = pb.ModelInferRequest(
-                model_name=model, raw_input_contents=[ROW.tobytes()]
-            )
-            model_infer_request.inputs.add(name=name, datatype="FP32", shape=[1])
+            request = pb.ModelInferRequest(model_name=model, raw_input_contents=[ROW.tobytes()])
+            request.inputs.add(name=name, datatype="FP32", shape=[1])
             with pytest.raises(grpc.RpcError) as error_info:
-                call.ModelInfer(model_infer_request, metadata=list(headers.items()), timeout=20)
+                call.ModelInfer(request, metadata=list(headers.items()), timeout=20)
             metadata = dict(error_info.value.trailing_metadata())
             assert metadata["traceparent"].startswith(f"00-{TRACE_ID}-")
     with shmserve.client.connect(server.run_dir) as native:
@@ -278,14 +276,12 @@ def stream_by_grpc(server: Server) -> Any:
 
 def stream_by_native(server: Server) -> Any:
     with shmserve.client.connect(server.run_dir) as client:
-        *earlier_responses, final_response = client.stream(
-            "many", X=ROW[0], parameters={"explain": True}
-        )
-    assert [response["Y"].item() for response in earlier_responses] == [
+        *earlier, final = client.stream("many", X=ROW[0], parameters={"explain": True})
+    assert [response["Y"].item() for response in earlier] == [
         1,
         1,
-    ] and not earlier_responses[-1].parameters
-    return final_response.parameters["explanation"]
+    ] and not earlier[-1].parameters
+    return final.parameters["explanation"]
 
 
 @pytest.mark.parametrize("send_request", [stream_by_http, stream_by_grpc, stream_by_native])
@@ -299,7 +295,7 @@ def test_a_stream_is_explained_late(server: Server, send_request: Callable[[Serv
 
 @pytest.mark.parametrize("protocol", ["http", "stream", "grpc"])
 def test_a_request_of_a_disconnected_client_is_traced(server: Server, protocol: str) -> None:
-    count_before = server.log().count("the client has disconnected")
+    before = server.log().count("the client has disconnected")
     if protocol == "grpc":
         with grpcclient.InferenceServerClient(server.grpc_url) as client:
             infer_input = grpcclient.InferInput("X", [1], "FP32")
@@ -311,12 +307,8 @@ def test_a_request_of_a_disconnected_client_is_traced(server: Server, protocol: 
         accept = {"Accept": "text/event-stream"} if protocol == "stream" else {}
         with server.http(timeout_s=0.1) as http, pytest.raises(TimeoutError):
             http.infer("late", X, accept)
-    until(
-        "it is told", lambda: server.log().count("the client has disconnected") == count_before + 1
-    )
-    failures = [
-        trace_text for trace_text, _ in slow_lines(server, "late") if trace_text.get("error")
-    ]
+    until("it is told", lambda: server.log().count("the client has disconnected") == before + 1)
+    failures = [trace for trace, _ in slow_lines(server, "late") if trace.get("error")]
     assert failures[-1]["total_us"] >= 50_000
 
 
@@ -349,26 +341,24 @@ def read(path: Path) -> list[tuple[dict[str, Any], dict[str, int]]]:
 
 
 def test_trace_settings_are_changed_and_reset(tracing_server: Server, tmp_path: Path) -> None:
-    disabled_settings = {**DISABLED_SETTINGS, "trace_file": str(tmp_path / "traces")}
+    disabled = {**DISABLED_SETTINGS, "trace_file": str(tmp_path / "traces")}
     with httpclient.InferenceServerClient(tracing_server.url) as client:
-        assert client.get_trace_settings() == disabled_settings
+        assert client.get_trace_settings() == disabled
         changes = {"trace_level": ["TIMESTAMPS"], "trace_rate": "2", "log_frequency": "3"}
-        assert client.update_trace_settings("one", changes) == {**disabled_settings, **changes}
+        assert client.update_trace_settings("one", changes) == {**disabled, **changes}
         assert client.update_trace_settings(None, {"trace_count": 7})["trace_count"] == "7"
-        assert client.get_trace_settings("two") == {**disabled_settings, "trace_count": "7"}
+        assert client.get_trace_settings("two") == {**disabled, "trace_count": "7"}
         defaults = {"trace_level": None, "trace_rate": None, "log_frequency": None}
         assert client.update_trace_settings("one", defaults) == {
-            **disabled_settings,
+            **disabled,
             "trace_count": "7",
         }
     with grpcclient.InferenceServerClient(tracing_server.grpc_url) as client:
-        settings = client.update_trace_settings("two", {"trace_rate": "9"}, as_json=True)[
-            "settings"
-        ]
-        assert settings["trace_rate"] == {"value": ["9"]}
-        assert settings["trace_level"] == {"value": ["OFF"]}
-        settings = client.update_trace_settings("two", {"trace_rate": []}, as_json=True)["settings"]
-        assert settings["trace_rate"] == {"value": ["1"]}
+        two = client.update_trace_settings("two", {"trace_rate": "9"}, as_json=True)["settings"]
+        assert two["trace_rate"] == {"value": ["9"]}
+        assert two["trace_level"] == {"value": ["OFF"]}
+        two = client.update_trace_settings("two", {"trace_rate": []}, as_json=True)["settings"]
+        assert two["trace_rate"] == {"value": ["1"]}
 
 
 def entries_in(path: Path) -> list[dict[str, Any]]:
@@ -396,10 +386,8 @@ def test_tensors_are_traced(tmp_path: Path, models: Path, level: list[str]) -> N
             http.post(f"/v2/models/{model}/infer", body, accept if model == "many" else {})
             until("it is written", lambda: path.exists() and len(entries_in(path)) > count_before)
             entries = entries_in(path)[count_before:]
-            assert any("timestamps" in entry for entry in entries) == (len(level) == 2)
-            tensors = [
-                (entry["activity"], entry["tensor"]) for entry in entries if "tensor" in entry
-            ]
+            assert any("timestamps" in e for e in entries) == (len(level) == 2)
+            tensors = [(e["activity"], e["tensor"]) for e in entries if "tensor" in e]
             return [(activity, *tensor.values()) for activity, tensor in tensors]
 
         assert traced("one") == [
@@ -444,16 +432,14 @@ def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
     flags = ["level=TIMESTAMPS", "level=TENSORS", "rate=1", f"triton,file={path}"]
     with running(models, *(f"--trace-config={flag}" for flag in flags)) as server:
         for model, values in sent_tensors.items():
-            count_before = len(entries_in(path)) if path.exists() else 0
+            before = len(entries_in(path)) if path.exists() else 0
             name = "IN" if model == "twice" else "X"
             with httpclient.InferenceServerClient(server.url) as client:
                 datatype = "BYTES" if model == "words" else "FP32"
                 infer_input = httpclient.InferInput(name, list(values.shape), datatype)
                 client.infer(model, [infer_input.set_data_from_numpy(values)])
-            until("it is written", partial(is_longer, path, count_before))
-            tensors = [
-                flag["tensor"] for flag in entries_in(path)[count_before:] if "tensor" in flag
-            ]
+            until("it is written", partial(is_longer, path, before))
+            tensors = [flag["tensor"] for flag in entries_in(path)[before:] if "tensor" in flag]
             assert len(tensors) == (6 if model == "twice" else 2)
             for flag in tensors:
                 assert flag["shape"] == str(len(values))
@@ -562,10 +548,10 @@ def test_trace_rate_and_trace_count(tracing_server: Server, tmp_path: Path) -> N
 @pytest.fixture
 def server_and_collector(models: Path) -> Iterator[tuple[Server, Collector]]:
     """Yield a server that sends its traces to a collector, and the collector."""
-    with collector() as collected_spans:
+    with collector() as spans:
         flags = ("level=TIMESTAMPS", "rate=1", "mode=opentelemetry")
         exporter = (
-            f"url={collected_spans.url}",
+            f"url={spans.url}",
             "resource=deployment=test",
             "bsp_schedule_delay=100",
         )
@@ -573,7 +559,7 @@ def server_and_collector(models: Path) -> Iterator[tuple[Server, Collector]]:
         with running(
             models, *(f"--trace-config={setting}" for setting in trace_flags), grpc=True
         ) as running_server:
-            yield running_server, collected_spans
+            yield running_server, spans
 
 
 def spans_of(trace_collector: Collector, count: int) -> dict[str, Any]:
@@ -619,22 +605,20 @@ def test_spans_are_exported_of_a_request_and_its_steps(
             <= time_ranges[2][1]
         )
     assert {span.trace_id.hex() for span in spans.values()} == {TRACE_ID}
-    root, ensemble_span, first_span, second_span = (
-        spans[name] for name in ("InferRequest", "both", "one", "two")
-    )
+    root, ensemble, first, second = (spans[name] for name in ("InferRequest", "both", "one", "two"))
     assert root.parent_span_id.hex() == "00f067aa0ba902b7"
-    assert ensemble_span.parent_span_id == root.span_id
-    assert first_span.parent_span_id == second_span.parent_span_id == ensemble_span.span_id
-    assert attributes(first_span)["shmserve.batch_closed"] == "idle"
+    assert ensemble.parent_span_id == root.span_id
+    assert first.parent_span_id == second.parent_span_id == ensemble.span_id
+    assert attributes(first)["shmserve.batch_closed"] == "idle"
     assert attributes(root)["triton.model_name"] == "both"
     for outer, inner in (
-        (root, ensemble_span),
-        (ensemble_span, first_span),
-        (ensemble_span, second_span),
+        (root, ensemble),
+        (ensemble, first),
+        (ensemble, second),
     ):
         begin, end = inner.start_time_unix_nano, inner.end_time_unix_nano
         assert outer.start_time_unix_nano <= begin <= end <= outer.end_time_unix_nano
-    assert {spans[part].parent_span_id for part in PARTS} == {first_span.span_id}
+    assert {spans[part].parent_span_id for part in PARTS} == {first.span_id}
     assert abs(root.start_time_unix_nano / 1e9 - time.time()) < 60
     assert collected_spans.resources[0]["service.name"] == "shmserve"
     assert collected_spans.resources[0]["deployment"] == "test"
@@ -653,9 +637,7 @@ def test_spans_of_calls_and_of_failures(server_and_collector: tuple[Server, Coll
         unsampled = TRACEPARENT[:-1] + "0"
         http.infer("one", {"inputs": [json_input("X", ROW)]}, {"traceparent": unsampled}).ok()
         http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()
-        assert TRACE_ID not in {
-            span.trace_id.hex() for span in spans_of(collected_spans, 8).values()
-        }
+        assert TRACE_ID not in {s.trace_id.hex() for s in spans_of(collected_spans, 8).values()}
 
 
 def test_unsent_spans_are_sent_at_the_end(models: Path) -> None:

@@ -346,16 +346,12 @@ def test_models_do_not_load(worker: Worker, bad_code: str, code: str, expected_t
     (worker.version_dir / "model.py").write_text(bad_code)
     worker.start()
     worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
-    load_failed = worker.expect(m.LoadFailed)
-    assert (load_failed.code, load_failed.message) == (code, expected_text)
+    failed = worker.expect(m.LoadFailed)
+    assert (failed.code, failed.message) == (code, expected_text)
     assert worker.wait() == 0
-    assert (bad_code in load_failed.frames) == (code == "INTERNAL"), (
-        "the supervisor logs the frames"
-    )
-    assert (
-        f'File "{worker.version_dir}/model.py", line 1' in load_failed.frames or code != "INTERNAL"
-    )
-    assert "importlib" not in load_failed.frames and worker.log.read_text() == ""
+    assert (bad_code in failed.frames) == (code == "INTERNAL"), "the supervisor logs the frames"
+    assert f'File "{worker.version_dir}/model.py", line 1' in failed.frames or code != "INTERNAL"
+    assert "importlib" not in failed.frames and worker.log.read_text() == ""
 
 
 def test_a_model_that_fails_in_load(worker: Worker) -> None:

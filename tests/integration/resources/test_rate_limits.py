@@ -74,9 +74,7 @@ def test_models_that_need_the_same_take_turns(
     add(repository, "small", limited(1, "S"))
     server.load("one", "two", "small")
     gate = server.gate
-    waiting = [
-        pool.submit(send_request, server, ("one", "two")[number % 2], number) for number in range(4)
-    ]
+    waiting = [pool.submit(send_request, server, ("one", "two")[n % 2], n) for n in range(4)]
     first_visit = gate.next()
     unlimited_request = pool.submit(send_request, server, "small", 9)
     second_visit = gate.next()

@@ -256,17 +256,17 @@ class LifecycleOracles:
 
     def _check_receives_no_requests(self, version: ObservedVersion, state: str) -> None:
         audience = self._executor.audience
-        endpoints = {
+        found = {
             endpoint for endpoint, has in audience.versions_by_endpoint.items() if has is version
         }
         for gateway in audience.gateways:
-            if any(update.endpoint in endpoints for update in gateway.publications.values()):
+            if any(update.endpoint in found for update in gateway.publications.values()):
                 self.report_violation(
                     f"3: {version} is {state}, and a gateway would send it a request"
                 )
         for peer in audience.ensembles:
             update = peer.latest_publications.get(version.spec.name)
-            if update is None or update.endpoint not in endpoints:
+            if update is None or update.endpoint not in found:
                 continue
             user = peer.ensemble
             if user is not version and (user is None or not self._is_in_cycle(version, user)):
@@ -428,9 +428,7 @@ class LifecycleOracles:
         order = self._last.get(model.name)
         ordered_specs = order.specs if order is not None and order.kind is OrderKind.LOAD else []
         serving = self._serving_of(model)
-        loaded = {
-            (n, version.spec.model_dir, version.spec.fingerprint) for n, version in serving.items()
-        }
+        loaded = {(n, v.spec.model_dir, v.spec.fingerprint) for n, v in serving.items()}
         if loaded != {(spec.version, spec.model_dir, spec.fingerprint) for spec in ordered_specs}:
             self.report_violation(
                 f"8: {model.name} serves {serving}, and the last order was another"
@@ -446,13 +444,11 @@ class LifecycleOracles:
     def _check_peers(self, serving: set[ObservedVersion]) -> None:
         expected = {(v.spec.name, v.spec.version): (v.endpoint, v.ready) for v in serving}
         for gateway in self._executor.audience.gateways:
-            received_versions = {
+            received = {
                 key: (update.endpoint, update.ready) for key, update in gateway.publications.items()
             }
-            if received_versions != expected:
-                self.report_violation(
-                    f"5: a gateway knows {received_versions}, and {expected} is so"
-                )
+            if received != expected:
+                self.report_violation(f"5: a gateway knows {received}, and {expected} is so")
         latest = {(v.spec.name): v for v in sorted(serving, key=lambda v: v.spec.version)}
         for peer in self._executor.audience.ensembles:
             assert peer.ensemble is not None

@@ -120,17 +120,15 @@ class DrawnRepository:
         parameters = {"note": {"string_value": str(sent_fields.get("note", ""))}}
         if name == _AUTOSCALED_MODEL:
             parameters["max_instances"] = {"string_value": str(MAX_INSTANCES)}
-        config_fields: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "name": name,
             "parameters": parameters,
             "instance_group": [{"count": sent_fields.get("count", self.instance_counts[name])}],
         }
         if steps:
-            config_fields["ensemble_scheduling"] = {
-                "step": [{"model_name": step} for step in steps]
-            }
-            config_fields["instance_group"] = []
-        config = ModelSpec.of(config_fields)
+            fields["ensemble_scheduling"] = {"step": [{"model_name": step} for step in steps]}
+            fields["instance_group"] = []
+        config = ModelSpec.of(fields)
         versions, folder = self.versions[name], _MODELS_DIR / name
         if source.files:
             folder = _OVERRIDES_DIR / str(next(self._note_numbers))

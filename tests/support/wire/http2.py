@@ -76,11 +76,9 @@ def flood(port: int, make: Callable[[int], bytes]) -> Iterator[None]:
         thread.join()
 
 
-def _flood(
-    sock: socket.socket, make: Callable[[int], bytes], has_finished: threading.Event
-) -> None:
+def _flood(sock: socket.socket, make: Callable[[int], bytes], finished: threading.Event) -> None:
     ahead, behind, stream = bytearray(CLIENT_OPENING), b"", 1
-    while not has_finished.is_set():
+    while not finished.is_set():
         while len(ahead) < _MAX_AHEAD:
             ahead += make(stream)
             stream += 2

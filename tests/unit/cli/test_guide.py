@@ -78,16 +78,13 @@ def test_in_a_terminal_a_pager_shows_it() -> None:
         assert screen.readline().startswith(b"shown: Models and classes")
 
 
-@pytest.mark.parametrize(("topic", "nearest_topic"), [("bathing", "batching"), ("flag", "flags")])
+@pytest.mark.parametrize(("topic", "nearest"), [("bathing", "batching"), ("flag", "flags")])
 def test_an_unknown_topic_gets_the_nearest(
-    topic: str, nearest_topic: str, capsys: pytest.CaptureFixture[str]
+    topic: str, nearest: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["guide", topic]) == 2
     error = capsys.readouterr().err
-    assert (
-        f"there is no page '{topic}', did you mean '{nearest_topic}'? `shmserve guide` lists"
-        in error
-    )
+    assert f"there is no page '{topic}', did you mean '{nearest}'? `shmserve guide` lists" in error
 
 
 def test_an_unknown_topic_gets_a_pointer_to_the_list(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,10 +69,10 @@ def connection(tmp_path: Path) -> Iterator[ServerConnection]:
 
 def build_request(connection: ServerConnection) -> PackedRequest:
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
-    published = m.ModelPublished(
+    update = m.ModelPublished(
         "m", "1", ModelSpec.of(config), {}, "ipc://nowhere", True, True, 0.0, 0
     )
-    return PackedRequest(ClientModel(published, connection.models), b"work", [], PLAIN)
+    return PackedRequest(ClientModel(update, connection.models), b"work", [], PLAIN)
 
 
 def readable(fd: int) -> bool:
@@ -190,17 +190,17 @@ def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) ->
     was_submitted, at_work, may_continue = threading.Event(), threading.Event(), threading.Event()
     with listener(tmp_path):
         session = Session(tmp_path, 1 << 20, 5.0)
-        lost_connection = session._connection
+        lost = session._connection
 
         def callback(_: ClientRequest) -> None:
             at_work.set()
             may_continue.wait(60)
 
         def submit(channel: RequestChannel) -> None:
-            channel.submit(build_request(lost_connection), callback)
+            channel.submit(build_request(lost), callback)
             was_submitted.set()
 
-        lost_connection.call(submit)
+        lost.call(submit)
         assert was_submitted.wait(10)
     assert at_work.wait(10)
     errors: list[Exception] = []
@@ -215,13 +215,9 @@ def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) ->
     with listener(tmp_path):
         opening_thread.start()
         opening_thread.join(10)
-        assert (
-            not opening_thread.is_alive()
-            and not errors
-            and session._connection is not lost_connection
-        )
+        assert not opening_thread.is_alive() and not errors and session._connection is not lost
     may_continue.set()
-    lost_connection._thread.join(10)
+    lost._thread.join(10)
     session.close()
 
 
@@ -233,7 +229,7 @@ def test_answers_are_copied_by_several_at_a_time(
     copies: list[bytearray] = []
 
     def copy() -> None:
-        copies.append(connection.copy_range(last_byte))
+        copies.append(connection.copy_range(last))
 
     def open_during_copy(mappings: Mappings, memory: Memory) -> Any:
         monkeypatch.setattr(Mappings, "_open", original_open)
@@ -247,9 +243,7 @@ def test_answers_are_copied_by_several_at_a_time(
     fd = os.memfd_create("answers")
     try:
         os.write(fd, bytes(4095) + b"!")
-        last_byte = Range(
-            Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 4095, 1
-        )
+        last = Range(Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 4095, 1)
         # Otherwise the collection may run during the measurement and free objects of earlier
         # tests.
         gc.collect()

@@ -183,9 +183,9 @@ def client(context: SupervisorContext, exporting: FakeExporting) -> Iterator[Ser
 
 
 def infer(
-    host: SupervisorContext, client: Server, *args: Any, **options: Any
+    host: SupervisorContext, client: Server, *args: Any, **more: Any
 ) -> shmserve.client.Result:
-    future: Future[Any] = client.infer_async("m", *args, **options)
+    future: Future[Any] = client.infer_async("m", *args, **more)
     host.serve(future.done)
     result: shmserve.client.Result = future.result()
     return result

@@ -48,17 +48,15 @@ def channel(connection: Any) -> Iterator[ThreadChannel]:
 
 
 def open_stream(
-    request_channel: Any, tmp_path: Path, ended_ids: list[str], options: Options = PLAIN
+    request_channel: Any, tmp_path: Path, ended: list[str], options: Options = PLAIN
 ) -> ResponseStream:
     """Return a stream at a played scheduler; `ended_ids` records when its memory is free."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     endpoint = f"ipc://{tmp_path}/scheduler"
     published = ModelPublished("m", "1", ModelSpec.of(config), {}, endpoint, True, True, 0.0, 0)
     model = ClientModel(published, request_channel.connection.models)
-    packed_request = PackedRequest(
-        model, *WORK, options, release_memory=lambda: ended_ids.append("free")
-    )
-    return ResponseStream(request_channel, request_channel.open(packed_request), None)
+    request = PackedRequest(model, *WORK, options, release_memory=lambda: ended.append("free"))
+    return ResponseStream(request_channel, request_channel.open(request), None)
 
 
 def pack_outputs(n: int, size: int = 1) -> Packed:

@@ -307,8 +307,8 @@ def test_a_disconnect_does_not_cancel_a_load(gateway: Rig, http: Http) -> None:
     def load_requests() -> list[m.LoadModel]:
         return [message for message in gateway.received_of(m.LoadModel) if message.name == "slow"]
 
-    with raw_connection(gateway.port) as connection:
-        connection.sendall(
+    with raw_connection(gateway.port) as link:
+        link.sendall(
             f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode()
         )
         until("the supervisor is asked", load_requests)

@@ -45,10 +45,8 @@ class Rig:
         self.received: list[Any] = []
         self._peer = b""
 
-    def send_request(
-        self, number: int, release: Callable[[], None] = lambda: None
-    ) -> RecordingRequest:
-        submit = m.Submit(number, b"", [], 0, 0, 0, 0, "mine")
+    def send_request(self, n: int, release: Callable[[], None] = lambda: None) -> RecordingRequest:
+        submit = m.Submit(n, b"", [], 0, 0, 0, 0, "mine")
         request = RecordingRequest(submit, self.schedulers, release)
         self.schedulers.submit(request, self.endpoint)
         return request

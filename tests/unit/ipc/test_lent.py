@@ -98,11 +98,9 @@ def test_a_token_collected_before_its_release_is_reported() -> None:
     )
 
 
-def memory_range(
-    memory_id: int, pid: int, offset: int, sealed: bool = True, cuda: bool = False
-) -> Range:
+def memory_range(id_: int, pid: int, offset: int, sealed: bool = True, cuda: bool = False) -> Range:
     handle = CudaHandle(b"h" * 64, 0) if cuda else None
-    return Range(Memory(memory_id, pid, 3, 4, 1 << 20, sealed, cuda=handle), offset, 8)
+    return Range(Memory(id_, pid, 3, 4, 1 << 20, sealed, cuda=handle), offset, 8)
 
 
 def test_releases_name_each_process_once_and_no_client() -> None:

@@ -132,16 +132,16 @@ def last_failure(request: Request) -> m.Failed:
 
 
 def test_a_response_ends_a_request_and_frees_its_memory(client: Client) -> None:
-    for message in (
+    for end in (
         m.Finished(1, b"schema", [b"data"]),
         failure_message(),
         response_message(final=True),
     ):
         request = Request(client)
         assert client
-        client.receive(message)
-        client.receive(message)  # a duplicate belongs to no request
-        assert (request.received, request.freed, bool(client)) == ([message], 1, False)
+        client.receive(end)
+        client.receive(end)  # a duplicate belongs to no request
+        assert (request.received, request.freed, bool(client)) == ([end], 1, False)
 
 
 def test_responses_before_the_last_free_nothing(client: Client) -> None:

@@ -73,17 +73,15 @@ def test_requests_with_other_optional_inputs_are_separated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "actual_count"), [("LAST", "but got 1 inputs"), ("", "but got 0 inputs")]
+    ("names", "count"), [("LAST", "but got 1 inputs"), ("", "but got 0 inputs")]
 )
-def test_the_input_count_must_be_between_required_and_total(names: str, actual_count: str) -> None:
+def test_the_input_count_must_be_between_required_and_total(names: str, count: str) -> None:
     """3.6: the number of inputs is between required and total, with Triton's text."""
     tensors = [TensorRef(names, "UINT8", (1, 1), b"x")] if names else []
     with pytest.raises(InvalidArgument) as caught:
         signature().check("7", tensors, [])
     message = caught.value.message
-    assert message.startswith(
-        "[request id: 7] expected number of inputs between 2 and 3 " + actual_count
-    )
+    assert message.startswith("[request id: 7] expected number of inputs between 2 and 3 " + count)
     assert "missing required input(s) ['FIXED','FREE']" in message
 
 

@@ -52,13 +52,11 @@ def step(name: str, inputs: str, outputs: str, version: int = -1) -> str:
     return f'step {{ model_name: "{name}" model_version: {version} {maps} }}'
 
 
-def build_ensemble(
-    *steps: str, fields: str = "", outputs: tuple[str, ...] = ("OUT",)
-) -> ModelConfig:
+def build_ensemble(*steps: str, fields: str = "", out: tuple[str, ...] = ("OUT",)) -> ModelConfig:
     """Return the ensemble "e" from IN to OUT, after checking it against the available models."""
     output_texts = "".join(
         f'output {{ name: "{output_name}" data_type: TYPE_FP32 dims: [ -1 ] }} '
-        for output_name in outputs
+        for output_name in out
     )
     ensemble = config(
         'name: "e" platform: "ensemble" input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] } '

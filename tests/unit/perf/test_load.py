@@ -139,9 +139,7 @@ def test_random_arrivals_are_poisson() -> None:
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1e6, rel=0.03)
     # Of an exponential distribution the standard deviation is the mean.
-    assert (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 == pytest.approx(
-        mean, rel=0.05
-    )
+    assert (sum((g - mean) ** 2 for g in gaps) / len(gaps)) ** 0.5 == pytest.approx(mean, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_models_without_batching_keep_that_setting() -> None:
     assert (start.batch, start.strategy) == (0, "")
     space = search.search_space(config, 30, 4, 3, 64)
     assert (space.instances, space.largest_batch) == ([1, 2, 3], 0)
-    assert [variant.get("threads") for variant in space.variants if "threads" in variant] == [
+    assert [v.get("threads") for v in space.variants if "threads" in v] == [
         1,
         2,
         4,

@@ -151,12 +151,10 @@ def test_a_tree_has_the_descendants_and_their_memory_and_cpu() -> None:
     assert processes.wait_exited(members, 5) and processes.signal_all(members, 9) == []
 
 
-def soak_samples(
-    memory: list[float], descriptors: list[int], shm: list[float]
-) -> list[resources.Sample]:
+def soak_samples(memory: list[float], fds: list[int], shm: list[float]) -> list[resources.Sample]:
     return [
         resources.Sample({"gateway": mb}, {"gateway": count}, {"gateway": 3}, in_shm)
-        for mb, count, in_shm in zip(memory, descriptors, shm, strict=True)
+        for mb, count, in_shm in zip(memory, fds, shm, strict=True)
     ]
 
 

@@ -27,12 +27,8 @@ from tests.rigs.batching_simulation import (
 )
 
 
-def adaptive_batcher(
-    target_ms: float = 60, max_batch_size: int = 32, delay_ms: float = 0
-) -> AdaptiveBatcher:
-    rules = Batching(
-        max_batch_size, frozenset({max_batch_size}), int(delay_ms * MS), int(target_ms * MS)
-    )
+def adaptive_batcher(target_ms: float = 60, size: int = 32, delay_ms: float = 0) -> AdaptiveBatcher:
+    rules = Batching(size, frozenset({size}), int(delay_ms * MS), int(target_ms * MS))
     return AdaptiveBatcher(rules)
 
 
@@ -321,16 +317,14 @@ def test_decisions_are_legal_and_waits_end(drawn_case: tuple[Batcher, int, list[
 @pytest.mark.parametrize("clients", [2, 5, 10, 20])
 def test_waiting_for_clients_raises_the_throughput(clients: int) -> None:
     """The throughput exceeds that of both fixed strategies, within the target."""
-    simulations = [
+    runs = [
         Simulation(batcher, linear(10, 0.5, noise=0.3)).closed_loop(
             clients, 200 * clients, uniform_pauses(0.4)
         )
         for batcher in (adaptive_batcher(60), fixed_batcher(0), fixed_batcher(5))
     ]
-    assert simulations[0].per_second > 1.05 * max(
-        simulations[1].per_second, simulations[2].per_second
-    )
-    assert simulations[0].percentile_ms(99) < 60
+    assert runs[0].per_second > 1.05 * max(runs[1].per_second, runs[2].per_second)
+    assert runs[0].percentile_ms(99) < 60
 
 
 @pytest.mark.parametrize("clients", [1, 2, 4, 8, 16, 32])
@@ -356,10 +350,8 @@ def test_a_single_client_is_not_delayed() -> None:
 @pytest.mark.parametrize("per_second", [20, 100, 300, 600])
 def test_the_target_is_met_where_possible(per_second: float) -> None:
     """A fixed delay for full batches would miss the target."""
-    simulation = Simulation(adaptive_batcher(40), linear(10, 0.5, noise=0.3)).open_loop(
-        per_second, 3000
-    )
-    assert simulation.percentile_ms(99) < 40
+    run = Simulation(adaptive_batcher(40), linear(10, 0.5, noise=0.3)).open_loop(per_second, 3000)
+    assert run.percentile_ms(99) < 40
     waiting_simulation = Simulation(fixed_batcher(30), linear(10, 0.5, noise=0.3)).open_loop(
         per_second, 3000
     )

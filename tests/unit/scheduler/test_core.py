@@ -213,9 +213,7 @@ def test_outputs_read_before_a_successor_has_instances_are_released() -> None:
     rig.supervisor(InstanceExpected(2, 102))
     for index, pid, offsets in ((0, 100, [64]), (1, 101, [128]), (2, 102, [320, 384])):
         peer = rig.start(index, pid)
-        assert rig.workers.take() == [
-            (peer, m.ReleaseOutputs(7000, [offset])) for offset in offsets
-        ]
+        assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [at])) for at in offsets]
     rig.supervisor(ProcessExited(103, ""))
     assert not rig.core.executions._early_releases and not rig.core.executions._unknown_releases
 
@@ -407,11 +405,9 @@ def test_a_prefetched_request_that_returns_is_first_in_the_queue() -> None:
     rig, _ = ready_rig({})
     rig.core.executions.service_time.pipeline_depth = 2
     (running_id,) = rig.submit()
-    prefetched_ids, later_ids = rig.submit(8), rig.submit(3)
+    ids, later_ids = rig.submit(8), rig.submit(3)
     _, (_, batch) = rig.take_batches()
-    assert [request.data[0] for request in batch.requests] == [
-        b"w%d" % number for number in prefetched_ids
-    ]
+    assert [request.data[0] for request in batch.requests] == [b"w%d" % n for n in ids]
     rig.supervisor(ProcessExited(100, "signal 9"))
     peer = rig.start(0, 101)
     executed_contents = []
@@ -420,8 +416,7 @@ def test_a_prefetched_request_that_returns_is_first_in_the_queue() -> None:
             executed_contents.append([request.data[0] for request in batch.requests])
             rig.finish(peer, batch)
     assert executed_contents == [
-        [b"w%d" % number for number in request]
-        for request in ([running_id], prefetched_ids, later_ids)
+        [b"w%d" % n for n in request] for request in ([running_id], ids, later_ids)
     ]
 
 
@@ -556,14 +551,12 @@ def test_a_client_disconnects_while_its_requests_execute() -> None:
     rig, peer = ready_rig({})
     first_id, second_id = rig.submit(2, timeout_ns=5 * MS)
     _, batch = rig.execute()
-    keys = [request.key for request in batch.requests]
+    keys = [r.key for r in batch.requests]
     rig.client(m.Cancel(first_id))
     rig.supervisor(ProcessExited(7000, ""))
     messages = rig.take_worker_messages()
     assert m.ReaderExited(7000) in messages
-    assert {request.key for request in messages if isinstance(request, m.CancelExecution)} == set(
-        keys
-    )
+    assert {r.key for r in messages if isinstance(r, m.CancelExecution)} == set(keys)
     rig.pass_time(6 * MS)
     rig.finish(peer, batch, ok_reply(keys[0]), ok_reply(keys[1], response_in_arena(100, 64)))
     assert rig.answers() == [] and second_id

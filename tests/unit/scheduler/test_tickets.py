@@ -16,9 +16,9 @@ def take_messages(rig: Rig) -> list[Any]:
 
 
 def limited_rig(
-    dynamic_batching: dict[str, Any] | None = None, instances: int = 1, **settings: Any
+    dynamic_batching: dict[str, Any] | None = None, instances: int = 1, **more: Any
 ) -> Rig:
-    rig = Rig(dynamic_batching, rate_limited=True, **settings)
+    rig = Rig(dynamic_batching, rate_limited=True, **more)
     for index in range(instances):
         rig.start(index, 100 + index)
     return rig

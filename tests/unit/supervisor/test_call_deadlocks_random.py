@@ -84,15 +84,13 @@ class CallSimulation:
             self.roots += 1
             self.submit(self.random.randrange(len(self.rigs)), self.plan())
         elif idle_executions and self.random.random() < 0.7:
-            chosen_execution = self.random.choice(idle_executions)
-            if chosen_execution.plan:
-                (model, plan), *chosen_execution.plan = chosen_execution.plan
-                chosen_execution.call = self.submit(model, plan, chosen_execution.callers)
+            chosen = self.random.choice(idle_executions)
+            if chosen.plan:
+                (model, plan), *chosen.plan = chosen.plan
+                chosen.call = self.submit(model, plan, chosen.callers)
             else:
-                self.running.remove(chosen_execution)
-                self.rigs[chosen_execution.model].finish(
-                    chosen_execution.peer, chosen_execution.batch
-                )
+                self.running.remove(chosen)
+                self.rigs[chosen.model].finish(chosen.peer, chosen.batch)
         elif self.reports and self.random.random() < 0.5:
             self.deliver(*self.reports.popleft())
         else:

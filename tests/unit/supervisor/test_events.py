@@ -188,17 +188,17 @@ def feed(publisher: EventPublisher, states: dict[Any, Any], calls: list[str]) ->
 
 
 def test_changes_of_models() -> None:
-    statuses_before = {
+    before = {
         ("a", "1"): ("READY", ""),
         ("b", "1"): ("LOADING", ""),
         ("c", "2"): ("READY", ""),
     }
-    statuses_after = {
+    after = {
         ("a", "1"): ("READY", ""),
         ("b", "1"): ("READY", ""),
         ("d", ""): ("UNAVAILABLE", "x"),
     }
-    assert list(changes(statuses_before, statuses_after)) == [
+    assert list(changes(before, after)) == [
         m.ModelChanged("c", "2", "", ""),
         m.ModelChanged("b", "1", "READY", ""),
         m.ModelChanged("d", "", "UNAVAILABLE", "x"),
@@ -291,9 +291,7 @@ def test_the_page_has_every_event_and_field() -> None:
     ],
 )  # fmt: skip
 def test_an_event_is_one_json_line(event: Any, line: str) -> None:
-    received_event = ReceivedEvent(
-        publications.TOPICS[type(event)], event, 1_700_000_000_123_456_789, 0
-    )
-    assert received_event.topic in TOPICS
-    assert _as_text(received_event) == f"2023-11-14T22:13:20.123Z {line}"
-    assert f'"event": "{type(event).__name__}"' in _as_json(received_event)
+    received = ReceivedEvent(publications.TOPICS[type(event)], event, 1_700_000_000_123_456_789, 0)
+    assert received.topic in TOPICS
+    assert _as_text(received) == f"2023-11-14T22:13:20.123Z {line}"
+    assert f'"event": "{type(event).__name__}"' in _as_json(received)

@@ -184,10 +184,8 @@ async def test_many_inputs_end_no_connection(folder: Path, tensors: int, all_fit
         while not acknowledgements.is_acknowledged(number):
             await acknowledgements.next_complete()
         models.insert(0, wide)
-        later_link = stack.enter_context(join_server(folder))
-        assert _names(await _receive(later_link, 4)) == (
-            {"plain", "wide"} if all_fit else {"plain"}
-        )
+        later = stack.enter_context(join_server(folder))
+        assert _names(await _receive(later, 4)) == ({"plain", "wide"} if all_fit else {"plain"})
 
 
 def test_the_tensors_that_a_welcome_lists() -> None:

@@ -237,26 +237,24 @@ def test_tickets_of_an_exited_scheduler_are_released() -> None:
 
 
 def test_a_call_whose_callers_hold_its_resources_is_reported() -> None:
-    notifications: list[Any] = []
-    tickets = Tickets(
-        True, {("R", None): 2}, lambda pid, message: notifications.append((pid, message))
-    )
+    sent: list[Any] = []
+    tickets = Tickets(True, {("R", None): 2}, lambda pid, message: sent.append((pid, message)))
     for member, needs in ((1, [1]), (2, [1]), (3, [2]), (4, [2, 1])):
         tickets.join(member, {i: Needs({R: amount}, 1) for i, amount in enumerate(needs)})
         tickets.bind(100 * member, member)
     tickets.handle(100, AskTicket(1, 0, 11))
-    notifications.clear()
+    sent.clear()
     for scheduler in (200, 300, 400):
         tickets.handle(scheduler, CheckHolders(scheduler, [10, 11]))
         # The scheduler does not hold these tickets.
         tickets.handle(scheduler, CheckHolders(7, [10]))
-    assert notifications == [(300, ResourcesHeld(300))]
+    assert sent == [(300, ResourcesHeld(300))]
     tickets.handle(200, AskTicket(2, 0, 12))
-    notifications.clear()
+    sent.clear()
     tickets.handle(400, CheckHolders(5, [11, 12]))
     tickets.handle(100, TicketReturned(1, True))
     tickets.handle(400, CheckHolders(6, [11, 12]))
-    assert notifications == [(400, ResourcesHeld(5))]
+    assert sent == [(400, ResourcesHeld(5))]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5))))

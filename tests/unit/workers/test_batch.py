@@ -105,17 +105,15 @@ def test_adjacent_rows_are_one_view_and_separate_rows_are_copied(region: Region)
     mappings = Mappings()
     unpacker, gather, buffers = make_gatherer(one_tensor(max_batch_size=8), mappings)
     rows = [np.full((n, 2), n, F32) for n in (1, 3, 2)]
-    memory_ranges = [
-        region.write(offset, row) for offset, row in zip((64, 72, 96), rows, strict=True)
-    ]
+    ranges = [region.write(offset, row) for offset, row in zip((64, 72, 96), rows, strict=True)]
     items = [
         inference(tensor("X", row, memory_range))
-        for row, memory_range in zip(rows, memory_ranges, strict=True)
+        for row, memory_range in zip(rows, ranges, strict=True)
     ]
     requests = unpack(unpacker, *items)
     raw, shape, view = gather.gather("X", requests)
     assert (shape, view, buffers) == ((6, 2), True, [])
-    assert address_of(raw) == address_of(mappings.view(memory_ranges[0]))
+    assert address_of(raw) == address_of(mappings.view(ranges[0]))
     assert np.array_equal(np.frombuffer(raw, F32).reshape(6, 2), np.concatenate(rows))
     # Rows in another order, or with a gap between them, are not contiguous.
     for shuffled_requests in (requests[::-1], [requests[0], requests[2]]):
@@ -255,12 +253,10 @@ def test_a_returned_input_is_not_copied(worker: Rig, region: Region, may_return:
 
     worker.serve(FunctionBackend(worker.context, compute), one_tensor())
     memory_range = region.write(0, data)
-    requested_output = RequestedOutput("Y", region.memory_range(8 * MIB, 4 * MIB), may_return)
+    requested = RequestedOutput("Y", region.memory_range(8 * MIB, 4 * MIB), may_return)
     for expected in (data, data[: MIB // 2], data, data + 1):
         is_returned = may_return and expected is data
-        (reply,) = worker.batch(
-            inference(tensor("X", data, memory_range), outputs=[requested_output])
-        )
+        (reply,) = worker.batch(inference(tensor("X", data, memory_range), outputs=[requested]))
         assert reply.answer is not None
         (output,) = reply.answer.outputs
         assert isinstance(output.data, Range)
@@ -399,16 +395,14 @@ def test_layouts_are_row_major(worker: Rig, region: Region, data: Any, has_range
         FunctionBackend(worker.context, lambda requests: [Response([Output("Y", "FP32", data)])]),
         one_tensor(dims=(3, 4)),
     )
-    requested_outputs = [RequestedOutput("Y", region.memory_range(64, 100))] if has_range else []
-    (reply,) = worker.batch(
-        inference(tensor("X", np.zeros((3, 4), F32)), outputs=requested_outputs)
-    )
+    requested = [RequestedOutput("Y", region.memory_range(64, 100))] if has_range else []
+    (reply,) = worker.batch(inference(tensor("X", np.zeros((3, 4), F32)), outputs=requested))
     assert reply.code == "", reply.message
-    expected = np.ascontiguousarray(
+    plain = np.ascontiguousarray(
         data.detach().numpy() if isinstance(data, torch.Tensor) else data, F32
     )
     written_bytes = region.read(64, 48) if has_range else reply.array("Y").tobytes()
-    assert written_bytes == expected.tobytes()
+    assert written_bytes == plain.tobytes()
 
 
 def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> None:
@@ -430,11 +424,9 @@ def test_string_outputs(worker: Rig, region: Region, has_range: bool) -> None:
     requested_outputs = [RequestedOutput("Y", region.memory_range(0, 1000))] if has_range else []
     (reply,) = worker.batch(inference(tensor("X", data), outputs=requested_outputs))
     assert reply.answer is not None, reply.message
-    sent_data = tensor("X", data).data
-    assert isinstance(sent_data, bytes)
-    assert (
-        region.read(0, len(sent_data)) if has_range else reply.answer.outputs[0].data
-    ) == sent_data
+    sent = tensor("X", data).data
+    assert isinstance(sent, bytes)
+    assert (region.read(0, len(sent)) if has_range else reply.answer.outputs[0].data) == sent
 
 
 def test_strings_of_any_numpy_kind_become_bytes(worker: Rig) -> None:
@@ -505,13 +497,11 @@ def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
     )
     valid_tensor = tensor("X", np.array([[b"a"]], dtype=object))
     bad_tensor = TensorRef("X", "BYTES", (1, 1), b"\xff\0\0\0ab")
-    first_reply, second_reply = worker.batch(inference(valid_tensor), inference(bad_tensor))
+    first_reply, second = worker.batch(inference(valid_tensor), inference(bad_tensor))
     assert first_reply.code == ""
-    assert second_reply.code == "INVALID_ARG"
-    assert second_reply.message.startswith(
-        "[request id: id-1] incomplete string data for inference"
-    )
-    assert "inference input 'X' for model 'm'" in second_reply.message
+    assert second.code == "INVALID_ARG"
+    assert second.message.startswith("[request id: id-1] incomplete string data for inference")
+    assert "inference input 'X' for model 'm'" in second.message
     assert worker.finished.executed
     worker.batch(inference(bad_tensor))
     assert not worker.finished.executed

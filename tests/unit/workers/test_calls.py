@@ -379,7 +379,7 @@ def test_a_coroutine_not_waiting_cancels(router: CallRouter, callees: CalledMode
 
 
 def test_coroutines_learn_of_losses_and_errors(router: CallRouter, callees: CalledModels) -> None:
-    first_scheduler, second_scheduler = callees.scheduler("s1"), callees.scheduler("s2")
+    first_scheduler, second = callees.scheduler("s1"), callees.scheduler("s2")
 
     async def call_both() -> tuple[list[float], str]:
         first_call, second_call = call_soon(router, request()), call_soon(router, request())
@@ -393,10 +393,8 @@ def test_coroutines_learn_of_losses_and_errors(router: CallRouter, callees: Call
     first_scheduler.next(m.Submit)
     first_scheduler.next(m.Submit)
     callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), callees.endpoint("s2")))
-    second_scheduler.send(doubled_response(second_scheduler.next(m.Submit)))
-    second_scheduler.send(
-        m.Failed(second_scheduler.next(m.Submit).id, "INVALID_ARG", "no", 0, False)
-    )
+    second.send(doubled_response(second.next(m.Submit)))
+    second.send(m.Failed(second.next(m.Submit).id, "INVALID_ARG", "no", 0, False))
     assert running_calls.result(10) == ([2.0, 4.0], "no")
 
 

@@ -62,9 +62,7 @@ class Model(Streams):
 
     def serve(self, body: str) -> Model:
         path = self.rig.context.version_dir / "model.py"
-        path.write_text(
-            MODULE_HEAD + "".join(f"    {line}\n" for line in dedent(body).splitlines())
-        )
+        path.write_text(MODULE_HEAD + "".join(f"    {row}\n" for row in dedent(body).splitlines()))
         config = model_config(
             [tensor_config("X", "FP32", [-1])],
             [tensor_config("Y", "FP32", [-1])],

@@ -305,13 +305,11 @@ class Model:
     region = Region(4096)
     rows = [np.zeros((1, 2), F32), np.zeros((1, 2), F32)]
     for _ in range(2):
-        memory_ranges = [
-            region.write(offset, row) for offset, row in zip((0, 8), rows, strict=True)
-        ]
+        ranges = [region.write(offset, row) for offset, row in zip((0, 8), rows, strict=True)]
         replies = worker.batch(
             *(
                 inference(tensor("x", row, memory_range))
-                for row, memory_range in zip(rows, memory_ranges, strict=True)
+                for row, memory_range in zip(rows, ranges, strict=True)
             )
         )
         for reply in replies:

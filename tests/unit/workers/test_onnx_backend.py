@@ -31,9 +31,9 @@ LARGE_DIM = 32 * 1024
 
 
 def save_sum(worker: Rig, dims: tuple[Any, ...] = ("batch", 4), sum_dims: Any = None) -> None:
-    tensors = [("a", FLOAT, dims), ("b", FLOAT, dims)]
+    inputs = [("a", FLOAT, dims), ("b", FLOAT, dims)]
     save(
-        worker.context.version_dir, [("Add", "a b", "s")], tensors, [("s", FLOAT, sum_dims or dims)]
+        worker.context.version_dir, [("Add", "a b", "s")], inputs, [("s", FLOAT, sum_dims or dims)]
     )
 
 
@@ -188,10 +188,8 @@ def test_bf16_is_passed_unchanged(worker: Rig) -> None:
 def test_errors_of_a_run_have_tritons_text(worker: Rig) -> None:
     save_sum(worker, ("batch", "n"))
     serve(worker)
-    two_columns, three_columns = (
-        tensor(name, np.ones((1, n), F32)) for name, n in (("a", 2), ("b", 3))
-    )
-    (reply,) = worker.batch(inference(two_columns, three_columns))
+    two, three = (tensor(name, np.ones((1, n), F32)) for name, n in (("a", 2), ("b", 3)))
+    (reply,) = worker.batch(inference(two, three))
     assert "onnx runtime error" in reply.message
 
 

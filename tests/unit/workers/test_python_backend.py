@@ -66,9 +66,7 @@ class Model:
 
     def write(self, body: str, file: str = "model.py") -> Model:
         path = self.rig.context.version_dir / file
-        path.write_text(
-            MODULE_HEAD + "".join(f"    {line}\n" for line in dedent(body).splitlines())
-        )
+        path.write_text(MODULE_HEAD + "".join(f"    {row}\n" for row in dedent(body).splitlines()))
         return self
 
     def serve(self, body: str, **fields: Any) -> Model:
@@ -84,10 +82,7 @@ class Model:
         parameters = fields.pop("parameters", {})
         requests = [Inference((item,), (), parameters) for item in inputs]
         replies = self.rig.batch(*requests, **fields)
-        return [
-            reply.message if reply.code else reply.array("Y", self.rig).tolist()
-            for reply in replies
-        ]
+        return [r.message if r.code else r.array("Y", self.rig).tolist() for r in replies]
 
 
 def input_x(values: Any, memory_range: Range | None = None) -> TensorRef:
@@ -753,15 +748,13 @@ def test_a_call_ends_with_the_request_it_is_for(model: Model, callees: CalledMod
     model.serve(CALLING_MODEL)
     deadline_ns = time.monotonic_ns() + 10**10
     parameters = {"model_version": 1, "timeout": 10**12, "request_id": "q"}
-    running_call = callees.run(
-        lambda: model.infer(1, deadline_ns=deadline_ns, parameters=parameters)
-    )
+    running = callees.run(lambda: model.infer(1, deadline_ns=deadline_ns, parameters=parameters))
     assert callees.answer_find("s1").version == "1"
     submit = scheduler.next(Submit)
     assert (submit.deadline_ns, submit.timeout_us) == (deadline_ns, 10**12)
     assert submit.request_id == "q"
     scheduler.send(Failed(submit.id, "UNAVAILABLE", "Request timeout expired", 0, True))
-    assert running_call.result(10) == ["Request timeout expired"]
+    assert running.result(10) == ["Request timeout expired"]
 
 
 @pytest.mark.parametrize(

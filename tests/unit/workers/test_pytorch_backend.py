@@ -415,9 +415,7 @@ def test_an_exported_program_needs_no_configuration(worker: Rig) -> None:
     completed = PytorchBackend(worker.context).complete_config(model_config([], []))
     assert completed["max_batch_size"] == 4 and completed["dynamic_batching"] == {}
     assert completed["input"] == [tensor_config(name, "FP32", [1]) for name in "abc"]
-    assert completed["output"] == [
-        tensor_config(f"OUTPUT__{index}", "FP32", [1]) for index in (0, 1)
-    ]
+    assert completed["output"] == [tensor_config(f"OUTPUT__{n}", "FP32", [1]) for n in (0, 1)]
     serve(worker, completed)
 
 
@@ -570,7 +568,7 @@ def test_a_script_may_return_one_list_of_texts(worker: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "data_type", "dims", "expected_error"),
+    ("module", "kind", "dims", "expected_error"),
     [
         (*(Affine, "STRING", [1]),
          "input 'a' of model 'm' has data_type TYPE_STRING, but the model takes a tensor"),
@@ -581,12 +579,10 @@ def test_a_script_may_return_one_list_of_texts(worker: Rig) -> None:
     ],
 )  # fmt: skip
 def test_texts_must_be_lists_of_one_dimension(
-    worker: Rig, module: Any, data_type: str, dims: list[int], expected_error: str
+    worker: Rig, module: Any, kind: str, dims: list[int], expected_error: str
 ) -> None:
     save_script(module(), worker)
-    config = model_config(
-        [tensor_config("a", data_type, dims)], [tensor_config("y", data_type, dims)]
-    )
+    config = model_config([tensor_config("a", kind, dims)], [tensor_config("y", kind, dims)])
     assert expected_error in load_error(worker, config)
 
 
@@ -688,17 +684,17 @@ def test_a_model_that_does_not_write_to_its_inputs_receives_views(worker: Rig) -
     worker.serve(backend, vectors({"x": 4}, {"y": 4}))
     region = Region(4096)
     data = np.ones((1, 4), F32)
-    memory_range, expected = (
+    place, expected = (
         region.write(64, data),
         RequestedOutput("y", region.memory_range(256, 16)),
     )
     addresses = []
     for _ in range(3):
-        (reply,) = worker.batch(inference(tensor("x", data, memory_range), outputs=[expected]))
+        (reply,) = worker.batch(inference(tensor("x", data, place), outputs=[expected]))
         assert reply.code == "", reply.message
         program: Any = backend._program.call
         addresses.append(program.at)
-    mapped_bytes = np.frombuffer(worker.context.mappings.view(memory_range), np.uint8)
+    mapped_bytes = np.frombuffer(worker.context.mappings.view(place), np.uint8)
     mapped_address = mapped_bytes.__array_interface__["data"][0]
     assert [address == mapped_address for address in addresses] == [False, True, True]
     assert region.read(256, 16) == data.tobytes()

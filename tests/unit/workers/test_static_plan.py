@@ -171,10 +171,10 @@ def test_a_steady_stream_allocates_nothing(
         tracemalloc.stop()
         assert len(allocations) == 1 and worker.context.arena.used_bytes == used_bytes
         assert peak < ROW_SIZE * 4 // 2, "less than half of a tensor: messages"
-        output = np.frombuffer(region.read(4 * ROW_SIZE * 4, 4 * ROW_SIZE * 4), F32).reshape(
+        result = np.frombuffer(region.read(4 * ROW_SIZE * 4, 4 * ROW_SIZE * 4), F32).reshape(
             4, ROW_SIZE
         )
-        assert (output == np.arange(1, 5, dtype=F32)[:, None]).all()
+        assert (result == np.arange(1, 5, dtype=F32)[:, None]).all()
 
 
 class FakeRecorder:
@@ -229,8 +229,8 @@ def test_a_graph_of_each_bucket_is_recorded_at_load_and_replayed(
     )  # graphs for 1, 2, 4 and 5 rows
     rows = [np.full((n, 3), n, F32) for n in (1, 2)]
     for sizes, bucket in (((0, 1), 4), ((1, 1), 4), ((0,), 1), ((0, 1, 1), 5), ((1,), 2)):
-        replies = worker.batch(*(inference(tensor("X", rows[size])) for size in sizes))
-        assert [r.array("Y").tolist() for r in replies] == [
+        answers = worker.batch(*(inference(tensor("X", rows[size])) for size in sizes))
+        assert [r.array("Y").tolist() for r in answers] == [
             (rows[size] + 1).tolist() for size in sizes
         ]
         assert fake_recorder.replayed.pop() == bucket and not fake_recorder.replayed

@@ -60,11 +60,9 @@ with OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0) as client:
     )
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
     assert response.usage and response.usage.output_tokens_details.reasoning_tokens >= 3
-    last_item = response.output[-1]
-    assert last_item.type == "function_call" and json.loads(last_item.arguments) == {
-        "city": "Paris"
-    }
-    result = {"type": "function_call_output", "call_id": last_item.call_id, "output": "sunny"}
+    last = response.output[-1]
+    assert last.type == "function_call" and json.loads(last.arguments) == {"city": "Paris"}
+    result = {"type": "function_call_output", "call_id": last.call_id, "output": "sunny"}
     history: Any = [{"role": "user", "content": "Weather?"}, *response.output, result]
     second_response = client.responses.create(model="scripted", input=history, tools=[FLAT_TOOL])
     assert second_response.output_text == "It is sunny.", second_response

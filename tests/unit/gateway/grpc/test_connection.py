@@ -35,10 +35,8 @@ def test_a_response_is_written_in_one_piece() -> None:
         ((raw, call),) = scene.calls
         assert raw == b"one" and call.time_remaining() is None
         call.finish(b"two")
-        kinds = [
-            (kind, flags, payload[-8:]) for kind, flags, _, payload in scene.transport.frames()
-        ]
-        assert [kind for kind, _, _ in kinds] == [HEADERS, DATA, HEADERS]
+        kinds = [(k, flags, payload[-8:]) for k, flags, _, payload in scene.transport.frames()]
+        assert [k for k, _, _ in kinds] == [HEADERS, DATA, HEADERS]
         assert kinds[1][2] == message(b"two") and kinds[2][1] & END_STREAM
         call.finish(b"again")
         call.fail(StatusCode.INTERNAL, "late")

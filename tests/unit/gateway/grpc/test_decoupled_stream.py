@@ -20,7 +20,7 @@ from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, end, error, identity_config, rig
 from tests.support.waiting import until
 
-REPEAT_MODEL = {
+REPEAT = {
     **identity_config("repeat", "INT32", [-1]),
     "model_transaction_policy": {"decoupled": True},
 }
@@ -38,7 +38,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 def scheduler(gateway: Rig) -> Scheduler:
     scheduler = gateway.scheduler(echo)
     scheduler.holds_responses = True
-    gateway.publish(REPEAT_MODEL, scheduler)
+    gateway.publish(REPEAT, scheduler)
     return scheduler
 
 
@@ -106,12 +106,10 @@ def take(stream: Stream, number: int) -> list[Any]:
 def test_responses_of_many_requests_are_interleaved(scheduler: Scheduler, stream: Stream) -> None:
     stream.send_request("a")
     stream.send_request("b")
-    (peer, first_id), (_, second_id) = first_requests(scheduler, 2)
-    scheduler.send(
-        peer, response(second_id, 1), response(first_id, 2), response(second_id, 3, final=True)
-    )
+    (peer, first), (_, second) = first_requests(scheduler, 2)
+    scheduler.send(peer, response(second, 1), response(first, 2), response(second, 3, final=True))
     assert values(take(stream, 3)) == [("b", 1, False), ("a", 2, False), ("b", 3, True)]
-    scheduler.send(peer, *(response(first_id, value) for value in range(10)), end(first_id))
+    scheduler.send(peer, *(response(first, value) for value in range(10)), end(first))
     stream.end()
     assert values(list(stream.call)) == [("a", value, False) for value in range(10)]
 

@@ -187,18 +187,16 @@ def test_large_messages_are_received_by_a_sink() -> None:
         sinks.append(KeepingSink())
         return sinks[-1]
 
-    sent_messages = [
+    sent = [
         b"small",
         bytes(LARGE_MESSAGE_BYTES),
         b"x" * (LARGE_MESSAGE_BYTES + 1),
         b"y" * (2 * LARGE_MESSAGE_BYTES),
     ]
-    stream = b"".join(map(message, sent_messages)) + message(
-        bytes(LARGE_MESSAGE_BYTES), compressed=True
-    )
+    stream = b"".join(map(message, sent)) + message(bytes(LARGE_MESSAGE_BYTES), compressed=True)
     pieces = [stream[offset : offset + 1000] for offset in range(0, len(stream), 1000)]
     parts: list[Any] = [received.data for received in assemble(pieces, find)]
-    assert parts == [*sent_messages, bytes(LARGE_MESSAGE_BYTES)]
+    assert parts == [*sent, bytes(LARGE_MESSAGE_BYTES)]
     assert pending_calls == [LARGE_MESSAGE_BYTES, LARGE_MESSAGE_BYTES + 1, 2 * LARGE_MESSAGE_BYTES]
     assert [len(sink.data) for sink in sinks] == [LARGE_MESSAGE_BYTES, 2 * LARGE_MESSAGE_BYTES]
     assert not any(sink.dropped for sink in sinks)

@@ -20,9 +20,7 @@ SERVICES = [
     for file in (pb.DESCRIPTOR, health_pb2.DESCRIPTOR)
     for service in file.services_by_name.values()
 ]
-ALL_RPCS = {
-    f"/{service.full_name}/{method.name}" for service in SERVICES for method in service.methods
-}
+ALL_RPCS = {f"/{service.full_name}/{m.name}" for service in SERVICES for m in service.methods}
 
 
 def test_every_rpc_has_a_scope() -> None:

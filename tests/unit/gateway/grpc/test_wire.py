@@ -50,10 +50,8 @@ def rpcs(module: Any) -> list[tuple[object, ...]]:
 
 def test_the_service_is_that_of_triton() -> None:
     """Both live in this process, and have the same messages, fields, numbers and RPCs."""
-    own_types, triton_types = (
-        m.DESCRIPTOR.message_types_by_name.values() for m in (ours, triton_pb2)
-    )
-    assert fields(own_types) == fields(triton_types) and len(fields(own_types)) > 100
+    own_types, tritons = (m.DESCRIPTOR.message_types_by_name.values() for m in (ours, triton_pb2))
+    assert fields(own_types) == fields(tritons) and len(fields(own_types)) > 100
     assert rpcs(ours) == rpcs(triton_pb2)
 
 
@@ -214,18 +212,14 @@ def test_messages_of_a_stream() -> None:
         and stream_response.infer_response.model_name == "m" * 300
     )
     assert stream_response.infer_response.parameters["triton_final_response"].bool_param
-    failed_response = triton_pb2.ModelStreamInferResponse.FromString(
-        encode_stream_error("why", "7")
-    )
-    assert (failed_response.error_message, failed_response.infer_response.id) == ("why", "7")
-    assert not failed_response.infer_response.parameters
-    anonymous_error = triton_pb2.ModelStreamInferResponse.FromString(
-        encode_stream_error("", "7", "m")
-    )
-    assert anonymous_error.error_message  # or it would be a success
-    assert anonymous_error.infer_response.id == "7"
-    assert anonymous_error.infer_response.model_name == "m"
-    assert anonymous_error.infer_response.parameters["triton_final_response"].bool_param
+    failed = triton_pb2.ModelStreamInferResponse.FromString(encode_stream_error("why", "7"))
+    assert (failed.error_message, failed.infer_response.id) == ("why", "7")
+    assert not failed.infer_response.parameters
+    anonymous = triton_pb2.ModelStreamInferResponse.FromString(encode_stream_error("", "7", "m"))
+    assert anonymous.error_message  # or it would be a success
+    assert anonymous.infer_response.id == "7"
+    assert anonymous.infer_response.model_name == "m"
+    assert anonymous.infer_response.parameters["triton_final_response"].bool_param
 
 
 @given(
@@ -237,9 +231,7 @@ def test_a_filled_template_equals_an_encoded_response(
     request_id: str, contents: list[bytes], parameters: dict[str, Any]
 ) -> None:
     model: Any = SimpleNamespace(name="m", version="1")
-    outputs = [
-        TensorRef(f"Y{number}", "UINT8", (len(data),), data) for number, data in enumerate(contents)
-    ]
+    outputs = [TensorRef(f"Y{n}", "UINT8", (len(data),), data) for n, data in enumerate(contents)]
     template = GrpcResponseTemplate(model, Inferred(tuple(outputs), parameters), ())
     inverted_contents = [bytes(byte ^ 255 for byte in data) for data in contents]
     for data_parts in (contents, inverted_contents):

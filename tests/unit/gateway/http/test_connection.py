@@ -78,11 +78,9 @@ class AnsweringApp(App):
         begun_request, request.begun_request = request.begun_request, None
         if begun_request is None:
             self.active += 1
-        response = await (
-            self.answer(request) if begun_request is None else begun_request.response()
-        )
-        response.on_sent = self.decrement
-        return response
+        reply = await (self.answer(request) if begun_request is None else begun_request.response())
+        reply.on_sent = self.decrement
+        return reply
 
 
 def echo(request: HttpRequest, body: bytes) -> HttpResponse:
@@ -257,10 +255,8 @@ def test_every_request_receives_its_own_response(
     """Cut anywhere, and more than one at a time; by the connection's task or without it."""
     turns_at: dict[int, int] = {}  # where a piece ends, and the turns after it
     stream = b""
-    for (head, body, body_framing), is_separate in zip(
-        sent_requests, separate_bodies, strict=False
-    ):
-        raw = pack_request(*head, body, body_framing)
+    for (head, body, framing), is_separate in zip(sent_requests, separate_bodies, strict=False):
+        raw = pack_request(*head, body, framing)
         if is_separate:
             turns_at[len(stream) + raw.index(b"\r\n\r\n") + 4] = turns
         stream += raw
@@ -316,15 +312,11 @@ def test_upgrade_offers_lose_no_request(
         connection.connection_lost(None)
         return transport.written
 
-    before_close, close_header, after_close = uvloop.run(send_stream()).partition(
-        b"Connection: close\r\n"
-    )
-    answers = parse_replies(before_close + after_close)
-    expected = [
-        [method, path, 0, body.decode("latin-1")] for (method, path, _), body in sent_requests
-    ]
+    before, header, after = uvloop.run(send_stream()).partition(b"Connection: close\r\n")
+    answers = parse_replies(before + after)
+    expected = [[m, path, 0, body.decode("latin-1")] for (m, path, _), body in sent_requests]
     assert answers == expected[: len(answers)]
-    assert close_header or len(answers) == len(expected)
+    assert header or len(answers) == len(expected)
 
 
 def test_only_an_identical_head_is_reused() -> None:
@@ -458,10 +450,8 @@ def test_known_heads_inside_a_request_are_ignored(separately: bool, turns_betwee
         else [(known_request + half_head, 20)]
     )
     pieces.append((known_request, 20))
-    first_response = ["POST", "/a", 0, "{}"]
-    assert asyncio.run(collect_answers(pieces, 4)) == [first_response] * 3 + [
-        ["POST", "/b", 16, "{}"]
-    ]
+    first = ["POST", "/a", 0, "{}"]
+    assert asyncio.run(collect_answers(pieces, 4)) == [first] * 3 + [["POST", "/b", 16, "{}"]]
 
 
 async def test_pipelined_requests_yield_to_other_connections() -> None:

@@ -236,11 +236,11 @@ def test_chunks_and_a_length_end_the_connection(gateway: Rig, framing: str, cut:
     request = head(0).replace(b"Content-Length: 0", lines) + b"%x\r\n%b\r\n" % (len(body), body)
     with raw_connection(gateway.port) as connection:
         chunked_head = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-        for pipelined in (
+        for second in (
             HEALTH_REQUEST,
             chunked_head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body),
         ):
-            connection.sendall(pipelined)
+            connection.sendall(second)
             read_reply(connection).ok()
         for part in (request[:cut], request[cut:], b"0\r\n\r\n" + HEALTH_REQUEST):
             connection.sendall(part)
@@ -302,15 +302,15 @@ def test_connection_close_is_obeyed(connection: socket.socket) -> None:
 @pytest.mark.parametrize("protocol", ["h2c", "websocket", "TLS/1.0"])
 def test_an_offer_of_another_protocol_is_ignored(connection: socket.socket, protocol: str) -> None:
     body = simple_body()
-    upgrade_headers = (
+    headers = (
         f"Upgrade: {protocol}",
         "Connection: Upgrade, HTTP2-Settings",
         "HTTP2-Settings: AA",
     )
     for _ in range(3):
-        connection.sendall(head(len(body), *upgrade_headers) + body)
+        connection.sendall(head(len(body), *headers) + body)
         assert "Connection" not in read_reply(connection).ok().headers
-        connection.sendall(head(len(body), *upgrade_headers))
+        connection.sendall(head(len(body), *headers))
         connection.sendall(body)
         assert "Connection" not in read_reply(connection).ok().headers
         connection.sendall(b"GET /v2 HTTP/1.1\r\nHost: a.localhost\r\nConnection: upgrade\r\n"
@@ -640,10 +640,8 @@ def test_idle_connections_are_evicted(patient_gateway: Rig, known_head: bool) ->
             sending.sendall(head(len(body)) + body)
             read_reply(sending).ok()
         sending.sendall(head(len(body)) + body[:10])
-        idle_connections = [
-            stack.enter_context(raw_connection(patient_gateway.port)) for _ in range(100)
-        ]
-        for connection in idle_connections[::2]:
+        idle = [stack.enter_context(raw_connection(patient_gateway.port)) for _ in range(100)]
+        for connection in idle[::2]:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(b"GET /v2 HT")
         with raw_connection(patient_gateway.port) as connection:
@@ -770,17 +768,15 @@ def test_endless_bodies_do_not_exhaust_memory(tmp_path: Path, encoding: str) -> 
         model_rig.open()
         infer = "/v2/models/simple/infer"
 
-        def send_request() -> Reply:
+        def send() -> Reply:
             return model_rig.http.post(infer, b" " * (700 << 10))
 
         with raw_connection(model_rig.port) as connection:
             connection.sendall(head(MIB, *lines) + first_piece)
-            until("the memory is full", lambda: send_request().status == 503)
-            assert (
-                send_request().error == "server memory for request bodies (1048576 bytes) is full"
-            )
+            until("the memory is full", lambda: send().status == 503)
+            assert send().error == "server memory for request bodies (1048576 bytes) is full"
             model_rig.http.infer("simple", numbered_body(1)).ok()
-        until("it is free again", lambda: send_request().status == 500)
+        until("it is free again", lambda: send().status == 500)
         assert model_rig.http.post(infer, b" " * (2 * MIB)).status == 400
 
 
@@ -833,10 +829,8 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
         model_rig.serve(identity_config("id", "FP32", [-1]), answer_one_byte)
         model_rig.open()
         with contextlib.ExitStack() as stack:
-            slow_connections = [
-                stack.enter_context(raw_connection(model_rig.port)) for _ in range(3)
-            ]
-            for connection in slow_connections:
+            slow = [stack.enter_context(raw_connection(model_rig.port)) for _ in range(3)]
+            for connection in slow:
                 connection.sendall(start + first_piece)
                 start_s = time.monotonic()
 
@@ -855,7 +849,7 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
             until("it is taken", is_taken)
             assert statuses <= {503, expected_status}
             assert time.monotonic() - start_s < 20, "before its own patience is over"
-            refusals = [reply for reply in map(read_reply, slow_connections) if reply.status != 503]
+            refusals = [reply for reply in map(read_reply, slow) if reply.status != 503]
             assert len(refusals) == 1
             assert refusals[0].status == 408
             assert refusals[0].error == "the request body arrived too slowly while memory was short"

@@ -74,13 +74,13 @@ def simple_scheduler(gateway: Rig) -> Scheduler:
 
 
 def send(
-    connection: socket.socket, model: str, body: bytes, size: int = 0, header_size: int = 0
+    connection: socket.socket, model: str, body: bytes, size: int = 0, header: int = 0
 ) -> None:
     """Send an inference; `size` is the body's when only a part of it is sent."""
     head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
     head += f"Content-Length: {size or len(body)}\r\n"
-    if header_size:
-        head += f"Inference-Header-Content-Length: {header_size}\r\n"
+    if header:
+        head += f"Inference-Header-Content-Length: {header}\r\n"
     connection.sendall(head.encode() + b"\r\n" + body)
 
 
@@ -166,16 +166,13 @@ def test_repeated_json_with_other_numbers(gateway: Rig, simple_scheduler: Schedu
         for _ in range(5):
             minuends, subtrahends = rng.integers(2, 2**30, (2, 16))
             reply = infer_sums(minuends.tolist(), subtrahends.tolist(), **members)
-            response_tensors = reply.tensors()
-            assert (
-                response_tensors.pop("OUTPUT1").ravel().tolist()
-                == (minuends - subtrahends).tolist()
-            )
+            tensors = reply.tensors()
+            assert tensors.pop("OUTPUT1").ravel().tolist() == (minuends - subtrahends).tolist()
             assert all(
                 received.ravel().tolist() == (minuends + subtrahends).tolist()
-                for received in response_tensors.values()
+                for received in tensors.values()
             )
-            assert len(response_tensors) == (members.get("outputs") is not one_output)
+            assert len(tensors) == (members.get("outputs") is not one_output)
         refusal = infer_sums([2] * 15 + [2.5], [3] * 16, **members)
         assert "attempt to access JSON non-signed-integer as signed-integer" in refusal.error
 
@@ -200,7 +197,7 @@ def test_a_malformed_response_is_an_internal_error(
 
 
 def test_an_output_of_wrong_size_is_internal(gateway: Rig, simple_scheduler: Scheduler) -> None:
-    simple_scheduler.compute = lambda request: Inferred(
+    simple_scheduler.compute = lambda _: Inferred(
         (TensorRef("OUTPUT0", "INT32", (1, 16), b"xxxx"),)
     )
     reply = gateway.http.infer("simple", simple_body())
@@ -250,9 +247,7 @@ def test_a_connection_responds_in_order(gateway: Rig, simple_scheduler: Schedule
     body = [simple_body(id=f"r{number}") for number in range(40)]
     head = b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     with raw_connection(gateway.port) as connection:
-        connection.sendall(
-            b"".join(head % len(request_body) + request_body for request_body in body)
-        )
+        connection.sendall(b"".join(head % len(part) + part for part in body))
         stream = connection.makefile("rb")
         for number in range(40):
             size = 0
@@ -474,17 +469,17 @@ def test_a_block_is_kept_until_the_scheduler_responds(gateway: Rig, any_size: Sc
 
 def test_tensors_larger_than_the_arena_are_refused(gateway: Rig, any_size: Scheduler) -> None:
     http = gateway.http
-    refusal = http.infer("large", *large_body(ARENA + 8 * MIB))
-    assert refusal.status == 400
-    assert refusal.error == (
+    error = http.infer("large", *large_body(ARENA + 8 * MIB))
+    assert error.status == 400
+    assert error.error == (
         f"server memory for tensors is too small: {ARENA + 8 * MIB} bytes are needed, "
         f"--arena-byte-size allows {ARENA}"
     )
     body, headers = large_body(ARENA + 8 * MIB)
     chunks = (body[offset : offset + MIB] for offset in range(0, len(body), MIB))
-    refusal = http.infer("large", chunks, headers)
-    assert refusal.status == 400
-    assert refusal.error.endswith(
+    error = http.infer("large", chunks, headers)
+    assert error.status == 400
+    assert error.error.endswith(
         f"the {ARENA} bytes of server memory for tensors (--arena-byte-size)"
     )
     http.infer("large", *large_body(MIB)).ok()
@@ -648,13 +643,13 @@ def test_tensors_in_regions_are_passed_as_ranges(gateway: Rig, region_scheduler:
     assert reply.json()["outputs"] == [{"name": "OUT", "datatype": "FP32", "shape": [10]}]
     (submit,) = region_scheduler.submits
     inference = inference_of(submit)
-    for memory_range, offset in (
+    for place, offset in (
         (inference.inputs[0].data, 8),
         (inference.outputs[0].memory_range, 96),
     ):
-        assert isinstance(memory_range, Range)
-        assert (memory_range.offset, memory_range.byte_size) == (4096 + offset, 40)
-        memory = memory_range.memory
+        assert isinstance(place, Range)
+        assert (place.offset, place.byte_size) == (4096 + offset, 40)
+        memory = place.memory
         assert (memory.id, memory.pid, memory.fd, memory.inode) == (5, os.getpid(), 3, 77)
         assert (memory.byte_size, memory.sealed) == (5096, False)
 
@@ -753,10 +748,8 @@ def test_a_changed_region_invalidates_templates(
             gateway.http.infer("m", body).ok()
         gateway.apply(lambda number: m.RegionWithdrawn("r", memory_id, number))  # noqa: B023
     until("both are released", lambda: len(gateway.received_of(RegionReleased)) == 2)
-    memory_ranges = [
-        inference_of(submit).outputs[0].memory_range for submit in region_scheduler.submits
-    ]
-    memory_ids = [memory_range and memory_range.memory.id for memory_range in memory_ranges]
+    ranges = [inference_of(s).outputs[0].memory_range for s in region_scheduler.submits]
+    memory_ids = [memory_range and memory_range.memory.id for memory_range in ranges]
     assert memory_ids == [5] * 3 + [6] * 3
 
 

@@ -16,17 +16,13 @@ from shmserve.gateway.http.openai.fields import (
 )
 
 
-def select(
-    body: dict[str, Any], known_fields: frozenset[str] = CHAT_FIELDS, refuse: bool = False
-) -> Any:
-    return select_supported_fields(body, known_fields, refuse)
+def select(body: dict[str, Any], known: frozenset[str] = CHAT_FIELDS, refuse: bool = False) -> Any:
+    return select_supported_fields(body, known, refuse)
 
 
-def refusal(
-    body: dict[str, Any], known_fields: frozenset[str] = CHAT_FIELDS, refuse: bool = False
-) -> str:
+def refusal(body: dict[str, Any], known: frozenset[str] = CHAT_FIELDS, refuse: bool = False) -> str:
     with pytest.raises(InvalidArgument) as caught:
-        select_supported_fields(body, known_fields, refuse)
+        select_supported_fields(body, known, refuse)
     return caught.value.message
 
 

@@ -82,17 +82,17 @@ def test_an_invalid_request_is_refused(repeated: RepeatedConnection) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "message"), [("UNAVAILABLE", 503, "no"), ("INTERNAL", 500, "why")]
+    ("code", "status", "text"), [("UNAVAILABLE", 503, "no"), ("INTERNAL", 500, "why")]
 )
 def test_a_failure_is_reported(
-    repeated: RepeatedConnection, code: str, status: int, message: str
+    repeated: RepeatedConnection, code: str, status: int, text: str
 ) -> None:
     repeated.hold_request(30)
     ((peer, submit),) = repeated.scheduler.unanswered_submits
     repeated.scheduler.unanswered_submits.clear()
-    repeated.scheduler.send(peer, Failed(submit.id, code, message, 0, False))
+    repeated.scheduler.send(peer, Failed(submit.id, code, text, 0, False))
     reply = read_reply(repeated.connection)
-    assert (reply.status, reply.error) == (status, message)
+    assert (reply.status, reply.error) == (status, text)
     assert repeated.is_right(31)
 
 

@@ -56,11 +56,9 @@ class Request(SimpleNamespace):
         client = SimpleNamespace(
             find_access_error=refuse, find_host_error=refuse_host, listener=listener
         )
-        header_dict = CIMultiDict(
-            {name.replace("_", "-"): value for name, value in headers.items()}
-        )
+        fields = CIMultiDict({name.replace("_", "-"): value for name, value in headers.items()})
         super().__init__(
-            method=method, target=target, headers=header_dict, route_match=None, begun_request=None
+            method=method, target=target, headers=fields, route_match=None, begun_request=None
         )
         self.connection, self.repeat = SimpleNamespace(client=client), succeed
 
@@ -136,7 +134,7 @@ def parse_headers(response: HttpResponse) -> dict[str, str]:
 
 
 def test_an_unknown_path_has_the_form_of_its_api() -> None:
-    for target, error_type in (
+    for target, kind in (
         ("/v1/nowhere", dict),
         ("/v1", dict),
         ("/v2/x", str),
@@ -144,8 +142,8 @@ def test_an_unknown_path_has_the_form_of_its_api() -> None:
     ):
         response = handle(Request("GET", target))
         assert response.status == 404
-        assert type(json.loads(b"".join(response.pieces))["error"]) is error_type
-        assert ("x-request-id" in parse_headers(response)) is (error_type is dict)
+        assert type(json.loads(b"".join(response.pieces))["error"]) is kind
+        assert ("x-request-id" in parse_headers(response)) is (kind is dict)
 
 
 @pytest.mark.parametrize(

@@ -19,20 +19,16 @@ def headers_frame(block: bytes, stream: int = 1) -> bytes:
 
 
 def broken_case(section: str, title: str, *blocks: bytes) -> Case:
-    sent_frames = b"".join(
-        headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks)
-    )
-    return Case(section, title, sent_frames, ends=BROKEN)
+    sent = b"".join(headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks))
+    return Case(section, title, sent, ends=BROKEN)
 
 
 def valid_case(section: str, title: str, *blocks: bytes) -> Case:
-    sent_frames = b"".join(
-        headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks)
-    )
+    sent = b"".join(headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks))
     return Case(
         section,
         title,
-        sent_frames,
+        sent,
         served=tuple((2 * index + 1, b"") for index in range(len(blocks))),
     )
 

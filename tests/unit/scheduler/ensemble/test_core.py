@@ -306,18 +306,14 @@ def test_an_input_that_a_step_returns_is_not_written_again() -> None:
     assert output.memory_range is not None and output.may_reuse_input
     rig.from_step("a", m.Finished(first_step.id, *place_output(output.memory_range)))
     ((_, second_step),) = rig.take_sent()
-    (last_output,) = inference_of(second_step).outputs
-    assert (
-        last_output.memory_range not in (None, output.memory_range) and last_output.may_reuse_input
-    )
+    (last,) = inference_of(second_step).outputs
+    assert last.memory_range not in (None, output.memory_range) and last.may_reuse_input
     rig.from_step("b", m.Finished(second_step.id, *place_output(output.memory_range)))
     (final_output,) = inferred_of(only_message(rig.take_client_messages(), m.Finished)).outputs
     assert final_output.data == output.memory_range
     assert 0 < rig.memory.used < 8 * elements
-    memory_range = output.memory_range
-    rig.from_client(
-        m.Release(memory_range.memory.pid, [memory_range.offset], memory_range.memory.id)
-    )
+    freed = output.memory_range
+    rig.from_client(m.Release(freed.memory.pid, [freed.offset], freed.memory.id))
     assert rig.memory.used == 0
 
 

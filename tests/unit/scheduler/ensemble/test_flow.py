@@ -168,10 +168,8 @@ def test_a_step_that_waits_for_one_tensor_runs_in_the_order_of_the_outputs() -> 
 
 
 def test_a_skipped_stream_is_one_response_without_it() -> None:
-    graph = Graph(
-        "e", (StepNode(0, "many", "", {"X": "IN"}, {"Y": "OUT"}, "IN"),), ("IN",), ("OUT",)
-    )
-    flow = Flow(plan(graph, stream_steps=(0,)))
+    g = Graph("e", (StepNode(0, "many", "", {"X": "IN"}, {"Y": "OUT"}, "IN"),), ("IN",), ("OUT",))
+    flow = Flow(plan(g, stream_steps=(0,)))
     flow.begin([("IN", value("IN", holds_value=False))])
     assert (flow.firings, flow.responses) == ([], [{}])
 
@@ -191,9 +189,7 @@ def test_only_tensors_of_one_reader_stay_on_it(graph: Graph, devices: dict[int, 
     plan = Plan(graph, graph.outputs, models(devices=devices))
     for step in graph.steps:
         for tensor in step.outputs.values():
-            readers = [
-                reader.index for reader in plan.steps.values() if (tensor, True) in reader.reads
-            ]
+            readers = [r.index for r in plan.steps.values() if (tensor, True) in r.reads]
             devices_around = {devices.get(index) for index in readers}
             devices_around.add(devices.get(step.index) if step.index in plan.steps else None)
             leaves_device = tensor in graph.outputs or tensor in graph.conditions

@@ -130,21 +130,16 @@ def test_without_preemption_all_samples_must_fit_together() -> None:
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_no_sequence_overtakes_an_earlier_waiting_sequence(policy: str, mode: str) -> None:
     rig = make_rig(kv_cache_blocks=17, scheduling_policy=policy, preemption_mode=mode)
-    waiting_generations = [submit(rig, [2 + index, 1, 4, 1, 5], 18) for index in range(8)]
+    waiting = [submit(rig, [2 + index, 1, 4, 1, 5], 18) for index in range(8)]
     start_order: list[int] = []
     while rig.run_turn():
-        started_generations = [
-            generation for generation in waiting_generations if generation.sequences
-        ]
+        started = [generation for generation in waiting if generation.sequences]
         running_states = [
-            generation.sequences[0].status is SequenceStatus.RUNNING
-            for generation in started_generations
+            generation.sequences[0].status is SequenceStatus.RUNNING for generation in started
         ]
         assert running_states == sorted(running_states, reverse=True)
         start_order += [
-            generation.key
-            for generation in started_generations
-            if generation.sequences[0].generated == 1
+            generation.key for generation in started if generation.sequences[0].generated == 1
         ]
     assert start_order == sorted(start_order)
     assert rig.engine.counts.preemptions[mode]
@@ -267,15 +262,12 @@ def test_a_finished_request_leaks_nothing_in_the_engine() -> None:
 
 def test_a_stream_of_short_requests_starves_no_long_one() -> None:
     rig = make_rig(scheduling_policy="sjf", max_batch_size=2, max_wait_time_ms=50.0)
-    long_generation = submit(rig, [1] * 40, 20)
+    long = submit(rig, [1] * 40, 20)
     for iteration in range(200):
         for _ in range(2):
             submit(rig, [2 + iteration % 40], 3)
         rig.run_turn()
-        if (
-            long_generation.sequences
-            and long_generation.sequences[0].status is SequenceStatus.RUNNING
-        ):
+        if long.sequences and long.sequences[0].status is SequenceStatus.RUNNING:
             assert iteration > 40
             break
     else:

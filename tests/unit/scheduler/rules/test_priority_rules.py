@@ -8,7 +8,7 @@ from shmserve.ipc.messages import inference as m
 from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 from tests.support.texts import EXPIRED_TEXT
 
-PRIORITY_LEVELS = {"priority_levels": 3, "default_priority_level": 2}
+LEVELS = {"priority_levels": 3, "default_priority_level": 2}
 DELAY_POLICY = {"timeout_action": "DELAY", "default_timeout_microseconds": 1000}
 
 
@@ -34,23 +34,21 @@ def busy_rig(dynamic_batching: dict[str, Any], **settings: Any) -> tuple[Rig, by
 
 def test_higher_levels_run_first_and_no_level_is_the_default_level() -> None:
     """Level 1 is the highest. 0 and invalid levels mean the default level."""
-    rig = Rig(PRIORITY_LEVELS, max_batch_size=1)
+    rig = Rig(LEVELS, max_batch_size=1)
     for priority in (3, 0, 1, 2**40, 2, 3, 1):
         rig.submit(priority=priority)
     assert execution_order(rig, rig.start()) == [[3], [7], [2], [4], [5], [1], [6]]
 
 
 def test_a_batch_may_span_levels() -> None:
-    rig = Rig(PRIORITY_LEVELS, max_batch_size=4)
+    rig = Rig(LEVELS, max_batch_size=4)
     for priority in (3, 2, 1, 3, 2):
         rig.submit(priority=priority)
     assert execution_order(rig, rig.start()) == [[3, 2, 5, 1], [4]]
 
 
 def test_a_higher_arrival_changes_the_batch_that_is_being_formed() -> None:
-    rig, peer = ready_rig(
-        {**PRIORITY_LEVELS, "max_queue_delay_microseconds": 1000}, max_batch_size=4
-    )
+    rig, peer = ready_rig({**LEVELS, "max_queue_delay_microseconds": 1000}, max_batch_size=4)
     rig.submit(3, priority=3)
     assert rig.take_batches() == []
     rig.submit(batch_size=4, priority=1)
@@ -61,7 +59,7 @@ def test_a_higher_arrival_changes_the_batch_that_is_being_formed() -> None:
 
 def test_a_low_level_may_starve() -> None:
     """Priority is strict: waiting requests are not promoted."""
-    rig, peer, batch = busy_rig(PRIORITY_LEVELS, max_batch_size=1)
+    rig, peer, batch = busy_rig(LEVELS, max_batch_size=1)
     rig.submit(priority=3)
     for _ in range(50):
         rig.submit(priority=1)
@@ -75,7 +73,7 @@ def test_each_level_has_its_policy_and_its_own_bound() -> None:
     """Levels without a policy have the default one; running requests do not count."""
     policies = {"1": {"max_queue_size": 2}, "3": {"max_queue_size": 1}}
     dynamic_batching = {
-        **PRIORITY_LEVELS,
+        **LEVELS,
         "priority_queue_policy": policies,
         "default_queue_policy": {"max_queue_size": 3},
     }
@@ -113,7 +111,7 @@ def test_delayed_requests_count_towards_the_bound_of_their_level() -> None:
 def test_a_timeout_counts_from_the_enqueue_and_by_level() -> None:
     policies = {"1": {"default_timeout_microseconds": 1000}}
     dynamic_batching = {
-        **PRIORITY_LEVELS,
+        **LEVELS,
         "priority_queue_policy": policies,
         "default_queue_policy": {"default_timeout_microseconds": 3000},
     }
@@ -166,9 +164,7 @@ def test_a_request_rejected_by_timeout_is_unavailable_and_counts_as_rejected() -
 
 def test_delayed_requests_are_behind_their_level_and_before_the_next() -> None:
     """Delayed requests no longer time out."""
-    rig, peer, batch = busy_rig(
-        {**PRIORITY_LEVELS, "default_queue_policy": DELAY_POLICY}, max_batch_size=1
-    )
+    rig, peer, batch = busy_rig({**LEVELS, "default_queue_policy": DELAY_POLICY}, max_batch_size=1)
     rig.submit(2, priority=2)  # the requests 2 and 3 will be delayed
     rig.pass_time(MS + 1)
     rig.submit(priority=3)  # request 4

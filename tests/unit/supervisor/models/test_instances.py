@@ -57,10 +57,10 @@ def test_one_instance_for_each_count_and_accelerator() -> None:
 
 
 def bounded_spec(count: int, *gpus: int, **bounds: str) -> ModelSpec:
-    parameters = {name: {"string_value": text} for name, text in bounds.items()}
+    fields = {name: {"string_value": text} for name, text in bounds.items()}
     kind = "KIND_GPU" if gpus else "KIND_CPU"
     return ModelSpec.of(
-        {"instance_group": [group("m_0", kind, count, *gpus)], "parameters": parameters}
+        {"instance_group": [group("m_0", kind, count, *gpus)], "parameters": fields}
     )
 
 
@@ -144,14 +144,12 @@ def stack_requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return pending_calls
 
 
-def run_scenario(
-    scenario: Callable[[Processes, ModelVersion], Awaitable[None]], *flags: str
-) -> None:
+def run_scenario(story: Callable[[Processes, ModelVersion], Awaitable[None]], *flags: str) -> None:
     async def run() -> None:
         processes = Processes(*flags)
         try:
             async with asyncio.timeout(10):
-                await scenario(processes, deployment(processes))
+                await story(processes, deployment(processes))
         finally:
             await processes.end()
 
@@ -199,10 +197,8 @@ def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
         assert model.ready
 
     run_scenario(scenario)
-    reported_times = re.findall(
-        r"instance 'm_0_0' has been loading for (\S+) s; its stacks", caplog.text
-    )
-    assert reported_times == ["0.01", "0.03", "0.07"]
+    reported = re.findall(r"instance 'm_0_0' has been loading for (\S+) s; its stacks", caplog.text)
+    assert reported == ["0.01", "0.03", "0.07"]
     assert "| readinto (/usr/lib/python3.11/socket.py:706) < fetch (/tmp/1/model.py:12) < init" in (
         caplog.text
     )

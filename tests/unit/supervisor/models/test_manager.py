@@ -267,15 +267,13 @@ def test_a_model_on_demand_is_published_until_it_is_removed() -> None:
 
 def test_a_model_is_acknowledged_with_its_last_publication() -> None:
     """Readiness is not waited for."""
-    gateway, publications = Gateway(), Publications()
-    publications.update(gateway, "m", {"1": PUBLISHED, "2": SECOND_VERSION}, [])
+    gateway, sent = Gateway(), Publications()
+    sent.update(gateway, "m", {"1": PUBLISHED, "2": SECOND_VERSION}, [])
     gateway.acknowledged = 1
-    assert not publications.are_acknowledged(gateway, "m")
+    assert not sent.are_acknowledged(gateway, "m")
     gateway.acknowledged = 2
-    publications.update(
-        gateway, "m", {"1": PUBLISHED, "2": replace(SECOND_VERSION, ready=False)}, []
-    )
-    assert publications.are_acknowledged(gateway, "m")
-    publications.update(gateway, "m", {"2": SECOND_VERSION}, [])
-    assert not publications.are_acknowledged(gateway, "m")
-    assert publications.are_acknowledged(gateway, "other")
+    sent.update(gateway, "m", {"1": PUBLISHED, "2": replace(SECOND_VERSION, ready=False)}, [])
+    assert sent.are_acknowledged(gateway, "m")
+    sent.update(gateway, "m", {"2": SECOND_VERSION}, [])
+    assert not sent.are_acknowledged(gateway, "m")
+    assert sent.are_acknowledged(gateway, "other")

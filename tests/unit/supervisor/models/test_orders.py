@@ -26,19 +26,19 @@ from tests.support.waiting import until_async
 
 def make_config(name: str, steps: list[str], marker: str) -> ModelSpec:
     """Return a model, or an ensemble of models; `marker` makes configurations differ."""
-    config: dict[str, Any] = {
+    fields: dict[str, Any] = {
         **CONFIG,
         "name": name,
         "parameters": {"note": {"string_value": marker}},
     }
     if steps:
-        config["instance_group"] = []
+        fields["instance_group"] = []
         step = [
             {"model_name": step_name, "model_version": -1, "input_map": {}, "output_map": {}}
             for step_name in steps
         ]
-        config["ensemble_scheduling"] = {"step": step}
-    return ModelSpec.of(config)
+        fields["ensemble_scheduling"] = {"step": step}
+    return ModelSpec.of(fields)
 
 
 class Repository:
@@ -136,9 +136,7 @@ class Server(Processes):
         return str(version.config.source["parameters"]["note"]["string_value"])
 
     def worker(self, name: str) -> Any:
-        return [
-            process for process in self.children if process.title.startswith(f"worker {name}.")
-        ][-1]
+        return [p for p in self.children if p.title.startswith(f"worker {name}.")][-1]
 
 
 def run_scenario(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -474,11 +472,8 @@ def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
 
 
 def pids(server: Server, name: str) -> dict[str, list[int]]:
-    serving_versions = server.registry.model(name).serving
-    return {
-        version: model_version.instances.pids()
-        for version, model_version in serving_versions.items()
-    }
+    serving = server.registry.model(name).serving
+    return {version: live.instances.pids() for version, live in serving.items()}
 
 
 def test_a_reload_touches_only_versions_that_differ() -> None:
@@ -497,9 +492,7 @@ def test_a_reload_touches_only_versions_that_differ() -> None:
         assert list(pids_after) == ["1", "2", "3", "4"]
         assert pids_after["1"] == pids_before["1"] and pids_after["2"] != pids_before["2"]
         assert server.registry.model("s").serving["1"] is kept_version
-        published = [
-            update.version for update in server.sent if isinstance(update, m.ModelPublished)
-        ]
+        published = [u.version for u in server.sent if isinstance(u, m.ModelPublished)]
         assert sorted(published) == ["2", "3", "4"]
         server.repository.versions = ["1", "3"]
         await server.load("s")

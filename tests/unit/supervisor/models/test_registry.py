@@ -132,23 +132,23 @@ def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture
     observers: list[Callable[[], None]] = []
     report = StartupReport(lambda: dict(current_states), observers)
 
-    def messages_after(**new_states: str) -> list[tuple[str, str]]:
+    def after(**new_states: str) -> list[tuple[str, str]]:
         caplog.clear()
         current_states.update(new_states)
         for notify in observers:
             notify()
         return [(record.levelname, record.getMessage().split(" (")[0]) for record in caplog.records]
 
-    assert messages_after(a="loading") == []
+    assert after(a="loading") == []
     with report:
-        assert messages_after(b="loading") == [
+        assert after(b="loading") == [
             ("INFO", "model a: loading"),
             ("INFO", "model b: loading"),
         ]
-        assert messages_after(b="ready") == [("INFO", "model b: ready")]
-        assert messages_after(a="failed: no") == [("ERROR", "model a: failed: no")]
-        assert messages_after() == []
-    assert messages_after(b="loading") == []
+        assert after(b="ready") == [("INFO", "model b: ready")]
+        assert after(a="failed: no") == [("ERROR", "model a: failed: no")]
+        assert after() == []
+    assert after(b="loading") == []
 
 
 @pytest.mark.parametrize(

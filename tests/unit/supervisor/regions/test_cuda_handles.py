@@ -615,22 +615,22 @@ async def test_grpc() -> None:
     assert list(system.regions) == ["host"]
     with pytest.raises(NotFound, match="'host' is registered as system shared memory"):
         await call.cuda_status(pb.CudaSharedMemoryStatusRequest(name="host"))
-    request = pb.CudaSharedMemoryRegisterRequest(
+    body = pb.CudaSharedMemoryRegisterRequest(
         name="r", raw_handle=HANDLE, device_id=1, byte_size=64
     )
-    await call.cuda_register(request)
+    await call.cuda_register(body)
     owner_fields = (ME.uid, list(ME.groups))
     assert stub.sent == [RegisterCudaRegion(1, "r", HANDLE, 1, b"", 0, 64, *owner_fields, 0)]
     for changed_fields in ({"raw_handle": b"x"}, {"device_id": 2}, {"byte_size": 0}, {"name": ""}):
         bad_request = pb.CudaSharedMemoryRegisterRequest()
-        bad_request.CopyFrom(request)
+        bad_request.CopyFrom(body)
         for field, value in changed_fields.items():
             setattr(bad_request, field, value)
         with pytest.raises(InvalidArgument, match=re.escape(f"{INVALID} (")):
             await call.cuda_register(bad_request)
     stub.settings = GatewaySettings()
     with pytest.raises(InvalidArgument, match="GPUs not supported"):
-        await call.cuda_register(request)
+        await call.cuda_register(body)
     stub.shm = False
     assert not (await call.system_status(status_request)).regions
 

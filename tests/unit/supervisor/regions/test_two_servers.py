@@ -47,16 +47,16 @@ async def linked_servers(
     """Return the two servers; the second one may have a lower limit of regions."""
     fds_before = len(os.listdir("/proc/self/fd"))
     link_ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    first_server, second_server = (
+    first, second = (
         RegionServer(link_ends[0]),
         RegionServer(link_ends[1], max_regions),
     )
-    yield first_server, second_server
-    for server in (first_server, second_server):
+    yield first, second
+    for server in (first, second):
         server.registry.close()
-    first_server.link.close()
-    await second_server.link.end_future
-    second_server.link.close()
+    first.link.close()
+    await second.link.end_future
+    second.link.close()
     assert len(os.listdir("/proc/self/fd")) == fds_before
 
 
@@ -92,22 +92,17 @@ def test_simultaneous_registrations_do_not_deadlock() -> None:
     async def scenario() -> None:
         async with linked_servers() as (first_server, second_server):
             registrations = [
-                server.register("same", shared_object.key)
-                for server in (first_server, second_server)
+                server.register("same", shared.key) for server in (first_server, second_server)
             ]
-            registrations += [
-                first_server.register(f"{number}", shared_object.key) for number in range(20)
-            ]
-            registrations += [
-                second_server.register(f"{number}", shared_object.key) for number in range(20, 40)
-            ]
+            registrations += [first_server.register(f"{n}", shared.key) for n in range(20)]
+            registrations += [second_server.register(f"{n}", shared.key) for n in range(20, 40)]
             await asyncio.wait_for(asyncio.gather(*registrations), 20)
             assert sorted(first_server.names()) == sorted(second_server.names())
             assert len(first_server.names()) == 41
             await first_server.unregister("")
             assert first_server.names() == second_server.names() == []
 
-    with SharedObject(SIZE) as shared_object:
+    with SharedObject(SIZE) as shared:
         asyncio.run(scenario())
 
 

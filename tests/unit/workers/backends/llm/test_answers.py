@@ -55,18 +55,16 @@ def test_streams_send_each_token(scheduler: Scheduler, folder: Folder, stop: lis
     scheduler.add(1, stream=True, max_tokens=24, stop=stop, **GREEDY)
     scheduler.run()
     responses = scheduler.responses[1]
-    assert [len(response["token_ids"]) for response in responses] == [1] * 24
-    assert [""] in [response["text_output"] for response in responses]
+    assert [len(r["token_ids"]) for r in responses] == [1] * 24
+    assert [""] in [r["text_output"] for r in responses]
     assert scheduler.tokens(1) == greedy_tokens(folder, 24)
     assert scheduler.text(1) == TOKENIZER.decode(greedy_tokens(folder, 24))
-    assert [response["finish_reason"] for response in responses[:-1]] == [[""]] * (
-        len(responses) - 1
-    )
+    assert [r["finish_reason"] for r in responses[:-1]] == [[""]] * (len(responses) - 1)
     assert responses[-1]["finish_reason"] == ["length"]
     assert responses[-1]["usage"] == [
         {"prompt_tokens": 4, "completion_tokens": 24, "cached_tokens": 0, "samples": [24]}
     ]
-    characters = [response.characters for response in scheduler.responses_sent]
+    characters = [r.characters for r in scheduler.responses_sent]
     assert characters == sorted(characters) and characters[0] == len(responses[0]["text_output"][0])
 
 
@@ -88,17 +86,17 @@ def test_a_token_without_a_part_of_the_message_is_sent_if_it_is_shown(
 
 
 @pytest.mark.parametrize(
-    ("request_fields", "is_echoed"),
+    ("fields", "is_echoed"),
     [({}, True), ({"stream": True}, False), ({"exclude_input_in_output": True}, False)],
 )
 def test_a_text_begins_with_its_prompt_as_in_triton(
-    scheduler: Scheduler, request_fields: dict[str, Any], is_echoed: bool
+    scheduler: Scheduler, fields: dict[str, Any], is_echoed: bool
 ) -> None:
     settings = {
         "exclude_input_in_output": None,
         "temperature": 0,
         "max_tokens": 3,
-        **request_fields,
+        **fields,
     }
     scheduler.add(1, text_input="the quick", outputs=["text_output"], **settings)
     scheduler.run()
@@ -244,7 +242,7 @@ def test_a_successor_continues_a_lost_workers_text(scheduler: Scheduler, sent_co
     settings |= {"n": 2, "ignore_eos": True}
     scheduler.add(1, **settings)
     scheduler.run()
-    full_texts = [scheduler.text(1, index) for index in range(2)]
+    texts = [scheduler.text(1, index) for index in range(2)]
     tokens = [
         [
             token
@@ -261,9 +259,7 @@ def test_a_successor_continues_a_lost_workers_text(scheduler: Scheduler, sent_co
     scheduler.add(2, resumed_samples, **settings)
     assert len(scheduler.running) == 1
     scheduler.run()
-    assert [scheduler.text(2, index) for index in range(2)] == [
-        text[sent_count:] for text in full_texts
-    ]
+    assert [scheduler.text(2, index) for index in range(2)] == [text[sent_count:] for text in texts]
     assert scheduler.responses[2][-1]["usage"][0]["samples"] == [30, 30]
 
 
@@ -278,11 +274,9 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
     scheduler.run()
     full_pieces = [text_and_entries(scheduler, 1, index) for index in (0, 1)]
     tokens = [[entry["token_id"] for entry in content] for _, content in full_pieces]
-    first_entries = [entry for entry in scheduler.responses[1] if entry["index"] == [0]][
-        :count
-    ] * stream
-    characters = sum(len(entry["text_output"][0]) for entry in first_entries)
-    sent_count = sum(len(entry["token_ids"]) for entry in first_entries)
+    first = [entry for entry in scheduler.responses[1] if entry["index"] == [0]][:count] * stream
+    characters = sum(len(entry["text_output"][0]) for entry in first)
+    sent_count = sum(len(entry["token_ids"]) for entry in first)
     resumed_samples = [
         g.Resumed(0, np.array(tokens[0][4 : 4 + 12], np.int32).tobytes(), characters, "", False,
                   sent_count),
@@ -291,7 +285,7 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
     scheduler.add(2, resumed_samples, **settings, seed=5)
     scheduler.run()
     text, content = text_and_entries(scheduler, 2, 0)
-    content_count = sum(len(entry["logprobs"][0]["content"]) for entry in first_entries)
+    content_count = sum(len(entry["logprobs"][0]["content"]) for entry in first)
     assert text.startswith(TOKENIZER.decode(tokens[0][:16]).rstrip("\ufffd")[characters:])
     known_entries = [*content[: 16 - content_count]]
     assert [entry["token_id"] for entry in known_entries] == tokens[0][content_count:16]
@@ -310,15 +304,15 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
 
 
 def text_and_entries(
-    scheduler: Scheduler, key: int, index: int
+    scheduler: Scheduler, key: int, sample: int
 ) -> tuple[str, list[dict[str, Any]]]:
     content = [
         token
         for response in scheduler.responses[key]
-        if index in response["index"]
-        for token in response["logprobs"][response["index"].index(index)]["content"]
+        if sample in response["index"]
+        for token in response["logprobs"][response["index"].index(sample)]["content"]
     ]
-    return scheduler.text(key, index), content
+    return scheduler.text(key, sample), content
 
 
 def test_logprobs_of_prompt_and_text(scheduler: Scheduler, folder: Folder) -> None:
@@ -632,19 +626,19 @@ def test_no_part_of_a_stop_string_is_sent() -> None:
         stop_strings = ["".join(rng.choice("abc") for _ in range(rng.randrange(1, 5)))
                  for _ in range(count)]  # fmt: skip
         includes_stop = rng.random() < 0.5
-        filtered, given_text, emitted_text, position = (
+        filtered, given, emitted, position = (
             StopStrings(stop_strings, includes_stop),
             "",
             "",
             0,
         )
-        while position < len(text) and not emitted_text:
+        while position < len(text) and not emitted:
             size = rng.randrange(1, 4)
-            piece, emitted_text = filtered.add(text[position : position + size])
-            given_text += piece
+            piece, emitted = filtered.add(text[position : position + size])
+            given += piece
             position += size
-        given_text += filtered.flush()
-        assert (given_text, emitted_text) == expected_text(text, stop_strings, includes_stop), (
+        given += filtered.flush()
+        assert (given, emitted) == expected_text(text, stop_strings, includes_stop), (
             text,
             stop_strings,
         )

@@ -169,7 +169,7 @@ def test_fields_have_the_effects_and_defaults_of_transformers(
     family: str, overrides: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     fields = {
-        name: setting for name, setting in config(family, **overrides).items() if setting is not ...
+        name: value for name, value in config(family, **overrides).items() if value is not ...
     }
     problems: list[str] = []
     architecture = Architecture.of(fields, problems)

@@ -188,13 +188,11 @@ def test_tokens_equal_those_of_transformers(tmp_path: Path, spaces: bool, files:
         edit(path, name, **fields)
     reference, checkpoint = AutoTokenizer.from_pretrained(path), Checkpoint.open(path)
     for text in TEXTS:
-        for adds_special in (False, True):
-            ids = reference.encode(text, add_special_tokens=adds_special)
-            assert checkpoint.tokenizer.encode(text, add_special_tokens=adds_special).ids == ids
-            decoded_text = reference.decode(ids, skip_special_tokens=adds_special)
-            assert (
-                checkpoint.tokenizer.decode(ids, skip_special_tokens=adds_special) == decoded_text
-            )
+        for special in (False, True):
+            ids = reference.encode(text, add_special_tokens=special)
+            assert checkpoint.tokenizer.encode(text, add_special_tokens=special).ids == ids
+            decoded_text = reference.decode(ids, skip_special_tokens=special)
+            assert checkpoint.tokenizer.decode(ids, skip_special_tokens=special) == decoded_text
     reference.chat_template = TOKEN_TEMPLATE
     expected = reference.apply_chat_template(MESSAGES, tokenize=False)
     assert (

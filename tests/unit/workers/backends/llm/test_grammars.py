@@ -215,12 +215,10 @@ TRAINERS: dict[str, Any] = {
 )  # fmt: skip
 def test_a_grammar_holds_for_vocabularies_of_every_kind(model: Any, decoder: Any) -> None:
     test_tokenizer = Tokenizer(model)
-    is_words = isinstance(model, models.WordPiece)
+    words = isinstance(model, models.WordPiece)
     suffix = getattr(model, "end_of_word_suffix", None)
     splitters: dict[bool, Any] = {True: pre_tokenizers.BertPreTokenizer()}
-    test_tokenizer.pre_tokenizer = splitters.get(
-        is_words or bool(suffix), pre_tokenizers.Metaspace()
-    )
+    test_tokenizer.pre_tokenizer = splitters.get(words or bool(suffix), pre_tokenizers.Metaspace())
     test_tokenizer.decoder = decoder
     trainer = TRAINERS[type(model).__name__](
         vocab_size=300,
@@ -229,7 +227,7 @@ def test_a_grammar_holds_for_vocabularies_of_every_kind(model: Any, decoder: Any
         **({"end_of_word_suffix": suffix} if suffix else {}),
     )
     test_tokenizer.train_from_iterator([TEXT] * 5, trainer)
-    if is_words and decoder.cleanup:  # like BERT's vocabulary
+    if words and decoder.cleanup:  # like BERT's vocabulary
         test_tokenizer.add_tokens([f"##{character}" for character in '{}[]":,a1nul'])
     texts = TokenTexts(test_tokenizer)
     grammars = Grammars(texts, test_tokenizer.get_vocab_size() + 5, (1,))
@@ -242,7 +240,7 @@ def test_a_grammar_holds_for_vocabularies_of_every_kind(model: Any, decoder: Any
     ]
     first_letters = ("a", "b", "t", " ")
     assert bits and all(texts.bytes_of(token).decode().startswith(first_letters) for token in bits)
-    if is_words and not decoder.cleanup:
+    if words and not decoder.cleanup:
         with pytest.raises(InvalidArgument, match="f: the model's vocabulary cannot write JSON"):
             grammars.matcher(("json_schema", "{}"), name="f")
         return

@@ -71,13 +71,14 @@ def test_distributions_equal_those_of_transformers() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(len(SETTINGS), VOCABULARY, generator=generator) * 2
     rows = [new_row(**settings) for settings in SETTINGS]
-    targets = [
-        expected_probabilities(line, row.parameters) for line, row in zip(logits, rows, strict=True)
+    expected = [
+        expected_probabilities(logit, row.parameters)
+        for logit, row in zip(logits, rows, strict=True)
     ]
     sampler.process(logits, rows)
     probabilities = sampler.distribution(logits, rows)  # all rows in one call
     for index, settings in enumerate(SETTINGS):
-        assert torch.allclose(probabilities[index], targets[index], atol=1e-6), settings
+        assert torch.allclose(probabilities[index], expected[index], atol=1e-6), settings
 
 
 def test_penalties_of_presence_and_frequency() -> None:

@@ -73,17 +73,17 @@ def grammar(
 
 
 def random_text(
-    matcher: Any, model_tokenizer: Tokenizer, rng: random.Random, max_tokens: int = 400
+    matcher: Any, tokenizer: Tokenizer, rng: random.Random, max_tokens: int = 400
 ) -> str:
     tokens: list[int] = []
     while not matcher.is_stopped() and len(tokens) < max_tokens:
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         token = rng.choice(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
         matcher.consume_token(token)
-        if token == model_tokenizer.token_to_id(END):
+        if token == tokenizer.token_to_id(END):
             break
         tokens.append(token)
-    text: str = model_tokenizer.decode(tokens, skip_special_tokens=False)
+    text: str = tokenizer.decode(tokens, skip_special_tokens=False)
     return text if matcher.is_stopped() else ""
 
 
