@@ -247,9 +247,9 @@ def assert_text_is_for_clients(text: str, server: Server) -> None:
 
 
 def infer_head(model: str, length: int, *lines: str) -> bytes:
-    request_line = f"POST /v2/models/{model}/infer HTTP/1.1"
+    first = f"POST /v2/models/{model}/infer HTTP/1.1"
     return "\r\n".join(
-        (request_line, "Host: localhost", f"Content-Length: {length}", *lines, "", "")
+        (first, "Host: localhost", f"Content-Length: {length}", *lines, "", "")
     ).encode()
 
 
@@ -367,15 +367,15 @@ def give_pages_back(stage: Scene) -> None:
 
 def unlink_while_used(stage: Scene) -> None:
     """Unlink a region in use; the registered object remains usable, also for new workers."""
-    with SharedObject(2 * NUMBERS.nbytes) as shared_object:
-        shared_object.write(NUMBERS)
-        stage.http.register("gone", shared_object.key, 2 * NUMBERS.nbytes).ok()
-        shared_object.path.unlink()
+    with SharedObject(2 * NUMBERS.nbytes) as shared:
+        shared.write(NUMBERS)
+        stage.http.register("gone", shared.key, 2 * NUMBERS.nbytes).ok()
+        shared.path.unlink()
         for increment in range(2):
-            shared_object.write(NUMBERS + increment)
+            shared.write(NUMBERS + increment)
             stage.http.infer("identity", region_request("gone", NUMBERS.nbytes)).ok()
             assert (
-                shared_object.read(np.float32, len(NUMBERS), NUMBERS.nbytes) == NUMBERS + increment
+                shared.read(np.float32, len(NUMBERS), NUMBERS.nbytes) == NUMBERS + increment
             ).all()
             if not increment:
                 kill("worker identity.0")(stage)

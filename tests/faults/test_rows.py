@@ -72,7 +72,7 @@ class Stage:
         victim.kill()
         until(
             f"{title} runs again",
-            lambda: any(process.pid != victim.pid for process in self.server.find(title)),
+            lambda: any(p.pid != victim.pid for p in self.server.find(title)),
         )
         self.server.wait_ready()
 
@@ -80,7 +80,7 @@ class Stage:
 def wait_regions(stage: Stage, names: list[str]) -> None:
     until(
         f"the regions are {names}",
-        lambda: [region["name"] for region in stage.http.regions().json()] == names,
+        lambda: [r["name"] for r in stage.http.regions().json()] == names,
     )
 
 

@@ -52,10 +52,10 @@ def sample_with_transformers(
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     ids = torch.tensor([PROMPT])
-    options = {**_NO_FILTERS, **settings, "max_new_tokens": LENGTH, "num_return_sequences": texts}
+    fields = {**_NO_FILTERS, **settings, "max_new_tokens": LENGTH, "num_return_sequences": texts}
     with torch.inference_mode():
         rows = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, pad_token_id=0, **options
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, pad_token_id=0, **fields
         )
     return list(map(tuple, rows[:, len(PROMPT) :].tolist()))
 

@@ -222,8 +222,8 @@ class Schedule:
             )
         self.counts["logits"] += len(recorded_bits)
         for sample, text in texts.items():
-            ended_sample = self._rig.ended.get((key, sample))
-            assert ended_sample == text or (cancelled and ended_sample is None), (
+            ended = self._rig.ended.get((key, sample))
+            assert ended == text or (cancelled and ended is None), (
                 self._family,
                 request,
                 sample,

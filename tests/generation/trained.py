@@ -62,11 +62,9 @@ def check_greedy(path: Path, rig: Path, tokens: list[int]) -> None:
             logits = reference(torch.tensor([prompt + generated[key]])).logits[
                 0, len(prompt) - 1 : -1
             ]
-        best_logits = logits.amax(-1)
-        chosen_logits = logits.gather(1, torch.tensor(generated[key]).unsqueeze(1)).squeeze(1)
-        assert bool((best_logits - chosen_logits < _TOLERANCE).all()), (
-            f"a greedy text differs behind {prompt}"
-        )
+        best = logits.amax(-1)
+        chosen = logits.gather(1, torch.tensor(generated[key]).unsqueeze(1)).squeeze(1)
+        assert bool((best - chosen < _TOLERANCE).all()), f"a greedy text differs behind {prompt}"
 
 
 def run(size: int, first_token: int = 0) -> str:

@@ -41,13 +41,8 @@ class Run:
 
     def percentile_ms(self, percent: float) -> float:
         """Return a percentile of the latencies after the first tenth, for learning."""
-        steady_latencies = sorted(self.latencies[len(self.latencies) // 10 :])
-        return (
-            steady_latencies[
-                min(len(steady_latencies) - 1, int(len(steady_latencies) * percent / 100))
-            ]
-            / MS
-        )
+        steady = sorted(self.latencies[len(self.latencies) // 10 :])
+        return steady[min(len(steady) - 1, int(len(steady) * percent / 100))] / MS
 
 
 class Arriving:

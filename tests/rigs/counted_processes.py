@@ -256,19 +256,16 @@ def worker(folder: Path, case: Case) -> Calls:
         numbers = itertools.count(1)
         for step in range(_WARM_UPS + 1):
             for first_index in range(0, BATCH, case.batch):
-                request_indices = range(first_index, first_index + case.batch)
-                batch_work = [
-                    m.Work(index + 1, 4242, *case.works(step, index), "")
-                    for index in request_indices
-                ]
-                rig.scheduler.post(rig._peer, m.Execute(next(numbers), batch_work))
+                indices = range(first_index, first_index + case.batch)
+                work = [m.Work(index + 1, 4242, *case.works(step, index), "") for index in indices]
+                rig.scheduler.post(rig._peer, m.Execute(next(numbers), work))
                 rig.scheduler.flush()
                 with calls if step == _WARM_UPS else MagicMock():
                     link.receive()
                     rig.instance.serve_commands()
-                (batch_finished,) = rig.sent()
-                assert isinstance(batch_finished, m.BatchFinished) and not any(
-                    r.code for r in batch_finished.replies
+                (finished,) = rig.sent()
+                assert isinstance(finished, m.BatchFinished) and not any(
+                    r.code for r in finished.replies
                 )
         backend.unload()
     torch.set_warn_always(False)

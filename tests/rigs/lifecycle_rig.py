@@ -82,12 +82,12 @@ class LifecycleRig:
             if unread:
                 self.acknowledged_number = self.publication_count
                 self.lifecycle.publication_acknowledged()
-            due_actions = [
+            due = [
                 item for item in self.pending_actions if {item[0], item[0].split()[0]} & {*kinds}
             ]
-            if not (due_actions or unread):
+            if not (due or unread):
                 return
-            for item in due_actions:
+            for item in due:
                 self.pending_actions.remove(item)
                 item[1]()
 
@@ -107,13 +107,13 @@ class LifecycleRig:
         """Plan one version whose configuration depends on the source."""
         name, folder = order.model.name, Path("/")
         step = [{"model_name": step_model} for step_model in self.steps.get(name, [])]
-        config_fields: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "name": name,
             "parameters": {"sent": {"string_value": order.source.config}},
         }
         if step:
-            config_fields["ensemble_scheduling"] = {"step": step}
-        config = ModelSpec.of(config_fields)
+            fields["ensemble_scheduling"] = {"step": step}
+        config = ModelSpec.of(fields)
         plan = LoadPlan("", [VersionSpec(name, "1", folder, folder, config)], self.steps)
         self.pending_actions.append(
             (f"read {name}", lambda: self.lifecycle.load_planned(order, plan))

@@ -134,21 +134,21 @@ def _ordered_model(random: Random, name: str) -> Model:
 
 
 def _sequences(random: Random, name: str) -> Model:
-    batching: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "max_sequence_idle_microseconds": random.choice((5_000, 50_000)),
         "control_input": [],
     }
     if random.random() < 0.5:
-        batching["oldest"] = {
+        fields["oldest"] = {
             "max_candidate_sequences": random.choice((2, 4)),
             "max_queue_delay_microseconds": random.choice((0, 1000)),
         }
     else:
-        batching["direct"] = {
+        fields["direct"] = {
             "max_queue_delay_microseconds": random.choice((0, 1000)),
             "minimum_slot_utilization": random.choice((0.0, 0.75)),
         }
-    config = _config(name, random.choice((0, 4)), sequence_batching=batching)
+    config = _config(name, random.choice((0, 4)), sequence_batching=fields)
     behaviour = {**_behaviour(random), "error_probability": 0.0}
     return Model(name, config, _limits(random), **behaviour)
 

@@ -183,12 +183,12 @@ class EngineRig:
     def check(self) -> None:
         """Check that no block is lost and that the counts match the tables."""
         live = list(self.engine._sequences.values())
-        for pool, tables in (
+        for pool, held in (
             (self.engine.pool, [s.table for s in live]),
             (self.engine.host, [s.host for s in live]),
         ):
             reference_counts = [0] * pool.count
-            for block in itertools.chain.from_iterable(tables):
+            for block in itertools.chain.from_iterable(held):
                 reference_counts[block] += 1
             assert reference_counts == pool.references
             assert pool.used == sum(map(bool, reference_counts))
@@ -233,7 +233,7 @@ def reference_beam_search(generation: Generation[None]) -> list[tuple[list[int],
     search, prompt, max_tokens = generation.beams, generation.prompt, generation.max_tokens
     assert search is not None
     beams = [(0.0, extend([], prompt))]
-    continuations: list[tuple[float, list[int], str]] = []
+    found: list[tuple[float, list[int], str]] = []
     for length in range(1, max_tokens + 1):
         ranked = sorted(
             (
@@ -248,25 +248,23 @@ def reference_beam_search(generation: Generation[None]) -> list[tuple[list[int],
             text = [*(token_before for token_before, _, _ in slots[len(prompt) :]), token]
             if token in search.end_tokens:
                 if index < search.width:
-                    continuations.append((score / length**search.length_penalty, text, "stop"))
+                    found.append((score / length**search.length_penalty, text, "stop"))
             elif len(beams) < search.width:
                 beams.append((score, extend(slots[:], [token])))
-        continuations = sorted(continuations, key=lambda candidate: -candidate[0])[: search.width]
+        found = sorted(found, key=lambda candidate: -candidate[0])[: search.width]
         reach = (
             max_tokens if search.early_stopping == "never" and search.length_penalty > 0 else length
         )
-        best_score = beams[0][0] / reach**search.length_penalty if beams else float("-inf")
-        is_full = len(continuations) == search.width
-        if not beams or (
-            is_full and (search.early_stopping == "true" or continuations[-1][0] >= best_score)
-        ):
+        best = beams[0][0] / reach**search.length_penalty if beams else float("-inf")
+        is_full = len(found) == search.width
+        if not beams or (is_full and (search.early_stopping == "true" or found[-1][0] >= best)):
             break
     else:
         for score, slots in beams:
             text = [token for token, _, _ in slots[len(prompt) :]]
-            continuations.append((score / max_tokens**search.length_penalty, text, "length"))
-        continuations = sorted(continuations, key=lambda candidate: -candidate[0])[: search.width]
-    return [(text, reason) for _, text, reason in continuations]
+            found.append((score / max_tokens**search.length_penalty, text, "length"))
+        found = sorted(found, key=lambda candidate: -candidate[0])[: search.width]
+    return [(text, reason) for _, text, reason in found]
 
 
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -338,13 +336,11 @@ class Schedule:
             prompt = prompt + [draw.randint(1, VOCABULARY_SIZE) for _ in range(9)]
         fields: dict[str, Any] = {"samples": draw.choice((1, 1, 1, 2, 4))}
         if draw.random() < 0.1:
-            early_stopping, penalty = (
+            early, penalty = (
                 draw.choice(("true", "false", "never")),
                 draw.choice((-0.5, 0.7, 1.0)),
             )
-            fields = {
-                "beams": BeamSearch(draw.randint(2, 3), penalty, early_stopping, [END_TOKEN, 7, 19])
-            }
+            fields = {"beams": BeamSearch(draw.randint(2, 3), penalty, early, [END_TOKEN, 7, 19])}
         generation = self.rig.submit(
             prompt,
             draw.randint(1, 25),

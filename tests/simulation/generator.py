@@ -155,13 +155,11 @@ class Generator(Worker):
             engine.width[work.key] = request.search.width
         for sample in resumed_samples:
             tokens = engine.resumed_tokens[work.key, sample.sample] = array("i", sample.tokens)
-            whole_text = texts(content)[sample.sample][0]
-            if tokens[: len(whole_text)] != array(
-                "i", whole_text[: None if sample.finish_reason else len(tokens)]
+            whole = texts(content)[sample.sample][0]
+            if tokens[: len(whole)] != array(
+                "i", whole[: None if sample.finish_reason else len(tokens)]
             ):
-                raise Violation(
-                    f"{self}: {work.request_id} resumes with {sample}, not {whole_text}"
-                )
+                raise Violation(f"{self}: {work.request_id} resumes with {sample}, not {whole}")
             answer.samples[sample.sample].add(list(tokens), sample.finish_reason)
             answer.samples[sample.sample].sent_characters = sample.sent_characters
             answer.samples[sample.sample].open = not sample.closed
@@ -202,11 +200,11 @@ class Generator(Worker):
     def _choose(self, message: g.Choose) -> None:
         answer = self._streams.get(message.key)
         if isinstance(answer, Answer):
-            for hypothesis in message.hypotheses:
+            for best in message.hypotheses:
                 sample = Sample()
                 sample.tokens, sample.finish_reason = (
-                    list(array("i", hypothesis.tokens)),
-                    hypothesis.finish_reason,
+                    list(array("i", best.tokens)),
+                    best.finish_reason,
                 )
                 answer.samples.append(sample)
             self._send_new_tokens(message.key)

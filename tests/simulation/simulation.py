@@ -316,13 +316,13 @@ class Simulation:
 
     def _check_counters(self) -> None:
         (client, *_) = self.supervisor.clients
-        first_schedulers = [
+        first = [
             v.scheduler for v in self.supervisor.versions if v.scheduler and v.scheduler.is_first
         ]
-        for scheduler in first_schedulers:
+        for scheduler in first:
             client.ask_statistics(scheduler.endpoint)
         self.world.run(self.world.now_ns + SECOND)
-        for scheduler in first_schedulers:
+        for scheduler in first:
             scheduler.trace.check_counters(client.reports[scheduler.endpoint])
 
     def _end_clients(self) -> None:

@@ -63,24 +63,19 @@ class Snapshot:
         except AssertionError:
             raise AssertionError("left behind: " + "; ".join(leaks)) from None
 
-    def _leaks(self, later_snapshot: Snapshot) -> list[str]:
+    def _leaks(self, later: Snapshot) -> list[str]:
         leaks = [
-            f"/dev/shm/{name}"
-            for name in later_snapshot.shm - self.shm
-            if not _is_used_elsewhere(name)
+            f"/dev/shm/{name}" for name in later.shm - self.shm if not _is_used_elsewhere(name)
         ]
-        new_children = later_snapshot.children - self.children
+        new_children = later.children - self.children
         leaks += [f"process {p.pid} ({servers.title_of(p.pid)})" for p in new_children]
-        for pid, titles in later_snapshot.titles.items():
+        for pid, titles in later.titles.items():
             titles_before = self.titles.get(pid)
             if titles_before is not None and servers.without_short_lived(titles_before) != titles:
                 leaks.append(f"server {pid} had {dict(titles_before)}, has {dict(titles)}")
-        if later_snapshot.descriptors - self.descriptors:
+        if later.descriptors - self.descriptors:
             gc.collect()
-            leaks += [
-                f"descriptor {descriptor}"
-                for descriptor in descriptors(os.getpid()) - self.descriptors
-            ]
+            leaks += [f"descriptor {fd}" for fd in descriptors(os.getpid()) - self.descriptors]
         return leaks
 
 
@@ -157,10 +152,10 @@ def resident_bytes(server: servers.Server) -> dict[str, int]:
     counter: Counter[str] = Counter()
     for process in server.tree():
         with contextlib.suppress(OSError), open(f"/proc/{process.pid}/smaps_rollup") as rollup:
-            kilobytes = [
+            sizes = [
                 int(line.split()[1]) for line in rollup if line.startswith(("Pss_Anon", "Pss_Shm"))
             ]
-            counter[servers.title(process)] += 1024 * sum(kilobytes)
+            counter[servers.title(process)] += 1024 * sum(sizes)
     return dict(counter)
 
 

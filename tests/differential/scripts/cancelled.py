@@ -58,10 +58,8 @@ def streamed_and_executing() -> Script:
     """A request of a decoupled model is closed just before a response."""
     name = "streamed_and_executing"
     steps: list[Step] = [Send("s", name, 2, stream=True), Cancel("s"), Release("s")]
-    recording_model = recorder(name, DECOUPLED, method_body=COUNT)
-    return Script(
-        name, [recording_model], [*steps, Send("b", name, 1, stream=True), Drain()], [FAILED_COUNT]
-    )
+    model = recorder(name, DECOUPLED, method_body=COUNT)
+    return Script(name, [model], [*steps, Send("b", name, 1, stream=True), Drain()], [FAILED_COUNT])
 
 
 def between_steps(name: str, first_scheduler: str, known_differences: Sequence[Known]) -> Script:

@@ -92,7 +92,7 @@ def test_streams(server: Server, name: str) -> None:
 
 def test_incomplete_messages(server: Server) -> None:
     """A hundred calls whose messages arrive byte by byte block no call and leave no state."""
-    partial_request = (
+    partial = (
         CLIENT_OPENING + frame(1, 4, 1, _HEADERS) + frame(0, 0, 1, b"\0\0\x10\0\0" + bytes(100))
     )
     with scene(server, _GRPC_BYTES) as stage, contextlib.ExitStack() as stack:
@@ -101,7 +101,7 @@ def test_incomplete_messages(server: Server) -> None:
             for _ in range(100)
         ]
         for sock in slow_sockets:
-            sock.sendall(partial_request)
+            sock.sendall(partial)
         for _ in range(5):
             for sock in slow_sockets:
                 sock.sendall(frame(0, 0, 1, b"x"))

@@ -72,18 +72,16 @@ def garbage_as_frames(client: Guest, stage: Scene) -> None:
     until("it is ended", partial(has_ended, link))
 
 
-def no_zeromq(local_client: Guest, stage: Scene) -> None:
+def no_zeromq(client: Guest, stage: Scene) -> None:
     """Send bytes that are no frames, and incomplete frames."""
-    stream_bytes = (
-        zmtp.GREETING
-        + zmtp.ready_command("DEALER", b"%d.x" % local_client.number)
-        + encode_zmtp(b"abc")
+    stream = (
+        zmtp.GREETING + zmtp.ready_command("DEALER", b"%d.x" % client.number) + encode_zmtp(b"abc")
     )
     with contextlib.ExitStack() as stack:
-        for endpoint in local_client.models.values():
+        for endpoint in client.models.values():
             for text in (
                 os.urandom(5000),
-                *(stream_bytes[:length] for length in range(0, len(stream_bytes), 7)),
+                *(stream[:length] for length in range(0, len(stream), 7)),
             ):
                 unix_socket = stack.enter_context(socket.socket(socket.AF_UNIX))
                 unix_socket.connect(endpoint.removeprefix("ipc://"))
@@ -120,12 +118,9 @@ def never_read(local_client: Guest, stage: Scene) -> None:
         raise AssertionError("a million requests were taken from who reads no answer")
 
 
-def half_frames(local_client: Guest, stage: Scene) -> None:
+def half_frames(client: Guest, stage: Scene) -> None:
     """Send large incomplete frames over many links at once."""
-    links = [
-        local_client.link("identity", f"{local_client.number}.{local_client.token}.{n}")
-        for n in range(12)
-    ]
+    links = [client.link("identity", f"{client.number}.{client.token}.{n}") for n in range(12)]
     start = b"\2" + (8 * MIB).to_bytes(8, "big") + bytes(8 * MIB - 1)
     for link in links:
         assert link._connection is not None
@@ -379,14 +374,14 @@ def memory_of_which_little_is_there(client: Guest, stage: Scene) -> None:
             assert isinstance(answer(link), m.Finished)
 
 
-def memory_that_cannot_be_written(local_client: Guest, stage: Scene) -> None:
+def memory_that_cannot_be_written(client: Guest, stage: Scene) -> None:
     """Seal memory against writing, before or after it is shared; no worker exits."""
-    link = local_client.link("identity")
+    link = client.link("identity")
     log_length = len(stage.server.log())
     for number, seal in enumerate((fcntl.F_SEAL_WRITE, _SEAL_FUTURE_WRITE)):
         with memfd() as fd:
             memory = unpack_memory(
-                local_client.request(ShareMemory(number, 4096, False), fd).payload["memory"]
+                client.request(ShareMemory(number, 4096, False), fd).payload["memory"]
             )
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
             memory_range = Range(memory, 0, 16)
@@ -395,11 +390,8 @@ def memory_that_cannot_be_written(local_client: Guest, stage: Scene) -> None:
                 submit((small_tensor(),), outputs=(RequestedOutput("OUTPUT0", memory_range),)),
             ):
                 link.send(work)
-                refused_answer = answer(link)
-                assert (
-                    isinstance(refused_answer, m.Failed)
-                    and "cannot be mapped" in refused_answer.message
-                )
+                refused = answer(link)
+                assert isinstance(refused, m.Failed) and "cannot be mapped" in refused.message
     assert " ended (" not in stage.server.log()[log_length:]
 
 

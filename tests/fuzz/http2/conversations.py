@@ -197,12 +197,12 @@ class Conversation:
         if choice < 0xC8:
             return [self._padded(HEADERS, stream, block, END_HEADERS | end)]
         cuts = sorted(self._number() % (len(block) + 1) for _ in range(choice % 3 + 1))
-        pieces = [block[a:b] for a, b in zip([0, *cuts], [*cuts, len(block)], strict=True)]
-        header_frames = [frame(HEADERS, end, stream, pieces[0])]
-        header_frames += [frame(CONTINUATION, 0, stream, piece) for piece in pieces[1:-1]]
+        parts = [block[a:b] for a, b in zip([0, *cuts], [*cuts, len(block)], strict=True)]
+        frames = [frame(HEADERS, end, stream, parts[0])]
+        frames += [frame(CONTINUATION, 0, stream, piece) for piece in parts[1:-1]]
         return [
-            *header_frames,
-            frame(CONTINUATION, END_HEADERS if choice < 0xF8 else 0, stream, pieces[-1]),
+            *frames,
+            frame(CONTINUATION, END_HEADERS if choice < 0xF8 else 0, stream, parts[-1]),
         ]
 
     def _padded(self, kind: int, stream: int, payload: bytes, flags: int = 0) -> bytes:

@@ -52,14 +52,8 @@ def format_fields(fields: Fields) -> str:
     return repr(b" ".join(b"=".join(pair) for pair in fields))
 
 
-def _requests(view: EngineView, other_view: EngineView) -> str:
-    return str(
-        {
-            n: request
-            for n, request in view.requests.items()
-            if other_view.requests.get(n) != request
-        }
-    )
+def _requests(view: EngineView, other: EngineView) -> str:
+    return str({n: r for n, r in view.requests.items() if other.requests.get(n) != r})
 
 
 KNOWN_DIFFERENCES = [

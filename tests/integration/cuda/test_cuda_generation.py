@@ -29,10 +29,7 @@ MODELS = {
         "adaptive_length: false}\n"
     ),
 }
-PROMPTS = [
-    [3 + (7 * number + index * index) % 300 for index in range(3 + 9 * number)]
-    for number in range(12)
-]
+PROMPTS = [[3 + (7 * n + i * i) % 300 for i in range(3 + 9 * n)] for n in range(12)]
 NEW_TOKENS = 24
 _LENIENT_FLAGS = ("--exit-on-error=false", "--strict-readiness=false")
 
@@ -103,11 +100,11 @@ def test_weights_of_16_bits_generate(server: Server) -> None:
 
 
 def test_a_seed_reproduces_the_sampled_text(server: Server) -> None:
-    drawn_texts = [
+    drawn = [
         text(server, "plain", PROMPTS[5], temperature=1.0, top_p=0.9, seed=seed)
         for seed in (7, 7, 8)
     ]
-    assert drawn_texts[0] == drawn_texts[1] != drawn_texts[2]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_weights_of_8_bits_are_for_processors(tmp_path: Path) -> None:

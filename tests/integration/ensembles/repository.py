@@ -75,12 +75,12 @@ def _ensembles(folder: Path) -> None:
     add_ensemble(folder, "fails", [xy_step("boom", "IN", "m"), xy_step("plain", "m", "OUT")])
     add_ensemble(folder, "outer", [step("two", {"IN": "IN"}, {"OUT": "OUT"})], max_batch_size=4)
     add_ensemble(folder, "outer_fails", [step("fails", {"IN": "IN"}, {"OUT": "OUT"})])
-    diamond = [
+    joined = [
         xy_step("plain", "IN", "a"),
         xy_step("plain", "a", "b"),
         step("sum", {"X": "a", "Z": "b"}, {"Y": "OUT"}),
     ]
-    add_ensemble(folder, "diamond", diamond)
+    add_ensemble(folder, "diamond", joined)
     outputs = [tensor("GOOD"), tensor("BAD")]
     pruned = [xy_step("plain", "IN", "GOOD"), xy_step("boom", "IN", "BAD")]
     add_ensemble(folder, "pruned", pruned, outputs=outputs)

@@ -109,10 +109,10 @@ def test_the_steps_of_ensembles_that_share_some_are_in_one_process(repository: P
 
 def test_each_model_has_its_own_process_if_configured(repository: Path) -> None:
     with running(repository, "--ensemble-scheduling=separate") as server:
-        ensembles = [f"ensemble {name}" for name in ("first", "second", "third")]
+        pipes = [f"ensemble {n}" for n in ("first", "second", "third")]
         assert schedulers(server) == [
-            *ensembles,
-            *(f"scheduler {name}" for name in ("a", "alone", "b", "c", "d")),
+            *pipes,
+            *(f"scheduler {n}" for n in ("a", "alone", "b", "c", "d")),
         ]
 
 

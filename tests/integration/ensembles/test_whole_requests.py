@@ -138,12 +138,12 @@ def test_sequence_parameters_of_a_step_do_not_reach_parallel_steps(server: Serve
 
 def ask_sequence(server: Server, model: str) -> tuple[Any, dict[str, Any]]:
     """Begin sequence 7; return the fields of the last step, and the response's parameters."""
-    request = {
+    body = {
         "parameters": {"sequence_id": 7, "sequence_start": True},
         "inputs": [json_input("IN", floats(1))],
     }
     with server.http() as http:
-        reply = http.infer(model, request).ok()
+        reply = http.infer(model, body).ok()
     return ast.literal_eval(reply.tensors()["OUT"][0].decode()), reply.json()["parameters"]
 
 

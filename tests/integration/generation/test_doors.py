@@ -57,11 +57,9 @@ def test_concurrent_tokens_equal_those_of_transformers(
     # host.
     count = 4 * COUNT
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        texts_made = pool.map(
-            lambda prompt: token_ids(generative, model, prompt, max_tokens=count), PROMPTS
-        )
-    for prompt, tokens in zip(PROMPTS, texts_made, strict=True):
-        assert tokens == greedy(prompt, count), prompt
+        made = pool.map(lambda p: token_ids(generative, model, p, max_tokens=count), PROMPTS)
+    for p, tokens in zip(PROMPTS, made, strict=True):
+        assert tokens == greedy(p, count), p
     for mode in modes:
         assert generative.metric("shmserve_llm_preemption", model=model, mode=mode)
 
@@ -110,12 +108,10 @@ def test_other_clients_faults_change_no_tokens(
 ) -> None:
     count = 4 * COUNT
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        texts_made = pool.map(
-            lambda prompt: token_ids(generative, "tight", prompt, max_tokens=count), PROMPTS
-        )
+        made = pool.map(lambda p: token_ids(generative, "tight", p, max_tokens=count), PROMPTS)
         crime(generative)
-        for prompt, tokens in zip(PROMPTS, texts_made, strict=True):
-            assert tokens == greedy(prompt, count), prompt
+        for p, tokens in zip(PROMPTS, made, strict=True):
+            assert tokens == greedy(p, count), p
     until(
         "nothing is left",
         lambda: (
@@ -175,10 +171,8 @@ def test_samples_and_prompts_are_numbered_and_a_seed_repeats_them(client: openai
 
 
 def test_logprobs_in_both_forms(client: openai.OpenAI) -> None:
-    completion = client.completions.create(
-        model="tiny", prompt="a", max_tokens=3, temperature=0, logprobs=2
-    )
-    logprobs = completion.choices[0].logprobs
+    c = client.completions.create(model="tiny", prompt="a", max_tokens=3, temperature=0, logprobs=2)
+    logprobs = c.choices[0].logprobs
     assert (
         logprobs is not None and logprobs.tokens is not None and logprobs.top_logprobs is not None
     )
@@ -410,12 +404,10 @@ def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
 
 
 def test_more_samples_than_the_batch_holds(client: openai.OpenAI) -> None:
-    whole_length = {"ignore_eos": True}
-    completion = client.completions.create(
-        model="narrow", prompt="a", max_tokens=3, n=5, extra_body=whole_length
-    )
-    assert [choice.index for choice in completion.choices] == list(range(5))
-    assert completion.usage is not None and completion.usage.completion_tokens == 15
+    whole = {"ignore_eos": True}
+    c = client.completions.create(model="narrow", prompt="a", max_tokens=3, n=5, extra_body=whole)
+    assert [choice.index for choice in c.choices] == list(range(5))
+    assert c.usage is not None and c.usage.completion_tokens == 15
 
 
 def test_bad_words_are_in_no_text(client: openai.OpenAI) -> None:
@@ -440,10 +432,8 @@ def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
         large_reply = http.post("/v1/completions", {**body, "prompt": ["a"] * 6})
     assert large_reply.status == 400  # not 429, because a retry cannot succeed
     assert "6 prompts are more than the 2" in large_reply.json()["error"]["message"]
-    retry_times = [retry_after for status, retry_after in replies if status == 429]
-    assert retry_times and all(
-        retry_after is not None and int(retry_after) >= 1 for retry_after in retry_times
-    )
+    pauses = [s for status, s in replies if status == 429]
+    assert pauses and all(s is not None and int(s) >= 1 for s in pauses)
     assert {status for status, _ in replies} == {200, 429}
 
 

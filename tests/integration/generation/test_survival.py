@@ -30,12 +30,12 @@ def stream_texts(server: Server, kill: str = "", samples: int = 1) -> dict[int, 
     """Return the text of each sample; a process is killed once a part has arrived."""
     texts = dict.fromkeys(range(samples), "")
     with client_of(server) as client:
-        for index, event in enumerate(
+        for n, e in enumerate(
             client.completions.create(**COMPLETION_REQUEST, n=samples, stream=True)
         ):
-            for choice in event.choices:
+            for choice in e.choices:
                 texts[choice.index] += choice.text
-            if kill and index == 8:
+            if kill and n == 8:
                 server.find_one(kill).kill()
     return texts
 
@@ -105,11 +105,11 @@ def test_a_killed_worker_loses_no_token_and_no_logprob(server: Server) -> None:
         for index, tokens in samples.items():
             assert [entry[0] for entry in tokens] == [entry[0] for entry in expected[index]]
             assert [entry[3] for entry in tokens] == [entry[3] for entry in expected[index]]
-            for (_, logprob, top, _), (_, value, likeliest, _) in zip(
+            for (_, score, top, _), (_, value, best, _) in zip(
                 tokens[1:], expected[index][1:], strict=True
             ):
-                assert logprob == pytest.approx(value, abs=1e-4)
-                assert top.keys() == likeliest.keys()
+                assert score == pytest.approx(value, abs=1e-4)
+                assert top.keys() == best.keys()
 
 
 def test_a_killed_scheduler_costs_a_pause_where_nothing_has_left(server: Server) -> None:

@@ -139,10 +139,10 @@ def test_reasoning_that_the_template_has_begun(client: openai.OpenAI) -> None:
     assert unary.choices[0].message.to_dict()["reasoning_content"] == "hm"
     assert unary.choices[0].message.content == "yes"
     assert read_chat_stream(client, chat_request("opened")) == ["yes", "hm", "", "stop"]
-    hidden_answer = client.chat.completions.create(
+    hidden = client.chat.completions.create(
         **chat_request("opened"), extra_body={"include_reasoning": False}
     )
-    assert "reasoning" not in hidden_answer.choices[0].message.to_dict()
+    assert "reasoning" not in hidden.choices[0].message.to_dict()
 
 
 def test_no_tools_are_wanted(client: openai.OpenAI) -> None:

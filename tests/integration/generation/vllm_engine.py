@@ -178,19 +178,17 @@ def test_the_arguments_limit_all_requests(server: Server, vllm_port: int) -> Non
 
 def test_log_probabilities_of_a_repeated_prompt(server: Server, vllm_port: int) -> None:
     request: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 5, "temperature": 0}
-    choice, vllm_choice = (
+    own, peer = (
         json.loads(complete(port, **request))["choices"][0]
         for port in (server.http_port, vllm_port)
     )
-    assert choice["text"] == vllm_choice["text"]
+    assert own["text"] == peer["text"]
     for name in ("tokens", "text_offset"):
-        assert choice["logprobs"][name] == vllm_choice["logprobs"][name]
-    logprob_pairs = zip(
-        choice["logprobs"]["token_logprobs"], vllm_choice["logprobs"]["token_logprobs"], strict=True
-    )
+        assert own["logprobs"][name] == peer["logprobs"][name]
+    pairs = zip(own["logprobs"]["token_logprobs"], peer["logprobs"]["token_logprobs"], strict=True)
     assert all(
         logprob == vllm_logprob or logprob == pytest.approx(vllm_logprob, abs=1e-4)
-        for logprob, vllm_logprob in logprob_pairs
+        for logprob, vllm_logprob in pairs
     )
 
 
@@ -284,17 +282,17 @@ def test_an_adapter_is_selected_by_name(server: Server, vllm_port: int) -> None:
     )
     vllm_text = json.loads(complete(vllm_port, **request, model="french"))["choices"][0]["text"]
     assert adapter_text == vllm_text != base_text
-    status, answer = post_json(
+    code, got = post_json(
         server.http_port, "/v1/completions", {"model": "tiny", "prompt": "a", "lora_name": "x"}
     )
-    assert status == 404
-    assert "there is no adapter 'x'" in answer["error"]["message"]
+    assert code == 404
+    assert "there is no adapter 'x'" in got["error"]["message"]
     body = {"text_input": "the", "exclude_input_in_output": True}
     sampled = json.dumps({"lora_name": "french", **request})
-    status, answer = post_json(
+    code, got = post_json(
         server.http_port, "/v2/models/tiny/generate", {**body, "sampling_parameters": sampled}
     )
-    assert (status, answer["text_output"]) == (200, adapter_text)
+    assert (code, got["text_output"]) == (200, adapter_text)
 
 
 @pytest.mark.parametrize("stream", [False, True])

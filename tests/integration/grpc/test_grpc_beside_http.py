@@ -37,7 +37,7 @@ def server(models: Path, start: Start) -> Server:
 
 
 @pytest.fixture(scope="module")
-def module_client(server: Server) -> Iterator[triton.InferenceServerClient]:
+def shared_client(server: Server) -> Iterator[triton.InferenceServerClient]:
     with connected(server.grpc_port) as client:
         assert client.is_server_live()
         yield client
@@ -45,10 +45,10 @@ def module_client(server: Server) -> Iterator[triton.InferenceServerClient]:
 
 @pytest.fixture
 def client(
-    server: Server, module_client: triton.InferenceServerClient
+    server: Server, shared_client: triton.InferenceServerClient
 ) -> Iterator[triton.InferenceServerClient]:
-    yield module_client
-    module_client.unregister_system_shared_memory()
+    yield shared_client
+    shared_client.unregister_system_shared_memory()
 
 
 @pytest.fixture
@@ -182,7 +182,7 @@ def test_users(server: Server, client: triton.InferenceServerClient) -> None:
 
 
 @pytest.fixture(scope="module")
-def guarded_server(folder: Path, start: Start) -> Server:
+def guarded(folder: Path, start: Start) -> Server:
     """Start a server on all addresses that admits clients with a token."""
     repositories.add(folder / "models", "identity")
     tokens = folder / "tokens"
@@ -197,8 +197,8 @@ def guarded_server(folder: Path, start: Start) -> Server:
 
 
 @pytest.fixture(scope="module")
-def tokenless(guarded_server: Server) -> Iterator[triton.InferenceServerClient]:
-    with connected(guarded_server.grpc_port) as client:
+def tokenless(guarded: Server) -> Iterator[triton.InferenceServerClient]:
+    with connected(guarded.grpc_port) as client:
         assert client.is_server_live()
         yield client
 
@@ -224,23 +224,22 @@ def test_without_a_token_there_is_only_health(
             assert "token" in text
 
 
-def test_requests_of_unauthorised_clients_are_refused_unread(guarded_server: Server) -> None:
+def test_requests_of_unauthorised_clients_are_refused_unread(guarded: Server) -> None:
     """The connection is refused before its requests are read, which may have 2 GB each."""
     never_set = threading.Event()
 
-    def wait_without_messages() -> Iterator[bytes]:
+    def wait_silently() -> Iterator[bytes]:
         never_set.wait(60)
         yield from ()
 
     try:
-        with grpc.insecure_channel(guarded_server.grpc_url) as channel:
+        with grpc.insecure_channel(guarded.grpc_url) as channel:
             for path, rpc in RPCS.items():
                 if rpc.scope == "health":
                     continue
                 # Some calls use gRPC's general code path, and most use the fast one.
                 calls = [
-                    channel.stream_stream(path)(wait_without_messages(), timeout=15)
-                    for _ in range(70)
+                    channel.stream_stream(path)(wait_silently(), timeout=15) for _ in range(70)
                 ]
                 for call in calls:
                     with pytest.raises(grpc.RpcError):
@@ -303,11 +302,11 @@ def test_a_restricted_protocol_needs_its_header(
 
 
 def test_other_hosts_have_no_regions(
-    guarded_server: Server, tokenless: triton.InferenceServerClient
+    guarded: Server, tokenless: triton.InferenceServerClient
 ) -> None:
     """There are no regions even for a client that has some over HTTP."""
     headers = bearer(TOKEN)
-    with SharedObject(2 * SIZE) as shared_object, guarded_server.http() as http:
+    with SharedObject(2 * SIZE) as shared_object, guarded.http() as http:
         code, text = refused(
             lambda: tokenless.register_system_shared_memory(
                 "one", shared_object.key, 2 * SIZE, headers=headers

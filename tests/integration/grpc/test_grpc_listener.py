@@ -151,11 +151,11 @@ def test_tritons_client_with_tls(tls_server: Server, keys: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("accepted_encodings", "compressed"),
+    ("accepted", "compressed"),
     [(b"gzip", True), (b"identity,deflate", True), (b"identity", False), (b"", False)],
 )
 def test_compressed_responses(
-    tls_server: Server, keys: Path, accepted_encodings: bytes, compressed: bool
+    tls_server: Server, keys: Path, accepted: bytes, compressed: bool
 ) -> None:
     """Only clients that accept compression receive it; the sizes on the wire are compared."""
     array = np.zeros((1, 10_000), np.int32)
@@ -169,7 +169,7 @@ def test_compressed_responses(
     tls.set_alpn_protocols(["h2"])
     head = post(
         f"{SERVICE}ModelInfer",
-        *([(b"grpc-accept-encoding", accepted_encodings)] if accepted_encodings else []),
+        *([(b"grpc-accept-encoding", accepted)] if accepted else []),
     )
     body = message(request.SerializeToString())
     pieces = [
@@ -462,7 +462,7 @@ def test_a_drain_waits_for_a_load(tmp_path: Path) -> None:
     repositories.add_slow(tmp_path, "slow")
     with running(tmp_path, "--model-control-mode=explicit", grpc=True) as server:
         with stub(server) as call:
-            loading = call.RepositoryModelLoad.future(
+            load = call.RepositoryModelLoad.future(
                 pb.RepositoryModelLoadRequest(model_name="slow"), timeout=30
             )
             visit = server.gate.next()
@@ -470,7 +470,7 @@ def test_a_drain_waits_for_a_load(tmp_path: Path) -> None:
             server.wait_log("stopping")
             assert server.wait_exit(1.0) is None
             visit.release()
-            loading.result()
+            load.result()
         assert server.wait_exit(10) == 0
 
 

@@ -197,30 +197,28 @@ def test_a_stream_may_be_silent(port: int) -> None:
 
 def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
     """Idle connections of an address above its quota are closed; other clients are served."""
-    max_connections = 40
+    limit = 40
     with (
-        run_gateway(tmp_path, "0.0.0.0", max_connections=max_connections) as port,
-        contextlib.ExitStack() as exit_stack,
+        run_gateway(tmp_path, "0.0.0.0", max_connections=limit) as port,
+        contextlib.ExitStack() as stack,
     ):
-        idle_connection = exit_stack.enter_context(
-            socket.create_connection(("127.0.0.1", port), timeout=20)
-        )
-        idle_connection.sendall(CLIENT_OPENING + frame(SETTINGS, ACK, 0))
-        crowd_sockets = [
-            exit_stack.enter_context(
+        idle = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=20))
+        idle.sendall(CLIENT_OPENING + frame(SETTINGS, ACK, 0))
+        crowd = [
+            stack.enter_context(
                 socket.create_connection(("127.0.0.1", port), 20, source_address=("127.0.0.2", 0))
             )
-            for _ in range(2 * max_connections)
+            for _ in range(2 * limit)
         ]
-        for sock in crowd_sockets:
+        for sock in crowd:
             with contextlib.suppress(OSError):
                 sock.sendall(CLIENT_OPENING + frame(SETTINGS, ACK, 0))
         until(
             "they have their share",
-            lambda: 0 < sum(map(is_open, crowd_sockets)) <= share_of(max_connections),
+            lambda: 0 < sum(map(is_open, crowd)) <= share_of(limit),
         )
         assert is_served(port)
-        assert is_open(idle_connection)
+        assert is_open(idle)
 
 
 def is_open(sock: socket.socket) -> bool:

@@ -61,19 +61,19 @@ def test_ten_thousand_calls_on_a_connection(plain_endpoint: Endpoint) -> None:
 
 
 async def test_a_thousand_connections(plain_endpoint: Endpoint) -> None:
-    channels = [
+    links = [
         grpc.aio.insecure_channel(plain_endpoint.target, OWN_CONNECTION)
         for _ in range(CONNECTION_COUNT)
     ]
     try:
-        await asyncio.gather(*(channel.channel_ready() for channel in channels))
+        await asyncio.gather(*(channel.channel_ready() for channel in links))
         (gateway,) = plain_endpoint.server.find("gateway grpc")
         connections = [c for c in gateway.net_connections("tcp") if c.status == "ESTABLISHED"]
         assert len(connections) >= CONNECTION_COUNT
-        calls = [channel.unary_unary(f"{SERVICE}ModelInfer")(RAW_REQUEST) for channel in channels]
+        calls = [channel.unary_unary(f"{SERVICE}ModelInfer")(RAW_REQUEST) for channel in links]
         assert all(map(is_answer, await asyncio.gather(*calls)))
     finally:
-        await asyncio.gather(*(channel.close() for channel in channels))
+        await asyncio.gather(*(channel.close() for channel in links))
 
 
 def test_a_long_stream(plain_endpoint: Endpoint) -> None:
@@ -164,10 +164,8 @@ def test_metadata(plain_endpoint: Endpoint) -> None:
         answer, call = infer.with_call(request, timeout=20, metadata=sent_metadata)
         assert call.code() is grpc.StatusCode.OK
     (output,) = pb.ModelInferResponse.FromString(answer).raw_output_contents
-    parameters = json.loads(output[4:])["parameters"]
-    assert {name: parameters[name] for name in parameters if name != "sequence_id"} == {
-        "some-text": "words, and more"
-    }
+    seen = json.loads(output[4:])["parameters"]
+    assert {n: seen[n] for n in seen if n != "sequence_id"} == {"some-text": "words, and more"}
 
 
 @pytest.mark.parametrize("size", [17_000, 60_000])

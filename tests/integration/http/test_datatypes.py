@@ -129,18 +129,18 @@ def test_tritonclient(server: Server, kind: str) -> None:
     values = np.array(WORDS, object) if kind == "BYTES" else VALUES[kind]
     with triton.InferenceServerClient(server.url) as client:
         inputs = []
-        for datatype in DATATYPES:
+        for other in DATATYPES:
             tensor = triton.InferInput(
-                f"INPUT_{datatype}", [len(values)] if datatype == kind else [0], datatype
+                f"INPUT_{other}", [len(values)] if other == kind else [0], other
             )
-            if datatype == kind:
+            if other == kind:
                 tensor.set_data_from_numpy(values)
-            elif datatype == "BYTES":
+            elif other == "BYTES":
                 tensor.set_data_from_numpy(np.array([], object))
-            elif datatype == "BF16":
+            elif other == "BF16":
                 tensor.set_data_from_numpy(np.array([], ml_dtypes.bfloat16))
             else:
-                tensor.set_data_from_numpy(VALUES[datatype][:0])
+                tensor.set_data_from_numpy(VALUES[other][:0])
             inputs.append(tensor)
         outputs = [triton.InferRequestedOutput(f"OUTPUT_{kind}")]
         output = client.infer("types", inputs, outputs=outputs).as_numpy(f"OUTPUT_{kind}")

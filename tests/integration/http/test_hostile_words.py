@@ -127,11 +127,11 @@ def test_hostile_words_in_paths(http: Http) -> None:
         ("POST", f"/v2/systemsharedmemory/region/{word}/register"),
         ("GET", f"/v2/systemsharedmemory/region/{word}/status"),
     ):
-        refused_reply = http.call(method, path, {})
-        assert refused_reply.status in (400, 404, 500), (
+        refused = http.call(method, path, {})
+        assert refused.status in (400, 404, 500), (
             path,
-            refused_reply.status,
-            refused_reply.body[:200],
+            refused.status,
+            refused.body[:200],
         )
     http.post(f"/v2/repository/models/{word}/unload", {}).ok()  # also succeeds for unknown models
 

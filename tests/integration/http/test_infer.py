@@ -123,12 +123,12 @@ def test_the_model_receives_all_parts_of_a_request(http: Http) -> None:
     }
     reply = http.infer("echo_request", request).ok()
     assert reply.json()["parameters"] == {"answered": True}
-    seen_request = json.loads(reply.tensors()["OUTPUT0"][0])
-    assert seen_request["id"] == "see"
-    assert seen_request["parameters"] == {"word": "w", "number": 7, "truth": False, "half": 0.5}
-    assert seen_request["timeout"] == 5_000_000
-    assert seen_request["outputs"] == ["OUTPUT0"] and seen_request["cancelled"] is False
-    args = seen_request["args"]
+    seen = json.loads(reply.tensors()["OUTPUT0"][0])
+    assert seen["id"] == "see"
+    assert seen["parameters"] == {"word": "w", "number": 7, "truth": False, "half": 0.5}
+    assert seen["timeout"] == 5_000_000
+    assert seen["outputs"] == ["OUTPUT0"] and seen["cancelled"] is False
+    args = seen["args"]
     assert args["model_name"] == "echo_request" and args["model_version"] == "1"
     assert args["model_instance_kind"] == "CPU"
     assert args["model_instance_device_id"] == "0" and args["greeting"] == "hello"

@@ -19,8 +19,8 @@ from tests.support.servers import Server, Start, running
 from tests.support.wire.grpc_calls import request_of, stub
 from tests.support.wire.raw_http import Http, json_input
 
-TOKEN, WRONG_TOKEN = "0123456789abcdef-all", "0123456789abcdef-wrong"
-SCRAPER_TOKEN = "0123456789abcdef-metrics"
+TOKEN, WRONG = "0123456789abcdef-all", "0123456789abcdef-wrong"
+SCRAPER = "0123456789abcdef-metrics"
 ADMIN_KEY, GRPC_ADMIN = "let-me-over-http", "let-me-over-grpc"
 ROW = np.array([1], np.int32)
 CONSTANT_BODY = {"inputs": [json_input("INPUT0", ROW)]}
@@ -254,7 +254,7 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
     """Logs, command lines, environments, the run directory and answers, also after a restart."""
     repositories.add(folder / "guarded", "constant")
     tokens = folder / "tokens"
-    tokens.write_text(f"{TOKEN}\n{SCRAPER_TOKEN} metrics\n")
+    tokens.write_text(f"{TOKEN}\n{SCRAPER} metrics\n")
     tokens.chmod(0o600)
     flags = [
         f"--auth-token-file={tokens}",
@@ -270,8 +270,8 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
                 credentials = (
                     (TOKEN, ADMIN_KEY),
                     (TOKEN, "x"),
-                    (WRONG_TOKEN, ADMIN_KEY),
-                    (SCRAPER_TOKEN, ADMIN_KEY),
+                    (WRONG, ADMIN_KEY),
+                    (SCRAPER, ADMIN_KEY),
                 )
                 for token, admin in credentials:
                     headers = {"Authorization": f"Bearer {token}", "admin-key": admin}
@@ -313,7 +313,7 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
             server.find_one(title).kill()
         server.wait_ready()
         send_requests()
-        secrets = (TOKEN, WRONG_TOKEN, SCRAPER_TOKEN, ADMIN_KEY, GRPC_ADMIN)
+        secrets = (TOKEN, WRONG, SCRAPER, ADMIN_KEY, GRPC_ADMIN)
         found = [text for text in visible_texts() if any(secret in text for secret in secrets)]
         assert found == []
         assert "log_verbose_level" in "".join(answers)

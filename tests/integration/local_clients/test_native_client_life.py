@@ -279,9 +279,9 @@ sys.stdin.read()
 
 
 def test_a_child_does_not_keep_the_memory_of_a_killed_client(gated_server: Server) -> None:
-    command = [sys.executable, "-c", FORKING_PROGRAM, str(gated_server.run_dir)]
+    line = [sys.executable, "-c", FORKING_PROGRAM, str(gated_server.run_dir)]
     with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        line, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as program:
         assert program.stdout
         child = psutil.Process(int(program.stdout.readline()))
@@ -368,15 +368,15 @@ def test_a_client_that_is_never_closed(gated_server: Server) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         state_before = state()
-        kept_results = [
+        kept = [
             shmserve.client.connect(gated_server.run_dir).infer("rows", INPUT0=x) for _ in range(3)
         ]
-        kept_results.append(
+        kept.append(
             shmserve.client.connect(gated_server.run_dir).infer_async("rows", INPUT0=x).result(20)
         )
-        assert all((result["OUTPUT0"] == x).all() for result in kept_results)
+        assert all((result["OUTPUT0"] == x).all() for result in kept)
         assert (asyncio.run(talk()) == x).all()
-        del kept_results  # the results keep their memory
+        del kept  # the results keep their memory
         until("nothing is left", lambda: state() == state_before)
     with pytest.warns(ResourceWarning, match="a client was not closed"):
         shmserve.client.connect(gated_server.run_dir)

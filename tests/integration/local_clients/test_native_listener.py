@@ -304,10 +304,10 @@ def test_the_c_client_survives_the_end_of_a_scheduler(client_in_c: Path) -> None
 
 
 def test_the_client_in_c(server: Server, client_in_c: Path) -> None:
-    result = subprocess.run(
+    run = subprocess.run(
         [client_in_c, server.run_dir], capture_output=True, text=True, check=False, timeout=20
     )
-    assert result.returncode == 0, result.stderr
-    sums, differences = (line.split() for line in result.stdout.splitlines())
+    assert run.returncode == 0, run.stderr
+    sums, differences = (line.split() for line in run.stdout.splitlines())
     assert sums == ["OUTPUT0", *map(str, range(1, 17))]
     assert differences == ["OUTPUT1", *map(str, range(-1, 15))]

@@ -65,15 +65,15 @@ def test_both_clients_ask_the_control_plane() -> None:
             return x + 1
 
     async def infer_locally(run_dir: Path) -> list[float]:
-        async with aio.connect(run_dir, timeout=10) as async_client:
-            assert await async_client.ready() and await async_client.ready("local")
-            assert (await async_client.metadata("local"))["name"] == "local"
-            assert {statistic["name"] for statistic in await async_client.statistics()} == {
+        async with aio.connect(run_dir, timeout=10) as later:
+            assert await later.ready() and await later.ready("local")
+            assert (await later.metadata("local"))["name"] == "local"
+            assert {s["name"] for s in await later.statistics()} == {
                 "double",
                 "local",
             }
             inputs = ({"x": X * i} for i in range(5))
-            return [float(r["output"][0, 0]) async for r in async_client.map("double", inputs)]
+            return [float(r["output"][0, 0]) async for r in later.map("double", inputs)]
 
     with shmserve.serve([Double, Local]) as server:
         assert server.url.startswith("http://127.0.0.1:")

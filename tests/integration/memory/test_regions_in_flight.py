@@ -69,11 +69,11 @@ def test_a_region_stays_listed_while_a_request_uses_it(server: Server, name: str
 def test_unregister_drains_under_load(server: Server) -> None:
     """An unregistered region is removed once no request uses it. Later requests receive 404."""
     with (
-        SharedObject(8192) as shared_object,
-        SharedObject(8192) as other_object,
+        SharedObject(8192) as shared,
+        SharedObject(8192) as other,
         request_pool(server, 2) as pool,
     ):
-        shared_object.write(np.arange(1024, dtype=np.float32))
+        shared.write(np.arange(1024, dtype=np.float32))
 
         def ask_until_refused(http: Http) -> Any:
             while (reply := http.infer("identity", region_request("busy", 4096))).status == 200:
@@ -81,16 +81,16 @@ def test_unregister_drains_under_load(server: Server) -> None:
             return reply
 
         with server.http() as http:
-            http.register("busy", shared_object.key, 8192).ok()
+            http.register("busy", shared.key, 8192).ok()
             pending_calls = [pool.send(ask_until_refused) for _ in range(2)]
             until("they ask", lambda: server.metric("nv_inference_count", model="identity") > 20)
             http.unregister("busy").ok()
             for answer in pending_calls:
                 assert answer.result().status == 404
             until("it is not listed", lambda: http.regions().json() == [])
-            http.register("busy", other_object.key, 8192).ok()
+            http.register("busy", other.key, 8192).ok()
             assert http.infer("identity", region_request("busy", 4096)).status == 200
-            assert not other_object.read(np.float32, 1024, 4096).any()
+            assert not other.read(np.float32, 1024, 4096).any()
             http.unregister("busy").ok()
 
 

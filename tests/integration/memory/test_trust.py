@@ -114,12 +114,12 @@ def test_users_and_listeners(server: Server, folder: Path, listener: str) -> Non
     """Over the Unix socket and over loopback, a user has access only to its own objects."""
     own_user, alice, bob = (User(server, folder, listener, uid) for uid in (OWN_UID, ALICE, BOB))
     with (
-        alice.object() as alices_object,
-        bob.object(0o666) as bobs_object,
-        own_user.object(0o666) as own_object,
+        alice.object() as hers,
+        bob.object(0o666) as his,
+        own_user.object(0o666) as own,
     ):
-        alice.register("hers", alices_object).ok()
-        for foreign_object in (bobs_object, own_object):
+        alice.register("hers", hers).ok()
+        for foreign_object in (his, own):
             refused_reply = alice.register("other", foreign_object)
             assert refused_reply.status == 403
             assert f"the client is uid {ALICE}" in refused_reply.error
@@ -127,16 +127,16 @@ def test_users_and_listeners(server: Server, folder: Path, listener: str) -> Non
         missing = alice.send_request(lambda http: http.register("none", "/not-there", SIZE))
         assert missing.status == 500
         assert missing.error.startswith("Unable to open shared memory region: '/not-there'")
-        bob.register("his", bobs_object).ok()
-        own_user.register("ours", own_object).ok()
+        bob.register("his", his).ok()
+        own_user.register("ours", own).ok()
         # A name that another user has registered is rejected.
-        refused_reply = bob.register("hers", bobs_object)
+        refused_reply = bob.register("hers", his)
         assert refused_reply.status == 400
         assert refused_reply.error == "shared memory region 'hers' already in manager"
         assert alice.names() == ["hers"]
         assert bob.names() == ["his"]
         alice.infer("hers").ok()
-        assert (alices_object.read(np.float32, 1024, SIZE) == VALUES).all()
+        assert (hers.read(np.float32, 1024, SIZE) == VALUES).all()
         for user, name in ((alice, "his"), (bob, "hers"), (alice, "ours")):
             refused_reply = user.infer(name)
             assert refused_reply.status == 404
@@ -145,7 +145,7 @@ def test_users_and_listeners(server: Server, folder: Path, listener: str) -> Non
             user.send_request(partial(Http.unregister, name=name)).ok()
         alice.send_request(lambda http: http.unregister()).ok()
         assert bob.names() == ["his"]
-        assert (bobs_object.read(np.float32, 1024, SIZE) == 0).all()
+        assert (his.read(np.float32, 1024, SIZE) == 0).all()
         bob.send_request(lambda http: http.unregister("his")).ok()
         own_user.send_request(lambda http: http.unregister()).ok()
 
@@ -379,14 +379,14 @@ def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
             assert refused_reply.error == (
                 f"an output in shared memory region '{region}' overlaps one of a request in flight"
             )
-        valid_requests = [
+        valid = [
             pool.infer("gated", gated_request(7, "a", input_offset)) for input_offset in (960, 1088)
         ]
         server.wait_pending("gated", 2)
         visit.release()
-        for _ in valid_requests:
+        for _ in valid:
             server.gate.next().release()
-        assert [answer.result().status for answer in (first_request, *valid_requests)] == [200] * 3
+        assert [answer.result().status for answer in (first_request, *valid)] == [200] * 3
         assert (shared_object.read(np.int32, 48, 960) == 7).all()
         http.infer("identity", {"inputs": [json_input("INPUT0", VALUES[:16])]}).ok()
 

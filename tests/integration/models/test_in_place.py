@@ -262,20 +262,18 @@ def step(
 def test_an_instance_ends_with_its_last_sequence(empty_server: Explicit, strategy: str) -> None:
     """Its sequences continue there with their state. New sequences begin at other instances."""
     with run_sums_server(empty_server, strategy, 2) as (server, http, folder):
-        worker_by_sequence = {
-            sequence: step(http, sequence, sequence, start=True)[1] for sequence in (1, 2, 3, 4)
-        }
+        worker_by_sequence = {s: step(http, s, s, start=True)[1] for s in (1, 2, 3, 4)}
         both_workers = workers(server, "sums")
         assert set(worker_by_sequence.values()) == both_workers
         set_count(folder, 1)
         http.load("sums").ok()
         assert count_of(http, "sums") == 1
         assert workers(server, "sums") == both_workers
-        for sequence, process in worker_by_sequence.items():
-            assert step(http, sequence, 10) == [sequence + 10, process]
+        for s, process in worker_by_sequence.items():
+            assert step(http, s, 10) == [s + 10, process]
         (remaining_worker,) = both_workers - {server.find_one("worker sums.1").pid}
-        for sequence, process in worker_by_sequence.items():
-            assert step(http, sequence, 10, end=True) == [sequence + 20, process]
+        for s, process in worker_by_sequence.items():
+            assert step(http, s, 10, end=True) == [s + 20, process]
         until("one has ended", lambda: workers(server, "sums") == {remaining_worker})
         assert [step(http, 9, 1, start=True), step(http, 9, 1, end=True)] == [
             [1, remaining_worker],

@@ -188,15 +188,15 @@ def test_classification(server: Server, client_module: Any) -> None:
         assert "classification" in _extensions(client.get_server_metadata())
         tensor = client_module.InferInput("INPUT0", ROWS.shape, "FP32")
         tensor.set_data_from_numpy(ROWS)
-        infer_requested_output = client_module.InferRequestedOutput("OUTPUT0", class_count=2)
+        requested = client_module.InferRequestedOutput("OUTPUT0", class_count=2)
         for _ in range(3):  # the schemas of the later requests are cached
-            result = client.infer("scores", [tensor], outputs=[infer_requested_output])
+            result = client.infer("scores", [tensor], outputs=[requested])
             output = result.as_numpy("OUTPUT0")
             assert output.shape == (2, 2) and output.ravel().tolist() == BEST_CLASSES
-        plain_result = client.infer(
+        plain = client.infer(
             "scores", [tensor], outputs=[client_module.InferRequestedOutput("OUTPUT0")]
         )
-        assert (plain_result.as_numpy("OUTPUT0") == ROWS).all()
+        assert (plain.as_numpy("OUTPUT0") == ROWS).all()
 
 
 def _extensions(metadata: Any) -> Any:
@@ -217,12 +217,12 @@ def test_classification_in_json(http: Http) -> None:
 def test_headers_become_parameters(server: Server, client_module: Any) -> None:
     url = server.url if client_module is triton_http else server.grpc_url
     with client_module.InferenceServerClient(url) as client:
-        tensor = client_module.InferInput("INPUT0", [1], "INT32")
-        tensor.set_data_from_numpy(np.zeros(1, np.int32))
+        x = client_module.InferInput("INPUT0", [1], "INT32")
+        x.set_data_from_numpy(np.zeros(1, np.int32))
         for value in ("one", "two", ""):
             headers = {"x-my-key": value, "x-other": "no"} if value else {}
             result = client.infer(
-                "echo_request", [tensor], headers=headers, parameters={"own": 5}
+                "echo_request", [x], headers=headers, parameters={"own": 5}
             ).as_numpy("OUTPUT0")
             seen_request = json.loads(result[0])
             assert seen_request["parameters"] == {"own": 5} | ({"x-my-key": value} if value else {})

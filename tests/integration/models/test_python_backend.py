@@ -44,12 +44,12 @@ def test_calling_a_missing_model(http: Http, model: str) -> None:
 
 def test_many_calls(server: Server) -> None:
     with request_pool(server, 8) as pool:
-        answers = [
+        calls = [
             pool.infer(model, call("simple"))
             for model in ("caller", "async_caller")
             for _ in range(16)
         ]
-        assert all(answer.result().status == 200 for answer in answers)
+        assert all(answer.result().status == 200 for answer in calls)
 
 
 def test_self_description(http: Http) -> None:

@@ -96,11 +96,10 @@ def test_mode_none_serves_both_repositories_and_refuses_control(server_of_polici
 
 def test_version_policies(server_of_policies: Server) -> None:
     with server_of_policies.http() as http:
-        versions = {
-            name: http.get(f"/v2/models/{name}").json()["versions"]
-            for name in ("all", "some", "latest")
+        found = {
+            n: http.get(f"/v2/models/{n}").json()["versions"] for n in ("all", "some", "latest")
         }
-        assert versions == {"all": ["1", "2", "3", "10"], "some": ["1", "3"], "latest": ["10"]}
+        assert found == {"all": ["1", "2", "3", "10"], "some": ["1", "3"], "latest": ["10"]}
         assert answer(http, "all") == 10 and answer(http, "all/versions/2") == 2
         assert answer(http, "some") == 3
     for line in (
@@ -478,10 +477,10 @@ def test_a_reload_loses_no_request(empty_server: Explicit) -> None:
             success_counts.append(server.metric("nv_inference_request_success"))
     # No request is lost from the count, and the count never decreases.
     assert success_counts == sorted(success_counts)
-    answered_count = success_counts[0] + len(load.answers)
+    answered = success_counts[0] + len(load.answers)
     until(
         "every request is counted",
-        lambda: server.metric("nv_inference_request_success") == answered_count,
+        lambda: server.metric("nv_inference_request_success") == answered,
     )
 
 

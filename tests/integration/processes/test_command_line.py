@@ -284,8 +284,8 @@ def test_check_continues_after_an_input_that_is_too_large(repository: Path) -> N
     repositories.add_identity(repository, "huge", "FP64", [1 << 40])
     completed = run_command("check", str(repository))
     assert completed.returncode == 0
-    huge_line, simple, summary = completed.stdout.splitlines()
-    assert huge_line.split(maxsplit=1) == [
+    huge, simple, summary = completed.stdout.splitlines()
+    assert huge.split(maxsplit=1) == [
         "huge:1",
         "refused not tested: a batch of zeros is too large for a message",
     ]
@@ -408,29 +408,29 @@ def test_client_without_a_server(
 def test_client_infer_finds_this_users_server(server: Server) -> None:
     environment = {**os.environ, "SHMSERVE_RUN_DIR": str(server.run_dir)}
     arguments = ("client", "infer", "completed", "--input=INPUT0=[1, 2, 3, 4]")
-    completed = run_command(*arguments, env=environment)
-    assert json.loads(completed.stdout)["outputs"][0]["data"] == [[2, 4, 6, 8]], completed.stderr
-    completed = run_command(*arguments, env={**environment, "SHMSERVE_RUN_DIR": "/nowhere"})
-    assert completed.returncode == 1
-    assert completed.stderr == (
+    done = run_command(*arguments, env=environment)
+    assert json.loads(done.stdout)["outputs"][0]["data"] == [[2, 4, 6, 8]], done.stderr
+    done = run_command(*arguments, env={**environment, "SHMSERVE_RUN_DIR": "/nowhere"})
+    assert done.returncode == 1
+    assert done.stderr == (
         "shmserve client infer: no server is running: there is no run directory /nowhere\n"
     )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "expected_error"),
+    ("arguments", "status", "error"),
     [
         (("completed", "--input", "X=1"), 2, "no input 'X'"),
         (("completed",), 1, "missing required input(s) ['INPUT0']"),
     ],
 )
 def test_client_infer_that_fails(
-    server: Server, arguments: tuple[str, ...], status: int, expected_error: str
+    server: Server, arguments: tuple[str, ...], status: int, error: str
 ) -> None:
     url = f"http://127.0.0.1:{server.http_port}"
     completed = run_command("client", "infer", *arguments, "--url", url)
     assert completed.returncode == status
-    assert expected_error in completed.stderr
+    assert error in completed.stderr
     assert len(completed.stderr.strip().splitlines()) == 1
 
 

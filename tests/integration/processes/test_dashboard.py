@@ -154,15 +154,13 @@ def test_a_browser_shows_the_figures_of_the_metrics(server: Server, page: Page) 
     assert page.run("document.getElementById('detail').hidden")
     assert page.run("document.activeElement.textContent") == "simple"
     names = page.names()
-    for wanted_part in (
+    for wanted in (
         ("heading", "Newest events"),
         ("columnheader", "p99 ms"),
         ("rowheader", "simple"),
         ("button", "Problems first"),
     ):
-        assert any(
-            role == wanted_part[0] and name.startswith(wanted_part[1]) for role, name in names
-        ), wanted_part
+        assert any(role == wanted[0] and name.startswith(wanted[1]) for role, name in names), wanted
     assert ("status", "") in names or any(role == "status" for role, _ in names)
     assert not page.console
 

@@ -76,14 +76,14 @@ def test_a_load_and_an_unload(server: Server, events: EventReader) -> None:
     with server.http() as http:
         http.load("identity").ok()
         http.unload("identity").ok()
-    received_events = read_until(
+    received = read_until(
         events, lambda e: e == m.ModelChanged("identity", "1", "UNAVAILABLE", "unloaded")
     )
-    states = [e.state for e in received_events if isinstance(e, m.ModelChanged)]
+    states = [e.state for e in received if isinstance(e, m.ModelChanged)]
     assert states == ["LOADING", "READY", "UNLOADING", "UNAVAILABLE"]
-    titles = {e.title for e in received_events if isinstance(e, m.ProcessStarted)}
+    titles = {e.title for e in received if isinstance(e, m.ProcessStarted)}
     assert titles == {"worker identity.0 cpu", "scheduler identity"}
-    end_reasons = {e.title: e.reason for e in received_events if isinstance(e, m.ProcessEnded)}
+    end_reasons = {e.title: e.reason for e in received if isinstance(e, m.ProcessEnded)}
     assert end_reasons == dict.fromkeys(titles, "exit status 0")
 
 

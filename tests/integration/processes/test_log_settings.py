@@ -80,10 +80,9 @@ def set_over_grpc(call: Any, **new_settings: Any) -> dict[str, Any]:
         if value is not None:
             kind = {bool: "bool_param", int: "uint32_param", str: "string_param"}[type(value)]
             setattr(setting, kind, value)
-    settings = call.LogSettings(request, timeout=20).settings
+    found = call.LogSettings(request, timeout=20).settings
     return {
-        name: getattr(settings[name], settings[name].WhichOneof("parameter_choice"))
-        for name in settings
+        name: getattr(found[name], found[name].WhichOneof("parameter_choice")) for name in found
     }
 
 
@@ -172,7 +171,7 @@ INVALID, UNSUPPORTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLE
 
 
 @pytest.mark.parametrize(
-    ("new_settings", "status", "text"),
+    ("new", "status", "text"),
     [
         *(({name: value}, INVALID, f"expect boolean for '{name}'") for name in ("log_info",
             "log_warning", "log_error") for value in (1, "true", None)),
@@ -186,10 +185,10 @@ INVALID, UNSUPPORTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLE
     ],
 )  # fmt: skip
 def test_refusals_over_grpc(
-    server: Server, http: Http, new_settings: dict[str, Any], status: Any, text: str
+    server: Server, http: Http, new: dict[str, Any], status: Any, text: str
 ) -> None:
     with stub(server) as call, pytest.raises(grpc.RpcError) as error_info:
-        set_over_grpc(call, **new_settings)
+        set_over_grpc(call, **new)
     assert (error_info.value.code(), error_info.value.details()) == (status, text)
     assert settings(http) == DEFAULTS
 

@@ -43,14 +43,11 @@ class Load:
 
     def wait_answered(self) -> None:
         """Wait until the clients of each protocol have further responses."""
-        found = {protocol: sum(counts.values()) for protocol, counts in self.found().items()}
+        found = {p: sum(counts.values()) for p, counts in self.found().items()}
 
         def has_answered() -> bool:
-            found_counts = self.found()
-            return all(
-                sum(found_counts[protocol].values()) - found[protocol] > 5 * CLIENTS
-                for protocol in found
-            )
+            later = self.found()
+            return all(sum(later[p].values()) - found[p] > 5 * CLIENTS for p in found)
 
         until("every protocol answers", has_answered)
 

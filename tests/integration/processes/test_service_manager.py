@@ -179,7 +179,7 @@ def test_registrations_outlive_the_server(
 ) -> None:
     """The service manager stores the descriptors and passes them to the next server."""
     repositories.add(repository, "identity")
-    infer_in_memory: InferInMemory | None = None
+    infer: InferInMemory | None = None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         for _ in range(3):
@@ -192,21 +192,21 @@ def test_registrations_outlive_the_server(
             try:
                 manager.receive("READY=1")
                 with contextlib.closing(Http(port)) as http:
-                    if infer_in_memory is None:
-                        infer_in_memory = InferInMemory(http)
-                        http.register("other", infer_in_memory.shared.key, 4096).ok()
+                    if infer is None:
+                        infer = InferInMemory(http)
+                        http.register("other", infer.shared.key, 4096).ok()
                         http.unregister("other").ok()
                         manager.receive("FDSTOREREMOVE=1")
-                    assert infer_in_memory(http, 1) == ""
+                    assert infer(http, 1) == ""
                     assert [region["name"] for region in http.regions().json()] == [
-                        infer_in_memory.shared.name
+                        infer.shared.name
                     ]
             finally:
                 server.send_signal(number)
                 server.wait(30)
                 manager.receive_all()
-    assert infer_in_memory is not None
-    infer_in_memory.shared.unlink()
+    assert infer is not None
+    infer.shared.unlink()
 
 
 def ready(port: int) -> bool:

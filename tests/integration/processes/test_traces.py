@@ -164,9 +164,7 @@ def test_slow_requests_are_logged(server: Server) -> None:
 def test_slow_requests_of_programs_are_logged(server: Server) -> None:
     def lines(model: str) -> list[Any]:
         return [
-            (trace_text, details)
-            for trace_text, details in slow_lines(server, model)
-            if "native" in details
+            (trace, details) for trace, details in slow_lines(server, model) if "native" in details
         ]
 
     with shmserve.client.connect(server.run_dir) as client:
@@ -178,11 +176,11 @@ def test_slow_requests_of_programs_are_logged(server: Server) -> None:
             client.infer("late", X=ROW[0], request_id="native", timeout=0.1)
     for model in ("slow", "many", "boom", "late"):
         until(f"'{model}' is logged", partial(lines, model))
-    ((trace_text, details),) = lines("slow")
-    assert trace_text["compute_infer_us"] >= 5000
+    ((trace, details),) = lines("slow")
+    assert trace["compute_infer_us"] >= 5000
     assert re.fullmatch("request=native trace=[0-9a-f]{32}", details)
-    ((trace_text, _),) = lines("boom")
-    assert "boom" in trace_text["error"]
+    ((trace, _),) = lines("boom")
+    assert "boom" in trace["error"]
 
 
 def trace_by_http(server: Server) -> Any:
@@ -254,11 +252,9 @@ def stream_by_http(server: Server) -> Any:
     with server.http() as http:
         reply = http.infer("many", body, accept).ok()
     assert re.fullmatch("00-.*", reply.headers["traceparent"])
-    *earlier_events, final_event = [
-        json.loads(line[6:]) for line in reply.body.decode().split("\n\n") if line
-    ]
-    assert len(earlier_events) == 2 and "parameters" not in earlier_events[-1]
-    return final_event["parameters"]["explanation"]
+    *earlier, final = [json.loads(line[6:]) for line in reply.body.decode().split("\n\n") if line]
+    assert len(earlier) == 2 and "parameters" not in earlier[-1]
+    return final["parameters"]["explanation"]
 
 
 def stream_by_grpc(server: Server) -> Any:
@@ -332,12 +328,9 @@ DISABLED_SETTINGS = {
 def read(path: Path) -> list[tuple[dict[str, Any], dict[str, int]]]:
     """Return the requests of a trace file: their fields, and their timestamps."""
     entries = json.loads(path.read_text())
-    stamps = {entry["id"]: entry["timestamps"] for entry in entries if "timestamps" in entry}
-    request_entries = [entry for entry in entries if "model_name" in entry]
-    return [
-        (entry, {stamp["name"]: stamp["ns"] for stamp in stamps[entry["id"]]})
-        for entry in request_entries
-    ]
+    stamps = {e["id"]: e["timestamps"] for e in entries if "timestamps" in e}
+    requests = [e for e in entries if "model_name" in e]
+    return [(e, {s["name"]: s["ns"] for s in stamps[e["id"]]}) for e in requests]
 
 
 def test_trace_settings_are_changed_and_reset(tracing_server: Server, tmp_path: Path) -> None:
@@ -497,17 +490,14 @@ def test_a_trace_file_is_as_tritons(tracing_server: Server, tmp_path: Path) -> N
     with shmserve.client.connect(tracing_server.run_dir) as native:
         native.infer("two", X=ROW, request_id="native")
     until("8 requests are in the file", lambda: path.exists() and len(read(path)) == 8)
-    traces = {
-        (trace["model_name"], "parent_id" in trace): (trace, timestamps)
-        for trace, timestamps in read(path)
-    }
-    root, timestamps = traces["both", False]
+    traces = {(t["model_name"], "parent_id" in t): (t, times) for t, times in read(path)}
+    root, times = traces["both", False]
     assert root["request_id"] == "me" and root["model_version"] == 1
     first_step, second_step = traces["one", True], traces["two", True]
     # Either of the two calls of "one" may have been read last.
     assert second_step[0]["parent_id"] == root["id"]
-    assert list(timestamps.values()) == sorted(timestamps.values())
-    assert list(timestamps) == [
+    assert list(times.values()) == sorted(times.values())
+    assert list(times) == [
         *("HTTP_RECV_START", "HTTP_RECV_END", "REQUEST_START", "QUEUE_START"),
         *("INFER_RESPONSE_COMPLETE", "REQUEST_END", "HTTP_SEND_START", "HTTP_SEND_END"),
     ]
@@ -516,18 +506,13 @@ def test_a_trace_file_is_as_tritons(tracing_server: Server, tmp_path: Path) -> N
         *("COMPUTE_OUTPUT_START", "COMPUTE_END", "INFER_RESPONSE_COMPLETE", "REQUEST_END"),
     ]
     assert (
-        timestamps["QUEUE_START"]
-        <= second_step[1]["COMPUTE_START"]
-        <= timestamps["INFER_RESPONSE_COMPLETE"]
+        times["QUEUE_START"] <= second_step[1]["COMPUTE_START"] <= times["INFER_RESPONSE_COMPLETE"]
     )
     assert "GRPC_SEND_END" in traces["one", False][1]
-    request_entry, timestamps = traces["two", False]
+    request_entry, times = traces["two", False]
     assert request_entry["request_id"] == "native"
-    assert (
-        list(timestamps)[:2] == ["REQUEST_START", "QUEUE_START"]
-        and list(timestamps)[-1] == "REQUEST_END"
-    )
-    assert list(timestamps.values()) == sorted(timestamps.values())
+    assert list(times)[:2] == ["REQUEST_START", "QUEUE_START"] and list(times)[-1] == "REQUEST_END"
+    assert list(times.values()) == sorted(times.values())
     assert "COMPUTE_START" in traces["boom", False][1]
 
 
@@ -596,14 +581,8 @@ def test_spans_are_exported_of_a_request_and_its_steps(
     if protocol != "native":
         order = [spans[name] for name in ("receive", "both", "encode")]
         assert {entry.parent_span_id for entry in order} == {spans["InferRequest"].span_id}
-        time_ranges = [(entry.start_time_unix_nano, entry.end_time_unix_nano) for entry in order]
-        assert (
-            time_ranges[0][1]
-            == time_ranges[1][0]
-            <= time_ranges[1][1]
-            <= time_ranges[2][0]
-            <= time_ranges[2][1]
-        )
+        ranges = [(entry.start_time_unix_nano, entry.end_time_unix_nano) for entry in order]
+        assert ranges[0][1] == ranges[1][0] <= ranges[1][1] <= ranges[2][0] <= ranges[2][1]
     assert {span.trace_id.hex() for span in spans.values()} == {TRACE_ID}
     root, ensemble, first, second = (spans[name] for name in ("InferRequest", "both", "one", "two"))
     assert root.parent_span_id.hex() == "00f067aa0ba902b7"
@@ -641,16 +620,16 @@ def test_spans_of_calls_and_of_failures(server_and_collector: tuple[Server, Coll
 
 
 def test_unsent_spans_are_sent_at_the_end(models: Path) -> None:
-    with collector() as collected_spans:
+    with collector() as spans:
         flags = ("level=TIMESTAMPS", "rate=1", "mode=opentelemetry")
-        trace_flags = (
+        more = (
             *flags,
-            f"opentelemetry,url={collected_spans.url}",
+            f"opentelemetry,url={spans.url}",
             "opentelemetry,bsp_schedule_delay=60000",
         )
-        with running(models, *(f"--trace-config={setting}" for setting in trace_flags)) as server:
+        with running(models, *(f"--trace-config={setting}" for setting in more)) as server:
             with server.http() as http:
                 http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()
-            assert not collected_spans.spans
+            assert not spans.spans
             server.stop()
-        assert len(collected_spans.spans) == 8
+        assert len(spans.spans) == 8

@@ -309,10 +309,7 @@ class LifecycleOracles:
         if not (version.loaded and version.scheduler.serves) or depth > 9:
             return False
         if not version.spec.steps:
-            return any(
-                instance.alive and instance.state is InstanceState.READY
-                for instance in version.all_instances
-            )
+            return any(i.alive and i.state is InstanceState.READY for i in version.all_instances)
         return all(self._step_can_serve(step.name, depth) for step in version.spec.steps)
 
     def _step_can_serve(self, name: str, depth: int) -> bool:
@@ -407,22 +404,17 @@ class LifecycleOracles:
 
     def _check_processes(self, serving: set[ObservedVersion]) -> None:
         processes = self._executor.processes
-        workers = {
-            instance.child
-            for version in serving
-            for instance in version.all_instances
-            if instance.alive
-        }
+        workers = {i.child for v in serving for i in v.all_instances if i.alive}
         if workers != set(processes.workers):
             self.report_violation(f"7: {processes.workers} run, and {workers} serve")
-        hosts = {version.scheduler.serving.child for version in serving}
+        hosts = {v.scheduler.serving.child for v in serving}
         if hosts != set(processes.hosts):
             self.report_violation(f"7: {processes.hosts} run, and {hosts} serve")
-        for version in serving:
-            for instance in version.all_instances:
-                child: Any = instance.child
-                if child is not None and not version.expects(instance.index, child):
-                    self.report_violation(f"12: {version} and {child} do not know one another")
+        for v in serving:
+            for i in v.all_instances:
+                child: Any = i.child
+                if child is not None and not v.expects(i.index, child):
+                    self.report_violation(f"12: {v} and {child} do not know one another")
 
     def _check_last_order(self, model: ModelEntry) -> None:
         order = self._last.get(model.name)

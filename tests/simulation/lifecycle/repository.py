@@ -92,13 +92,13 @@ class DrawnRepository:
     def draw_source(self, name: str) -> LoadSource:
         """Draw the configuration of a load request, possibly with files."""
         steps = self.draw_steps(name) if name in ENSEMBLES else []
-        sent_fields = {
+        fields = {
             "steps": steps,
             "count": self._random.randint(1, 3),
             "note": next(self._note_numbers),
         }
         files = {"1/model.py": b""} if self._world.chance(0.5) else {}
-        return LoadSource(json.dumps(sent_fields), files)
+        return LoadSource(json.dumps(fields), files)
 
     def plan_of(self, name: str, source: LoadSource) -> LoadPlan:
         fingerprint = json.dumps([self.versions.get(name), self.instance_counts.get(name)])

@@ -62,10 +62,10 @@ def flood(port: int, make: Callable[[int], bytes]) -> Iterator[None]:
         while not has_finished.is_set():
             with (
                 contextlib.suppress(OSError),
-                socket.create_connection(("127.0.0.1", port)) as connection,
+                socket.create_connection(("127.0.0.1", port)) as sock,
             ):
-                connection.setblocking(False)
-                _flood(connection, make, has_finished)
+                sock.setblocking(False)
+                _flood(sock, make, has_finished)
 
     thread = threading.Thread(target=flood_until_finished)
     thread.start()

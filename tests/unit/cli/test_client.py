@@ -41,7 +41,7 @@ def decode_raw(datatype: str, shape: list[int], raw: bytes) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("shape", "value", "expected_shape"),
+    ("shape", "value", "expected"),
     [
         ((-1, 2), [1, 2], [1, 2]),
         ((-1, 2), [[1, 2], [3, 4]], [2, 2]),
@@ -58,9 +58,9 @@ def decode_raw(datatype: str, shape: list[int], raw: bytes) -> Any:
     ],
 )
 def test_a_missing_batch_dimension_is_added(
-    shape: tuple[int, ...], value: Any, expected_shape: list[int]
+    shape: tuple[int, ...], value: Any, expected: list[int]
 ) -> None:
-    assert encode(tensor("INT32", *shape), value)[0] == expected_shape
+    assert encode(tensor("INT32", *shape), value)[0] == expected
 
 
 @pytest.mark.parametrize("datatype", [name for name in ITEM_SIZE if name != "BYTES"])

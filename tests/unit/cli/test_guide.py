@@ -149,11 +149,11 @@ def test_a_comment_of_a_code_block_is_not_a_section(capsys: pytest.CaptureFixtur
     assert "shmserve guide tune   slow, p99 within" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("search_words", [["out of memory"], ["out", "of", "memory"]])
+@pytest.mark.parametrize("words", [["out of memory"], ["out", "of", "memory"]])
 def test_words_may_be_one_argument_or_several(
-    search_words: list[str], capsys: pytest.CaptureFixture[str]
+    words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["guide", "--search", *search_words]) == 0
+    assert cli.main(["guide", "--search", *words]) == 0
     assert capsys.readouterr().out.startswith("shmserve guide troubleshooting ")
 
 

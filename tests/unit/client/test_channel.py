@@ -142,19 +142,19 @@ def test_a_submission_during_close_fails_with_disconnected(
 def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnection) -> None:
     """As the generator of `map` does where it is collected."""
     waiter = ThreadChannel(connection)
-    cancelled_request, remaining = (
+    cancelled, remaining = (
         waiter.submit(build_request(connection)),
         waiter.submit(build_request(connection)),
     )
-    cancelling = threading.Thread(target=waiter.cancel, args=([cancelled_request],), daemon=True)
+    cancelling = threading.Thread(target=waiter.cancel, args=([cancelled],), daemon=True)
     with waiter.lock:
         cancelling.start()
         cancelling.join(10)
-        assert not cancelling.is_alive() and not cancelled_request.abandoned
+        assert not cancelling.is_alive() and not cancelled.abandoned
 
     def close_after_cancel() -> None:
         with contextlib.suppress(AssertionError):
-            until("it is cancelled", lambda: cancelled_request.abandoned)
+            until("it is cancelled", lambda: cancelled.abandoned)
         connection.close()
 
     ending_thread = threading.Thread(target=close_after_cancel)
@@ -162,7 +162,7 @@ def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnectio
     with pytest.raises(Disconnected):
         waiter.wait(remaining)
     ending_thread.join()
-    assert cancelled_request.abandoned
+    assert cancelled.abandoned
     waiter.close()
 
 

@@ -49,12 +49,11 @@ def write_json(value: Any, data: st.DataObject) -> str:
     blank = data.draw(st.sampled_from(["", " ", "\n\t"]))
     if isinstance(value, Members):
         parts = [
-            f"{write_string(name, data)}{blank}:{blank}{write_json(member, data)}"
-            for name, member in value.pairs
+            f"{write_string(n, data)}{blank}:{blank}{write_json(m, data)}" for n, m in value.pairs
         ]
         return f"{{{blank}{f',{blank}'.join(parts)}{blank}}}"
     if isinstance(value, list):
-        return f"[{f'{blank},'.join(write_json(member, data) for member in value)}]"
+        return f"[{f'{blank},'.join(write_json(m, data) for m in value)}]"
     return write_string(value, data) if isinstance(value, str) else json.dumps(value)
 
 

@@ -18,7 +18,7 @@ def test_the_size_of_the_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    ("configs", "byte_size", "expected_error"),
+    ("configs", "byte_size", "expected"),
     [
         (["local"], None, "is not CACHE,SETTING=VALUE"),
         (["local,size"], None, "is not CACHE,SETTING=VALUE"),
@@ -35,9 +35,9 @@ def test_the_size_of_the_cache() -> None:
     ],
 )
 def test_wrong_cache_flags_are_refused(
-    configs: list[str], byte_size: int | None, expected_error: str
+    configs: list[str], byte_size: int | None, expected: str
 ) -> None:
-    with pytest.raises(InvalidArgument, match=expected_error):
+    with pytest.raises(InvalidArgument, match=expected):
         cache_byte_size(configs, byte_size)
 
 

@@ -21,16 +21,13 @@ def report(**fields: Any) -> tuple[dict[str, str], dict[str, Any]]:
     return {"model": "m"}, {**counts, **cache_ns, "failures": failures, "cache": {}, **fields}
 
 
-@pytest.mark.parametrize(("fields", "other_failures"), [({}, 2), ({"is_ensemble": True}, 4)])
+@pytest.mark.parametrize(("fields", "count"), [({}, 2), ({"is_ensemble": True}, 4)])
 def test_a_failure_of_an_ensemble_counts_with_that_of_its_step(
-    fields: dict[str, Any], other_failures: int
+    fields: dict[str, Any], count: int
 ) -> None:
     families = metrics.triton_families([report(**fields)], latencies=False)
     failures = next(family for family in families if family.name == "nv_inference_request_failure")
-    assert (
-        f'nv_inference_request_failure{{model="m",reason="OTHER"}} {other_failures}'
-        in failures.samples
-    )
+    assert f'nv_inference_request_failure{{model="m",reason="OTHER"}} {count}' in failures.samples
     assert 'nv_inference_request_failure{model="m",reason="CANCELED"} 1' in failures.samples
 
 

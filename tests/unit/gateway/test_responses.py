@@ -135,15 +135,15 @@ def test_tools_and_formats_have_the_form_of_chats() -> None:
     tool = {"type": "function", "name": "f", "parameters": {}, "strict": True}
     choice = {"type": "function", "name": "f"}
     text_format = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
-    chat_body = convert_chat(
+    chat = convert_chat(
         tools=[tool], tool_choice=choice, text={"format": text_format}, reasoning={"effort": "low"}
     )
-    assert chat_body["tools"] == [
+    assert chat["tools"] == [
         {"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}}
     ]
-    assert chat_body["tool_choice"] == {"type": "function", "function": {"name": "f"}}
-    assert chat_body["response_format"] == {"type": "json_schema", "json_schema": text_format}
-    assert chat_body["reasoning_effort"] == "low"
+    assert chat["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+    assert chat["response_format"] == {"type": "json_schema", "json_schema": text_format}
+    assert chat["reasoning_effort"] == "low"
     assert convert_chat(include=["message.output_text.logprobs"])["logprobs"] is True
     assert "logprobs" not in convert_chat(include=["reasoning.encrypted_content"])
 

@@ -11,13 +11,13 @@ from shmserve.ipc.tensors.signature import Signature
 
 
 def signature(**fields: Any) -> Signature:
-    fixed_input = {"name": "FIXED", "data_type": "TYPE_UINT8", "dims": [2]}
-    free_input = {"name": "FREE", "data_type": "TYPE_UINT8", "dims": [-1, 2], **fields}
-    last_input = {"name": "LAST", "data_type": "TYPE_UINT8", "dims": [-1], "optional": True}
+    fixed = {"name": "FIXED", "data_type": "TYPE_UINT8", "dims": [2]}
+    free = {"name": "FREE", "data_type": "TYPE_UINT8", "dims": [-1, 2], **fields}
+    last = {"name": "LAST", "data_type": "TYPE_UINT8", "dims": [-1], "optional": True}
     config = {
         "name": "m",
         "max_batch_size": 8,
-        "input": [fixed_input, free_input, last_input],
+        "input": [fixed, free, last],
         "output": [],
     }
     return Signature(ModelSpec.of(config), "1")

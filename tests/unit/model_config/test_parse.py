@@ -194,10 +194,10 @@ configs = messages(ModelConfig.DESCRIPTOR).map(lambda members: ModelConfig(**mem
 
 @given(configs, st.booleans(), st.booleans(), st.booleans())
 def test_every_protobuf_text_is_read(
-    config: ModelConfig, one_line: bool, short_repeated: bool, utf8: bool
+    config: ModelConfig, one_line: bool, short: bool, utf8: bool
 ) -> None:
     text = text_format.MessageToString(
-        config, as_one_line=one_line, use_short_repeated_primitives=short_repeated, as_utf8=utf8
+        config, as_one_line=one_line, use_short_repeated_primitives=short, as_utf8=utf8
     )
     assert parse_pbtxt(text) == config
 
@@ -442,17 +442,15 @@ def test_special_floats_are_printed_as_proto3_json_does() -> None:
 def test_normalising_twice_changes_nothing(config: ModelConfig, gpus: int) -> None:
     defaults = ModelDefaults(dynamic_batching=True, max_batch_size=4, max_queue_delay_us=7)
     bytes_before = config.SerializeToString(deterministic=True)
-    filled_once = normalise(config, "m", gpus, defaults)
+    once = normalise(config, "m", gpus, defaults)
     assert config.SerializeToString(deterministic=True) == bytes_before
-    filled_twice = normalise(filled_once, "m", gpus, defaults)
-    assert filled_once.SerializeToString(deterministic=True) == filled_twice.SerializeToString(
-        deterministic=True
-    )
-    assert filled_once.input == config.input
+    twice = normalise(once, "m", gpus, defaults)
+    assert once.SerializeToString(deterministic=True) == twice.SerializeToString(deterministic=True)
+    assert once.input == config.input
     if config.HasField("max_batch_size"):
-        assert filled_once.max_batch_size == config.max_batch_size
+        assert once.max_batch_size == config.max_batch_size
     if config.HasField("version_policy"):
-        assert filled_once.version_policy == config.version_policy
+        assert once.version_policy == config.version_policy
 
 
 @given(configs)

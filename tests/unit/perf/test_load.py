@@ -60,10 +60,10 @@ def transport() -> Iterator[InstantLaneFactory]:
 
 
 def load(
-    lane_factory: InstantLaneFactory, requests: list[Any], slots: int, schedule: Any = None
+    lanes: InstantLaneFactory, requests: list[Any], slots: int, schedule: Any = None
 ) -> LoadGenerator:
     return LoadGenerator(
-        lane_factory.poller, lane_factory, lambda slot: requests, slots, schedule, patience_s=0.2
+        lanes.poller, lanes, lambda slot: requests, slots, schedule, patience_s=0.2
     )
 
 

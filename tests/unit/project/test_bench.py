@@ -70,13 +70,9 @@ def test_ratio_is_of_medians_with_the_extremes_of_the_pairs() -> None:
     assert (ratio.median, ratio.low, ratio.high) == (2.0, 0.5, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("own_samples", "peer_samples"), [([], [1.0]), ([1.0], []), ([1.0], [0.0])]
-)
-def test_a_missing_side_has_no_ratio_and_no_verdict(
-    own_samples: list[float], peer_samples: list[float]
-) -> None:
-    row = _row(own_samples, peer_samples)
+@pytest.mark.parametrize(("own", "peer"), [([], [1.0]), ([1.0], []), ([1.0], [0.0])])
+def test_a_missing_side_has_no_ratio_and_no_verdict(own: list[float], peer: list[float]) -> None:
+    row = _row(own, peer)
     assert row.ratio() is None and row.verdict() == ""
 
 

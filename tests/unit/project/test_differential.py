@@ -10,8 +10,8 @@ PEER_RECORD = Record([{"batch": [{"id": "a"}]}], {"a": {"error": ["X", "other"]}
 
 
 def test_each_difference_is_reported_with_its_path() -> None:
-    found_differences = differences(OWN, PEER_RECORD)
-    assert [difference.where for difference in found_differences] == [
+    found = differences(OWN, PEER_RECORD)
+    assert [d.where for d in found] == [
         "responses.a.error.1",
         "statistics.m.count",
     ]

@@ -209,28 +209,24 @@ def identifiers(node: ast.AST) -> set[str]:
 
 def test_documented_attributes_and_arguments_exist() -> None:
     """A renamed attribute keeps its old name in the docstring otherwise."""
-    nodes = [
-        (path, node)
-        for path in files((*CODE_FOLDERS, "tests"), ".py")
-        for node in ast.walk(tree(path))
-    ]
+    nodes = [(p, n) for p in files((*CODE_FOLDERS, "tests"), ".py") for n in ast.walk(tree(p))]
     names_by_class: dict[str, set[str]] = {}
-    for _, node in nodes:
-        if isinstance(node, ast.ClassDef):
-            names_by_class.setdefault(node.name, set()).update(identifiers(node))
+    for _, n in nodes:
+        if isinstance(n, ast.ClassDef):
+            names_by_class.setdefault(n.name, set()).update(identifiers(n))
     missing = []
-    for path, node in nodes:
-        if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+    for p, n in nodes:
+        if not isinstance(n, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
-        existing = identifiers(node)
-        if isinstance(node, ast.ClassDef):
-            bases = set().union(*map(identifiers, node.bases))
+        existing = identifiers(n)
+        if isinstance(n, ast.ClassDef):
+            bases = set().union(*map(identifiers, n.bases))
             existing |= {name for base in bases for name in names_by_class.get(base, ())}
-        elif any("signature_of" in identifiers(decorator) for decorator in node.decorator_list):
+        elif any("signature_of" in identifiers(decorator) for decorator in n.decorator_list):
             continue  # its arguments are those of another function
-        sections = "".join(DOCUMENTED.findall(ast.get_docstring(node) or ""))
+        sections = "".join(DOCUMENTED.findall(ast.get_docstring(n) or ""))
         unknown = set(DOCUMENTED_NAME.findall(sections)) - existing
-        missing += [f"{path.relative_to(ROOT)}:{node.lineno} {name}" for name in unknown]
+        missing += [f"{p.relative_to(ROOT)}:{n.lineno} {name}" for name in unknown]
     assert not missing
 
 

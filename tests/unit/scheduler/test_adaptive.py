@@ -269,18 +269,16 @@ def batcher_states(draw: st.DrawFn) -> tuple[Batcher, int, list[Item]]:
     """Draw a batcher that has learned any load, the time, and a queue."""
     max_batch_size = draw(st.integers(1, 12))
     batcher: Batcher = adaptive_batcher(draw(st.sampled_from([1, 20, 500])), max_batch_size)
-    now_ns = queued_count = 0
+    now_ns = queued = 0
     for step in draw(st.lists(st.integers(0, 30), max_size=120)):
         now_ns += step * MS
-        if draw(st.booleans()) or not queued_count:
-            queued_count += 1
-            batcher.record_arrival(now_ns, queued_count)
+        if draw(st.booleans()) or not queued:
+            queued += 1
+            batcher.record_arrival(now_ns, queued)
         else:
-            executed_count = draw(st.integers(1, min(queued_count, max_batch_size)))
-            queued_count -= executed_count
-            batcher.record_batch(
-                now_ns, queued_count, executed_count, step * MS, [step * MS] * executed_count
-            )
+            executed = draw(st.integers(1, min(queued, max_batch_size)))
+            queued -= executed
+            batcher.record_batch(now_ns, queued, executed, step * MS, [step * MS] * executed)
     item = st.builds(
         Item,
         enqueued_ns=st.integers(now_ns - 40 * MS, now_ns),
@@ -352,10 +350,8 @@ def test_the_target_is_met_where_possible(per_second: float) -> None:
     """A fixed delay for full batches would miss the target."""
     run = Simulation(adaptive_batcher(40), linear(10, 0.5, noise=0.3)).open_loop(per_second, 3000)
     assert run.percentile_ms(99) < 40
-    waiting_simulation = Simulation(fixed_batcher(30), linear(10, 0.5, noise=0.3)).open_loop(
-        per_second, 3000
-    )
-    assert waiting_simulation.percentile_ms(99) > 40
+    waiting = Simulation(fixed_batcher(30), linear(10, 0.5, noise=0.3)).open_loop(per_second, 3000)
+    assert waiting.percentile_ms(99) > 40
 
 
 def test_an_overload_is_served_in_full_batches() -> None:

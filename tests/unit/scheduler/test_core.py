@@ -74,7 +74,7 @@ def test_each_instance_gets_a_batch() -> None:
     rig = Rig({})
     peers = [rig.start(0, 100), rig.start(1, 101)]
     rig.submit(9)
-    assert [(peer, len(batch.requests)) for peer, batch in rig.take_batches()] == [
+    assert [(p, len(b.requests)) for p, b in rig.take_batches()] == [
         (peers[0], 8),
         (peers[1], 1),
     ]
@@ -94,13 +94,13 @@ def test_the_delay_is_waited_out_once_an_instance_is_free() -> None:
 
 def test_replies_may_arrive_in_any_order_and_fail_individually() -> None:
     rig, peer = ready_rig({})
-    first_id, second_id = rig.submit(2)
+    first, second = rig.submit(2)
     _, batch = rig.execute()
     keys = [request.key for request in batch.requests]
     rig.finish(peer, batch, m.Reply(keys[1], "INVALID_ARG", "bad row"), ok_reply(keys[0]))
     assert rig.answers() == [
-        m.Finished(first_id, b"done", [b"done"]),
-        failure(second_id, "INVALID_ARG", "bad row"),
+        m.Finished(first, b"done", [b"done"]),
+        failure(second, "INVALID_ARG", "bad row"),
     ]
 
 
@@ -164,18 +164,18 @@ def test_read_outputs_are_released_to_the_worker_that_made_them() -> None:
 
 def test_cancelled_requests_behind_a_long_one_are_removed() -> None:
     rig, peer = ready_rig({"preserve_ordering": True, "preferred_batch_size": [1]})
-    first_peer, batch = rig.submit_and_take_batch()
+    first, batch = rig.submit_and_take_batch()
     for _ in range(3000):
         (cancelled_id,) = rig.submit()
         rig.client(m.Cancel(cancelled_id))
-    (last_id,) = rig.submit()
+    (last,) = rig.submit()
     assert len(rig.core._responses._ordered_requests) < 2000
     rig.answers()
     rig.finish(peer, batch)
     rig.finish(*rig.execute())
     assert rig.answers() == [
-        m.Finished(first_peer, b"done", [b"done"]),
-        m.Finished(last_id, b"done", [b"done"]),
+        m.Finished(first, b"done", [b"done"]),
+        m.Finished(last, b"done", [b"done"]),
     ]
 
 
@@ -407,17 +407,15 @@ def test_a_prefetched_request_that_returns_is_first_in_the_queue() -> None:
     (running_id,) = rig.submit()
     ids, later_ids = rig.submit(8), rig.submit(3)
     _, (_, batch) = rig.take_batches()
-    assert [request.data[0] for request in batch.requests] == [b"w%d" % n for n in ids]
+    assert [r.data[0] for r in batch.requests] == [b"w%d" % n for n in ids]
     rig.supervisor(ProcessExited(100, "signal 9"))
     peer = rig.start(0, 101)
-    executed_contents = []
+    executed = []
     while execute_messages := rig.take_batches():
         for _, batch in execute_messages:
-            executed_contents.append([request.data[0] for request in batch.requests])
+            executed.append([r.data[0] for r in batch.requests])
             rig.finish(peer, batch)
-    assert executed_contents == [
-        [b"w%d" % n for n in request] for request in ([running_id], ids, later_ids)
-    ]
+    assert executed == [[b"w%d" % n for n in r] for r in ([running_id], ids, later_ids)]
 
 
 @pytest.mark.parametrize(
@@ -798,8 +796,8 @@ def test_request_options_reach_the_worker() -> None:
     fields |= {"correlation_id": 4, "correlation_text": "text"}
     rig.submit(work=(schema_of(), [b"packed"]), timeout_ns=MS, **fields)
     _, batch = rig.execute()
-    (unit_of_work,) = batch.requests
+    (work,) = batch.requests
     pid = int(GATEWAY.split(b".")[0])
-    assert unit_of_work == m.Work(
-        unit_of_work.key, pid, schema_of(), [b"packed"], **fields, deadline_ns=rig.now + MS
+    assert work == m.Work(
+        work.key, pid, schema_of(), [b"packed"], **fields, deadline_ns=rig.now + MS
     )

@@ -132,14 +132,14 @@ def test_hits_keep_the_order_of_requests() -> None:
     rig = cached_rig(dynamic_batching={"preserve_ordering": True})
     peer = rig.start()
     run(rig, peer, pack_request(), pack_response(b"y"))
-    (first_id,) = rig.submit(work=pack_request(b"z"))
-    (second_id,) = rig.submit(work=pack_request())
+    (first,) = rig.submit(work=pack_request(b"z"))
+    (second,) = rig.submit(work=pack_request())
     assert rig.answers() == []
     _, batch = rig.execute()
     rig.finish(peer, batch, ok_reply(batch.requests[0].key, pack_response(b"w")))
     assert rig.answers() == [
-        m.Finished(first_id, *pack_response(b"w")),
-        m.Finished(second_id, *pack_response(b"y")),
+        m.Finished(first, *pack_response(b"w")),
+        m.Finished(second, *pack_response(b"y")),
     ]
 
 

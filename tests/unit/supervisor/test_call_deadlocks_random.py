@@ -111,28 +111,24 @@ class CallSimulation:
     def find_deadlocked(self) -> set[Number]:
         """Return the calls that wait for ever in the true state of all schedulers."""
         by_number = {request.number: request for request in self.running}
-        stuck_numbers = {request.number for request in self.running if request.call is not None}
+        stuck = {request.number for request in self.running if request.call is not None}
         size = -1
-        while size != len(stuck_numbers):
-            size = len(stuck_numbers)
+        while size != len(stuck):
+            size = len(stuck)
             for request in self.running:
                 if request.call is None:
                     continue
                 if request.call in by_number:
-                    can_continue = request.call not in stuck_numbers
+                    can_continue = request.call not in stuck
                 else:
                     occupants = [
-                        occupant.number
-                        for occupant in self.running
-                        if occupant.model == request.call[0]
+                        other.number for other in self.running if other.model == request.call[0]
                     ]
-                    can_continue = not stuck_numbers.issuperset(occupants)
+                    can_continue = not stuck.issuperset(occupants)
                 if can_continue:
-                    stuck_numbers.discard(request.number)
+                    stuck.discard(request.number)
         return {
-            request.call
-            for request in self.running
-            if request.call and request.number in stuck_numbers
+            request.call for request in self.running if request.call and request.number in stuck
         }
 
 

@@ -75,16 +75,16 @@ async def test_a_message_of_another_role_is_refused(tmp_path: Path) -> None:
     """Models run foreign code in workers: that changes no log settings, and registers no region."""
     received: list[Any] = []
     control = ControlSocket(endpoints.control(tmp_path))
-    control.serve((ChangeLogging, FindModel), lambda pid, message: received.append(message))
+    control.serve((ChangeLogging, FindModel), lambda pid, text: received.append(text))
     control.enrol(os.getpid(), "worker", received.append)
     worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
-    for message in (
+    for text in (
         ChangeLogging(1, {"log_verbose_level": 7}),
         m.Started(),
         Acknowledged(1),
         FindModel(1, "m", ""),
     ):
-        worker.send(message)
+        worker.send(text)
     control.receive_all()
     worker.close()
     control.close()

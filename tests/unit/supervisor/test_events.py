@@ -159,11 +159,9 @@ def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
     count = 50_000
 
     async def run_reader() -> tuple[int, int]:
-        feed_holder: list[EventFeed] = []
-        async with open_publisher(
-            run_dir, lambda *change: feed_holder[0].on_subscription(*change)
-        ) as publisher:
-            feed_holder.append(feed(publisher, {}, []))
+        feeds: list[EventFeed] = []
+        async with open_publisher(run_dir, lambda *c: feeds[0].on_subscription(*c)) as publisher:
+            feeds.append(feed(publisher, {}, []))
             with EventReader(run_dir, [publications.PROCESSES]) as reader:
                 await until_async(lambda: publisher.is_followed(publications.PROCESSES))
                 for number in range(count):
@@ -208,12 +206,10 @@ def test_changes_of_models() -> None:
 async def test_a_snapshot_precedes_the_events(run_dir: Path) -> None:
     states = {("a", "1"): ("LOADING", "")}
     pending_calls: list[str] = []
-    feed_holder: list[EventFeed] = []
-    async with open_publisher(
-        run_dir, lambda *change: feed_holder[0].on_subscription(*change)
-    ) as publisher:
-        feed_holder.append(feed(publisher, states, pending_calls))
-        feed_holder[0].models_changed()  # no process receives it
+    feeds: list[EventFeed] = []
+    async with open_publisher(run_dir, lambda *c: feeds[0].on_subscription(*c)) as publisher:
+        feeds.append(feed(publisher, states, pending_calls))
+        feeds[0].models_changed()  # no process receives it
         with EventReader(run_dir) as reader:
             snapshot = await asyncio.to_thread(reader.snapshot)
             assert [received.event for received in snapshot] == [
@@ -223,12 +219,12 @@ async def test_a_snapshot_precedes_the_events(run_dir: Path) -> None:
             ]
             assert pending_calls == ["counters"]
             states["a", "1"] = ("READY", "")
-            feed_holder[0].models_changed()
+            feeds[0].models_changed()
             received_event = await asyncio.to_thread(next, reader.follow())
             assert received_event.event == m.ModelChanged("a", "1", "READY", "")
             await until_async(lambda: len(pending_calls) > 1)  # a second later
         await until_async(lambda: not publisher.is_followed(publications.COUNTERS))
-        await until_async(lambda: feed_holder[0]._timer is None)
+        await until_async(lambda: feeds[0]._timer is None)
 
 
 async def test_the_end_of_a_server_is_reported(run_dir: Path) -> None:

@@ -204,13 +204,12 @@ def test_the_tensors_that_a_welcome_lists() -> None:
     assert _for_local_clients(model).config.source["output"] == [{**tensor, "optional": True}]
 
 
-def _model(name: str, tensors: int) -> m.ModelPublished:
+def _model(name: str, count: int) -> m.ModelPublished:
     """Return a model with this number of inputs, in Triton's form."""
-    unset_fields = {"format": "FORMAT_NONE", "is_shape_tensor": False, "allow_ragged_batch": False}
-    unset_fields |= {"optional": False, "is_non_linear_format_io": False}
+    unset = {"format": "FORMAT_NONE", "is_shape_tensor": False, "allow_ragged_batch": False}
+    unset |= {"optional": False, "is_non_linear_format_io": False}
     inputs = [
-        {"name": f"INPUT{n}", "data_type": "TYPE_FP32", "dims": [1], **unset_fields}
-        for n in range(tensors)
+        {"name": f"INPUT{n}", "data_type": "TYPE_FP32", "dims": [1], **unset} for n in range(count)
     ]
     config = {"name": name, "max_batch_size": 0, "input": inputs, "output": []}
     return m.ModelPublished(name, "1", ModelSpec.of(config), {}, "ipc:///run/1", True, True, 0.0, 0)
@@ -226,9 +225,9 @@ async def _receive(link: socket.socket, count: int, *, sends_hello: bool = True)
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(10):
         return [
-            message
+            text
             for _ in range(count)
-            for message in frames.unpack(await loop.sock_recv(link, 1 << 22))
+            for text in frames.unpack(await loop.sock_recv(link, 1 << 22))
         ]
 
 

@@ -159,7 +159,7 @@ NEEDS = st.dictionaries(st.sampled_from([R, S, ("T", 1)]), st.integers(1, 3))
 def test_resources_are_never_exceeded_and_never_idle_while_wanted(
     members: list[list[dict[tuple[str, int], int]]], steps: list[tuple[int, int, int]]
 ) -> None:
-    rate_limiter = make_limiter(
+    limiter = make_limiter(
         *[[Needs(resources, 1 + n) for n, resources in enumerate(m)] for m in members]
     )
     needs: dict[Any, dict[tuple[str, int], int]] = {}
@@ -172,34 +172,33 @@ def test_resources_are_never_exceeded_and_never_idle_while_wanted(
             index %= len(members[member])
             waiting_tickets[member, number] = None
             needs[member, number] = members[member][index]
-            granted_tickets = rate_limiter.ask(member, index, number)
+            granted_tickets = limiter.ask(member, index, number)
         elif action == 2 and (held_tickets or waiting_tickets):
             key = random.Random(number).choice([*held_tickets, *waiting_tickets])
             held_tickets.pop(key, None)
             waiting_tickets.pop(key, None)
-            granted_tickets = rate_limiter.release(key[0], key[1], bool(index % 2))
+            granted_tickets = limiter.release(key[0], key[1], bool(index % 2))
         else:
             for key in [key for key in (*held_tickets, *waiting_tickets) if key[0] == member]:
                 held_tickets.pop(key, None)
                 waiting_tickets.pop(key, None)
-            granted_tickets = rate_limiter.disconnect(member)
+            granted_tickets = limiter.disconnect(member)
         for key in granted_tickets:
             del waiting_tickets[key]
             held_tickets[key] = None
             for other_ticket in waiting_tickets:
                 overtaken[other_ticket] = overtaken.get(other_ticket, 0) + 1
-        used_amounts: dict[tuple[str, int], int] = {}
+        used: dict[tuple[str, int], int] = {}
         for key in held_tickets:
             for resource, count in needs[key].items():
-                used_amounts[resource] = used_amounts.get(resource, 0) + count
-        capacity = rate_limiter.capacity()
-        assert rate_limiter.used() == used_amounts
-        assert all(count <= capacity[resource] for resource, count in used_amounts.items())
+                used[resource] = used.get(resource, 0) + count
+        capacity = limiter.capacity()
+        assert limiter.used() == used
+        assert all(count <= capacity[resource] for resource, count in used.items())
         if max(overtaken.values(), default=0) < PATIENCE:
             for key in waiting_tickets:
                 assert any(
-                    used_amounts.get(needed, 0) + n > capacity[needed]
-                    for needed, n in needs[key].items()
+                    used.get(needed, 0) + n > capacity[needed] for needed, n in needs[key].items()
                 )
 
 

@@ -106,10 +106,7 @@ def test_adjacent_rows_are_one_view_and_separate_rows_are_copied(region: Region)
     unpacker, gather, buffers = make_gatherer(one_tensor(max_batch_size=8), mappings)
     rows = [np.full((n, 2), n, F32) for n in (1, 3, 2)]
     ranges = [region.write(offset, row) for offset, row in zip((64, 72, 96), rows, strict=True)]
-    items = [
-        inference(tensor("X", row, memory_range))
-        for row, memory_range in zip(rows, ranges, strict=True)
-    ]
+    items = [inference(tensor("X", row, place)) for row, place in zip(rows, ranges, strict=True)]
     requests = unpack(unpacker, *items)
     raw, shape, view = gather.gather("X", requests)
     assert (shape, view, buffers) == ((6, 2), True, [])
@@ -666,7 +663,7 @@ def test_wrong_numbers_of_responses_fail_a_batch(worker: Rig, result: Any, messa
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "message"),
+    ("error", "code", "text"),
     [
         (SystemExit(3), "INTERNAL", "SystemExit: 3"),
         (InvalidArgument("as it is"), "INVALID_ARG", "as it is"),
@@ -675,7 +672,7 @@ def test_wrong_numbers_of_responses_fail_a_batch(worker: Rig, result: Any, messa
     ],
 )
 def test_exceptions_of_a_model_fail_the_request(
-    worker: Rig, error: BaseException, code: str, message: str
+    worker: Rig, error: BaseException, code: str, text: str
 ) -> None:
     def fail(requests: list[Request]) -> list[Response]:
         raise error
@@ -684,7 +681,7 @@ def test_exceptions_of_a_model_fail_the_request(
     for _ in range(2):
         (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
         assert reply.code == code
-        assert message in reply.message
+        assert text in reply.message
 
 
 def test_a_failed_copy_of_an_input_fails_its_request_only(
@@ -693,18 +690,16 @@ def test_a_failed_copy_of_an_input_fails_its_request_only(
     """Inputs in another user's memory are copied."""
     worker.serve(FunctionBackend(worker.context, echo), one_tensor(max_batch_size=8))
     data = np.ones((1, 4), F32)
-    copied_range = Range(replace(region.memory, copied=True), 0, data.nbytes)
+    copied = Range(replace(region.memory, copied=True), 0, data.nbytes)
 
     def raise_memory_error(memory_range: Range) -> memoryview:
         raise MemoryError
 
     monkeypatch.setattr(worker.context.mappings, "read", raise_memory_error)
-    failed_reply, own_reply = worker.batch(
-        inference(tensor("X", data, copied_range)), inference(tensor("X", data))
-    )
-    assert failed_reply.code == "UNAVAILABLE"
-    assert "not enough memory on device 'cpu' for model 'm'" in failed_reply.message
-    assert own_reply.code == ""
+    failed, own = worker.batch(inference(tensor("X", data, copied)), inference(tensor("X", data)))
+    assert failed.code == "UNAVAILABLE"
+    assert "not enough memory on device 'cpu' for model 'm'" in failed.message
+    assert own.code == ""
 
 
 def test_per_request_errors_and_parameters(worker: Rig) -> None:

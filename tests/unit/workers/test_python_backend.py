@@ -610,29 +610,27 @@ def test_outputs_that_are_inputs_are_not_kept(model: Model, region: Region, outp
 
 
 @pytest.mark.parametrize(
-    ("keep_expression", "first_kept"),
+    ("keep", "first"),
     [
         ("given(r)", 0), ("given(r)[:5]", 0), ("torch.from_numpy(given(r))", 0),
         ("r.inputs()[0]", 20), ("r", 20), ("given(r)", 20), ("given(r)[:5]", 20),
         ("given(r)[::-1][-5:][::-1]", 20), ("torch.from_numpy(given(r))", 20),
     ],
 )  # fmt: skip
-def test_a_model_that_keeps_its_inputs(
-    model: Model, region: Region, keep_expression: str, first_kept: int
-) -> None:
+def test_a_model_that_keeps_its_inputs(model: Model, region: Region, keep: str, first: int) -> None:
     """Values from `first_kept` on are kept: a model may begin to keep its inputs late."""
     model.serve(f"""
         kept = []
         def execute(self, requests):
             import torch
             for r in requests:
-                if given(r)[0] >= {first_kept}:
-                    self.kept.append({keep_expression})
+                if given(r)[0] >= {first}:
+                    self.kept.append({keep})
             return [response(np.array([first(k) for k in self.kept] or [-1], "f4"))]
         """)
     for number in range(24):
         (response,) = model.run(big_input(region, number))
-        assert response == (list(range(first_kept, number + 1)) or [-1])
+        assert response == (list(range(first, number + 1)) or [-1])
 
 
 WRITE_STATEMENTS: dict[str, str] = {
@@ -643,16 +641,16 @@ WRITE_STATEMENTS: dict[str, str] = {
 
 
 @pytest.mark.parametrize("write", WRITE_STATEMENTS)
-@pytest.mark.parametrize("first_written", [0, 20])
+@pytest.mark.parametrize("first", [0, 20])
 def test_a_model_that_writes_into_its_inputs(
-    model: Model, region: Region, write: str, first_written: int
+    model: Model, region: Region, write: str, first: int
 ) -> None:
     """Models may write to their inputs. The client's memory does not change."""
     model.serve(f"""
         def execute(self, requests):
             array = given(requests[0])
             first = array[0]
-            if first >= {first_written}:
+            if first >= {first}:
                 {WRITE_STATEMENTS[write]}
             return [response(np.array([first], "f4"))]
         """)

@@ -132,12 +132,12 @@ def test_inputs_by_argument_by_index_or_in_order(
             ThreeArguments(), worker, *torch.zeros(3, 2, 1), dynamic_shapes=(BATCH, BATCH, BATCH)
         )
     serve(worker, vectors(dict.fromkeys(names, 1), {"OUTPUT__1": 1, "OUTPUT__0": 1}))
-    value = {"a": 7.0, "b": 2.0, "c": 3.0}
-    arguments = [
-        tensor(name, np.array([[value[argument]]], F32))
-        for name, argument in zip(names, order, strict=True)
+    row = {"a": 7.0, "b": 2.0, "c": 3.0}
+    items = [
+        tensor(name, np.array([[row[index]]], F32))
+        for name, index in zip(names, order, strict=True)
     ]
-    (reply,) = worker.batch(inference(*arguments[::-1]))
+    (reply,) = worker.batch(inference(*items[::-1]))
     assert reply.array("OUTPUT__0").tolist() == [[5]]
     assert reply.array("OUTPUT__1").tolist() == [[21]]
 
@@ -474,7 +474,7 @@ def test_the_error_of_a_torchscript_file_names_the_configuration(worker: Rig) ->
 
 
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "message"),
+    ("inputs", "outputs", "text"),
     [
         (
             ["a", "b"],
@@ -489,11 +489,11 @@ def test_the_error_of_a_torchscript_file_names_the_configuration(worker: Rig) ->
     ],
 )
 def test_contradicting_names_are_refused(
-    worker: Rig, inputs: list[str], outputs: list[str], message: str
+    worker: Rig, inputs: list[str], outputs: list[str], text: str
 ) -> None:
     save_script(ThreeArguments(), worker)
     config = vectors(dict.fromkeys(inputs, 1), dict.fromkeys(outputs, 1))
-    assert message in load_error(worker, config)
+    assert text in load_error(worker, config)
 
 
 @pytest.mark.parametrize(

@@ -108,10 +108,10 @@ def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
         "data_type": "TYPE_INT64",
         "dims": [-1, 2],
     }
-    second_state = {"input_name": "J", "output_name": "Y", "data_type": "TYPE_FP32", "dims": [1]}
+    second = {"input_name": "J", "output_name": "Y", "data_type": "TYPE_FP32", "dims": [1]}
     source = config(
         control_input=[control("START", bool_false_true=[False, True])],
-        state=[first, second_state],
+        state=[first, second],
     )
     model_spec = ModelSpec.of(source)
     generated_spec = with_generated_tensors(model_spec)

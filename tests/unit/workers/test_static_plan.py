@@ -147,14 +147,12 @@ def test_a_steady_stream_allocates_nothing(
         requests = []
         for index in range(4):
             # In reverse order, so that no row is adjacent to the next row of the batch.
-            memory_range = region.write((3 - index) * ROW_SIZE * 4, np.full(ROW_SIZE, index, F32))
-            requested_output = RequestedOutput(
+            place = region.write((3 - index) * ROW_SIZE * 4, np.full(ROW_SIZE, index, F32))
+            requested = RequestedOutput(
                 y, region.memory_range((4 + index) * ROW_SIZE * 4, ROW_SIZE * 4)
             )
             requests.append(
-                inference(
-                    TensorRef("X", "FP32", (1, ROW_SIZE), memory_range), outputs=[requested_output]
-                )
+                inference(TensorRef("X", "FP32", (1, ROW_SIZE), place), outputs=[requested])
             )
 
         def send_requests(count: int) -> None:

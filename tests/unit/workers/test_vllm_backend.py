@@ -134,7 +134,7 @@ class Model(Streams):
         inputs: Mapping[str, Any],
         outputs: Sequence[str] = (),
         key: int = 1,
-        **work_fields: Any,
+        **fields: Any,
     ) -> None:
         tensors = []
         for name, value in inputs.items():
@@ -143,7 +143,7 @@ class Model(Streams):
             tensors.append(tensor(name, np.array([raw], kind)))
         requested_outputs = tuple(RequestedOutput(name) for name in outputs)
         packed_request = pack_inference(Inference(tuple(tensors), requested_outputs))
-        self.rig.execute([m.Work(key, CLIENT_PID, *packed_request, f"id-{key}", **work_fields)])
+        self.rig.execute([m.Work(key, CLIENT_PID, *packed_request, f"id-{key}", **fields)])
 
     def send_message(self, message: Any) -> None:
         """Send a message of the scheduler, which the pumping thread reads."""
@@ -183,13 +183,13 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
 
 
 @pytest.mark.parametrize(
-    ("source", "overrides", "cap"),
+    ("source", "changes", "cap"),
     [("auto", {}, None), ("vllm", {"max_new_tokens": 7}, 7), ("/a/folder", {}, 9)],
 )
 def test_arguments_limit_the_tokens_as_in_vllms_server(
-    source: str, overrides: dict[str, Any], cap: int | None
+    source: str, changes: dict[str, Any], cap: int | None
 ) -> None:
-    config = SimpleNamespace(generation_config=source, override_generation_config=overrides)
+    config = SimpleNamespace(generation_config=source, override_generation_config=changes)
     assert max_tokens_cap(config, {"max_tokens": 9}) == cap
 
 

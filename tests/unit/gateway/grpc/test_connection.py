@@ -368,7 +368,7 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
         tracemalloc.start()
         for piece in (
             *messages[:1000],
-            *(data[offset : offset + 999] for offset in range(0, len(data), 999)),
+            *(data[at : at + 999] for at in range(0, len(data), 999)),
         ):
             scene.send(frame(DATA, 0, 1, piece))
         traced_bytes = tracemalloc.get_traced_memory()[0]

@@ -195,15 +195,15 @@ def _message_key(message: Any) -> Any:
 
 def test_a_disconnect_cancels_all_requests(gateway: Rig, scheduler: Scheduler) -> None:
     stream = Stream(gateway)
-    for number in range(3):
-        stream.send_request(str(number))
-    waiting_requests = first_requests(scheduler, 3)
-    scheduler.send(waiting_requests[0][0], response(waiting_requests[0][1], 1))
+    for n in range(3):
+        stream.send_request(str(n))
+    waiting = first_requests(scheduler, 3)
+    scheduler.send(waiting[0][0], response(waiting[0][1], 1))
     take(stream, 1)
     stream.call.cancel()
     until(
         "all are cancelled",
-        lambda: _cancelled_ids(scheduler) == {number for _, number in waiting_requests},
+        lambda: _cancelled_ids(scheduler) == {n for _, n in waiting},
     )
     stream.close()
 
@@ -234,14 +234,12 @@ def test_credit_is_returned_for_responses_that_are_read(
 
     reader = threading.Thread(target=read)
     reader.start()
-    sent_count = 0
-    while sent_count < 1000:
-        credit = FIRST_CREDIT + granted_credit(scheduler, number) - sent_count
-        scheduler.send(
-            peer, *(response(number, sent_count + k) for k in range(min(credit, 1000 - sent_count)))
-        )
-        sent_count += min(credit, 1000 - sent_count)
-        wait_for_credit(scheduler, number, sent_count - FIRST_CREDIT + 1)
+    sent = 0
+    while sent < 1000:
+        credit = FIRST_CREDIT + granted_credit(scheduler, number) - sent
+        scheduler.send(peer, *(response(number, sent + k) for k in range(min(credit, 1000 - sent))))
+        sent += min(credit, 1000 - sent)
+        wait_for_credit(scheduler, number, sent - FIRST_CREDIT + 1)
     scheduler.send(peer, end(number))
     stream.end()
     reader.join(20)
@@ -298,8 +296,8 @@ def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: 
     scheduler.send(
         peer, large_response(call_number), large_response(call_number), response(call_number, 1)
     )
-    first_response, second_response, _ = take(stream, 3)
-    assert [r.infer_response.raw_output_contents[0] for r in (first_response, second_response)] == [
+    first, second, _ = take(stream, 3)
+    assert [r.infer_response.raw_output_contents[0] for r in (first, second)] == [
         data,
         data,
     ]

@@ -52,16 +52,16 @@ def assemble(pieces: Sequence[bytes], sinks: Sinks | None = None) -> list[Receiv
     st.lists(st.integers(1, 300), min_size=1, max_size=10),
 )
 def test_messages_are_assembled_for_any_split(
-    sent_messages: list[tuple[bytes, bool]], steps: list[int]
+    sent: list[tuple[bytes, bool]], steps: list[int]
 ) -> None:
-    stream = b"".join(message(data, compressed=flag) for data, flag in sent_messages)
+    stream = b"".join(message(data, compressed=flag) for data, flag in sent)
     pieces: list[bytes] = []
     offset = 0
     while offset < len(stream):
         step = steps[len(pieces) % len(steps)]
         pieces.append(stream[offset : offset + step])
         offset += step
-    assert assemble(pieces) == [(data, flag, 0) for data, flag in sent_messages]
+    assert assemble(pieces) == [(data, flag, 0) for data, flag in sent]
 
 
 @given(

@@ -56,16 +56,16 @@ def test_the_service_is_that_of_triton() -> None:
 
 
 def request(**parameters: object) -> ours.ModelInferRequest:
-    infer_request = ours.ModelInferRequest(model_name="m")
+    built = ours.ModelInferRequest(model_name="m")
     for key, value in parameters.items():
         kind, _, expected = str(value).partition(":")
-        typed_value = {"bool": expected == "True", "string": expected}.get(kind)
+        typed = {"bool": expected == "True", "string": expected}.get(kind)
         setattr(
-            infer_request.parameters[key],
+            built.parameters[key],
             f"{kind}_param",
-            int(expected) if typed_value is None else typed_value,
+            int(expected) if typed is None else typed,
         )
-    return infer_request
+    return built
 
 
 def test_parameters() -> None:
@@ -155,13 +155,13 @@ POSITIONS = st.fixed_dictionaries(
 @example("", {"sequence_id": "string:" + "\U00010000" * 32})
 @given(st.text(max_size=200), POSITIONS)
 def test_the_identity_is_not_part_of_the_fingerprint(
-    request_id: str, identity_fields: dict[str, str]
+    request_id: str, fields: dict[str, str]
 ) -> None:
     """Its id and its position in a sequence are read from each message."""
     plain_request = request(own="int64:1")
     plain_request.inputs.add(name="x", datatype="INT8", shape=[1])
     plain_request.raw_input_contents.append(b"1")
-    infer_request = request(own="int64:1", **identity_fields)
+    infer_request = request(own="int64:1", **fields)
     infer_request.id = request_id
     infer_request.inputs.extend(plain_request.inputs)
     infer_request.raw_input_contents.append(b"1")
@@ -169,7 +169,7 @@ def test_the_identity_is_not_part_of_the_fingerprint(
         split_message(infer_request.SerializeToString()),
         split_message(plain_request.SerializeToString()),
     )
-    if len(identity_fields.get("sequence_id", "").encode()) > len("string:") + 127:
+    if len(fields.get("sequence_id", "").encode()) > len("string:") + 127:
         assert parts is None  # the message may be overlong, so it is parsed completely
         return
     assert parts is not None and expected is not None
@@ -204,14 +204,11 @@ def test_varints_decode_as_in_protobuf(value: int) -> None:
 
 def test_messages_of_a_stream() -> None:
     response = ours.ModelInferResponse(id="7", model_name="m" * 300)
-    stream_response = triton_pb2.ModelStreamInferResponse.FromString(
+    sent = triton_pb2.ModelStreamInferResponse.FromString(
         encode_streamed(response.SerializeToString())
     )
-    assert (
-        stream_response.infer_response.id == "7"
-        and stream_response.infer_response.model_name == "m" * 300
-    )
-    assert stream_response.infer_response.parameters["triton_final_response"].bool_param
+    assert sent.infer_response.id == "7" and sent.infer_response.model_name == "m" * 300
+    assert sent.infer_response.parameters["triton_final_response"].bool_param
     failed = triton_pb2.ModelStreamInferResponse.FromString(encode_stream_error("why", "7"))
     assert (failed.error_message, failed.infer_response.id) == ("why", "7")
     assert not failed.infer_response.parameters
@@ -246,15 +243,15 @@ def test_a_filled_template_equals_an_encoded_response(
 
 
 @pytest.mark.parametrize("datatype", ["UINT8", "BYTES"])
-@pytest.mark.parametrize("placed_outputs", [(), ("Y", "Z")])
+@pytest.mark.parametrize("placed", [(), ("Y", "Z")])
 @pytest.mark.parametrize("data", [[], [b"a"], [b"a", b"b", b"c"], [b"a", 5], [b"a", None]])
 def test_a_template_rejects_other_data(
-    datatype: str, placed_outputs: tuple[str, ...], data: list[Any]
+    datatype: str, placed: tuple[str, ...], data: list[Any]
 ) -> None:
     model: Any = SimpleNamespace(name="m", version="1")
     outputs = tuple(TensorRef(name, datatype, (1,), b"a") for name in ("Y", "Z"))
-    template = GrpcResponseTemplate(model, Inferred(outputs), placed_outputs)
+    template = GrpcResponseTemplate(model, Inferred(outputs), placed)
     filled_response = template.fill("7", data)
     assert filled_response is None or (
-        placed_outputs and len(data) == 2
+        placed and len(data) == 2
     )  # a memory range may be invalid here

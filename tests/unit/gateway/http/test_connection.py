@@ -246,7 +246,7 @@ def parse_replies(written: bytes) -> list[Any]:
     ),
 )
 def test_every_request_receives_its_own_response(
-    sent_requests: list[SentRequest],
+    sent: list[SentRequest],
     cuts: list[tuple[int, int]],
     separate_bodies: list[bool],
     turns: int,
@@ -255,7 +255,7 @@ def test_every_request_receives_its_own_response(
     """Cut anywhere, and more than one at a time; by the connection's task or without it."""
     turns_at: dict[int, int] = {}  # where a piece ends, and the turns after it
     stream = b""
-    for (head, body, framing), is_separate in zip(sent_requests, separate_bodies, strict=False):
+    for (head, body, framing), is_separate in zip(sent, separate_bodies, strict=False):
         raw = pack_request(*head, body, framing)
         if is_separate:
             turns_at[len(stream) + raw.index(b"\r\n\r\n") + 4] = turns
@@ -269,10 +269,10 @@ def test_every_request_receives_its_own_response(
         start = end
     expected = [
         [method, path, 50 * len(lines), body.decode("latin-1")]
-        for (method, path, lines), body, _ in sent_requests
+        for (method, path, lines), body, _ in sent
     ]
     assert (
-        asyncio.run(collect_answers(pieces, len(sent_requests), RepeatingHandler(*request_turns)))
+        asyncio.run(collect_answers(pieces, len(sent), RepeatingHandler(*request_turns)))
         == expected
     )
 
@@ -368,9 +368,9 @@ KNOWN_REQUEST = pack_request("POST", "/a", (), b"{}", "length")
 
 
 async def begin_request(
-    turns_and_wholeness: tuple[int, bool],
+    begun: tuple[int, bool],
 ) -> tuple[HttpConnection, Transport, TasklessRequest]:
-    repeats = RepeatingHandler(turns_and_wholeness)
+    repeats = RepeatingHandler(begun)
     connection, transport = connect(repeats)
     await turn_loop()
     for _ in range(3):
@@ -437,19 +437,15 @@ async def test_a_client_that_does_not_read_is_disconnected_without_a_task() -> N
     assert bool(repeats.begun)
 
 
-@pytest.mark.parametrize("turns_between", [0, 20])
+@pytest.mark.parametrize("turns", [0, 20])
 @pytest.mark.parametrize("separately", [False, True])
-def test_known_heads_inside_a_request_are_ignored(separately: bool, turns_between: int) -> None:
+def test_known_heads_inside_a_request_are_ignored(separately: bool, turns: int) -> None:
     """Half a head behind a request, or while that is answered: what follows is the rest of it."""
-    known_request = pack_request("POST", "/a", (), b"{}", "length")
-    half_head = b"POST /b HTTP/1.1\r\nX-Long: "
-    pieces = [(known_request, 20), (known_request, 20)]
-    pieces += (
-        [(known_request, turns_between), (half_head, 20)]
-        if separately
-        else [(known_request + half_head, 20)]
-    )
-    pieces.append((known_request, 20))
+    known = pack_request("POST", "/a", (), b"{}", "length")
+    half = b"POST /b HTTP/1.1\r\nX-Long: "
+    pieces = [(known, 20), (known, 20)]
+    pieces += [(known, turns), (half, 20)] if separately else [(known + half, 20)]
+    pieces.append((known, 20))
     first = ["POST", "/a", 0, "{}"]
     assert asyncio.run(collect_answers(pieces, 4)) == [first] * 3 + [["POST", "/b", 16, "{}"]]
 

@@ -83,7 +83,7 @@ def run(run_dir: Path, scenario: Callable[[live.LiveFigures], Any]) -> None:
         publisher = EventPublisher()
         publisher.open(
             endpoints.events(run_dir),
-            lambda *next_events: feeds[0].on_subscription(*next_events),
+            lambda *change: feeds[0].on_subscription(*change),
         )
         states = {("a", "1"): ("READY", ""), ("b", "2"): ("UNAVAILABLE", "no such file")}
         healthy = HealthChanged(live=True, ready=True, exiting=False)

@@ -38,11 +38,11 @@ def test_the_position_in_a_sequence_is_cut_out(space: str, sequence: int | str) 
         for end in (False, True):
             parameters = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
             text = header(json.dumps(parameters, separators=("," + space, ":" + space))[1:-1])
-            key, identity = cut_identity(text)
-            assert identity is not None and identity.is_identity_of(
+            key, found = cut_identity(text)
+            assert found is not None and found.is_identity_of(
                 parse_request(loads(text), 1, "m", LIMIT)
             )
-            assert identity == RequestIdentity("", sequence, start | end * 2)
+            assert found == RequestIdentity("", sequence, start | end * 2)
             keys.add(key)
     (key,) = keys
     assert json.loads(key)["parameters"] == {"sequence_id": 0, "own": 1}
@@ -71,8 +71,8 @@ def test_the_id_is_cut_out(request_id: str) -> None:
 def test_id_and_position_are_cut_out_together() -> None:
     position_members = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
     text = b'{"id":"7",' + header(position_members)[1:]
-    key, identity = cut_identity(text)
-    assert identity == RequestIdentity("7", 5, 1) and identity.is_identity_of(
+    key, found = cut_identity(text)
+    assert found == RequestIdentity("7", 5, 1) and found.is_identity_of(
         parse_request(loads(text), 1, "m", LIMIT)
     )
     assert key == text.replace(b'"7"', b"0").replace(position_members.encode(), b'"sequence_id":0')
@@ -215,12 +215,12 @@ def test_different_requests_have_different_fingerprints(data: bytes, suffix: byt
 
 def test_a_request_is_repeated_from_its_third_occurrence() -> None:
     cache = new_cache()
-    templates = [
+    found = [
         fill_from_cache(cache, one_tensor(text))
         for text in ("[1, 2]", "[3, 4]", "[5, 6]", "[-7, 8]")
     ]
-    assert [template is not None for template in templates] == [False, False, True, True]
-    assert templates[3] == parse_fully(one_tensor("[-7, 8]"))
+    assert [template is not None for template in found] == [False, False, True, True]
+    assert found[3] == parse_fully(one_tensor("[-7, 8]"))
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,9 @@ def connection(gateway: Rig) -> Iterator[socket.socket]:
 
 
 def head(size: int, *lines: str, version: str = "1.1", method: str = "POST") -> bytes:
-    request_line = f"{method} /v2/models/simple/infer HTTP/{version}"
+    first = f"{method} /v2/models/simple/infer HTTP/{version}"
     return "\r\n".join(
-        [request_line, "Host: localhost", f"Content-Length: {size}", *lines, "", ""]
+        [first, "Host: localhost", f"Content-Length: {size}", *lines, "", ""]
     ).encode()
 
 
@@ -697,22 +697,22 @@ def test_a_repeated_head_has_its_own_body(connection: socket.socket) -> None:
 
 def test_a_known_head_may_arrive_in_any_pieces(connection: socket.socket) -> None:
     body = numbered_body(1)
-    whole_request = head(len(body)) + body
+    whole = head(len(body)) + body
     cuts = (
         1,
         20,
-        len(whole_request) - len(body) - 1,
-        len(whole_request) - len(body),
-        len(whole_request) - 1,
+        len(whole) - len(body) - 1,
+        len(whole) - len(body),
+        len(whole) - 1,
     )
-    connection.sendall(whole_request)
+    connection.sendall(whole)
     read_reply(connection).ok()
     for cut in cuts:
-        connection.sendall(whole_request[:cut])
+        connection.sendall(whole[:cut])
         assert not select.select([connection], (), (), 0.05)[0]
-        connection.sendall(whole_request[cut:])
+        connection.sendall(whole[cut:])
         assert read_reply(connection).json()["id"] == "0001"
-        connection.sendall(whole_request)
+        connection.sendall(whole)
         assert read_reply(connection).json()["id"] == "0001"
 
 

@@ -105,12 +105,12 @@ class WaitingClient(threading.Thread):
 
 
 def held_client(
-    gateway: Rig, scheduler: Scheduler, model: str, body: Any, headers: Any = None
+    gateway: Rig, held: Scheduler, model: str, body: Any, fields: Any = None
 ) -> WaitingClient:
     """Return a client whose request the scheduler has received and does not answer."""
-    scheduler.holds_responses = True
-    caller = WaitingClient(gateway.port, model, body, headers)
-    until("the request is there", lambda: scheduler.unanswered_submits)
+    held.holds_responses = True
+    caller = WaitingClient(gateway.port, model, body, fields)
+    until("the request is there", lambda: held.unanswered_submits)
     return caller
 
 
@@ -164,12 +164,12 @@ def test_repeated_json_with_other_numbers(gateway: Rig, simple_scheduler: Schedu
     binary_output = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}, {"name": "OUTPUT1"}]
     for members in ({}, {"outputs": one_output}, {"outputs": binary_output, "id": "7"}):
         for _ in range(5):
-            minuends, subtrahends = rng.integers(2, 2**30, (2, 16))
-            reply = infer_sums(minuends.tolist(), subtrahends.tolist(), **members)
+            first, second = rng.integers(2, 2**30, (2, 16))
+            reply = infer_sums(first.tolist(), second.tolist(), **members)
             tensors = reply.tensors()
-            assert tensors.pop("OUTPUT1").ravel().tolist() == (minuends - subtrahends).tolist()
+            assert tensors.pop("OUTPUT1").ravel().tolist() == (first - second).tolist()
             assert all(
-                received.ravel().tolist() == (minuends + subtrahends).tolist()
+                received.ravel().tolist() == (first + second).tolist()
                 for received in tensors.values()
             )
             assert len(tensors) == (members.get("outputs") is not one_output)
@@ -268,12 +268,10 @@ def test_a_disconnect_cancels_the_request(gateway: Rig, simple_scheduler: Schedu
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body(id="leaves"))
         until("the second request is there", lambda: len(simple_scheduler.unanswered_submits) == 2)
-    leaving_submit = next(
-        submit for _, submit in simple_scheduler.unanswered_submits if submit.request_id == "leaves"
-    )
-    until("it is cancelled", lambda: Cancel(leaving_submit.id) in simple_scheduler.notifications)
+    leaving = next(s for _, s in simple_scheduler.unanswered_submits if s.request_id == "leaves")
+    until("it is cancelled", lambda: Cancel(leaving.id) in simple_scheduler.notifications)
     assert [notice for notice in simple_scheduler.notifications if isinstance(notice, Cancel)] == [
-        Cancel(leaving_submit.id)
+        Cancel(leaving.id)
     ]
     simple_scheduler.answer_all()
     assert remaining_call.reply().ok().json()["id"] == "stays"
@@ -282,16 +280,16 @@ def test_a_disconnect_cancels_the_request(gateway: Rig, simple_scheduler: Schedu
 def test_outputs_of_cancelled_calls_are_released(gateway: Rig, simple_scheduler: Scheduler) -> None:
     simple_scheduler.holds_responses = True
     arena = Arena(MIB)
-    memory_range = arena.allocate(64)
+    place = arena.allocate(64)
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
         until("the request is there", lambda: simple_scheduler.unanswered_submits)
     until("it is cancelled", lambda: simple_scheduler.notifications)
     simple_scheduler.compute = lambda request: Inferred(
-        (TensorRef("OUTPUT0", "INT32", (1, 16), memory_range),)
+        (TensorRef("OUTPUT0", "INT32", (1, 16), place),)
     )
     simple_scheduler.answer_all()
-    until_released(simple_scheduler, memory_range)
+    until_released(simple_scheduler, place)
     arena.close()
 
 
@@ -732,13 +730,13 @@ def test_a_region_lasts_as_long_as_its_requests(gateway: Rig, region_scheduler: 
     )
 
 
-@pytest.mark.parametrize("request_kind", ["in the region", "as JSON"])
+@pytest.mark.parametrize("kind", ["in the region", "as JSON"])
 def test_a_changed_region_invalidates_templates(
-    gateway: Rig, region_scheduler: Scheduler, request_kind: str
+    gateway: Rig, region_scheduler: Scheduler, kind: str
 ) -> None:
     """The same request again and again is not read anew, unless a name means something else."""
     body = region_request()
-    if request_kind == "as JSON":
+    if kind == "as JSON":
         numbers = [1.5] * 10
         body["inputs"] = [{"name": "IN", "datatype": "FP32", "shape": [10], "data": numbers}]
     for memory_id in (5, 6):
@@ -784,18 +782,18 @@ def test_a_disconnect_does_not_free_memory_in_use_by_a_worker(
 def test_overlapping_outputs_are_logged(gateway: Rig, region_scheduler: Scheduler) -> None:
     gateway.apply(region("r", 5))
     region_scheduler.holds_responses = True
-    callers = [
-        WaitingClient(gateway.port, "m", region_request(**in_region("r", 40, 96 + shift)))
-        for shift in (0, 40)
+    pair = [
+        WaitingClient(gateway.port, "m", region_request(**in_region("r", 40, 96 + by)))
+        for by in (0, 40)
     ]
     until("the requests are there", lambda: len(region_scheduler.unanswered_submits) == 2)
     assert "overlapping" not in gateway.log
-    callers.append(WaitingClient(gateway.port, "m", region_request(**in_region("r", 40, 100))))
-    callers.append(WaitingClient(gateway.port, "m", region_request(**in_region("r", 40, 100))))
+    pair.append(WaitingClient(gateway.port, "m", region_request(**in_region("r", 40, 100))))
+    pair.append(WaitingClient(gateway.port, "m", region_request(**in_region("r", 40, 100))))
     until("the requests are there", lambda: len(region_scheduler.unanswered_submits) == 4)
     until("it is logged", lambda: "overlapping" in gateway.log)
     region_scheduler.answer_all()
-    for caller in callers:
+    for caller in pair:
         caller.reply().ok()
     assert gateway.log.count("overlapping") == 1
 

@@ -196,14 +196,14 @@ def test_arbitrary_bytes_are_parsed_or_refused(raw: bytes) -> None:
     )
 )
 def test_arbitrary_requests_are_parsed_or_refused(header: Any) -> None:
-    for candidate in (
+    for body in (
         header,
         {"inputs": header},
         {"inputs": [header]},
         one_input_request(parameters=header),
     ):
         with contextlib.suppress(InvalidArgument, JsonFault, Unsupported):
-            parse_request(candidate, 0, "m", LIMIT)
+            parse_request(body, 0, "m", LIMIT)
 
 
 @pytest.mark.parametrize(

@@ -163,10 +163,8 @@ def test_pipelined_requests_are_answered_in_order(repeated: RepeatedConnection) 
         documents = [_next_json(stream) for _ in range(3)]
         repeated.connection.sendall(pack_request(63)[50:])
         documents.append(_next_json(stream))
-    (first_answer, second_answer, model, last_answer) = documents
-    assert [
-        answer["outputs"][0]["data"][0] for answer in (first_answer, second_answer, last_answer)
-    ] == [122, 124, 126]
+    (first, second, model, last) = documents
+    assert [a["outputs"][0]["data"][0] for a in (first, second, last)] == [122, 124, 126]
     assert model["name"] == "simple"
 
 

@@ -193,21 +193,19 @@ def test_pages_of_allowed_origins_may_use_it(origins: tuple[str, ...], is_allowe
 
 def test_other_origins_have_no_permission() -> None:
     cors = Cors(["*"])
-    preflight_headers: dict[str, Any] = {"Origin": PAGE, "Access_Control_Request_Method": "POST"}
+    preflight: dict[str, Any] = {"Origin": PAGE, "Access_Control_Request_Method": "POST"}
     for request, status in (
         (Request("OPTIONS", "/v1/chat/bad", Unauthenticated("who"), Origin=PAGE), 401),
         (Request("OPTIONS", "/v1/chat/bad", Unauthenticated("who")), 401),
-        (Request("OPTIONS", "/v1/chat/bad", kind=ListenerKind.UNIX, **preflight_headers), 403),
-        (Request("OPTIONS", "/v1/chat/bad", MisdirectedHost("no"), **preflight_headers), 421),
+        (Request("OPTIONS", "/v1/chat/bad", kind=ListenerKind.UNIX, **preflight), 403),
+        (Request("OPTIONS", "/v1/chat/bad", MisdirectedHost("no"), **preflight), 421),
     ):
         assert handle(request, cors=cors).status == status
     plain_headers = parse_headers(handle(Request("POST", "/v1/chat/bad"), cors=cors))
     assert not [name for name in plain_headers if name.startswith("access-control")]
-    preflight_headers["Access_Control_Request_Headers"] = "x\r\ny"
-    foreign_headers = parse_headers(
-        handle(Request("OPTIONS", "/v1/chat/bad", **preflight_headers), cors=cors)
-    )
-    assert "access-control-allow-headers" not in foreign_headers
+    preflight["Access_Control_Request_Headers"] = "x\r\ny"
+    foreign = parse_headers(handle(Request("OPTIONS", "/v1/chat/bad", **preflight), cors=cors))
+    assert "access-control-allow-headers" not in foreign
 
 
 @pytest.mark.parametrize(

@@ -83,11 +83,9 @@ def _describe_state(engine: Engine) -> Any:
     st.binary(max_size=8),
     st.lists(st.integers(1, 60), min_size=1, max_size=8),
 )
-def test_events_are_equal_for_any_split(
-    sent_frames: list[bytes], incomplete_frame: bytes, steps: list[int]
-) -> None:
+def test_events_are_equal_for_any_split(sent: list[bytes], rest: bytes, steps: list[int]) -> None:
     """Nor how many frames are handled in a turn."""
-    stream = wire.CLIENT_OPENING + b"".join(sent_frames) + incomplete_frame
+    stream = wire.CLIENT_OPENING + b"".join(sent) + rest
     limits = Limits(frame=16384, window=70000)
     whole_engine = Engine(limits).take(stream)
     split, limited = (

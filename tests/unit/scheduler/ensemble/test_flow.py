@@ -61,7 +61,7 @@ def respond(flow: Flow, firing: Firing, values: dict[str, Value]) -> None:
     flow.respond(
         firing.step,
         firing.response_index,
-        [(outputs[name], tensor) for name, tensor in values.items()],
+        [(outputs[name], t) for name, t in values.items()],
     )
 
 
@@ -99,17 +99,12 @@ def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.
             break
         firing = running_firings.pop(data.draw(st.integers(0, len(running_firings) - 1)))
         started_steps.append(firing.step.index)
-        routed_tensors = {
-            n: tensor for n, tensor in firing.step.outputs.items() if tensor in flow.plan.routes
-        }
-        created_tensors += routed_tensors.values()
+        routed = {n: t for n, t in firing.step.outputs.items() if t in flow.plan.routes}
+        created_tensors += routed.values()
         respond(
             flow,
             firing,
-            {
-                n: value(tensor, freed_values, tensor not in false_tensors)
-                for n, tensor in routed_tensors.items()
-            },
+            {n: value(t, freed_values, t not in false_tensors) for n, t in routed.items()},
         )
         for used_value in firing.inputs.values():
             used_value.release()
@@ -137,12 +132,12 @@ STREAM = Graph(
 def test_a_stream_is_joined_with_single_tensors_in_any_order(order: list[str]) -> None:
     flow = Flow(plan(STREAM, stream_steps=(0,)))
     flow.begin([("IN", value("IN"))])
-    stream_firing, single_firing = sorted(flow.firings, key=lambda firing: firing.step.index)
+    stream, single = sorted(flow.firings, key=lambda firing: firing.step.index)
     flow.firings.clear()
     for index, source in enumerate(order):
         respond(
             flow,
-            stream_firing if source == "many" else single_firing,
+            stream if source == "many" else single,
             {"Y": value(f"{source}{index}")},
         )
     assert [firing.response_index for firing in flow.firings] == [0, 1, 2]

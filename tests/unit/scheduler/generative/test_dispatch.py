@@ -69,20 +69,16 @@ class FakeLlmWorker:
         self.worker.prompts[request.key] = PROMPT
         self.worker.max_tokens_by_key[request.key] = self.most
         replays = self.replays and bool(message.resumed)
-        for resumed_sample in message.resumed if not replays else ():
-            self.worker.resumed_tokens[request.key, resumed_sample.sample] = array(
-                "i", resumed_sample.tokens
-            )
+        for resumed in message.resumed if not replays else ():
+            self.worker.resumed_tokens[request.key, resumed.sample] = array("i", resumed.tokens)
         finished_count = (
-            0
-            if replays
-            else sum(bool(resumed_sample.finish_reason) for resumed_sample in message.resumed)
+            0 if replays else sum(bool(resumed.finish_reason) for resumed in message.resumed)
         )
         self.open[request.key] = self.samples - finished_count
-        prepared_message = g.Prepared(
+        prepared = g.Prepared(
             request.key, PROMPT.tobytes(), self.most, self.samples, replays=replays
         )
-        self.rig.worker(self.peer, prepared_message)
+        self.rig.worker(self.peer, prepared)
 
     def _step(self, message: g.Step) -> None:
         known_sequences = {new.sequence: (new.key, new.sample) for new in message.new_sequences}
@@ -107,20 +103,20 @@ class FakeLlmWorker:
 
 
 def engine_settings(**fields: Any) -> EngineSettings:
-    small_settings = {
+    small = {
         "block_size": 4,
         "kv_cache_blocks": 16,
         "max_waiting_requests": 3,
         "max_batch_size": 2,
     }
-    return EngineSettings.of({**small_settings, **fields})
+    return EngineSettings.of({**small, **fields})
 
 
-def make_rig(settings: EngineSettings) -> Rig:
+def make_rig(s: EngineSettings) -> Rig:
     return Rig(
         decoupled=True,
         backend="llm",
-        parameters={ENGINE_PARAMETER: settings.text},
+        parameters={ENGINE_PARAMETER: s.text},
         max_batch_size=0,
     )
 
@@ -294,14 +290,12 @@ def test_generations_of_a_dead_instance_are_spread_over_the_remaining_instances(
     submit(rig)
     rig.supervisor(RetireInstance(2))
     rig.workers.take()
-    first_requests = rig.start(3, 103)
+    first = rig.start(3, 103)
     submit(rig, 3)
-    assert {peer for peer, message in rig.workers.take() if isinstance(message, g.Prepare)} == {
-        first_requests
-    }
+    assert {peer for peer, sent in rig.workers.take() if isinstance(sent, g.Prepare)} == {first}
     remaining = [rig.start(index, 100 + index) for index in (0, 1)]
     rig.supervisor(ProcessExited(103, "killed"))
-    peers = [peer for peer, message in rig.workers.take() if isinstance(message, g.Prepare)]
+    peers = [peer for peer, sent in rig.workers.take() if isinstance(sent, g.Prepare)]
     assert sorted(peers) in (
         [*remaining, remaining[1]],
         [remaining[0], *remaining],

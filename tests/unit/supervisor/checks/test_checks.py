@@ -129,13 +129,13 @@ VERDICT_CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("judge", "facts", "state", "expected_text"), VERDICT_CASES)
+@pytest.mark.parametrize(("judge", "facts", "state", "expected"), VERDICT_CASES)
 def test_a_check_judges_its_facts(
-    judge: Callable[[Any], Verdict], facts: Any, state: str, expected_text: str
+    judge: Callable[[Any], Verdict], facts: Any, state: str, expected: str
 ) -> None:
     verdict = judge(facts)
     assert verdict.state == state
-    assert expected_text in verdict.found
+    assert expected in verdict.found
     assert bool(verdict.fix) == (state != OK)
     lines = doctor.text("systemd units", verdict).splitlines()
     # Only a command is longer than 80 columns, because it is never broken.

@@ -76,19 +76,15 @@ def test_which_files_belong_to_a_version(tmp_path: Path) -> None:
 
 def test_instances_in_both_configurations_stay() -> None:
     """Instances match by name, then by kind, device and settings; failed ones are replaced."""
-    present_instances = expand_instances(ModelSpec.of(config(group("a", 2), group("g", 1, 0, 1))))
-    present_instances[1].state = InstanceState.FAILED
-    added_instances, removed_instances = find_changes(
-        present_instances, ModelSpec.of(config(group("b", 2), group("g", 1, 1)))
-    )
-    assert [(i.index, i.name) for i in added_instances] == [(4, "b_1")]
-    assert [i.name for i in removed_instances] == ["a_1", "g_gpu0_0"]
-    limited_group = group("b", 1, rate_limiter={"priority": 2})
-    added_instances, removed_instances = find_changes(
-        present_instances[:1], ModelSpec.of(config(limited_group))
-    )
-    assert [(i.index, i.name) for i in added_instances] == [(1, "b_0")]
-    assert removed_instances == present_instances[:1]
+    present = expand_instances(ModelSpec.of(config(group("a", 2), group("g", 1, 0, 1))))
+    present[1].state = InstanceState.FAILED
+    added, removed = find_changes(present, ModelSpec.of(config(group("b", 2), group("g", 1, 1))))
+    assert [(i.index, i.name) for i in added] == [(4, "b_1")]
+    assert [i.name for i in removed] == ["a_1", "g_gpu0_0"]
+    limited = group("b", 1, rate_limiter={"priority": 2})
+    added, removed = find_changes(present[:1], ModelSpec.of(config(limited)))
+    assert [(i.index, i.name) for i in added] == [(1, "b_0")]
+    assert removed == present[:1]
 
 
 groups = st.lists(

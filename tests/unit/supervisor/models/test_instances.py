@@ -41,11 +41,11 @@ def test_one_instance_for_each_count_and_accelerator() -> None:
             group("m_2", "KIND_GPU", 2, 0, 3),
         ]
     }
-    messages = [
+    rows = [
         (i.index, i.name, i.kind, i.device, i.device_id)
         for i in expand_instances(ModelSpec.of(config))
     ]
-    assert messages == [
+    assert rows == [
         (0, "m_0_0", "CPU", "cpu", 0),
         (1, "m_0_1", "CPU", "cpu", 0),
         (2, "m_1_0", "MODEL", "cpu", 0),

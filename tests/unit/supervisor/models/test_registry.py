@@ -74,12 +74,12 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("entry", "state", "reason", "expects_ready"), TABLE)
+@pytest.mark.parametrize(("entry", "state", "reason", "ready"), TABLE)
 def test_the_first_matching_status_is_reported(
-    entry: ModelEntry, state: str, reason: str, expects_ready: bool
+    entry: ModelEntry, state: str, reason: str, ready: bool
 ) -> None:
     assert statuses(entry) == {"1": (state, reason)}
-    assert ModelSummary.of(entry).is_ready is expects_ready
+    assert ModelSummary.of(entry).is_ready is ready
 
 
 def test_an_unloaded_model_on_demand_has_no_version() -> None:
@@ -89,12 +89,12 @@ def test_an_unloaded_model_on_demand_has_no_version() -> None:
 
 def test_an_unloaded_model_without_a_folder_is_not_in_the_index() -> None:
     folder = ModelFolder("m", Path("m"), Path())
-    unloaded_entry, failed_entry = (
+    unloaded, failed = (
         model(outcomes={"1": outcome}) for outcome in (UNLOADED, LoadOutcome("broken"))
     )
     shown_reasons = [
         [row["reason"] for row in index_rows("m", statuses(entry), model_folder, ready_only=False)]
-        for entry in (unloaded_entry, failed_entry)
+        for entry in (unloaded, failed)
         for model_folder in (folder, None)
     ]
     assert shown_reasons == [["unloaded"], [], ["broken"], ["broken"]]

@@ -106,21 +106,16 @@ def test_a_text_begins_with_its_prompt_as_in_triton(
 
 
 def test_outputs_of_a_request_that_names_none(scheduler: Scheduler) -> None:
-    expected: tuple[dict[str, Any], ...] = (
-        {},
-        {"logprobs": 1},
-        {"prompt_logprobs": 0},
-        {"return_token_ids": True},
-    )
+    expected: Any = ({}, {"logprobs": 1}, {"prompt_logprobs": 0}, {"return_token_ids": True})
     for key, options in enumerate(expected):
         scheduler.add(key, input_ids=PROMPT, outputs=[], max_tokens=2, **options)
     scheduler.run()
     keys = [scheduler.responses[key][0].keys() for key in range(len(expected))]
-    scored_outputs = {"text_output", "logprobs"}
+    scored = {"text_output", "logprobs"}
     assert keys == [
         {"text_output"},
-        scored_outputs,
-        scored_outputs,
+        scored,
+        scored,
         {"text_output", "token_ids", "prompt_token_ids"},
     ]
 
@@ -272,8 +267,8 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
     settings |= {"ignore_eos": True, "logprobs": 1, "echo": True, "exclude_input_in_output": None}
     scheduler.add(1, **settings, seed=3)
     scheduler.run()
-    full_pieces = [text_and_entries(scheduler, 1, index) for index in (0, 1)]
-    tokens = [[entry["token_id"] for entry in content] for _, content in full_pieces]
+    full = [text_and_entries(scheduler, 1, index) for index in (0, 1)]
+    tokens = [[entry["token_id"] for entry in content] for _, content in full]
     first = [entry for entry in scheduler.responses[1] if entry["index"] == [0]][:count] * stream
     characters = sum(len(entry["text_output"][0]) for entry in first)
     sent_count = sum(len(entry["token_ids"]) for entry in first)
@@ -289,17 +284,14 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
     assert text.startswith(TOKENIZER.decode(tokens[0][:16]).rstrip("\ufffd")[characters:])
     known_entries = [*content[: 16 - content_count]]
     assert [entry["token_id"] for entry in known_entries] == tokens[0][content_count:16]
-    expected = [entry["logprob"] for entry in full_pieces[0][1][content_count:16]]
+    expected = [entry["logprob"] for entry in full[0][1][content_count:16]]
     assert [entry["logprob"] for entry in known_entries] == pytest.approx(expected, abs=1e-4)
     assert [entry["text_offset"] for entry in known_entries] == [
-        entry["text_offset"] for entry in full_pieces[0][1][content_count:16]
+        entry["text_offset"] for entry in full[0][1][content_count:16]
     ]
     assert len(content) == 24 - content_count
-    ended_pieces = text_and_entries(scheduler, 2, 1)
-    assert (
-        ended_pieces[0] == full_pieces[1][0]
-        and [entry["token_id"] for entry in ended_pieces[1]] == tokens[1]
-    )
+    ended = text_and_entries(scheduler, 2, 1)
+    assert ended[0] == full[1][0] and [entry["token_id"] for entry in ended[1]] == tokens[1]
     assert scheduler.responses[2][-1]["usage"][0]["samples"] == [20, 20]
 
 
@@ -442,7 +434,7 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_fields", "message"),
+    ("fields", "message"),
     [
         ({"text_input": "a", "temperature": -1}, "temperature: -1 is not a number from 0.0"),
         ({}, "exactly one of text_input, input_ids, messages is required, got none"),
@@ -467,9 +459,9 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
     ],
 )  # fmt: skip
 def test_an_error_ends_only_its_own_request(
-    scheduler: Scheduler, request_fields: dict[str, Any], message: str
+    scheduler: Scheduler, fields: dict[str, Any], message: str
 ) -> None:
-    scheduler.add(1, **request_fields)
+    scheduler.add(1, **fields)
     code, text = scheduler.errors[1]
     assert code == "INVALID_ARG" and message in text
     scheduler.add(2, max_tokens=1, **GREEDY)

@@ -38,7 +38,7 @@ def edit(path: Path, name: str, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "message"),
+    ("name", "fields", "text"),
     [
         ("tokenizer_config.json", {"eos_token": ["x"]}, "eos_token: ['x'] is not a string or an"),
         ("tokenizer_config.json", {"additional_special_tokens": "<x>"}, "'<x>' is not a list"),
@@ -51,14 +51,14 @@ def edit(path: Path, name: str, **fields: Any) -> None:
     ],
 )
 def test_a_field_of_another_type_is_refused(
-    tmp_path: Path, name: str, fields: dict[str, Any], message: str
+    tmp_path: Path, name: str, fields: dict[str, Any], text: str
 ) -> None:
     path = write_folder(tmp_path / "m")
     edit(path, name, **fields)
     with pytest.raises(InvalidArgument) as caught:
         Checkpoint.open(path)
     assert f"{name}: {next(iter(fields))}: " in caught.value.message
-    assert message in caught.value.message
+    assert text in caught.value.message
 
 
 def test_all_mistakes_are_one_error(tmp_path: Path) -> None:

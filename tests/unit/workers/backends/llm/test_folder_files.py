@@ -186,17 +186,17 @@ def test_tokens_equal_those_of_transformers(tmp_path: Path, spaces: bool, files:
         (path / "tokenizer.json").write_text(spaced_tokenizer())
     for name, fields in (SPACED_FILES if spaces else FILES)[files].items():
         edit(path, name, **fields)
-    reference, checkpoint = AutoTokenizer.from_pretrained(path), Checkpoint.open(path)
+    reference, own = AutoTokenizer.from_pretrained(path), Checkpoint.open(path)
     for text in TEXTS:
         for special in (False, True):
             ids = reference.encode(text, add_special_tokens=special)
-            assert checkpoint.tokenizer.encode(text, add_special_tokens=special).ids == ids
+            assert own.tokenizer.encode(text, add_special_tokens=special).ids == ids
             decoded_text = reference.decode(ids, skip_special_tokens=special)
-            assert checkpoint.tokenizer.decode(ids, skip_special_tokens=special) == decoded_text
+            assert own.tokenizer.decode(ids, skip_special_tokens=special) == decoded_text
     reference.chat_template = TOKEN_TEMPLATE
     expected = reference.apply_chat_template(MESSAGES, tokenize=False)
     assert (
-        ChatTemplate({"default": TOKEN_TEMPLATE}, checkpoint.special).render({"messages": MESSAGES})
+        ChatTemplate({"default": TOKEN_TEMPLATE}, own.special).render({"messages": MESSAGES})
         == expected
     )
 
@@ -207,7 +207,7 @@ def unigram_tokenizer() -> str:
         ("<unk>", 0.0),
         ("▁the", -1.0),
         ("▁fox", -1.0),
-        *((character, -5.0) for character in "▁thefox"),
+        *((c, -5.0) for c in "▁thefox"),
     ]
     tokenizer = Tokenizer(models.Unigram(pieces, 0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -330,11 +330,9 @@ def test_the_end_of_a_long_text_has_the_same_tokens(tmp_path: Path, spaces: bool
     if spaces:
         (path / "tokenizer.json").write_text(spaced_tokenizer())
     reference = AutoTokenizer.from_pretrained(path)
-    word_text, unbroken = "the fox, it was 12 times " * 2000, "the" * 20_000
+    words, solid = "the fox, it was 12 times " * 2000, "the" * 20_000
     with llm_rig(tmp_path / "rig", path) as scheduler:
-        for key, text in enumerate(
-            (word_text, unbroken, f"{word_text}{unbroken}", f"{unbroken} {word_text}")
-        ):
+        for key, text in enumerate((words, solid, f"{words}{solid}", f"{solid} {words}")):
             scheduler.prepare(key, text_input=text, truncate_prompt_tokens=50, max_tokens=2)
             expected = reference.encode(text)[-50:]
             assert np.frombuffer(scheduler.prepared[key].prompt, np.int32).tolist() == expected

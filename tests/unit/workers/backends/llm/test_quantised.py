@@ -65,11 +65,11 @@ def fp8(
 
 
 def fp8_tensor(weight: torch.Tensor) -> QuantisedLayer:
-    quantised, exact_weight = fp8(weight, (1 << 20, 1 << 20), "weight_scale")
-    return quantised | {
-        "weight_scale": quantised["weight_scale"][0, 0],
+    q, exact = fp8(weight, (1 << 20, 1 << 20), "weight_scale")
+    return q | {
+        "weight_scale": q["weight_scale"][0, 0],
         "input_scale": torch.ones(1),
-    }, exact_weight
+    }, exact
 
 
 def exponents(weight: torch.Tensor) -> QuantisedLayer:
@@ -115,12 +115,10 @@ def packed_ints(weight: torch.Tensor, bits: int, columns: int, symmetric: bool) 
 def ordered_ints(weight: torch.Tensor) -> QuantisedLayer:
     quantised, _ = packed_ints(weight, 4, GROUP, False)
     order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1)) // GROUP
-    plain_tensors, _ = plain_ints(weight, (1, GROUP), False, 4)
-    exact_weight = (
-        plain_tensors["weight"].int() - plain_tensors["weight_zero_point"].int()[:, order]
-    ).float()
-    exact_weight = exact_weight * plain_tensors["weight_scale"].float()[:, order]
-    return quantised | {"weight_g_idx": order.int()}, exact_weight
+    plain, _ = plain_ints(weight, (1, GROUP), False, 4)
+    exact = (plain["weight"].int() - plain["weight_zero_point"].int()[:, order]).float()
+    exact = exact * plain["weight_scale"].float()[:, order]
+    return quantised | {"weight_g_idx": order.int()}, exact
 
 
 def drop_tensors(tensors: Tensors, *names: str) -> Tensors:
