@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-import tritonclient.grpc.aio as triton_aio
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
@@ -91,25 +90,6 @@ def test_selected_outputs_in_their_order(client: triton.InferenceServerClient) -
         result = client.infer("simple", simple_inputs(), outputs=outputs)
         assert {o.name for o in result.get_response().outputs} == {o.name() for o in outputs}
         assert (result.as_numpy("OUTPUT1") == A - B).all()
-
-
-def test_asyncio(server: Server) -> None:
-    async def infer_all() -> list[triton.InferResult]:
-        async with triton_aio.InferenceServerClient(server.grpc_url) as client:
-            pending_calls = [client.infer("simple", simple_inputs()) for _ in range(20)]
-            return await asyncio.gather(*pending_calls)
-
-    assert all((result.as_numpy("OUTPUT0") == A + B).all() for result in asyncio.run(infer_all()))
-
-
-def test_callbacks(client: triton.InferenceServerClient) -> None:
-    answers: list[object] = []
-    for _ in range(8):
-        client.async_infer(
-            "simple", simple_inputs(), callback=lambda result, error: answers.append(error)
-        )
-    until("all are answered", lambda: len(answers) == 8)
-    assert answers == [None] * 8
 
 
 async def test_more_calls_at_once_than_a_connection_may_have(server: Server) -> None:
@@ -267,15 +247,6 @@ def test_regions_and_raw_contents_in_one_request(server: Server) -> None:
         assert by_name == {"OUTPUT0": b"", "OUTPUT1": (A - B).tobytes()}
         assert (shared_object.read(np.int32, 16, 64) == (A + B)[0]).all()
         http.unregister("mixed").ok()
-
-
-@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
-def test_compressed_requests(client: triton.InferenceServerClient, algorithm: str) -> None:
-    array = np.zeros(100_000, np.float32)
-    tensor = triton.InferInput("INPUT0", [len(array)], "FP32")
-    tensor.set_data_from_numpy(array)
-    result = client.infer("identity", [tensor], compression_algorithm=algorithm)
-    assert (result.as_numpy("OUTPUT0") == array).all()
 
 
 def test_a_deadline_reaches_the_model_and_ends_the_request(

@@ -140,13 +140,6 @@ def test_a_region_of_http_is_one_of_grpc_and_the_reverse(
             assert refused(lambda: infer_in(client, "over"))[0] == "StatusCode.NOT_FOUND"
 
 
-def test_cuda_regions_are_refused(client: triton.InferenceServerClient) -> None:
-    code, text = refused(lambda: client.register_cuda_shared_memory("gpu", b"AAAA", 0, 64))
-    assert code == "StatusCode.INVALID_ARGUMENT"
-    assert "GPUs not supported" in text
-    assert not client.get_cuda_shared_memory_status().regions
-
-
 @needs_users
 def test_users(server: Server, client: triton.InferenceServerClient) -> None:
     """Over gRPC on loopback a user sees and uses only its own regions."""
@@ -334,11 +327,3 @@ def test_regions_can_be_disabled_for_all_clients(tmp_path: Path) -> None:
         code, text = refused(lambda: client.register_system_shared_memory("one", shared.key, SIZE))
         assert (code, text[: len(DISABLED_TEXT)]) == ("StatusCode.UNIMPLEMENTED", DISABLED_TEXT)
         assert not client.get_system_shared_memory_status().regions
-
-
-def test_an_unknown_method_is_unimplemented(server: Server) -> None:
-    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
-        call = channel.unary_unary("/inference.GRPCInferenceService/Nothing")
-        with pytest.raises(grpc.RpcError) as error_info:
-            call(b"", timeout=20)
-        assert error_info.value.code() == grpc.StatusCode.UNIMPLEMENTED

@@ -8,7 +8,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2 as pb
 
 from tests.support import repositories
@@ -138,21 +137,3 @@ def test_a_cancelled_stream_cancels_all_of_its_requests(server: Server) -> None:
         visit.release()
     assert server.gate.is_idle()
     until("it is over", lambda: server.metric("shmserve_executing_requests") == 0)
-
-
-def test_tritons_stream_client(server: Server) -> None:
-    answers: list[tuple[Any, Any]] = []
-    with triton.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(lambda result, error: answers.append((result, error)))
-        tensor = triton.InferInput("INPUT0", [1, 2], "INT32")
-        for value in range(5):
-            tensor.set_data_from_numpy(np.full((1, 2), value, np.int32))
-            client.async_stream_infer(
-                "gated", [tensor], request_id=str(value), enable_empty_final_response=True
-            )
-        for _ in range(5):
-            server.gate.next().release()
-        until("all are answered", lambda: len(answers) == 5)
-        client.stop_stream()
-    assert all(error is None for _, error in answers)
-    assert [result.as_numpy("OUTPUT0")[0, 0] for result, _ in answers] == list(range(5))

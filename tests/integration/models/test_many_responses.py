@@ -13,7 +13,6 @@ import tritonclient.http as triton_http
 
 from tests.support import repositories
 from tests.support.servers import Server, Start
-from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
 
 PATTERN = "^x-my-"
@@ -82,16 +81,6 @@ def test_a_thousand_responses_arrive_in_order(server: Server) -> None:
     assert [int(result.as_numpy("OUT")[0]) for result in responses] == list(range(1000))
 
 
-def test_leaving_a_stream_cancels_its_request(server: Server) -> None:
-    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-    with triton_grpc.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(lambda result, error: answers.put((result, error)))
-        client.async_stream_infer("repeat", grpc_inputs([1] * 5000, delay_ms=10))
-        assert answers.get(timeout=20)[1] is None
-        client.stop_stream(cancel_requests=True)
-    until("it is over", lambda: server.metric("shmserve_executing_requests") == 0)
-
-
 def events(body: bytes) -> list[Any]:
     return [json.loads(text.removeprefix("data: ")) for text in body.decode().split("\n\n")[:-1]]
 
@@ -102,40 +91,6 @@ def test_generate_stream(http: Http) -> None:
         {"IDX": index, "OUT": value, "id": "q", "model_name": "repeat", "model_version": "1"}
         for index, value in enumerate((4, 5))
     ]
-
-
-def test_generate(http: Http) -> None:
-    output = http.post("/v2/models/repeat/generate", repeat_inputs([4])).ok().json()
-    assert output == {"IDX": 0, "OUT": 4, "model_name": "repeat", "model_version": "1"}
-    error_reply = http.post("/v2/models/repeat/generate", repeat_inputs([4] * 3)).json()
-    assert error_reply["error"].startswith("generate expects model to produce exactly 1 response")
-    single = http.post("/v2/models/echo_request/generate", {"INPUT0": 1, "k": "v"}).ok().json()
-    assert json.loads(single["OUTPUT0"])["parameters"] == {"k": "v"}
-
-
-def test_infer_as_lines(http: Http) -> None:
-    inputs = [
-        {"name": name, "datatype": kind, "shape": [2 if name != "WAIT" else 1], "data": data}
-        for name, kind, data in (
-            ("IN", "INT32", [7, 8]),
-            ("DELAY", "UINT32", [0, 0]),
-            ("WAIT", "UINT32", [0]),
-        )
-    ]
-    headers = {"Accept": "application/x-ndjson"}
-    reply = http.infer("repeat", {"inputs": inputs, "outputs": [{"name": "OUT"}]}, headers).ok()
-    lines = [json.loads(line) for line in reply.body.splitlines()]
-    assert [line["outputs"][0]["data"] for line in lines] == [[7], [8]]
-    assert [len(line["outputs"]) for line in lines] == [1, 1]
-
-
-def test_closing_an_event_stream_cancels_its_request(server: Server) -> None:
-    with server.http() as http:
-        connection = http._connection
-        body = json.dumps(repeat_inputs([1] * 5000, delay_ms=10))
-        connection.request("POST", "/v2/models/repeat/generate_stream", body)
-        assert connection.getresponse().read(10)
-    until("it is over", lambda: server.metric("shmserve_executing_requests") == 0)
 
 
 def test_a_worker_that_dies_in_the_middle(server: Server) -> None:

@@ -10,10 +10,8 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 import shmserve.client
-from shmserve.errors import ShmserveError
 from tests.support import repositories
 from tests.support.servers import ROOT, Server, run_command
-from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
 
 LASTING_MODEL = """
@@ -87,26 +85,6 @@ def test_the_example_over_grpc(served: tuple[Server, Path]) -> None:
     with stub(served[0]) as call:
         responses = list(call.ModelStreamInfer(iter([request]), timeout=30))
     assert [r.infer_response.raw_output_contents[0][4:] for r in responses] == text.split()
-
-
-@pytest.mark.parametrize("model", ["plain", "asynchronous"])
-def test_closing_a_stream_closes_the_models_generator(
-    served: tuple[Server, Path], client: shmserve.client.Server, model: str
-) -> None:
-    marker_file = served[1] / model / "1" / "closed"
-    marker_file.unlink(missing_ok=True)
-    with client.stream(model, x=np.array([7], np.float32)) as responses:
-        assert next(responses)["output"][0] == 7
-        assert not marker_file.exists()
-    until("it is closed", marker_file.exists)
-
-
-@pytest.mark.parametrize("model", ["plain", "asynchronous"])
-def test_an_error_ends_the_stream(client: shmserve.client.Server, model: str) -> None:
-    responses = client.stream(model, x=np.array([-1], np.float32))
-    assert next(responses)["output"][0] == -1
-    with pytest.raises(ShmserveError, match="ValueError: enough"):
-        next(responses)
 
 
 @pytest.mark.parametrize("transport", ["native", "http", "grpc"])

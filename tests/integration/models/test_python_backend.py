@@ -1,6 +1,5 @@
 """Unmodified Python models of Triton: errors, calls, coroutines, auto-complete."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -52,12 +51,6 @@ def test_many_calls(server: Server) -> None:
         assert all(answer.result().status == 200 for answer in calls)
 
 
-def test_self_description(http: Http) -> None:
-    x = np.arange(8, dtype=np.float32).reshape(2, 4)
-    y = http.infer("completed", {"inputs": [json_input("INPUT0", x)]}).tensors()["OUTPUT0"]
-    assert (y == 2 * x).all()
-
-
 def test_a_model_logs(server: Server, http: Http) -> None:
     http.infer("echo_request", {"inputs": [json_input("INPUT0", np.array([1], np.int32))]}).ok()
     server.wait_log("described a request")
@@ -98,70 +91,6 @@ def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None
             assert reply.status == 400
             prefix = f"load failed for model 'model_{number}': version 1 is at UNAVAILABLE state: "
             assert reply.error.startswith(prefix + expected_error)
-
-
-FINALIZING_MODEL = '''
-"""Says goodbye."""
-import os
-from pathlib import Path
-
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.told = Path(args["model_repository"]) / "told"
-
-    def execute(self, requests):
-        return [pb_utils.InferenceResponse([]) for _ in requests]
-
-    def finalize(self):
-        self.told.write_text("goodbye")
-'''
-
-
-def test_finalize_is_called(repository: Path, serve: Callable[..., Server]) -> None:
-    config = repositories.identity_config("model", "FP32", [1])
-    repositories.write(repository, "model", config, FINALIZING_MODEL)
-    server = serve(repository)
-    server.process.terminate()
-    assert server.wait_exit(30) == 0
-    (report_file,) = repository.rglob("told")
-    assert report_file.read_text() == "goodbye"
-
-
-HELPER_MODULE = '''
-"""Imports a module that lies beside it, and finds its own folder."""
-from pathlib import Path
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-from beside import ANSWER
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        folder = Path(args["model_repository"])
-        assert (folder / args["model_version"] / "beside.py").exists(), folder
-
-    def execute(self, requests):
-        made = pb_utils.Tensor("OUTPUT0", np.array([ANSWER], np.float32))
-        return [pb_utils.InferenceResponse([made]) for _ in requests]
-'''
-
-
-def test_modules_beside_the_model(empty_server: Explicit) -> None:
-    """Two models with modules of the same name each import their own."""
-    server, repository = empty_server
-    for name, answer in (("one", 1), ("two", 2)):
-        config = repositories.identity_config(name, "FP32", [1])
-        folder = repositories.write(repository, name, config, HELPER_MODULE)
-        (folder / "1" / "beside.py").write_text(f"ANSWER = {answer}\n")
-    with server.http() as http:
-        for name, answer in (("one", 1), ("two", 2)):
-            http.load(name).ok()
-            request = {"inputs": [json_input("INPUT0", np.zeros(1, np.float32))]}
-            assert http.infer(name, request).tensors()["OUTPUT0"].tolist() == [answer]
 
 
 SETTINGS = """
@@ -240,54 +169,6 @@ def test_an_error_message_that_is_not_unicode(empty_server: Explicit) -> None:
         for action in ("call", "measure", "nothing"):
             assert send_request(action).tensors()["OUTPUT0"].tolist() == [1]
         assert 'odd{file="n\\\\udce4me"} 1' in server.metrics()
-
-
-COUNTDOWN_MODEL = """
-import asyncio
-
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.answer(request) for request in requests]
-
-    def answer(self, request):
-        number = request.inputs()[0].as_numpy()
-        if number[0] == 0:
-            return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", number)])
-        call = pb_utils.InferenceRequest(
-            model_name="countdown",
-            requested_output_names=["OUTPUT0"],
-            inputs=[pb_utils.Tensor("INPUT0", abs(number) - 1)],
-        )
-        return call.exec() if number[0] > 0 else asyncio.run(self.soon(call))
-
-    async def soon(self, call):
-        return await call.async_exec()
-"""
-
-
-def test_a_model_that_calls_itself(empty_server: Explicit) -> None:
-    server, repository = empty_server
-    config = repositories.identity_config("countdown", "INT32", [1])
-    repositories.write(repository, "countdown", config, COUNTDOWN_MODEL)
-
-    def send_request(number: int) -> Reply:
-        tensor = json_input("INPUT0", np.array([number], np.int32))
-        return http.infer("countdown", {"inputs": [tensor]})
-
-    with server.http() as http:
-        http.load("countdown").ok()
-        for number in (1, -1):
-            reply = send_request(number)
-            assert reply.status == 500
-            assert "deadlock" in reply.error and "(countdown -> countdown)" in reply.error
-        assert send_request(0).status == 200
-        two_instances = config + "instance_group { kind: KIND_CPU count: 2 }\n"
-        repositories.write(repository, "countdown", two_instances, COUNTDOWN_MODEL)
-        http.load("countdown").ok()
-        assert [send_request(number).status for number in (0, 1, -1)] == [200, 200, 200]
 
 
 PARTIAL_MODEL = """

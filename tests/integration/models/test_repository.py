@@ -110,25 +110,6 @@ def test_version_policies(server_of_policies: Server) -> None:
         assert line in server_of_policies.log()
 
 
-def test_a_model_in_two_repositories(tmp_path: Path) -> None:
-    first_repository, second_repository = tmp_path / "one", tmp_path / "two"
-    for folder in (first_repository, second_repository):
-        folder.mkdir()
-        repositories.add(folder, "constant")
-    repositories.add(first_repository, "identity")
-    flags = ("--exit-on-error=false", "--strict-readiness=false")
-    with running([first_repository, second_repository], *flags) as server, server.http() as http:
-        states = index(http)
-        assert states[("identity", "1")] == ("READY", "")
-        state, reason = states[("constant", "")]
-        assert state == "UNAVAILABLE"
-        assert reason == "model appears in two or more repositories"
-        assert http.infer("constant", REQUEST_BODY).status == 404
-        ready = http.get("/v2/models/constant/ready")
-        assert (ready.status, ready.json()) == (400, {"error": "Model version not ready"})
-        assert "model 'constant': not unique across all model repositories" in server.log()
-
-
 def test_lines_in_the_log_that_operators_look_for(empty_server: Explicit) -> None:
     server, repository = empty_server
     old_length = len(server.log())
@@ -338,12 +319,6 @@ def test_explicit_mode(repository: Path, serve: Serve) -> None:
         assert http.load("constant").status == 200 and answer(http) == 1
 
 
-def test_explicit_mode_with_a_star_loads_all(repository: Path, serve: Serve) -> None:
-    repositories.add(repository, "constant", "identity")
-    with serve(repository, "--model-control-mode=explicit", "--load-model=*").http() as http:
-        assert set(index(http, ready=True)) == {("constant", "1"), ("identity", "1")}
-
-
 def test_unloading_ends_the_processes(empty_server: Explicit) -> None:
     server, repository = empty_server
     repositories.add(repository, "constant")
@@ -355,20 +330,6 @@ def test_unloading_ends_the_processes(empty_server: Explicit) -> None:
             assert len(server.find("scheduler constant")) == 1
             http.unload("constant").ok()
             until("its processes have ended", lambda: server.titles() == titles_before)
-
-
-def test_loading_a_missing_model(empty_server: Explicit) -> None:
-    server, repository = empty_server
-    repositories.add(repository, "constant")
-    with server.http() as http:
-        index_before = index(http)
-        reply = http.load("nothing")
-        assert reply.status == 500
-        assert reply.error.startswith(
-            "failed to load 'nothing', failed to poll from model repository"
-        )
-        assert index(http) == index_before
-        assert http.get("/v2/health/ready").status == 200
 
 
 def test_an_invalid_load_request_does_not_change_the_model(empty_server: Explicit) -> None:
@@ -391,26 +352,6 @@ def test_an_invalid_load_request_does_not_change_the_model(empty_server: Explici
             assert http.get("/v2/health/ready").status == 200
             assert http.get("/v2/models/wronged").error.endswith("has no available versions")
             assert http.load("wronged").status == 500
-
-
-def test_load_rules(empty_server: Explicit) -> None:
-    server, repository = empty_server
-    repositories.add(repository, "constant")
-    rewrite(repository, BROKEN_CODE)
-    with server.http() as http:
-        reply = http.load("constant")
-        assert reply.status == 400
-        assert reply.error.startswith(
-            "load failed for model 'constant': version 1 is at UNAVAILABLE state: Internal: "
-        )
-        assert "broken on purpose" in reply.error and reply.error.endswith(";\n")
-        rewrite(repository, source(4))
-        http.load("constant").ok()
-        assert answer(http) == 4
-        shutil.rmtree(repository / "constant" / "1")
-        reply = http.load("constant")
-        assert reply.status in (400, 500)
-        assert answer(http) == 4
 
 
 def test_config_and_file_overrides(empty_server: Explicit) -> None:
@@ -439,21 +380,6 @@ def test_config_and_file_overrides(empty_server: Explicit) -> None:
             assert http.load("constant", **parameters).status in (400, 500)
         assert not (repository / "x").exists()
         assert answer(http) == 1
-
-
-def test_a_model_that_is_only_in_the_request(empty_server: Explicit) -> None:
-    server, _ = empty_server
-    config = {
-        "name": "given",
-        "backend": "python",
-        "input": [{"name": "INPUT0", "data_type": "TYPE_INT32", "dims": [1]}],
-        "output": [{"name": "OUTPUT0", "data_type": "TYPE_INT32", "dims": [1]}],
-    }
-    with server.http() as http, triton.InferenceServerClient(server.url) as client:
-        client.load_model(
-            "given", config=json.dumps(config), files={"file:1/model.py": source(6).encode()}
-        )
-        assert answer(http, "given") == 6
 
 
 @contextlib.contextmanager
@@ -577,25 +503,6 @@ def test_configuration_errors_have_tritons_text(empty_server: Explicit) -> None:
             'config:2:2: max_batch_sise: no such field; did you mean "max_batch_size"?\n'
             "config:2:34: output[0].name: model output must specify 'name' for constant",
         )
-
-
-def test_requests_in_flight_finish_on_the_model_they_began_with(empty_server: Explicit) -> None:
-    server, repository = empty_server
-    repositories.add(repository, "gated")
-    with request_pool(server) as pool, server.http() as http:
-        http.load("gated").ok()
-        old_request = pool.number("gated", 1)
-        visit = server.gate.next()
-        http.load("gated").ok()
-        new_request = pool.number("gated", 2)
-        other_visit = server.gate.next()
-        assert other_visit.pid != visit.pid
-        other_visit.release()
-        assert new_request.result().status == 200
-        assert not old_request.done()
-        http.unload("gated").ok()
-        visit.release()
-        assert old_request.result().status == 200
 
 
 def test_unload_waits_for_running_requests(empty_server: Explicit) -> None:

@@ -189,17 +189,6 @@ def test_the_host_ignores_messages_that_are_not_for_hosts(stage: Stage) -> None:
     assert stage.next(stage.control) == (stage.host, Acknowledged(7))
 
 
-def test_a_request_is_executed_and_counted_when_it_is_answered(stage: Stage) -> None:
-    number = stage.submit()
-    batch = stage.next(stage.worker)
-    assert [(request.schema, request.data) for request in batch.requests] == [WORK]
-    stage.finish(batch)
-    assert stage.next(stage.client) == m.Finished(number, *NO_OUTPUTS)
-    report = stage.statistics()
-    assert report["inference_stats"]["success"]["count"] == 1
-    assert abs(report["last_inference"] / 1000 - time.time()) < 60
-
-
 def test_a_scheduler_has_a_title_and_ends_only_on_request(stage: Stage) -> None:
     assert "shmserve: scheduler m" in " ".join(psutil.Process(stage.process.pid).cmdline())
     stage.process.send_signal(signal.SIGTERM)
@@ -225,16 +214,6 @@ def test_a_drain_accepts_earlier_requests(stage: Stage) -> None:
     refused_message = stage.next(stage.client)
     assert refused_message.code == "UNAVAILABLE"
     assert "Server is stopping" in refused_message.message
-
-
-def test_a_stop_fails_the_remaining_requests(stage: Stage) -> None:
-    executing, queued = stage.submit(), stage.submit()
-    stage.next(stage.worker)
-    stage.statistics()  # the reply shows that both requests were received
-    assert stage.end() == 0
-    answers = stage.all(stage.client)
-    assert {answer.id for answer in answers} == {executing, queued}
-    assert {answer.code for answer in answers} == {"UNAVAILABLE"}
 
 
 def test_a_deadline_holds_while_the_worker_is_silent(stage: Stage) -> None:

@@ -212,17 +212,6 @@ def test_from_start_to_stop(worker: Worker) -> None:
     assert (worker.version_dir / "log").read_text() == "unloaded"
 
 
-def test_a_failing_request_does_not_affect_its_batch_or_worker(worker: Worker) -> None:
-    worker.start()
-    worker.load()
-    for bad_value, text in ((-1, "ValueError: no"), (-2, "SystemExit: 1")):
-        worker.execute(bad_value, 2)
-        first_reply, second_reply = worker.finished()
-        prefix = "Failed to process the request(s) for model 'm_0_0', message: "
-        assert (first_reply.code, first_reply.message) == ("INTERNAL", prefix + text)
-        assert value(worker.answer(second_reply)) == 4
-
-
 def test_malformed_work_and_messages(worker: Worker) -> None:
     worker.start()
     worker.load()

@@ -100,14 +100,6 @@ def test_a_reloaded_step_invalidates_cached_responses_of_its_ensemble(tmp_path: 
         assert infer(server, "pipeline", array).as_numpy("OUT").tolist() == [1000] * 3
 
 
-def test_a_model_without_the_setting_is_not_cached(server: Server, http: Http) -> None:
-    x = np.full(3, 9, np.float32)
-    assert (
-        infer(server, "plain", x).as_numpy("Y") != infer(server, "plain", x).as_numpy("Y")
-    ).all()
-    assert stats(http, "plain")["inference_stats"]["cache_miss"]["count"] == 0
-
-
 def test_a_local_clients_small_tensors_are_cached(server: Server, http: Http) -> None:
     """Tensors in messages are cached, those in the client's memory are not."""
     with shmserve.client.connect(server.run_dir) as client:
