@@ -22,22 +22,6 @@ def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     return serve_models(models)
 
 
-def test_two_requests_that_write_to_the_same_range(server: Server) -> None:
-    """Both requests succeed, the last result remains, and the log contains a warning."""
-    with SharedObject(4096) as shared_object, request_pool(server) as pool, server.http() as http:
-        http.register("twice", shared_object.key, 4096).ok()
-        first_request = pool.infer("gated", gated_request(1, "twice", 0))
-        visit = server.gate.next()
-        second_request = pool.infer("gated", gated_request(2, "twice", 60))
-        server.wait_pending("gated", 1)
-        server.wait_log("overlapping parts of shared memory region 'twice'")
-        visit.release()
-        server.gate.next().release()
-        assert (first_request.result().status, second_request.result().status) == (200, 200)
-        assert (shared_object.read(np.int32, 16, 60) == 2).all()
-        http.unregister("twice").ok()
-
-
 @pytest.mark.parametrize("name", ["draining", ""])
 def test_a_region_stays_listed_while_a_request_uses_it(server: Server, name: str) -> None:
     """Every gateway lists it, and new requests may use it until the last request ends."""
