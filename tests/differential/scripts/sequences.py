@@ -48,12 +48,12 @@ class SequenceRequests:
         self._count: dict[int | str, int] = {}
 
     def __call__(
-        self, sequence: int | str, start: bool = False, end: bool = False, limit_us: int = 0
+        self, sequence: int | str, start: bool = False, end: bool = False, timeout_us: int = 0
     ) -> Send:
         count = self._count[sequence] = self._count.get(sequence, 0) + 1
         label = f"{sequence}{'abcdefgh'[count - 1]}"
         return Send(
-            label, self._name, count, sequence=sequence, start=start, end=end, timeout_us=limit_us
+            label, self._name, count, sequence=sequence, start=start, end=end, timeout_us=timeout_us
         )
 
 
