@@ -70,18 +70,12 @@ class Stage:
     def replaced(self, title: str) -> None:
         victim = self.server.find_one(title)
         victim.kill()
-        until(
-            f"{title} runs again",
-            lambda: any(p.pid != victim.pid for p in self.server.find(title)),
-        )
+        until(f"{title} runs", lambda: any(p.pid != victim.pid for p in self.server.find(title)))
         self.server.wait_ready()
 
 
 def wait_regions(stage: Stage, names: list[str]) -> None:
-    until(
-        f"the regions are {names}",
-        lambda: [r["name"] for r in stage.http.regions().json()] == names,
-    )
+    until(f"they are {names}", lambda: [r["name"] for r in stage.http.regions().json()] == names)
 
 
 def client_dies_and_leaves_a_region(stage: Stage) -> None:

@@ -210,12 +210,12 @@ def generative(random: Random, name: str) -> Model:
         "model_transaction_policy": {"decoupled": True},
         "parameters": {ENGINE_PARAMETER: {"string_value": EngineSettings.of(settings).text}},
     }
-    fields = {
+    own = {
         **_behaviour(random),
         "is_large": False,
         "compute_us": (20, random.choice((100, 900))),
     }
-    return Model(name, _config(name, 0, **config), _limits(random), **fields)
+    return Model(name, _config(name, 0, **config), _limits(random), **own)
 
 
 def _step(random: Random, name: str) -> Model:

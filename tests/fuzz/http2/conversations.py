@@ -202,7 +202,7 @@ class Conversation:
         frames += [frame(CONTINUATION, 0, stream, piece) for piece in parts[1:-1]]
         return [
             *frames,
-            frame(CONTINUATION, END_HEADERS if choice < 0xF8 else 0, stream, parts[-1]),
+            frame(CONTINUATION, END_HEADERS if choice < 0xF8 else 0, stream, parts.pop()),
         ]
 
     def _padded(self, kind: int, stream: int, payload: bytes, flags: int = 0) -> bytes:

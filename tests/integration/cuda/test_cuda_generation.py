@@ -100,10 +100,7 @@ def test_weights_of_16_bits_generate(server: Server) -> None:
 
 
 def test_a_seed_reproduces_the_sampled_text(server: Server) -> None:
-    drawn = [
-        text(server, "plain", PROMPTS[5], temperature=1.0, top_p=0.9, seed=seed)
-        for seed in (7, 7, 8)
-    ]
+    drawn = [text(server, "plain", PROMPTS[5], temperature=1, top_p=0.9, seed=s) for s in (7, 7, 8)]
     assert drawn[0] == drawn[1] != drawn[2]
 
 

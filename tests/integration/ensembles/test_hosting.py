@@ -112,7 +112,7 @@ def test_each_model_has_its_own_process_if_configured(repository: Path) -> None:
         pipes = [f"ensemble {n}" for n in ("first", "second", "third")]
         assert schedulers(server) == [
             *pipes,
-            *(f"scheduler {n}" for n in ("a", "alone", "b", "c", "d")),
+            *(f"scheduler {n}" for n in ["a", "alone", "b", "c", "d"]),
         ]
 
 

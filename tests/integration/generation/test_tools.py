@@ -122,10 +122,7 @@ def test_a_killed_worker_continues_a_call(client: openai.OpenAI, server: Server)
 
 
 def test_reasoning_precedes_a_grammar(client: openai.OpenAI) -> None:
-    response_format: Any = {
-        "type": "json_schema",
-        "json_schema": {"name": "x", "schema": PARAMETERS},
-    }
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
     for tool_fields in ({}, {"tools": TOOLS}):
         body = chat_request("thinks", response_format=response_format, max_tokens=60, **tool_fields)
         (choice,) = client.chat.completions.create(**body).choices

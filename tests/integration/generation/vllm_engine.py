@@ -41,12 +41,7 @@ ARGUMENTS: dict[str, Any] = {
     "tool_call_parser": "hermes",
 }
 WIDTH, RANK, LAYERS = 128, 4, 2
-LONG_REQUEST: dict[str, Any] = {
-    "model": "tiny",
-    "prompt": "the",
-    "max_tokens": 480,
-    "ignore_eos": True,
-}
+LONG_REQUEST: Any = {"model": "tiny", "prompt": "the", "max_tokens": 480, "ignore_eos": True}
 THINK_TOKEN = 319  # the number of the token </think>
 PROMPTS = ("the quick", "it was", "naïve café", "1 2 3", "東京", "fox")
 KINDS: tuple[dict[str, Any], ...] = (

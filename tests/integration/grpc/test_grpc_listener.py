@@ -151,11 +151,11 @@ def test_tritons_client_with_tls(tls_server: Server, keys: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("accepted", "compressed"),
+    ("codings", "compressed"),
     [(b"gzip", True), (b"identity,deflate", True), (b"identity", False), (b"", False)],
 )
 def test_compressed_responses(
-    tls_server: Server, keys: Path, accepted: bytes, compressed: bool
+    tls_server: Server, keys: Path, codings: bytes, compressed: bool
 ) -> None:
     """Only clients that accept compression receive it; the sizes on the wire are compared."""
     array = np.zeros((1, 10_000), np.int32)
@@ -169,7 +169,7 @@ def test_compressed_responses(
     tls.set_alpn_protocols(["h2"])
     head = post(
         f"{SERVICE}ModelInfer",
-        *([(b"grpc-accept-encoding", accepted)] if accepted else []),
+        *([(b"grpc-accept-encoding", codings)] if codings else []),
     )
     body = message(request.SerializeToString())
     pieces = [
@@ -351,7 +351,9 @@ def test_a_drain_answers_pending_calls(models: Path) -> None:
                 received_bytes += piece
             while idle_sock.recv(65536):
                 pass
-        text = "scheduler for model has stopped accepting new inference requests"
+        text = (
+            "Server is stopping, scheduler for model has stopped accepting new inference requests"
+        )
         for method, request in (
             *((call.ModelInfer, simple_request()), (call.ModelInfer, simple_request("x"))),
             (call.ServerLive, pb.ServerLiveRequest()),

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from tests.integration.grpc.conftest import Endpoint
 
 CALL_COUNT, CONCURRENT_CALLS = 10_000, 100
-CONNECTION_COUNT = 1000
+CONNECTIONS = 1000
 STREAMED_COUNT = 10_000
 RAW_REQUEST = simple_request().SerializeToString()
-OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+OWN = [("grpc.use_local_subchannel_pool", 1)]
 ENCODINGS = {  # gRPC's numbers of the encodings
     "gzip": (grpc.Compression.Gzip, 0b101),
     "deflate": (grpc.Compression.Deflate, 0b011),
@@ -61,15 +61,12 @@ def test_ten_thousand_calls_on_a_connection(plain_endpoint: Endpoint) -> None:
 
 
 async def test_a_thousand_connections(plain_endpoint: Endpoint) -> None:
-    links = [
-        grpc.aio.insecure_channel(plain_endpoint.target, OWN_CONNECTION)
-        for _ in range(CONNECTION_COUNT)
-    ]
+    links = [grpc.aio.insecure_channel(plain_endpoint.target, OWN) for _ in range(CONNECTIONS)]
     try:
         await asyncio.gather(*(channel.channel_ready() for channel in links))
         (gateway,) = plain_endpoint.server.find("gateway grpc")
         connections = [c for c in gateway.net_connections("tcp") if c.status == "ESTABLISHED"]
-        assert len(connections) >= CONNECTION_COUNT
+        assert len(connections) >= CONNECTIONS
         calls = [channel.unary_unary(f"{SERVICE}ModelInfer")(RAW_REQUEST) for channel in links]
         assert all(map(is_answer, await asyncio.gather(*calls)))
     finally:

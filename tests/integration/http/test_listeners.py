@@ -84,11 +84,11 @@ def test_the_shells_client_shows_a_token_and_a_header(
     run_dir_flag = f"--run-dir={guarded_server.run_dir}"  # the HTTP address is known, too
     assert client.run(["config", "identity", run_dir_flag, token, header]) == 0
     assert '"name": "identity"' in capsys.readouterr().out
-    for flags, text in (
+    for f, text in (
         ((header,), "requires a known token"),
         ((token,), "expecting header 'admin-key'"),
     ):
-        assert client.run(["config", "identity", run_dir_flag, *flags]) == 1
+        assert client.run(["config", "identity", run_dir_flag, *f]) == 1
         assert f"http://0.0.0.0:{guarded_server.http_port}: " in (stderr := capsys.readouterr().err)
         assert text in stderr
 

@@ -208,11 +208,11 @@ def test_files_of_a_load_stay_in_a_folder(http: Http, call: Any, folder: Path, p
     """Holds for both listeners; the files that a configuration names must be in the folder, too."""
     names_before = {name for _, _, names in os.walk(folder) for name in names}
     config = http.get("/v2/models/constant/config").ok().json()
-    load_parameters = {
+    sent = {
         "config": json.dumps(config),
         f"file:{path}": base64.b64encode(b"x").decode(),
     }
-    reply = http.post("/v2/repository/models/constant/load", {"parameters": load_parameters})
+    reply = http.post("/v2/repository/models/constant/load", {"parameters": sent})
     assert reply.status in (400, 500), reply.body
     request = pb.RepositoryModelLoadRequest(model_name="constant")
     request.parameters["config"].string_param = json.dumps(config)

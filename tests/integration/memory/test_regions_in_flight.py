@@ -52,11 +52,7 @@ def test_a_region_stays_listed_while_a_request_uses_it(server: Server, name: str
 
 def test_unregister_drains_under_load(server: Server) -> None:
     """An unregistered region is removed once no request uses it. Later requests receive 404."""
-    with (
-        SharedObject(8192) as shared,
-        SharedObject(8192) as other,
-        request_pool(server, 2) as pool,
-    ):
+    with SharedObject(8192) as shared, SharedObject(8192) as other, request_pool(server, 2) as pool:
         shared.write(np.arange(1024, dtype=np.float32))
 
         def ask_until_refused(http: Http) -> Any:

@@ -259,7 +259,7 @@ seen.append(shown(next(iterator)))
     until("the model sees it", path.exists)
 
 
-CANCELLING = {
+CANCEL = {
     "before": """
 iterator.cancel()
 seen.extend(map(shown, iterator))
@@ -303,12 +303,12 @@ class Model:
 def test_a_cancelled_model_is_notified_and_its_later_responses_arrive(
     http: Http, model: str, cancel_time: str, steps: tuple[str, ...], expected: list[str]
 ) -> None:
-    assert run_caller(http, model, ITERATOR[model] + CANCELLING[cancel_time], *steps) == expected
+    assert run_caller(http, model, ITERATOR[model] + CANCEL[cancel_time], *steps) == expected
 
 
 @pytest.mark.parametrize("model", ITERATING_CODE)
 def test_a_finished_call_cannot_be_cancelled(http: Http, model: str) -> None:
-    assert run_caller(http, model, ITERATOR[model] + CANCELLING["after"], "a", "b") == [
+    assert run_caller(http, model, ITERATOR[model] + CANCEL["after"], "a", "b") == [
         "a",
         "b",
         "empty",

@@ -75,8 +75,7 @@ def test_the_feed_has_the_figures_of_the_metrics(server: Server) -> None:
     with watched.send_under_load(server), Feed(server.metrics_port) as feed:
         first_message = feed.next()
         until(
-            "all are asked",
-            lambda: all(success_count(server, name) > 8 for name in watched.FEW_MODELS),
+            "all are asked", lambda: all(success_count(server, n) > 8 for n in watched.FEW_MODELS)
         )
     with Feed(server.metrics_port) as feed:
         report = feed.next()

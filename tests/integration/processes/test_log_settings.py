@@ -326,23 +326,23 @@ def test_a_model_loaded_later_has_the_changed_settings(server: Server, http: Htt
 def test_flags_are_the_first_settings(tmp_path: Path) -> None:
     """The flags apply to every process, and to lines written before the listener exists."""
     add_talker(tmp_path / "models")
-    log = tmp_path / "file"
+    path = tmp_path / "file"
     flags = ("--log-info=false", "--log-verbose=true", "--log-format", "ISO8601")
     with (
-        running(tmp_path / "models", *flags, f"--log-file={log}") as server,
+        running(tmp_path / "models", *flags, f"--log-file={path}") as server,
         server.http() as http,
     ):
         assert http.get(PATH).ok().json() == {
             **DEFAULTS,
-            "log_file": str(log),
+            "log_file": str(path),
             "log_info": False,
             "log_verbose_level": 1,
             "log_format": "ISO8601",
         }
         http.infer("talker", ROW).ok()
-        text = log.read_text()
+        text = path.read_text()
         assert "I am VERBOSE" in text
         assert not re.search(r"(?m)^\S+ I ", text)
         http.post(PATH, {"log_info": True}).ok()
-        until("it is heard", lambda: http.infer("talker", ROW) and " I am INFO" in log.read_text())
+        until("it is heard", lambda: http.infer("talker", ROW) and " I am INFO" in path.read_text())
         assert server.log() == ""

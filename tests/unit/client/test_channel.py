@@ -142,10 +142,7 @@ def test_a_submission_during_close_fails_with_disconnected(
 def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnection) -> None:
     """As the generator of `map` does where it is collected."""
     waiter = ThreadChannel(connection)
-    cancelled, remaining = (
-        waiter.submit(build_request(connection)),
-        waiter.submit(build_request(connection)),
-    )
+    cancelled, remaining = (waiter.submit(build_request(connection)) for _ in range(2))
     cancelling = threading.Thread(target=waiter.cancel, args=([cancelled],), daemon=True)
     with waiter.lock:
         cancelling.start()

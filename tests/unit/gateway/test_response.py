@@ -119,10 +119,9 @@ def test_responses_equal_those_of_triton(http: Http, case: dict[str, Any]) -> No
 
 
 def simple(**members: Any) -> dict[str, Any]:
-    row = list(range(16))
+    r = list(range(16))
     inputs = [
-        {"name": n, "datatype": "INT32", "shape": [1, 16], "data": row}
-        for n in ("INPUT0", "INPUT1")
+        {"name": n, "datatype": "INT32", "shape": [1, 16], "data": r} for n in ("INPUT0", "INPUT1")
     ]
     return {"inputs": inputs, **members}
 

@@ -132,11 +132,7 @@ def last_failure(request: Request) -> m.Failed:
 
 
 def test_a_response_ends_a_request_and_frees_its_memory(client: Client) -> None:
-    for end in (
-        m.Finished(1, b"schema", [b"data"]),
-        failure_message(),
-        response_message(final=True),
-    ):
+    for end in (m.Finished(1, b"s", [b"data"]), failure_message(), response_message(final=True)):
         request = Request(client)
         assert client
         client.receive(end)
@@ -427,11 +423,7 @@ def test_each_request_is_ended_and_its_memory_freed_once(events: list[tuple[str,
 
 def check(client: Client, request: Request) -> None:
     number = request.submit.id
-    final = [
-        message
-        for message in request.received
-        if not isinstance(message, m.Responded) or message.final
-    ]
+    final = [r for r in request.received if not isinstance(r, m.Responded) or r.final]
     assert len(final) <= 1 and request.freed <= 1
     assert request.received[-1:] == final or not final  # the final response is the last message
     if number in client.pending:

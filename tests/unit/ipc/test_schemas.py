@@ -62,11 +62,11 @@ def test_requests_of_one_kind_have_one_schema(
         return Inference(tensors(datas), outputs, parameters)
 
     first, second = draw_request(), draw_request()
-    (schema, first_data), (second_schema, second_data) = (
+    (schema, first_data), (other, second_data) = (
         pack_inference(first),
         pack_inference(second),
     )
-    assert schema == second_schema, "neither bytes nor places are in the schema"
+    assert schema == other, "neither bytes nor places are in the schema"
     request_schema = RequestSchema(schema)
     assert request_schema.inference(first_data) == first
     assert request_schema.inference(second_data) == second
@@ -80,11 +80,11 @@ def test_responses_of_one_kind_have_one_schema(sizes: list[int], data: st.DataOb
         return Inferred(tensors(list(datas)), {"p": 1})
 
     first, second = draw_response(), draw_response()
-    (schema, first_data), (second_schema, second_data) = (
+    (schema, first_data), (other, second_data) = (
         pack_inferred(first),
         pack_inferred(second),
     )
-    assert schema == second_schema
+    assert schema == other
     response_schema = ResponseSchema(schema)
     assert response_schema.inferred(first_data) == first
     assert response_schema.inferred(second_data) == second

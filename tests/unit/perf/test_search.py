@@ -36,11 +36,11 @@ def model(
         latency = took_ms * candidate.depth
         if candidate.depth == 1 and candidate.delay_us < 500:  # the delay is too short for all
             latency *= 2
-        factors = [1 + rng.uniform(-noise, noise) for _ in range(2)]
+        noises = [1 + rng.uniform(-noise, noise) for _ in range(2)]
         return Trial(
             candidate,
-            instances * rows / took_ms * 1000 * factors[0],
-            latency * factors[1],
+            instances * rows / took_ms * 1000 * noises[0],
+            latency * noises[1],
         )
 
     return measure

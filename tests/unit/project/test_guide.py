@@ -35,17 +35,17 @@ def links(page: Path) -> list[str]:
 
 
 @cache
-def known_flags(verb: str) -> set[str]:
+def known_flags(v: str) -> set[str]:
     if flags := {
         "check": ("--input", "--json", "--on-cpu"),
         "doctor": ("--json", "--peer"),
-    }.get(verb):
+    }.get(v):
         return known_flags("serve") | set(flags)
-    if verb == "serve":
+    if v == "serve":
         return {f"--{name}" for name in FLAGS}
     help_text = io.StringIO()
     with redirect_stdout(help_text), pytest.raises(SystemExit):
-        cli.main([*verb.split(), "--help"])
+        cli.main([*v.split(), "--help"])
     return set(re.findall(r"--[a-z][a-z0-9-]+", help_text.getvalue()))
 
 

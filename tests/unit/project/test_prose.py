@@ -254,7 +254,7 @@ def test_names_in_backticks_exist() -> None:
 LOG_METHODS = {"debug", "info", "warning", "error", "critical", "exception", "log", "print"}
 TEXT_ARGUMENTS = {"help", "description", "epilog", "message", "text", "reason"}
 # Texts that clients of Triton compare.
-TRITON_TEXTS = (
+TRITONS = (
     "It should be either 'int', 'bool', or 'string'.",
     "If you want to specify the full",
 )
@@ -297,7 +297,7 @@ def test_messages_are_neither_headless_nor_personified() -> None:
     for path in files(("shmserve", "workers", "ipc"), ".py"):
         for line, text in messages(path):
             for part in re.split(r"(?<=[.!?:;])\s+|\n", text):
-                if part.startswith(TRITON_TEXTS):
+                if part.startswith(TRITONS):
                     continue
                 match = PERSONIFIED.search(part) or VAGUE_NOUNS.search(part) or HEADLESS.match(part)
                 if match and len(part.split()) > 2:

@@ -52,16 +52,16 @@ def test_a_call_waits_while_an_instance_may_become_free() -> None:
 
 def test_two_callers_that_wait_for_each_other() -> None:
     """Each occupies an instance; the second call fails, so that the first continues."""
-    caller_rig = rig(2)
+    callers = rig(2)
     (_, first), (_, second) = (
-        caller_rig.submit_and_take_batch(),
-        caller_rig.submit_and_take_batch(),
+        callers.submit_and_take_batch(),
+        callers.submit_and_take_batch(),
     )
-    caller_rig.submit(callers=caller_line(100, first))
-    caller_rig.submit(callers=caller_line(101, second))
-    assert len(failure_texts(caller_rig)) == 1
-    caller_rig.finish(b"1.101", second)
-    assert caller_rig.execute()[1].requests[0].callers == caller_line(100, first)
+    callers.submit(callers=caller_line(100, first))
+    callers.submit(callers=caller_line(101, second))
+    assert len(failure_texts(callers)) == 1
+    callers.finish(b"1.101", second)
+    assert callers.execute()[1].requests[0].callers == caller_line(100, first)
 
 
 def test_callers_of_other_models_and_ended_callers_do_not_count() -> None:

@@ -94,13 +94,13 @@ def test_the_delay_is_waited_out_once_an_instance_is_free() -> None:
 
 def test_replies_may_arrive_in_any_order_and_fail_individually() -> None:
     rig, peer = ready_rig({})
-    first, second = rig.submit(2)
+    a, b = rig.submit(2)
     _, batch = rig.execute()
     keys = [request.key for request in batch.requests]
     rig.finish(peer, batch, m.Reply(keys[1], "INVALID_ARG", "bad row"), ok_reply(keys[0]))
     assert rig.answers() == [
-        m.Finished(first, b"done", [b"done"]),
-        failure(second, "INVALID_ARG", "bad row"),
+        m.Finished(a, b"done", [b"done"]),
+        failure(b, "INVALID_ARG", "bad row"),
     ]
 
 
@@ -148,8 +148,7 @@ def test_a_held_response_that_is_discarded_releases_its_outputs() -> None:
     rig.client(m.Cancel(third_id))
     assert rig.answers() == [failure(third_id, "CANCELLED", "request cancelled")]
     assert rig.workers.take() == [
-        (peer2, m.ReleaseOutputs(7000, [64, 192])),
-        (peer2, m.ReleaseOutputs(7000, [256])),
+        (peer2, m.ReleaseOutputs(7000, offsets)) for offsets in ([64, 192], [256])
     ]
 
 
@@ -173,10 +172,7 @@ def test_cancelled_requests_behind_a_long_one_are_removed() -> None:
     rig.answers()
     rig.finish(peer, batch)
     rig.finish(*rig.execute())
-    assert rig.answers() == [
-        m.Finished(first, b"done", [b"done"]),
-        m.Finished(last, b"done", [b"done"]),
-    ]
+    assert rig.answers() == [m.Finished(number, b"done", [b"done"]) for number in (first, last)]
 
 
 def test_outputs_read_before_their_worker_reconnects_are_released() -> None:

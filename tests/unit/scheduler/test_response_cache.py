@@ -138,8 +138,7 @@ def test_hits_keep_the_order_of_requests() -> None:
     _, batch = rig.execute()
     rig.finish(peer, batch, ok_reply(batch.requests[0].key, pack_response(b"w")))
     assert rig.answers() == [
-        m.Finished(first, *pack_response(b"w")),
-        m.Finished(second, *pack_response(b"y")),
+        m.Finished(n, *pack_response(w)) for n, w in ((first, b"w"), (second, b"y"))
     ]
 
 

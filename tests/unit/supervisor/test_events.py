@@ -254,9 +254,9 @@ def test_the_page_has_every_event_and_field() -> None:
     page = (Path(events_package.__file__).parent / "EVENTS.md").read_text()
     for kind, topic in publications.TOPICS.items():
         (row,) = (
-            line
-            for line in page.splitlines()
-            if line.startswith(f"| `{topic}` | `{kind.__name__}` |")
+            text
+            for text in page.splitlines()
+            if text.startswith(f"| `{topic}` | `{kind.__name__}` |")
         )
         cell = re.sub(r" \([^)]*\)|;.*", "", row.split(" | ", 2)[2]).removesuffix(" |")
         assert cell == ", ".join(f"{f.name}: {f.type}" for f in dataclasses.fields(kind)), row

@@ -224,11 +224,7 @@ async def _receive(link: socket.socket, count: int, *, sends_hello: bool = True)
         link.send(frames.pack([Hello(frames.VERSION)]))
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(10):
-        return [
-            text
-            for _ in range(count)
-            for text in frames.unpack(await loop.sock_recv(link, 1 << 22))
-        ]
+        return [r for _ in range(count) for r in frames.unpack(await loop.sock_recv(link, 1 << 22))]
 
 
 def join_server(folder: Path) -> socket.socket:

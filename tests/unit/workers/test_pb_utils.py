@@ -438,13 +438,13 @@ INPUT_X = {"name": "X", "data_type": "TYPE_FP32", "dims": [4]}
 
 
 def test_a_configuration_is_completed() -> None:
-    completed = config()
-    completed.set_max_batch_size(8)
-    completed.set_dynamic_batching()
-    completed.add_input({**INPUT_X, "optional": True})
-    completed.add_output(INPUT_X)
-    completed.set_model_transaction_policy({"decoupled": False})
-    assert completed.as_dict() == {
+    made = config()
+    made.set_max_batch_size(8)
+    made.set_dynamic_batching()
+    made.add_input({**INPUT_X, "optional": True})
+    made.add_output(INPUT_X)
+    made.set_model_transaction_policy({"decoupled": False})
+    assert made.as_dict() == {
         "name": "m",
         "max_batch_size": 8,
         "input": [{**INPUT_X, "optional": True}],
@@ -455,13 +455,13 @@ def test_a_configuration_is_completed() -> None:
     nameless = pb_utils.ModelConfig('{"input": []}')
     nameless.add_input(INPUT_X)
     assert nameless.as_dict() == {"input": [INPUT_X]}
-    assert pb_utils.get_input_config_by_name(completed.as_dict(), "X") == {
+    assert pb_utils.get_input_config_by_name(made.as_dict(), "X") == {
         **INPUT_X,
         "optional": True,
     }
-    assert pb_utils.get_output_config_by_name(completed.as_dict(), "X") == INPUT_X
-    assert pb_utils.get_output_config_by_name(completed.as_dict(), "Z") is None
-    assert not pb_utils.using_decoupled_model_transaction_policy(completed.as_dict())
+    assert pb_utils.get_output_config_by_name(made.as_dict(), "X") == INPUT_X
+    assert pb_utils.get_output_config_by_name(made.as_dict(), "Z") is None
+    assert not pb_utils.using_decoupled_model_transaction_policy(made.as_dict())
     assert not pb_utils.using_decoupled_model_transaction_policy({})
 
 

@@ -133,10 +133,7 @@ def test_inputs_by_argument_by_index_or_in_order(
         )
     serve(worker, vectors(dict.fromkeys(names, 1), {"OUTPUT__1": 1, "OUTPUT__0": 1}))
     row = {"a": 7.0, "b": 2.0, "c": 3.0}
-    items = [
-        tensor(name, np.array([[row[index]]], F32))
-        for name, index in zip(names, order, strict=True)
-    ]
+    items = [tensor(name, np.array([[row[i]]], F32)) for name, i in zip(names, order, strict=True)]
     (reply,) = worker.batch(inference(*items[::-1]))
     assert reply.array("OUTPUT__0").tolist() == [[5]]
     assert reply.array("OUTPUT__1").tolist() == [[21]]
@@ -312,11 +309,7 @@ def test_an_exported_program_cannot_run_code(worker: Rig) -> None:
         for name, content in {**members, samples: malicious_file.getvalue()}.items():
             file.writestr(name, content)
     with pytest.raises(
-        InvalidArgument,
-        match=(
-            r"'model\.pt2' contains objects that are not "
-            r"tensors"
-        ),
+        InvalidArgument, match=r"'model\.pt2' contains objects that are not tensors"
     ):
         PytorchBackend(worker.context).complete_config(model_config([], []))
     assert not exploded_marker.exists()

@@ -109,11 +109,11 @@ def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
         "dims": [-1, 2],
     }
     second = {"input_name": "J", "output_name": "Y", "data_type": "TYPE_FP32", "dims": [1]}
-    source = config(
+    fields = config(
         control_input=[control("START", bool_false_true=[False, True])],
         state=[first, second],
     )
-    model_spec = ModelSpec.of(source)
+    model_spec = ModelSpec.of(fields)
     generated_spec = with_generated_tensors(model_spec)
     assert [tensor.name for tensor in generated_spec.input] == ["X", "START", "I", "J"]
     assert [tensor.name for tensor in generated_spec.output] == ["Y", "O"]

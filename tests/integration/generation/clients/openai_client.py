@@ -39,11 +39,11 @@ with OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0) as client:
 
     named_tool: Any = {"type": "function", "function": {"name": "get_weather"}}
     other_tool: Any = {"type": "function", "function": {"name": "other", "parameters": SCHEMA}}
-    allowed_tools = {
+    allowed = {
         "type": "allowed_tools",
         "allowed_tools": {"mode": "required", "tools": [named_tool]},
     }
-    for choosing in ("required", named_tool, allowed_tools):
+    for choosing in ("required", named_tool, allowed):
         forced_completion = client.chat.completions.create(
             model="direct",
             messages=messages[:1],

@@ -216,8 +216,7 @@ def test_different_requests_have_different_fingerprints(data: bytes, suffix: byt
 def test_a_request_is_repeated_from_its_third_occurrence() -> None:
     cache = new_cache()
     found = [
-        fill_from_cache(cache, one_tensor(text))
-        for text in ("[1, 2]", "[3, 4]", "[5, 6]", "[-7, 8]")
+        fill_from_cache(cache, one_tensor(t)) for t in ("[1, 2]", "[3, 4]", "[5, 6]", "[-7, 8]")
     ]
     assert [template is not None for template in found] == [False, False, True, True]
     assert found[3] == parse_fully(one_tensor("[-7, 8]"))

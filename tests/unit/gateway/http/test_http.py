@@ -758,11 +758,7 @@ def test_endless_bodies_do_not_exhaust_memory(tmp_path: Path, encoding: str) -> 
     if encoding:
         stream = zlib.compressobj(wbits=31)
         first_piece = stream.compress(first_piece) + stream.flush(zlib.Z_SYNC_FLUSH)
-    limits: dict[str, Any] = {
-        "max_input_size": MIB,
-        "arena_byte_size": MIB,
-        "body_timeout_s": 300.0,
-    }
+    limits: Any = {"max_input_size": MIB, "arena_byte_size": MIB, "body_timeout_s": 300.0}
     with rig(tmp_path, **limits) as model_rig:
         model_rig.serve(SIMPLE_CONFIG, add_sub)
         model_rig.open()

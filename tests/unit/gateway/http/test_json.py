@@ -273,11 +273,11 @@ def test_parameters_are_assigned_to_their_fields() -> None:
 
 
 def test_a_sequence_has_an_id_of_bounded_length() -> None:
-    def parse(value: Any) -> Any:
-        header = one_input_request() | {"parameters": {"sequence_id": value}}
+    def parse(v: Any) -> Any:
+        header = one_input_request() | {"parameters": {"sequence_id": v}}
         return parse_request(header, 0, "m", LIMIT).correlation_id
 
-    assert [parse(value) for value in (0, 2**64 - 1, "", "x" * 128)] == [
+    assert [parse(v) for v in (0, 2**64 - 1, "", "x" * 128)] == [
         0,
         2**64 - 1,
         "",

@@ -134,7 +134,7 @@ def test_unknown_fields_are_logged_once_or_refused(
             assert select({"nobody_knows": 1, "stream_options": {"odd": 1}}) == {
                 "stream_options": {"odd": 1}
             }
-    assert [record.args for record in caplog.records] == [
+    assert [r.args for r in caplog.records] == [
         ("nobody_knows",),
         ("stream_options.odd",),
     ]

@@ -24,12 +24,12 @@ def broken_case(section: str, title: str, *blocks: bytes) -> Case:
 
 
 def valid_case(section: str, title: str, *blocks: bytes) -> Case:
-    sent = b"".join(headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks))
+    sent = b"".join(headers_frame(block, 2 * n + 1) for n, block in enumerate(blocks))
     return Case(
         section,
         title,
         sent,
-        served=tuple((2 * index + 1, b"") for index in range(len(blocks))),
+        served=tuple((2 * n + 1, b"") for n in range(len(blocks))),
     )
 
 

@@ -21,7 +21,7 @@ from tests.support.messages import inference_of, inferred_of
 from tests.support.texts import Beginning
 
 CHAIN = [step("a", {"X": "IN"}, "m"), step("b", {"X": "m"}, "OUT")]
-FORKED = [
+FORK = [
     step("a", {"X": "IN"}, "m"),
     step("b", {"X": "IN"}, "n"),
     step("c", {"X": "m", "Z": "n"}, "OUT"),
@@ -63,7 +63,7 @@ def test_every_step_has_the_priority_of_the_request() -> None:
 
 def test_an_error_waits_for_the_steps_that_run() -> None:
     """The error is sent once all running steps have ended; no new step begins."""
-    rig = EnsembleRig(FORKED, MODELS)
+    rig = EnsembleRig(FORK, MODELS)
     rig.submit()
     running_steps = rig.take_submits()
     rig.from_step("a", m.Failed(running_steps["a"], "INTERNAL", "boom", 0, False))
@@ -88,7 +88,7 @@ def test_the_error_of_a_steps_full_queue_reaches_the_client() -> None:
 
 
 def test_the_first_error_counts() -> None:
-    rig = EnsembleRig(FORKED, MODELS)
+    rig = EnsembleRig(FORK, MODELS)
     rig.submit()
     running_steps = rig.take_submits()
     for name in ("b", "a"):
@@ -252,7 +252,7 @@ def test_a_stream_receives_credit_as_its_client_reads() -> None:
 
 def test_a_steps_stream_is_read_to_its_end_after_its_request_failed() -> None:
     """Its responses waited for an output of the failed step, so they are discarded."""
-    rig = EnsembleRig(FORKED, [model("a", decoupled=True), model("b"), model("c")])
+    rig = EnsembleRig(FORK, [model("a", decoupled=True), model("b"), model("c")])
     rig.submit()
     running_steps = rig.take_submits()
     for index in range(FIRST_CREDIT):

@@ -85,10 +85,10 @@ def expected_results(graph: Graph, false_tensors: set[str]) -> tuple[set[int], s
 def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.DataObject) -> None:
     """In every order in which steps end, each value is released once."""
     tensor_names = sorted({"IN"}.union(*(step.outputs.values() for step in graph.steps)))
-    false_tensors = set(data.draw(st.lists(st.sampled_from(tensor_names), unique=True)))
-    freed_values: list[str] = []
+    falses = set(data.draw(st.lists(st.sampled_from(tensor_names), unique=True)))
+    freed: list[str] = []
     flow = Flow(plan(graph))
-    flow.begin([("IN", value("IN", freed_values, "IN" not in false_tensors))])
+    flow.begin([("IN", value("IN", freed, "IN" not in falses))])
     started_steps: list[int] = []
     created_tensors = ["IN"]
     running_firings: list[Firing] = []
@@ -104,16 +104,16 @@ def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.
         respond(
             flow,
             firing,
-            {n: value(t, freed_values, t not in false_tensors) for n, t in routed.items()},
+            {n: value(t, freed, t not in falses) for n, t in routed.items()},
         )
         for used_value in firing.inputs.values():
             used_value.release()
-    expected_steps, outputs = expected_results(graph, false_tensors)
+    expected_steps, outputs = expected_results(graph, falses)
     assert sorted(started_steps) == sorted(expected_steps)
     (response,) = flow.responses
     assert response.keys() == outputs
     flow.close()
-    assert sorted(freed_values) == sorted(created_tensors)
+    assert sorted(freed) == sorted(created_tensors)
 
 
 STREAM = Graph(

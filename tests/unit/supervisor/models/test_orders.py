@@ -26,11 +26,7 @@ from tests.support.waiting import until_async
 
 def make_config(name: str, steps: list[str], marker: str) -> ModelSpec:
     """Return a model, or an ensemble of models; `marker` makes configurations differ."""
-    fields: dict[str, Any] = {
-        **CONFIG,
-        "name": name,
-        "parameters": {"note": {"string_value": marker}},
-    }
+    fields: Any = {**CONFIG, "name": name, "parameters": {"note": {"string_value": marker}}}
     if steps:
         fields["instance_group"] = []
         step = [
@@ -365,10 +361,7 @@ def test_unchanged_versions_are_not_published() -> None:
         server.worker("s").kill()
         await run_loop_turns(1)
         await until_async(lambda: version.ready)
-        assert server.sent == [
-            m.ReadinessChanged("s", "1", False),
-            m.ReadinessChanged("s", "1", True),
-        ]
+        assert server.sent == [m.ReadinessChanged("s", "1", ready) for ready in (False, True)]
         await server.end()
 
     run_scenario(scenario)

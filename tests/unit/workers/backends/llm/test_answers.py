@@ -110,9 +110,9 @@ def test_outputs_of_a_request_that_names_none(scheduler: Scheduler) -> None:
     for key, options in enumerate(expected):
         scheduler.add(key, input_ids=PROMPT, outputs=[], max_tokens=2, **options)
     scheduler.run()
-    keys = [scheduler.responses[key][0].keys() for key in range(len(expected))]
+    found = [scheduler.responses[key][0].keys() for key in range(len(expected))]
     scored = {"text_output", "logprobs"}
-    assert keys == [
+    assert found == [
         {"text_output"},
         scored,
         scored,
@@ -617,9 +617,9 @@ def test_no_part_of_a_stop_string_is_sent() -> None:
         count = rng.randrange(1, 4)
         stop_strings = ["".join(rng.choice("abc") for _ in range(rng.randrange(1, 5)))
                  for _ in range(count)]  # fmt: skip
-        includes_stop = rng.random() < 0.5
+        whole = rng.random() < 0.5
         filtered, given, emitted, position = (
-            StopStrings(stop_strings, includes_stop),
+            StopStrings(stop_strings, whole),
             "",
             "",
             0,
@@ -630,7 +630,7 @@ def test_no_part_of_a_stop_string_is_sent() -> None:
             given += piece
             position += size
         given += filtered.flush()
-        assert (given, emitted) == expected_text(text, stop_strings, includes_stop), (
+        assert (given, emitted) == expected_text(text, stop_strings, whole), (
             text,
             stop_strings,
         )

@@ -361,11 +361,11 @@ def test_tool_choices() -> None:
     assert free_tools is not None and not free_tools.constrained and not free_tools.parallel
     assert conversation == {"tools": GIVEN_TOOLS}
     some = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
-    for choice in (
+    for c in (
         {"type": "allowed_tools", "allowed_tools": some},
         {"type": "allowed_tools", **some},
     ):
-        conversation = {"tools": GIVEN_TOOLS, "tool_choice": choice}
+        conversation = {"tools": GIVEN_TOOLS, "tool_choice": c}
         taken_tools = tools.take_tools(conversation)
         assert taken_tools is not None and taken_tools.required
         assert [tool.name for tool in taken_tools.tools] == ["now"]
