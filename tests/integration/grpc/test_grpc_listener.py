@@ -17,7 +17,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
@@ -41,8 +40,6 @@ from tests.support.wire.http2 import (
     message,
     post,
 )
-
-Serve = Callable[..., Server]
 
 
 @pytest.fixture(scope="module")
@@ -139,17 +136,6 @@ class Ready(http.server.BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-def test_tritons_client_with_tls(tls_server: Server, keys: Path) -> None:
-    with triton.InferenceServerClient(
-        tls_server.grpc_url,
-        ssl=True,
-        root_certificates=str(keys / "ca.pem"),
-        private_key=str(keys / "client.key"),
-        certificate_chain=str(keys / "client.pem"),
-    ) as client:
-        assert client.is_server_ready()
-
-
 @pytest.mark.parametrize(
     ("codings", "compressed"),
     [(b"gzip", True), (b"identity,deflate", True), (b"identity", False), (b"", False)],
@@ -189,14 +175,6 @@ def test_compressed_responses(
         assert len(answer) < array.nbytes / 10
     else:
         assert bytes(1000) in answer
-
-
-def test_plain_tls(keys: Path, models: Path) -> None:
-    flags = (f"--grpc-server-cert={keys}/server.pem", f"--grpc-server-key={keys}/server.key")
-    with running(models, "--grpc-use-ssl=true", *flags, grpc=True) as server:
-        assert is_right(infer_simple(server, credentials(keys)))
-        with pytest.raises(grpc.RpcError):
-            infer_simple(server, None)
 
 
 @pytest.mark.parametrize(
