@@ -53,15 +53,15 @@ def judge(found_differences: Sequence[Difference], known_differences: Sequence[K
     ]
 
 
-def _compare_values(path: str, own: Any, peer_value: Any) -> Iterator[Difference]:
-    if isinstance(own, dict) and isinstance(peer_value, dict):
-        for key in sorted(own.keys() | peer_value.keys()):
+def _compare_values(path: str, own: Any, peer: Any) -> Iterator[Difference]:
+    if isinstance(own, dict) and isinstance(peer, dict):
+        for key in sorted(own.keys() | peer.keys()):
             child_path = f"{path}.{key}".lstrip(".")
             yield from _compare_values(
-                child_path, own.get(key, _NO_VALUE), peer_value.get(key, _NO_VALUE)
+                child_path, own.get(key, _NO_VALUE), peer.get(key, _NO_VALUE)
             )
-    elif isinstance(own, list) and isinstance(peer_value, list) and len(own) == len(peer_value):
-        for index, pair in enumerate(zip(own, peer_value, strict=True)):
+    elif isinstance(own, list) and isinstance(peer, list) and len(own) == len(peer):
+        for index, pair in enumerate(zip(own, peer, strict=True)):
             yield from _compare_values(f"{path}.{index}", *pair)
-    elif own != peer_value:
-        yield Difference(path, own, peer_value)
+    elif own != peer:
+        yield Difference(path, own, peer)

@@ -121,9 +121,7 @@ def test_an_instance_that_dies_while_another_loads(server: Server, pool: Request
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_an_unload_waits_for_the_load_that_runs(
-    server: Server, pool: RequestPool, served: bool
-) -> None:
+def test_an_unload_waits_for_the_load(server: Server, pool: RequestPool, served: bool) -> None:
     """The load succeeds, and then the model is unloaded."""
     if served:
         first_load = change(pool, "slow")

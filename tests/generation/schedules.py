@@ -138,18 +138,18 @@ def requests() -> list[PlannedRequest]:
 
 @functools.cache
 def run_alone(
-    family: str, request: PlannedRequest
+    family: str, planned: PlannedRequest
 ) -> tuple[Bits, dict[int, tuple[list[int], str]]]:
     """Return the logits and tokens of each sample of a request that runs alone."""
     bits: Bits = {}
     ended_samples: dict[int, tuple[list[int], str]] = {}
-    for sample in range(request.samples):
+    for sample in range(planned.samples):
         rig = ModelRig(model(family), EngineSettings(block_size=1, kv_cache_blocks=128))
-        if request.samples > 1 and len(request.prompt) > 1:
+        if planned.samples > 1 and len(planned.prompt) > 1:
             # Each sample computes the last token itself, after the shared prefix.
-            rig.submit(request.prompt[:-1], 1)
+            rig.submit(planned.prompt[:-1], 1)
             rig.drain()
-        generation = rig.submit(request.prompt, request.max_tokens, {sample: _NO_TOKENS}, samples=1)
+        generation = rig.submit(planned.prompt, planned.max_tokens, {sample: _NO_TOKENS}, samples=1)
         rig.drain()
         assert generation is not None
         bits |= rig.bits[generation.key]

@@ -38,12 +38,10 @@ def chain(seed: int) -> torch.Tensor:
     return torch.randn(SYMBOLS, SYMBOLS, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 
-def rows(
-    texts: list[list[int]], parameters: GenerationParameters, seeds: range
-) -> list[SampledRow]:
+def rows(texts: list[list[int]], options: GenerationParameters, seeds: range) -> list[SampledRow]:
     """Return a row for each text; all texts begin with token 0 and have seeds of their own."""
     return [
-        SampledRow(replace(parameters, seed=seed), 0, [0, *text], 1, ())
+        SampledRow(replace(options, seed=seed), 0, [0, *text], 1, ())
         for seed, text in zip(seeds, texts, strict=True)
     ]
 

@@ -49,22 +49,20 @@ def check_greedy(path: Path, rig: Path, tokens: list[int]) -> None:
     reference: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     shuffle = random.Random(5)
     with llm_rig(rig, path, {"kv_cache_blocks": 512}, chunk=16, shuffle=shuffle) as scheduler:
-        for key, prompt in prompts.items():
+        for key, text in prompts.items():
             scheduler.add(
-                key, input_ids=prompt, temperature=0, max_tokens=_MAX_TOKENS, ignore_eos=True
+                key, input_ids=text, temperature=0, max_tokens=_MAX_TOKENS, ignore_eos=True
             )
             scheduler.step()
             scheduler.swap(next(iter(scheduler.running.values())))
         scheduler.run()
         generated = {key: scheduler.tokens(key) for key in prompts}
-    for key, prompt in prompts.items():
+    for key, text in prompts.items():
         with torch.inference_mode():
-            logits = reference(torch.tensor([prompt + generated[key]])).logits[
-                0, len(prompt) - 1 : -1
-            ]
+            logits = reference(torch.tensor([text + generated[key]])).logits[0, len(text) - 1 : -1]
         best = logits.amax(-1)
         chosen = logits.gather(1, torch.tensor(generated[key]).unsqueeze(1)).squeeze(1)
-        assert bool((best - chosen < _TOLERANCE).all()), f"a greedy text differs behind {prompt}"
+        assert bool((best - chosen < _TOLERANCE).all()), f"a greedy text differs behind {text}"
 
 
 def run(size: int, first_token: int = 0) -> str:

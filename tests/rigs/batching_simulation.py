@@ -168,9 +168,7 @@ class Simulation:
             self._to_come -= len(batch[: self._to_come])
 
 
-def fixed_run(
-    size: int, delay_ns: int, time_ns: Callable[[int, int], float], load: Arriving
-) -> Run:
+def fixed_run(size: int, wait_ns: int, time_ns: Callable[[int, int], float], load: Arriving) -> Run:
     """Return quickly what a `Simulation` of this `DynamicBatcher` with one instance returns."""
     run, free_ns = Run(), 0
     waiting: deque[int] = deque()
@@ -178,7 +176,7 @@ def fixed_run(
     while due or waiting:
         if not waiting:
             waiting.append(heapq.heappop(due))
-        start_ns, flush_ns = max(free_ns, waiting[0]), waiting[0] + delay_ns
+        start_ns, flush_ns = max(free_ns, waiting[0]), waiting[0] + wait_ns
         while due and len(waiting) < size and due[0] <= max(start_ns, flush_ns):
             waiting.append(heapq.heappop(due))
         start_ns = max(start_ns, flush_ns if len(waiting) < size else waiting[size - 1])

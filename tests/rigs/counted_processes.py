@@ -133,19 +133,17 @@ class Case:
     def call(self, step: int, request: int) -> bytes:
         """Return the same request over gRPC, as the first call of its connection or a later one."""
         reply = self.http(step, request)
-        infer_request = pb.ModelInferRequest(model_name=self.model)
+        built = pb.ModelInferRequest(model_name=self.model)
         for tensor in reply["inputs"]:
             tensor_fields = {key: tensor[key] for key in ("name", "datatype", "shape")}
-            _place(infer_request.inputs.add(**tensor_fields), tensor)
+            _place(built.inputs.add(**tensor_fields), tensor)
             if "data" in tensor:
-                infer_request.raw_input_contents.append(
-                    np.array(tensor["data"], np.int32).tobytes()
-                )
+                built.raw_input_contents.append(np.array(tensor["data"], np.int32).tobytes())
         for tensor in reply.get("outputs", ()):
-            _place(infer_request.outputs.add(name=tensor["name"]), tensor)
+            _place(built.outputs.add(name=tensor["name"]), tensor)
         preface = b"" if step else CLIENT_OPENING + http2.frame(http2.SETTINGS, http2.ACK, 0)
         head = http2.post(f"{http2.SERVICE}ModelInfer")
-        body = http2.message(infer_request.SerializeToString())
+        body = http2.message(built.SerializeToString())
         stream = 2 * step + 1
         return (
             preface

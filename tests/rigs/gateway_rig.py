@@ -191,16 +191,14 @@ class Rig:
     def _take(self, peer: bytes, message: Any) -> None:
         self._peer = peer
         self.received.append(message)
-        number = getattr(message, "id", None)
-        if number is None:
+        n = getattr(message, "id", None)
+        if n is None:
             return
         refusal = self.refusals.get(type(message))
         if refusal is not None:
-            self._supervisor_thread.router.post(peer, Refused(number, *refusal))
+            self._supervisor_thread.router.post(peer, Refused(n, *refusal))
         elif type(message) in self.payloads:
-            self._supervisor_thread.router.post(
-                peer, Answered(number, self.payloads[type(message)])
-            )
+            self._supervisor_thread.router.post(peer, Answered(n, self.payloads[type(message)]))
 
     def send(self, *messages: Any) -> None:
         def post_all() -> None:

@@ -82,14 +82,12 @@ class LifecycleRig:
             if unread:
                 self.acknowledged_number = self.publication_count
                 self.lifecycle.publication_acknowledged()
-            due = [
-                item for item in self.pending_actions if {item[0], item[0].split()[0]} & {*kinds}
-            ]
+            due = [a for a in self.pending_actions if {a[0], a[0].split()[0]} & {*kinds}]
             if not (due or unread):
                 return
-            for item in due:
-                self.pending_actions.remove(item)
-                item[1]()
+            for a in due:
+                self.pending_actions.remove(a)
+                a[1]()
 
     # --- the executor
 

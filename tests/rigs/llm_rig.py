@@ -133,9 +133,7 @@ class Scheduler:
                 self.rig.instance.link._dispatch(CreditExecution(message.key, 1))
         if message.final:
             self.ended.add(message.key)
-            for number in [
-                n for n, generation in self.running.items() if generation.key == message.key
-            ]:
+            for number in [n for n, g in self.running.items() if g.key == message.key]:
                 self.release(number)
 
     # --- requests

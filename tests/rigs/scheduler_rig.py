@@ -181,9 +181,7 @@ class Rig:
 
     def take_supervisor_messages(self, *kinds: type[Any]) -> list[Any]:
         """Return the messages to the supervisor since the last call, or those of these kinds."""
-        return [
-            message for _, message in self.control.take() if not kinds or isinstance(message, kinds)
-        ]
+        return [sent for _, sent in self.control.take() if not kinds or isinstance(sent, kinds)]
 
     def take_worker_messages(self) -> list[Any]:
         return [message for _, message in self.workers.take()]

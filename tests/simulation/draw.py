@@ -38,12 +38,12 @@ def fix_sizes(models: list[Model], byte_size: int) -> None:
             model.input_byte_size = byte_size
             sizes = {"IN": byte_size}
             for step, maps in zip(model.steps, model.tensor_maps, strict=True):
-                in_sizes = [sizes[maps["input_map"][t["name"]]] for t in step.config["input"]]
+                sizes_in = [sizes[maps["input_map"][t["name"]]] for t in step.config["input"]]
                 data = (
-                    bytes(in_sizes[0]) if len(in_sizes) == 1 else join_inputs(*map(bytes, in_sizes))
+                    bytes(sizes_in[0]) if len(sizes_in) == 1 else join_inputs(*map(bytes, sizes_in))
                 )
                 out_size = sizes[maps["output_map"]["OUT"]] = len(step.outputs_of(data, "000")[0])
-                step.config.update(_tensors(in_sizes, out_size))
+                step.config.update(_tensors(sizes_in, out_size))
             model.config.update(_tensors([byte_size], out_size))
 
 

@@ -41,13 +41,11 @@ class Sample:
 class Answer(Stream):
     """A request with its samples. The samples of a beam search are known only at its end."""
 
-    def __init__(self, work: m.Work, content: bytes, text_request: TextRequest) -> None:
+    def __init__(self, work: m.Work, content: bytes, request: TextRequest) -> None:
         super().__init__(work, 0)
         self.content = content
-        self.streams = text_request.streams
-        self.samples = [
-            Sample() for _ in range(text_request.samples * (text_request.search is None))
-        ]
+        self.streams = request.streams
+        self.samples = [Sample() for _ in range(request.samples * (request.search is None))]
 
     def credit(self, responses: int) -> None:
         """Return credit for responses, which may be those of the previous worker."""

@@ -182,9 +182,7 @@ class Simulation:
         schedulers = [v.scheduler for v in self.supervisor.versions if v.scheduler]
         if schedulers:
             scheduler = self._random.choice(schedulers)
-            self.memory.ensembles_died |= any(
-                host.model.steps for host in scheduler.host.schedulers
-            )
+            self.memory.ensembles_died |= any(h.model.steps for h in scheduler.host.schedulers)
             self.supervisor.kill(scheduler)
 
     def _kill_client(self) -> None:
@@ -316,13 +314,13 @@ class Simulation:
 
     def _check_counters(self) -> None:
         (client, *_) = self.supervisor.clients
-        first = [
+        new = [
             v.scheduler for v in self.supervisor.versions if v.scheduler and v.scheduler.is_first
         ]
-        for scheduler in first:
+        for scheduler in new:
             client.ask_statistics(scheduler.endpoint)
         self.world.run(self.world.now_ns + SECOND)
-        for scheduler in first:
+        for scheduler in new:
             scheduler.trace.check_counters(client.reports[scheduler.endpoint])
 
     def _end_clients(self) -> None:

@@ -267,15 +267,15 @@ class Supervisor(Process):
         self._once_received(former, self._drain_former, version, workers, self._succeed_former)
 
     def _drain_former(
-        self, version: Version, workers: list[Worker], done: Callable[..., None]
+        self, version: Version, moved: list[Worker], done: Callable[..., None]
     ) -> None:
         version.former_is_drained = False
         self.send(version.former_scheduler, supervision.Drain())
         if self.world.chance(0.3):
             # The move continues, although the former scheduler still has requests.
-            for worker in workers:
+            for worker in moved:
                 self.world.after(self.world.between(5 * US, 500 * US), self.kill, worker)
-        self._await_drained(version, workers, done)
+        self._await_drained(version, moved, done)
 
     def _await_drained(
         self, version: Version, workers: list[Worker], callback: Callable[..., None]

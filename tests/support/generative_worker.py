@@ -172,11 +172,9 @@ class GenerativeWorker:
             token = next_token(sequence.slots, sequence.sample)
             extend(sequence.slots, [token])
             new_tokens.append(token)
-            generated = len(sequence.slots) - sequence.prompt
+            count = len(sequence.slots) - sequence.prompt
             reason = "stop" if token == END_TOKEN else ""
-            reason = reason or (
-                "length" if generated >= self.max_tokens_by_key[sequence.key] else ""
-            )
+            reason = reason or ("length" if count >= self.max_tokens_by_key[sequence.key] else "")
             if reason or index == row.draft_count or proposed[index] != token:
                 break
         return RowResult(row.sequence, new_tokens, reason, row.draft_count)

@@ -64,19 +64,19 @@ class Snapshot:
             raise AssertionError("left behind: " + "; ".join(leaks)) from None
 
     def _leaks(self, later: Snapshot) -> list[str]:
-        leaks = [
+        found = [
             f"/dev/shm/{name}" for name in later.shm - self.shm if not _is_used_elsewhere(name)
         ]
         new_children = later.children - self.children
-        leaks += [f"process {p.pid} ({servers.title_of(p.pid)})" for p in new_children]
+        found += [f"process {p.pid} ({servers.title_of(p.pid)})" for p in new_children]
         for pid, titles in later.titles.items():
             titles_before = self.titles.get(pid)
             if titles_before is not None and servers.without_short_lived(titles_before) != titles:
-                leaks.append(f"server {pid} had {dict(titles_before)}, has {dict(titles)}")
+                found.append(f"server {pid} had {dict(titles_before)}, has {dict(titles)}")
         if later.descriptors - self.descriptors:
             gc.collect()
-            leaks += [f"descriptor {fd}" for fd in descriptors(os.getpid()) - self.descriptors]
-        return leaks
+            found += [f"descriptor {fd}" for fd in descriptors(os.getpid()) - self.descriptors]
+        return found
 
 
 def _children(processes: dict[int, Entry], servers_own: set[int]) -> frozenset[Entry]:
@@ -153,7 +153,7 @@ def resident_bytes(server: servers.Server) -> dict[str, int]:
     for process in server.tree():
         with contextlib.suppress(OSError), open(f"/proc/{process.pid}/smaps_rollup") as rollup:
             sizes = [
-                int(line.split()[1]) for line in rollup if line.startswith(("Pss_Anon", "Pss_Shm"))
+                int(row.split()[1]) for row in rollup if row.startswith(("Pss_Anon", "Pss_Shm"))
             ]
             counter[servers.title(process)] += 1024 * sum(sizes)
     return dict(counter)

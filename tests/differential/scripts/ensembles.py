@@ -13,9 +13,7 @@ RETURN_SUM = (
 RETURN_FAILURE = 'return self.failure("it is wrong")'
 RETURN_NOTHING = "return self.response()"
 FAILURES = [Known("statistics.*", "a request that fails counts in fail, and once in an ensemble's")]
-SEQUENCE_PARAMETERS = [
-    Known("responses.e.parameters", "a response without outputs has its sequence, too")
-]
+SEQUENCED = [Known("responses.e.parameters", "a response without outputs has its sequence, too")]
 FINAL_RESPONSE = [
     Known("responses.r1", "its end is told by itself; Triton's may come with a response")
 ]
@@ -125,12 +123,10 @@ def optional() -> Script:
     """An optional input."""
     name = "optional_step"
     recording_model = recorder(f"{name}_1", method_body=ADD_OPTIONAL, inputs=[IN, OPTIONAL])
-    whole = ensemble(
-        name, step_through(f"{name}_1", "INPUT0", "OUT", "MORE"), inputs=[IN, OPTIONAL]
-    )
+    made = ensemble(name, step_through(f"{name}_1", "INPUT0", "OUT", "MORE"), inputs=[IN, OPTIONAL])
     optional_input = {"MORE": ("INT32", [1, 1], [5])}
     requests = Send("with", name, 1, inputs=optional_input), Send("without", name, 1)
-    return Script(name, [recording_model, whole], one_by_one(*requests))
+    return Script(name, [recording_model, made], one_by_one(*requests))
 
 
 def decoupled() -> Script:
@@ -180,7 +176,7 @@ SCRIPTS = [
     two_step_ensemble("no_tensor_made", RETURN_NOTHING, RETURN_INCREMENT,
         Send("e", "no_tensor_made", 1), known_differences=FAILURES),
     two_step_ensemble("no_output_made", RETURN_INCREMENT, RETURN_NOTHING,
-        Send("e", "no_output_made", 1), known_differences=SEQUENCE_PARAMETERS),
+        Send("e", "no_output_made", 1), known_differences=SEQUENCED),
     two_step_ensemble("flags_are_forwarded", RETURN_INCREMENT, RETURN_INCREMENT,
         Send("s", "flags_are_forwarded", 1, sequence=7, start=True),
         Send("t", "flags_are_forwarded", 1, sequence=7, end=True)),

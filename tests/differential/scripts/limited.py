@@ -15,13 +15,11 @@ from tests.differential.script import (
 
 def needing(name: str, *resources: str, priority: int = 1, instances: int = 1) -> Model:
     """Return a model whose instances need resources, each NAME:COUNT or NAME:COUNT:global."""
-    resources_needed = []
+    needed = []
     for description in resources:
         resource, count, *scope = description.split(":")
-        resources_needed.append(
-            f'{{ name: "{resource}" count: {count} {"global: true" if scope else ""} }}'
-        )
-    limits = f"rate_limiter {{ resources [ {', '.join(resources_needed)} ] priority: {priority} }}"
+        needed.append(f'{{ name: "{resource}" count: {count} {"global: true" if scope else ""} }}')
+    limits = f"rate_limiter {{ resources [ {', '.join(needed)} ] priority: {priority} }}"
     group = f"instance_group [ {{ kind: KIND_CPU count: {instances} {limits} }} ]"
     recording_model = recorder(name, "", instances=instances)
     lines = recording_model.config.splitlines()

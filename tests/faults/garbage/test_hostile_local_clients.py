@@ -167,11 +167,9 @@ def all_in_one_frame(local_client: Guest, stage: Scene) -> None:
     cpu_before = cpu_seconds(stage.server)["scheduler identity"]
     message = msgpack.packb(["Cancel", 1])
     nested = b"".join(b"\xdd" + (60_000).to_bytes(4, "big") + b"\x90" * 60_000 for _ in range(130))
-    for number, words in enumerate(
-        (message * (7 * MIB // len(message)), nested, message * 6 * MIB)
-    ):
-        count = words.count(b"\xdd") or len(words) // len(message)
-        frame = encode_zmtp(b"\xdd" + (count + 1).to_bytes(4, "big") + b"\x01" + words)
+    for number, data in enumerate((message * (7 * MIB // len(message)), nested, message * 6 * MIB)):
+        count = data.count(b"\xdd") or len(data) // len(message)
+        frame = encode_zmtp(b"\xdd" + (count + 1).to_bytes(4, "big") + b"\x01" + data)
         link = local_client.link("identity", f"{local_client.number}.{local_client.token}.{number}")
         assert link._connection is not None
         link._connection.sock.settimeout(20)
@@ -317,16 +315,14 @@ def tensors_that_cannot_be(local_client: Guest, stage: Scene) -> None:
     shapes: list[Any] = [
         (-1,), (2**62,), (2**63, 2), (4, 0), (1,) * 10_000, (True,), (1.5,), ("4",),
     ]  # fmt: skip
-    bad_tensors: list[list[Any]] = [["INPUT0", "FP32", list(shape)] for shape in shapes]
-    bad_tensors += [["x" * 50_000, "FP32", [4]], [7, "FP32", [4]]]
-    bad_tensors += [["INPUT0", kind, [4]] for kind in ("FP64", "BYTES", "NOPE", "", 3, None)]
+    bad: list[list[Any]] = [["INPUT0", "FP32", list(shape)] for shape in shapes]
+    bad += [["x" * 50_000, "FP32", [4]], [7, "FP32", [4]]]
+    bad += [["INPUT0", kind, [4]] for kind in ("FP64", "BYTES", "NOPE", "", 3, None)]
     # Equal to the correct shape as a number, but of another type.
-    bad_tensors.append(["INPUT0", "FP32", [4.0]])
+    bad.append(["INPUT0", "FP32", [4.0]])
     packed, data = pack_inference(Inference((small_tensor(),), ()))
     schema = msgpack.unpackb(packed)
-    requests: list[tuple[Any, list[Any]]] = [
-        ([[tensor], *schema[1:]], data) for tensor in bad_tensors
-    ]
+    requests: list[tuple[Any, list[Any]]] = [([[tensor], *schema[1:]], data) for tensor in bad]
     contents: list[Any] = [b"", bytes(15), "x" * 16, None, 1, [], {}]
     contents += [[0] * count for count in range(1, 12)]
     memories: tuple[Any, ...] = (b"", b"\x90", "", 1, None, [], {})
@@ -358,16 +354,14 @@ def deep_messages(local_client: Guest, stage: Scene) -> None:
     assert answer(link).id == 2
 
 
-def memory_of_which_little_is_there(client: Guest, stage: Scene) -> None:
+def memory_of_which_little_is_there(c: Guest, stage: Scene) -> None:
     """Punch holes into sealed memory during a request; the worker reads zeros and survives."""
     size = 256 * 1024
-    link = client.link("identity")
+    link = c.link("identity")
     with memfd(2 * size) as fd:
-        memory = unpack_memory(
-            client.request(ShareMemory(1, 2 * size, False), fd).payload["memory"]
-        )
-        tensor = TensorRef("INPUT0", "FP32", (size // 4,), Range(memory, 0, size))
-        output = RequestedOutput("OUTPUT0", Range(memory, size, size))
+        shared = unpack_memory(c.request(ShareMemory(1, 2 * size, False), fd).payload["memory"])
+        tensor = TensorRef("INPUT0", "FP32", (size // 4,), Range(shared, 0, size))
+        output = RequestedOutput("OUTPUT0", Range(shared, size, size))
         for number in range(50):
             link.send(submit((tensor,), number, (output,)))
             punch(fd, 2 * size)

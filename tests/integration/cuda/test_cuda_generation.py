@@ -55,16 +55,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     texts: list[str] = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt], device="cuda")
-        generated = model.generate(
+        made = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
             max_new_tokens=NEW_TOKENS,
             pad_token_id=0,
         )
-        texts.append(
-            tokenizer.decode(generated[0, len(prompt) :].tolist(), skip_special_tokens=True)
-        )
+        texts.append(tokenizer.decode(made[0, len(prompt) :].tolist(), skip_special_tokens=True))
     return texts
 
 

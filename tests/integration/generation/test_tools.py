@@ -143,10 +143,8 @@ def test_reasoning_that_the_template_has_begun(client: openai.OpenAI) -> None:
 
 
 def test_no_tools_are_wanted(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(
-        **chat_request("hermes", tools=TOOLS, tool_choice="none")
-    )
-    assert answer.choices[0].message.tool_calls is None
+    free = client.chat.completions.create(**chat_request("hermes", tools=TOOLS, tool_choice="none"))
+    assert free.choices[0].message.tool_calls is None
     named_tool = {"type": "function", "function": {"name": "f"}}
     body = chat_request("hermes", tools=TOOLS, tool_choice=named_tool)
     with pytest.raises(openai.BadRequestError, match="tool_choice: 'f' is not a name of `tools`"):

@@ -277,17 +277,17 @@ def test_an_adapter_is_selected_by_name(server: Server, vllm_port: int) -> None:
     )
     vllm_text = json.loads(complete(vllm_port, **request, model="french"))["choices"][0]["text"]
     assert adapter_text == vllm_text != base_text
-    code, got = post_json(
+    code, answer = post_json(
         server.http_port, "/v1/completions", {"model": "tiny", "prompt": "a", "lora_name": "x"}
     )
     assert code == 404
-    assert "there is no adapter 'x'" in got["error"]["message"]
+    assert "there is no adapter 'x'" in answer["error"]["message"]
     body = {"text_input": "the", "exclude_input_in_output": True}
     sampled = json.dumps({"lora_name": "french", **request})
-    code, got = post_json(
+    code, answer = post_json(
         server.http_port, "/v2/models/tiny/generate", {**body, "sampling_parameters": sampled}
     )
-    assert (code, got["text_output"]) == (200, adapter_text)
+    assert (code, answer["text_output"]) == (200, adapter_text)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -78,9 +78,7 @@ def tls_endpoint(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def unix_socket(server: Server) -> Path:
-    (flag,) = (
-        argument for argument in server.command if argument.startswith("--grpc-unix-socket=")
-    )
+    (flag,) = (part for part in server.command if part.startswith("--grpc-unix-socket="))
     return Path(flag.partition("=")[2])
 
 

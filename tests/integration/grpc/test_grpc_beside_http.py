@@ -148,18 +148,18 @@ def test_users(server: Server, client: triton.InferenceServerClient) -> None:
             stack.enter_context(connected(stack.enter_context(tunnel(server.grpc_port, uid))))
             for uid in (ALICE, BOB)
         )
-        hers, ours = (stack.enter_context(SharedObject(2 * SIZE)) for _ in range(2))
-        hers.write(VALUES)
-        os.fchown(hers.fd, ALICE, -1)
+        her_object, ours = (stack.enter_context(SharedObject(2 * SIZE)) for _ in range(2))
+        her_object.write(VALUES)
+        os.fchown(her_object.fd, ALICE, -1)
         code, text = refused(
             lambda: alice.register_system_shared_memory("ours", ours.key, 2 * SIZE)
         )
         assert code == "StatusCode.PERMISSION_DENIED"
         assert f"the client is uid {ALICE}" in text
-        alice.register_system_shared_memory("hers", hers.key, 2 * SIZE)
+        alice.register_system_shared_memory("hers", her_object.key, 2 * SIZE)
         for _ in range(2):
             infer_in(alice, "hers")
-        assert (hers.read(np.float32, VALUES.size, SIZE) == VALUES).all()
+        assert (her_object.read(np.float32, VALUES.size, SIZE) == VALUES).all()
         for other_client in (bob, client):
             for _ in range(2):
                 code, text = refused(partial(infer_in, other_client, "hers"))
@@ -221,7 +221,7 @@ def test_requests_of_unauthorised_clients_are_refused_unread(guarded: Server) ->
     """The connection is refused before its requests are read, which may have 2 GB each."""
     never_set = threading.Event()
 
-    def wait_silently() -> Iterator[bytes]:
+    def silent() -> Iterator[bytes]:
         never_set.wait(60)
         yield from ()
 
@@ -231,9 +231,7 @@ def test_requests_of_unauthorised_clients_are_refused_unread(guarded: Server) ->
                 if rpc.scope == "health":
                     continue
                 # Some calls use gRPC's general code path, and most use the fast one.
-                calls = [
-                    channel.stream_stream(path)(wait_silently(), timeout=15) for _ in range(70)
-                ]
+                calls = [channel.stream_stream(path)(silent(), timeout=15) for _ in range(70)]
                 for call in calls:
                     with pytest.raises(grpc.RpcError):
                         next(call)
@@ -294,7 +292,7 @@ def test_a_restricted_protocol_needs_its_header(
     assert tokenless.get_model_repository_index(headers).models[0].name == "identity"
 
 
-def test_other_hosts_have_no_regions(
+def test_other_hosts_own_no_regions(
     guarded: Server, tokenless: triton.InferenceServerClient
 ) -> None:
     """There are no regions even for a client that has some over HTTP."""

@@ -158,9 +158,7 @@ def test_compressed_responses(
         *([(b"grpc-accept-encoding", codings)] if codings else []),
     )
     body = message(request.SerializeToString())
-    pieces = [
-        frame(DATA, 0, 1, body[start : start + 16384]) for start in range(0, len(body), 16384)
-    ]
+    pieces = [frame(DATA, 0, 1, body[at : at + 16384]) for at in range(0, len(body), 16384)]
     with (
         socket.create_connection(("127.0.0.1", tls_server.grpc_port), timeout=20) as plain_socket,
         tls.wrap_socket(plain_socket, server_hostname="localhost") as sock,

@@ -121,16 +121,14 @@ def test_large_messages(plain_endpoint: Endpoint, size: int, encoding: str | Non
 def test_deadlines(plain_endpoint: Endpoint, timeout: bytes, status: bytes) -> None:
     """Expired deadlines, very long ones, and requests without a deadline."""
     head = post(f"{SERVICE}ModelInfer", (b"grpc-timeout", timeout))
-    with socket.create_connection(
-        ("127.0.0.1", plain_endpoint.server.grpc_port), timeout=20
-    ) as sock:
-        sock.sendall(CLIENT_OPENING + frame(HEADERS, END_HEADERS, 1, head))
-        sock.sendall(frame(DATA, END_STREAM, 1, message(RAW_REQUEST)))
+    with socket.create_connection(("127.0.0.1", plain_endpoint.server.grpc_port), timeout=20) as s:
+        s.sendall(CLIENT_OPENING + frame(HEADERS, END_HEADERS, 1, head))
+        s.sendall(frame(DATA, END_STREAM, 1, message(RAW_REQUEST)))
         received_bytes = b""
         while (rest_of_status := received_bytes.partition(b"grpc-status")[2])[1:] == b"" or len(
             rest_of_status
         ) < 1 + rest_of_status[0]:
-            piece = sock.recv(65536)
+            piece = s.recv(65536)
             assert piece, received_bytes
             received_bytes += piece
     assert rest_of_status[1 : 1 + rest_of_status[0]] == status

@@ -210,13 +210,13 @@ def test_grpcurl(grpcurl: str, any_endpoint: Endpoint) -> None:
     assert service in run("list").split()
     assert "rpc ModelInfer ( .inference.ModelInferRequest )" in run("describe", service)
     assert json.loads(run("grpc.health.v1.Health/Check")) == {"status": "SERVING"}
-    inputs = [
+    tensors = [
         {"name": name, "datatype": "INT32", "shape": array.shape, "contents": {"int_contents": row}}
         for name, array in (("INPUT0", A), ("INPUT1", B))
         for row in array.tolist()
     ]
     answer = json.loads(
-        run(f"{service}/ModelInfer", data={"model_name": "simple", "inputs": inputs})
+        run(f"{service}/ModelInfer", data={"model_name": "simple", "inputs": tensors})
     )
     total = np.frombuffer(base64.b64decode(answer["rawOutputContents"][0]), np.int32)
     assert (total == (A + B)[0]).all()

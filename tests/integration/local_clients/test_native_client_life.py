@@ -64,9 +64,7 @@ def _value(server: shmserve.client.Server, number: int) -> dict[str, np.ndarray]
     return {"INPUT0": np.full([1, *shape] if spec.max_batch_size else shape, number, dtype)}
 
 
-def test_a_timeout_cancels_the_request(
-    gated_server: Server, client: shmserve.client.Server
-) -> None:
+def test_a_timeout_cancels_a_request(gated_server: Server, client: shmserve.client.Server) -> None:
     blocking_future = client.infer_async("gated", _value(client, 1))
     visit = gated_server.gate.next()
     with pytest.raises(TimeoutError) as error_info:
@@ -368,15 +366,15 @@ def test_a_client_that_is_never_closed(gated_server: Server) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         state_before = state()
-        kept = [
+        results = [
             shmserve.client.connect(gated_server.run_dir).infer("rows", INPUT0=x) for _ in range(3)
         ]
-        kept.append(
+        results.append(
             shmserve.client.connect(gated_server.run_dir).infer_async("rows", INPUT0=x).result(20)
         )
-        assert all((result["OUTPUT0"] == x).all() for result in kept)
+        assert all((result["OUTPUT0"] == x).all() for result in results)
         assert (asyncio.run(talk()) == x).all()
-        del kept  # the results keep their memory
+        del results  # the results keep their memory
         until("nothing is left", lambda: state() == state_before)
     with pytest.warns(ResourceWarning, match="a client was not closed"):
         shmserve.client.connect(gated_server.run_dir)

@@ -87,16 +87,14 @@ def test_the_example_over_grpc(served: tuple[Server, Path]) -> None:
     assert [r.infer_response.raw_output_contents[0][4:] for r in responses] == text.split()
 
 
-@pytest.mark.parametrize("transport", ["native", "http", "grpc"])
-def test_the_shells_client_prints_each_response(
-    served: tuple[Server, Path], transport: str
-) -> None:
+@pytest.mark.parametrize("listener", ["native", "http", "grpc"])
+def test_the_shells_client_prints_responses(served: tuple[Server, Path], listener: str) -> None:
     server, _ = served
     option = {
         "native": f"--run-dir={server.run_dir}",
         "http": f"--url=http://{server.url}",
         "grpc": f"--url=grpc://{server.grpc_url}",
-    }[transport]
+    }[listener]
     result = run_command(
         "client", "infer", "words", '--input=text="one two"', "--request-id=q", option
     )

@@ -78,11 +78,9 @@ def server(models: Path, start: Start) -> Server:
     with warnings.catch_warnings():
         # TorchScript is deprecated, but common in existing repositories.
         warnings.simplefilter("ignore")
-        script = torch.jit.script(model)
-    script.save(
-        str(add(models, "by_index", ["INPUT__0", "INPUT__1"], settings=platform) / "model.pt")
-    )
-    script.save(str(add(models, "by_name", ["b", "a"]) / "model.pt"))
+        net = torch.jit.script(model)
+    net.save(str(add(models, "by_index", ["INPUT__0", "INPUT__1"], settings=platform) / "model.pt"))
+    net.save(str(add(models, "by_name", ["b", "a"]) / "model.pt"))
     settings = 'default_model_filename: "model.pt2"'
     torch.export.save(
         program, add(models, "exported", ["INPUT__0", "INPUT__1"], settings=settings) / "model.pt2"

@@ -96,10 +96,10 @@ def test_mode_none_serves_both_repositories_and_refuses_control(server_of_polici
 
 def test_version_policies(server_of_policies: Server) -> None:
     with server_of_policies.http() as http:
-        found = {
+        seen = {
             n: http.get(f"/v2/models/{n}").json()["versions"] for n in ("all", "some", "latest")
         }
-        assert found == {"all": ["1", "2", "3", "10"], "some": ["1", "3"], "latest": ["10"]}
+        assert seen == {"all": ["1", "2", "3", "10"], "some": ["1", "3"], "latest": ["10"]}
         assert answer(http, "all") == 10 and answer(http, "all/versions/2") == 2
         assert answer(http, "some") == 3
     for line in (
@@ -305,9 +305,7 @@ def test_explicit_mode(repository: Path, serve: Serve) -> None:
         assert answer(http) == 1
         reply = http.unload("constant")
         assert (reply.status, reply.body) == (200, b"")
-        until(
-            "it is unloaded", lambda: index(http)[("constant", "1")] == ("UNAVAILABLE", "unloaded")
-        )
+        until("it has left", lambda: index(http)[("constant", "1")] == ("UNAVAILABLE", "unloaded"))
         reply = http.infer("constant", REQUEST_BODY)
         assert reply.status == 404
         assert reply.error == "Request for unknown model: 'constant' has no available versions"
@@ -605,13 +603,9 @@ def test_poll_mode(tmp_path: Path, empty_polling: tuple[Server, Path, Path]) -> 
             rewrite(repository, source(3), version=2)
             until("the new version answers", lambda: answer(http) == 3)
             repositories.add_as(tmp_path, "added", "constant").rename(repository / "added")
-            until(
-                "the new model is served", lambda: http.infer("added", REQUEST_BODY).status == 200
-            )
+            until("the new one is served", lambda: http.infer("added", REQUEST_BODY).status == 200)
             (repository / "added").rename(tmp_path / "removed")
-            until(
-                "the removed model is not", lambda: http.infer("added", REQUEST_BODY).status != 200
-            )
+            until("the removed one is not", lambda: http.infer("added", REQUEST_BODY).status != 200)
             until("nor is it known", lambda: ("added", "1") not in index(http))
             assert http.get("/v2/health/ready").status == 200
         assert load.troubles() == []

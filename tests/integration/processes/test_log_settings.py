@@ -75,15 +75,13 @@ def settings(http: Http) -> dict[str, Any]:
 def set_over_grpc(call: Any, **new_settings: Any) -> dict[str, Any]:
     """Send LogSettings: a bool, int or str sets the member of that type, None sets none."""
     request = pb.LogSettingsRequest()
-    for name, value in new_settings.items():
-        setting = request.settings[name]
+    for key, value in new_settings.items():
+        setting = request.settings[key]
         if value is not None:
             kind = {bool: "bool_param", int: "uint32_param", str: "string_param"}[type(value)]
             setattr(setting, kind, value)
     found = call.LogSettings(request, timeout=20).settings
-    return {
-        name: getattr(found[name], found[name].WhichOneof("parameter_choice")) for name in found
-    }
+    return {key: getattr(found[key], found[key].WhichOneof("parameter_choice")) for key in found}
 
 
 # --- responses of Triton 2.51 ---------------------------------------------------------------------

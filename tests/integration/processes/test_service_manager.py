@@ -198,9 +198,7 @@ def test_registrations_outlive_the_server(
                         http.unregister("other").ok()
                         manager.receive("FDSTOREREMOVE=1")
                     assert infer(http, 1) == ""
-                    assert [region["name"] for region in http.regions().json()] == [
-                        infer.shared.name
-                    ]
+                    assert [r["name"] for r in http.regions().json()] == [infer.shared.name]
             finally:
                 server.send_signal(number)
                 server.wait(30)

@@ -143,10 +143,10 @@ def test_the_time_of_inner_models_is_explained(
 
 
 def slow_lines(server: Server, model: str) -> list[Any]:
-    lines = re.findall(
+    found = re.findall(
         rf"inference of model '{model}' was slow: (\{{.*?\}})(?: |$)(.*)", server.log()
     )
-    return [(json.loads(trace_text), details) for trace_text, details in lines]
+    return [(json.loads(trace_text), details) for trace_text, details in found]
 
 
 def test_slow_requests_are_logged(server: Server) -> None:
@@ -163,9 +163,7 @@ def test_slow_requests_are_logged(server: Server) -> None:
 
 def test_slow_requests_of_programs_are_logged(server: Server) -> None:
     def lines(model: str) -> list[Any]:
-        return [
-            (trace, details) for trace, details in slow_lines(server, model) if "native" in details
-        ]
+        return [(trace, more) for trace, more in slow_lines(server, model) if "native" in more]
 
     with shmserve.client.connect(server.run_dir) as client:
         assert client.infer("slow", X=ROW[0], request_id="native")["Y"].item() == 2
@@ -176,9 +174,9 @@ def test_slow_requests_of_programs_are_logged(server: Server) -> None:
             client.infer("late", X=ROW[0], request_id="native", timeout=0.1)
     for model in ("slow", "many", "boom", "late"):
         until(f"'{model}' is logged", partial(lines, model))
-    ((trace, details),) = lines("slow")
+    ((trace, more),) = lines("slow")
     assert trace["compute_infer_us"] >= 5000
-    assert re.fullmatch("request=native trace=[0-9a-f]{32}", details)
+    assert re.fullmatch("request=native trace=[0-9a-f]{32}", more)
     ((trace, _),) = lines("boom")
     assert "boom" in trace["error"]
 

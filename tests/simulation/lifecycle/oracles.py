@@ -256,9 +256,7 @@ class LifecycleOracles:
 
     def _check_receives_no_requests(self, version: ObservedVersion, state: str) -> None:
         audience = self._executor.audience
-        found = {
-            endpoint for endpoint, has in audience.versions_by_endpoint.items() if has is version
-        }
+        found = {key for key, has in audience.versions_by_endpoint.items() if has is version}
         for gateway in audience.gateways:
             if any(update.endpoint in found for update in gateway.publications.values()):
                 self.report_violation(

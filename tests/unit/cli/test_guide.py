@@ -67,14 +67,12 @@ def test_no_table_is_wider_than_the_terminal(width: int) -> None:
 
 
 def test_in_a_terminal_a_pager_shows_it() -> None:
-    terminal, pager_terminal = os.openpty()
+    terminal, tty = os.openpty()
     command = [sys.executable, "-m", "shmserve", "guide", "models"]
     environment = {**os.environ, "PAGER": "sed 's/^# /shown: /;q'", "TERM": "xterm"}
     with os.fdopen(terminal, "rb") as screen:
-        subprocess.run(
-            command, stdin=pager_terminal, stdout=pager_terminal, env=environment, check=True
-        )
-        os.close(pager_terminal)
+        subprocess.run(command, stdin=tty, stdout=tty, env=environment, check=True)
+        os.close(tty)
         assert screen.readline().startswith(b"shown: Models and classes")
 
 

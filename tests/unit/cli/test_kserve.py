@@ -79,8 +79,6 @@ def test_the_flags_of_the_container_match_its_ports_and_probes(
 
 
 def test_shared_memory_is_mounted(manifest: dict[str, Any]) -> None:
-    (volume,) = manifest["spec"]["volumes"]
-    assert volume["emptyDir"]["medium"] == "Memory"
-    assert container(manifest)["volumeMounts"] == [
-        {"name": volume["name"], "mountPath": "/dev/shm"}
-    ]
+    (mount,) = manifest["spec"]["volumes"]
+    assert mount["emptyDir"]["medium"] == "Memory"
+    assert container(manifest)["volumeMounts"] == [{"name": mount["name"], "mountPath": "/dev/shm"}]

@@ -69,10 +69,10 @@ def connection(tmp_path: Path) -> Iterator[ServerConnection]:
 
 def build_request(connection: ServerConnection) -> PackedRequest:
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
-    update = m.ModelPublished(
+    model = m.ModelPublished(
         "m", "1", ModelSpec.of(config), {}, "ipc://nowhere", True, True, 0.0, 0
     )
-    return PackedRequest(ClientModel(update, connection.models), b"work", [], PLAIN)
+    return PackedRequest(ClientModel(model, connection.models), b"work", [], PLAIN)
 
 
 def readable(fd: int) -> bool:
@@ -84,9 +84,7 @@ def readable(fd: int) -> bool:
 def test_a_loss_during_a_check_wakes_the_waiter_again(
     connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with contextlib.closing(
-        RequestChannel(connection, lambda fd: None, lambda fd: None)
-    ) as channel:
+    with contextlib.closing(RequestChannel(connection, lambda _: None, lambda _: None)) as channel:
         channel.wake()
         connection.losses += 1  # something is, or it would not look
 

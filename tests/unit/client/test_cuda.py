@@ -183,10 +183,10 @@ def client(context: SupervisorContext, exporting: FakeExporting) -> Iterator[Ser
 
 
 def infer(
-    host: SupervisorContext, client: Server, *args: Any, **more: Any
+    context: SupervisorContext, client: Server, *args: Any, **more: Any
 ) -> shmserve.client.Result:
     future: Future[Any] = client.infer_async("m", *args, **more)
-    host.serve(future.done)
+    context.serve(future.done)
     result: shmserve.client.Result = future.result()
     return result
 

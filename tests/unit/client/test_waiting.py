@@ -48,14 +48,14 @@ def channel(connection: Any) -> Iterator[ThreadChannel]:
 
 
 def open_stream(
-    channel: Any, tmp_path: Path, ended: list[str], more: Options = PLAIN
+    channel: Any, tmp_path: Path, freed: list[str], more: Options = PLAIN
 ) -> ResponseStream:
     """Return a stream at a played scheduler; `ended_ids` records when its memory is free."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     endpoint = f"ipc://{tmp_path}/scheduler"
     published = ModelPublished("m", "1", ModelSpec.of(config), {}, endpoint, True, True, 0.0, 0)
     model = ClientModel(published, channel.connection.models)
-    request = PackedRequest(model, *WORK, more, release_memory=lambda: ended.append("free"))
+    request = PackedRequest(model, *WORK, more, release_memory=lambda: freed.append("free"))
     return ResponseStream(channel, channel.open(request), None)
 
 

@@ -46,14 +46,12 @@ trees = st.recursive(
 
 def write_json(value: Any, data: st.DataObject) -> str:
     """Return the JSON text of a tree, with random blanks and escapes."""
-    blank = data.draw(st.sampled_from(["", " ", "\n\t"]))
+    gap = data.draw(st.sampled_from(["", " ", "\n\t"]))
     if isinstance(value, Members):
-        parts = [
-            f"{write_string(n, data)}{blank}:{blank}{write_json(m, data)}" for n, m in value.pairs
-        ]
-        return f"{{{blank}{f',{blank}'.join(parts)}{blank}}}"
+        parts = [f"{write_string(n, data)}{gap}:{gap}{write_json(m, data)}" for n, m in value.pairs]
+        return f"{{{gap}{f',{gap}'.join(parts)}{gap}}}"
     if isinstance(value, list):
-        return f"[{f'{blank},'.join(write_json(m, data) for m in value)}]"
+        return f"[{f'{gap},'.join(write_json(m, data) for m in value)}]"
     return write_string(value, data) if isinstance(value, str) else json.dumps(value)
 
 

@@ -344,9 +344,7 @@ def test_every_verb_has_help(verb: list[str], capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("line", [[], ["bogus"], ["serve"], ["check"], ["client"]])
-def test_a_wrong_command_line_ends_with_2(
-    line: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_flag_ends_with_2(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(line) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith(("usage:", "shmserve: "))

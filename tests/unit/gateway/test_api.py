@@ -298,15 +298,13 @@ def test_errors_of_the_supervisor_are_returned(gateway: Rig, http: Http) -> None
 
 def test_a_disconnect_does_not_cancel_a_load(gateway: Rig, http: Http) -> None:
     del gateway.payloads[m.LoadModel]
-    path = "/v2/repository/models/slow/load"
+    p = "/v2/repository/models/slow/load"
 
     def load_requests() -> list[m.LoadModel]:
         return [message for message in gateway.received_of(m.LoadModel) if message.name == "slow"]
 
     with raw_connection(gateway.port) as link:
-        link.sendall(
-            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode()
-        )
+        link.sendall(f"POST {p} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode())
         until("the supervisor is asked", load_requests)
     (message,) = load_requests()
     gateway.send(m.Answered(message.id, {}), m.Refused(message.id, "INTERNAL", "late"))

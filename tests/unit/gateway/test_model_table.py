@@ -129,17 +129,15 @@ def test_served_names_precede_a_models_own() -> None:
 
 
 def test_a_model_on_demand_has_its_aliases_before_it_is_loaded() -> None:
-    table = build_table(
-        generator_publication("a", "gpt"), served_names=(("", "only"), ("asleep", "z"))
-    )
-    send_request = table.supervisor.send_request
-    assert resolve_alias(table, "night") == "night" and not send_request.called
-    table.models.on_demand |= {"asleep", "a"}
+    t = build_table(generator_publication("a", "gpt"), served_names=(("", "only"), ("asleep", "z")))
+    send_request = t.supervisor.send_request
+    assert resolve_alias(t, "night") == "night" and not send_request.called
+    t.models.on_demand |= {"asleep", "a"}
     for name, model_name in (("gpt", "a"), ("asleep", "asleep"), ("z", "asleep")):
-        assert resolve_alias(table, name) == model_name and not send_request.called
-    assert resolve_alias(table, "night") == "asleep"
-    assert resolve_alias(table, "stale") == "stale"  # "a" is loaded, and has no such alias
+        assert resolve_alias(t, name) == model_name and not send_request.called
+    assert resolve_alias(t, "night") == "asleep"
+    assert resolve_alias(t, "stale") == "stale"  # "a" is loaded, and has no such alias
     with pytest.raises(NotFound, match="none or several"):
-        resolve_alias(table, "only")
+        resolve_alias(t, "only")
     send_request.return_value = {"names": {}}
-    assert resolve_alias(table, "only") == "a"
+    assert resolve_alias(t, "only") == "a"

@@ -162,11 +162,9 @@ def test_errors_have_a_type_and_the_field() -> None:
     api_error = decode_error(InvalidArgument("[request id: 7] temperature: -1 is not a number"))
     assert (api_error["type"], api_error["param"]) == ("invalid_request_error", "temperature")
     assert api_error["message"] == "temperature: -1 is not a number"
-    too_long = decode_error(
-        InvalidArgument(f"[request id: 7] text_input: {PROMPT_TOO_LONG}: 9 tokens")
-    )
-    assert (too_long["param"], too_long["code"]) == ("prompt", "context_length_exceeded")
-    assert too_long["message"] == f"prompt: {PROMPT_TOO_LONG}: 9 tokens"
+    long = decode_error(InvalidArgument(f"[request id: 7] text_input: {PROMPT_TOO_LONG}: 9 tokens"))
+    assert (long["param"], long["code"]) == ("prompt", "context_length_exceeded")
+    assert long["message"] == f"prompt: {PROMPT_TOO_LONG}: 9 tokens"
     assert decode_error(InvalidArgument("the body is a list"))["param"] is None
     assert decode_error(NotFound("x: no"))["code"] == "model_not_found"
     assert decode_error(TooManyRequests("full"))["code"] == "rate_limit_exceeded"
@@ -209,10 +207,8 @@ def test_many_log_probabilities_are_parsed_in_parts(monkeypatch: pytest.MonkeyPa
 
 
 def text_gateway() -> Any:
-    fields = SimpleNamespace(
-        inputs={bodies.PARAMETERS_INPUT: None}, outputs={bodies.TEXT_OUTPUT: None}
-    )
-    model = SimpleNamespace(name="m", signature=fields)
+    io = SimpleNamespace(inputs={bodies.PARAMETERS_INPUT: None}, outputs={bodies.TEXT_OUTPUT: None})
+    model = SimpleNamespace(name="m", signature=io)
     model_table = MagicMock(on_demand=(), resolve_alias=str)
     model_table.__contains__.return_value = True
     model_table.resolve.return_value = model

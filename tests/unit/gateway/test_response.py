@@ -227,11 +227,9 @@ def test_unsupported_encodings_list_supported_ones(http: Http) -> None:
 
 
 def test_versions_are_distinguished(gateway: Rig, http: Http) -> None:
-    def constant_model(value: bytes) -> Any:
+    def constant_model(v: bytes) -> Any:
         def compute(request: Inference) -> Inferred:
-            return Inferred(
-                (TensorRef("OUT", "INT8", (1,), value),), {"n": 1.5, "s": "x", "b": True}
-            )
+            return Inferred((TensorRef("OUT", "INT8", (1,), v),), {"n": 1.5, "s": "x", "b": True})
 
         return compute
 

@@ -185,12 +185,10 @@ def test_a_memory_range_outside_its_memory_is_malformed() -> None:
     [[], [1], [1, ""], [1, None, ""], [1, "", "", "text"], [1, "", "", b"", 7], 7, ["a", 2]],
 )
 def test_records_within_a_message_are_typed_too(reply: Any) -> None:
-    times_ns = (0, 0, 0, 0)
-    batch = m.BatchFinished(
-        1, *times_ns, [m.Reply(1, "", "", b"made", [b"x"]), m.Reply(2, "X", "no")]
-    )
+    times = (0, 0, 0, 0)
+    batch = m.BatchFinished(1, *times, [m.Reply(1, "", "", b"made", [b"x"]), m.Reply(2, "X", "no")])
     assert frames.unpack(frames.pack([batch])) == [batch]
-    frame = msgpack.packb([frames.VERSION, ["BatchFinished", 1, *times_ns, [reply], 0, 0, True]])
+    frame = msgpack.packb([frames.VERSION, ["BatchFinished", 1, *times, [reply], 0, 0, True]])
     with pytest.raises(MalformedMessage):
         frames.unpack(frame)
 

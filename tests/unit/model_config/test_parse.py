@@ -308,20 +308,18 @@ def test_every_protobuf_json_is_read(config: ModelConfig, snake: bool, as_text: 
 @given(configs)
 def test_printed_configurations_parse_to_the_same(config: ModelConfig) -> None:
     printed_config = to_dict(config)
-    again = from_json(json.dumps(printed_config))
-    assert to_dict(again) == printed_config
-    again.ClearField("max_batch_size")
-    first = ModelConfig()
-    first.CopyFrom(config)
-    first.ClearField("max_batch_size")
-    for parsed_config in (again, first):
+    new = from_json(json.dumps(printed_config))
+    assert to_dict(new) == printed_config
+    new.ClearField("max_batch_size")
+    old = ModelConfig()
+    old.CopyFrom(config)
+    old.ClearField("max_batch_size")
+    for parsed_config in (new, old):
         if parsed_config.dynamic_batching.max_queue_delay_microseconds == 0:
             parsed_config.dynamic_batching.ClearField("max_queue_delay_microseconds")
-    if not first.HasField("dynamic_batching"):
-        again.ClearField("dynamic_batching")
-    assert again.SerializeToString(deterministic=True) == first.SerializeToString(
-        deterministic=True
-    )
+    if not old.HasField("dynamic_batching"):
+        new.ClearField("dynamic_batching")
+    assert new.SerializeToString(deterministic=True) == old.SerializeToString(deterministic=True)
 
 
 def parse_int_strings(value: Any) -> Any:

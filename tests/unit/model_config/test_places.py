@@ -60,9 +60,7 @@ def test_every_key_of_a_real_file_is_found_in_it(path: Path, newline: str) -> No
 
 
 @given(configs, st.booleans(), st.booleans())
-def test_every_key_of_a_text_is_found_in_it(
-    config: ModelConfig, is_flat: bool, short: bool
-) -> None:
+def test_every_key_of_a_text_is_found(config: ModelConfig, is_flat: bool, short: bool) -> None:
     text = text_format.MessageToString(
         config, as_one_line=is_flat, use_short_repeated_primitives=short
     )

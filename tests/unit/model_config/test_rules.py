@@ -242,7 +242,7 @@ def test_gpus_are_checked_against_the_hosts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dims", "shape", "batch", "error"),
+    ("dims", "shape", "size", "error"),
     [
         ([4], [2, 2], 0, ""),
         ([2, 4, -1, 6], [8, -1, 1, 6], 0, ""),
@@ -259,10 +259,10 @@ def test_gpus_are_checked_against_the_hosts() -> None:
     ],
 )
 def test_a_reshape_keeps_the_elements(
-    dims: list[int], shape: list[int], batch: int, error: str
+    dims: list[int], shape: list[int], size: int, error: str
 ) -> None:
     text = (
-        f'{PYTHON} max_batch_size: {batch} input {{ name: "I" data_type: TYPE_FP32 dims: {dims} '
+        f'{PYTHON} max_batch_size: {size} input {{ name: "I" data_type: TYPE_FP32 dims: {dims} '
         f"reshape {{ @shape: {shape} }} }}"
     )
     key = "input[0].reshape.shape"

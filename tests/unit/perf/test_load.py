@@ -60,11 +60,9 @@ def transport() -> Iterator[InstantLaneFactory]:
 
 
 def load(
-    lanes: InstantLaneFactory, requests: list[Any], slots: int, schedule: Any = None
+    lanes: InstantLaneFactory, requests: list[Any], slots: int, plan: Any = None
 ) -> LoadGenerator:
-    return LoadGenerator(
-        lanes.poller, lanes, lambda slot: requests, slots, schedule, patience_s=0.2
-    )
+    return LoadGenerator(lanes.poller, lanes, lambda slot: requests, slots, plan, patience_s=0.2)
 
 
 def test_a_closed_loop_keeps_its_number_and_rotates_requests(transport: InstantLaneFactory) -> None:

@@ -147,9 +147,7 @@ def test_a_held_response_that_is_discarded_releases_its_outputs() -> None:
     assert rig.answers() == [failure(second_id, "UNAVAILABLE", EXPIRED_TEXT)]
     rig.client(m.Cancel(third_id))
     assert rig.answers() == [failure(third_id, "CANCELLED", "request cancelled")]
-    assert rig.workers.take() == [
-        (peer2, m.ReleaseOutputs(7000, offsets)) for offsets in ([64, 192], [256])
-    ]
+    assert rig.workers.take() == [(peer2, m.ReleaseOutputs(7000, at)) for at in ([64, 192], [256])]
 
 
 def test_read_outputs_are_released_to_the_worker_that_made_them() -> None:
@@ -792,8 +790,6 @@ def test_request_options_reach_the_worker() -> None:
     fields |= {"correlation_id": 4, "correlation_text": "text"}
     rig.submit(work=(schema_of(), [b"packed"]), timeout_ns=MS, **fields)
     _, batch = rig.execute()
-    (work,) = batch.requests
+    (w,) = batch.requests
     pid = int(GATEWAY.split(b".")[0])
-    assert work == m.Work(
-        work.key, pid, schema_of(), [b"packed"], **fields, deadline_ns=rig.now + MS
-    )
+    assert w == m.Work(w.key, pid, schema_of(), [b"packed"], **fields, deadline_ns=rig.now + MS)

@@ -132,13 +132,13 @@ def test_hits_keep_the_order_of_requests() -> None:
     rig = cached_rig(dynamic_batching={"preserve_ordering": True})
     peer = rig.start()
     run(rig, peer, pack_request(), pack_response(b"y"))
-    (first,) = rig.submit(work=pack_request(b"z"))
-    (second,) = rig.submit(work=pack_request())
+    (one,) = rig.submit(work=pack_request(b"z"))
+    (two,) = rig.submit(work=pack_request())
     assert rig.answers() == []
     _, batch = rig.execute()
     rig.finish(peer, batch, ok_reply(batch.requests[0].key, pack_response(b"w")))
     assert rig.answers() == [
-        m.Finished(n, *pack_response(w)) for n, w in ((first, b"w"), (second, b"y"))
+        m.Finished(n, *pack_response(w)) for n, w in ((one, b"w"), (two, b"y"))
     ]
 
 
@@ -394,7 +394,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_the_cache_keeps_the_last_used_entries_within_its_bound(
+def test_the_cache_keeps_entries_within_its_bound(
     steps: list[tuple[str, int, int]],
 ) -> None:
     """The least recently used entry is evicted; no entry is larger than the cache."""

@@ -420,11 +420,9 @@ def test_reading_messages_enlarges_the_window() -> None:
             sent_size += len(request_frames)
             for _ in range(3):
                 await asyncio.sleep(0)
-            window_updates = [
-                payload for kind, *_, payload in scene.transport.frames() if kind == WINDOW
-            ]
-            updates += len(window_updates)
-            granted_credit += sum(int.from_bytes(increment, "big") for increment in window_updates)
+            sizes = [payload for kind, *_, payload in scene.transport.frames() if kind == WINDOW]
+            updates += len(sizes)
+            granted_credit += sum(int.from_bytes(increment, "big") for increment in sizes)
             assert sent_size - window // 4 - len(request_frames) <= granted_credit <= sent_size
         assert 0 < updates <= 4 * sent_size // window
 

@@ -221,9 +221,7 @@ def wait_for_credit(scheduler: Scheduler, number: int, min_credit: int) -> None:
     until("there is credit", lambda: granted_credit(scheduler, number) >= min_credit)
 
 
-def test_credit_is_returned_for_responses_that_are_read(
-    scheduler: Scheduler, stream: Stream
-) -> None:
+def test_credit_is_returned_for_read_responses(scheduler: Scheduler, stream: Stream) -> None:
     """Each of 1,000 responses is sent within the credit that there is."""
     stream.send_request("a")
     ((peer, number),) = first_requests(scheduler, 1)
@@ -286,9 +284,7 @@ def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: 
         return m.Responded(number, "", "", *pack_inferred(answer), False)
 
     def count_releases() -> int:
-        releases = [
-            message for message in scheduler.notifications if isinstance(message, m.Release)
-        ]
+        releases = [sent for sent in scheduler.notifications if isinstance(sent, m.Release)]
         return sum(len(release.offsets) for release in releases)
 
     stream.send_request("a")

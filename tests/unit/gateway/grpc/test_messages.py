@@ -51,9 +51,7 @@ def assemble(pieces: Sequence[bytes], sinks: Sinks | None = None) -> list[Receiv
     st.lists(st.tuples(st.binary(max_size=200), st.booleans()), max_size=6),
     st.lists(st.integers(1, 300), min_size=1, max_size=10),
 )
-def test_messages_are_assembled_for_any_split(
-    sent: list[tuple[bytes, bool]], steps: list[int]
-) -> None:
+def test_messages_of_any_split_are_whole(sent: list[tuple[bytes, bool]], steps: list[int]) -> None:
     stream = b"".join(message(data, compressed=flag) for data, flag in sent)
     pieces: list[bytes] = []
     offset = 0

@@ -154,15 +154,13 @@ POSITIONS = st.fixed_dictionaries(
 
 @example("", {"sequence_id": "string:" + "\U00010000" * 32})
 @given(st.text(max_size=200), POSITIONS)
-def test_the_identity_is_not_part_of_the_fingerprint(
-    request_id: str, fields: dict[str, str]
-) -> None:
+def test_the_identity_is_not_part_of_the_fingerprint(name: str, fields: dict[str, str]) -> None:
     """Its id and its position in a sequence are read from each message."""
     plain_request = request(own="int64:1")
     plain_request.inputs.add(name="x", datatype="INT8", shape=[1])
     plain_request.raw_input_contents.append(b"1")
     infer_request = request(own="int64:1", **fields)
-    infer_request.id = request_id
+    infer_request.id = name
     infer_request.inputs.extend(plain_request.inputs)
     infer_request.raw_input_contents.append(b"1")
     parts, expected = (
@@ -242,14 +240,12 @@ def test_a_filled_template_equals_an_encoded_response(
         )
 
 
-@pytest.mark.parametrize("datatype", ["UINT8", "BYTES"])
+@pytest.mark.parametrize("kind", ["UINT8", "BYTES"])
 @pytest.mark.parametrize("placed", [(), ("Y", "Z")])
 @pytest.mark.parametrize("data", [[], [b"a"], [b"a", b"b", b"c"], [b"a", 5], [b"a", None]])
-def test_a_template_rejects_other_data(
-    datatype: str, placed: tuple[str, ...], data: list[Any]
-) -> None:
+def test_a_template_rejects_other_data(kind: str, placed: tuple[str, ...], data: list[Any]) -> None:
     model: Any = SimpleNamespace(name="m", version="1")
-    outputs = tuple(TensorRef(name, datatype, (1,), b"a") for name in ("Y", "Z"))
+    outputs = tuple(TensorRef(name, kind, (1,), b"a") for name in ("Y", "Z"))
     template = GrpcResponseTemplate(model, Inferred(outputs), placed)
     filled_response = template.fill("7", data)
     assert filled_response is None or (

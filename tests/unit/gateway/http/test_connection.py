@@ -160,10 +160,8 @@ class RepeatingHandler:
         return await repeat(request)
 
 
-def pack_request(
-    method: str, path: str, lines: tuple[str, ...], body: bytes, body_framing: str
-) -> bytes:
-    if body_framing == "chunked":
+def pack_request(method: str, path: str, lines: tuple[str, ...], body: bytes, way: str) -> bytes:
+    if way == "chunked":
         framing = "Transfer-Encoding: chunked"
         framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
     else:
@@ -368,9 +366,9 @@ KNOWN_REQUEST = pack_request("POST", "/a", (), b"{}", "length")
 
 
 async def begin_request(
-    begun: tuple[int, bool],
+    case: tuple[int, bool],
 ) -> tuple[HttpConnection, Transport, TasklessRequest]:
-    repeats = RepeatingHandler(begun)
+    repeats = RepeatingHandler(case)
     connection, transport = connect(repeats)
     await turn_loop()
     for _ in range(3):

@@ -75,12 +75,10 @@ def stack() -> Iterator[contextlib.ExitStack]:
 
 def connect_from(gateway: Rig, address: str, stack: contextlib.ExitStack) -> PeerConnections:
     """Yield clients with one address at a listener for other hosts."""
-    destination, source = ("127.0.0.1", gateway.port), (address, 0)
-    peers = PeerConnections(
-        lambda: socket.create_connection(destination, 20, source_address=source)
-    )
-    stack.callback(peers.close)
-    return peers
+    target, source = ("127.0.0.1", gateway.port), (address, 0)
+    found = PeerConnections(lambda: socket.create_connection(target, 20, source_address=source))
+    stack.callback(found.close)
+    return found
 
 
 def test_an_address_has_a_quota(folder: Path, stack: contextlib.ExitStack) -> None:

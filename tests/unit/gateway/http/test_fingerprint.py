@@ -38,11 +38,9 @@ def test_the_position_in_a_sequence_is_cut_out(space: str, sequence: int | str) 
         for end in (False, True):
             parameters = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
             text = header(json.dumps(parameters, separators=("," + space, ":" + space))[1:-1])
-            key, found = cut_identity(text)
-            assert found is not None and found.is_identity_of(
-                parse_request(loads(text), 1, "m", LIMIT)
-            )
-            assert found == RequestIdentity("", sequence, start | end * 2)
+            key, cut = cut_identity(text)
+            assert cut is not None and cut.is_identity_of(parse_request(loads(text), 1, "m", LIMIT))
+            assert cut == RequestIdentity("", sequence, start | end * 2)
             keys.add(key)
     (key,) = keys
     assert json.loads(key)["parameters"] == {"sequence_id": 0, "own": 1}
@@ -215,11 +213,11 @@ def test_different_requests_have_different_fingerprints(data: bytes, suffix: byt
 
 def test_a_request_is_repeated_from_its_third_occurrence() -> None:
     cache = new_cache()
-    found = [
+    filled = [
         fill_from_cache(cache, one_tensor(t)) for t in ("[1, 2]", "[3, 4]", "[5, 6]", "[-7, 8]")
     ]
-    assert [template is not None for template in found] == [False, False, True, True]
-    assert found[3] == parse_fully(one_tensor("[-7, 8]"))
+    assert [template is not None for template in filled] == [False, False, True, True]
+    assert filled[3] == parse_fully(one_tensor("[-7, 8]"))
 
 
 @pytest.mark.parametrize(

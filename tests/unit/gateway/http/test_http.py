@@ -42,14 +42,12 @@ SECONDS = 0.4
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with rig(tmp_path_factory.mktemp("run"), max_input_size=2 * MIB) as model_rig:
-        model_rig.serve(SIMPLE_CONFIG, add_sub)
-        model_rig.serve(identity_config("id", "FP32", [-1]), answer_one_byte)
-        model_rig.publish(
-            identity_config("text", "BYTES", [-1]), model_rig.scheduler(answer_one_byte)
-        )
-        model_rig.open()
-        yield model_rig
+    with rig(tmp_path_factory.mktemp("run"), max_input_size=2 * MIB) as started:
+        started.serve(SIMPLE_CONFIG, add_sub)
+        started.serve(identity_config("id", "FP32", [-1]), answer_one_byte)
+        started.publish(identity_config("text", "BYTES", [-1]), started.scheduler(answer_one_byte))
+        started.open()
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +89,10 @@ def connection(gateway: Rig) -> Iterator[socket.socket]:
         yield connection
 
 
-def head(size: int, *lines: str, version: str = "1.1", method: str = "POST") -> bytes:
-    first = f"{method} /v2/models/simple/infer HTTP/{version}"
+def head(length: int, *lines: str, version: str = "1.1", method: str = "POST") -> bytes:
+    start = f"{method} /v2/models/simple/infer HTTP/{version}"
     return "\r\n".join(
-        [first, "Host: localhost", f"Content-Length: {size}", *lines, "", ""]
+        [start, "Host: localhost", f"Content-Length: {length}", *lines, "", ""]
     ).encode()
 
 

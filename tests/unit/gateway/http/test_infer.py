@@ -74,11 +74,11 @@ def simple_scheduler(gateway: Rig) -> Scheduler:
 
 
 def send(
-    connection: socket.socket, model: str, body: bytes, size: int = 0, header: int = 0
+    connection: socket.socket, model: str, body: bytes, length: int = 0, header: int = 0
 ) -> None:
     """Send an inference; `size` is the body's when only a part of it is sent."""
     head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
-    head += f"Content-Length: {size or len(body)}\r\n"
+    head += f"Content-Length: {length or len(body)}\r\n"
     if header:
         head += f"Inference-Header-Content-Length: {header}\r\n"
     connection.sendall(head.encode() + b"\r\n" + body)
@@ -105,12 +105,12 @@ class WaitingClient(threading.Thread):
 
 
 def held_client(
-    gateway: Rig, held: Scheduler, model: str, body: Any, fields: Any = None
+    gateway: Rig, scheduler: Scheduler, model: str, body: Any, fields: Any = None
 ) -> WaitingClient:
     """Return a client whose request the scheduler has received and does not answer."""
-    held.holds_responses = True
+    scheduler.holds_responses = True
     caller = WaitingClient(gateway.port, model, body, fields)
-    until("the request is there", lambda: held.unanswered_submits)
+    until("the request is there", lambda: scheduler.unanswered_submits)
     return caller
 
 
@@ -183,9 +183,7 @@ def test_a_full_queue_sends_retry_after(gateway: Rig, simple_scheduler: Schedule
     assert (caller.reply().status, caller.reply().headers["Retry-After"]) == (503, "3")
 
 
-def test_a_malformed_response_is_an_internal_error(
-    gateway: Rig, simple_scheduler: Scheduler
-) -> None:
+def test_malformed_responses_are_internal_errors(gateway: Rig, simple_scheduler: Scheduler) -> None:
     caller = held_client(gateway, simple_scheduler, "simple", simple_body())
     peer, submit = simple_scheduler.unanswered_submits.pop()
     simple_scheduler.send(peer, Finished(submit.id + 1, b"", []))
@@ -197,9 +195,7 @@ def test_a_malformed_response_is_an_internal_error(
 
 
 def test_an_output_of_wrong_size_is_internal(gateway: Rig, simple_scheduler: Scheduler) -> None:
-    simple_scheduler.compute = lambda _: Inferred(
-        (TensorRef("OUTPUT0", "INT32", (1, 16), b"xxxx"),)
-    )
+    simple_scheduler.compute = lambda _: Inferred((TensorRef("OUTPUT0", "INT32", (1, 16), b"xx"),))
     reply = gateway.http.infer("simple", simple_body())
     assert "output 'OUTPUT0': expected 64 bytes for INT32 [1,16], got 4" in reply.error
 
@@ -352,9 +348,7 @@ def test_a_withdrawn_model_finishes_its_requests(gateway: Rig, simple_scheduler:
     http.infer("simple", simple_body()).ok()
 
 
-def test_a_moved_scheduler_receives_later_requests(
-    gateway: Rig, simple_scheduler: Scheduler
-) -> None:
+def test_a_moved_scheduler_gets_later_requests(gateway: Rig, simple_scheduler: Scheduler) -> None:
     http = gateway.http
     http.infer("simple", simple_body()).ok()
     moved_scheduler = gateway.serve(SIMPLE_CONFIG, add_sub)
@@ -467,17 +461,17 @@ def test_a_block_is_kept_until_the_scheduler_responds(gateway: Rig, any_size: Sc
 
 def test_tensors_larger_than_the_arena_are_refused(gateway: Rig, any_size: Scheduler) -> None:
     http = gateway.http
-    error = http.infer("large", *large_body(ARENA + 8 * MIB))
-    assert error.status == 400
-    assert error.error == (
+    found = http.infer("large", *large_body(ARENA + 8 * MIB))
+    assert found.status == 400
+    assert found.error == (
         f"server memory for tensors is too small: {ARENA + 8 * MIB} bytes are needed, "
         f"--arena-byte-size allows {ARENA}"
     )
     body, headers = large_body(ARENA + 8 * MIB)
     chunks = (body[offset : offset + MIB] for offset in range(0, len(body), MIB))
-    error = http.infer("large", chunks, headers)
-    assert error.status == 400
-    assert error.error.endswith(
+    found = http.infer("large", chunks, headers)
+    assert found.status == 400
+    assert found.error.endswith(
         f"the {ARENA} bytes of server memory for tensors (--arena-byte-size)"
     )
     http.infer("large", *large_body(MIB)).ok()
@@ -625,10 +619,8 @@ def region_scheduler(gateway: Rig) -> Scheduler:
     return scheduler
 
 
-def region_request(
-    name: str = "r", size: int = 40, offset: int = 8, **output: Any
-) -> dict[str, Any]:
-    output_parameters = output or in_region(name, 40, 96)
+def region_request(name: str = "r", size: int = 40, offset: int = 8, **out: Any) -> dict[str, Any]:
+    output_parameters = out or in_region(name, 40, 96)
     return {
         "inputs": [shm_input("IN", "FP32", [10], name, size, offset)],
         "outputs": [{"name": "OUT", "parameters": output_parameters}],

@@ -428,14 +428,12 @@ def test_lists_may_be_nested_or_flat(nested: list[Any]) -> None:
         tensors.decode(nested, "INT32", 5, "A")
 
 
-@pytest.mark.parametrize("datatype", ["FP16", "BF16"])
-def test_fp16_and_bf16_have_no_json_representation(datatype: str) -> None:
-    with pytest.raises(
-        InvalidArgument, match=f"receiving {datatype} data via JSON is not supported"
-    ):
-        tensors.decode([1.0], datatype, 1, "A")
-    with pytest.raises(InvalidArgument, match=f"sending {datatype} data via JSON is not supported"):
-        tensors.encode(b"\0\0", datatype, (1,), "A")
+@pytest.mark.parametrize("kind", ["FP16", "BF16"])
+def test_fp16_and_bf16_have_no_json_representation(kind: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"receiving {kind} data via JSON is not supported"):
+        tensors.decode([1.0], kind, 1, "A")
+    with pytest.raises(InvalidArgument, match=f"sending {kind} data via JSON is not supported"):
+        tensors.encode(b"\0\0", kind, (1,), "A")
 
 
 def test_single_precision_is_written_as_the_double_it_equals() -> None:

@@ -84,9 +84,7 @@ def test_an_invalid_request_is_refused(repeated: RepeatedConnection) -> None:
 @pytest.mark.parametrize(
     ("code", "status", "text"), [("UNAVAILABLE", 503, "no"), ("INTERNAL", 500, "why")]
 )
-def test_a_failure_is_reported(
-    repeated: RepeatedConnection, code: str, status: int, text: str
-) -> None:
+def test_failures_are_sent(repeated: RepeatedConnection, code: str, status: int, text: str) -> None:
     repeated.hold_request(30)
     ((peer, submit),) = repeated.scheduler.unanswered_submits
     repeated.scheduler.unanswered_submits.clear()

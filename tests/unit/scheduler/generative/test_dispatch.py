@@ -75,10 +75,8 @@ class FakeLlmWorker:
             0 if replays else sum(bool(resumed.finish_reason) for resumed in message.resumed)
         )
         self.open[request.key] = self.samples - finished_count
-        prepared = g.Prepared(
-            request.key, PROMPT.tobytes(), self.most, self.samples, replays=replays
-        )
-        self.rig.worker(self.peer, prepared)
+        done = g.Prepared(request.key, PROMPT.tobytes(), self.most, self.samples, replays=replays)
+        self.rig.worker(self.peer, done)
 
     def _step(self, message: g.Step) -> None:
         known_sequences = {new.sequence: (new.key, new.sample) for new in message.new_sequences}

@@ -12,7 +12,7 @@ LEVELS = {"priority_levels": 3, "default_priority_level": 2}
 DELAY_POLICY = {"timeout_action": "DELAY", "default_timeout_microseconds": 1000}
 
 
-def refusal_message(number: int, text: str, retry_s: int = 0) -> m.Failed:
+def refusal(number: int, text: str, retry_s: int = 0) -> m.Failed:
     return m.Failed(number, "UNAVAILABLE", text, retry_s, False)
 
 
@@ -82,9 +82,7 @@ def test_each_level_has_its_policy_and_its_own_bound() -> None:
         rig.submit(max_queued, priority=priority)
         assert rig.answers() == []
         (number,) = rig.submit(priority=priority, request_id="r")
-        assert rig.answers() == [
-            refusal_message(number, "[request id: r] Exceeds maximum queue size", 1)
-        ]
+        assert rig.answers() == [refusal(number, "[request id: r] Exceeds maximum queue size", 1)]
     rig.finish(peer, batch)
     rig.answers()
     rig.submit(priority=1)
@@ -104,7 +102,7 @@ def test_delayed_requests_count_towards_the_bound_of_their_level() -> None:
     rig.submit(1)
     (number,) = rig.submit()
     assert rig.answers() == [
-        refusal_message(number, "[request id: <id_unknown>] Exceeds maximum queue size", 1)
+        refusal(number, "[request id: <id_unknown>] Exceeds maximum queue size", 1)
     ]
 
 
@@ -118,9 +116,9 @@ def test_a_timeout_counts_from_the_enqueue_and_by_level() -> None:
     rig, _, _ = busy_rig(dynamic_batching)
     high_priority, low_priority = rig.submit(priority=1) + rig.submit(priority=3)
     rig.pass_time(MS + 1)
-    assert rig.answers() == [refusal_message(high_priority, EXPIRED_TEXT)]
+    assert rig.answers() == [refusal(high_priority, EXPIRED_TEXT)]
     rig.pass_time(2 * MS)
-    assert rig.answers() == [refusal_message(low_priority, EXPIRED_TEXT)]
+    assert rig.answers() == [refusal(low_priority, EXPIRED_TEXT)]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +148,7 @@ def test_a_requests_timeout_applies_if_allowed_and_shorter(
     rig.pass_time(limit_us * 1000)
     assert rig.answers() == []
     rig.pass_time(1)
-    assert rig.answers() == [refusal_message(number, EXPIRED_TEXT)]
+    assert rig.answers() == [refusal(number, EXPIRED_TEXT)]
 
 
 def test_a_request_rejected_by_timeout_is_unavailable_and_counts_as_rejected() -> None:
@@ -158,7 +156,7 @@ def test_a_request_rejected_by_timeout_is_unavailable_and_counts_as_rejected() -
     rig, _, _ = busy_rig({"default_queue_policy": {"default_timeout_microseconds": 1000}})
     (number,) = rig.submit(request_id="r")
     rig.pass_time(MS + 1)
-    assert rig.answers() == [refusal_message(number, EXPIRED_TEXT)]
+    assert rig.answers() == [refusal(number, EXPIRED_TEXT)]
     assert rig.report()["shmserve"]["failures"]["REJECTED"] == 1
 
 
@@ -198,7 +196,7 @@ def test_a_requests_own_timeout_also_delays_it(limit_us: int, is_deadline: bool)
     rig.pass_time(MS)
     assert rig.answers() == []
     rig.pass_time(3_600_000 * MS)
-    assert rig.answers() == ([refusal_message(number, EXPIRED_TEXT)] if limit_us else [])
+    assert rig.answers() == ([refusal(number, EXPIRED_TEXT)] if limit_us else [])
 
 
 @pytest.mark.parametrize("is_deadline", [False, True])
@@ -209,7 +207,7 @@ def test_a_timeout_is_a_deadline_only_on_request(is_deadline: bool) -> None:
     rig.pass_time(MS)
     answers = rig.answers()
     text = "Request timeout expired (30 microseconds, from the request's parameter 'timeout')"
-    assert answers == ([refusal_message(number, text)] if is_deadline else [])
+    assert answers == ([refusal(number, text)] if is_deadline else [])
 
 
 @pytest.mark.parametrize(
@@ -229,7 +227,7 @@ def test_an_expired_request_names_the_limit_and_its_origin(
     rig, _, _ = busy_rig({"default_queue_policy": policy})
     (number,) = rig.submit(**fields)
     rig.pass_time(MS)
-    assert rig.answers() == [refusal_message(number, f"Request timeout expired ({text})")]
+    assert rig.answers() == [refusal(number, f"Request timeout expired ({text})")]
 
 
 def test_cancelling_a_delayed_request_removes_it() -> None:
@@ -249,9 +247,7 @@ def test_a_timeout_expires_while_the_instance_is_busy(policy: dict[str, Any]) ->
     number = rig.submit()[0]
     assert rig.wake_ns == rig.now + MS + 1
     rig.pass_time(MS + 1)
-    assert rig.answers() == (
-        [] if "timeout_action" in policy else [refusal_message(number, EXPIRED_TEXT)]
-    )
+    assert rig.answers() == ([] if "timeout_action" in policy else [refusal(number, EXPIRED_TEXT)])
 
 
 def test_a_timeout_expires_after_its_microseconds() -> None:
@@ -260,4 +256,4 @@ def test_a_timeout_expires_after_its_microseconds() -> None:
     rig.pass_time(7_000)
     assert rig.answers() == []
     rig.pass_time(1)
-    assert rig.answers() == [refusal_message(number, EXPIRED_TEXT)]
+    assert rig.answers() == [refusal(number, EXPIRED_TEXT)]

@@ -506,11 +506,11 @@ def test_a_retiring_instance_keeps_its_open_sequences(strategy: str) -> None:
 
 
 def ended_slots(rig: SequenceRig) -> list[list[int]]:
-    sent = rig.workers.take()
+    all_sent = rig.workers.take()
     rig.workers.posted_messages[:0] = [
-        item for item in sent if not isinstance(item[1], m.EndSequences)
+        entry for entry in all_sent if not isinstance(entry[1], m.EndSequences)
     ]
-    return [message.slots for _, message in sent if isinstance(message, m.EndSequences)]
+    return [message.slots for _, message in all_sent if isinstance(message, m.EndSequences)]
 
 
 def begin_sequence(rig: SequenceRig, flags: int = START) -> None:
