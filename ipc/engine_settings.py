@@ -102,7 +102,7 @@ class EngineSettings:
 
         Args:
             document: The document.
-            origin: The name of the document in messages.
+            origin: The name of the document in error texts.
             positions: The position of each key ("3:1"), if known.
 
         Raises:

@@ -224,7 +224,7 @@ def _article(model: Any) -> str:
 
 
 def _file_of(cls: type, folder: Path, sources: Sources) -> Path:
-    """Generate a file that imports a class, or has a script's class; return its path."""
+    """Generate a file that imports a class, or contains the class of a script; return its path."""
     package = cls.__module__.partition(".")[0]
     path = folder / f"class_{cls.__name__}" / f"{cls.__name__.lower()}.py"
     is_importable = package != "__main__" and PathFinder.find_spec(package) is not None

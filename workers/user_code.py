@@ -73,7 +73,7 @@ def source_location(error: BaseException, folder: Path) -> str:
 def model_traceback(error: BaseException, folder: Path) -> str:
     """Return the traceback of `format_error` without its last line, or "" if there is no frame.
 
-    That of a SyntaxError shows the line with the error.
+    The traceback of a SyntaxError shows the line with the error.
     """
     report = _model_report(error, folder)
     if isinstance(error, SyntaxError):  # the lines before the last one show its position

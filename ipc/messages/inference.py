@@ -394,8 +394,8 @@ def make_submit(
 ) -> Submit:
     """Return the message that submits a request, of this schema and these data.
 
-    The deadline is the earlier one of `limit_us`, counted from the arrival, with the origin
-    `limit_origin`, and of the caller's end `ends_ns` (monotonic clock); 0: none.
+    The deadline is `limit_us` after the arrival, with the origin `limit_origin`, or the caller's
+    deadline `ends_ns` (monotonic clock) if that is earlier. A limit of 0 does not apply.
     """
     if timeout_us > MAX_TIMEOUT_US:
         timeout_us = MAX_TIMEOUT_US

@@ -90,8 +90,8 @@ class SchedulerLost(Message):
 
     The receiver resubmits the requests of that scheduler to `successor`; a new `ModelPublished`
     follows. An empty successor means that the version was retired or that no scheduler can be
-    started now; in the latter case the message is repeated, finally with a successor. Gateways then
-    reject the requests that they have there. Workers look the model up again with `FindModel`.
+    started now; in the latter case the message is repeated, finally with a successor. Without a
+    successor, gateways reject the requests, and workers look the model up again with `FindModel`.
     """
 
     endpoint: str
@@ -104,10 +104,10 @@ class SchedulerLost(Message):
 class ProcessExited(Message):
     """Sent by the supervisor to gateways, schedulers and workers when a process has exited.
 
-    The receiver releases the memory of that process, cancels its requests, reruns elsewhere what it
-    executed, and expects a replacement if it was an instance. `process` is the process's number:
-    its pid, which is not reused while anyone may remember this process, or the number of a local
-    client. `reason` is meant for clients and may be empty.
+    The receiver releases the memory of that process, and cancels its requests. If the process was a
+    worker, its requests are retried or fail, and a replacement follows. `process` is its pid,
+    which is not reused while a receiver may store the exit, or the number of a local client.
+    `reason` is meant for clients and may be empty.
     """
 
     TAG: ClassVar[str] = "Exited"  # the tag "ProcessExited" is that of OwnerExited
@@ -240,7 +240,7 @@ class ModelChanged(Message):
 class LoadRefused(Message):
     """Published when a load has failed.
 
-    The model serves what it served before.
+    The versions that served before continue to serve.
     """
 
     name: str

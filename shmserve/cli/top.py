@@ -144,7 +144,7 @@ class Top:
         return sorted(self.models, key=lambda key: (-_number(self.models[key], self.sort), key))
 
     def page(self, height: int, width: int) -> list[RenderableType]:
-        """Return the lines of a page: the server, the models or the selected model, its problem."""
+        """Return the lines of a page: server, models or one model, the selected model's problem."""
         from rich.text import Text
 
         keys = self.order()

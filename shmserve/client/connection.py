@@ -160,7 +160,7 @@ def _connect(listener: socket.socket, path: str, timeout_s: float) -> None:
 
 
 class Timeouts:
-    """A heap of the deadlines of a channel's requests, by number; used by one thread."""
+    """A heap of the deadlines of a channel's requests, by their numbers; used by one thread."""
 
     def __init__(self, channel: RequestChannel) -> None:
         self._channel = channel

@@ -153,7 +153,7 @@ class Server:
 
         The arguments are those of `infer`, except that `timeout` applies to all responses together.
         If the program stops reading, the server stops sending (flow control); other requests
-        continue. Outputs in a region keep a response until the next one is requested.
+        continue. Outputs in a region are overwritten once the next response is requested.
 
         Returns:
             The iterator over the responses. Its `close`, or the end of a `with` block, cancels the

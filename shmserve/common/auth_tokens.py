@@ -188,11 +188,11 @@ def parse_restrictions(flag: str, values: Iterable[str], prefix: str = "") -> Re
     """Parse Triton's `api[,api]:header=value`, which may be repeated; raise InvalidArgument.
 
     Args:
-        flag: The flag, for messages.
+        flag: The name of the flag, for error texts.
         values: The values of the flag.
         prefix: The prefix of every header.
     """
-    kind = flag.rpartition("-")[2]  # the noun in messages: "api" or "protocol"
+    kind = flag.rpartition("-")[2]  # the noun in error texts: "api" or "protocol"
     restrictions: dict[str, Restriction] = {}
     for text in values:
         names, _, setting = text.partition(":")

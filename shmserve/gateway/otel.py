@@ -2,7 +2,7 @@
 
 InferRequest ──> receive, a model, encode
                      └──> queue, compute_input, compute, compute_output
-                     └──> steps of an ensemble, models that were called, each with the same
+                     └──> steps of an ensemble, models that were called, each with the same spans
 """
 
 from __future__ import annotations

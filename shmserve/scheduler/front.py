@@ -95,7 +95,7 @@ class ClientTable(dict[bytes, Client[R]]):
 class Reports:
     """The statistics with current values (`gauges`), and the model's own metrics.
 
-    `unexpected` counts messages that their sender may not send, or not now. `_wall_clock` returns
+    `unexpected` counts messages that their sender must not send, or not now. `_wall_clock` returns
     the ns since the epoch.
     """
 
@@ -218,7 +218,7 @@ class Core(Protocol[R]):
         return self.live_requests
 
     def check(self, submit: Submit, now_ns: int) -> None:
-        """Raise ShmserveError if the request would not be admitted; `admit` checks the same."""
+        """Raise ShmserveError if the request would not be admitted; `admit` has the same checks."""
 
     def admit(self, client: Client[R], submit: Submit, lookup: Lookup | None, now_ns: int) -> None:
         """Admit a request with the result of its cache lookup.
@@ -404,7 +404,7 @@ class Front(Generic[R]):
         if self._cache is not None:
             self._cache.process_exited(pid)
         self._reports.process_exited(pid)
-        # Remembered, because frames of the exited process may still arrive.
+        # Stored, because frames of the exited process may still arrive.
         self._dead[pid] = None
         if len(self._dead) > REMEMBERED_EXITS:
             del self._dead[next(iter(self._dead))]
@@ -457,7 +457,7 @@ class Front(Generic[R]):
         self._reports.restore(snapshot, alive)
 
     def count_unexpected(self) -> None:
-        """Count a dropped message that its sender may not send, or not now."""
+        """Count a dropped message that its sender must not send, or not now."""
         self._reports.unexpected += 1
 
     def _gauges(self) -> dict[str, Any]:

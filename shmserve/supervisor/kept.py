@@ -1,4 +1,4 @@
-"""Permanent processes, gateways and workspace holders, which are restarted with a backoff.
+"""Permanent processes (gateways and workspace holders), which are restarted with a backoff.
 
 Gateways serve on the supervisor's listening sockets. Holders of the workspace pools of CUDA devices
 (resources/workspaces.py) start before models are loaded. When a holder exits, its memory is lost,

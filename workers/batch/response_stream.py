@@ -188,7 +188,7 @@ class OutputStream:
 
     @property
     def closed(self) -> bool:
-        """Return whether the model has ended the stream or has failed, and may not send responses.
+        """Return whether the model has ended the stream or failed, and must send no more responses.
 
         A stream that was ended because its client reads nothing counts as cancelled, not as closed.
         """

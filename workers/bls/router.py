@@ -333,7 +333,7 @@ class CallRouter:
     # --- sending
 
     def submit_now(self, call: C) -> C:
-        """Submit a call and send it at once.
+        """Submit a call and send it immediately.
 
         Raises:
             ShmserveError: The call cannot be submitted.
@@ -550,7 +550,7 @@ class CallRouter:
     def _resolve(self, call: BlsCall, error: ShmserveError) -> None:
         """Resubmit a call to the current scheduler of its model, or fail the call.
 
-        The call fails if that is the scheduler that failed it. Must be called without the lock.
+        The call fails if its last scheduler is still the current one. Call without the lock.
         """
         with self._lock:
             current = self._targets.get(call.key)

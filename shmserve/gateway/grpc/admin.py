@@ -273,7 +273,7 @@ SERVICES = frozenset(
 
 
 def _find_file(symbol: str) -> Any:
-    """Return the file that defines a symbol, or the service of a method.
+    """Return the file that defines a symbol; for a method, the file that defines its service.
 
     Raises:
         KeyError: There is no such symbol.

@@ -91,8 +91,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # Awaited by the task while no request is queued.
         self._waiter: asyncio.Future[None] | None = None
         self._may_parse = True  # whether bytes may be parsed; False after an error
-        self._malformed_head = b""  # the received bytes of the request with the error, if known
-        # The received part of an incomplete head, if it is known.
+        self._malformed_head = b""  # the received bytes of the malformed request; b"": unknown
+        # The received part of an incomplete head; None: unknown.
         self._partial_head: bytes | None = None
         self._ends_request = False  # whether the received bytes end with a head or with chunks
         # The incomplete head of a chunked request with a Content-Length.

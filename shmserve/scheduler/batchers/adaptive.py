@@ -59,7 +59,7 @@ _MIN_IDLE = 0.25  # share of idle time; below it, clients are blocked, or all re
 
 _EPOCH_BATCHES = 24  # number of batches in an epoch
 _SETTLING_BATCHES = 4  # first batches of an epoch, which the previous epoch still affects
-# The initial and the maximum number of epochs between uses of the other choice.
+# The initial and the maximum number of epochs between two trials of the choice that seems worse.
 _INITIAL_OTHER_INTERVAL, _MAX_OTHER_INTERVAL = 2, 160
 _CLEAR_RATIO = 0.8  # ratio of the mean latencies with and without waiting below which waiting pays
 _EPOCH_WEIGHT = 1 / 3  # weight of the newest epoch in moving averages
@@ -194,8 +194,8 @@ class Sizes:
 
     A trial at a low rate delays the requests that arrive until the instance has caught up. The late
     requests are those of the trial, if it takes longer than the time left to them, and those behind
-    it. The instance catches up only in its idle time, so that a trial near its capacity is
-    expensive. If clients wait for their responses, the number of late requests is bounded by the
+    it. The instance catches up only in its idle time, so that a trial is expensive if the load is
+    high. If clients wait for their responses, the number of late requests is bounded by the
     number of clients. The account pays the actual cost of a trial, at most the estimated cost.
     """
 
@@ -205,8 +205,8 @@ class Sizes:
         self._size = 0  # the size that is being tried, in the state of `_state`
         self._state = TrialState(0.0, 0.0, 0.0, 0.0, 0.0, False)
         self._idle_share = 1.0
-        # The requests that may still be late because of the last trial, and the misses that it may
-        # still be charged.
+        # The requests that may still be late because of the last trial, and the misses that may
+        # still be charged to it.
         self._delayed_requests = self._price = 0.0
 
     def is_due(self, batches: int) -> bool:

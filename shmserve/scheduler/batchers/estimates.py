@@ -88,7 +88,7 @@ class SizeTimes:
         self._outliers: deque[tuple[float, _Size]] = deque(maxlen=_CHANGE_LENGTH)
         self._observation_count = -1
         self._late_executions = 0  # executions while the target was out of reach
-        # These lists are by index of a size, as of the last refresh, at a level of 1.
+        # These lists have an item for each size index: values of the last refresh at a level of 1.
         self._times = [0.0] * (self._last_index + 1)
         self._best_index = list(range(self._last_index + 1))
         self._optimistic_index = self._best_index.copy()
@@ -191,7 +191,7 @@ class SizeTimes:
         max_deviation = _MAX_SPREADS * max(self._spread, 2 * _MIN_SPREAD)
         gain = max(_SHARED_GAIN, 1 / self._observation_count)
         self._spread += (min(deviation, 2 * max_deviation) - self._spread) * gain
-        if deviation > max_deviation:  # an outlier or a change: a repetition has more weight
+        if deviation > max_deviation:  # an outlier, or a change if repeated: repetitions weigh more
             size.weight /= 2
             if size.weight >= 2:
                 return size.mean * min(max(ratio, 1 - max_deviation), 1 + max_deviation)
@@ -310,14 +310,14 @@ class SizeTimes:
         return shortest
 
     def _find_disturbed(self, shortest: dict[int, float]) -> tuple[int, float]:
-        """Return a size whose executions may all have been disturbed, and its highest rate.
+        """Return a size whose executions may all have been disturbed, and its possible rate.
 
         A size is ruled out after a number of executions that grows with the logarithm of the number
         of all executions while the target is missed (Lai and Robbins, 1985).
 
         Returns:
-            The size, and the highest rate below the next observed size if it takes no longer than
-            a smaller size; (0, 0.0) if there is none.
+            The size, and the rate of the largest size before the next observed size, assuming that
+            it takes no longer than a smaller size; (0, 0.0) if there is no such size.
         """
         best_rate = max(_size(index) / time for index, time in shortest.items())
         shortest_so_far = min(shortest.values())

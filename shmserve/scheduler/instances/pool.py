@@ -74,7 +74,7 @@ SLOT_TRANSITIONS: Mapping[SlotState, Mapping[str, SlotState]] = {
 class Execution:
     """A batch that was sent to a worker.
 
-    `started_ns` is when the batch became the first in its worker's queue. The worker may have
+    `started_ns` is when the batch became the oldest in its worker's queue. The worker may have
     started earlier, though not before `sent_ns`: it continues at once, and its result for the
     previous batch takes time to arrive. `rows` is the total batch size, once an instance is
     assigned.
@@ -413,7 +413,7 @@ class Pool:
         request.responded_ns = now_ns
 
     def finish(self, slot: Slot, now_ns: int) -> None:
-        """Record that an instance has returned its first batch; the next one, if any, starts.
+        """Record that an instance has returned its running batch; a batch sent ahead then starts.
 
         The caller handles the requests.
         """

@@ -227,7 +227,7 @@ class RequestQueue:
         self.timers: Timers[ScheduledRequest] = Timers(_has_ended)
         self._next_key = itertools.count(1).__next__
         policies = settings.policies
-        # The level and policy of all requests, if there is one level.
+        # The level and policy of all requests, if there is only one level.
         self._only_level = None if policies.levels else (0, policies.default)
         bounds = [rule.max_queue_size for rule in (policies.default, *policies.by_level.values())]
         self.least_bound = min(filter(None, bounds), default=NEVER)

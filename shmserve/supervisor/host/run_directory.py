@@ -200,7 +200,7 @@ def unsafe_reason(path: Path, status: os.stat_result, group_bits: int) -> str:
 
 @contextlib.contextmanager
 def exclusive(lock_fd: int) -> Iterator[None]:
-    """Exclude the other processes that have inherited a server's lock, `lock_fd`."""
+    """Exclude other processes with the inherited lock of a server, `lock_fd`, from this block."""
     fcntl.lockf(lock_fd, fcntl.LOCK_EX)
     try:
         yield

@@ -401,7 +401,7 @@ class HostCapacity:
     _last_execution_s: float = field(init=False, default=0.0)  # at the last measurement
     _used_s: float = field(init=False, default=0.0)  # processor time during `_executed_s`
     _executed_s: float = field(init=False, default=0.0)
-    _busy_processors: float = field(init=False, default=0.0)  # those of a busy instance
+    _busy_processors: float = field(init=False, default=0.0)  # processors per busy instance
     _host_cpu: CpuUtilization = field(init=False, default_factory=CpuUtilization)
     _host_utilization: float = field(init=False, default=0.0)  # from 0 to 1
     _host_read_s: float = field(init=False, default=-math.inf)

@@ -326,7 +326,7 @@ class Instances:
     # --- changes of the number of instances
 
     def update_to(self, spec: VersionSpec, config: ModelSpec) -> InstanceUpdate:
-        """Return the changes that lead to the instances of `config`, the final one of `spec`."""
+        """Return the changes to the instances of `config`, the final configuration of `spec`."""
         config_differs, scaled_config = config != self.config, config
         if bounds_of(config) is not None and not config_differs:
             scaled_config = with_count(config, self.count)  # an unchanged model keeps its scale

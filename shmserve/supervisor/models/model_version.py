@@ -258,7 +258,7 @@ class ModelVersion:
             self._supervision = self._context.background(self._supervise())
 
     def pass_counters_to(self, successor: ModelVersion | None) -> None:
-        """Make this version's counters, including those of its drain, the base of a successor's."""
+        """Make this version's counters (also of its drain) the base of a successor's counters."""
         self.scheduler.counters.pass_to(None if successor is None else successor.scheduler.counters)
 
     # --- schedulers
@@ -358,7 +358,7 @@ class ModelVersion:
 
 @dataclass(slots=True, eq=False)
 class EnsembleInstances(Instances):
-    """The substitute for an ensemble's instances, of which it has none.
+    """The substitute for the instances of a model, which an ensemble does not have.
 
     It is ready while the models of its steps are ready.
     """

@@ -67,7 +67,7 @@ class LoadPlan(NamedTuple):
     Attributes:
         fingerprint: The fingerprint of the files before they were read.
         specs: The versions to load.
-        steps: The steps of each step's model, and of their steps, by name, from their folders.
+        steps: By each model that a step runs, directly or not: the models of its own steps.
         error: The reason why there is no plan.
         is_known: Whether a repository has the model.
         is_ambiguous: Whether several repositories have the model.
@@ -132,7 +132,7 @@ class LifecycleActions(Protocol):
         """Wait for `order.awaited_ends`, but not for long requests; calls `order_finalized`."""
 
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
-        """Redirect requests that reached an ended version too late to its successor."""
+        """Redirect late requests to the successor of a version that has ended."""
 
     def discard(self, specs: Iterable[VersionSpec]) -> None:
         """Remove the folders that were written for these specs, unless a process uses them."""
@@ -267,7 +267,7 @@ class Order:
         self.phase = OrderPhase.OFFERED
 
     def has_failed_versions(self) -> bool:
-        """Store the failures of offered versions that will never be ready; return if any."""
+        """Store failures of offered versions that will never be ready; return if there are any."""
         for number, version in self.model.incoming.items():
             if not version.ready and version.fatal_problem:
                 self.failures[number] = Unavailable(version.fatal_problem)
@@ -358,7 +358,7 @@ class ModelEntry:
     Attributes:
         orders: The open orders; only the first one is in progress, and later ones are queued.
         serving: The versions that serve, by number.
-        incoming: The versions of the executed load, which serve after they are offered.
+        incoming: The versions of the load in progress, which serve after they are offered.
         dropping: The versions of a failed load that have not ended.
         retiring: The versions that finish their requests.
         draining: The versions of `retiring` that drain.
@@ -438,13 +438,13 @@ class ModelEntry:
 
     @property
     def needed_steps(self) -> list[str]:
-        """Return the models that this ensemble needs, or will need after the executed load."""
+        """Return the models that this ensemble needs, or will need after the load in progress."""
         order = self.orders[0] if self.orders else None
         return order.step_models if order is not None and order.step_models else self.step_models
 
     @property
     def possible_steps(self) -> list[str]:
-        """Return `needed_steps` and the current steps, which remain if the executed load fails."""
+        """Return `needed_steps` and the current steps, which remain if the current load fails."""
         current = [step.name for version in self.serving.values() for step in version.spec.steps]
         return [*self.needed_steps, *current]
 

@@ -72,7 +72,7 @@ class ModelRegistry:
         return None if model is None else model.published.get(version or model.latest)
 
     def find(self, name: str, version: str) -> dict[str, Any]:
-        """Return the destination of requests for a model that calls another model.
+        """Return the endpoint and the properties of a model, for the models that call it.
 
         Raises:
             NotFound: The model or the version does not serve.

@@ -34,7 +34,7 @@ class CarriedCounters:
     """The counters of a scheduler, kept for its successors.
 
     A scheduler that replaces a dead one restores the last snapshot. A scheduler of another version
-    or in another process starts at zero, and adds the counters (its base) to the totals.
+    or in another process counts from zero, and reports its own counts plus these counters.
     """
 
     def __init__(self, send: Callable[[Any], None]) -> None:

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 # A child that stays stopped for longer is killed, and its owner handles that like any exit.
 STOPPED_LIMIT_S = 0.4
-# Peers know a process by its pid, which the kernel reuses. A new process must not have a pid that a
-# peer still remembers as exited. The factor covers exits that are reported late (see `Supervisor`).
+# Peers identify a process by its pid, which the kernel reuses. A new process must not have a pid
+# whose exit a peer still stores. The factor covers exits that are reported late (`Supervisor`).
 _RESERVED_PIDS = 2 * processes.REMEMBERED_EXITS
 
 
@@ -123,7 +123,7 @@ class ProcessTable:
         return child
 
     def remembers(self, pid: int) -> bool:
-        """Return whether peers may still remember an exited process with this pid."""
+        """Return whether peers may still store the exit of a process with this pid."""
         return pid in self._reserved_pids
 
     @contextlib.contextmanager

@@ -467,7 +467,7 @@ class WorkerEngine:
         """Record the log probabilities of the prompt's tokens that a row predicts.
 
         Returns:
-            The number of rows of logits that precede those to be sampled.
+            The number of rows of logits before the rows that are sampled.
         """
         prompt, row = plan.sequence.prompt, plan.row
         last_target = min(row.start + row.count, len(prompt.tokens) - 1)

@@ -7,7 +7,7 @@ size need no configuration. A model batches if the first dimension of all its te
 These settings of a configuration have an effect:
 
     optimization.graph.level                 -1: basic, 1: extended, 2: none; else all
-    optimization.execution_accelerators      see below
+    optimization.execution_accelerators      tensorrt, openvino, cuda, migraphx, dnnl
     model_operations.op_library_filename     libraries of custom operators
     parameters                               intra_op_thread_count, inter_op_thread_count,
                                              execution_mode (0: sequential, 1: parallel),
@@ -389,7 +389,7 @@ class OnnxBackend(Backend):
 
 @contextlib.contextmanager
 def _convert_errors(path: Path | None = None) -> Iterator[None]:
-    """Convert errors of onnxruntime to messages for clients, which name `path` by its name only."""
+    """Convert errors of onnxruntime to errors for clients, without the folder of `path`."""
     try:
         yield
     except Exception as error:

@@ -367,7 +367,7 @@ class PythonExecution:
         return Response(error=_misuse_error(self._instance, problem))
 
     def _not_rescheduled(self, response: Any) -> Response:
-        """Return the error of a request that its model reschedules although it may not."""
+        """Return the error of a request that its model must not reschedule but has rescheduled."""
         if response is None:
             return Response(error=Internal(_NOT_ITERATIVE))
         problem = (

@@ -186,7 +186,7 @@ class _CachedTemplate:
 
 
 class _Layout(NamedTuple):
-    """The layout of messages of one size, with the templates by the kept parts of a message."""
+    """A layout of messages of one size, and its `templates` by the parts that are not cut out."""
 
     struct: Struct
     has_id: bool

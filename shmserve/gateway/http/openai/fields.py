@@ -57,7 +57,7 @@ _MAX_REPORTED = 16  # number of wrong fields of a body that are reported
 _IGNORED_FIELDS = frozenset(IGNORED_PARAMETERS) | _split_names(
     "service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction session_id "
     "guided_backend stream_interval "
-    # These fields have an effect on other requests of vLLM only.
+    # In vLLM, these fields affect only other kinds of requests.
     "return_token_offsets return_mm_kwargs mm_payload routed_experts_prompt_start"
 )
 

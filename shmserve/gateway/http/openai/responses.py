@@ -1,7 +1,7 @@
 """POST /v1/responses: OpenAI's Responses API, over the same models as chats.
 
 No response is stored, so that each request contains its conversation. Items of recent responses may
-be referred to by their ids, as long as this process remembers them.
+be referred to by their ids, as long as this process stores them.
 """
 
 from __future__ import annotations
@@ -385,7 +385,7 @@ class ResponseObject:
 
     @cached_property
     def _calls(self) -> dict[str, tuple[str, dict[str, str]]]:
-        """Return the type of item and the names of each custom tool and function of a namespace."""
+        """Return the item type and the names of custom tools, and of functions of namespaces."""
         calls: dict[str, tuple[str, dict[str, str]]] = {}
         tools = self.body.get("tools") or []
         for tool in tools if type(tools) is list else orjson.loads(orjson.dumps(tools)):

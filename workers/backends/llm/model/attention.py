@@ -209,7 +209,7 @@ class DecodeRow(NamedTuple):
 
 
 def decode_rows(rows: Pass, cache: KvCache) -> list[DecodeRow]:
-    """Return the decode rows of a pass; longer spans are computed like prompts."""
+    """Return the decode rows of a pass: those of the short spans that are not from prompts."""
     decode: list[DecodeRow] = []
     for span in rows.spans:
         if span.is_prompt or span.size > _MAX_ROWS:

@@ -538,10 +538,10 @@ Range = tuple[int, int]  # the first address, and the address after the last
 
 @contextmanager
 def moved_to_huge_pages() -> Iterator[None]:
-    """Move memory that the with block allocates and keeps to huge pages, as far as available.
+    """Move the memory that the `with` block has allocated to huge pages, as far as available.
 
-    Weights on huge pages are read at twice the speed. Linux provides huge pages on request
-    (madvise(2)), which torch does not make.
+    Weights on huge pages are read at twice the speed. Linux provides huge pages to programs that
+    request them (madvise(2)); torch does not.
     """
     ranges_before = _private_memory()
     yield
