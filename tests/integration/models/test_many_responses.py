@@ -93,29 +93,6 @@ def test_generate_stream(http: Http) -> None:
     ]
 
 
-def test_a_worker_that_dies_in_the_middle(server: Server) -> None:
-    """A client that has received responses also receives the reason for their end."""
-    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-    with triton_grpc.InferenceServerClient(server.grpc_url) as client, server.http() as http:
-        client.start_stream(lambda result, error: answers.put((result, error)))
-        client.async_stream_infer("repeat", grpc_inputs([1] * 5000, delay_ms=10))
-        assert answers.get(timeout=20)[1] is None
-        connection = http._connection
-        body = json.dumps(repeat_inputs([1] * 5000, delay_ms=10))
-        connection.request("POST", "/v2/models/repeat/generate_stream", body)
-        response = connection.getresponse()
-        assert response.read(10) == b'data: {"ID'
-        server.find_one("worker repeat").kill()
-        last_event = events(response.read().partition(b"\n\n")[2])[-1]
-        assert list(last_event) == ["error"]
-        error = None
-        while error is None:
-            error = answers.get(timeout=20)[1]
-        assert last_event["error"] in str(error)
-        client.stop_stream()
-    server.wait_ready("/v2/models/repeat/ready")
-
-
 def test_many_streams_at_once(server: Server) -> None:
     responses: list[list[int]] = []
 

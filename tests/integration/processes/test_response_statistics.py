@@ -8,7 +8,7 @@ import pytest
 from tests.support import repositories
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
-from tests.support.wire.streams import count_responses, final_error, send_repeat, stream
+from tests.support.wire.streams import count_responses, send_repeat, stream
 
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
 BUCKETS = f"""
@@ -92,14 +92,3 @@ def test_a_cancelled_request_is_counted_at_its_response(repeating: Server) -> No
     assert (
         repeating.metric("nv_inference_request_failure", model="cancelled", reason="CANCELED") == 1
     )
-
-
-def test_a_partly_answered_request_fails_with_its_worker(repeating: Server) -> None:
-    with stream(repeating) as (client, results):
-        send_repeat(client, [0] * 2000, delay_ms=20, model="killed")
-        results.get(timeout=30)
-        repeating.find_one("worker killed.0").kill()
-        assert "died before this request's last response" in final_error(results)
-        until("there is another worker", lambda: bool(repeating.find("worker killed.0")))
-        send_repeat(client, [5], model="killed")
-        assert count_responses(results) == 1

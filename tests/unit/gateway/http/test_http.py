@@ -6,8 +6,6 @@ import http.client
 import json
 import os
 import random
-import re
-import select
 import socket
 import threading
 import time
@@ -380,43 +378,6 @@ def test_an_incomplete_body_times_out(impatient_gateway: Rig, size: int, sent_si
         assert is_closed(connection)
 
 
-@pytest.mark.parametrize("sent_size", [0, 100])
-def test_a_cut_body_after_a_known_head_times_out(impatient_gateway: Rig, sent_size: int) -> None:
-    body = simple_body()
-    with raw_connection(impatient_gateway.port) as connection:
-        for _ in range(2):
-            connection.sendall(head(len(body)) + body)
-            read_reply(connection).ok()
-        connection.settimeout(20 * SECONDS)
-        connection.sendall(head(len(body)) + body[:sent_size])
-        reply = read_reply(connection)
-        assert reply.status == 408 and "did not arrive in time (limit: " in reply.error
-        assert is_closed(connection)
-
-
-@pytest.mark.parametrize("known_head", [False, True])
-@pytest.mark.parametrize("short_timeout", ["body_timeout_s", "header_timeout_s"])
-def test_small_bodies_have_a_timeout(tmp_path: Path, known_head: bool, short_timeout: str) -> None:
-    """The limit is --http-body-timeout-secs, independent of the one for heads."""
-    body = simple_body()
-    limits: dict[str, Any] = {short_timeout: SECONDS}
-    with rig(tmp_path, **limits) as model_rig:
-        model_rig.serve(SIMPLE_CONFIG, add_sub)
-        model_rig.open()
-        with raw_connection(model_rig.port) as connection:
-            if known_head:
-                connection.sendall(head(len(body)) + body)
-                read_reply(connection).ok()
-            connection.sendall(head(len(body)) + body[:100])
-            if short_timeout == "body_timeout_s":
-                connection.settimeout(20 * SECONDS)
-                assert read_reply(connection).status == 408
-                return
-            time.sleep(2 * SECONDS)
-            connection.sendall(body[100:])
-            read_reply(connection).ok()
-
-
 def test_a_slow_body_times_out(impatient_gateway: Rig) -> None:
     """Bodies have a deadline."""
     start_s = time.monotonic()
@@ -684,47 +645,6 @@ def test_descriptors_are_released(gateway: Rig) -> None:
 
 def numbered_body(number: int) -> bytes:
     return simple_body(id=f"{number:04}")
-
-
-def test_a_repeated_head_has_its_own_body(connection: socket.socket) -> None:
-    for number in range(8):
-        body = numbered_body(number)
-        connection.sendall(head(len(body)) + body)
-        assert read_reply(connection).json()["id"] == f"{number:04}"
-
-
-def test_a_known_head_may_arrive_in_any_pieces(connection: socket.socket) -> None:
-    body = numbered_body(1)
-    whole = head(len(body)) + body
-    cuts = (
-        1,
-        20,
-        len(whole) - len(body) - 1,
-        len(whole) - len(body),
-        len(whole) - 1,
-    )
-    connection.sendall(whole)
-    read_reply(connection).ok()
-    for cut in cuts:
-        connection.sendall(whole[:cut])
-        assert not select.select([connection], (), (), 0.05)[0]
-        connection.sendall(whole[cut:])
-        assert read_reply(connection).json()["id"] == "0001"
-        connection.sendall(whole)
-        assert read_reply(connection).json()["id"] == "0001"
-
-
-def test_known_heads_may_be_pipelined(connection: socket.socket) -> None:
-    bodies = [numbered_body(number) for number in range(5)]
-    for _ in range(2):
-        connection.sendall(head(len(bodies[0])) + bodies[0])
-        read_reply(connection).ok()
-        connection.sendall(b"".join(head(len(body)) + body for body in bodies))
-        replies = b""
-        while replies.count(b'"outputs"') < len(bodies) or not replies.endswith(b"]}]}"):
-            replies += connection.recv(MIB)
-        ids = re.findall(rb'"id":"(\d+)"', replies)
-        assert ids == [b"%04d" % number for number in range(5)]
 
 
 def test_a_similar_head_is_parsed(connection: socket.socket) -> None:
