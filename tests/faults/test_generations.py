@@ -120,30 +120,6 @@ def test_an_instance_that_dies_while_another_loads(server: Server, pool: Request
     change(pool, "twin", "unload").result().ok()
 
 
-@pytest.mark.parametrize("served", [False, True])
-def test_an_unload_waits_for_the_load(server: Server, pool: RequestPool, served: bool) -> None:
-    """The load succeeds, and then the model is unloaded."""
-    if served:
-        first_load = change(pool, "slow")
-        server.gate.next().release()
-        first_load.result().ok()
-    pending = change(pool, "slow")
-    loading = server.gate.next()
-    unload = change(pool, "slow", "unload")
-    for _ in range(5):
-        assert state(server, "slow") == ("READY" if served else "LOADING")
-    assert not unload.done()
-    loading.release()
-    pending.result().ok()
-    unload.result().ok()
-    assert not server.find("worker slow")
-    until("its scheduler has ended", lambda: state(server, "slow") == "UNAVAILABLE")
-    second_load = change(pool, "slow")
-    server.gate.next().release()
-    second_load.result().ok()
-    change(pool, "slow", "unload").result().ok()
-
-
 def test_a_load_while_the_last_generation_drains(server: Server, pool: RequestPool) -> None:
     """The end of the old generation must not mark the new one as unloaded."""
     change(pool, "slow")
