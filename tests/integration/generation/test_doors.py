@@ -403,13 +403,6 @@ def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
     assert best_answer.usage == full_answer.usage
 
 
-def test_more_samples_than_the_batch_holds(client: openai.OpenAI) -> None:
-    whole = {"ignore_eos": True}
-    c = client.completions.create(model="narrow", prompt="a", max_tokens=3, n=5, extra_body=whole)
-    assert [choice.index for choice in c.choices] == list(range(5))
-    assert c.usage is not None and c.usage.completion_tokens == 15
-
-
 def test_bad_words_are_in_no_text(client: openai.OpenAI) -> None:
     request: Any = {"model": "tiny", "prompt": "a", "max_tokens": 30, "temperature": 0}
     text = client.completions.create(**request).choices[0].text

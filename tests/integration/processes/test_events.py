@@ -1,13 +1,11 @@
 """The server's events, as its subscribers receive them."""
 
 import contextlib
-import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -214,12 +212,6 @@ def test_counters_are_printed_only_if_they_are_asked_for(server: Server) -> None
         assert process.stdout is not None and "counters" not in first_line + process.stdout.read()
 
 
-def test_no_server(tmp_path: Path) -> None:
-    completed = run_command("events", f"--run-dir={tmp_path}")
-    assert completed.returncode == 1
-    assert completed.stderr.startswith("shmserve: no server publishes events at ")
-
-
 def test_zeromq_is_the_supervisors_alone(server: Server) -> None:
     """No process that forks others has ZeroMQ's threads."""
 
@@ -245,45 +237,3 @@ def test_a_stopped_subscriber_delays_no_other(server: Server) -> None:
         http.unregister("first").ok()
         process.send_signal(signal.SIGCONT)
         assert [line() for _ in range(201)][-1].endswith(" region first: unregistered\n")
-
-
-def test_a_subscriber_learns_the_number_of_lost_events(server: Server) -> None:
-    """If the queue overflows, the received events and the reported losses add up to all events."""
-    pairs, name = 1200, "n" * 250
-    read_count = lost_count = 0
-    last_number = -1
-
-    def read_to_the_end() -> None:
-        nonlocal read_count, lost_count, last_number
-        while last_number < 0:
-            document = json.loads(line())
-            if document["event"] == "EventsLost":
-                lost_count += document["count"]
-            else:
-                read_count += 1
-                if document["event"] == "RegionRegistered" and document["name"].startswith("last-"):
-                    last_number = int(document["name"].removeprefix("last-"))
-
-    with (
-        SharedObject(4096) as shared_object,
-        server.http() as http,
-        follow_events(server, "--topic=regions", "--json") as (process, line),
-    ):
-        http.register("first", shared_object.key, 4096).ok()
-        assert json.loads(line())["name"] == "first"
-        suspend(psutil.Process(process.pid))
-        for _ in range(pairs):
-            http.register(name, shared_object.key, 4096).ok()
-            http.unregister(name).ok()
-        process.send_signal(signal.SIGCONT)
-        reading = threading.Thread(target=read_to_the_end, daemon=True)
-        reading.start()
-        for number in itertools.count():  # until an event arrives, once the queue has space again
-            http.register(f"last-{number}", shared_object.key, 4096).ok()
-            http.unregister(f"last-{number}").ok()
-            reading.join(0.01)
-            if not reading.is_alive():
-                break
-        http.unregister("first").ok()
-    assert lost_count
-    assert read_count + lost_count == 2 * pairs + 2 * last_number + 1
