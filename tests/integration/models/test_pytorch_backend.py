@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.request_pool import request_pool
 from tests.support.servers import Server, Start
 from tests.support.wire.raw_http import Http, json_input
 
@@ -114,28 +113,6 @@ def test_eager_module(http: Http) -> None:
     assert np.allclose(
         http.infer("eager", {"inputs": [json_input("x", A)]}).tensors()["OUTPUT__0"], 3 * A
     )
-
-
-@pytest.mark.parametrize("model", ["by_index", "exported"])
-def test_rows_of_a_batch_go_back_to_their_owners(server: Server, model: str) -> None:
-    with request_pool(server, 16) as pool:
-        answers = []
-        for number in range(48):
-            rows = 1 + number % 3
-            a = np.full((rows, 4), number, np.float32)
-            inputs = [
-                json_input("INPUT__0", a),
-                json_input("INPUT__1", np.ones((rows, 4), np.float32)),
-            ]
-            answers.append(pool.infer(model, {"inputs": inputs}))
-        for number, answer in enumerate(answers):
-            assert (answer.result().tensors()["OUTPUT__0"] == 2 * number + 1).all()
-
-
-def test_several_requests_made_one_batch(server: Server) -> None:
-    with server.http() as http:
-        (stats,) = http.get("/v2/models/by_index/stats").ok().json()["model_stats"]
-    assert stats["execution_count"] < stats["inference_count"]
 
 
 def load_error(http: Http, name: str) -> str:
