@@ -59,9 +59,9 @@ def check_greedy(path: Path, rig: Path, tokens: list[int]) -> None:
         generated = {key: scheduler.tokens(key) for key in prompts}
     for key, text in prompts.items():
         with torch.inference_mode():
-            logits = reference(torch.tensor([text + generated[key]])).logits[0, len(text) - 1 : -1]
-        best = logits.amax(-1)
-        chosen = logits.gather(1, torch.tensor(generated[key]).unsqueeze(1)).squeeze(1)
+            scores = reference(torch.tensor([text + generated[key]])).logits[0, len(text) - 1 : -1]
+        best = scores.amax(-1)
+        chosen = scores.gather(1, torch.tensor(generated[key]).unsqueeze(1)).squeeze(1)
         assert bool((best - chosen < _TOLERANCE).all()), f"a greedy text differs behind {text}"
 
 

@@ -117,7 +117,7 @@ def test_clients_cannot_write_log_lines(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("text", "rows"),
     [
         ("Grüße ☃ 你好", ["Grüße ☃ 你好"]),
         ("one\ntwo\n  three", ["one", "    two", "      three"]),
@@ -125,12 +125,12 @@ def test_clients_cannot_write_log_lines(capsys: Capture) -> None:
     ],
 )
 def test_lines_and_letters_are_printed_unchanged(
-    capsys: Capture, text: str, shown: list[str]
+    capsys: Capture, text: str, rows: list[str]
 ) -> None:
     logs.configure("role", LogSettings())
     logging.getLogger("shmserve.somewhere").error("%s", text)
     first_line, *other_lines = capsys.readouterr().err.splitlines()
-    assert [first_line.partition("] ")[2], *other_lines] == shown
+    assert [first_line.partition("] ")[2], *other_lines] == rows
 
 
 def test_the_file_gets_what_is_written_to_stderr(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def journal_socket(
             handler.close()
 
 
-def test_a_journal_has_fields(
+def test_journals_have_fields(
     journal_socket: socket.socket, capfd: pytest.CaptureFixture[str]
 ) -> None:
     logs.configure("worker a.b.1", LogSettings(log_verbose_level=1))

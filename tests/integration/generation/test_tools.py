@@ -104,10 +104,8 @@ def test_calls_in_each_format(client: openai.OpenAI, model: str) -> None:
 @pytest.mark.parametrize("choice", ["required", "strict"])
 def test_calls_by_a_grammar(client: openai.OpenAI, model: str, choice: str) -> None:
     tools: Any = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": choice == "strict"}}]
-    choice_fields = {"tool_choice": "required"} if choice == "required" else {}
-    body = chat_request(
-        model, tools=tools, parallel_tool_calls=False, max_tokens=200, **choice_fields
-    )
+    more = {"tool_choice": "required"} if choice == "required" else {}
+    body = chat_request(model, tools=tools, parallel_tool_calls=False, max_tokens=200, **more)
     (completion,) = client.chat.completions.create(**body).choices
     # The grammar prescribes another spelling than the scripted text.
     if completion.finish_reason == "length":

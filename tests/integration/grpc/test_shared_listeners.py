@@ -169,12 +169,12 @@ def register(name: str, shared: SharedObject) -> Any:
 
 def region_request(name: str) -> Any:
     """Run identity from the first half of a region to the second."""
-    request = pb.ModelInferRequest(model_name="identity")
+    built = pb.ModelInferRequest(model_name="identity")
     set_region_range(
-        request.inputs.add(name="INPUT0", datatype="FP32", shape=VALUES.shape), name, SIZE
+        built.inputs.add(name="INPUT0", datatype="FP32", shape=VALUES.shape), name, SIZE
     )
-    set_region_range(request.outputs.add(name="OUTPUT0"), name, SIZE, SIZE)
-    return request
+    set_region_range(built.outputs.add(name="OUTPUT0"), name, SIZE, SIZE)
+    return built
 
 
 def test_the_sockets_mode(server: Server, folder: Path) -> None:

@@ -332,11 +332,11 @@ seen.append(shown(last))
 
 
 def test_a_task_that_is_cancelled_cancels_the_call(http: Http, tmp_path: Path) -> None:
-    begun_path, path = tmp_path / "begun", tmp_path / "left"
+    begun, path = tmp_path / "begun", tmp_path / "left"
     code = f"""
 import os
 task = call().async_exec(decoupled=True)
-while not os.path.exists({str(begun_path)!r}):
+while not os.path.exists({str(begun)!r}):
     await asyncio.sleep(0)
 task.cancel()
 try:
@@ -344,9 +344,7 @@ try:
 except asyncio.CancelledError:
     seen.append("cancelled")
 """
-    assert run_caller(http, "async_caller", code, f"note {begun_path}", f"left {path}") == [
-        "cancelled"
-    ]
+    assert run_caller(http, "async_caller", code, f"note {begun}", f"left {path}") == ["cancelled"]
     until("the model sees it", path.exists)
 
 

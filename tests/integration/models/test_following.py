@@ -44,11 +44,9 @@ class Clients:
     def send(self, rate: float, seconds: float) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            client = threading.Thread(
-                target=self._send_request, args=(len(self._threads),), name="asks"
-            )
-            self._threads.append(client)
-            client.start()
+            t = threading.Thread(target=self._send_request, args=(len(self._threads),), name="asks")
+            self._threads.append(t)
+            t.start()
             time.sleep(1 / rate)
 
     def _send_request(self, number: int) -> None:

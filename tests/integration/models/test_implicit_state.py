@@ -262,11 +262,9 @@ def test_states_may_have_variable_dimensions(client: shmserve.client.Server, mod
             client.infer_async(model, {"INPUT": number(sequence)}, sequence=sequence, start=True)
             for sequence in (1, 2)
         ]
-        for index in range(1, length):
-            calls += [
-                client.infer_async(model, {"INPUT": number(index)}, sequence=1, end=index == 2)
-            ]
-            if index == 2:
+        for i in range(1, length):
+            calls += [client.infer_async(model, {"INPUT": number(i)}, sequence=1, end=i == 2)]
+            if i == 2:
                 break
         for future in calls:
             future.result()

@@ -246,13 +246,11 @@ def run_sums_server(
         yield server, http, folder
 
 
-def step(
-    http: Http, sequence: int, value: int, *, start: bool = False, end: bool = False
-) -> list[int]:
+def step(http: Http, s: int, value: int, *, start: bool = False, end: bool = False) -> list[int]:
     """Return the sum of a sequence, and the pid of the worker that computed it."""
     body = {
         "inputs": [json_input("IN", np.array([[value]], np.int32))],
-        "parameters": {"sequence_id": sequence, "sequence_start": start, "sequence_end": end},
+        "parameters": {"sequence_id": s, "sequence_start": start, "sequence_end": end},
     }
     reply = http.infer("sums", body)
     return [int(number) for number in reply.tensors()["OUT"].flat]

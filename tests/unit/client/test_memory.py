@@ -298,10 +298,10 @@ def test_completed_prepared_requests_keep_no_memory(memories: Memories) -> None:
     model = ClientModel(published())
     first_request = prepare(memories, model, x, None, PLAIN)
     (key,) = model.templates._values
-    template = ClientTemplate(
+    made = ClientTemplate(
         model.signature, [TensorSchema("x", "FP32", (1, 8192), 32768)], (), memories
     )
-    assert model.store_template(key, template) is first_request.template
+    assert model.store_template(key, made) is first_request.template
     model.close()
     late_request = prepare(memories, model, x, None, PLAIN)
     assert not model.templates

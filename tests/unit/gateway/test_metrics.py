@@ -22,9 +22,7 @@ def report(**fields: Any) -> tuple[dict[str, str], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("fields", "count"), [({}, 2), ({"is_ensemble": True}, 4)])
-def test_a_failure_of_an_ensemble_counts_with_that_of_its_step(
-    fields: dict[str, Any], count: int
-) -> None:
+def test_a_failure_of_an_ensemble_counts_once(fields: dict[str, Any], count: int) -> None:
     families = metrics.triton_families([report(**fields)], latencies=False)
     failures = next(family for family in families if family.name == "nv_inference_request_failure")
     assert f'nv_inference_request_failure{{model="m",reason="OTHER"}} {count}' in failures.samples

@@ -193,9 +193,7 @@ configs = messages(ModelConfig.DESCRIPTOR).map(lambda members: ModelConfig(**mem
 
 
 @given(configs, st.booleans(), st.booleans(), st.booleans())
-def test_every_protobuf_text_is_read(
-    config: ModelConfig, one_line: bool, short: bool, utf8: bool
-) -> None:
+def test_all_protobuf_is_read(config: ModelConfig, one_line: bool, short: bool, utf8: bool) -> None:
     text = text_format.MessageToString(
         config, as_one_line=one_line, use_short_repeated_primitives=short, as_utf8=utf8
     )

@@ -59,10 +59,8 @@ def transport() -> Iterator[InstantLaneFactory]:
         yield InstantLaneFactory(poller)
 
 
-def load(
-    lanes: InstantLaneFactory, requests: list[Any], slots: int, plan: Any = None
-) -> LoadGenerator:
-    return LoadGenerator(lanes.poller, lanes, lambda slot: requests, slots, plan, patience_s=0.2)
+def load(lanes: InstantLaneFactory, sent: list[Any], count: int, plan: Any = None) -> LoadGenerator:
+    return LoadGenerator(lanes.poller, lanes, lambda slot: sent, count, plan, patience_s=0.2)
 
 
 def test_a_closed_loop_keeps_its_number_and_rotates_requests(transport: InstantLaneFactory) -> None:

@@ -186,10 +186,10 @@ def test_the_better_choice_may_change() -> None:
 
 
 def learn_load(
-    late_ms: float, delay_ms: float = 0, gap_ms: float = 1
+    limit_ms: float, delay_ms: float = 0, gap_ms: float = 1
 ) -> tuple[AdaptiveBatcher, int]:
     """Return a batcher that has learned 10 ms + 1 ms per request and bursts of 16."""
-    batcher = adaptive_batcher(late_ms, delay_ms=delay_ms)
+    batcher = adaptive_batcher(limit_ms, delay_ms=delay_ms)
     clock, now_ns = random.Random(3), 0
     for _ in range(60):
         size = clock.randint(1, 16)

@@ -64,9 +64,7 @@ class CallSimulation:
             for answer in rig.answers():
                 self.open -= 1
                 self.on_answered((model, answer.id), isinstance(answer, Failed))
-            self.reports += [
-                (model, report) for report in rig.take_supervisor_messages(CallsWaiting)
-            ]
+            self.reports += [(model, r) for r in rig.take_supervisor_messages(CallsWaiting)]
 
     def on_answered(self, number: Number, has_failed: bool) -> None:
         if has_failed:
@@ -110,26 +108,24 @@ class CallSimulation:
 
     def find_deadlocked(self) -> set[Number]:
         """Return the calls that wait for ever in the true state of all schedulers."""
-        by_number = {request.number: request for request in self.running}
-        stuck = {request.number for request in self.running if request.call is not None}
+        by_number = {call.number: call for call in self.running}
+        stuck = {call.number for call in self.running if call.call is not None}
         size = -1
         while size != len(stuck):
             size = len(stuck)
-            for request in self.running:
-                if request.call is None:
+            for call in self.running:
+                if call.call is None:
                     continue
-                if request.call in by_number:
-                    can_continue = request.call not in stuck
+                if call.call in by_number:
+                    can_continue = call.call not in stuck
                 else:
                     occupants = [
-                        other.number for other in self.running if other.model == request.call[0]
+                        other.number for other in self.running if other.model == call.call[0]
                     ]
                     can_continue = not stuck.issuperset(occupants)
                 if can_continue:
-                    stuck.discard(request.number)
-        return {
-            request.call for request in self.running if request.call and request.number in stuck
-        }
+                    stuck.discard(call.number)
+        return {call.call for call in self.running if call.call and call.number in stuck}
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -134,14 +134,12 @@ async def test_a_program_of_another_version_gets_an_error_that_names_both(
     folder: Path, packet: bytes
 ) -> None:
     unused: Any = object()
-    registry = LocalMemory(
-        Capabilities(bytes(32)), RegionOpener(POLICY), RecordedProcesses(), print
-    )
+    memory = LocalMemory(Capabilities(bytes(32)), RegionOpener(POLICY), RecordedProcesses(), print)
     local_clients = LocalClientServer(
         folder,
         NO_GROUP,
         Capabilities(bytes(32)),
-        registry,
+        memory,
         list,
         Acknowledgements(),
         lambda number: None,
@@ -156,7 +154,7 @@ async def test_a_program_of_another_version_gets_an_error_that_names_both(
     text = "the peer has protocol version 2, this process has version 3"
     assert refusal == Refused(0, "UNSUPPORTED", text)
     local_clients.connections.close()
-    registry.close()
+    memory.close()
 
 
 @pytest.mark.parametrize(("tensors", "all_fit"), [(2000, True), (20_000, False)])
@@ -208,10 +206,10 @@ def _model(name: str, count: int) -> m.ModelPublished:
     """Return a model with this number of inputs, in Triton's form."""
     unset = {"format": "FORMAT_NONE", "is_shape_tensor": False, "allow_ragged_batch": False}
     unset |= {"optional": False, "is_non_linear_format_io": False}
-    inputs = [
+    tensors = [
         {"name": f"INPUT{n}", "data_type": "TYPE_FP32", "dims": [1], **unset} for n in range(count)
     ]
-    config = {"name": name, "max_batch_size": 0, "input": inputs, "output": []}
+    config = {"name": name, "max_batch_size": 0, "input": tensors, "output": []}
     return m.ModelPublished(name, "1", ModelSpec.of(config), {}, "ipc:///run/1", True, True, 0.0, 0)
 
 

@@ -160,7 +160,7 @@ def test_resources_are_never_exceeded_and_never_idle_while_wanted(
     members: list[list[dict[tuple[str, int], int]]], steps: list[tuple[int, int, int]]
 ) -> None:
     limiter = make_limiter(
-        *[[Needs(resources, 1 + n) for n, resources in enumerate(m)] for m in members]
+        *[[Needs(amounts, 1 + n) for n, amounts in enumerate(m)] for m in members]
     )
     needs: dict[Any, dict[tuple[str, int], int]] = {}
     held_tickets: dict[Any, None] = {}
@@ -197,9 +197,7 @@ def test_resources_are_never_exceeded_and_never_idle_while_wanted(
         assert all(count <= capacity[resource] for resource, count in used.items())
         if max(overtaken.values(), default=0) < PATIENCE:
             for key in waiting_tickets:
-                assert any(
-                    used.get(needed, 0) + n > capacity[needed] for needed, n in needs[key].items()
-                )
+                assert any(used.get(kind, 0) + n > capacity[kind] for kind, n in needs[key].items())
 
 
 def test_instances_are_added_and_removed_while_their_model_serves() -> None:

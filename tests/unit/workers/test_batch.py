@@ -377,7 +377,7 @@ def test_a_lenient_backend_passes_any_output(worker: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    "data",
+    "rows",
     [
         np.asfortranarray(np.arange(12, dtype=F32).reshape(3, 4)),
         np.arange(24, dtype=F32).reshape(3, 8)[:, ::2],
@@ -387,16 +387,16 @@ def test_a_lenient_backend_passes_any_output(worker: Rig) -> None:
     ],
 )
 @pytest.mark.parametrize("has_range", [False, True])
-def test_layouts_are_row_major(worker: Rig, region: Region, data: Any, has_range: bool) -> None:
+def test_layouts_are_row_major(worker: Rig, region: Region, rows: Any, has_range: bool) -> None:
     worker.serve(
-        FunctionBackend(worker.context, lambda requests: [Response([Output("Y", "FP32", data)])]),
+        FunctionBackend(worker.context, lambda requests: [Response([Output("Y", "FP32", rows)])]),
         one_tensor(dims=(3, 4)),
     )
     requested = [RequestedOutput("Y", region.memory_range(64, 100))] if has_range else []
     (reply,) = worker.batch(inference(tensor("X", np.zeros((3, 4), F32)), outputs=requested))
     assert reply.code == "", reply.message
     plain = np.ascontiguousarray(
-        data.detach().numpy() if isinstance(data, torch.Tensor) else data, F32
+        rows.detach().numpy() if isinstance(rows, torch.Tensor) else rows, F32
     )
     written_bytes = region.read(64, 48) if has_range else reply.array("Y").tobytes()
     assert written_bytes == plain.tobytes()

@@ -73,23 +73,19 @@ def test_repeated_responses_equal_single_ones(worker: Rig, responses: Any) -> No
         )
         requested = [RequestedOutput(name) for name in expected]
         (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32)), outputs=requested))
-        visible = {
-            name: value for name, value in arrays.items() if name in (expected or ("A", "B"))
-        }
-        is_invalid = ("A" in visible and visible["A"].dtype == np.float64) or (
-            "B" in visible and visible["B"].ndim != 2
+        shown = {name: value for name, value in arrays.items() if name in (expected or ("A", "B"))}
+        is_invalid = ("A" in shown and shown["A"].dtype == np.float64) or (
+            "B" in shown and shown["B"].ndim != 2
         )
         assert (reply.code != "") == is_invalid, reply.message
         if is_invalid:
             continue
         assert reply.answer is not None
-        assert [ref.name for ref in reply.answer.outputs] == list(visible)
+        assert [ref.name for ref in reply.answer.outputs] == list(shown)
         assert reply.answer.parameters == ({"n": 1} if parameters else {})
-        for name, value in visible.items():
+        for name, value in shown.items():
             assert np.array_equal(reply.array(name), value)
-        assert worker.finished.copied_output_bytes == sum(
-            value.nbytes for value in visible.values()
-        )
+        assert worker.finished.copied_output_bytes == sum(value.nbytes for value in shown.values())
 
 
 @pytest.mark.parametrize("reuse", [False, True])

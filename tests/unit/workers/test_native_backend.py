@@ -392,7 +392,7 @@ def test_a_configuration_that_contradicts_the_annotations(
         ("FP32[Tensor, 1]", "1 / 0", "message: ZeroDivisionError: division by zero"),
     ],
 )
-def test_results_that_contradict_their_annotations(
+def test_results_that_contradict_annotations(
     worker: Rig, output: str, value: str, text: str
 ) -> None:
     write(

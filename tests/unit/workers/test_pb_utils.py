@@ -467,14 +467,12 @@ def test_a_configuration_is_completed() -> None:
 
 def test_equal_values_of_the_author_are_kept() -> None:
     tensor = {"name": "X", "data_type": "TYPE_INVALID", "dims": [], "format": "FORMAT_NONE"}
-    author = config(
-        input=[tensor], max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]}
-    )
-    author.add_input(INPUT_X)
-    author.set_max_batch_size(4)
-    author.set_dynamic_batching()
-    assert author.as_dict()["input"] == [{**INPUT_X, "format": "FORMAT_NONE"}]
-    assert author.as_dict()["dynamic_batching"] == {"preferred_batch_size": [4]}
+    kept = config(input=[tensor], max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]})
+    kept.add_input(INPUT_X)
+    kept.set_max_batch_size(4)
+    kept.set_dynamic_batching()
+    assert kept.as_dict()["input"] == [{**INPUT_X, "format": "FORMAT_NONE"}]
+    assert kept.as_dict()["dynamic_batching"] == {"preferred_batch_size": [4]}
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,7 @@ def save_script(module: torch.nn.Module, worker: Rig, *example: Any) -> None:
         torch.jit.save(script, worker.context.version_dir / "model.pt")
 
 
-def save_exported(
-    module: torch.nn.Module, worker: Rig, *example: Any, dynamic_shapes: Any = None
-) -> None:
+def export(module: torch.nn.Module, worker: Rig, *example: Any, dynamic_shapes: Any = None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.export(module, example, dynamic_shapes=dynamic_shapes)
@@ -96,7 +94,7 @@ def test_a_batch_of_unequal_requests(worker: Rig, model_kind: str, x: str, y: st
     if model_kind == "script":
         save_script(Affine(), worker, torch.zeros(2, 4))
     elif model_kind == "exported":
-        save_exported(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(BATCH,))
+        export(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(BATCH,))
     else:
         write_class(
             worker,
@@ -128,7 +126,7 @@ def test_inputs_by_argument_by_index_or_in_order(
     if model_kind == "script":
         save_script(ThreeArguments(), worker)
     else:
-        save_exported(
+        export(
             ThreeArguments(), worker, *torch.zeros(3, 2, 1), dynamic_shapes=(BATCH, BATCH, BATCH)
         )
     serve(worker, vectors(dict.fromkeys(names, 1), {"OUTPUT__1": 1, "OUTPUT__0": 1}))
@@ -151,7 +149,7 @@ def test_dictionaries_are_passed_by_key(worker: Rig, model_kind: str) -> None:
         names = ["a", "b"]
     else:
         example = {"a": torch.zeros(2, 1), "b": torch.zeros(2, 1)}
-        save_exported(ByKey(), worker, example, dynamic_shapes=({"a": BATCH, "b": BATCH},))
+        export(ByKey(), worker, example, dynamic_shapes=({"a": BATCH, "b": BATCH},))
         names = ["x_a", "x_b"]
     serve(worker, vectors(dict.fromkeys(names, 1), {"difference": 1, "sum": 1}))
     (reply,) = worker.batch(
@@ -264,7 +262,7 @@ def test_a_model_file_cannot_run_code(worker: Rig, tmp_path: Path, file_name: st
         save_script(Affine(), worker, torch.zeros(2, 4))
         spoil(path, "data.pkl", pickle.dumps(Trap(sprung_marker)))
     else:
-        save_exported(Affine(), worker, torch.zeros(2, 4))
+        export(Affine(), worker, torch.zeros(2, 4))
         malicious_file = io.BytesIO()
         torch.save(((Trap(sprung_marker),), {}), malicious_file)
         spoil(path, "model.pt", malicious_file.getvalue())
@@ -297,7 +295,7 @@ class Bomb:
 
 
 def test_an_exported_program_cannot_run_code(worker: Rig) -> None:
-    save_exported(Affine(), worker, torch.zeros(2, 3))
+    export(Affine(), worker, torch.zeros(2, 3))
     archive = worker.context.version_dir / "model.pt2"
     with zipfile.ZipFile(archive) as file:
         members = {name: file.read(name) for name in file.namelist()}
@@ -399,7 +397,7 @@ def test_a_missing_file(worker: Rig) -> None:
 
 
 def test_an_exported_program_needs_no_configuration(worker: Rig) -> None:
-    save_exported(
+    export(
         ThreeArguments(),
         worker,
         *torch.zeros(3, 2, 1),
@@ -419,7 +417,7 @@ class Scores(torch.nn.Module):
 
 def test_variable_and_absent_dimensions_are_completed(worker: Rig) -> None:
     length = torch.export.Dim("length")
-    save_exported(
+    export(
         Scores(),
         worker,
         torch.zeros(2, 5, dtype=torch.int64),
@@ -439,7 +437,7 @@ def test_variable_and_absent_dimensions_are_completed(worker: Rig) -> None:
 
 
 def test_a_program_with_fixed_shapes_does_not_batch(worker: Rig) -> None:
-    save_exported(Affine(), worker, torch.zeros(2, 4))
+    export(Affine(), worker, torch.zeros(2, 4))
     completed = PytorchBackend(worker.context).complete_config(model_config([], []))
     assert completed["max_batch_size"] == 0
     assert completed["input"] == [tensor_config("image", "FP32", [2, 4])]
@@ -447,7 +445,7 @@ def test_a_program_with_fixed_shapes_does_not_batch(worker: Rig) -> None:
 
 
 def test_completion_keeps_the_authors_values(worker: Rig) -> None:
-    save_exported(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(BATCH,))
+    export(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(BATCH,))
     configured = model_config([tensor_config("image", "FP32", [-1, 4])], [])
     completed = PytorchBackend(worker.context).complete_config(configured)
     assert completed["max_batch_size"] == 0
@@ -501,7 +499,7 @@ def test_a_configuration_that_an_exported_program_contradicts(
     worker: Rig, dims: list[int], data_type: str, max_batch_size: int, message: str
 ) -> None:
     batch = {0: torch.export.Dim("batch", max=8)}
-    save_exported(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(batch,))
+    export(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(batch,))
     config = model_config(
         [tensor_config("image", data_type, dims)], [tensor_config("y", "FP32", [1])], max_batch_size
     )
@@ -777,7 +775,7 @@ def test_on_a_cuda_device(worker: Rig, model_kind: str) -> None:
     if model_kind == "script":
         save_script(Affine(), worker, torch.zeros(2, 4))
     elif model_kind == "exported":
-        save_exported(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(BATCH,))
+        export(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(BATCH,))
     else:
         write_class(
             worker,

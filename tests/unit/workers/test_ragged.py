@@ -73,10 +73,10 @@ def test_item_shapes_repeat_the_row_of_a_request_of_two() -> None:
         Ragged(ModelSpec.of(config("BATCH_ITEM_SHAPE_FLATTEN"))).inputs(requests(*shapes)).values()
     )
     assert flat_shapes.tolist() == [3, 5, 3, 5, 4, 1]
-    (counts,) = (
+    (sizes,) = (
         Ragged(ModelSpec.of(config("BATCH_ELEMENT_COUNT"))).inputs(requests(*shapes)).values()
     )
-    assert counts.tolist() == [30, 4]
+    assert sizes.tolist() == [30, 4]
 
 
 def scatter_config(**fields: Any) -> dict[str, Any]:

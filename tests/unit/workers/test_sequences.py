@@ -79,10 +79,8 @@ def test_control_pairs(pair: str, kind: str, batched: bool) -> None:
         value = values(row, control(kind, **{pair: [off, on]}), batched=batched)[kind]
         assert value.dtype == dtype
         assert value == (on if kind in control_values or kind == "READY" else off)
-    null_value = values(
-        SequenceRow(1, 0, START_FLAG | END_FLAG), control(kind, **{pair: [off, on]})
-    )
-    assert null_value[kind] == off
+    empty = values(SequenceRow(1, 0, START_FLAG | END_FLAG), control(kind, **{pair: [off, on]}))
+    assert empty[kind] == off
 
 
 @pytest.mark.parametrize("datatype", NUMBERS)

@@ -90,9 +90,7 @@ def test_a_backend_serves_own_messages(tmp_path: Path, caplog: pytest.LogCapture
 
 def test_batches_are_the_default(tmp_path: Path) -> None:
     with rig(tmp_path) as model_rig:
-        backend = FunctionBackend(
-            model_rig.context, lambda requests: [Response() for _ in requests]
-        )
+        backend = FunctionBackend(model_rig.context, lambda rows: [Response() for _ in rows])
         model_rig.serve(backend, CONFIG)
         model_rig.instance.link._dispatch(m.Execute(3, [work(1, 1.0)], in_flight=4))
         model_rig.instance.serve_commands()

@@ -277,7 +277,7 @@ def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: 
     arena = Arena(8 << 20)
     data = bytes(range(200)) * 200
 
-    def large_response(number: int) -> m.Responded:
+    def large(number: int) -> m.Responded:
         memory_range = arena.allocate(len(data))
         arena.view(memory_range)[:] = data
         answer = Inferred((TensorRef("OUT", "INT32", (len(data) // 4,), memory_range),))
@@ -289,9 +289,7 @@ def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: 
 
     stream.send_request("a")
     ((peer, call_number),) = first_requests(scheduler, 1)
-    scheduler.send(
-        peer, large_response(call_number), large_response(call_number), response(call_number, 1)
-    )
+    scheduler.send(peer, large(call_number), large(call_number), response(call_number, 1))
     first, second, _ = take(stream, 3)
     assert [r.infer_response.raw_output_contents[0] for r in (first, second)] == [
         data,
@@ -300,7 +298,7 @@ def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: 
     until("they are released", lambda: count_releases() == 2)
     stream.call.cancel()
     until("it is cancelled", lambda: call_number in _cancelled_ids(scheduler))
-    scheduler.send(peer, large_response(call_number), end(call_number))
+    scheduler.send(peer, large(call_number), end(call_number))
     until("what comes late is released", lambda: count_releases() == 3)
     arena.close()
 

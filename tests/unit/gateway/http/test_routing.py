@@ -218,7 +218,7 @@ def test_other_origins_have_no_permission() -> None:
         ("POST", "/v2/models/m/infer", 200, b""),
     ],
 )
-def test_the_metrics_listener_has_its_own_routes(
+def test_the_metrics_port_has_its_routes(
     method: str, target: str, status: int, body: bytes
 ) -> None:
     class Exporter:

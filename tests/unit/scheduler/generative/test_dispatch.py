@@ -71,10 +71,8 @@ class FakeLlmWorker:
         replays = self.replays and bool(message.resumed)
         for resumed in message.resumed if not replays else ():
             self.worker.resumed_tokens[request.key, resumed.sample] = array("i", resumed.tokens)
-        finished_count = (
-            0 if replays else sum(bool(resumed.finish_reason) for resumed in message.resumed)
-        )
-        self.open[request.key] = self.samples - finished_count
+        ended = 0 if replays else sum(bool(resumed.finish_reason) for resumed in message.resumed)
+        self.open[request.key] = self.samples - ended
         done = g.Prepared(request.key, PROMPT.tobytes(), self.most, self.samples, replays=replays)
         self.rig.worker(self.peer, done)
 

@@ -265,14 +265,12 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def ensemble_steps(
-    *ready_models: str, labels: dict[str, list[str]] | None = None
-) -> EnsembleInstances:
+def ensemble_steps(*ready: str, labels: dict[str, list[str]] | None = None) -> EnsembleInstances:
     """Return an ensemble over "a" and "b" with labelled outputs Y; some models are ready."""
 
     def find(name: str, version: str) -> Any:
         instances = SimpleNamespace(labels={"Y": [name]})
-        return SimpleNamespace(instances=instances, problem="", ready=name in ready_models)
+        return SimpleNamespace(instances=instances, problem="", ready=name in ready)
 
     folder, unused = Path("/tmp"), MagicMock()
     spec = VersionSpec("e", "1", folder, folder, ModelSpec.of(CONFIG), labels or {})

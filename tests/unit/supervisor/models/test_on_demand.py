@@ -53,7 +53,7 @@ def test_needed_and_pinned_models_are_not_unloaded(models: list[Resident], bound
 @given(residents(), BOUND_SIZES)
 def test_no_more_models_are_unloaded_than_needed(models: list[Resident], bound: int) -> None:
     names = select_unloads(models, bound, 10)
-    unloaded_names: set[str] = set()
+    unloaded: set[str] = set()
     resident_models = {r.name: r for r in models}
 
     def is_over_bound() -> bool:
@@ -63,16 +63,14 @@ def test_no_more_models_are_unloaded_than_needed(models: list[Resident], bound: 
         return 0 < r.idle_limit_ns <= 10 - r.used_ns
 
     def free_residents() -> list[Resident]:
-        return [
-            r for r in resident_models.values() if not r.must_stay and r.users <= unloaded_names
-        ]
+        return [r for r in resident_models.values() if not r.must_stay and r.users <= unloaded]
 
     for name in names:
         assert is_over_bound() or is_idle(resident_models[name])
         if is_over_bound():
             assert resident_models[name].used_ns == min(r.used_ns for r in free_residents())
         del resident_models[name]
-        unloaded_names.add(name)
+        unloaded.add(name)
     assert not (is_over_bound() and free_residents())
     assert not any(map(is_idle, free_residents()))
 

@@ -223,9 +223,7 @@ def test_of_two_orders_the_later_one_wins(is_slow: bool) -> None:
         if is_slow:
             server.loads_hang = True
             load_tasks.append(asyncio.ensure_future(server.load("t")))
-            await until_async(
-                lambda: any(child.title.startswith("worker t") for child in server.children)
-            )
+            await until_async(lambda: any(c.title.startswith("worker t") for c in server.children))
         loads = [
             asyncio.ensure_future(server.load("e", ["t"], "first")),
             asyncio.ensure_future(server.load("e", ["s"], "second")),

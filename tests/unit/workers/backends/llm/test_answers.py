@@ -267,7 +267,7 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
     settings |= {"ignore_eos": True, "logprobs": 1, "echo": True, "exclude_input_in_output": None}
     scheduler.add(1, **settings, seed=3)
     scheduler.run()
-    full = [text_and_entries(scheduler, 1, index) for index in (0, 1)]
+    full = [entries_of(scheduler, 1, index) for index in (0, 1)]
     tokens = [[entry["token_id"] for entry in content] for _, content in full]
     first = [entry for entry in scheduler.responses[1] if entry["index"] == [0]][:count] * stream
     characters = sum(len(entry["text_output"][0]) for entry in first)
@@ -279,7 +279,7 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
     ]  # fmt: skip
     scheduler.add(2, resumed_samples, **settings, seed=5)
     scheduler.run()
-    text, content = text_and_entries(scheduler, 2, 0)
+    text, content = entries_of(scheduler, 2, 0)
     content_count = sum(len(entry["logprobs"][0]["content"]) for entry in first)
     assert text.startswith(TOKENIZER.decode(tokens[0][:16]).rstrip("\ufffd")[characters:])
     known_entries = [*content[: 16 - content_count]]
@@ -290,21 +290,19 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
         entry["text_offset"] for entry in full[0][1][content_count:16]
     ]
     assert len(content) == 24 - content_count
-    ended = text_and_entries(scheduler, 2, 1)
+    ended = entries_of(scheduler, 2, 1)
     assert ended[0] == full[1][0] and [entry["token_id"] for entry in ended[1]] == tokens[1]
     assert scheduler.responses[2][-1]["usage"][0]["samples"] == [20, 20]
 
 
-def text_and_entries(
-    scheduler: Scheduler, key: int, sample: int
-) -> tuple[str, list[dict[str, Any]]]:
+def entries_of(scheduler: Scheduler, key: int, row: int) -> tuple[str, list[dict[str, Any]]]:
     content = [
         token
         for response in scheduler.responses[key]
-        if sample in response["index"]
-        for token in response["logprobs"][response["index"].index(sample)]["content"]
+        if row in response["index"]
+        for token in response["logprobs"][response["index"].index(row)]["content"]
     ]
-    return scheduler.text(key, sample), content
+    return scheduler.text(key, row), content
 
 
 def test_logprobs_of_prompt_and_text(scheduler: Scheduler, folder: Folder) -> None:

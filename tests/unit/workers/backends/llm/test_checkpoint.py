@@ -168,13 +168,11 @@ def test_odd_checkpoints_are_refused(tmp_path: Path, fields: dict[str, Any], mes
 def test_fields_have_the_effects_and_defaults_of_transformers(
     family: str, overrides: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    fields = {
-        name: value for name, value in config(family, **overrides).items() if value is not ...
-    }
+    fields = {key: value for key, value in config(family, **overrides).items() if value is not ...}
     problems: list[str] = []
     architecture = Architecture.of(fields, problems)
     assert architecture is not None, problems
-    assert {name: getattr(architecture, name) for name in expected} == expected
+    assert {key: getattr(architecture, key) for key in expected} == expected
 
 
 def test_the_error_of_an_empty_folder_names_the_missing_files(tmp_path: Path) -> None:
@@ -231,12 +229,10 @@ def test_sizes_that_contradict_are_refused(folder: Folder) -> None:
 
 def test_instances_on_a_device_share_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture = Checkpoint.open(folder()).architecture
-    weights = sum(math.prod(shape) for shape in architecture.weights().values()) * 4
+    size = sum(math.prod(shape) for shape in architecture.weights().values()) * 4
     # Tokens * (keys and values) * layers * heads * head size * bytes per element.
     block = 16 * 2 * 2 * 2 * 8 * 4
-    monkeypatch.setattr(
-        engine_file, "_available_bytes", lambda device: 3 * weights + 6 * 100 * block
-    )
+    monkeypatch.setattr(engine_file, "_available_bytes", lambda _: 3 * size + 6 * 100 * block)
     gpus = InstanceGroup(kind="KIND_GPU", count=2, gpus=(0, 1))
     groups = (InstanceGroup(count=2), InstanceGroup(), gpus)
     assert max_instances_per_device(groups) == 3

@@ -45,14 +45,12 @@ def spaced_tokenizer() -> str:
     pieces = ["<unk>", "<s>", END, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *"thefox", "th", "the", "▁the", "fo", "fox", "▁fox"]
     merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("f", "o"), ("fo", "x"), ("▁", "fox")]
-    vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True)
-    )
-    tokenizer.normalizer = normalizers.Sequence(
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    tokenizer.decoder = decoders.Sequence(
+    made.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
             decoders.ByteFallback(),
@@ -60,8 +58,8 @@ def spaced_tokenizer() -> str:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    tokenizer.add_special_tokens(["<unk>", "<s>", END])
-    return str(tokenizer.to_str())
+    made.add_special_tokens(["<unk>", "<s>", END])
+    return str(made.to_str())
 
 
 TRUNCATION = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}

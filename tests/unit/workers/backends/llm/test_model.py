@@ -177,16 +177,14 @@ def test_logits_of_selected_rows_equal_those_of_all(folder: Folder) -> None:
     lone = LoneModel(folder(), 16)
     tokens, tables = prompt(90), [list(range(6)), list(range(6, 12)), list(range(12, 18))]
     parts = [tokens[:1], tokens[:33], tokens]
-    all_logits = lone.run_pass(
-        [(part, 0, table) for part, table in zip(parts, tables, strict=True)]
-    )
+    every = lone.run_pass([(part, 0, table) for part, table in zip(parts, tables, strict=True)])
     rows = Pass(16)
     for part, table in zip(parts, tables, strict=True):
         rows.add(part, 0, table, len(part) > 1)
     for expected in ([], [0], [33], [0, 122, 123], list(range(1, 34))):
         first_rows = rows.select(list(range(124)))
         logits = lone.model.forward(first_rows, lone.cache, lone.attention, expected)
-        assert torch.equal(logits, all_logits[expected])
+        assert torch.equal(logits, every[expected])
 
 
 def test_rows_of_drafts_are_the_same_bits_as_single_rows(folder: Folder) -> None:

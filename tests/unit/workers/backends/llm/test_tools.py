@@ -72,19 +72,17 @@ def grammar(
     return matcher, formatted
 
 
-def random_text(
-    matcher: Any, tokenizer: Tokenizer, rng: random.Random, max_tokens: int = 400
-) -> str:
+def random_text(guide: Any, tokenizer: Tokenizer, rng: random.Random, max_tokens: int = 400) -> str:
     tokens: list[int] = []
-    while not matcher.is_stopped() and len(tokens) < max_tokens:
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    while not guide.is_stopped() and len(tokens) < max_tokens:
+        bits = np.frombuffer(guide.compute_bitmask(), np.uint8)
         token = rng.choice(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
-        matcher.consume_token(token)
+        guide.consume_token(token)
         if token == tokenizer.token_to_id(END):
             break
         tokens.append(token)
     text: str = tokenizer.decode(tokens, skip_special_tokens=False)
-    return text if matcher.is_stopped() else ""
+    return text if guide.is_stopped() else ""
 
 
 def parse_calls(text: str, message_format: Any) -> tuple[str, list[tuple[str, Any]]]:
@@ -134,13 +132,11 @@ WHOLE_SCHEMAS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_validate_against_the_whole_schema(family: str, case: str) -> None:
     schema, vocabulary, rng = WHOLE_SCHEMAS[case], tokenizer(), random.Random(3)
-    matcher, message_format = grammar(
-        family, vocabulary, [function("f", schema)], tool_choice="required"
-    )
+    matcher, form = grammar(family, vocabulary, [function("f", schema)], tool_choice="required")
     texts = [random_text(matcher.deep_copy(), vocabulary, rng) for _ in range(12)]
     assert any(texts)
     for text in filter(None, texts):
-        content, calls = parse_calls(text, message_format)
+        content, calls = parse_calls(text, form)
         assert calls and not content, text
         for _, arguments in calls:
             jsonschema_rs.validate(schema, arguments)
@@ -186,9 +182,7 @@ def test_a_grammar_of_xml_quotes_limited_texts_that_it_cannot_list(limits: dict[
         ("qwen3_coder", {"anyOf": [{"required": ["a"]}], "minProperties": 1}, "anyOf, minProp"),
     ],
 )
-def test_schemas_that_a_format_cannot_enforce(
-    family: str, schema: dict[str, Any], error: str
-) -> None:
+def test_schemas_that_no_format_enforces(family: str, schema: dict[str, Any], error: str) -> None:
     given_tools = [function("f", schema)]
     with pytest.raises(InvalidArgument) as caught:
         grammar(family, tokenizer(), given_tools, tool_choice="required")
@@ -218,9 +212,7 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("special", [(), TAG_TOKENS], ids=["text", "tokens"])
 @pytest.mark.parametrize("family", EXAMPLES)
-def test_strict_calls_follow_a_grammar_from_their_tag_on(
-    family: str, special: tuple[str, ...]
-) -> None:
+def test_strict_calls_follow_a_grammar_from_the_tag(family: str, special: tuple[str, ...]) -> None:
     coder = tokenizer(*special)
     matcher, _ = grammar(family, coder, [function("now", NOW, strict=True)])
 
