@@ -18,7 +18,7 @@ def until(text: str, condition: Callable[[], object], within_s: float = DEADLINE
     The checks use at most half of a processor, because the awaited process needs the rest.
 
     Args:
-        condition_text: The condition in words, for the error.
+        text: The condition in words, for the error.
         condition: The condition.
         within_s: The longest wait, in seconds.
 

@@ -618,7 +618,7 @@ def test_outputs_that_are_inputs_are_not_kept(model: Model, region: Region, outp
     ],
 )  # fmt: skip
 def test_a_model_that_keeps_its_inputs(model: Model, region: Region, keep: str, first: int) -> None:
-    """Values from `first_kept` on are kept: a model may begin to keep its inputs late."""
+    """Values from `first` on are kept: a model may begin to keep its inputs late."""
     model.serve(f"""
         kept = []
         def execute(self, requests):

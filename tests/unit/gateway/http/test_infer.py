@@ -195,7 +195,9 @@ def test_malformed_responses_are_internal_errors(gateway: Rig, simple_scheduler:
 
 
 def test_an_output_of_wrong_size_is_internal(gateway: Rig, simple_scheduler: Scheduler) -> None:
-    simple_scheduler.compute = lambda _: Inferred((TensorRef("OUTPUT0", "INT32", (1, 16), b"xx"),))
+    simple_scheduler.compute = lambda _: Inferred(
+        (TensorRef("OUTPUT0", "INT32", (1, 16), b"xxxx"),)
+    )
     reply = gateway.http.infer("simple", simple_body())
     assert "output 'OUTPUT0': expected 64 bytes for INT32 [1,16], got 4" in reply.error
 
