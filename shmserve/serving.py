@@ -119,7 +119,7 @@ def serve(
 
 
 def _flags(name: str, value: Any) -> list[str]:
-    """Return a flag with its value: none for None, and one for each element of a list."""
+    """Return the arguments for a flag: none for None, one for each element of a list."""
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
     texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]
     return [f"--{name.replace('_', '-')}={text}" for text in texts]

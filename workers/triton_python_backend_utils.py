@@ -121,7 +121,7 @@ def get_output_config_by_name(model_config: dict[str, Any], name: str) -> dict[s
 
 
 def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bool:
-    """Return whether a configuration is that of a decoupled model."""
+    """Return whether a configuration describes a decoupled model."""
     return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
 
 

@@ -105,7 +105,7 @@ def _model_report(error: BaseException, folder: Path) -> traceback.TracebackExce
         chained.stack[:] = [frame for frame in frames if not frame.filename.startswith("<frozen")]
         for frame in chained.stack:
             frame.filename = frame.filename.replace(f"{folder}/", f"{user_folder}/")
-        if getattr(chained, "filename", None):  # of a SyntaxError
+        if getattr(chained, "filename", None):  # a SyntaxError has a file name
             chained.filename = chained.filename.replace(f"{folder}/", f"{user_folder}/")
         chained = chained.__cause__ or chained.__context__
     return report

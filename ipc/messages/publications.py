@@ -110,7 +110,7 @@ class ProcessExited(Message):
     `reason` is meant for clients and may be empty.
     """
 
-    TAG: ClassVar[str] = "Exited"  # the tag "ProcessExited" is that of OwnerExited
+    TAG: ClassVar[str] = "Exited"  # OwnerExited has the tag "ProcessExited"
 
     process: int
     reason: str
@@ -140,12 +140,14 @@ class ServerEnding(Message):
 class HealthChanged(Message):
     """Sent by the supervisor to gateways and local clients when a health check has a new result.
 
-    With `exiting`, gateways respond to requests for the server's health with an error.
+    With `exiting`, gateways respond to requests for the server's health with an error. `started` is
+    whether the loads of the start have ended.
     """
 
     live: bool
     ready: bool
     exiting: bool
+    started: bool = True
 
 
 # --- regions
@@ -165,7 +167,7 @@ class RegionPublished(Message):
     """Sent by the supervisor to gateways when a region may be used under `name`.
 
     `memory_range` is its range in its object, as `pack_range` of ipc/tensors/descriptors.py encodes
-    it. `key` is empty for CUDA memory. `uid` and `group` are those of the owner. A region with
+    it. `key` is empty for CUDA memory. `uid` and `group` are the owner's. A region with
     `draining` is only listed, until `RegionDrained`: its name is free again while requests in
     flight use it, or it belongs to a local client.
     """
@@ -228,7 +230,7 @@ class EventHeader(Message):
 class ModelChanged(Message):
     """Published when a model version has a new state or reason.
 
-    The states are those of the repository index; an empty state means that the version is gone.
+    The states are as in the repository index; an empty state means that the version is gone.
     """
 
     name: str

@@ -245,8 +245,8 @@ class ServerConnection(ServerState):
                     self.mappings.unmap_process(pid)
                 case ServerEnding():
                     self.draining = True
-                case HealthChanged(ready=ready):
-                    self.models.ready = ready
+                case HealthChanged(ready=ready, started=started):
+                    self.models.ready, self.models.started = ready, started
                     is_complete = True
                 case Answered(number, payload):
                     self._link.respond(number, payload)

@@ -31,8 +31,8 @@ RESTRICTABLE = (
     *("statistics", "trace", "logging"),
 )
 METRICS = "metrics"
-# The scope for the metadata of a model, which the inference scope includes, since requests depend
-# on it. Restrictions treat it as the metadata API.
+# The scope for the metadata of models. The inference scope includes this scope, since requests
+# depend on the metadata. A restriction of the metadata API also applies to it.
 SIGNATURE = "metadata of models"
 SCOPES = (*RESTRICTABLE, METRICS)
 # Health probes need no token, because the server's health is not confidential.

@@ -156,6 +156,7 @@ IDLE_BACKEND_SETTINGS = frozenset(
         *("shm-default-byte-size", "shm-growth-byte-size", "shm-region-prefix-name"),
         *("stub-timeout-seconds", "python-runtime", "version", "gpu-memory-fraction"),
         *("allow-soft-placement", "coalesce-request-input", "plugins", "version-compatible"),
+        "enable-global-threadpool",
     ]
 )
 # Flags of tritonserver without a counterpart, by the reason or the alternative.

@@ -221,7 +221,8 @@ def _from_file(tensor: ModelTensor, content: bytes) -> _Array:
         with Image.open(io.BytesIO(content)) as image:
             pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
     except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise InvalidArgument(f"{subject}, but the file is not an image: {error}") from error
+        reason = str(error).partition(" <")[0]  # without the name of the file object
+        raise InvalidArgument(f"{subject}, but the file is not an image: {reason}") from error
     if len(dims) == 3:
         pixels = pixels.reshape(*pixels.shape[:2], -1)
     if has_channels_first:

@@ -185,7 +185,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     @property
     def sending_since(self) -> float | None:
-        """Return the time of the previous request's end while a body is incomplete, or None."""
+        """Return the end of the previous request while a body is incomplete; otherwise None."""
         is_sending = self._pending_head or (self._is_handling and self._body_stream is not None)
         return self._idle_start if is_sending else None
 

@@ -59,7 +59,7 @@ _TOP_FIELDS = {
 _FILE_PARAMETERS = {
     "onnxruntime": (
         *("intra_op_thread_count", "inter_op_thread_count", "execution_mode"),
-        *("enable_mem_arena", "enable_mem_pattern"),
+        *("enable_mem_arena", "enable_mem_pattern", "memory.enable_memory_arena_shrinkage"),
     ),
     "pytorch": (
         *("INFERENCE_MODE", "DISABLE_OPTIMIZED_EXECUTION", "TORCH_COMPILE_OPTIONAL_PARAMETERS"),
@@ -68,8 +68,11 @@ _FILE_PARAMETERS = {
     ),
 }
 _GPU_PARAMETERS = {
-    "onnxruntime": ("cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy"),
-    "pytorch": ("ENABLE_CACHE_CLEANING",),
+    "onnxruntime": (
+        *("cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy"),
+        "do_copy_in_default_stream",
+    ),
+    "pytorch": ("ENABLE_CACHE_CLEANING", "DISABLE_CUDNN"),
 }
 _SETTING_PREFIXES = ("session.", "ep.")  # prefixes of onnxruntime's own settings
 
@@ -369,7 +372,7 @@ def _ignored_optimization(
     if optimization.priority != ModelOptimizationPolicy.PRIORITY_DEFAULT:
         yield "optimization.priority"
     for name in ("input_pinned_memory", "output_pinned_memory"):
-        # Pinned memory is used by default, so that only disabling it has no effect.
+        # Memory is pinned in any case, so that only the wish to disable this has no effect.
         if optimization.HasField(name) and not getattr(optimization, name).enable:
             yield f"optimization.{name}"
 

@@ -55,7 +55,7 @@ _CREDIT_PER_REQUEST = 0.002  # misses earned by each request in time
 # Batches between two trials of sizes: usually, and while learning.
 _TRIAL_INTERVAL, _LEARNING_INTERVAL = 16, 2
 LEARNING = 48  # batches during which new sizes are tried early
-_MIN_IDLE = 0.25  # share of idle time; below it, clients are blocked, or all requests are late
+_MIN_IDLE = 0.25  # minimum idle share; with less, clients block, or all requests are late
 
 _EPOCH_BATCHES = 24  # number of batches in an epoch
 _SETTLING_BATCHES = 4  # first batches of an epoch, which the previous epoch still affects
@@ -99,7 +99,7 @@ class Account:
         self._trial_misses += misses
 
     def subtract_trial_misses(self, misses: int) -> int:
-        """Return the number of these misses that were not charged to trials."""
+        """Subtract the misses that trials have paid for; return how many of the misses remain."""
         caused = min(misses, int(self._trial_misses))
         self._trial_misses -= caused
         return misses - caused
@@ -192,11 +192,11 @@ class TrialState(Record):
 class Sizes:
     """The trials of batch sizes, and the misses that they may cause.
 
-    A trial at a low rate delays the requests that arrive until the instance has caught up. The late
-    requests are those of the trial, if it takes longer than the time left to them, and those behind
-    it. The instance catches up only in its idle time, so that a trial is expensive if the load is
-    high. If clients wait for their responses, the number of late requests is bounded by the
-    number of clients. The account pays the actual cost of a trial, at most the estimated cost.
+    A trial at a low rate delays the requests that arrive until the instance has caught up. The
+    requests of the trial are late if it takes longer than the time left to them. Requests behind it
+    may be late, too. The instance catches up only in its idle time, so that a trial is expensive if
+    the load is high. If clients wait for their responses, at most as many requests are late as
+    there are clients. The account pays the actual cost of a trial, at most the estimated cost.
     """
 
     def __init__(self, account: Account) -> None:

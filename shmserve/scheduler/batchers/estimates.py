@@ -14,11 +14,11 @@ _MIN_VARIATION = 0.05  # minimum relative deviation of the sizes for which a slo
 
 _EXACT_BITS = 6  # sizes below 2**6 are distinguished, larger ones to one part in 32
 _MAX_MEAN_WEIGHT = 256.0  # maximum weight of a size's mean, in executions
-_SHARED_GAIN = 1 / 32  # gain of the level and the spread, which all sizes share
+_SHARED_GAIN = 1 / 32  # gain of the level and the spread, which all sizes share (`SizeTimes`)
 _INITIAL_SPREAD, _MIN_SPREAD = 0.1, 0.02  # relative spread of durations
-# The level changes if this many durations in a row differ from it.
+# The level is set anew after this many durations in a row that differ from the estimate.
 _CHANGE_LENGTH = 8
-# The minimum ratio of these durations to the level, and the maximum ratio between them.
+# Minimum ratio of these durations to the estimate, and maximum ratio between any two of them.
 _MIN_CHANGE, _MAX_DISAGREEMENT = 1.5, 2.0
 _DEVIATIONS_PER_SPREAD = 1.25  # standard deviations per spread, for a normal distribution
 _EQUAL_RATES = 0.03  # relative difference below which rates count as equal
@@ -43,7 +43,7 @@ class _Size:
     """The mean duration of the batches of a size.
 
     Attributes:
-        mean: The mean duration at a level of 1.
+        mean: The mean duration, divided by the level (see `SizeTimes`).
         weight: The number of batches in the mean.
     """
 
@@ -436,7 +436,7 @@ class Arrivals:
         self._last_event_ns = 0
 
     def record_arrival(self, now_ns: int, in_flight: int, soon_ns: float) -> None:
-        """Record an arrival."""
+        """Record an arrival; if it came within `soon_ns` of the last event, record the gap."""
         gap_ns = now_ns - self._last_event_ns
         if gap_ns <= soon_ns:
             self._current_statistics().record_gap(gap_ns)
@@ -445,7 +445,7 @@ class Arrivals:
         self._last_event_ns, self._in_flight = now_ns, in_flight
 
     def record_batch(self, now_ns: int, in_flight: int, soon_ns: float) -> None:
-        """Record the end of a batch."""
+        """Record the end of a batch, and a miss if no event occurred within `soon_ns` before."""
         if now_ns - self._last_event_ns > soon_ns:
             self._current_statistics().record_miss()
         self._last_event_ns, self._in_flight = now_ns, in_flight

@@ -362,14 +362,14 @@ class Flow:
                             self._fire(reader, ready_number)
 
     def _numbers(self, reader: TensorReader) -> Iterable[int]:
-        """Return the numbers at which a reader may now have all its tensors."""
+        """Return the numbers of the responses for which a reader may now have all its tensors."""
         for tensor, is_once in reader.reads:
             if not is_once:
                 return sorted([number for name, number in self._values if name == tensor])
         return ()
 
     def _fire(self, reader: TensorReader, response_index: int) -> None:
-        """Start a step or a response at a number if all tensors that it reads are present."""
+        """Start a step or a response for a response index if all tensors that it reads exist."""
         fired = (reader.index, response_index)
         if fired in self._fired_steps:
             return

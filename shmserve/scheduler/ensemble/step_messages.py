@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.ipc.memory.lent import Block, Holding, Token, release_messages
 from shmserve.ipc.messages.inference import (
-    MAX_TIMEOUT_US,
     Finished,
     Release,
     Responded,
@@ -210,7 +209,7 @@ class StepMessages:
             data,
             now_ns,
             request.deadline_ns,
-            client_request.timeout_us and min(client_request.timeout_us, MAX_TIMEOUT_US),
+            client_request.timeout_us,
             client_request.priority,
             client_request.request_id,
             flags,

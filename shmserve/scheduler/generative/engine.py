@@ -418,7 +418,7 @@ class Engine(Generic[T]):
     # --- results of steps
 
     def finish_step(self, message: Stepped) -> None:
-        """Handle the results of the running step; raise ValueError for those of another step."""
+        """Handle the results of the running step; raise ValueError for results of another step."""
         running = self.running
         if running is None or message.step != running.step:
             raise ValueError("the result of another step")

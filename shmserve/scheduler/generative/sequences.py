@@ -294,7 +294,7 @@ class Sequence(Generic[T]):
         return keys[:blocks]
 
     def find_prefix(self, pool: BlockPool, block_size: int) -> list[int]:
-        """Return the cached blocks of the sequence's beginning, without that of its last token."""
+        """Return the cached blocks of the sequence's beginning, without its last token's block."""
         blocks: list[int] = []
         for key in self.prefix_keys(block_size, (len(self.tokens) - 1) // block_size):
             block = pool.find(key)

@@ -46,7 +46,7 @@ _MIN_OBSERVATIONS = 16  # number of observations before the average is used
 class ServiceTime:
     """The recent service time, for retry hints and the latest start before a deadline (pure).
 
-    The averages are those of TCP's round-trip times (RFC 6298): mean and mean deviation.
+    The averages are computed like TCP's (RFC 6298): the mean, and the mean deviation.
     """
 
     _mean_ns: float = 0.0

@@ -92,8 +92,8 @@ class Execution:
 class Slot:
     """An instance of the model by its index.
 
-    `peer` and `pid` are the address and process of its worker, if there is one. `requests` are
-    those of its executions and its open requests.
+    `peer` and `pid` are the address and process of its worker, if there is one. `requests` has
+    the requests of its executions, and its open requests.
     """
 
     index: int

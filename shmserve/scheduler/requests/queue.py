@@ -325,9 +325,8 @@ class RequestQueue:
         if message.timeout_us:
             # In a backlog, the timeout of a request applies to its sequence.
             has_backlog = settings.sequences is not None
-            own_timeout_us = (
-                message.timeout_us if has_backlog else policy.own_timeout_us(message.timeout_us)
-            )
+            timeout_us = min(message.timeout_us, MAX_TIMEOUT_US)
+            own_timeout_us = timeout_us if has_backlog else policy.own_timeout_us(timeout_us)
             if settings.timeout_is_deadline and not (own_timeout_us and policy.delays):
                 deadline_ns = earlier_deadline(deadline_ns, message, arrived_ns)
         if 0 < deadline_ns < now_ns:

@@ -253,7 +253,7 @@ def _expand(config: ModelSpec) -> list[Instance]:
 
 
 class InstanceUpdate(NamedTuple):
-    """A change of a version's instances to those of another spec.
+    """A change of a version's instances to the instances of another spec.
 
     Attributes:
         spec: The spec that the version will have.

@@ -56,10 +56,10 @@ class Audience(Protocol):
     """The receivers of publications: the clients that submit requests."""
 
     def announce(self, message: Publication) -> int:
-        """Send a publication; returns the number that the clients acknowledge."""
+        """Send a publication; return its number, which the clients acknowledge."""
 
     def is_acknowledged(self, number: int) -> bool:
-        """Check whether every client has acknowledged a number or has disconnected."""
+        """Check whether each connected client has acknowledged the publication with this number."""
 
     def publish_readiness(self, message: ReadinessChanged) -> None:
         """Send a change of readiness to the gateways, which report it."""

@@ -105,34 +105,34 @@ class LifecycleActions(Protocol):
     """The interface of the lifecycle's actions, which return immediately and report by events."""
 
     def read(self, order: Order) -> None:
-        """Read a model's folder and configuration; reports `Lifecycle.load_planned`."""
+        """Read a model's folder and configuration; `Lifecycle.load_planned` follows."""
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
-        """Create a version without processes; it reports `Lifecycle.version_changed`."""
+        """Create a version without processes; its changes call `Lifecycle.version_changed`."""
 
     def start(self, version: ModelVersion) -> None:
-        """Start a version; calls `Lifecycle.complete_config`, then `Lifecycle.version_started`."""
+        """Start a version; `Lifecycle.complete_config` and `Lifecycle.version_started` follow."""
 
     def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
-        """Return the final configuration of a version; raises InvalidArgument."""
+        """Return the final configuration of a version, or raise InvalidArgument."""
 
     def update(self, order: Order) -> None:
-        """Add the instances of an order's updates; reports `Lifecycle.updates_finished`."""
+        """Start the instances that an order adds; `Lifecycle.updates_finished` follows."""
 
     def move(self, order: Order, group: Group) -> None:
-        """Move the serving versions to a group's process; reports `Lifecycle.move_finished`."""
+        """Move the serving versions to a group's process; `Lifecycle.move_finished` follows."""
 
     def kill(self, version: ModelVersion) -> None:
-        """End a version that was never published; reports `Lifecycle.version_ended`."""
+        """End a version that was never published; `Lifecycle.version_ended` follows."""
 
     def retire(self, version: ModelVersion) -> None:
-        """Drain a version and end it; reports `Lifecycle.version_ended`."""
+        """Drain a version and end it; `Lifecycle.version_ended` follows."""
 
     def finalize(self, order: Order) -> None:
-        """Wait for `order.awaited_ends`, but not for long requests; calls `order_finalized`."""
+        """Wait for `order.awaited_ends`, but not for long requests; `order_finalized` follows."""
 
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
-        """Redirect late requests to the successor of a version that has ended."""
+        """Redirect requests for a version that has ended to its successor."""
 
     def discard(self, specs: Iterable[VersionSpec]) -> None:
         """Remove the folders that were written for these specs, unless a process uses them."""

@@ -42,7 +42,7 @@ class ModelRegistry:
             del self.models[model.name]
 
     def update(self, names: Iterable[str]) -> None:
-        """Derive the summaries of models that have changed; those of other models stay valid."""
+        """Derive the summaries of models that have changed; other summaries stay valid."""
         for name in names:
             if name in self.models:
                 self._summaries[name] = ModelSummary.of(self.models[name])

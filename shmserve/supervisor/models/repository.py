@@ -26,7 +26,7 @@ from shmserve.model_config import UNWRITTEN, ModelConfig, Source, read_json, rea
 CONFIG_FILE = "config.pbtxt"
 ENGINE_FILE = "engine.yaml"  # the settings file of a model that generates text
 _NAMED_CONFIGS = "configs"
-# Folders beside the version folders, which belong to all versions.
+# Folders of a model that belong to all of its versions.
 _SHARED_FOLDERS = (_NAMED_CONFIGS, "warmup", "initial_state")
 DUPLICATE_MODEL = "model appears in two or more repositories"
 _NO_VERSION = "at least one version must be available under the version policy of model"

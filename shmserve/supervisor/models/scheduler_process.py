@@ -51,7 +51,7 @@ class CarriedCounters:
         self._update_successor()
 
     def pass_to(self, successor: CarriedCounters | None) -> None:
-        """Make these counters, including those of a drain, the base of a successor's counters."""
+        """Make these counters, also the counts of a drain, the base of a successor's counters."""
         self._successor = successor
         self._update_successor()
 
@@ -61,7 +61,7 @@ class CarriedCounters:
         self._update_successor()
 
     def send_base(self) -> None:
-        """Send the base to a scheduler that has just started."""
+        """Send the counts of replaced versions (the base) to a scheduler that has just started."""
         if self._base_counters:
             self._send(m.BaseCounters(self._base_counters))
 

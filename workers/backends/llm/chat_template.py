@@ -23,8 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shmserve.errors import Internal, InvalidArgument, clip
 
-# The variables of a request that the template must use, unless they have these default values of
-# OpenAI's API, which agents send.
+# Variables that a request may set only if the template uses them, and their default values in
+# OpenAI's API. The defaults are always permitted, because agents send them.
 _CHECKED_VARIABLES = {"documents": [], "reasoning_effort": "medium"}
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _TYPE_TESTS = ("string", "iterable", "sequence", "mapping")

@@ -37,7 +37,7 @@ from shmserve.workers.backends.llm.sampler import (
 )
 
 _NO_ALLOWED_TOKEN = "the other parameters forbid all tokens that the grammar allows"
-_MAX_NGRAM, _MIN_NGRAM = 4, 2  # number of tokens
+_MAX_NGRAM, _MIN_NGRAM = 4, 2  # the longest and the shortest n-gram, in tokens
 _MAX_DRAFT_INPUT = 512  # tokens of a sequence that a draft model reads per step
 
 

@@ -311,7 +311,7 @@ _OPTIONAL_END = re.compile(
 
 
 def _split_lookaheads(pattern: str) -> list[str]:
-    """Split a pattern into patterns that begin without lookaheads; a text must match all."""
+    """Replace lookaheads at the beginning of a pattern by patterns; a text must match all."""
     patterns: list[str] = []
     pattern = _OPTIONAL_END.sub("", pattern)
     if "|" in re.sub(rf"\\.|{_CLASS}|\([^()]*\)", "", pattern):

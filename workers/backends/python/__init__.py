@@ -198,7 +198,7 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
 
     Raises:
         Unavailable: The file does not exist.
-        InvalidArgument: The name is not that of a Python file.
+        InvalidArgument: The name is not a Python file's.
     """
     file = file_name(config)
     if not file.endswith(".py"):

@@ -1,8 +1,8 @@
 """Metrics of a model: families with labelled values, kept in this process.
 
 Families belong to this module, because Triton's API creates them without a reference to the server.
-The values are those of this instance, and so is `Metric.value`; `changes` returns them to be summed
-over instances. Names and labels are checked as in Triton.
+All values, also `Metric.value`, are this instance's; `changes` returns them to be summed over
+instances. Names and labels are checked as in Triton.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ Key = tuple[bytes, tuple[int, ...]]
 
 
 class SplitMessage(NamedTuple):
-    """The fingerprint of a request (`key`), and the parts that were cut out."""
+    """The fingerprint of a request (`key`), and the parts cut out of its message."""
 
     key: Key
     contents: list[bytes]
@@ -269,7 +269,7 @@ class TemplateCache:
         model: GatewayModel,
         template: RequestTemplate,
     ) -> None:
-        """Store a template, if the parsed request has the identity that was cut out."""
+        """Store a template, if the id and the position cut out of the message are the request's."""
         if parts.identity.is_identity_of(request):
             cached = _CachedTemplate(
                 *(parts.key, parts.identity, model, request.version),

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _PROMPTS = ("prompt", "text_input", "input_ids", "messages", "input", "documents", "tokens")
 _CHATS = ("messages", "input", "documents")
-# The maximum size of the header, and of all fields other than prompts, which the worker parses.
+# Maximum bytes of the header, and of all fields that are no prompts: the worker parses these.
 _MAX_OTHER_BYTES = 2 * LARGE
 _BYTES_A_TOKEN = 128  # maximum average bytes of a token
 # The maximum number of prompts of OpenAI's APIs, and the error about a longer list.

@@ -1,6 +1,6 @@
 """The fields of requests to OpenAI's API: which are supported, refused, or without effect.
 
-The names are those of OpenAI's API and of vLLM's. A known field is never ignored if it would change
+The names are from OpenAI's API and from vLLM's. A known field is never ignored if it would change
 the response: it is carried out, or the request is refused. Fields that neither API has are ignored
 and logged once, or refused with --openai-unknown-fields=refuse.
 """

@@ -49,7 +49,7 @@ class Delta(NamedTuple):
     """The part of a sample's text in one response of the model.
 
     Attributes:
-        sample: The index of the sample among those of its prompt.
+        sample: The index of the sample among its prompt's samples.
         logprobs: The probabilities of the tokens, if they were requested.
         finish_reason: The reason why the sample ended, in its last part.
         usage: The numbers of tokens of the prompt and its samples, in the prompt's last response.
@@ -208,7 +208,7 @@ class Choices:
     """The choices of one request, with `samples` choices for each prompt.
 
     Attributes:
-        form: The format, that of completions or of chats.
+        form: The format of completions or of chats.
         model: The name of the model in the response.
         shows_usage: Whether chunks have the member `usage`, which is null.
         continuous: Whether `usage` has the number of tokens of the sample so far instead.

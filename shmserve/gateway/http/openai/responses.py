@@ -316,7 +316,7 @@ def _chat_content(content: Any, position: str) -> Any:
 # The items of recent responses by their ids.
 _recent_items: OrderedDict[str, dict[str, Any]] = OrderedDict()
 _MAX_RECENT_ITEMS = 1024
-_MAX_RECENT_ITEM_LENGTH = 1 << 16  # of the text of a stored item, in characters
+_MAX_RECENT_ITEM_LENGTH = 1 << 16  # maximum characters of a stored item's text
 
 
 def _store_item(item: dict[str, Any], text: str) -> None:

@@ -365,7 +365,7 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
 def _add_tokens(
     tokenizer: Tokenizer, settings: dict[str, Any], added_tokens: dict[str, int], kind: str
 ) -> None:
-    """Add the tokens of tokenizer_config.json, and those of added_tokens.json."""
+    """Add the tokens of tokenizer_config.json and of added_tokens.json."""
     named_tokens = [settings[name] for name in _special_tokens(settings)]
     extra = settings["extra_special_tokens"]
     texts = [_content(token) for token in (*named_tokens, *extra)]
