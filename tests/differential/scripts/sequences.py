@@ -118,7 +118,12 @@ def restarted_after_its_end(name: str, strategy: str, size: int = 2) -> Script:
     END joins it.
     """
     send = SequenceRequests(name)
-    steps: list[Step] = [send(1, start=True), send(1, end=True)] * 2
+    steps: list[Step] = [
+        send(1, start=True),
+        send(1, end=True),
+        send(1, start=True),
+        send(1, end=True),
+    ]
     return scene(name, [*steps, Drain()], strategy, max_batch_size=size)
 
 
