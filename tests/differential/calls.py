@@ -41,16 +41,16 @@ class Call:
             )
 
     def _came(
-        self, found: grpc.InferResult | None, failure: InferenceServerException | None
+        self, result: grpc.InferResult | None, error: InferenceServerException | None
     ) -> None:
-        if found is None:
-            self._messages.append({"error": _error(failure)})
+        if result is None:
+            self._messages.append({"error": _error(error)})
             self.is_done = True
             return
-        response = found.get_response()
+        response = result.get_response()
         final = response.parameters["triton_final_response"].bool_param
         description: dict[str, Any] = {"id": response.id, "version": response.model_version}
-        description["outputs"] = {o.name: _read_output(found, o) for o in response.outputs}
+        description["outputs"] = {o.name: _read_output(result, o) for o in response.outputs}
         description["parameters"] = sorted(set(response.parameters) - {"triton_final_response"})
         self._messages.append(description | ({"final": final} if self._request.stream else {}))
         self.is_done = final or not self._request.stream

@@ -165,9 +165,11 @@ def test_headers_of_a_stream_become_parameters(server: Server) -> None:
     with triton_grpc.InferenceServerClient(server.grpc_url) as client:
         tensor = triton_grpc.InferInput("INPUT0", [1], "INT32")
         tensor.set_data_from_numpy(np.zeros(1, np.int32))
-        client.start_stream(lambda r, e: answers.put((r, e)), headers={"x-my-key": "v"})
+        client.start_stream(
+            lambda result, error: answers.put((result, error)), headers={"x-my-key": "v"}
+        )
         client.async_stream_infer("echo_request", [tensor])
-        r, e = answers.get(timeout=20)
+        result, error = answers.get(timeout=20)
         client.stop_stream()
-    assert e is None
-    assert json.loads(r.as_numpy("OUTPUT0")[0])["parameters"] == {"x-my-key": "v"}
+    assert error is None
+    assert json.loads(result.as_numpy("OUTPUT0")[0])["parameters"] == {"x-my-key": "v"}
