@@ -199,7 +199,7 @@ def journal_socket(
             handler.close()
 
 
-def test_journals_have_fields(
+def test_a_journal_has_fields(
     journal_socket: socket.socket, capfd: pytest.CaptureFixture[str]
 ) -> None:
     logs.configure("worker a.b.1", LogSettings(log_verbose_level=1))
