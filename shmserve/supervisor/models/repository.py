@@ -33,7 +33,7 @@ _NO_VERSION = "at least one version must be available under the version policy o
 _VERSION = re.compile(r"[1-9][0-9]{0,18}")
 _MAX_VERSION = 2**63 - 1
 _LFS_MARK = b"version https://git-lfs.github.com/spec/v1"
-_PLACEHOLDER = re.compile(r"\$\{\w+\}")
+_PLACEHOLDER = re.compile(r"\$\{\w+\}|(?<=: )\{\{[^{}\n]+\}\}")
 _INVALID_CHARACTERS = re.compile(r"[^A-Za-z0-9._-]+")
 _IGNORED_PREFIXES = (".", "__", "lost+found")  # prefixes of folders that are not models
 # Maximum bytes of the pointer file that Git LFS leaves in place of the real file.
