@@ -315,7 +315,7 @@ class Choices:
     def _count_tokens(self, prompt: int, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
         """Count the tokens of a sample, and return the further members of its choice.
 
-        `usage` is among them, for `chunk`, which moves it from the choice to the chunk.
+        `chunk` moves the member `usage` from the choice to the chunk.
         """
         sample.tokens += len(fields.get("token_ids", ()))
         if "prompt_token_ids" in fields:
@@ -327,7 +327,7 @@ class Choices:
         return {**{name: fields[name] for name in fields if name not in ids}, "usage": usage}
 
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
-        """Add the members `fields` of a model's response, and return those for a chunk's choice."""
+        """Store further members of a model's response; return the members for a chunk's choice."""
         members = dict(fields)
         if self.form.is_chat:
             prompt = members.keys() & {"prompt_token_ids", "prompt_logprobs"}
@@ -607,7 +607,7 @@ class _Generation:
     def _with_members(self, deltas: list[Delta], values: dict[str, list[Any]]) -> Iterator[Delta]:
         """Yield the deltas with members that few requests ask for.
 
-        They are tokens, the prompt's log probabilities, and messages.
+        The members are tokens, the prompt's log probabilities, and messages.
         """
         tokens, prompt = values.get("token_ids"), values.get("prompt_token_ids")
         messages = values.get(bodies.MESSAGE_OUTPUT)
