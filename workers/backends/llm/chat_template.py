@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.ext import Extension
@@ -279,7 +279,7 @@ def _replace_custom(members: dict[str, Any], name: str) -> None:
         members[name] = [_as_function(value, f"{name}[{index}]") for index, value in pairs]
 
 
-def is_tool_name(name: Any) -> bool:
+def is_tool_name(name: Any) -> TypeGuard[str]:
     """Return whether a value may be the name of a tool."""
     return isinstance(name, str) and bool(re.fullmatch(r"[\w.:/-]{1,256}", name))
 
