@@ -3,7 +3,7 @@
     async with shmserve.client.aio.connect() as server:
         logits = (await server.infer("digits", image=x))["logits"]
 
-The methods of `Server` have the arguments, results and errors of those of `shmserve.client.Server`.
+The methods of `Server` have the arguments, results and errors of `shmserve.client.Server`'s.
 """
 
 from __future__ import annotations

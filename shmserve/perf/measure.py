@@ -49,7 +49,7 @@ def latencies(records: Records, before: Mark, after: Mark) -> Values:
 
 
 def agree(values: Sequence[float], tolerance: float) -> bool:
-    """Check whether the last `AGREEING_WINDOWS` values are within this share of their mean."""
+    """Check whether the last `AGREEING_WINDOWS` values differ by a small share from their mean."""
     last_values = values[-AGREEING_WINDOWS:]
     if len(last_values) < AGREEING_WINDOWS:
         return False

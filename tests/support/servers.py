@@ -209,11 +209,7 @@ class Server:
         return process
 
     def metric(self, name: str, **labels: str) -> float:
-        return sum(
-            value
-            for sample_labels, value in self.samples(name)
-            if labels.items() <= sample_labels.items()
-        )
+        return sum(value for found, value in self.samples(name) if labels.items() <= found.items())
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
         return [
@@ -269,8 +265,10 @@ class Server:
         """End remaining processes and unregister the server, after a test has checked its end."""
         self.gate.close()
         for process in {*members, *self.tree()}:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+            # Python's resource trackers exit after their programs, whose shared memory they remove.
+            if "resource_tracker" not in title(process):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         self.process.wait()
         watchdog.unregister(self.pid)
         for port_socket in self._held:

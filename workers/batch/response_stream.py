@@ -363,7 +363,7 @@ class OutputStream:
         try:
             return client_error(self._writer.context, error, self.request.work)
         except BaseException as device_error:
-            # The loop then ends the process.
+            # The loop ends the process when it receives the error.
             self._writer.context.control.inbox.append(device_error)
             self._writer.context.control.wake(always=True)
             return Unavailable("the device of the model was lost")

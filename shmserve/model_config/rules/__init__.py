@@ -313,6 +313,10 @@ def warnings_of(written_config: ModelConfig, final: ModelConfig) -> list[str]:
         near = nearest(name, KNOWN_PARAMETERS, 0.8)
         if near:
             warnings.append(f"parameters: '{clip(name)}' is unknown; did you mean '{near}'?")
+    for name, parameter in sorted(written_config.parameters.items()):
+        if parameter.string_value.startswith("${"):
+            text = f"'{clip(parameter.string_value)}' is a placeholder of a template; fill it in"
+            warnings.append(f"parameters['{clip(name)}']: {text}")
     if written_config.HasField("dynamic_batching") and final.max_batch_size < 1:
         warnings.append("dynamic_batching: no effect because max_batch_size is 0")
     return warnings

@@ -50,7 +50,7 @@ from shmserve.scheduler.settings import Batching
 
 # The initial credit in misses, and the maximum credit after the learning period.
 _INITIAL_CREDIT, _MAX_CREDIT = 64.0, 24.0
-_CREDIT_PER_REQUEST = 0.002  # misses earned by each request in time
+_CREDIT_PER_REQUEST = 0.002  # misses credited for each request that meets the target
 
 # Batches between two trials of sizes: usually, and while learning.
 _TRIAL_INTERVAL, _LEARNING_INTERVAL = 16, 2
@@ -81,10 +81,10 @@ class Account:
         self._trial_misses = 0.0
 
     def add_credit(self, on_time: int) -> None:
-        """Credit the misses that these requests in time have earned.
+        """Credit the account for requests that met the target.
 
         Args:
-            on_time: The number of requests that met the target.
+            on_time: The number of these requests.
         """
         if self.credit < _MAX_CREDIT:
             self.credit += _CREDIT_PER_REQUEST * on_time
@@ -426,7 +426,7 @@ class AdaptiveBatcher(Batcher):
         spare_ns = target - load.waiting * row_ns - best_ns
         is_overloaded = load.rows_per_ns * row_ns > _FULL_UTILISATION and spare_ns < target / 2
         if spare_ns < 0 and self._is_out_of_reach:
-            # The load is then steady if clients wait for responses, or if the instance is full.
+            # In this case a steady load means that clients wait for responses, or a full instance.
             is_overloaded = is_overloaded or load.is_steady
         oldest_left_ns = target - (now_ns - oldest_ns)
         return TrialState(

@@ -140,8 +140,8 @@ class InstanceTickets:
     """The rate limiter's tickets of this model version's instances, by index.
 
     An instance executes only with a ticket. A ticket is requested once a batch could run, so that
-    no resources are reserved while requests are still awaited. Unused tickets are returned at the
-    end of the dispatch. Used tickets are returned at the end of the turn. An instance with more
+    no resources are reserved while requests are still awaited. Unused tickets are sent back at the
+    end of the dispatch. Used tickets are sent back at the end of the turn. An instance with more
     work has requested its next ticket by then, and keeps its turn among other instances.
     """
 
@@ -184,20 +184,20 @@ class InstanceTickets:
             self._to_return.append(ticket)
 
     def end_turn(self) -> None:
-        """Return the used tickets."""
+        """Send the used tickets back to the supervisor."""
         for ticket in self._to_return:
             self._control.post(TicketReturned(ticket, True))
         self._to_return.clear()
 
     def return_tickets(self, index: int) -> None:
-        """Return the tickets of an instance that is gone."""
+        """Send the tickets of an instance that is gone back to the supervisor."""
         for tickets in (self._requested_tickets, self._granted_tickets, self._used_tickets):
             ticket = tickets.pop(index, 0)
             if ticket:
                 self._control.post(TicketReturned(ticket, tickets is self._used_tickets))
 
     def return_unused(self) -> None:
-        """Return the granted tickets that were not used."""
+        """Send the granted tickets that were not used back to the supervisor."""
         for ticket in self._granted_tickets.values():
             self._control.post(TicketReturned(ticket, False))
         self._granted_tickets.clear()

@@ -200,7 +200,7 @@ class Instances:
         self._scheduler.reserve(self.config, self._instances)
 
     async def load(self) -> None:
-        """Load the model in every instance; raises an ExceptionGroup if an instance fails."""
+        """Load the model in every instance; raise an ExceptionGroup if an instance fails."""
         await self._load_all(self._instances, self.config, len(self._instances))
 
     async def _load_all(self, instances: list[Instance], config: ModelSpec, count: int) -> None:

@@ -172,7 +172,7 @@ class OnDemand:
     # --- loading
 
     async def load(self, name: str, patience_s: float) -> None:
-        """Load a model that is on demand; returns at once for any other model.
+        """Load a model that is on demand; return at once for any other model.
 
         Concurrent callers wait for the same load.
 

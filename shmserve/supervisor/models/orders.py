@@ -67,7 +67,7 @@ class LoadPlan(NamedTuple):
     Attributes:
         fingerprint: The fingerprint of the files before they were read.
         specs: The versions to load.
-        steps: By each model that a step runs, directly or not: the models of its own steps.
+        steps: For each model that a step runs, directly or not, the models of its own steps.
         error: The reason why there is no plan.
         is_known: Whether a repository has the model.
         is_ambiguous: Whether several repositories have the model.

@@ -243,7 +243,7 @@ class VersionScheduler:
         sequences_only: bool = False,
         losses: Iterable[asyncio.Future[Any]] = (),
     ) -> None:
-        """Drain a scheduler; returns when it has finished its requests or has ended.
+        """Drain a scheduler; return when it has finished its requests or has ended.
 
         Args:
             hosted: The scheduler to drain; None is the last one that was started.

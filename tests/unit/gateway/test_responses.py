@@ -32,9 +32,7 @@ def parse_large(body: dict[str, Any]) -> Any:
 
 
 def events(response: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]]:
-    frames = response.frames([[response.add(0, delta)] for delta in deltas]) + response.ending(
-        usage=False
-    )
+    frames = response.frames([[response.add(0, d)] for d in deltas]) + response.ending(usage=False)
     events = []
     for frame in frames:
         name, data = frame.decode().rstrip("\n").split("\n")
@@ -137,15 +135,15 @@ def test_tools_and_formats_have_the_form_of_chats() -> None:
     tool = {"type": "function", "name": "f", "parameters": {}, "strict": True}
     choice = {"type": "function", "name": "f"}
     text_format = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
-    chat_body = convert_chat(
+    chat = convert_chat(
         tools=[tool], tool_choice=choice, text={"format": text_format}, reasoning={"effort": "low"}
     )
-    assert chat_body["tools"] == [
+    assert chat["tools"] == [
         {"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}}
     ]
-    assert chat_body["tool_choice"] == {"type": "function", "function": {"name": "f"}}
-    assert chat_body["response_format"] == {"type": "json_schema", "json_schema": text_format}
-    assert chat_body["reasoning_effort"] == "low"
+    assert chat["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+    assert chat["response_format"] == {"type": "json_schema", "json_schema": text_format}
+    assert chat["reasoning_effort"] == "low"
     assert convert_chat(include=["message.output_text.logprobs"])["logprobs"] is True
     assert "logprobs" not in convert_chat(include=["reasoning.encrypted_content"])
 
@@ -178,8 +176,6 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "a tool": ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: 'web_search' is not 'function'"),
     "an unknown tool": ({"tools": [FUNCTION, {"type": "local_shell"}]},
         r"tools\[1\]: 'local_shell' is not 'function'"),
-    "a grammar of a custom tool": ({"tools": [{"type": "custom", "name": "x",
-        "format": {"type": "grammar"}}]}, r"tools\[0\].format: only the type 'text' is supported"),
     "a tool of a namespace": ({"tools": [{"type": "namespace", "name": "n",
         "tools": [{"type": "custom"}]}]}, r"tools\[0\].tools\[0\]: expected a 'function'"),
     "no name in a namespace": ({"tools": [{"type": "namespace", "name": "n",
@@ -215,10 +211,8 @@ def test_functions_of_a_namespace_have_its_name(is_large: bool) -> None:
     calls = [{"index": i, "id": f"c{i}", "name": name, "arguments": "{}"}
              for i, name in enumerate(["f", "n__f"])]  # fmt: skip
     events_out = events(response_object, [Delta(0, "", "stop", message={"tool_calls": calls})])
-    added_items = [event["item"] for event in events_out if event["type"].endswith("item.added")]
-    assert [(item["name"], item.get("namespace")) for item in added_items] == [
-        *[("f", None), ("f", "n")]
-    ]
+    added = [event["item"] for event in events_out if event["type"].endswith("item.added")]
+    assert [(item["name"], item.get("namespace")) for item in added] == [*[("f", None), ("f", "n")]]
     assert response_object._calls is response_object._calls  # large tools are parsed once
     (message,) = convert_chat(input=events_out[-1]["response"]["output"])["messages"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f", "n__f"]
@@ -230,10 +224,8 @@ def test_functions_of_a_namespace_have_its_name(is_large: bool) -> None:
 def test_a_custom_tool_is_called_with_one_text(arguments: str, text: str) -> None:
     tools = [{"type": "custom", "name": "patch", "description": "d"}, FUNCTION]
     chat_body = convert_chat(tools=tools, tool_choice={"type": "custom", "name": "patch"})
-    function = chat_body["tools"][0]["function"]
-    assert (function["name"], function["description"]) == ("patch", "d")
-    assert function["parameters"]["required"] == ["input"]
-    assert chat_body["tool_choice"] == {"type": "function", "function": {"name": "patch"}}
+    assert chat_body["tools"][0]["custom"] == {"name": "patch", "description": "d"}
+    assert chat_body["tool_choice"] == {"type": "custom", "custom": {"name": "patch"}}
 
     begin = {"index": 0, "id": "c", "name": "patch", "arguments": arguments[:4]}
     calls = [begin, {"index": 0, "arguments": arguments[4:]}]
@@ -251,7 +243,7 @@ def test_a_custom_tool_is_called_with_one_text(arguments: str, text: str) -> Non
     assert items[1]["type"] == "function_call"
     result = {"type": "custom_tool_call_output", "call_id": "c", "output": "done"}
     message, tool_message = convert_chat(input=[*items, result])["messages"]
-    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"input": text}
+    assert message["tool_calls"][0]["custom"] == {"name": "patch", "input": text}
     assert tool_message == {"role": "tool", "tool_call_id": "c", "content": "done"}
 
 
@@ -340,6 +332,7 @@ def test_a_failed_stream_ends_with_an_error() -> None:
         ("reasoning_effort: the template does not use it", "reasoning.effort"),
         ("tool_choice: 'x' is wrong", "tool_choice"),
         ("tools[0].function.parameters: invalid JSON schema", "tools[0].parameters"),
+        ("tools[0].custom.format: only the type 'text'", "tools[0].format"),
     ],
 )
 def test_an_error_names_the_field_as_the_client_does(message: str, param: str) -> None:

@@ -11,10 +11,11 @@ import datetime
 import json
 import mmap
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.ext import Extension
@@ -31,6 +32,13 @@ _TYPE_TESTS = ("string", "iterable", "sequence", "mapping")
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning")
 NICE = 10
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message that is continued
+# As in vLLM's Responses API, the model calls a custom tool as a function with one text.
+_CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 
 
 class GenerationTag(Extension):
@@ -237,6 +245,8 @@ def _checks_content(node: nodes.Node) -> bool:
 def conversation(text: str) -> dict[str, Any]:
     """Parse a JSON list of messages, or a JSON object with `messages` and further members.
 
+    Custom tools, and calls of them, become functions.
+
     Raises:
         InvalidArgument: The text is not valid.
     """
@@ -253,7 +263,44 @@ def conversation(text: str) -> dict[str, Any]:
         kind, description = _VARIABLE_TYPES[name]
         if not isinstance(chat[name], kind | None):
             raise InvalidArgument(f"{name}: {clip(repr(chat[name]))} is not {description}")
+    if '"custom"' in text:
+        for message in messages:
+            _replace_custom(message, "tool_calls")
+        _replace_custom(chat, "tools")
+        if "tool_choice" in chat:
+            chat["tool_choice"] = _as_function(chat["tool_choice"], "tool_choice")
     return {**chat}
+
+
+def _replace_custom(members: dict[str, Any], name: str) -> None:
+    """Replace the custom tools, or the calls of custom tools, in a list by functions."""
+    if isinstance(members.get(name), list):
+        pairs = enumerate(members[name])
+        members[name] = [_as_function(value, f"{name}[{index}]") for index, value in pairs]
+
+
+def is_tool_name(name: Any) -> TypeGuard[str]:
+    """Return whether a value may be the name of a tool."""
+    return isinstance(name, str) and bool(re.fullmatch(r"[\w.:/-]{1,256}", name))
+
+
+def _as_function(value: Any, position: str) -> Any:
+    """Return a custom tool, the choice of one, or a call of one, as a function."""
+    custom = value.get("custom") if isinstance(value, dict) else None
+    if not isinstance(custom, dict) or value.get("type") != "custom":
+        return value
+    name = custom.get("name")
+    others = {key: value[key] for key in value if key != "custom"}
+    if "input" in custom:
+        function = {"name": name, "arguments": _to_json({"input": custom["input"]})}
+        return {**others, "type": "function", "function": function}
+    if not is_tool_name(name):
+        raise InvalidArgument(f"{position}.custom.name: {clip(repr(name))} is not a name")
+    if custom.get("format") not in (None, {"type": "text"}):
+        raise InvalidArgument(f"{position}.custom.format: only the type 'text' is supported")
+    members = {key: custom[key] for key in custom if key != "format"}
+    function = {**members, "parameters": _CUSTOM_PARAMETERS}
+    return {**others, "type": "function", "function": function}
 
 
 # The types of a conversation's variables, and their descriptions.

@@ -338,8 +338,8 @@ class TextResponse:
     def _encode_logprobs(self, sample: SampleText, tokens: list[ScoredToken]) -> bytes:
         """Return the log probabilities of a response as JSON.
 
-        The member `content` has those of the text, which may begin with the prompt. The member
-        `prompt` has those of the prompt if `prompt_logprobs` is set.
+        The member `content` is about the text, which may begin with the prompt. The member `prompt`
+        is about the prompt, and present if `prompt_logprobs` is set.
         """
         prompt = self.prompt
         content = with_pauses(itertools.starmap(self._entry, tokens))

@@ -234,7 +234,7 @@ class BadWords:
         # No text contains a lone surrogate.
         self._words = [word.encode(errors="surrogatepass") for word in words]
         self._longest = max(map(len, self._words))
-        # The tokens that contain a whole word; then, by a beginning, the tokens that complete it.
+        # The tokens that contain a whole word; and those that complete a word, by its beginning.
         self._containing_tokens = [
             token for word in self._words for token in texts.containing(word)
         ]

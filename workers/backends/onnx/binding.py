@@ -128,7 +128,7 @@ class HostBinding:
         ):
             return None
         if memory_range.byte_size < byte_size:
-            return None  # writing the output then fails the request, as intended
+            return None  # writing such an output fails the request, as intended
         used_range = Range(memory_range.memory, memory_range.offset, byte_size)
         view: memoryview = self._context.mappings.view(used_range)
         return view

@@ -186,7 +186,7 @@ class _CachedTemplate:
 
 
 class _Layout(NamedTuple):
-    """A layout of messages of one size, and its `templates` by the parts that are not cut out."""
+    """A layout of messages of one size, with its `templates` by the kept parts of a message."""
 
     struct: Struct
     has_id: bool

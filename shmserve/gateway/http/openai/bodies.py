@@ -523,7 +523,8 @@ def encode_openai_error(error: ShmserveError, names: Mapping[str, str] = _FIELDS
     field = _FIELD_PREFIX.match(message) if invalid else None
     param = None
     if field is not None:
-        infix = ".function."  # as in "tools[0].function.name"
-        param = names.get(field[1], field[1]).replace(infix, names.get(infix, infix))
+        param = names.get(field[1], field[1])
+        for infix in (".function.", ".custom."):  # "tools[0].function.name"
+            param = param.replace(infix, names.get(infix, infix))
         message = f"{param}{message[len(field[1]) :]}"
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})

@@ -254,7 +254,7 @@ def _read_tokenizer(
         if problem := _class_problem(tokenizer, kind):
             problems.append(problem)
         elif kind == "LlamaTokenizer" and _is_byte_level(tokenizer):
-            pass  # transformers then uses tokenizer.json unchanged
+            pass  # transformers uses such a tokenizer.json unchanged
         elif kind in _SPECIAL_TOKENS:
             _replace_parts(tokenizer, settings, kind)
         _add_tokens(tokenizer, settings, added_tokens, kind)
