@@ -24,8 +24,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shmserve.errors import Internal, InvalidArgument, clip
 
 # The variables of a request that the template must use, unless they have these default values of
-# OpenAI's API, which agents send.
-_CHECKED_VARIABLES = {"documents": [], "reasoning_effort": "medium"}
+# OpenAI's API, which agents send. The names that follow are variables with the same purpose.
+_CHECKED_VARIABLES = {"documents": ([],), "reasoning_effort": ("medium", "enable_thinking")}
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _TYPE_TESTS = ("string", "iterable", "sequence", "mapping")
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning")
@@ -95,6 +95,9 @@ class ChatTemplate:
             if template.requires_tool_name:
                 _name_tool_messages(messages)
             last_text = _mark_end(chat["messages"][-1], messages[-1], template) if continues else ""
+            effort = variables.get("reasoning_effort")
+            if effort and "enable_thinking" in template.variables:  # as in vLLM
+                variables.setdefault("enable_thinking", effort != "none")
             _check_variables(variables, template)
             text = template.template.render(**{**variables, "messages": messages})
             text.encode()
@@ -179,8 +182,9 @@ class _CompiledTemplate(NamedTuple):
 
 def _check_variables(chat: Mapping[str, Any], template: _CompiledTemplate) -> None:
     """Raise InvalidArgument if a request has variables that the template would ignore."""
-    for name, default in _CHECKED_VARIABLES.items():
-        if chat.get(name) and chat[name] != default and name not in template.variables:
+    for name, (default, *other_names) in _CHECKED_VARIABLES.items():
+        is_used = not template.variables.isdisjoint((name, *other_names))
+        if chat.get(name) and chat[name] != default and not is_used:
             raise InvalidArgument(f"{name}: the model's chat template does not use it")
 
 
@@ -253,7 +257,7 @@ def conversation(text: str) -> dict[str, Any]:
         kind, description = _VARIABLE_TYPES[name]
         if not isinstance(chat[name], kind | None):
             raise InvalidArgument(f"{name}: {clip(repr(chat[name]))} is not {description}")
-    return {**chat}
+    return {name: value for name, value in chat.items() if value is not None}
 
 
 # The types of a conversation's variables, and their descriptions.
