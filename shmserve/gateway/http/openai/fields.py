@@ -179,7 +179,8 @@ def select_supported_fields(
     Raises:
         InvalidArgument: Fields are refused. The message names the first of them.
     """
-    refused_fields = _REFUSED_BY_ROUTE.get(supported, _REFUSED_FIELDS)
+    is_listed = supported in _REFUSED_BY_ROUTE
+    refused_fields = _REFUSED_BY_ROUTE[supported] if is_listed else _REFUSED_FIELDS
     fields: dict[str, Any] = {}
     problems: list[str] = []
     unknown: list[str] = []
