@@ -194,8 +194,11 @@ def parse(
     problems: list[str] = []
     grammars: dict[str, tuple[str, str]] = {}
     request = {name: value for name, value in request.items() if value is not None}
-    request_names = {_ALIASES.get(name, name): name for name in request}
     presets = {name: defaults[name] for name in _PRESETS if defaults.get(name) is not None}
+    request_names = {
+        **{_ALIASES.get(name, name): f"generation_config.json: {name}" for name in presets},
+        **{_ALIASES.get(name, name): name for name in request},
+    }
     values: dict[str, Any] = {"seed": secrets.randbits(63)}
     for name, value in {**_resolve_aliases(presets), **_resolve_aliases(request)}.items():
         parser = _PARSERS.get(name)

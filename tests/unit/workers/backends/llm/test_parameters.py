@@ -127,6 +127,8 @@ def test_a_model_has_defaults_and_seeds_differ() -> None:
     defaults = {"temperature": 0.3, "top_k": 5, "max_new_tokens": 9, "eos_token_id": 3}
     parameters = parse({"top_k": 2}, defaults, 100)
     assert (parameters.temperature, parameters.top_k, parameters.max_tokens) == (0.3, 2, 9)
+    with pytest.raises(InvalidArgument, match=r"^generation_config\.json: max_new_tokens: -1 is"):
+        parse({}, {"max_new_tokens": -1}, 100)
     nulls = {"max_tokens": 7, "temperature": None, "max_completion_tokens": None}
     parameters = parse(nulls, defaults, 100)
     assert (parameters.temperature, parameters.max_tokens) == (0.3, 7)
