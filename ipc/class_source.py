@@ -32,7 +32,7 @@ def source_positions(source: str, class_name: str) -> dict[str, str]:
 
 
 _TRITON_CLASS_NAME, DEFAULT_CLASS_NAME = "TritonPythonModel", "Model"
-# Base classes of data, interfaces and exceptions, which no model has.
+# Base classes of data, interfaces and exceptions. A class with only these is not a model.
 _NON_MODEL_BASES = {"NamedTuple", "TypedDict", "Protocol", "ABC", "Enum", "Exception", "BaseModel"}
 
 

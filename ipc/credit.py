@@ -3,10 +3,10 @@
     SendWindow  ── Responded ──> ReadWindow: read
         └────────── Credit <─────────┘ for several small responses at a time
 
-A decoupled model may have `FIRST_CREDIT` responses to a request in flight before the client grants
-more credit. A response is sent only while less than `MAX_UNREAD_BYTES` are in flight. If the
-outputs are written to the client's memory, each response overwrites the previous one. Only one
-response is in flight then.
+A decoupled model may send `FIRST_CREDIT` responses to a request before the client grants credit. A
+response is sent only while less than `MAX_UNREAD_BYTES` bytes are in flight. If outputs are written
+to the client's memory, each response overwrites the previous one. In this case only one response is
+in flight.
 """
 
 from __future__ import annotations

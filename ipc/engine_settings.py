@@ -74,7 +74,7 @@ class EngineSettings:
             tokens of each prompt.
         max_wait_time_ms: The waiting time after which a request precedes all others; 0: none.
         swap_blocks: The number of blocks of the host pool, derived from `swap_space_gb`.
-        tool_parser: The format of tool calls; "": that of the chat template; "none": none.
+        tool_parser: The format of tool calls; "": the chat template's; "none": none.
         reasoning_parser: The format of reasoning, likewise.
     """
 
@@ -112,7 +112,7 @@ class EngineSettings:
 
         Args:
             document: The document.
-            origin: The name of the document in messages.
+            origin: The name of the document in error texts.
             positions: The position of each key ("3:1"), if known.
 
         Raises:

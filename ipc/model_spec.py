@@ -338,7 +338,7 @@ class GraphShape(Record):
 
 
 class Optimization(Record):
-    """The effective part of `optimization`; accelerators are by the name of their field."""
+    """The effective part of `optimization`; a key of accelerators is their field's name."""
 
     graph_level: int = _config_field("graph.level", 0)
     cuda_graphs: bool = _config_field("cuda.graphs", False)

@@ -318,7 +318,7 @@ class SchedulerClient(Generic[R]):
     def _handle_kept_failure(self, request: R, failure: Failed) -> bool:
         """Handle a failure after which the request keeps its memory.
 
-        The failure is either early, or a refusal after which the request is resubmitted.
+        Either a worker still uses the memory (`early`), or the refused request is resubmitted.
 
         Returns:
             Whether the failure was handled here.

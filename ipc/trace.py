@@ -51,10 +51,7 @@ class TraceContext(NamedTuple):
 
     @classmethod
     def of_header(cls, traceparent: str) -> TraceContext | None:
-        """Return the span in a `traceparent` header.
-
-        None if the header is invalid by W3C's rules.
-        """
+        """Return the span in a `traceparent` header, or None if W3C's rules do not allow it."""
         match = _TRACEPARENT.fullmatch(traceparent.strip())
         if match is None or not int(match[1], 16) or not int(match[2], 16):
             return None
@@ -77,7 +74,7 @@ class TraceContext(NamedTuple):
 
     @property
     def message(self) -> str:
-        """Return the form for messages: a `traceparent` with `tensors`, and the parent's id."""
+        """Return the `trace` field of messages: a `traceparent` with `tensors`, the parent's id."""
         flags = f"{self.tensors:d}{self.sampled:d}"
         return f"00-{self.trace_id}-{self.span_id}-{flags}-{self.parent_id}"
 
@@ -170,7 +167,7 @@ def unpack_spans(spans: bytes, tensors: list[TracedTensor] | None = None) -> lis
 
 
 def span_subtree(spans: list[Span], span_id: str) -> list[Span]:
-    """Return the span with this id and its descendants; other spans are of the same batch."""
+    """Return the span with this id and its descendants, without the other spans of the batch."""
     included_ids, remaining_spans = {span_id}, spans
     while True:
         ids = included_ids

@@ -1,5 +1,16 @@
-"""`python -m shmserve`."""
+"""`python -m shmserve`, and the installed program `shmserve`."""
 
-from shmserve.cli import main
+import sys
 
-raise SystemExit(main())
+
+def main() -> int:
+    """Run the command line. An interrupt during the imports exits with 130, like a later one."""
+    try:
+        from shmserve.cli import main as run
+    except KeyboardInterrupt:
+        return 130
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -119,7 +119,7 @@ def serve(
 
 
 def _flags(name: str, value: Any) -> list[str]:
-    """Return a flag with its value: none for None, and one for each element of a list."""
+    """Return the arguments for a flag: none for None, one for each element of a list."""
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
     texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]
     return [f"--{name.replace('_', '-')}={text}" for text in texts]
@@ -224,7 +224,7 @@ def _article(model: Any) -> str:
 
 
 def _file_of(cls: type, folder: Path, sources: Sources) -> Path:
-    """Generate a file that imports a class, or has a script's class; return its path."""
+    """Generate a file that imports a class, or contains the class of a script; return its path."""
     package = cls.__module__.partition(".")[0]
     path = folder / f"class_{cls.__name__}" / f"{cls.__name__.lower()}.py"
     is_importable = package != "__main__" and PathFinder.find_spec(package) is not None

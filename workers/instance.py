@@ -45,7 +45,7 @@ def _warmup_requests(sample: Sample, signature: Signature, unpacker: Unpacker) -
         InvalidArgument: The sample does not fit the model.
     """
     client_tensors = [tensor for tensor in sample.tensors if tensor.name in signature.inputs]
-    # Controls of sequences, which no client sends, have the values of the sample.
+    # Clients do not send the control inputs of sequences: here the sample has their values.
     controls = [tensor for tensor in sample.tensors if tensor.name not in signature.inputs]
     signature.check("", client_tensors, ())
     schema, data = pack_inference(Inference(tuple(client_tensors)))

@@ -121,7 +121,7 @@ def get_output_config_by_name(model_config: dict[str, Any], name: str) -> dict[s
 
 
 def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bool:
-    """Return whether a configuration is that of a decoupled model."""
+    """Return whether a configuration describes a decoupled model."""
     return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
 
 
@@ -187,7 +187,7 @@ class ModelConfig:
         return self._model_config
 
     def set_max_batch_size(self, max_batch_size: int) -> None:
-        """Set the maximum batch size; the configuration may not contain a larger one."""
+        """Set the maximum batch size; raise ValueError if a larger one is configured."""
         configured = self._model_config["max_batch_size"]
         if configured > max_batch_size:
             raise ValueError(
@@ -197,7 +197,7 @@ class ModelConfig:
         self._model_config["max_batch_size"] = max_batch_size
 
     def set_dynamic_batching(self) -> None:
-        """Enable the dynamic batcher; the configuration may not choose another scheduler."""
+        """Enable the dynamic batcher; raise ValueError if another scheduler is configured."""
         for scheduler in ("sequence_batching", "ensemble_scheduling"):
             if scheduler in self._model_config:
                 raise ValueError(
@@ -208,7 +208,7 @@ class ModelConfig:
         self._model_config.setdefault("dynamic_batching", {})
 
     def set_model_transaction_policy(self, transaction_policy_dict: dict[str, Any]) -> None:
-        """Set {"decoupled": bool}; the configuration may not contradict it."""
+        """Set {"decoupled": bool}; raise ValueError if the opposite is configured."""
         if transaction_policy_dict.keys() - {"decoupled"}:
             raise ValueError(
                 "model transaction property in auto-complete-config function for model "
@@ -228,13 +228,13 @@ class ModelConfig:
     def add_input(self, input: dict[str, Any]) -> None:  # noqa: A002 - models may name it
         """Add {"name", "data_type", "dims", optionally "optional"}.
 
-        An existing input must agree.
+        Raise ValueError if the configured input differs.
         """
         allowed_text = "'name', 'data_type', 'dims' and 'optional'"
         self._add_tensor("input", input, {"name", "data_type", "dims", "optional"}, allowed_text)
 
     def add_output(self, output: dict[str, Any]) -> None:
-        """Add {"name", "data_type", "dims"}; an existing output must agree."""
+        """Add {"name", "data_type", "dims"}; raise ValueError if the configured output differs."""
         allowed_text = "'name', 'data_type' and 'dims'"
         self._add_tensor("output", output, {"name", "data_type", "dims"}, allowed_text)
 

@@ -73,7 +73,7 @@ def source_location(error: BaseException, folder: Path) -> str:
 def model_traceback(error: BaseException, folder: Path) -> str:
     """Return the traceback of `format_error` without its last line, or "" if there is no frame.
 
-    That of a SyntaxError shows the line with the error.
+    The traceback of a SyntaxError shows the line with the error.
     """
     report = _model_report(error, folder)
     if isinstance(error, SyntaxError):  # the lines before the last one show its position
@@ -105,7 +105,7 @@ def _model_report(error: BaseException, folder: Path) -> traceback.TracebackExce
         chained.stack[:] = [frame for frame in frames if not frame.filename.startswith("<frozen")]
         for frame in chained.stack:
             frame.filename = frame.filename.replace(f"{folder}/", f"{user_folder}/")
-        if getattr(chained, "filename", None):  # of a SyntaxError
+        if getattr(chained, "filename", None):  # a SyntaxError has a file name
             chained.filename = chained.filename.replace(f"{folder}/", f"{user_folder}/")
         chained = chained.__cause__ or chained.__context__
     return report

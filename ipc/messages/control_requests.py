@@ -72,7 +72,7 @@ class UnloadModel(ControlRequest, Message):
 class IndexRepository(ControlRequest, Message):
     """Sent by a gateway to the supervisor to request {"models": [...]}.
 
-    The list is that of POST /v2/repository/index; with `ready`, of the models that are ready.
+    The list is as of POST /v2/repository/index; with `ready`, only ready models are in it.
     """
 
     ready: bool
@@ -277,11 +277,11 @@ class ResourcesHeld(Message):
 
 
 class CallsWaiting(Message):
-    """Sent by a scheduler to the supervisor at intervals while calls of models wait for long.
+    """Sent by a scheduler to the supervisor at intervals while calls from other models wait long.
 
-    The last report has no `waits`. Each element of `waits` is a pair. Its first element lists the
-    calls, as pairs of the request's key and `Submit.callers`. Its second element lists the
-    instances that may run these calls, each as its process and the keys of its requests.
+    The last report has no `waits`. Each element of `waits` is a pair of lists: of calls that wait,
+    and of the instances that may run them. A call is a pair of the request's key and its
+    `Submit.callers`. An instance is a list of its pid and the keys of the requests that it runs.
     """
 
     model: str
@@ -324,7 +324,7 @@ class TicketReturned(Message):
 class Hello(Message):
     """Sent by a program to the supervisor to become a local client.
 
-    `version` is that of the protocol. The supervisor responds with `Welcome`.
+    `version` is the protocol's. The supervisor responds with `Welcome`.
     """
 
     version: int

@@ -121,7 +121,7 @@ class Finished(Message):
     """Sent by a scheduler to a client when a request has succeeded.
 
     `schema` and `data` are an `Inferred`. The times are the durations of the phases of its
-    execution. `spans` are those of a request with a `trace` (ipc/trace.py).
+    execution. A request with a `trace` has `spans` (ipc/trace.py).
     """
 
     id: int
@@ -310,7 +310,7 @@ class ReaderExited(Message):
 class InstanceReady(Message):
     """Sent by a worker to a scheduler when its instance is loaded and accepts batches.
 
-    `index` is that of the instance within its model.
+    `index` is the index of the instance within its model.
     """
 
     index: int
@@ -394,11 +394,9 @@ def make_submit(
 ) -> Submit:
     """Return the message that submits a request, of this schema and these data.
 
-    The deadline is the earlier one of `limit_us`, counted from the arrival, with the origin
-    `limit_origin`, and of the caller's end `ends_ns` (monotonic clock); 0: none.
+    The deadline is `limit_us` after the arrival, with the origin `limit_origin`, or the caller's
+    deadline `ends_ns` (monotonic clock) if that is earlier. A limit of 0 does not apply.
     """
-    if timeout_us > MAX_TIMEOUT_US:
-        timeout_us = MAX_TIMEOUT_US
     deadline_ns = ends_ns
     if limit_us:
         deadline_ns = arrived_ns + min(limit_us, MAX_TIMEOUT_US) * 1000

@@ -90,8 +90,8 @@ class SchedulerLost(Message):
 
     The receiver resubmits the requests of that scheduler to `successor`; a new `ModelPublished`
     follows. An empty successor means that the version was retired or that no scheduler can be
-    started now; in the latter case the message is repeated, finally with a successor. Gateways then
-    reject the requests that they have there. Workers look the model up again with `FindModel`.
+    started now; in the latter case the message is repeated, finally with a successor. Without a
+    successor, gateways reject the requests, and workers look the model up again with `FindModel`.
     """
 
     endpoint: str
@@ -104,13 +104,13 @@ class SchedulerLost(Message):
 class ProcessExited(Message):
     """Sent by the supervisor to gateways, schedulers and workers when a process has exited.
 
-    The receiver releases the memory of that process, cancels its requests, reruns elsewhere what it
-    executed, and expects a replacement if it was an instance. `process` is the process's number:
-    its pid, which is not reused while anyone may remember this process, or the number of a local
-    client. `reason` is meant for clients and may be empty.
+    The receiver releases the memory of that process, and cancels its requests. If the process was a
+    worker, its requests are retried or fail, and a replacement follows. `process` is its pid,
+    which is not reused while a receiver may store the exit, or the number of a local client.
+    `reason` is meant for clients and may be empty.
     """
 
-    TAG: ClassVar[str] = "Exited"  # the tag "ProcessExited" is that of OwnerExited
+    TAG: ClassVar[str] = "Exited"  # OwnerExited has the tag "ProcessExited"
 
     process: int
     reason: str
@@ -140,12 +140,14 @@ class ServerEnding(Message):
 class HealthChanged(Message):
     """Sent by the supervisor to gateways and local clients when a health check has a new result.
 
-    With `exiting`, gateways respond to requests for the server's health with an error.
+    With `exiting`, gateways respond to requests for the server's health with an error. `started` is
+    whether the loads of the start have ended.
     """
 
     live: bool
     ready: bool
     exiting: bool
+    started: bool = True
 
 
 # --- regions
@@ -165,7 +167,7 @@ class RegionPublished(Message):
     """Sent by the supervisor to gateways when a region may be used under `name`.
 
     `memory_range` is its range in its object, as `pack_range` of ipc/tensors/descriptors.py encodes
-    it. `key` is empty for CUDA memory. `uid` and `group` are those of the owner. A region with
+    it. `key` is empty for CUDA memory. `uid` and `group` are the owner's. A region with
     `draining` is only listed, until `RegionDrained`: its name is free again while requests in
     flight use it, or it belongs to a local client.
     """
@@ -228,7 +230,7 @@ class EventHeader(Message):
 class ModelChanged(Message):
     """Published when a model version has a new state or reason.
 
-    The states are those of the repository index; an empty state means that the version is gone.
+    The states are as in the repository index; an empty state means that the version is gone.
     """
 
     name: str
@@ -240,7 +242,7 @@ class ModelChanged(Message):
 class LoadRefused(Message):
     """Published when a load has failed.
 
-    The model serves what it served before.
+    The versions that served before continue to serve.
     """
 
     name: str

@@ -89,7 +89,7 @@ class SchedulerStart:
 class WorkerStart:
     """The start record of a worker: instance `index` of a model version.
 
-    `number` is that of its scheduler. `device` is "cpu" or "gpu:N", `kind` Triton's name for it,
+    `number` is its scheduler's. `device` is "cpu" or "gpu:N", `kind` Triton's name for it,
     and `threads` the number of threads that compute. `environment` is the path of the model's own
     Python environment as its configuration has it, or "".
     """

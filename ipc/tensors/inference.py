@@ -88,7 +88,7 @@ def has_overlap(inputs: Iterable[Range], outputs: Iterable[Range]) -> bool:
 
 
 class Inferred(Record):
-    """The response to an `Inference`. A placed output is returned as the client's own range."""
+    """The response to an `Inference`. An output in the client's memory is returned as its range."""
 
     outputs: tuple[TensorRef, ...]
     parameters: dict[str, Any] = field(default_factory=dict)

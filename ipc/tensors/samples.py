@@ -38,7 +38,7 @@ class Sample:
 
 
 def warmup_samples(config: ModelSpec, model_dir: Path) -> list[Sample]:
-    """Return the warm-up samples of a configuration, without those of batch size 0.
+    """Return the warm-up samples of a configuration, without samples of batch size 0.
 
     Raises:
         InvalidArgument: A tensor has variable dimensions or no data, or a file is missing or too

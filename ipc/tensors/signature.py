@@ -255,7 +255,7 @@ def reshape(
 
 
 def model_shape(spec: TensorSpec, shape: tuple[int, ...], batched: bool) -> tuple[int, ...]:
-    """Return the shape in the model of an input that a client sends with `shape`."""
+    """Return the shape in which the model receives an input that a client sends with `shape`."""
     if spec.reshape is None:
         return shape
     return (*shape[:batched], *reshape(shape[batched:], spec.dims, spec.reshape))

@@ -200,7 +200,7 @@ class Connection:
         self.poll.register(self.sock, self.events)
 
     def send(self, body: bytes) -> None:
-        """Send a message of one part, or buffer what the peer does not read yet.
+        """Send a message of one part; buffer the bytes that the peer does not read yet.
 
         Raises:
             OSError: The peer is gone.

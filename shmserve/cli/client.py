@@ -170,7 +170,7 @@ def run(arguments: Sequence[str]) -> int:
 def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
     """Return the verb and its arguments; None: help was requested.
 
-    The verb is the first word that names one and is not the value of a preceding server flag.
+    The verb is the first word that is a verb's name and not the value of a preceding server flag.
     """
     server_parser = _Parser(prog="shmserve client", add_help=False, allow_abbrev=False)
     add_flags(server_parser, "server")

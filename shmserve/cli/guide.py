@@ -227,7 +227,7 @@ def _indented(text: str | None) -> list[str]:
 
 
 def flags_reference() -> str:
-    """Return the reference of all flags, including those of tritonserver without effect."""
+    """Return the reference of all flags, including tritonserver's flags without effect."""
     lines = [
         "usage: shmserve serve --model-repository DIR [flags]",
         "       shmserve serve path/model.py:Class [flags]",

@@ -25,7 +25,7 @@ from shmserve.logs import clean
 from shmserve.protocols.servers import read_token
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.table import Table
     from rich.text import Text
 
@@ -144,7 +144,7 @@ class Top:
         return sorted(self.models, key=lambda key: (-_number(self.models[key], self.sort), key))
 
     def page(self, height: int, width: int) -> list[RenderableType]:
-        """Return the lines of a page: the server, the models or the selected model, its problem."""
+        """Return the lines of a page: server, models or one model, the selected model's problem."""
         from rich.text import Text
 
         keys = self.order()
@@ -209,7 +209,6 @@ class Top:
 
     def _table(self, keys: list[str], free_lines: int, width: int) -> Table:
         from rich.table import Table
-        from rich.text import Text
 
         table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="reverse")
         columns = self._columns(width)
@@ -225,7 +224,7 @@ class Top:
             style = "red" if row.get("because") else ""
             cells = [_cell(row, column) for column in columns[1:]]
             reverse = " reverse" if key == self.selected_name else ""
-            table.add_row(Text(_title(key)), *cells, style=style + reverse)
+            table.add_row(_Name(_title(key)), *cells, style=style + reverse)
         return table
 
     def _details(self, free_lines: int) -> list[RenderableType]:
@@ -239,7 +238,7 @@ class Top:
         lines = [*details(self.models[self.selected_name]), *self._events_about(name)]
         for label, text in lines[: free_lines - 1]:
             table.add_row(label, Text(clean(text)))
-        return [_single_line(Text(_title(self.selected_name), "bold")), table]
+        return [_Name(_title(self.selected_name), "bold"), table]
 
     def _events_about(self, name: str) -> Iterator[tuple[str, str]]:
         """Yield the events about `name`, newest first, as pairs of time and text."""
@@ -292,6 +291,25 @@ def _counts(counts: dict[str, float]) -> str:
 def _title(key: str) -> str:
     """Return a model's name, with its version unless it is 1."""
     return clean(key.removesuffix("/1").removesuffix("/"))
+
+
+class _Name:
+    """A name on one line, shortened in its middle, because long names often differ at the end."""
+
+    def __init__(self, name: str, style: str = "") -> None:
+        self._name = name
+        self._style = style
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        from rich.cells import cell_len, set_cell_size
+        from rich.text import Text
+
+        name, width = self._name, options.max_width
+        if cell_len(name) > width:
+            # A space may stand for half of a wide character.
+            end = set_cell_size(name[::-1], (width - 1) // 2).rstrip()[::-1]
+            name = f"{set_cell_size(name, width // 2).rstrip()}\u2026{end}"
+        yield _single_line(Text(name, self._style))
 
 
 def _single_line(text: Text) -> Text:

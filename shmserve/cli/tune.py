@@ -115,7 +115,7 @@ def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStac
 def _restore_at_end(server: AdminTransport, model: str, config: dict[str, Any]) -> Iterator[None]:
     """Restore the model's configuration at the end of the block.
 
-    The configuration is read from the model's folder again. If that one differs, `config` is sent.
+    The model is reloaded from its folder. If the configuration there differs, `config` is sent.
     """
     try:
         yield

@@ -85,7 +85,8 @@ def connect(
         run_dir: The server's run directory (`--run-dir`), or the socket of systemd; by default
             $SHMSERVE_RUN_DIR, else the run directory of this user's server.
         memory_limit: The maximum shared memory of this client in bytes, by default 1 GiB.
-        timeout: Seconds to wait for a server; by default `connect` fails at once if there is none.
+        timeout: Seconds to wait for a server that has loaded its models; by default `connect` fails
+            at once if there is none.
         token: A token for `load`, `unload`, `metadata` and `statistics`, if the server has
             --auth-token-file.
 
@@ -95,6 +96,7 @@ def connect(
     Raises:
         Disconnected: There is no server.
         InvalidArgument: Several servers of this user run, and `run_dir` selects none.
-        Unavailable: This process has no free file descriptor.
+        Unavailable: This process has no free file descriptor, or the server still loads its models
+            after the timeout.
     """
     return Server(open_session(run_dir, memory_limit, timeout, token))

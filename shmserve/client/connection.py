@@ -160,7 +160,7 @@ def _connect(listener: socket.socket, path: str, timeout_s: float) -> None:
 
 
 class Timeouts:
-    """A heap of the deadlines of a channel's requests, by number; used by one thread."""
+    """A heap of the deadlines of a channel's requests, by their numbers; used by one thread."""
 
     def __init__(self, channel: RequestChannel) -> None:
         self._channel = channel
@@ -245,8 +245,8 @@ class ServerConnection(ServerState):
                     self.mappings.unmap_process(pid)
                 case ServerEnding():
                     self.draining = True
-                case HealthChanged(ready=ready):
-                    self.models.ready = ready
+                case HealthChanged(ready=ready, started=started):
+                    self.models.ready, self.models.started = ready, started
                     is_complete = True
                 case Answered(number, payload):
                     self._link.respond(number, payload)

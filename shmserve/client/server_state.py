@@ -71,12 +71,14 @@ class ClientModels:
     Attributes:
         on_demand: The names of models that are loaded on request, loaded or not.
         ready: Whether the server is ready; before that, models may still be loading.
+        started: Whether the loads of the server's start have ended.
     """
 
     def __init__(self) -> None:
         self._models: dict[tuple[str, str], ClientModel] = {}
         self.on_demand: set[str] = set()
         self.ready = True
+        self.started = True
 
     def publish(self, message: ModelPublished) -> None:
         """Register a version, or replace it after a change."""

@@ -46,7 +46,7 @@ Call = tuple[str, Tensors | None, Outputs | None, str, Options, Tensors]
 
 _WELCOME_S = 10.0
 _SHORTEST_S = 0.1
-_PAUSE_S = 0.05  # seconds between two attempts to find a server
+_PAUSE_S = 0.05  # seconds between two attempts to find a server that has started
 # The keywords of a call that are not inputs.
 _OPTIONS = (
     *("outputs", "version", "timeout", "priority", "request_id", "parameters", "sequence"),
@@ -129,13 +129,11 @@ def open_session(
     timeout_s: float | None,
     token: str = "",
 ) -> Session:
-    """Return a session; with a timeout, wait until there is a server.
-
-    The listener of a server that is starting accepts once its models are loaded, which needs no
-    polling. Only the appearance of the run directory is polled.
+    """Return a session; with a timeout, wait until there is a server that has loaded its models.
 
     Raises:
         Disconnected: There is no server, also after the timeout.
+        Unavailable: The server still loads its models after the timeout.
     """
     if timeout_s is None:
         return Session(run_dir, memory_limit, _WELCOME_S, token)
@@ -143,7 +141,13 @@ def open_session(
     while True:
         try:
             remaining_s = max(_SHORTEST_S, deadline - time.monotonic())
-            return Session(run_dir, memory_limit, remaining_s, token)
+            session = Session(run_dir, memory_limit, remaining_s, token)
+            try:
+                session.wait_started(deadline)
+                return session
+            except BaseException:
+                session.close()
+                raise
         except Disconnected:
             if time.monotonic() + _PAUSE_S >= deadline:
                 raise
@@ -198,6 +202,18 @@ class Session:
         if is_usable and connection.pid == os.getpid() and not self._is_closed:
             return connection
         return self._reconnect(connection)
+
+    def wait_started(self, deadline: float) -> None:
+        """Wait until the server has loaded the models of its start.
+
+        Raises:
+            Disconnected: The server has exited.
+            Unavailable: The server still loads its models at the deadline.
+        """
+        while not self.connection().models.started:
+            if time.monotonic() >= deadline:
+                raise Unavailable("the server still loads its models")
+            time.sleep(_PAUSE_S)
 
     def should_retry(
         self, connection: ServerConnection, options: Options, packed: PackedRequest | None

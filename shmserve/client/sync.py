@@ -75,8 +75,9 @@ class Server:
             TimedOut: The timeout expired. The request is cancelled.
             Disconnected: There is no server, or it exited before it responded.
             Unsupported: The model sends any number of responses: use `stream`.
-            Unavailable: The call is in a callback of `infer_async`, and 15 other threads use this
-                client, or no file descriptor is free.
+            Unavailable: A callback of `infer_async` calls this while 15 other threads use this
+                client, or while no file descriptor is free. Or a signal handler calls this while
+                its thread waits for a response.
             ShmserveError: The server's or the model's error, with its code.
         """
         call = call_of(*args, **kwargs)
@@ -153,7 +154,7 @@ class Server:
 
         The arguments are those of `infer`, except that `timeout` applies to all responses together.
         If the program stops reading, the server stops sending (flow control); other requests
-        continue. Outputs in a region keep a response until the next one is requested.
+        continue. Outputs in a region are overwritten once the next response is requested.
 
         Returns:
             The iterator over the responses. Its `close`, or the end of a `with` block, cancels the

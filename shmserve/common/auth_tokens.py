@@ -31,8 +31,8 @@ RESTRICTABLE = (
     *("statistics", "trace", "logging"),
 )
 METRICS = "metrics"
-# The scope for the metadata of a model, which the inference scope includes, since requests depend
-# on it. Restrictions treat it as the metadata API.
+# The scope for the metadata of models. The inference scope includes this scope, since requests
+# depend on the metadata. A restriction of the metadata API also applies to it.
 SIGNATURE = "metadata of models"
 SCOPES = (*RESTRICTABLE, METRICS)
 # Health probes need no token, because the server's health is not confidential.
@@ -188,11 +188,11 @@ def parse_restrictions(flag: str, values: Iterable[str], prefix: str = "") -> Re
     """Parse Triton's `api[,api]:header=value`, which may be repeated; raise InvalidArgument.
 
     Args:
-        flag: The flag, for messages.
+        flag: The name of the flag, for error texts.
         values: The values of the flag.
         prefix: The prefix of every header.
     """
-    kind = flag.rpartition("-")[2]  # the noun in messages: "api" or "protocol"
+    kind = flag.rpartition("-")[2]  # the noun in error texts: "api" or "protocol"
     restrictions: dict[str, Restriction] = {}
     for text in values:
         names, _, setting = text.partition(":")

@@ -41,7 +41,7 @@ class CpuUtilization:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Return the bytes of the host's memory, and those that are not available."""
+    """Return the host's memory in bytes, and how many of these bytes are not available."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     fields = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
     total = fields["MemTotal"]

@@ -160,7 +160,7 @@ class ModelMetrics:
 
 
 def exposition(families: Families) -> str:
-    """Return Prometheus text in the form of Triton: given names, sorted labels."""
+    """Return Prometheus text in Triton's form: names are unchanged, labels are sorted."""
     lines: list[str] = []
     for name, family in families.items():
         if family.values:
@@ -191,7 +191,7 @@ def head_lines(name: str, description: str, kind: str) -> tuple[str, str]:
 
 
 def sample(name: str, labels: Iterable[tuple[str, str]], value: float) -> str:
-    """Return the line of a sample, with labels in the given order; integers have no point."""
+    """Return the line of a sample, with labels in this order; integers have no decimal point."""
     pairs = ",".join(f'{label}="{_escape(text, quote=True)}"' for label, text in labels)
     return f"{name}{{{pairs}}} {_number(value)}" if pairs else f"{name} {_number(value)}"
 
@@ -211,7 +211,7 @@ def _number(value: float) -> str:
 
 
 def total(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """Return the table of a snapshot plus its base, the base of a successor. Raises KeyError."""
+    """Return a snapshot's table plus its base: the base of a successor. Raises KeyError."""
     table = {name: value for name, value in snapshot.items() if name not in _NOT_IN_BASE}
     combined: dict[str, Any] = plus(table, snapshot["base"])
     return combined

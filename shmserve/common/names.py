@@ -67,7 +67,7 @@ class DoubledName(ValueError):
 
 
 def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of its members (json's `object_pairs_hook`); raise DoubledName."""
+    """Return an object with these members (json's `object_pairs_hook`); raise DoubledName."""
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:

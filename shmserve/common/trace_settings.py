@@ -155,7 +155,7 @@ def _number(name: str, text: str) -> int:
 
 
 def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
-    """Return the settings of all --trace-config flags, of which the last for a name counts."""
+    """Return the settings of all --trace-config flags; the last value of each setting applies."""
     all_values: dict[str, list[str]] = {}
     for text in texts:
         name, equals, value = text.partition("=")

@@ -1,7 +1,7 @@
 """The parsers of the command line of `shmserve serve` and of its configuration file.
 
 `--flag=value` and `--flag value` are equivalent. A boolean flag without a value means true, as in
-Triton. On the command line, a flag may be abbreviated while only one flag begins so. A flag on the
+Triton. On the command line, a prefix that only one flag has stands for that flag. A flag on the
 command line overrides the same flag in the file. The file is YAML, with the names of flags as keys:
 
     http-port: 8000
@@ -60,7 +60,7 @@ class Parsed:
         repeated: The values of each repeatable flag.
         positional: The arguments that are not flags.
         without_effect: Accepted flags that have no effect.
-        after_boolean: By positional argument: the boolean flag without a value that it follows.
+        after_boolean: By positional argument: the preceding boolean flag, if it has no value.
         positions: The position of each flag that the file sets.
     """
 

@@ -114,7 +114,7 @@ _KINDS: dict[str, type] = {"text": str, "bool": bool, "int": int, "float": float
 
 
 def parse_flag_table(text: str) -> dict[str, tuple[Flag, ...]]:
-    """Return the flags of a table, in the syntax of flags.txt, by their groups."""
+    """Return the flags of a table by group; the table has the syntax of flags.txt."""
     group: list[Flag] = []
     groups = {"": group}
     rows = [line for line in text.splitlines() if line and not line.startswith("#")]
@@ -156,6 +156,7 @@ IDLE_BACKEND_SETTINGS = frozenset(
         *("shm-default-byte-size", "shm-growth-byte-size", "shm-region-prefix-name"),
         *("stub-timeout-seconds", "python-runtime", "version", "gpu-memory-fraction"),
         *("allow-soft-placement", "coalesce-request-input", "plugins", "version-compatible"),
+        "enable-global-threadpool",
     ]
 )
 # Flags of tritonserver without a counterpart, by the reason or the alternative.
@@ -285,7 +286,7 @@ _LEADING_NUMBER = re.compile(r"\s*[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[
 class MetricsConfig:
     """The enabled latency metrics.
 
-    Summary quantiles outside [0, 1] act like the nearest bound. Without summaries there are none.
+    Quantiles outside [0, 1] act like the nearest bound. Without summaries there are no quantiles.
     """
 
     counter_latencies: bool = True
@@ -295,7 +296,7 @@ class MetricsConfig:
 
 
 def parse_metrics_config(texts: Iterable[str]) -> MetricsConfig:
-    """Return the settings of all --metrics-config flags, of which the last for a name counts."""
+    """Return the settings of all --metrics-config flags; the last value of each setting applies."""
     config = MetricsConfig()
     for text in texts:
         name, equals, value = text.partition("=")
@@ -434,7 +435,7 @@ def host_name(text: str) -> str:
 
 
 def served_name(text: str) -> tuple[str, str]:
-    """Return the model ("": the only one) and the name of "[MODEL=]NAME"; raise InvalidArgument."""
+    """Return model ("": the only model) and name of "[MODEL=]NAME"; raise InvalidArgument."""
     model, equals, name = text.rpartition("=")
     if not name or (equals and not model):
         raise InvalidArgument(f"--served-model-name: '{text}' is neither NAME nor MODEL=NAME")

@@ -13,7 +13,7 @@ from shmserve.errors import InvalidArgument, Unsupported
 _PIECE_BYTES = 256 * 1024
 _GZIP_OR_ZLIB = zlib.MAX_WBITS | 32  # a mode in which zlib recognises gzip or zlib data
 _MIN_MEMBER_BYTES = 1024  # the assumed minimum size of a gzip member limits the number of members
-_FREE_MEMBERS = 16  # members permitted in addition
+_FREE_MEMBERS = 16  # number of members permitted regardless of the size
 _MOSTLY_OVERHEAD = "failed to decompress the request body: it is mostly overhead"
 WBITS_BY_ENCODING = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 

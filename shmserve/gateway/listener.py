@@ -279,7 +279,7 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
     @property
     @abstractmethod
     def sending_since(self) -> float | None:
-        """Return the event loop's time since when an incomplete request waits; None without one."""
+        """Return the event loop's time since which a request is incomplete; None if none is."""
 
     @abstractmethod
     def shut_down(self, *, refuses: bool = False) -> None:

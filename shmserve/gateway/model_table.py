@@ -220,7 +220,7 @@ def checked_version(version: str) -> str:
     """Return the version in a request message, or "" for the latest.
 
     Raises:
-        InvalidArgument: The text is not a version. The message is that of Triton.
+        InvalidArgument: The text is not a version. The message is Triton's.
     """
     if not version or (version.isascii() and version.isdecimal()):
         return version

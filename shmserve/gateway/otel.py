@@ -2,7 +2,7 @@
 
 InferRequest ──> receive, a model, encode
                      └──> queue, compute_input, compute, compute_output
-                     └──> steps of an ensemble, models that were called, each with the same
+                     └──> steps of an ensemble, models that were called, each with the same spans
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _ExportedSpan:
 class Exporter:
     """An exporter of traces by OTLP.
 
-    The destination is that of the settings, or OTEL_EXPORTER_OTLP_ENDPOINT, or else
+    The destination is in the settings, or in OTEL_EXPORTER_OTLP_ENDPOINT, or else
     http://localhost:4318.
     """
 

@@ -278,7 +278,7 @@ class RegionTable:
             self._report(RegionInUse(region.memory.id, True))
 
     def withdraw(self, memory_id: int) -> None:
-        """Remove a region's name; requests in flight keep the generation."""
+        """Remove a region's name; requests in flight may still use the region."""
         region = self._by_id.get(memory_id)
         if region is None:
             self._report(RegionReleased(memory_id))

@@ -64,7 +64,7 @@ class ModelDefaults:
 
     Attributes:
         dynamic_batching: Models that batch and name no scheduler get the dynamic batcher.
-        max_batch_size: The default of that field; None: 0.
+        max_batch_size: The default of `max_batch_size`; None: 0.
         max_queue_delay_us: The default of `max_queue_delay_microseconds`; None: 0.
     """
 

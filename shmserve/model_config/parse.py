@@ -37,7 +37,7 @@ def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[Mode
 
     Args:
         value: JSON text, or a decoded object, whose keys have no positions.
-        origin: The name of the text in messages.
+        origin: The name of the text in error texts.
 
     Raises:
         InvalidArgument: `value` is not a JSON object.

@@ -32,7 +32,7 @@ class Scalar:
     """A scalar value of a given kind.
 
     The kind is `word` (enum, true, inf), `number`, `string` (bytes) or, in JSON, `bool`. `source`
-    is the text of the value for messages, `at` its position ("12:7").
+    is the text of the value for error texts, `at` its position ("12:7").
     """
 
     kind: Kind

@@ -49,7 +49,7 @@ def latencies(records: Records, before: Mark, after: Mark) -> Values:
 
 
 def agree(values: Sequence[float], tolerance: float) -> bool:
-    """Check whether the last `AGREEING_WINDOWS` values are within this share of their mean."""
+    """Check whether the last `AGREEING_WINDOWS` values differ by a small share from their mean."""
     last_values = values[-AGREEING_WINDOWS:]
     if len(last_values) < AGREEING_WINDOWS:
         return False
@@ -60,7 +60,7 @@ def agree(values: Sequence[float], tolerance: float) -> bool:
 def confidence(values: Sequence[float]) -> float:
     """Return half the width of the mean's 95 % confidence interval; inf for less than two values.
 
-    The method is that of batch means: windows are assumed to be independent.
+    The method (batch means) assumes that the windows are independent.
     """
     degrees = len(values) - 1
     if degrees < 1:
@@ -171,8 +171,8 @@ def measure_load(
     `streams` adds figures of response streams. `statistics` queries the server's statistics. Raises
     Unavailable if the server exits.
 
-    KeyboardInterrupt ends the load: the result is that of the complete windows, or of the requests
-    so far if there is no such window.
+    KeyboardInterrupt ends the load: the result covers the complete windows, or the requests so far
+    if there is no such window.
     """
     marks: list[Mark] = []
     statistics_futures: list[Future[dict[str, Statistics]]] = []

@@ -101,7 +101,7 @@ def notes(point: Point) -> list[str]:
     if point.client_busy > _BUSY_CLIENT:
         warnings.append("the load generator was CPU-bound: the server may be faster than measured")
     missing_requests = point.value * point.seconds - point.requests - point.errors
-    # The threshold is three standard deviations. One is the root of the number of random arrivals.
+    # The threshold is three standard deviations of the number of random arrivals (its square root).
     if point.kind == "rate" and missing_requests > 3 * math.sqrt(point.value * point.seconds):
         warnings.append("the server did not keep up: latencies increased during the measurement")
     return warnings

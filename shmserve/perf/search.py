@@ -152,7 +152,7 @@ class Search:
         return bool(counts)
 
     def _search_batch(self, base: Candidate) -> None:
-        """Search for the largest batch size within the target, starting with that of `base`."""
+        """Search for the largest batch size within the target, starting with the size of `base`."""
         low, high, size, peak = 0, self._space.largest_batch + 1, base.batch, 0.0
         while True:
             trial, previous_rate = self._run_trial(replace(base, batch=size)), self._best_rate

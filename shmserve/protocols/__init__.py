@@ -91,7 +91,7 @@ class OutgoingRequest:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
     def request_parameters(self) -> dict[str, Parameter]:
-        """Return the parameters, including those of the sequence, as protocols name them."""
+        """Return the parameters, including the sequence's, as protocols name them."""
         sequence = {"sequence_id": self.sequence, "sequence_start": self.start}
         sequence["sequence_end"] = self.end
         return {**self.parameters, **{name: value for name, value in sequence.items() if value}}

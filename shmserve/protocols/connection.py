@@ -1,6 +1,6 @@
 """The event loop of the load generator, and its non-blocking connection.
 
-The loop is not asyncio's, because it spends only a few microseconds on a request.
+It is not asyncio's loop, because a request must take only a few microseconds of CPU time.
 """
 
 from __future__ import annotations

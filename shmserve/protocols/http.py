@@ -186,7 +186,7 @@ class HttpTransport:
         accept: str = "",
         accepted_statuses: Container[int] = (http.HTTPStatus.OK,),
     ) -> Iterator[http.client.HTTPResponse]:
-        """Yield an unread response with an `accepted_statuses` status.
+        """Yield an unread response whose status is one of `accepted_statuses`.
 
         Raises:
             TransportError: There is no response, or it has another status.

@@ -1,7 +1,7 @@
 """Clients on the server's host: `NativeTransport` and `NativeLaneFactory`.
 
-`NativeTransport` blocks and uses `shmserve.client`. The lanes of `NativeLaneFactory` use its
-channel in the event loop of the load generator.
+`NativeTransport` blocks and uses `shmserve.client`. The lanes of `NativeLaneFactory` use that
+client's request channel in the event loop of the load generator.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ _Array = np.ndarray[Any, Any]
 
 _MAX_DIMENSIONS = 32  # numpy's maximum number of dimensions
 
-# The required type of JSON elements of a datatype, and its name in messages.
+# The required type of JSON elements of a datatype, and its name in error texts.
 _INTEGER_TYPE = (int, "integers")
 _NUMBER_TYPE = ((int, float), "numbers")
 _ELEMENT_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
@@ -198,7 +198,7 @@ def _from_file(tensor: ModelTensor, content: bytes) -> _Array:
     The input of pixels is HWC or CHW with 1 or 3 channels, or HW, after a batch dimension if any.
 
     Raises:
-        InvalidArgument: The input takes something else, or the file is no image of its size.
+        InvalidArgument: The input is not of UINT8, or the file is not an image of the input's size.
     """
     subject = f"input '{tensor.name}' is {tensor.datatype} {list(tensor.shape)}"
     if tensor.datatype != "UINT8":
@@ -221,7 +221,8 @@ def _from_file(tensor: ModelTensor, content: bytes) -> _Array:
         with Image.open(io.BytesIO(content)) as image:
             pixels = np.asarray(image.convert("L" if channels == 1 else "RGB"))
     except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise InvalidArgument(f"{subject}, but the file is not an image: {error}") from error
+        reason = str(error).partition(" <")[0]  # without the name of the file object
+        raise InvalidArgument(f"{subject}, but the file is not an image: {reason}") from error
     if len(dims) == 3:
         pixels = pixels.reshape(*pixels.shape[:2], -1)
     if has_channels_first:

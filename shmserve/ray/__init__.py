@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ray import serve
 
 
-# By default Ray sends five requests at once to a replica, too few for batches. Requests wait in
+# By default Ray sends five concurrent requests to a replica, too few for batches. Requests wait in
 # shmserve's queues instead, within their limits.
 SETTINGS = {
     "max_ongoing_requests": 1024,

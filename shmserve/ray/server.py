@@ -1,6 +1,6 @@
 """The server of a node, and the deployment's class, whose replica forwards requests to it.
 
-The server is started, or exists already, behind its unix socket.
+The server exists already and listens at a unix socket, or is started here.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class ClientTable(dict[bytes, Client[R]]):
 class Reports:
     """The statistics with current values (`gauges`), and the model's own metrics.
 
-    `unexpected` counts messages that their sender may not send, or not now. `_wall_clock` returns
-    the ns since the epoch.
+    `unexpected` counts messages that their sender was not allowed to send, ever or at that time.
+    `_wall_clock` returns the ns since the epoch.
     """
 
     _statistics: Statistics
@@ -107,7 +107,7 @@ class Reports:
     unexpected: int = 0
 
     def report(self, now_ns: int) -> dict[str, Any]:
-        """Return the report of the statistics."""
+        """Return the report for metrics and for GET /v2/models/NAME/stats."""
         gauges = self._count_malformed()
         gauges["families"] = model_metrics.to_lists(self._metrics.total())
         return self._statistics.report(now_ns, self._wall_clock(), gauges)
@@ -218,7 +218,7 @@ class Core(Protocol[R]):
         return self.live_requests
 
     def check(self, submit: Submit, now_ns: int) -> None:
-        """Raise ShmserveError if the request would not be admitted; `admit` checks the same."""
+        """Raise ShmserveError if the request would not be admitted; `admit` has the same checks."""
 
     def admit(self, client: Client[R], submit: Submit, lookup: Lookup | None, now_ns: int) -> None:
         """Admit a request with the result of its cache lookup.
@@ -404,7 +404,7 @@ class Front(Generic[R]):
         if self._cache is not None:
             self._cache.process_exited(pid)
         self._reports.process_exited(pid)
-        # Remembered, because frames of the exited process may still arrive.
+        # Stored, because frames of the exited process may still arrive.
         self._dead[pid] = None
         if len(self._dead) > REMEMBERED_EXITS:
             del self._dead[next(iter(self._dead))]
@@ -457,7 +457,7 @@ class Front(Generic[R]):
         self._reports.restore(snapshot, alive)
 
     def count_unexpected(self) -> None:
-        """Count a dropped message that its sender may not send, or not now."""
+        """Count a dropped message that its sender may never send, or not at this time."""
         self._reports.unexpected += 1
 
     def _gauges(self) -> dict[str, Any]:

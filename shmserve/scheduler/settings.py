@@ -137,7 +137,7 @@ class Settings:
 
     @property
     def queue_delay_ns(self) -> int:
-        """The longest time that a request waits by configuration, so that its batch grows."""
+        """Return the longest time that a request may wait by configuration for a larger batch."""
         batchings = (self.batching, self.sequences, self.sequences and self.sequences.oldest_rules)
         return max((batching.delay_ns for batching in batchings if batching), default=0)
 

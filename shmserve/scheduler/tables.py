@@ -8,7 +8,7 @@ Fast and Fully-Mergeable Quantile Sketch with Relative-Error Guarantees", PVLDB 
 (Triton's client library bounds the error of the rank instead, with CKMS, at the cost of a sorted
 insertion for each of five windows.)
 
-The window is that of Triton's library: 60 seconds in five parts. The oldest part expires as a
+The window is as in Triton's library: 60 seconds in five parts. The oldest part expires as a
 whole, so that quantiles cover the last 48 to 60 seconds.
 """
 

@@ -44,7 +44,7 @@ class Health:
         self.has_started = False  # whether the models of the start are loaded
         self.has_failed = False  # whether the start has failed
         self.exiting = False  # whether the server ends and has no successor for its clients
-        self._current = HealthChanged(live=True, ready=False, exiting=False)
+        self._current = HealthChanged(live=True, ready=False, exiting=False, started=False)
         self.failures = LoadsFailed([], 0)
 
     def current(self) -> HealthChanged:
@@ -56,7 +56,8 @@ class Health:
         models_ready = not self._strict or self._registry.all_ready()
         ready = self.has_started and not (self.exiting or self.has_failed) and models_ready
         old_health = self._current
-        self._current = HealthChanged(live=not self.has_failed, ready=ready, exiting=self.exiting)
+        live = not self.has_failed
+        self._current = HealthChanged(live, ready, self.exiting, self.has_started)
         return self._current != old_health
 
     def update_failures(self) -> bool:

@@ -1,4 +1,4 @@
-"""Permanent processes, gateways and workspace holders, which are restarted with a backoff.
+"""Permanent processes (gateways and workspace holders), which are restarted with a backoff.
 
 Gateways serve on the supervisor's listening sockets. Holders of the workspace pools of CUDA devices
 (resources/workspaces.py) start before models are loaded. When a holder exits, its memory is lost,
@@ -184,7 +184,7 @@ class Gateways(PermanentProcesses):
                 logger.warning("dropped a %s from a gateway", type(message).__name__)
 
     def _would_fail_again(self, child: Child) -> bool:
-        """Return whether the gateway's entry point failed, as that of its successor would."""
+        """Return whether the gateway's entry point failed, as its successor's would."""
         return child.exited.result() == f"exit status {BOOT_FAILED}"
 
     def _children(self) -> list[Child]:

@@ -91,7 +91,7 @@ class RepositoryPoller:
             self._in_progress.discard((name, present))
 
     async def update(self, name: str, present: bool) -> None:
-        """Load, reload or unload a model if needed; raises ShmserveError if that fails."""
+        """Load, reload or unload a model if needed; raise ShmserveError if that fails."""
         model = self._registry.models.get(name)
         if not present:
             self._retries.pop(name, None)

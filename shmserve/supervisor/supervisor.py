@@ -380,6 +380,7 @@ class Supervisor:
             if not child.title.endswith("zygote"):
                 child.kill()
         await asyncio.gather(*(self.context.end(child, 1.0) for child in children))
+        await self.processes.wait_for_trackers(1.0)
 
 
 def _trim_heap() -> None:

@@ -269,8 +269,10 @@ class Server:
         """End remaining processes and unregister the server, after a test has checked its end."""
         self.gate.close()
         for process in {*members, *self.tree()}:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+            # Python's resource trackers exit after their programs, whose shared memory they remove.
+            if "resource_tracker" not in title(process):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         self.process.wait()
         watchdog.unregister(self.pid)
         for port_socket in self._held:

@@ -165,7 +165,7 @@ class Executor:
             copy_inputs: Whether the model receives copies of all inputs.
 
         Returns:
-            The requests of the part, the same unpacked, and the requests after the part.
+            The requests of the part, the same requests unpacked, and the requests after the part.
         """
         part: list[WorkerRequest] = []
         unpacked: list[Request] = []

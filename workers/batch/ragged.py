@@ -214,7 +214,7 @@ class Padder:
 
 
 class _CutRule(NamedTuple):
-    """The rule for cutting an output, whose variable dimensions are those of an input, in order.
+    """The rule for cutting an output, whose variable dimensions are an input's, in order.
 
     Attributes:
         axes: Pairs of the output's and the input's dimension, without the batch dimension.

@@ -124,7 +124,7 @@ class Input:
         return self.array
 
     def is_text(self) -> bool:
-        """Return whether a BYTES tensor has one element, whose length is right, without a copy."""
+        """Check, without a copy, whether a BYTES tensor is one element with a valid length."""
         prefix = max(len(self.raw) - 4, 0).to_bytes(4, "little")
         return element_count(self.shape) == 1 and self.raw[:4] == prefix
 

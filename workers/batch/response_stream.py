@@ -188,7 +188,7 @@ class OutputStream:
 
     @property
     def closed(self) -> bool:
-        """Return whether the model has ended the stream or has failed, and may not send responses.
+        """Return whether the model has ended the stream or failed, and must send no more responses.
 
         A stream that was ended because its client reads nothing counts as cancelled, not as closed.
         """
@@ -363,7 +363,7 @@ class OutputStream:
         try:
             return client_error(self._writer.context, error, self.request.work)
         except BaseException as device_error:
-            # The loop then ends the process.
+            # The loop ends the process when it receives the error.
             self._writer.context.control.inbox.append(device_error)
             self._writer.context.control.wake(always=True)
             return Unavailable("the device of the model was lost")

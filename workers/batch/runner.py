@@ -163,7 +163,7 @@ class Gatherer:
 def buffer_capacity(byte_size: int, rows: int, max_rows: int) -> int:
     """Return the capacity of a buffer whose first batch has `byte_size` bytes and `rows` rows.
 
-    The capacity is that of the largest batch of such rows, if this is at most
+    The capacity is the size of the largest batch of such rows, if at most
     `_MAX_RESERVED_BYTES`. The buffer then grows only if rows become larger. A larger buffer has at
     most a quarter more than its batch, so that it rarely grows.
 

@@ -161,7 +161,7 @@ class SharedWait:
             os.eventfd_write(self._recheck, 1)
 
     def notify(self) -> None:
-        """Make a waiting thread or event loop, or the next one to wait, handle messages."""
+        """Wake a waiting thread or event loop, or the next one that waits, to handle messages."""
         os.eventfd_write(self._notification, 1)
         self._notified = True  # set after the write: otherwise the eventfd could remain unread
 
@@ -333,7 +333,7 @@ class CallRouter:
     # --- sending
 
     def submit_now(self, call: C) -> C:
-        """Submit a call and send it at once.
+        """Submit a call and send it immediately.
 
         Raises:
             ShmserveError: The call cannot be submitted.
@@ -471,7 +471,7 @@ class CallRouter:
             self.shared_wait.notify()
 
     def on_cancelled(self) -> None:
-        """Schedule the cancellation of calls whose `origins` are all cancelled; in any thread."""
+        """Request that calls are cancelled whose `origins` all are; safe in any thread."""
         self._check_cancelled = True
         self.shared_wait.notify()
 
@@ -550,7 +550,7 @@ class CallRouter:
     def _resolve(self, call: BlsCall, error: ShmserveError) -> None:
         """Resubmit a call to the current scheduler of its model, or fail the call.
 
-        The call fails if that is the scheduler that failed it. Must be called without the lock.
+        The call fails if its last scheduler is still the current one. Call without the lock.
         """
         with self._lock:
             current = self._targets.get(call.key)

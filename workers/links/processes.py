@@ -158,7 +158,7 @@ class SupervisorLink:
             self._follower.on_cancelled()
 
     def pump_all(self) -> None:
-        """Handle all received messages, including those of the scheduler."""
+        """Handle all received messages, including the scheduler's."""
         self.pump()
         for read in tuple(self._readers.values()):
             read()

@@ -307,7 +307,7 @@ def _unusable_error(device: int) -> Unavailable:
 
 
 def _no_unpin() -> None:
-    """Unpin memory that could not be pinned."""
+    """Do nothing: the memory was not pinned."""
 
 
 def _overlap(first: torch.Tensor, second: torch.Tensor) -> bool:

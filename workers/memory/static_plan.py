@@ -109,7 +109,7 @@ class MemoryPlan:
 def buckets(config: ModelSpec) -> tuple[int, ...]:
     """Return the batch sizes to prepare, ascending, the largest last.
 
-    The sizes are those of `graph_spec` in `optimization.cuda`. Without these, they are the
+    The sizes are in `graph_spec` of `optimization.cuda`. By default they are the
     preferred sizes and the powers of two.
     """
     max_rows = max(1, config.max_batch_size)

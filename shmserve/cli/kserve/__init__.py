@@ -15,6 +15,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the manifest; returns 0."""
+    """Print the manifest; return 0."""
     print(Path(__file__).with_name("runtime.yaml").read_text().replace("IMAGE", args.image), end="")
     return 0

@@ -137,7 +137,7 @@ class Region(Mapping[str, Any]):
         return len(self._templates)
 
     def store_request(self, model: ClientModel, request: Packed) -> None:
-        """Cache the packed request for `model`, and remove those of models that are closed."""
+        """Cache the packed request for `model`, and remove the requests for closed models."""
         for model_key in [model_key for model_key in list(self.requests) if model_key.closed]:
             self.requests.pop(model_key, None)
         self.requests[model] = request
@@ -268,7 +268,7 @@ def _share_nothing(_: AnySegment) -> None:
 def check_datatype(name: str, datatype: str, signature: Signature) -> None:
     """Raise InvalidArgument unless an output has the datatype of its memory, `datatype`."""
     spec = signature.outputs.get(name)
-    # The response decodes strings from the bytes of any tensor.
+    # A tensor of any datatype may receive BYTES: strings are decoded from its bytes.
     if spec is not None and spec.datatype not in (datatype, "BYTES"):
         raise InvalidArgument(
             f"output '{name}' of model '{signature.name}' is {spec.datatype}, but the region's "

@@ -44,7 +44,7 @@ def as_array(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array, str
     Args:
         value: An array, a tensor, or lists.
         spec: The model's input, which determines the datatype of lists and whether uint16 is BF16.
-        name: The input's name, for messages.
+        name: The input's name, for error texts.
 
     Raises:
         InvalidArgument: The value has no datatype of the protocol.

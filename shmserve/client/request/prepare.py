@@ -33,7 +33,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.trace import TraceContext
 
-_FOREVER_S = 2e6  # longer timeouts mean none, since epoll has a limit
+_FOREVER_S = 2e6  # a longer timeout counts as no timeout, since epoll has a limit
 _INTEGERS = range(-(1 << 63), 1 << 64)  # the range of MessagePack integers
 
 

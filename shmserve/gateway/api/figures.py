@@ -44,7 +44,8 @@ class Figures:
 
     def __init__(self) -> None:
         self._snapshots: deque[tuple[float, dict[str, Report]]] = deque()
-        # By model: the times and numbers of exited workers.
+        # By model: the last count of exited workers, and the times and numbers of exits.
+        self._lost_counts: dict[str, int] = {}
         self._exits: dict[str, deque[tuple[float, int]]] = {}
 
     def build_rows(self, reports: Iterable[Report], now_s: float) -> dict[str, Row]:
@@ -58,10 +59,11 @@ class Figures:
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= now_s - WINDOW_S:
             self._snapshots.popleft()
         earlier_s, earlier_reports = self._snapshots[0] if self._snapshots else (now_s, {})
-        previous_reports = self._snapshots[-1][1] if self._snapshots else {}
         self._snapshots.append((now_s, by_version))
         for key, report in by_version.items():
-            new_exits = report["workers_lost"] - previous_reports.get(key, report)["workers_lost"]
+            # A worker may die before the first report, for instance by its first request.
+            new_exits = report["workers_lost"] - self._lost_counts.get(key, 0)
+            self._lost_counts[key] = report["workers_lost"]
             if new_exits > 0:
                 self._exits.setdefault(key, deque()).append((now_s, new_exits))
         elapsed_s = now_s - earlier_s

@@ -99,8 +99,8 @@ def request_examples(gateway: Gateway) -> list[dict[str, Any]]:
     """Return a request to try for each model: its path, headers and body.
 
     An input of many elements has `fill`, a value, and `count` in place of `data`. Tensors that JSON
-    cannot express are binary: `zeros` bytes follow the body. A model on demand that is not loaded
-    has the request that loads it, which has no body.
+    cannot express are binary: `zeros` bytes follow the body. For a model on demand that is not
+    loaded, the request is one that loads it, without a body.
     """
     models = gateway.models
     names = sorted({*models.on_demand, *(model.name for model in models.all_versions())})

@@ -95,7 +95,7 @@ class AdminCall:
     async def model_statistics(
         self, request: pb.ModelStatisticsRequest
     ) -> pb.ModelStatisticsResponse:
-        """Handle ModelStatistics. Without a name, the statistics are those of all models."""
+        """Handle ModelStatistics. Without a name, it covers all models."""
         number = checked_version(request.version)
         reports = await management.model_statistics(self.gateway, request.name, number)
         return ParseDict({"model_stats": reports}, pb.ModelStatisticsResponse())
@@ -273,7 +273,7 @@ SERVICES = frozenset(
 
 
 def _find_file(symbol: str) -> Any:
-    """Return the file that defines a symbol, or the service of a method.
+    """Return the file that defines a symbol; for a method, the file that defines its service.
 
     Raises:
         KeyError: There is no such symbol.

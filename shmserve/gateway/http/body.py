@@ -289,9 +289,9 @@ class Body:
     # --- the first part, and the rest into allocated memory
 
     async def read_start(self, size: int) -> bytes:
-        """Return the first `size` bytes and the bytes received with them; fewer at the end.
+        """Return at least the first `size` bytes; fewer bytes if the body ends before.
 
-        They count in the budget until `arrival.release_budget`, since the rest may arrive late.
+        The bytes count in the budget until `arrival.release_budget`, since the rest may be late.
 
         Raises:
             ShmserveError: As in `read`.

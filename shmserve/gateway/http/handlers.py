@@ -306,9 +306,9 @@ async def get_region_status(
 async def post_unregister(
     gateway: Gateway, request: HttpRequest, name: str | None, *, cuda: bool = False
 ) -> HttpResponse:
-    """Handle POST /v2/systemsharedmemory[/region/NAME]/unregister, or that of CUDA.
+    """Handle POST /v2/systemsharedmemory[/region/NAME]/unregister; ignore an unknown name.
 
-    An unknown name is not an error.
+    With `cuda`, handle POST /v2/cudasharedmemory[/region/NAME]/unregister.
     """
     await memory_api.unregister_regions(gateway, request.connection.client, name or "", cuda=cuda)
     return HttpResponse()

@@ -91,8 +91,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # Awaited by the task while no request is queued.
         self._waiter: asyncio.Future[None] | None = None
         self._may_parse = True  # whether bytes may be parsed; False after an error
-        self._malformed_head = b""  # the received bytes of the request with the error, if known
-        # The received part of an incomplete head, if it is known.
+        self._malformed_head = b""  # the received bytes of the malformed request; b"": unknown
+        # The received part of an incomplete head; None: unknown.
         self._partial_head: bytes | None = None
         self._ends_request = False  # whether the received bytes end with a head or with chunks
         # The incomplete head of a chunked request with a Content-Length.
@@ -185,7 +185,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     @property
     def sending_since(self) -> float | None:
-        """Return the time of the previous request's end while a body is incomplete, or None."""
+        """Return the end of the previous request while a body is incomplete; otherwise None."""
         is_sending = self._pending_head or (self._is_handling and self._body_stream is not None)
         return self._idle_start if is_sending else None
 

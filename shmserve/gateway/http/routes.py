@@ -151,7 +151,7 @@ _post_cuda_unregister = partial(handlers.post_unregister, cuda=True)
 def _create_route(method: str, path: str, scope: str, handler: Handler) -> Route:
     is_openai = path.startswith(("/v1/", "/tokenize", "/detokenize"))
     encode_error = encode_openai_error if is_openai else encode_triton_error
-    encode_error = responses.response_error if path == "/v1/responses" else encode_error
+    encode_error = responses.response_error if path.startswith("/v1/responses") else encode_error
     return Route(method, path, scope, handler, encode_error, is_openai)
 
 
@@ -187,6 +187,7 @@ ROUTES = RouteTable(
     _create_route("POST", "/v1/completions", "inference", generation.create_completion),
     _create_route("POST", "/v1/chat/completions", "inference", generation.create_chat),
     _create_route("POST", "/v1/responses", "inference", responses.create_response),
+    _create_route("POST", "/v1/responses/input_tokens", "inference", responses.count_input_tokens),
     _create_route("POST", "/v1/embeddings", "inference", models.embeddings),
     _create_route("POST", "/tokenize", "inference", models.tokenize),
     _create_route("POST", "/detokenize", "inference", models.detokenize),

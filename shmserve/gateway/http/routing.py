@@ -56,7 +56,7 @@ ANY_PATH = "*"  # the template of all paths without an earlier route
 
 
 class MethodNotAllowed(InvalidArgument):
-    """An error about a method that a path does not have; `allowed_methods` are those it has."""
+    """An error about a method that a path does not have; `allowed_methods` are its methods."""
 
     status = 405
 

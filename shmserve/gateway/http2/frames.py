@@ -117,7 +117,7 @@ def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
 
 
 def parse_uint32(payload: bytes, frame_name: str) -> int:
-    """Return the integer of which a frame's payload consists; raise ConnectionFault."""
+    """Return the integer that is a frame's payload; raise ConnectionFault for another size."""
     if len(payload) != _UINT32_FORMAT.size:
         raise length_fault(frame_name, len(payload), str(_UINT32_FORMAT.size))
     number: int = _UINT32_FORMAT.unpack(payload)[0]

@@ -195,7 +195,7 @@ class FrameReader(ABC, Generic[HeadT]):
         self._padding_left = 0
         self._frame_ends_stream = False
         self.pending = False  # whether received frames remain to be processed
-        self._events: list[Event[HeadT]] = []  # those of the current call of `receive`
+        self._events: list[Event[HeadT]] = []  # the events of the current call of `receive`
 
     def receive(self, data: Bytes) -> Sequence[Event[HeadT]]:
         """Process these bytes and any pending frames.

@@ -100,7 +100,7 @@ class BodyBudget:
             yield
 
     def _slow_bodies(self, is_useful: Callable[[Arrival], int]) -> list[Arrival]:
-        """Return the slow bodies whose eviction is `is_useful`, the slowest first."""
+        """Return the slow bodies for which `is_useful` is true, the slowest first."""
         now = time.monotonic()
         slow_bodies = [body for body in self._bodies if is_useful(body) and body.is_slow(now)]
         return sorted(slow_bodies, key=methodcaller("rate", now))

@@ -402,7 +402,7 @@ def output_bytes(gateway: Gateway, tensor: TensorRef) -> bytes | memoryview:
     """Return the bytes of an output, without a copy.
 
     Raises:
-        Internal: The size differs from that of the shape.
+        Internal: The size does not match the shape.
     """
     location = tensor.data
     data = location if isinstance(location, bytes) else gateway.mappings.view(location)

@@ -59,7 +59,7 @@ _TOP_FIELDS = {
 _FILE_PARAMETERS = {
     "onnxruntime": (
         *("intra_op_thread_count", "inter_op_thread_count", "execution_mode"),
-        *("enable_mem_arena", "enable_mem_pattern"),
+        *("enable_mem_arena", "enable_mem_pattern", "memory.enable_memory_arena_shrinkage"),
     ),
     "pytorch": (
         *("INFERENCE_MODE", "DISABLE_OPTIMIZED_EXECUTION", "TORCH_COMPILE_OPTIONAL_PARAMETERS"),
@@ -68,8 +68,11 @@ _FILE_PARAMETERS = {
     ),
 }
 _GPU_PARAMETERS = {
-    "onnxruntime": ("cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy"),
-    "pytorch": ("ENABLE_CACHE_CLEANING",),
+    "onnxruntime": (
+        *("cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy"),
+        "do_copy_in_default_stream",
+    ),
+    "pytorch": ("ENABLE_CACHE_CLEANING", "DISABLE_CUDNN"),
 }
 _SETTING_PREFIXES = ("session.", "ep.")  # prefixes of onnxruntime's own settings
 
@@ -310,6 +313,10 @@ def warnings_of(written_config: ModelConfig, final: ModelConfig) -> list[str]:
         near = nearest(name, KNOWN_PARAMETERS, 0.8)
         if near:
             warnings.append(f"parameters: '{clip(name)}' is unknown; did you mean '{near}'?")
+    for name, parameter in sorted(written_config.parameters.items()):
+        if parameter.string_value.startswith("${"):
+            text = f"'{clip(parameter.string_value)}' is a placeholder of a template; fill it in"
+            warnings.append(f"parameters['{clip(name)}']: {text}")
     if written_config.HasField("dynamic_batching") and final.max_batch_size < 1:
         warnings.append("dynamic_batching: no effect because max_batch_size is 0")
     return warnings
@@ -369,7 +376,7 @@ def _ignored_optimization(
     if optimization.priority != ModelOptimizationPolicy.PRIORITY_DEFAULT:
         yield "optimization.priority"
     for name in ("input_pinned_memory", "output_pinned_memory"):
-        # Pinned memory is used by default, so that only disabling it has no effect.
+        # Memory is pinned in any case, so that only the wish to disable this has no effect.
         if optimization.HasField(name) and not getattr(optimization, name).enable:
             yield f"optimization.{name}"
 

@@ -50,16 +50,16 @@ from shmserve.scheduler.settings import Batching
 
 # The initial credit in misses, and the maximum credit after the learning period.
 _INITIAL_CREDIT, _MAX_CREDIT = 64.0, 24.0
-_CREDIT_PER_REQUEST = 0.002  # misses earned by each request in time
+_CREDIT_PER_REQUEST = 0.002  # misses credited for each request that meets the target
 
 # Batches between two trials of sizes: usually, and while learning.
 _TRIAL_INTERVAL, _LEARNING_INTERVAL = 16, 2
 LEARNING = 48  # batches during which new sizes are tried early
-_MIN_IDLE = 0.25  # share of idle time; below it, clients are blocked, or all requests are late
+_MIN_IDLE = 0.25  # minimum idle share; with less, clients block, or all requests are late
 
 _EPOCH_BATCHES = 24  # number of batches in an epoch
 _SETTLING_BATCHES = 4  # first batches of an epoch, which the previous epoch still affects
-# The initial and the maximum number of epochs between uses of the other choice.
+# The initial and the maximum number of epochs between two trials of the choice that seems worse.
 _INITIAL_OTHER_INTERVAL, _MAX_OTHER_INTERVAL = 2, 160
 _CLEAR_RATIO = 0.8  # ratio of the mean latencies with and without waiting below which waiting pays
 _EPOCH_WEIGHT = 1 / 3  # weight of the newest epoch in moving averages
@@ -81,10 +81,10 @@ class Account:
         self._trial_misses = 0.0
 
     def add_credit(self, on_time: int) -> None:
-        """Credit the misses that these requests in time have earned.
+        """Credit the account for requests that met the target.
 
         Args:
-            on_time: The number of requests that met the target.
+            on_time: The number of these requests.
         """
         if self.credit < _MAX_CREDIT:
             self.credit += _CREDIT_PER_REQUEST * on_time
@@ -99,7 +99,7 @@ class Account:
         self._trial_misses += misses
 
     def subtract_trial_misses(self, misses: int) -> int:
-        """Return the number of these misses that were not charged to trials."""
+        """Subtract the misses that trials have paid for; return how many of the misses remain."""
         caused = min(misses, int(self._trial_misses))
         self._trial_misses -= caused
         return misses - caused
@@ -192,11 +192,11 @@ class TrialState(Record):
 class Sizes:
     """The trials of batch sizes, and the misses that they may cause.
 
-    A trial at a low rate delays the requests that arrive until the instance has caught up. The late
-    requests are those of the trial, if it takes longer than the time left to them, and those behind
-    it. The instance catches up only in its idle time, so that a trial near its capacity is
-    expensive. If clients wait for their responses, the number of late requests is bounded by the
-    number of clients. The account pays the actual cost of a trial, at most the estimated cost.
+    A trial at a low rate delays the requests that arrive until the instance has caught up. The
+    requests of the trial are late if it takes longer than the time left to them. Requests behind it
+    may be late, too. The instance catches up only in its idle time, so that a trial is expensive if
+    the load is high. If clients wait for their responses, at most as many requests are late as
+    there are clients. The account pays the actual cost of a trial, at most the estimated cost.
     """
 
     def __init__(self, account: Account) -> None:
@@ -205,8 +205,8 @@ class Sizes:
         self._size = 0  # the size that is being tried, in the state of `_state`
         self._state = TrialState(0.0, 0.0, 0.0, 0.0, 0.0, False)
         self._idle_share = 1.0
-        # The requests that may still be late because of the last trial, and the misses that it may
-        # still be charged.
+        # The requests that may still be late because of the last trial, and the misses that may
+        # still be charged to it.
         self._delayed_requests = self._price = 0.0
 
     def is_due(self, batches: int) -> bool:
@@ -426,7 +426,7 @@ class AdaptiveBatcher(Batcher):
         spare_ns = target - load.waiting * row_ns - best_ns
         is_overloaded = load.rows_per_ns * row_ns > _FULL_UTILISATION and spare_ns < target / 2
         if spare_ns < 0 and self._is_out_of_reach:
-            # The load is then steady if clients wait for responses, or if the instance is full.
+            # In this case a steady load means that clients wait for responses, or a full instance.
             is_overloaded = is_overloaded or load.is_steady
         oldest_left_ns = target - (now_ns - oldest_ns)
         return TrialState(

@@ -14,11 +14,11 @@ _MIN_VARIATION = 0.05  # minimum relative deviation of the sizes for which a slo
 
 _EXACT_BITS = 6  # sizes below 2**6 are distinguished, larger ones to one part in 32
 _MAX_MEAN_WEIGHT = 256.0  # maximum weight of a size's mean, in executions
-_SHARED_GAIN = 1 / 32  # gain of the level and the spread, which all sizes share
+_SHARED_GAIN = 1 / 32  # gain of the level and the spread, which all sizes share (`SizeTimes`)
 _INITIAL_SPREAD, _MIN_SPREAD = 0.1, 0.02  # relative spread of durations
-# The level changes if this many durations in a row differ from it.
+# The level is set anew after this many durations in a row that differ from the estimate.
 _CHANGE_LENGTH = 8
-# The minimum ratio of these durations to the level, and the maximum ratio between them.
+# Minimum ratio of these durations to the estimate, and maximum ratio between any two of them.
 _MIN_CHANGE, _MAX_DISAGREEMENT = 1.5, 2.0
 _DEVIATIONS_PER_SPREAD = 1.25  # standard deviations per spread, for a normal distribution
 _EQUAL_RATES = 0.03  # relative difference below which rates count as equal
@@ -43,7 +43,7 @@ class _Size:
     """The mean duration of the batches of a size.
 
     Attributes:
-        mean: The mean duration at a level of 1.
+        mean: The mean duration, divided by the level (see `SizeTimes`).
         weight: The number of batches in the mean.
     """
 
@@ -88,7 +88,7 @@ class SizeTimes:
         self._outliers: deque[tuple[float, _Size]] = deque(maxlen=_CHANGE_LENGTH)
         self._observation_count = -1
         self._late_executions = 0  # executions while the target was out of reach
-        # These lists are by index of a size, as of the last refresh, at a level of 1.
+        # These lists have an item for each size index: values of the last refresh at a level of 1.
         self._times = [0.0] * (self._last_index + 1)
         self._best_index = list(range(self._last_index + 1))
         self._optimistic_index = self._best_index.copy()
@@ -191,7 +191,7 @@ class SizeTimes:
         max_deviation = _MAX_SPREADS * max(self._spread, 2 * _MIN_SPREAD)
         gain = max(_SHARED_GAIN, 1 / self._observation_count)
         self._spread += (min(deviation, 2 * max_deviation) - self._spread) * gain
-        if deviation > max_deviation:  # an outlier or a change: a repetition has more weight
+        if deviation > max_deviation:  # an outlier, or a change if repeated: repetitions weigh more
             size.weight /= 2
             if size.weight >= 2:
                 return size.mean * min(max(ratio, 1 - max_deviation), 1 + max_deviation)
@@ -310,14 +310,14 @@ class SizeTimes:
         return shortest
 
     def _find_disturbed(self, shortest: dict[int, float]) -> tuple[int, float]:
-        """Return a size whose executions may all have been disturbed, and its highest rate.
+        """Return a size whose executions may all have been disturbed, and its possible rate.
 
         A size is ruled out after a number of executions that grows with the logarithm of the number
         of all executions while the target is missed (Lai and Robbins, 1985).
 
         Returns:
-            The size, and the highest rate below the next observed size if it takes no longer than
-            a smaller size; (0, 0.0) if there is none.
+            The size, and the rate of the largest size before the next observed size, assuming that
+            it takes no longer than a smaller size; (0, 0.0) if there is no such size.
         """
         best_rate = max(_size(index) / time for index, time in shortest.items())
         shortest_so_far = min(shortest.values())
@@ -436,7 +436,7 @@ class Arrivals:
         self._last_event_ns = 0
 
     def record_arrival(self, now_ns: int, in_flight: int, soon_ns: float) -> None:
-        """Record an arrival."""
+        """Record an arrival; if it came within `soon_ns` of the last event, record the gap."""
         gap_ns = now_ns - self._last_event_ns
         if gap_ns <= soon_ns:
             self._current_statistics().record_gap(gap_ns)
@@ -445,7 +445,7 @@ class Arrivals:
         self._last_event_ns, self._in_flight = now_ns, in_flight
 
     def record_batch(self, now_ns: int, in_flight: int, soon_ns: float) -> None:
-        """Record the end of a batch."""
+        """Record the end of a batch, and a miss if no event occurred within `soon_ns` before."""
         if now_ns - self._last_event_ns > soon_ns:
             self._current_statistics().record_miss()
         self._last_event_ns, self._in_flight = now_ns, in_flight

@@ -540,7 +540,7 @@ class Sequences:
         return requests
 
     def requeue(self, request: ScheduledRequest) -> None:
-        """Return a request that its model has rescheduled to the front of its sequence."""
+        """Put a request that its model has rescheduled back at the front of its sequence."""
         sequence: StatefulSequence = request.sequence
         request.flags = 0
         sequence.waiting.put_back(request)

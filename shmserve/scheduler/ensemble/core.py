@@ -265,7 +265,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             self._plan_memory()
 
     def _plan_memory(self) -> None:
-        """Reserve the memory of fixed size between the steps of a request.
+        """Reserve the memory for the tensors of fixed size between the steps of a request.
 
         This is done before the first request, as soon as the models of all steps are known.
         """

@@ -36,7 +36,7 @@ _ANY_NUMBER = -1  # the number of uses is unknown until the request ends
 _CONDITION = "step[{}].condition"
 _MAX_KINDS = 256
 
-# Tensors by name, each with the value that it has at some number.
+# Pairs of a tensor's name and its value, all with the same number.
 Tensors = Sequence[tuple[str, Value]]
 
 
@@ -297,14 +297,14 @@ class Flow:
         has_responded: Whether there has been a response.
         firings: The steps to run.
         responses: The responses to send. Each value must be released once for its response.
-        absent_outputs: The outputs of responses that a step should have made and has not.
+        absent_outputs: The outputs that a response lacks because no step has returned them.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.has_responded = False
         self._values: dict[tuple[str, int], Value] = {}
-        # Remaining uses of values with more than one.
+        # Remaining uses of values with more than one use.
         self._remaining_uses: dict[tuple[str, int], int] = {}
         self._fired_steps: set[tuple[int, int]] = set()
         self._counts: dict[int, int] = {}  # responses so far, by the index of a decoupled step
@@ -362,14 +362,14 @@ class Flow:
                             self._fire(reader, ready_number)
 
     def _numbers(self, reader: TensorReader) -> Iterable[int]:
-        """Return the numbers at which a reader may now have all its tensors."""
+        """Return the numbers of the responses for which a reader may now have all its tensors."""
         for tensor, is_once in reader.reads:
             if not is_once:
                 return sorted([number for name, number in self._values if name == tensor])
         return ()
 
     def _fire(self, reader: TensorReader, response_index: int) -> None:
-        """Start a step or a response at a number if all tensors that it reads are present."""
+        """Start a step or a response for a response index if all tensors that it reads exist."""
         fired = (reader.index, response_index)
         if fired in self._fired_steps:
             return
@@ -467,7 +467,7 @@ class Targets:
     """The models of an ensemble by name and version.
 
     Attributes:
-        changes: The number of changes after which earlier plans are no longer valid.
+        changes: The number of changes so far that have made earlier plans invalid.
     """
 
     def __init__(self, graph: Graph) -> None:

@@ -99,7 +99,7 @@ class StepRunner:
             return ""
 
     def _handle_events(self, now_ns: int) -> None:
-        """Handle the steps' events, including those of steps that fail as soon as submitted."""
+        """Handle the events of steps; a step that is submitted meanwhile may fail and add more."""
         events = self._messages.events
         while events:
             step, message = events.pop(0)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.ipc.memory.lent import Block, Holding, Token, release_messages
 from shmserve.ipc.messages.inference import (
-    MAX_TIMEOUT_US,
     Finished,
     Release,
     Responded,
@@ -81,7 +80,7 @@ class StepKind(NamedTuple):
     Attributes:
         schema: The schema of the requests.
         schema_reusing_input: The schema of requests whose outputs may stay in an input's memory.
-        placed: The outputs that have memory ranges: the model's name and the ensemble's.
+        placed: The outputs that have memory ranges: their names in the model and the ensemble.
         sizes: The byte size of each output that the ensemble allocates, and its CUDA device.
         to_client: The outputs that are written to the client's memory.
         responses: The unpacked schemas of the responses.
@@ -150,7 +149,7 @@ class StepResponse:
 
 @dataclass(eq=False)
 class StepMessages:
-    """Makes the requests of steps, and puts the outputs of steps into the data flow.
+    """The converter of steps to requests, and of the responses to values in the data flow.
 
     Attributes:
         events: See `StepRequest`.
@@ -210,7 +209,7 @@ class StepMessages:
             data,
             now_ns,
             request.deadline_ns,
-            client_request.timeout_us and min(client_request.timeout_us, MAX_TIMEOUT_US),
+            client_request.timeout_us,
             client_request.priority,
             client_request.request_id,
             flags,

@@ -413,7 +413,7 @@ class Engine(Generic[T]):
     # --- results of steps
 
     def finish_step(self, message: Stepped) -> None:
-        """Handle the results of the running step; raise ValueError for those of another step."""
+        """Handle the results of the running step; raise ValueError for results of another step."""
         running = self.running
         if running is None or message.step != running.step:
             raise ValueError("the result of another step")
@@ -507,7 +507,7 @@ class Engine(Generic[T]):
         remaining = [s for s in self._sequences.values() if s not in parents]
         free_seats = self._free_seats(remaining)
         for index, candidate in enumerate(beams.step()):
-            # Beams that were preempted while they waited have lost their seats.
+            # Other sequences may have taken the rows of beams that were preempted as they waited.
             child = self._add_child(candidate.parent, 0, candidate.token, index < free_seats)
             child.score = candidate.score
         # Parents are dropped after all children have begun, so that shared blocks stay referenced.

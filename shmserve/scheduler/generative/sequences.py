@@ -76,7 +76,7 @@ class BlockPool:
     def allocate(self, count: int, previous: int = -1) -> list[int]:
         """Return `count` blocks with one reference each, after block `previous` if possible.
 
-        As many must be `available`.
+        At least `count` blocks must be `available`.
         """
         blocks: list[int] = []
         while len(blocks) < count and previous >= 0:
@@ -109,7 +109,7 @@ class BlockPool:
             count -= block_count
 
     def _take_start(self, block: int) -> bool:
-        """Take a block that begins a free extent; return False if it does not."""
+        """Take a block if a free extent begins with it; return whether that is the case."""
         if block not in self._length_by_start:
             return False
         self._take_from_extent(block, block, 1)
@@ -265,7 +265,7 @@ class Sequence(Generic[T]):
 
     @property
     def seats(self) -> int:
-        """Return the number of rows that the sequence and the samples that it will fork take."""
+        """Return the number of rows for the sequence and for the samples that it will fork."""
         search = self.generation.beams
         return search.width if search is not None and not self.generated else 1 + self.forks
 
@@ -294,7 +294,7 @@ class Sequence(Generic[T]):
         return keys[:blocks]
 
     def find_prefix(self, pool: BlockPool, block_size: int) -> list[int]:
-        """Return the cached blocks of the sequence's beginning, without that of its last token."""
+        """Return the cached blocks of the sequence's beginning, without its last token's block."""
         blocks: list[int] = []
         for key in self.prefix_keys(block_size, (len(self.tokens) - 1) // block_size):
             block = pool.find(key)

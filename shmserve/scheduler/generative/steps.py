@@ -30,7 +30,7 @@ CHUNK = 16
 _AVERAGE_GAIN = 0.1
 _MAX_DURATION_RATIO = 4  # observed durations are capped at this multiple of the expected duration
 PROBE_STEPS = 50
-_INITIAL_TOKENS = 2  # observed tokens that the first guess of the acceptance counts as
+_INITIAL_TOKENS = 2  # weight of the first guess of the acceptance, in observed tokens
 _MIN_DRAFT_SPEEDUP = 1.15  # the least expected speedup of drafts: estimates are some percent off
 
 

@@ -36,8 +36,8 @@ from shmserve.scheduler.requests.request import ControlLink
 
 _REMEMBERED_EXITS = 4096
 _MAX_MEMORIES = 4096
-# The longest plausible time from a local client to the scheduler. A longer one would distort the
-# statistics of all clients.
+# The longest plausible transit time of a request from a local client. A longer time would distort
+# the statistics of all clients.
 _MAX_TRANSIT_NS = 1_000_000_000
 _NS_PER_MS = 1_000_000
 

@@ -46,7 +46,7 @@ _MIN_OBSERVATIONS = 16  # number of observations before the average is used
 class ServiceTime:
     """The recent service time, for retry hints and the latest start before a deadline (pure).
 
-    The averages are those of TCP's round-trip times (RFC 6298): mean and mean deviation.
+    The averages are computed like TCP's (RFC 6298): the mean, and the mean deviation.
     """
 
     _mean_ns: float = 0.0
@@ -172,13 +172,13 @@ class Executions:
     def cancel(self, request: ScheduledRequest, keeps_reading: bool = False) -> None:
         """Cancel a request at its worker.
 
-        `keeps_reading`: the client still receives what the model sends until it ends the request.
+        With `keeps_reading`, the client still receives responses until the model ends the request.
         """
         if request.worker is not None:
             self._workers.post(request.worker.peer, CancelExecution(request.key, keeps_reading))
 
     def credit(self, request: ScheduledRequest, responses: int) -> None:
-        """Send a request's worker credit for the responses that the client has read.
+        """Send credit to the worker of a request, for the responses that the client has read.
 
         The credit is at most the number of responses sent.
         """
@@ -193,7 +193,7 @@ class Executions:
         if slot is not None:
             release = ReleaseOutputs(client_pid, message.offsets, message.memory)
             self._workers.post(slot.peer, release)
-        # A predecessor scheduler's worker, which has not connected yet.
+        # The worker of a predecessor scheduler has not connected yet.
         elif message.pid in self._pool.awaited_pids():
             releases = self._early_releases.setdefault(message.pid, [])
             releases += _split_release(client_pid, message)[: _MAX_EARLY - len(releases)]
@@ -202,7 +202,7 @@ class Executions:
             self._unknown_releases += [(message.pid, release) for release in parts]
 
     def process_exited(self, pid: int) -> None:
-        """Notify the workers that a process has exited, so that they free what it was reading."""
+        """Notify the workers that a process has exited, so that they free the outputs it held."""
         self._early_releases.pop(pid, None)
         self._take_unknown(pid)
         for slot in self._pool.ready():
@@ -233,7 +233,7 @@ class Executions:
         return releases
 
     def _send_early(self, slot: Slot | None) -> None:
-        """Send an instance that became ready the releases that were kept for it."""
+        """Send the releases that were kept for an instance, since it is ready now."""
         if slot is not None:
             for message in self._early_releases.pop(slot.pid, ()):
                 self._workers.post(slot.peer, message)

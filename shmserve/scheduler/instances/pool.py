@@ -74,7 +74,7 @@ SLOT_TRANSITIONS: Mapping[SlotState, Mapping[str, SlotState]] = {
 class Execution:
     """A batch that was sent to a worker.
 
-    `started_ns` is when the batch became the first in its worker's queue. The worker may have
+    `started_ns` is when the batch became the oldest in its worker's queue. The worker may have
     started earlier, though not before `sent_ns`: it continues at once, and its result for the
     previous batch takes time to arrive. `rows` is the total batch size, once an instance is
     assigned.
@@ -92,8 +92,8 @@ class Execution:
 class Slot:
     """An instance of the model by its index.
 
-    `peer` and `pid` are the address and process of its worker, if there is one. `requests` are
-    those of its executions and its open requests.
+    `peer` and `pid` are the address and process of its worker, if there is one. `requests` has
+    the requests of its executions, and its open requests.
     """
 
     index: int
@@ -140,8 +140,8 @@ class InstanceTickets:
     """The rate limiter's tickets of this model version's instances, by index.
 
     An instance executes only with a ticket. A ticket is requested once a batch could run, so that
-    no resources are reserved while requests are still awaited. Unused tickets are returned at the
-    end of the dispatch. Used tickets are returned at the end of the turn. An instance with more
+    no resources are reserved while requests are still awaited. Unused tickets are sent back at the
+    end of the dispatch. Used tickets are sent back at the end of the turn. An instance with more
     work has requested its next ticket by then, and keeps its turn among other instances.
     """
 
@@ -184,20 +184,20 @@ class InstanceTickets:
             self._to_return.append(ticket)
 
     def end_turn(self) -> None:
-        """Return the used tickets."""
+        """Send the used tickets back to the supervisor."""
         for ticket in self._to_return:
             self._control.post(TicketReturned(ticket, True))
         self._to_return.clear()
 
     def return_tickets(self, index: int) -> None:
-        """Return the tickets of an instance that is gone."""
+        """Send the tickets of an instance that is gone back to the supervisor."""
         for tickets in (self._requested_tickets, self._granted_tickets, self._used_tickets):
             ticket = tickets.pop(index, 0)
             if ticket:
                 self._control.post(TicketReturned(ticket, tickets is self._used_tickets))
 
     def return_unused(self) -> None:
-        """Return the granted tickets that were not used."""
+        """Send the granted tickets that were not used back to the supervisor."""
         for ticket in self._granted_tickets.values():
             self._control.post(TicketReturned(ticket, False))
         self._granted_tickets.clear()
@@ -413,7 +413,7 @@ class Pool:
         request.responded_ns = now_ns
 
     def finish(self, slot: Slot, now_ns: int) -> None:
-        """Record that an instance has returned its first batch; the next one, if any, starts.
+        """Record that an instance has returned its running batch; a batch sent ahead then starts.
 
         The caller handles the requests.
         """

@@ -51,7 +51,7 @@ _DIED_WHILE_OPEN = "the model's worker died before this request's last response"
 class Results:
     """The handler of workers' messages and exits.
 
-    `unexpected_messages` counts messages that their sender may not send now. A batcher that learns
+    `unexpected_messages` counts messages that their sender must not send now. A batcher that learns
     is notified of each execution. The dispatcher handles messages that only its kind receives.
     """
 

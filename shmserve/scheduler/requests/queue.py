@@ -227,7 +227,7 @@ class RequestQueue:
         self.timers: Timers[ScheduledRequest] = Timers(_has_ended)
         self._next_key = itertools.count(1).__next__
         policies = settings.policies
-        # The level and policy of all requests, if there is one level.
+        # The level and policy of all requests, if there is only one level.
         self._only_level = None if policies.levels else (0, policies.default)
         bounds = [rule.max_queue_size for rule in (policies.default, *policies.by_level.values())]
         self.least_bound = min(filter(None, bounds), default=NEVER)
@@ -325,9 +325,8 @@ class RequestQueue:
         if message.timeout_us:
             # In a backlog, the timeout of a request applies to its sequence.
             has_backlog = settings.sequences is not None
-            own_timeout_us = (
-                message.timeout_us if has_backlog else policy.own_timeout_us(message.timeout_us)
-            )
+            timeout_us = min(message.timeout_us, MAX_TIMEOUT_US)
+            own_timeout_us = timeout_us if has_backlog else policy.own_timeout_us(timeout_us)
             if settings.timeout_is_deadline and not (own_timeout_us and policy.delays):
                 deadline_ns = earlier_deadline(deadline_ns, message, arrived_ns)
         if 0 < deadline_ns < now_ns:

@@ -216,7 +216,7 @@ def _removes_ipc() -> bool:
 
 
 def judge_user(facts: tuple[int, bool]) -> Verdict:
-    """Warn if shared memory is deleted while it is in use; that of system users is kept."""
+    """Warn if logind deletes shared memory that is in use; it keeps system users' memory."""
     uid, removes_shm = facts
     if uid in _DYNAMIC_UIDS:
         finding = f"uid {uid} is a dynamic user: its shared memory is removed when its unit stops"

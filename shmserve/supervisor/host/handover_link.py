@@ -38,9 +38,9 @@ _CLIENT_LISTENER = "door"
 class Offer:
     """The listening sockets that a running server passes to its successor.
 
-    `link` is the connection between the two servers. `sockets` are by protocol, and `shared` are
-    those that the server itself has inherited. `client_listener` is the listener in the run
-    directory for local clients.
+    `link` is the connection between the two servers. `sockets` has the sockets by protocol, and
+    `shared` has those that the server itself has inherited. `client_listener` is the listener in
+    the run directory for local clients.
     """
 
     link: socket.socket

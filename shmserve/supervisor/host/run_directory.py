@@ -29,7 +29,7 @@ _LOCK_PATIENCE_S = 3.0
 _DEFAULT_FOLDER_PATIENCE_S = 0.5  # short, because a second server can use another folder
 _REMEDY = "; stop that server, replace it with --take-over, or set another --run-dir"
 _LOCK_PAUSE_S = 0.02  # pause between attempts to lock, because flock has no timeout
-# The contents of the lock file of a server's folder, whose files may be deleted.
+# The contents of a lock file, by which a folder's other files are recognised as a server's.
 _LOCK_CONTENTS = b"shmserve run directory\n"
 # The files that clients and a successor use.
 _SHARED_FILES = ("events", "handover", "guests/addresses")
@@ -200,7 +200,7 @@ def unsafe_reason(path: Path, status: os.stat_result, group_bits: int) -> str:
 
 @contextlib.contextmanager
 def exclusive(lock_fd: int) -> Iterator[None]:
-    """Exclude the other processes that have inherited a server's lock, `lock_fd`."""
+    """Exclude other processes with the inherited lock of a server, `lock_fd`, from this block."""
     fcntl.lockf(lock_fd, fcntl.LOCK_EX)
     try:
         yield

@@ -55,7 +55,7 @@ _IDLE_S = 20.0  # the time without long waits before a removal
 _BUSY_WINDOW_S = 0.5  # the window of the mean number of busy instances
 _REMOVAL_PAUSE_S = 2.0  # the shortest time between a change and a removal
 _TARGET_UTILIZATION = 0.6  # the highest utilization of the remaining instances
-_SOON_FACTOR = 3.0  # the idle time is doubled if an instance is added within this many idle times
+_SOON_FACTOR = 3.0  # an instance added within this many idle times of a removal doubles them
 _MAX_IDLE_S = 320.0
 _MIN_SHARE = 0.25  # the share of the target that is always allowed as p99 of the wait
 
@@ -64,7 +64,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PRIVATE_KIB = re.compile(r"^Private_\w+: +(\d+) kB$", re.MULTILINE)
 _MIN_FREE_MEMORY = 0.05  # the fraction of the host's memory that must stay available
 _MEASURE_EVERY_S = 0.5  # the execution time after which the processors per instance are measured
-_DECAY = 0.98  # the decay of the maximum per measurement
+_DECAY = 0.98  # the decay, per measurement, of the maximum of processors per instance
 _READ_EVERY_S = 1.0
 _FULLY_USED = 0.95  # the utilization at which the host's processors are fully used
 _MIN_COMPETING = 0.25  # a model with fewer processors per instance does not compete for them
@@ -398,10 +398,10 @@ class HostCapacity:
 
     processors: float
     _processor_times: dict[int, float] = field(init=False, default_factory=dict)
-    _last_execution_s: float = field(init=False, default=0.0)  # at the last measurement
+    _last_execution_s: float = field(init=False, default=0.0)  # `execution_s` of the last `sample`
     _used_s: float = field(init=False, default=0.0)  # processor time during `_executed_s`
     _executed_s: float = field(init=False, default=0.0)
-    _busy_processors: float = field(init=False, default=0.0)  # those of a busy instance
+    _busy_processors: float = field(init=False, default=0.0)  # processors per busy instance
     _host_cpu: CpuUtilization = field(init=False, default_factory=CpuUtilization)
     _host_utilization: float = field(init=False, default=0.0)  # from 0 to 1
     _host_read_s: float = field(init=False, default=-math.inf)

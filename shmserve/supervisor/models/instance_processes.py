@@ -200,7 +200,7 @@ class Instances:
         self._scheduler.reserve(self.config, self._instances)
 
     async def load(self) -> None:
-        """Load the model in every instance; raises an ExceptionGroup if an instance fails."""
+        """Load the model in every instance; raise an ExceptionGroup if an instance fails."""
         await self._load_all(self._instances, self.config, len(self._instances))
 
     async def _load_all(self, instances: list[Instance], config: ModelSpec, count: int) -> None:
@@ -326,7 +326,7 @@ class Instances:
     # --- changes of the number of instances
 
     def update_to(self, spec: VersionSpec, config: ModelSpec) -> InstanceUpdate:
-        """Return the changes that lead to the instances of `config`, the final one of `spec`."""
+        """Return the changes to the instances of `config`, the final configuration of `spec`."""
         config_differs, scaled_config = config != self.config, config
         if bounds_of(config) is not None and not config_differs:
             scaled_config = with_count(config, self.count)  # an unchanged model keeps its scale

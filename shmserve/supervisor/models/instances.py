@@ -172,7 +172,7 @@ class Instance:
         return self.kind, self.device_id, self.rate_limit
 
     def transition(self, event: str) -> None:
-        """Apply an event to the state; raises IllegalTransition if the state does not allow it."""
+        """Apply an event to the state; raise IllegalTransition if the state does not allow it."""
         try:
             self.state = TRANSITIONS[event][self.state]
         except KeyError:
@@ -253,7 +253,7 @@ def _expand(config: ModelSpec) -> list[Instance]:
 
 
 class InstanceUpdate(NamedTuple):
-    """A change of a version's instances to those of another spec.
+    """A change of a version's instances to the instances of another spec.
 
     Attributes:
         spec: The spec that the version will have.
@@ -273,7 +273,7 @@ class InstanceUpdate(NamedTuple):
 def find_changes(
     current: Sequence[Instance], config: ModelSpec, running_count: int = 0
 ) -> tuple[list[Instance], list[Instance]]:
-    """Return the instances to add and those to remove for a configuration; changes no instance.
+    """Return the instances to add and to remove for a configuration; change no instance.
 
     Args:
         current: The instances of the version.

@@ -480,7 +480,7 @@ class Lifecycle:
         self._changed_models.add(model.name)
 
     def _load_outdated(self, order: Order) -> None:
-        """Reload a serving ensemble if the failed load should have adopted a step's new shape."""
+        """Reload a serving ensemble whose load has failed, if a step's model has a new shape."""
         model = order.model
         if model.is_outdated and model.serving and model.last_order is None:
             model.is_outdated = False

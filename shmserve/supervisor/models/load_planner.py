@@ -44,7 +44,7 @@ class LoadPlanner:
     """
 
     def __init__(self, config: ServerConfig, run_dir: Path, accelerators: Accelerators) -> None:
-        """Create a planner; raises InvalidArgument if a model given as a file is invalid."""
+        """Create a planner; raise InvalidArgument if a model given as a file is invalid."""
         self._config = config
         self._overrides = run_dir / "overrides"
         self._environments = endpoints.environments(run_dir)
@@ -107,7 +107,7 @@ class LoadPlanner:
         try:
             written_config, source = repository.read_config(folder, override)
             config = self._with_defaults(written_config, folder)
-            # The model cannot be loaded then, whatever else its configuration says.
+            # Without its backend, a model cannot be loaded, whatever else its configuration says.
             fault = model_config.unknown_backend(config)
             if not fault:
                 repository.check_agents(folder, config)

@@ -56,10 +56,10 @@ class Audience(Protocol):
     """The receivers of publications: the clients that submit requests."""
 
     def announce(self, message: Publication) -> int:
-        """Send a publication; returns the number that the clients acknowledge."""
+        """Send a publication; return its number, which the clients acknowledge."""
 
     def is_acknowledged(self, number: int) -> bool:
-        """Check whether every client has acknowledged a number or has disconnected."""
+        """Check whether each connected client has acknowledged the publication with this number."""
 
     def publish_readiness(self, message: ReadinessChanged) -> None:
         """Send a change of readiness to the gateways, which report it."""
@@ -73,8 +73,8 @@ class _SentMessage(NamedTuple):
 class Publications:
     """The last publications of all models, from which the next differences are computed.
 
-    A change of readiness alone is sent as `ReadinessChanged`, without acknowledgement. Gateways
-    then keep what they have computed for the model.
+    A change of readiness alone is sent as `ReadinessChanged`, without acknowledgement, so that
+    gateways keep their caches for the model.
     """
 
     def __init__(self) -> None:
@@ -443,7 +443,7 @@ class ModelManager:
             pins: Whether the model then stays loaded, even if it was loaded on demand before.
 
         Raises:
-            ShmserveError: The load failed, with Triton's texts; the versions that serve continue.
+            ShmserveError: The load failed; the serving versions continue. The text is Triton's.
         """
         await self._wait_for(self._lifecycle.load(name, source, pins))
 

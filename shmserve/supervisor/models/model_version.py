@@ -31,8 +31,8 @@ from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
 
-# The consecutive failed starts of a scheduler after which a load fails, and after which requests
-# that wait for a successor are rejected (some seconds).
+# Consecutive failed starts of a scheduler: the number after which a load fails, and the number
+# after which requests that wait for a successor are rejected (some seconds).
 _MAX_FAILED_STARTS = 5
 _MAX_AWAITED_STARTS = 10
 _CLIENT_ROLES = ("gateway", "ensemble", "caller", LOCAL_CLIENT)  # the roles that submit requests
@@ -123,7 +123,7 @@ class ModelVersion:
         return self.problem or ("no scheduler could be started" if has_failed else "")
 
     async def until_ready(self) -> None:
-        """Wait until the version is ready; raises Unavailable if it will not be."""
+        """Wait until the version is ready; raise Unavailable if it cannot become ready."""
         while not self.ready:
             if self.fatal_problem:
                 raise Unavailable(self.fatal_problem)
@@ -258,7 +258,7 @@ class ModelVersion:
             self._supervision = self._context.background(self._supervise())
 
     def pass_counters_to(self, successor: ModelVersion | None) -> None:
-        """Make this version's counters, including those of its drain, the base of a successor's."""
+        """Make this version's counters (also of its drain) the base of a successor's counters."""
         self.scheduler.counters.pass_to(None if successor is None else successor.scheduler.counters)
 
     # --- schedulers
@@ -358,7 +358,7 @@ class ModelVersion:
 
 @dataclass(slots=True, eq=False)
 class EnsembleInstances(Instances):
-    """The substitute for an ensemble's instances, of which it has none.
+    """The substitute for the instances of a model, which an ensemble does not have.
 
     It is ready while the models of its steps are ready.
     """
@@ -385,7 +385,7 @@ class EnsembleInstances(Instances):
         return all(model is not None and model.ready for model in self._models)
 
     async def complete_config(self) -> None:
-        """Validate the ensemble against the models that serve now; raises InvalidArgument."""
+        """Validate the ensemble against the models that serve now; raise InvalidArgument."""
         self.config = self._complete(self._spec, {})
         self.labels = {**_inherited_labels(self.config, self._models), **self._spec.labels}
 

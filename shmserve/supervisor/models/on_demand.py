@@ -29,7 +29,7 @@ from shmserve.supervisor.processes.children import RestartBackoff
 
 logger = logging.getLogger(__name__)
 
-_MAX_WAIT_S = 1e6  # longer waits are not limited
+_MAX_WAIT_S = 1e6  # a longer time limit counts as no limit
 _CHECK_EVERY_S = 1.0
 _REPORT_TIMEOUT_S = 1.0  # a scheduler that sends no report counts as busy
 # The time limit of an unload, since the requests in flight may call the model that is to be loaded.
@@ -172,7 +172,7 @@ class OnDemand:
     # --- loading
 
     async def load(self, name: str, patience_s: float) -> None:
-        """Load a model that is on demand; returns at once for any other model.
+        """Load a model that is on demand; return at once for any other model.
 
         Concurrent callers wait for the same load.
 

@@ -67,7 +67,7 @@ class LoadPlan(NamedTuple):
     Attributes:
         fingerprint: The fingerprint of the files before they were read.
         specs: The versions to load.
-        steps: The steps of each step's model, and of their steps, by name, from their folders.
+        steps: For each model that a step runs, directly or not, the models of its own steps.
         error: The reason why there is no plan.
         is_known: Whether a repository has the model.
         is_ambiguous: Whether several repositories have the model.
@@ -105,34 +105,34 @@ class LifecycleActions(Protocol):
     """The interface of the lifecycle's actions, which return immediately and report by events."""
 
     def read(self, order: Order) -> None:
-        """Read a model's folder and configuration; reports `Lifecycle.load_planned`."""
+        """Read a model's folder and configuration; `Lifecycle.load_planned` follows."""
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
-        """Create a version without processes; it reports `Lifecycle.version_changed`."""
+        """Create a version without processes; its changes call `Lifecycle.version_changed`."""
 
     def start(self, version: ModelVersion) -> None:
-        """Start a version; calls `Lifecycle.complete_config`, then `Lifecycle.version_started`."""
+        """Start a version; `Lifecycle.complete_config` and `Lifecycle.version_started` follow."""
 
     def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
-        """Return the final configuration of a version; raises InvalidArgument."""
+        """Return the final configuration of a version, or raise InvalidArgument."""
 
     def update(self, order: Order) -> None:
-        """Add the instances of an order's updates; reports `Lifecycle.updates_finished`."""
+        """Start the instances that an order adds; `Lifecycle.updates_finished` follows."""
 
     def move(self, order: Order, group: Group) -> None:
-        """Move the serving versions to a group's process; reports `Lifecycle.move_finished`."""
+        """Move the serving versions to a group's process; `Lifecycle.move_finished` follows."""
 
     def kill(self, version: ModelVersion) -> None:
-        """End a version that was never published; reports `Lifecycle.version_ended`."""
+        """End a version that was never published; `Lifecycle.version_ended` follows."""
 
     def retire(self, version: ModelVersion) -> None:
-        """Drain a version and end it; reports `Lifecycle.version_ended`."""
+        """Drain a version and end it; `Lifecycle.version_ended` follows."""
 
     def finalize(self, order: Order) -> None:
-        """Wait for `order.awaited_ends`, but not for long requests; calls `order_finalized`."""
+        """Wait for `order.awaited_ends`, but not for long requests; `order_finalized` follows."""
 
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
-        """Redirect requests that reached an ended version too late to its successor."""
+        """Redirect requests for a version that has ended to its successor."""
 
     def discard(self, specs: Iterable[VersionSpec]) -> None:
         """Remove the folders that were written for these specs, unless a process uses them."""
@@ -267,7 +267,7 @@ class Order:
         self.phase = OrderPhase.OFFERED
 
     def has_failed_versions(self) -> bool:
-        """Store the failures of offered versions that will never be ready; return if any."""
+        """Store failures of offered versions that will never be ready; return if there are any."""
         for number, version in self.model.incoming.items():
             if not version.ready and version.fatal_problem:
                 self.failures[number] = Unavailable(version.fatal_problem)
@@ -358,7 +358,7 @@ class ModelEntry:
     Attributes:
         orders: The open orders; only the first one is in progress, and later ones are queued.
         serving: The versions that serve, by number.
-        incoming: The versions of the executed load, which serve after they are offered.
+        incoming: The versions of the load in progress, which serve after they are offered.
         dropping: The versions of a failed load that have not ended.
         retiring: The versions that finish their requests.
         draining: The versions of `retiring` that drain.
@@ -438,13 +438,13 @@ class ModelEntry:
 
     @property
     def needed_steps(self) -> list[str]:
-        """Return the models that this ensemble needs, or will need after the executed load."""
+        """Return the models that this ensemble needs, or will need after the load in progress."""
         order = self.orders[0] if self.orders else None
         return order.step_models if order is not None and order.step_models else self.step_models
 
     @property
     def possible_steps(self) -> list[str]:
-        """Return `needed_steps` and the current steps, which remain if the executed load fails."""
+        """Return `needed_steps` and the current steps, which remain if the current load fails."""
         current = [step.name for version in self.serving.values() for step in version.spec.steps]
         return [*self.needed_steps, *current]
 

@@ -42,7 +42,7 @@ class ModelRegistry:
             del self.models[model.name]
 
     def update(self, names: Iterable[str]) -> None:
-        """Derive the summaries of models that have changed; those of other models stay valid."""
+        """Derive the summaries of models that have changed; other summaries stay valid."""
         for name in names:
             if name in self.models:
                 self._summaries[name] = ModelSummary.of(self.models[name])
@@ -72,7 +72,7 @@ class ModelRegistry:
         return None if model is None else model.published.get(version or model.latest)
 
     def find(self, name: str, version: str) -> dict[str, Any]:
-        """Return the destination of requests for a model that calls another model.
+        """Return the endpoint and the properties of a model, for the models that call it.
 
         Raises:
             NotFound: The model or the version does not serve.

@@ -26,14 +26,14 @@ from shmserve.model_config import UNWRITTEN, ModelConfig, Source, read_json, rea
 CONFIG_FILE = "config.pbtxt"
 ENGINE_FILE = "engine.yaml"  # the settings file of a model that generates text
 _NAMED_CONFIGS = "configs"
-# Folders beside the version folders, which belong to all versions.
+# Folders of a model that belong to all of its versions.
 _SHARED_FOLDERS = (_NAMED_CONFIGS, "warmup", "initial_state")
 DUPLICATE_MODEL = "model appears in two or more repositories"
 _NO_VERSION = "at least one version must be available under the version policy of model"
 _VERSION = re.compile(r"[1-9][0-9]{0,18}")
 _MAX_VERSION = 2**63 - 1
 _LFS_MARK = b"version https://git-lfs.github.com/spec/v1"
-_PLACEHOLDER = re.compile(r"\$\{\w+\}")
+_PLACEHOLDER = re.compile(r"\$\{\w+\}|(?<=: )\{\{[^{}\n]+\}\}")
 _INVALID_CHARACTERS = re.compile(r"[^A-Za-z0-9._-]+")
 _IGNORED_PREFIXES = (".", "__", "lost+found")  # prefixes of folders that are not models
 # Maximum bytes of the pointer file that Git LFS leaves in place of the real file.
@@ -108,7 +108,7 @@ def scan(repositories: Sequence[Path], config_name: str = "") -> dict[str, Model
 
 
 def find(repositories: Sequence[Path], name: str, config_name: str = "") -> ModelFolder | None:
-    """Return a model as `scan` does, or None; raises InvalidArgument for a bad name."""
+    """Return a model as `scan` does, or None; raise InvalidArgument for a bad name."""
     check_model_name(name)
     roots = [root for root in repositories if os.path.isdir(root / name)]
     folders = list(filter(None, (_read_folder(root, root / name, config_name) for root in roots)))
@@ -261,7 +261,7 @@ def lacks_version(reason: str) -> bool:
 
 
 def fingerprint(folder: ModelFolder) -> str:
-    """Return a digest of the names, sizes, times and inodes of a model's files, and its problem."""
+    """Return a digest of a model's files (names, sizes, times, inodes) and of its `problem`."""
     return _digest(folder.problem.encode(), _all_lines(folder))
 
 

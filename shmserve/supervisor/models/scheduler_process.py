@@ -34,7 +34,7 @@ class CarriedCounters:
     """The counters of a scheduler, kept for its successors.
 
     A scheduler that replaces a dead one restores the last snapshot. A scheduler of another version
-    or in another process starts at zero, and adds the counters (its base) to the totals.
+    or in another process counts from zero, and reports its own counts plus these counters.
     """
 
     def __init__(self, send: Callable[[Any], None]) -> None:
@@ -51,7 +51,7 @@ class CarriedCounters:
         self._update_successor()
 
     def pass_to(self, successor: CarriedCounters | None) -> None:
-        """Make these counters, including those of a drain, the base of a successor's counters."""
+        """Make these counters, also the counts of a drain, the base of a successor's counters."""
         self._successor = successor
         self._update_successor()
 
@@ -61,7 +61,7 @@ class CarriedCounters:
         self._update_successor()
 
     def send_base(self) -> None:
-        """Send the base to a scheduler that has just started."""
+        """Send the counts of replaced versions (the base) to a scheduler that has just started."""
         if self._base_counters:
             self._send(m.BaseCounters(self._base_counters))
 
@@ -243,7 +243,7 @@ class VersionScheduler:
         sequences_only: bool = False,
         losses: Iterable[asyncio.Future[Any]] = (),
     ) -> None:
-        """Drain a scheduler; returns when it has finished its requests or has ended.
+        """Drain a scheduler; return when it has finished its requests or has ended.
 
         Args:
             hosted: The scheduler to drain; None is the last one that was started.

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 # A child that stays stopped for longer is killed, and its owner handles that like any exit.
 STOPPED_LIMIT_S = 0.4
-# Peers know a process by its pid, which the kernel reuses. A new process must not have a pid that a
-# peer still remembers as exited. The factor covers exits that are reported late (see `Supervisor`).
+# Peers identify a process by its pid, which the kernel reuses. A new process must not have a pid
+# whose exit a peer still stores. The factor covers exits that are reported late (`Supervisor`).
 _RESERVED_PIDS = 2 * processes.REMEMBERED_EXITS
 
 
@@ -98,6 +98,7 @@ class ProcessTable:
         self._early_exits: dict[int, str] = {}
         self._reserved_pids: deque[int] = deque(maxlen=_RESERVED_PIDS)
         self._spawning = 0
+        self._child_exited = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         # A shell may have started processes before it executed this program in its place.
         self._inherited = set(processes.children(os.getpid()))
@@ -123,7 +124,7 @@ class ProcessTable:
         return child
 
     def remembers(self, pid: int) -> bool:
-        """Return whether peers may still remember an exited process with this pid."""
+        """Return whether peers may still store the exit of a process with this pid."""
         return pid in self._reserved_pids
 
     @contextlib.contextmanager
@@ -136,7 +137,19 @@ class ProcessTable:
             self._spawning -= 1
             self._kill_strays()
 
+    async def wait_for_trackers(self, timeout_s: float) -> None:
+        """Wait until the resource trackers of ended models have removed their shared memory.
+
+        When the supervisor exits, systemd and containers kill all processes that are left.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._strays():
+                    self._child_exited.clear()
+                    await self._child_exited.wait()
+
     def _reap(self) -> None:
+        self._child_exited.set()
         while True:
             try:
                 info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
@@ -196,11 +209,14 @@ class ProcessTable:
         if self._spawning:
             return
         self._early_exits.clear()
-        for pid in processes.children(os.getpid()):
-            if pid not in self._children and pid not in self._inherited:
-                # The pid may be the intermediate process of a dead zygote, which is the parent of a
-                # child.
-                processes.kill_tree(pid, excluded_pids=self._children)
+        for pid in self._strays():
+            # The pid may be the intermediate process of a dead zygote, which is the parent of a
+            # child.
+            processes.kill_tree(pid, excluded_pids=self._children)
+
+    def _strays(self) -> list[int]:
+        known_pids = self._children.keys() | self._inherited
+        return [pid for pid in processes.children(os.getpid()) if pid not in known_pids]
 
     def close(self) -> None:
         """Stop watching."""

@@ -154,7 +154,7 @@ class ControlSocket:
         Args:
             address: The address of the process or scheduler.
             role: "gateway", "host", "scheduler", "ensemble", "worker" or "workspace".
-            handler: The callback for messages that have no service.
+            handler: Receives the messages that `serve` routes to no other handler.
         """
         self._enrolled_peers[address] = _Peer(role, handler)
         early_messages = [item for item in self._early_messages if item[0] == address]

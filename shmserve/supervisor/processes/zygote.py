@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 # The kernel should kill forked processes, which are restarted, before the supervisor.
 OOM_SCORE_ADJ = 100
 BOOT_FAILED = 3  # exit status of a process whose entry point raised
-SPARE = "spare"  # a request's entry point for a new spare; the descriptor is the spare's link
+SPARE = "spare"  # the entry point that requests a spare; its link is the second descriptor
 TAKE_OVER = b"take over"  # the message by which a spare replaces the zygote
 
 
@@ -185,7 +185,7 @@ def _fork_child(link: socket.socket, number: int, supervisor_pid: int) -> None:
 
 
 def _become_child_of(supervisor_pid: int, intermediate_pid: int) -> None:
-    # A pidfd is readable once its process has exited. Its children have their new parent then.
+    # A pidfd is readable once its process has exited and its children have their new parent.
     try:
         pidfd = os.pidfd_open(intermediate_pid)
     except ProcessLookupError:

@@ -178,7 +178,7 @@ class KeptRegions:
             await self._other_server.until_done()
 
     def restore(self, records: dict[str, list[int]], admit: Admission) -> Iterator[OpenRegion]:
-        """Yield the regions of kept registrations, open. Invalid registrations are dropped.
+        """Open and yield the regions of kept registrations. Invalid registrations are dropped.
 
         Args:
             records: The two descriptors of each registration.

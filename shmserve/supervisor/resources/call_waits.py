@@ -128,7 +128,7 @@ class CallWaits:
         """Return the oldest call of a scheduler in a cycle of stuck waits, with the cycle."""
         for start in (wait for wait in stuck if wait.scheduler == scheduler):
             paths, visited = [(start, [start.model])], {id(start)}
-            for wait, models in paths:  # grows: a breadth-first search
+            for wait, models in paths:  # the loop adds paths: a breadth-first search
                 awaited = self._awaited_executions(wait, stuck)
                 own_call = _call_of(awaited, start)
                 if own_call is not None:

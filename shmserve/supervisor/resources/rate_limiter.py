@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 
 PATIENCE = 64  # grants to other instances, after which the resources of a request are reserved
+# An instance's initial number of executions, as in Triton: its initialization and its warm-up.
+_FIRST_EXECUTIONS = 2
 GLOBAL = -1  # stands for the device of a global resource
 
 Resource = tuple[str, int]  # the name of a resource, and its device or GLOBAL
@@ -137,7 +139,8 @@ class RateLimiter:
         lowest_score = min(scores, default=0)
         joined = self._members.setdefault(member, _Member())
         for index, needs in instances.items():
-            joined.instances[index] = _Instance(needs, -(-lowest_score // needs.priority))
+            executions = max(_FIRST_EXECUTIONS, -(-lowest_score // needs.priority))
+            joined.instances[index] = _Instance(needs, executions)
         self._compute_capacities()
 
     def _check_resource(self, resource: Resource, count: int, resources: set[Resource]) -> None:

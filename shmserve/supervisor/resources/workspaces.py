@@ -159,7 +159,7 @@ class Workspaces:
     """The pools of the server, with `byte_sizes` by device; `send(pid, message)` queues messages.
 
     Raises:
-        Unavailable: The host has less memory.
+        Unavailable: The host has less memory than the pool of host memory.
     """
 
     def __init__(self, byte_sizes: Mapping[str, int], send: Callable[[int, Any], None]) -> None:

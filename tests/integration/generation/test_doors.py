@@ -290,6 +290,11 @@ def test_the_tokens_of_a_chat(generative: Server, tokenizer: Any) -> None:
         body = {"model": "tiny", "messages": messages, "add_generation_prompt": generation}
         with generative.http() as http:
             tokenized = http.post("/tokenize", body).ok().json()
+            counted_body = {"model": "tiny", "input": "Hi"}
+            counted = http.post("/v1/responses/input_tokens", counted_body).ok().json()
+        if generation:
+            count = len(tokenized["tokens"])
+            assert counted == {"object": "response.input_tokens", "input_tokens": count}
         kind = {"tokenize": True, "return_dict": False, "add_generation_prompt": generation}
         assert tokenized["tokens"] == tokenizer.apply_chat_template(messages, **kind)
         assert tokenized["token_strs"] is None
@@ -307,6 +312,7 @@ def test_the_tokens_of_a_chat(generative: Server, tokenizer: Any) -> None:
         ("/tokenize", {"model": "tiny", "messages": []}, 400, "messages"),
         ("/tokenize", {"model": "tiny", "prompt": "a", "add_special_tokens": 1}, 400,
          "add_special_tokens"),
+        ("/v1/responses/input_tokens", {"model": "tiny"}, 400, "input"),
         ("/detokenize", {"model": "tiny"}, 400, "tokens"),
         ("/detokenize", {"model": "tiny", "tokens": ["a"]}, 400, "tokens"),
         ("/detokenize", {"model": "tiny", "tokens": [5, 9999]}, 400, "tokens"),

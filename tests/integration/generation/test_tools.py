@@ -102,6 +102,21 @@ def test_calls_in_each_format(client: openai.OpenAI, model: str) -> None:
     assert read_chat_stream(client, body) == ["", "", call.function.arguments, "tool_calls"]
 
 
+def test_a_custom_tool(client: openai.OpenAI) -> None:
+    """Its input is all that the model has written if the arguments have no input."""
+    tools: Any = [{"type": "custom", "custom": {"name": "get_weather"}}]
+    body = chat_request("hermes", tools=tools)
+    (choice,) = client.chat.completions.create(**body).choices
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "custom" and call.custom.input == '{"city": "ab"}'
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**body, stream=True)]
+    calls = [call.to_dict() for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert [each["custom"] for each in calls] == [call.custom.to_dict()]
+    body["tool_choice"] = tools[0]
+    (choice,) = client.chat.completions.create(**body, max_tokens=100).choices
+    assert choice.message.tool_calls or choice.finish_reason == "length"
+
+
 @pytest.mark.parametrize("model", ["hermes", "mistral", "llama", "qwen", "pythonic"])
 @pytest.mark.parametrize("choice", ["required", "strict"])
 def test_calls_by_a_grammar(client: openai.OpenAI, model: str, choice: str) -> None:

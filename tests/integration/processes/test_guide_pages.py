@@ -29,7 +29,7 @@ class Reader:
         self.printed = ""
         (folder / "bin").mkdir()
         command = folder / "bin" / "shmserve"
-        command.write_text(f'#!/bin/sh\nexec {sys.executable} -m shmserve "$@"\n')
+        command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m shmserve "$@"\n')
         command.chmod(command.stat().st_mode | stat.S_IXUSR)
         for name in ("bench", "examples"):
             (folder / name).symlink_to(ROOT / name)

@@ -158,7 +158,7 @@ _DROP_IN = f"""
 [Unit]
 StartLimitIntervalSec=0
 [Service]
-Environment=PYTHONPATH={ROOT}
+Environment="PYTHONPATH={ROOT}"
 StandardOutput=append:/var/lib/log
 StandardError=append:/var/lib/log
 """

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -11,6 +12,7 @@ import pytest
 from shmserve import cli
 from shmserve.cli import check, client, tune
 from shmserve.supervisor.supervisor import Supervisor
+from tests.support.servers import run_python
 
 
 def test_ctrl_c_during_the_start_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,6 +21,13 @@ def test_ctrl_c_during_the_start_exits_with_130(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(cli, "_serve", raise_interrupt)
     assert cli.main(["serve"]) == 130
+
+
+def test_ctrl_c_during_the_imports_exits_with_130(tmp_path: Path) -> None:
+    (tmp_path / "argparse.py").write_text("raise KeyboardInterrupt")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    completed = run_python("-m", "shmserve", "--version", env=environment)
+    assert (completed.returncode, completed.stderr) == (130, "")
 
 
 def test_a_closed_output_pipe_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,7 +105,8 @@ def test_the_screen_fits_any_terminal(count: int, width: int, height: int, keys:
     if top.selected_name:
         # The selected row is on the screen, even if its name is truncated.
         selected = top.selected_name.removesuffix("/1")
-        assert any(line.startswith(selected[:7]) for line in lines)
+        ends = selected[:4], selected[-4:]
+        assert any(line.startswith(ends[0]) and ends[1] in line for line in lines)
 
 
 def test_a_narrow_terminal_shows_names_and_the_sorted_column() -> None:
@@ -115,6 +116,17 @@ def test_a_narrow_terminal_shows_names_and_the_sorted_column() -> None:
     assert lines[2].split() == ["MODEL", "REQ/S", "FAIL/S", "P99", "MS*"]
     assert "broken       UNAVAILABLE" in "\n".join(lines)
     assert "q: quit" in lines[-1]
+
+
+def test_long_names_are_shortened_in_their_middle() -> None:
+    names = ["encoder_of_the" + "\u6f22" * 40 + end for end in ("_1", "_2")]
+    top = build_top(**{name: {"state": "READY"} for name in names})
+    shown_names = [line.split()[0] for line in render(top)[3:5]]
+    assert [name[:14] + name[-3:] for name in shown_names] == [
+        "encoder_of_the\u6f22_1", "encoder_of_the\u6f22_2",
+    ]  # fmt: skip
+    top.key("\r")
+    assert render(top)[2].rstrip().endswith("\u6f22_1")
 
 
 def test_names_are_neither_markup_nor_control_characters() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import shmserve.client
 from shmserve.client.connection import ServerConnection
 from shmserve.client.request import results
 from shmserve.client.request.channel import ClientRequest, RequestChannel
@@ -22,7 +23,7 @@ from shmserve.client.request.prepare import PLAIN, PackedRequest
 from shmserve.client.request.waiting import ThreadChannel
 from shmserve.client.server_state import ClientModel
 from shmserve.client.session import Session
-from shmserve.errors import Disconnected
+from shmserve.errors import Disconnected, Unavailable
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.control_requests import Welcome
@@ -37,8 +38,9 @@ from tests.support.waiting import until
 
 
 @contextmanager
-def listener(tmp_path: Path) -> Iterator[None]:
+def listener(tmp_path: Path, *healths: HealthChanged) -> Iterator[None]:
     """Yield a server without models that admits one program and sends nothing more."""
+    first_health, *later_healths = healths or [HealthChanged(True, True, False)]
     (tmp_path / "guests").mkdir(exist_ok=True)
     (tmp_path / "guests" / "door").unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server_socket:
@@ -48,8 +50,9 @@ def listener(tmp_path: Path) -> Iterator[None]:
         def welcome() -> None:
             connections.append(server_socket.accept()[0])
             connections[0].recv(4096)
-            greeting = [Welcome(1, "token"), HealthChanged(True, True, False)]
-            connections[0].send(frames.pack(greeting))
+            connections[0].send(frames.pack([Welcome(1, "token"), first_health]))
+            for health in later_healths:
+                connections[0].send(frames.pack([health]))
 
         connections: list[socket.socket] = []
         server = threading.Thread(target=welcome)
@@ -65,6 +68,18 @@ def connection(tmp_path: Path) -> Iterator[ServerConnection]:
         connection = ServerConnection(tmp_path, 5.0)
         yield connection
         connection.close()
+
+
+def test_with_a_timeout_the_end_of_the_servers_start_is_awaited(tmp_path: Path) -> None:
+    """The server accepts clients while it loads its models."""
+    starting = HealthChanged(True, False, False, started=False)
+    with (
+        listener(tmp_path, starting, HealthChanged(True, False, False)),
+        shmserve.client.connect(tmp_path, timeout=20) as client,
+    ):
+        assert client._session.connection().models.started
+    with listener(tmp_path, starting), pytest.raises(Unavailable, match="still loads its models"):
+        shmserve.client.connect(tmp_path, timeout=0.2)
 
 
 def build_request(connection: ServerConnection) -> PackedRequest:

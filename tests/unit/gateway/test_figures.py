@@ -123,6 +123,8 @@ def test_dead_workers_are_shown_for_an_hour_with_their_number() -> None:
     assert problems[15:365] == ["3 workers died"] * 350
     assert problems[366] == "2 workers died", "the first one died an hour ago"
     assert problems[375:] == [""] * 40
+    (first_row,) = build_rows(report(workers_lost=2))
+    assert first_row["because"] == "2 workers died within an hour"
     # Current failures have a higher rank than an old exit.
     assert rows[5]["hurts"] > 2100 > 2000 > rows[100]["hurts"] > 1500
 

@@ -357,6 +357,32 @@ def test_a_chat_with_reasoning_and_calls() -> None:
     }
 
 
+@pytest.mark.parametrize("arguments", ['{"input": "ab"}', '{"in'])
+def test_a_custom_tool_is_called_with_one_text(arguments: str) -> None:
+    """A chunk has the whole call, when the next call begins or the sample ends."""
+    tools = [{"type": "custom", "custom": {"name": "patch"}}, {"type": "function"}]
+    choices = Choices(CHAT_FORMAT, "m", 1, tools=tools)
+    messages = [
+        {"index": 0, "id": "a", "name": "patch", "arguments": arguments[:3]},
+        {"index": 0, "arguments": arguments[3:]},
+        {"index": 1, "id": "b", "name": "f", "arguments": "{}"},
+        {"index": 2, "id": "c", "name": "patch", "arguments": arguments},
+    ]
+    deltas = [Delta(0, "", message={"tool_calls": [call]}) for call in messages]
+    deltas.append(Delta(0, "", "stop", message={}))
+    chunks = [choices.add(0, delta)["delta"].get("tool_calls", []) for delta in deltas]
+    custom = {"name": "patch", "input": "ab" if arguments[-1] == "}" else arguments}
+    calls = [
+        {"id": "a", "type": "custom", "custom": custom},
+        {"id": "b", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+        {"id": "c", "type": "custom", "custom": custom},
+    ]
+    first, second, third = ({"index": index, **call} for index, call in enumerate(calls))
+    assert chunks == [[], [], [first, second], [], [third]]
+    (choice,) = choices.whole_response()["choices"]
+    assert choice["message"]["tool_calls"] == calls and choice["finish_reason"] == "tool_calls"
+
+
 # Prompts with an element that is not a token, and the message about this element. JSON integers of
 # more than 64 bits are floats.
 WRONG_TOKENS: list[tuple[Any, str]] = [

@@ -178,8 +178,6 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "a tool": ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: 'web_search' is not 'function'"),
     "an unknown tool": ({"tools": [FUNCTION, {"type": "local_shell"}]},
         r"tools\[1\]: 'local_shell' is not 'function'"),
-    "a grammar of a custom tool": ({"tools": [{"type": "custom", "name": "x",
-        "format": {"type": "grammar"}}]}, r"tools\[0\].format: only the type 'text' is supported"),
     "a tool of a namespace": ({"tools": [{"type": "namespace", "name": "n",
         "tools": [{"type": "custom"}]}]}, r"tools\[0\].tools\[0\]: expected a 'function'"),
     "no name in a namespace": ({"tools": [{"type": "namespace", "name": "n",
@@ -230,10 +228,8 @@ def test_functions_of_a_namespace_have_its_name(is_large: bool) -> None:
 def test_a_custom_tool_is_called_with_one_text(arguments: str, text: str) -> None:
     tools = [{"type": "custom", "name": "patch", "description": "d"}, FUNCTION]
     chat_body = convert_chat(tools=tools, tool_choice={"type": "custom", "name": "patch"})
-    function = chat_body["tools"][0]["function"]
-    assert (function["name"], function["description"]) == ("patch", "d")
-    assert function["parameters"]["required"] == ["input"]
-    assert chat_body["tool_choice"] == {"type": "function", "function": {"name": "patch"}}
+    assert chat_body["tools"][0]["custom"] == {"name": "patch", "description": "d"}
+    assert chat_body["tool_choice"] == {"type": "custom", "custom": {"name": "patch"}}
 
     begin = {"index": 0, "id": "c", "name": "patch", "arguments": arguments[:4]}
     calls = [begin, {"index": 0, "arguments": arguments[4:]}]
@@ -251,7 +247,7 @@ def test_a_custom_tool_is_called_with_one_text(arguments: str, text: str) -> Non
     assert items[1]["type"] == "function_call"
     result = {"type": "custom_tool_call_output", "call_id": "c", "output": "done"}
     message, tool_message = convert_chat(input=[*items, result])["messages"]
-    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"input": text}
+    assert message["tool_calls"][0]["custom"] == {"name": "patch", "input": text}
     assert tool_message == {"role": "tool", "tool_call_id": "c", "content": "done"}
 
 
@@ -340,6 +336,7 @@ def test_a_failed_stream_ends_with_an_error() -> None:
         ("reasoning_effort: the template does not use it", "reasoning.effort"),
         ("tool_choice: 'x' is wrong", "tool_choice"),
         ("tools[0].function.parameters: invalid JSON schema", "tools[0].parameters"),
+        ("tools[0].custom.format: only the type 'text'", "tools[0].format"),
     ],
 )
 def test_an_error_names_the_field_as_the_client_does(message: str, param: str) -> None:

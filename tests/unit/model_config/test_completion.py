@@ -221,7 +221,7 @@ def test_unlikely_values_are_warned_of() -> None:
         dynamic_batching { }
         parameters { key: "batching_strateg" value { string_value: "adaptive" } }
         parameters { key: "execution_timeout_second" value { string_value: "1" } }
-        parameters { key: "my_own" value { string_value: "x" } }"""
+        parameters { key: "my_own" value { string_value: "${x}" } }"""
     )
     assert warnings_of(config, normalise(config, "m", 0)) == [
         "instance_group[1].count: -1 is replaced by the default, because a count must be at "
@@ -229,6 +229,7 @@ def test_unlikely_values_are_warned_of() -> None:
         "parameters: 'batching_strateg' is unknown; did you mean 'batching_strategy'?",
         "parameters: 'execution_timeout_second' is unknown; did you mean "
         "'execution_timeout_seconds'?",
+        "parameters['my_own']: '${x}' is a placeholder of a template; fill it in",
         "dynamic_batching: no effect because max_batch_size is 0",
     ]
     config = parse_pbtxt("instance_group { } max_batch_size: 1 dynamic_batching { }")

@@ -25,6 +25,7 @@ def supervisor() -> Any:
     parts["handover"].let_successor_accept = AsyncMock()
     parts["end_signals"] = asyncio.Queue()
     parts["processes"].all.return_value = []
+    parts["processes"].wait_for_trackers = AsyncMock()
     parts["gateways"] = MagicMock(drain=AsyncMock(), stop=AsyncMock())
     shutdown_calls = {"finish_sequences": AsyncMock(), "stop": AsyncMock(), "kill": AsyncMock()}
     parts["models"] = MagicMock(**shutdown_calls)

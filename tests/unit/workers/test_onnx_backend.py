@@ -1,6 +1,7 @@
 """ONNX models: completion from the file, outputs computed in place, options, readable errors."""
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -277,13 +278,27 @@ def test_providers_by_kind_and_accelerator() -> None:
         ("CUDAExecutionProvider", cuda),
         ("CPUExecutionProvider", {}),
     ]
-    accelerators = {"gpu_execution_accelerator": [{"name": "tensorrt", "parameters": {"x": "1"}}]}
-    config = BARE_CONFIG | {"optimization": {"execution_accelerators": accelerators}}
-    assert [name for name, _ in providers(ModelSpec.of(config), "GPU", 0)] == [
-        "TensorrtExecutionProvider",
-        "CUDAExecutionProvider",
-        "CPUExecutionProvider",
+    tensorrt = {"precision_mode": "FP16", "max_workspace_size_bytes": "9", "trt_dla_core": "0"}
+    accelerators = {"gpu_execution_accelerator": [{"name": "tensorrt", "parameters": tensorrt}]}
+    config = parameters(cudnn_conv_algo_search="1", do_copy_in_default_stream="0")
+    config["parameters"]["arena_extend_strategy"] = {"string_value": "kSameAsRequested"}
+    config |= {"optimization": {"execution_accelerators": accelerators}}
+    assert providers(ModelSpec.of(config), "GPU", 1) == [
+        (
+            "TensorrtExecutionProvider",
+            cuda | {"trt_fp16_enable": "1", "trt_max_workspace_size": "9", "trt_dla_core": "0"},
+        ),
+        (
+            "CUDAExecutionProvider",
+            cuda
+            | {"cudnn_conv_algo_search": "HEURISTIC", "do_copy_in_default_stream": "0"}
+            | {"arena_extend_strategy": "kSameAsRequested"},
+        ),
+        ("CPUExecutionProvider", {}),
     ]
+    tensorrt["precision_mode"] = "FP8"
+    with pytest.raises(InvalidArgument, match="must be FP32, FP16, INT8, got 'FP8'"):
+        providers(ModelSpec.of(config), "GPU", 0)
     accelerators["gpu_execution_accelerator"] = [{"name": "magic"}]
     with pytest.raises(InvalidArgument, match="unknown execution accelerator 'magic'"):
         providers(ModelSpec.of(config), "GPU", 0)
@@ -295,7 +310,7 @@ def test_the_binding_of_a_device_accepts_and_returns_tensors(worker: Rig) -> Non
     runtime = import_onnxruntime()
     path = worker.context.version_dir / "model.onnx"
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    binding = DeviceBinding(session, describe(session), Device("cpu"))
+    binding = DeviceBinding(session, describe(session), Device("cpu"), runtime.RunOptions())
     device_tensor = torch.arange(8.0).view(2, 4)
     for _ in range(2):
         outputs = binding.run({"a": device_tensor, "b": device_tensor}, ["s"], [])
@@ -343,6 +358,19 @@ def test_an_output_has_its_true_shape(worker: Rig, caplog: pytest.LogCaptureFixt
     assert caplog.text.count("unexpected shape for inference output 's'") == 1
 
 
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [("seq(map(int64,tensor(float)))", "without ZipMap"), ("seq(tensor(float))", "ConcatFrom")],
+)
+def test_sequences_and_maps_are_refused_with_the_remedy(kind: str, remedy: str) -> None:
+    label = SimpleNamespace(name="label", type="tensor(int64)", shape=["n"])
+    outputs = [label, SimpleNamespace(name="p", type=kind, shape=[])]
+    session = SimpleNamespace(get_inputs=lambda: [label], get_outputs=lambda: outputs)
+    with pytest.raises(InvalidArgument, match=f"output 'p' .*{remedy}"):
+        describe(session)
+    assert [tensor.name for tensor in describe(session, ["label"]).outputs] == ["label"]
+
+
 def test_the_file_may_be_in_a_folder_of_its_name(worker: Rig) -> None:
     folder = worker.context.version_dir / "model.onnx"
     folder.mkdir(parents=True)
@@ -366,6 +394,17 @@ def test_switches_have_all_spellings_of_booleans(text: str) -> None:
     runtime = import_onnxruntime()
     options = session_options(runtime, config, 1)
     assert options.execution_mode == runtime.ExecutionMode.ORT_PARALLEL
+
+
+def test_the_arena_can_be_shrunk_after_each_run(worker: Rig) -> None:
+    save_sum(worker)
+    shrinkage = {"string_value": "no device"}
+    config = BARE_CONFIG | {"parameters": {"memory.enable_memory_arena_shrinkage": shrinkage}}
+    backend = OnnxBackend(worker.context)
+    worker.serve(backend, backend.complete_config(config))
+    ones = np.ones((1, 4), np.float32)
+    (reply,) = worker.batch(inference(tensor("a", ones), tensor("b", ones)))
+    assert reply.answer is None and "no device" in reply.message
 
 
 def test_libraries_of_operators_are_loaded(worker: Rig) -> None:

@@ -389,11 +389,19 @@ def test_inference_mode(worker: Rig, value: str | None, inference_mode: bool) ->
     assert reply.array("y").item() == inference_mode
 
 
-@pytest.mark.parametrize("key", ["INFERENCE_MODE", "DISABLE_OPTIMIZED_EXECUTION"])
-def test_a_parameter_that_is_no_boolean(worker: Rig, key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "problem"),
+    [
+        ("INFERENCE_MODE", ": failed to convert 'no' to boolean"),
+        ("DISABLE_OPTIMIZED_EXECUTION", ": failed to convert 'no' to boolean"),
+        ("DISABLE_CUDNN", ": failed to convert 'no' to boolean"),
+        ("INTER_OP_THREAD_COUNT", " must be an integer >= 0, got 'no'"),
+    ],
+)
+def test_a_parameter_with_an_invalid_value(worker: Rig, key: str, problem: str) -> None:
     save_script(ThreeArguments(), worker)
     config = vectors({"x": 1, "y": 1, "z": 1}, {"a": 1}, parameters={key: {"string_value": "no"}})
-    assert load_error(worker, config) == f"parameter '{key}': failed to convert 'no' to boolean"
+    assert load_error(worker, config) == f"parameter '{key}'{problem}"
 
 
 def test_a_missing_file(worker: Rig) -> None:

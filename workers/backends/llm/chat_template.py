@@ -23,14 +23,22 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shmserve.errors import Internal, InvalidArgument, clip
 
-# The variables of a request that the template must use, unless they have these default values of
-# OpenAI's API, which agents send. The names that follow are variables with the same purpose.
+# Variables that a request may set only if the template uses them, and their default values in
+# OpenAI's API. The defaults are always permitted, because agents send them. The names after a
+# default are variables of templates with the same purpose.
 _CHECKED_VARIABLES = {"documents": ([],), "reasoning_effort": ("medium", "enable_thinking")}
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _TYPE_TESTS = ("string", "iterable", "sequence", "mapping")
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning")
 NICE = 10
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message that is continued
+# As in vLLM's Responses API, the model calls a custom tool as a function with one text.
+_CUSTOM_PARAMETERS = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 
 
 class GenerationTag(Extension):
@@ -241,6 +249,8 @@ def _checks_content(node: nodes.Node) -> bool:
 def conversation(text: str) -> dict[str, Any]:
     """Parse a JSON list of messages, or a JSON object with `messages` and further members.
 
+    Custom tools, and calls of them, become functions.
+
     Raises:
         InvalidArgument: The text is not valid.
     """
@@ -257,7 +267,40 @@ def conversation(text: str) -> dict[str, Any]:
         kind, description = _VARIABLE_TYPES[name]
         if not isinstance(chat[name], kind | None):
             raise InvalidArgument(f"{name}: {clip(repr(chat[name]))} is not {description}")
-    return {name: value for name, value in chat.items() if value is not None}
+    chat = {name: value for name, value in chat.items() if value is not None}
+    if '"custom"' in text:
+        for message in messages:
+            _replace_custom(message, "tool_calls")
+        _replace_custom(chat, "tools")
+        if "tool_choice" in chat:
+            chat["tool_choice"] = _as_function(chat["tool_choice"], "tool_choice")
+    return chat
+
+
+def _replace_custom(members: dict[str, Any], name: str) -> None:
+    """Replace the custom tools, or the calls of custom tools, in a list by functions."""
+    if isinstance(members.get(name), list):
+        pairs = enumerate(members[name])
+        members[name] = [_as_function(value, f"{name}[{index}]") for index, value in pairs]
+
+
+def _as_function(value: Any, position: str) -> Any:
+    """Return a custom tool, the choice of one, or a call of one, as a function."""
+    custom = value.get("custom") if isinstance(value, dict) else None
+    if not isinstance(custom, dict) or value.get("type") != "custom":
+        return value
+    name = custom.get("name")
+    others = {key: value[key] for key in value if key != "custom"}
+    if "input" in custom:
+        function = {"name": name, "arguments": _to_json({"input": custom["input"]})}
+        return {**others, "type": "function", "function": function}
+    if not isinstance(name, str):
+        raise InvalidArgument(f"{position}.custom.name: {clip(repr(name))} is not a string")
+    if custom.get("format") not in (None, {"type": "text"}):
+        raise InvalidArgument(f"{position}.custom.format: only the type 'text' is supported")
+    members = {key: custom[key] for key in custom if key != "format"}
+    function = {**members, "parameters": _CUSTOM_PARAMETERS}
+    return {**others, "type": "function", "function": function}
 
 
 # The types of a conversation's variables, and their descriptions.

@@ -38,7 +38,7 @@ from shmserve.workers.backends.llm.sampler import (
 )
 
 _NO_ALLOWED_TOKEN = "the other parameters forbid all tokens that it allows"
-_MAX_NGRAM, _MIN_NGRAM = 4, 2  # number of tokens
+_MAX_NGRAM, _MIN_NGRAM = 4, 2  # the longest and the shortest n-gram, in tokens
 _MAX_DRAFT_INPUT = 512  # tokens of a sequence that a draft model reads per step
 
 
@@ -480,7 +480,7 @@ class WorkerEngine:
         """Record the log probabilities of the prompt's tokens that a row predicts.
 
         Returns:
-            The number of rows of logits that precede those to be sampled.
+            The number of rows of logits before the rows that are sampled.
         """
         prompt, row = plan.sequence.prompt, plan.row
         last_target = min(row.start + row.count, len(prompt.tokens) - 1)

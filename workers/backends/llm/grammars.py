@@ -54,8 +54,8 @@ class Grammars:
 
         Args:
             grammar: The grammar of the content, see `GenerationParameters.grammar`.
-            message_grammar: A grammar whose rule `body` is `grammar`, or "".
-            name: The parameter of the request, for messages.
+            message_grammar: The grammar of the message, which has `grammar` as `@body`; or "".
+            name: The parameter of the request, for error texts.
 
         Raises:
             InvalidArgument: The text is not a grammar of its kind.
@@ -112,7 +112,7 @@ class _TokenBytes:
 
 
 def _with_body(message_grammar: str, body: str) -> str:
-    """Return a grammar of messages whose rule `body` is another grammar; either may be "".
+    """Return a grammar of messages that refers to the grammar `body` as `@body`; either may be "".
 
     The grammars are in Lark's language or llguidance's JSON.
     """
@@ -311,7 +311,7 @@ _OPTIONAL_END = re.compile(
 
 
 def _split_lookaheads(pattern: str) -> list[str]:
-    """Split a pattern into patterns that begin without lookaheads; a text must match all."""
+    """Replace lookaheads at the beginning of a pattern by patterns; a text must match all."""
     patterns: list[str] = []
     pattern = _OPTIONAL_END.sub("", pattern)
     if "|" in re.sub(rf"\\.|{_CLASS}|\([^()]*\)", "", pattern):

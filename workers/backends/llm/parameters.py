@@ -102,7 +102,7 @@ class GenerationParameters:
         forbidden: Returns the tokens that would complete one of `bad_words` after generated tokens.
         grammar: (kind, text) with the kind "json_schema", "regex" or "grammar" (Lark or GBNF), or
             ("", "").
-        grammar_name: The parameter that contains the grammar, for messages; "tools" if none does.
+        grammar_name: The parameter with the grammar, for error texts; "tools" if none has it.
     """
 
     max_tokens: int = 16

@@ -336,7 +336,7 @@ _CACHED_ROWS = 8  # on a CPU, log probabilities take a third of the time if temp
 
 
 def logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Return the log probability of each row's token, and those of the `top` likeliest tokens.
+    """Return the log probabilities of each row's token and of its `top` likeliest tokens.
 
     `logits` are unprocessed, [rows, vocabulary].
     """

@@ -93,7 +93,7 @@ class SampleText:
         self.pending_logprobs: list[ScoredToken] = []
         self.is_open = True
         self.was_sent = False
-        self._skip_characters = self._skip_tokens = 0  # numbers that another instance sent
+        self._skip_characters = self._skip_tokens = 0  # numbers sent by an earlier instance
         self._prompt, self._texts = prompt, texts
         self._echo_length = len(echo)
         skip, self._dropped_tokens = parameters.skip_special_tokens, frozenset[int]()
@@ -105,7 +105,7 @@ class SampleText:
     def resume(self, earlier: Resumed, tokens: Sequence[int]) -> None:
         """Continue a sample of another instance, which has generated `tokens`.
 
-        Text and tokens that were sent are not sent again.
+        Text and tokens that the client has received are not sent again.
         """
         self.is_open = not earlier.closed
         self.was_sent = earlier.sent_tokens > 0 or earlier.sent_characters > 0
@@ -116,7 +116,7 @@ class SampleText:
                 self.add([token], earlier.finish_reason if position == len(tokens) else "", [])
 
     def _skip_sent(self) -> None:
-        """Discard pending text and tokens that another instance has sent."""
+        """Discard pending text and tokens that an earlier instance has sent to the client."""
         count = min(len(self.pending_text), self._skip_characters - self.sent_characters)
         if count > 0:
             if self.parser is not None:
@@ -338,8 +338,8 @@ class TextResponse:
     def _encode_logprobs(self, sample: SampleText, tokens: list[ScoredToken]) -> bytes:
         """Return the log probabilities of a response as JSON.
 
-        The member `content` has those of the text, which may begin with the prompt. The member
-        `prompt` has those of the prompt if `prompt_logprobs` is set.
+        The member `content` is about the text, which may begin with the prompt. The member `prompt`
+        is about the prompt, and present if `prompt_logprobs` is set.
         """
         prompt = self.prompt
         content = with_pauses(itertools.starmap(self._entry, tokens))

@@ -234,7 +234,7 @@ class BadWords:
         # No text contains a lone surrogate.
         self._words = [word.encode(errors="surrogatepass") for word in words]
         self._longest = max(map(len, self._words))
-        # The tokens that contain a whole word, and those that complete a word, by its beginning.
+        # The tokens that contain a whole word; and those that complete a word, by its beginning.
         self._containing_tokens = [
             token for word in self._words for token in texts.containing(word)
         ]
@@ -308,7 +308,7 @@ class Detokenizer:
         return self._advance(self._decode(self._tokens))
 
     def _advance(self, text: str) -> str:
-        """Return the text after the context in `text`; its tokens become the context."""
+        """Return the part of `text` after the context; its tokens become the next context."""
         pending_tokens = self._tokens[self._context_count :]
         # An invalid byte makes byte-fallback decoders replace the bytes before it, too.
         extends = text.startswith(self._context_text)

@@ -154,7 +154,7 @@ def _read_json_call(parser: MessageParser, must_exist: bool = False) -> Reading[
 
 
 def _json_call_rule(lark: Lark, tool: Tool, key: str) -> str:
-    """Return an expression for a JSON call from the tool's name on; `key` names the arguments."""
+    """Return a grammar expression for a JSON call after `{"name": "`; arguments are at `key`."""
     begin, end = lark.text(f'{tool.name}", "{key}": '), lark.text("}")
     return f"{begin} {lark.json(tool.parameters)} {end}"
 
@@ -592,10 +592,10 @@ def _pythonic_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
 
 
 def _python_arguments(lark: Lark, tool: Tool) -> str:
-    """Return an expression for keyword arguments, of which some are optional.
+    """Return a grammar expression for keyword arguments in Python, of which some are optional.
 
-    The loop adds parameters from the last to the first. `first_member` matches the arguments so
-    far at the beginning of the list, and `further` matches them after another argument.
+    The loop visits the parameters from the last to the first. `first_member` matches arguments for
+    the visited parameters at the beginning of the list, `further` after an earlier argument.
     """
     first_member, further = '""', '""'
     for name, schema, required in reversed(_parameters(tool, NAME.pattern)):

@@ -218,7 +218,8 @@ def _parse_choice(choice: Any) -> tuple[str, set[str]]:
 
 
 def _function_name(choice: Any) -> str:
-    function = choice.get("function", choice) if isinstance(choice, dict) else {}
+    members = choice if isinstance(choice, dict) else {}
+    function = members.get("function", members.get("custom", members))
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else ""
 

@@ -7,13 +7,15 @@ size need no configuration. A model batches if the first dimension of all its te
 These settings of a configuration have an effect:
 
     optimization.graph.level                 -1: basic, 1: extended, 2: none; else all
-    optimization.execution_accelerators      see below
+    optimization.execution_accelerators      tensorrt, openvino, cuda, migraphx, dnnl
     model_operations.op_library_filename     libraries of custom operators
     parameters                               intra_op_thread_count, inter_op_thread_count,
                                              execution_mode (0: sequential, 1: parallel),
                                              enable_mem_arena, enable_mem_pattern (a boolean),
+                                             memory.enable_memory_arena_shrinkage,
                                              cudnn_conv_algo_search, gpu_mem_limit,
-                                             arena_extend_strategy (on a GPU)
+                                             arena_extend_strategy, do_copy_in_default_stream
+                                             (on a GPU)
 
 Parameters that begin with "session." or "ep." are passed to onnxruntime unchanged. The thread
 counts may also be set for all models, with
@@ -29,7 +31,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +67,22 @@ _ACCELERATORS = {
     "dnnl": "DnnlExecutionProvider",
 }
 # Parameters of a configuration that are options of the CUDA provider.
-_CUDA_PARAMETERS = ("cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy")
+_CUDA_PARAMETERS = (
+    *("cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy"),
+    "do_copy_in_default_stream",
+)
+# Triton's names or numbers of options and values, and those of onnxruntime.
+_OPTIONS = {
+    "max_workspace_size_bytes": "trt_max_workspace_size",
+    "int8_calibration_table_name": "trt_int8_calibration_table_name",
+    "int8_use_native_calibration_table": "trt_int8_use_native_calibration_table",
+}
+_VALUES = {
+    "cudnn_conv_algo_search": {"0": "EXHAUSTIVE", "1": "HEURISTIC", "2": "DEFAULT"},
+    "arena_extend_strategy": {"0": "kNextPowerOfTwo", "1": "kSameAsRequested"},
+}
+_PRECISIONS = {"FP32": {}, "FP16": {"trt_fp16_enable": "1"}, "INT8": {"trt_int8_enable": "1"}}
+_SHRINKAGE = "memory.enable_memory_arena_shrinkage"
 _CUDA, _CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
@@ -144,7 +161,7 @@ def providers(config: ModelSpec, kind: str, device_id: int) -> list[tuple[str, d
     """Return the execution providers with their options, in order of preference.
 
     Raises:
-        InvalidArgument: An accelerator is unknown.
+        InvalidArgument: An accelerator or its precision is unknown.
     """
     side = "gpu" if kind == "GPU" else "cpu"
     accelerators = config.optimization.execution_accelerators
@@ -157,12 +174,27 @@ def providers(config: ModelSpec, kind: str, device_id: int) -> list[tuple[str, d
                 f"unknown execution accelerator '{accelerator.name}' of model "
                 f"'{config.name}', known are {', '.join(_ACCELERATORS)}"
             )
-        options[name] = {**device, **accelerator.parameters}
+        options[name] = {**device, **_provider_options(accelerator.parameters)}
     if side == "gpu":
         settings = {k: config.parameters[k] for k in _CUDA_PARAMETERS if k in config.parameters}
-        options[_CUDA] = {**device, **settings, **options.get(_CUDA, {})}
+        options[_CUDA] = {**device, **_provider_options(settings), **options.get(_CUDA, {})}
     options[_CPU] = {}
     return list(options.items())
+
+
+def _provider_options(parameters: Mapping[str, str]) -> dict[str, str]:
+    """Return onnxruntime's options of an execution provider for those of a configuration."""
+    options: dict[str, str] = {}
+    for key, value in parameters.items():
+        if key == "precision_mode":
+            if value not in _PRECISIONS:
+                raise InvalidArgument(
+                    f"parameter 'precision_mode' must be {', '.join(_PRECISIONS)}, got '{value}'"
+                )
+            options |= _PRECISIONS[value]
+        else:
+            options[_OPTIONS.get(key, key)] = _VALUES.get(key, {}).get(value, value)
+    return options
 
 
 def _whole_number(parameters: dict[str, str], key: str, default: int) -> int:
@@ -346,6 +378,9 @@ class OnnxBackend(Backend):
         names = signature.inputs
         self._scalars = {t.name for t in description.inputs if t.name in names and not t.dims}
         self._names = [tensor.name for tensor in description.outputs]
+        run_options = import_onnxruntime().RunOptions()
+        if _SHRINKAGE in config.parameters:
+            run_options.add_run_config_entry(_SHRINKAGE, config.parameters[_SHRINKAGE])
         on_gpu = self.context.kind == "GPU"
         device = open_device(self.context.device) if on_gpu else Device("cpu")
         numpy_inputs = frozenset() if on_gpu else frozenset(signature.inputs) | generated
@@ -360,9 +395,9 @@ class OnnxBackend(Backend):
                     "which no GPU can hold: set instance_group to KIND_CPU"
                 )
             self.device_inputs = True
-            self._binding = DeviceBinding(session, description, device)
+            self._binding = DeviceBinding(session, description, device, run_options)
         else:
-            self._binding = HostBinding(self.context, session, description)
+            self._binding = HostBinding(self.context, session, description, run_options)
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Run the session once for the whole batch."""
@@ -389,7 +424,7 @@ class OnnxBackend(Backend):
 
 @contextlib.contextmanager
 def _convert_errors(path: Path | None = None) -> Iterator[None]:
-    """Convert errors of onnxruntime to messages for clients, which name `path` by its name only."""
+    """Convert errors of onnxruntime to errors for clients, without the folder of `path`."""
     try:
         yield
     except Exception as error:

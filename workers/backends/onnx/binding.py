@@ -41,9 +41,12 @@ Array = np.ndarray[Any, Any]
 class HostBinding:
     """A session on the CPU: numpy arrays in, numpy arrays out."""
 
-    def __init__(self, context: ModelContext, session: Any, description: FileDescription) -> None:
+    def __init__(
+        self, context: ModelContext, session: Any, description: FileDescription, run_options: Any
+    ) -> None:
         self._context = context
         self._session = session
+        self._run_options = run_options
         self._outputs = {tensor.name: tensor for tensor in description.outputs}
         self._inputs = {tensor.name: tensor for tensor in description.inputs}
         tensors = (*description.inputs, *description.outputs)
@@ -67,7 +70,7 @@ class HostBinding:
         if not targets and not self._has_bf16:
             arrays = {name: _as_strings(name, array) for name, array in inputs.items()}
             try:
-                outputs = self._session.run(list(names), arrays)
+                outputs = self._session.run(list(names), arrays, self._run_options)
             except UnicodeDecodeError as error:
                 raise InvalidArgument(
                     f"an output has a string that is not UTF-8, which onnxruntime cannot return: "
@@ -125,7 +128,7 @@ class HostBinding:
         ):
             return None
         if memory_range.byte_size < byte_size:
-            return None  # writing the output then fails the request, as intended
+            return None  # writing such an output fails the request, as intended
         used_range = Range(memory_range.memory, memory_range.offset, byte_size)
         view: memoryview = self._context.mappings.view(used_range)
         return view
@@ -145,7 +148,7 @@ class HostBinding:
                 continue
             kind = self._outputs[name].datatype
             binding.bind_output(name, "cpu", 0, _element_type(kind), target.shape, _address(target))
-        self._session.run_with_iobinding(binding)
+        self._session.run_with_iobinding(binding, self._run_options)
         ort_values = dict(zip(names, binding.get_outputs(), strict=True))
         return {
             name: targets[name] if name in targets else self._own_array(name, ort_value, binding)
@@ -160,8 +163,11 @@ class HostBinding:
 class DeviceBinding:
     """A session on a device: torch tensors of the device in and out."""
 
-    def __init__(self, session: Any, description: FileDescription, device: Device) -> None:
+    def __init__(
+        self, session: Any, description: FileDescription, device: Device, run_options: Any
+    ) -> None:
         self._session = session
+        self._run_options = run_options
         tensors = (*description.inputs, *description.outputs)
         self._datatypes = {tensor.name: tensor.datatype for tensor in tensors}
         self._device = device.torch
@@ -180,7 +186,7 @@ class DeviceBinding:
         for name in names:
             binding.bind_output(name, self._kind, self._index)
         self._synchronize()  # necessary, because onnxruntime uses another stream
-        self._session.run_with_iobinding(binding)
+        self._session.run_with_iobinding(binding, self._run_options)
         binding.synchronize_outputs()
         ort_values = binding.get_outputs()
         pairs = zip(names, ort_values, strict=True)

@@ -198,7 +198,7 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
 
     Raises:
         Unavailable: The file does not exist.
-        InvalidArgument: The name is not that of a Python file.
+        InvalidArgument: The name is not a Python file's.
     """
     file = file_name(config)
     if not file.endswith(".py"):
@@ -367,7 +367,7 @@ class PythonExecution:
         return Response(error=_misuse_error(self._instance, problem))
 
     def _not_rescheduled(self, response: Any) -> Response:
-        """Return the error of a request that its model reschedules although it may not."""
+        """Return the error of a request that its model must not reschedule but has rescheduled."""
         if response is None:
             return Response(error=Internal(_NOT_ITERATIVE))
         problem = (

@@ -1,8 +1,8 @@
 """Metrics of a model: families with labelled values, kept in this process.
 
 Families belong to this module, because Triton's API creates them without a reference to the server.
-The values are those of this instance, and so is `Metric.value`; `changes` returns them to be summed
-over instances. Names and labels are checked as in Triton.
+All values, also `Metric.value`, are this instance's; `changes` returns them to be summed over
+instances. Names and labels are checked as in Triton.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Labels = tuple[tuple[str, str], ...]
 @dataclass(slots=True)
 class _MetricValue:
     buckets: tuple[float, ...]
-    # A counter: its value. A gauge: the value set, the time of that (monotonic ns, 0: never), and
-    # the sum of increments since. A histogram: the sum, the observations by bucket, and those above
-    # the last.
+    # A counter: its value. A gauge: the value that was set, when it was set (monotonic ns, 0:
+    # never), and the sum of later increments. A histogram: the sum, the observations by bucket, and
+    # the observations above the last bucket.
     state: list[float]
     owners: int = 0  # number of live `MetricFamily` objects that have created it
 

@@ -211,7 +211,7 @@ class SingleResponse:
 
 
 class StreamedResponses:
-    """The responses of a decoupled model, sent at once."""
+    """The responses of a decoupled model, each sent immediately."""
 
     def __init__(self, stream: OutputStream) -> None:
         self._stream = stream

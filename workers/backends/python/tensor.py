@@ -112,7 +112,7 @@ def _has_changed(source: Input, original: memoryview) -> bool:
 
 
 def _count_references(source: Input, responses: Sequence[Response]) -> int:
-    """Count the references to an input's array, except those of `responses` and their views."""
+    """Count the references to an input's array, except from `responses` and their views."""
     array = source.array
     response_references = 0
     views: set[int] = set()

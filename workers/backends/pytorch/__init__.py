@@ -19,6 +19,7 @@ Parameters:
     INTER_OP_THREAD_COUNT, NUM_INTEROP_THREADS  the number of operations that run at once
     ENABLE_JIT_EXECUTOR, ENABLE_JIT_PROFILING, ENABLE_TENSOR_FUSER  switches of TorchScript
     ENABLE_CACHE_CLEANING              "true": release the GPU's cached memory after each batch
+    DISABLE_CUDNN                      "true": run without cuDNN
 
 `optimization.cuda.graphs` records a CUDA graph of each batch bucket if all shapes are fixed. Other
 parameters of Triton's backend have no effect.
@@ -236,24 +237,31 @@ _JIT_SWITCHES = {
 }
 
 
+# The parameters that set a number of threads; 0 is torch's default.
+_THREAD_COUNTS = {
+    "INTRA_OP_THREAD_COUNT": torch.set_num_threads,
+    "NUM_THREADS": torch.set_num_threads,
+    "INTER_OP_THREAD_COUNT": torch.set_num_interop_threads,
+    "NUM_INTEROP_THREADS": torch.set_num_interop_threads,
+}
+
+
 def _set_options(parameters: dict[str, str]) -> None:
     if _boolean(parameters, "DISABLE_OPTIMIZED_EXECUTION", False):
         torch._C._set_graph_executor_optimize(False)
     for key, switch in _JIT_SWITCHES.items():
         if key in parameters:
             getattr(torch._C, switch)(_boolean(parameters, key, True))
-    for key in ("INTRA_OP_THREAD_COUNT", "NUM_THREADS"):
-        value = parameters.get(key)
-        if value is None:
-            continue
-        if not value.isdecimal() or int(value) < 1:
-            raise InvalidArgument(f"parameter '{key}' must be a positive integer, got '{value}'")
-        torch.set_num_threads(int(value))
-    # Torch permits this only before parallel work has started.
-    with contextlib.suppress(RuntimeError):
-        threads = parameters.get("INTER_OP_THREAD_COUNT") or parameters.get("NUM_INTEROP_THREADS")
-        if threads and threads.isdecimal():
-            torch.set_num_interop_threads(int(threads))
+    for key, set_threads in _THREAD_COUNTS.items():
+        value = parameters.get(key, "0")
+        if not value.isdecimal():
+            raise InvalidArgument(f"parameter '{key}' must be an integer >= 0, got '{value}'")
+        if int(value):
+            # Torch permits an inter-op count only before parallel work has started.
+            with contextlib.suppress(RuntimeError):
+                set_threads(int(value))
+    if _boolean(parameters, "DISABLE_CUDNN", False):
+        torch.backends.cudnn.enabled = False
 
 
 def _missing_tensors_message(config: ModelSpec, program: Program) -> str:

@@ -162,7 +162,7 @@ class ResultBinding:
             fields = [field.name for field in dataclasses.fields(result)]
             result = [getattr(result, field) for field in fields]
         if fields and any(name in fields for name in self._outputs):
-            # All outputs are then mapped by field: the order may differ.
+            # All outputs are mapped by field, since fields may have another order than outputs.
             return self._by_key(dict(zip(fields, result, strict=True)))
         values = result if isinstance(result, (tuple, list)) else (result,)
         pairs = [*zip(self._outputs, self._positions, strict=True)]

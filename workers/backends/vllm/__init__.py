@@ -1,7 +1,7 @@
 """Backend `vllm`: vLLM's asynchronous engine, in repositories of Triton's vllm_backend.
 
 `model.json` in the version folder has the arguments of the engine. The engine batches requests
-itself, so all requests are executed at once.
+itself, so all requests are passed to it immediately.
 
 engine.py     the engine, and the conversion of requests to its calls
 answers.py    from the engine's outputs to responses
@@ -211,7 +211,7 @@ def devices_of(context: ModelContext, config: ModelSpec, arguments: Mapping[str,
 
 
 def convert_metrics(metrics: Iterable[Any], version: str) -> list[list[Any]]:
-    """Return vLLM's metrics in a Prometheus registry in the form of `Backend.metrics`.
+    """Convert vLLM's metrics from a Prometheus registry to the form of `Backend.metrics`.
 
     A label with the version distinguishes the versions of a model. Gauges of several instances are
     added up.

@@ -126,7 +126,7 @@ class VllmAnswer:
         return encode_logprobs(encoded)
 
     def _entry(self, token: int, scores: Mapping[int, Any] | None, top: int) -> dict[str, Any]:
-        """Return the entry of a token with its log probability, and those of the likeliest tokens.
+        """Return the log probability of a token, with the `top` likeliest tokens at its position.
 
         vLLM's `scores` are None for the first token of a prompt.
         """

@@ -31,7 +31,7 @@ from shmserve.workers.backends.llm.model.checkpoint import read_json
 from shmserve.workers.backends.llm.prompts import UNLIMITED, prompt_input, task_input
 
 FILE = "model.json"
-# The arguments of vLLM's server are these and `tool_call_parser`; others are those of its engine.
+# These arguments and `tool_call_parser` are for vLLM's server, all others for its engine.
 _SERVER_SETTINGS = ("chat_template", "chat_template_content_format", "default_chat_template_kwargs")
 _TOOL_PARSER = "tool_call_parser"
 # Arguments in repositories for Triton that have no effect.

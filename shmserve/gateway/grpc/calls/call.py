@@ -586,7 +586,7 @@ class StreamingCall(GrpcCall):
         self._connection.http2.sending.send_head(self._stream, HEADS_BY_ENCODING[self._compression])
 
     async def write_all(self, responses: Sequence[bytes], stall_s: float | None = None) -> None:
-        """Write responses, and wait until the windows permit the last one, or for a disconnect.
+        """Write responses; wait until the windows permit the last one or the client disconnects.
 
         Raises:
             TimeoutError: The client has not read the responses within `stall_s` seconds.

@@ -51,7 +51,7 @@ def release_message(message: MessageContent) -> None:
 
 
 class ReceivedMessage(NamedTuple):
-    """A complete message; `beyond_window` of its bytes were permitted beyond the window."""
+    """A complete message; `beyond_window` is the number of its bytes that exceeded the window."""
 
     data: MessageContent
     compressed: bool
@@ -172,7 +172,7 @@ class Assembly:
         return None
 
     def permit_rest(self) -> int:
-        """Return the bytes of the message beyond the window, which are permitted from now on."""
+        """Permit the bytes of the message that exceed the window; return how many these are."""
         permitted, self.beyond_window = self.beyond_window, 0
         self._permitted_beyond += permitted
         return permitted

@@ -59,7 +59,7 @@ Key = tuple[bytes, tuple[int, ...]]
 
 
 class SplitMessage(NamedTuple):
-    """The fingerprint of a request (`key`), and the parts that were cut out."""
+    """The fingerprint of a request (`key`), and the parts cut out of its message."""
 
     key: Key
     contents: list[bytes]
@@ -186,7 +186,7 @@ class _CachedTemplate:
 
 
 class _Layout(NamedTuple):
-    """The layout of messages of one size, with the templates by the kept parts of a message."""
+    """A layout of messages of one size, with its `templates` by the kept parts of a message."""
 
     struct: Struct
     has_id: bool
@@ -269,7 +269,7 @@ class TemplateCache:
         model: GatewayModel,
         template: RequestTemplate,
     ) -> None:
-        """Store a template, if the parsed request has the identity that was cut out."""
+        """Store a template, if the id and the position cut out of the message are the request's."""
         if parts.identity.is_identity_of(request):
             cached = _CachedTemplate(
                 *(parts.key, parts.identity, model, request.version),

@@ -46,7 +46,7 @@ Key = tuple[bytes, int]
 
 
 class Fingerprint:
-    """The fingerprint of a request, and the parts that were cut out.
+    """The fingerprint of a request, and the parts cut out of its text.
 
     Attributes:
         key: The remaining text, and the size of the binary data.
@@ -160,7 +160,7 @@ def is_worth_caching(cache: Cache, fingerprint: Fingerprint) -> bool:
 def store_template(
     cache: Cache, fingerprint: Fingerprint, request: InferRequest, template: RequestTemplate
 ) -> None:
-    """Store a template, if the parsed request has the identity and arrays that were cut out."""
+    """Store a template, if the id, position and arrays cut out of the text are the request's."""
     identity, array_count = fingerprint.identity, len(fingerprint.arrays)
     if identity is not None and not identity.is_identity_of(request):
         return

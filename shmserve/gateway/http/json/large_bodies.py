@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _PROMPTS = ("prompt", "text_input", "input_ids", "messages", "input", "documents", "tokens")
 _CHATS = ("messages", "input", "documents")
-# The maximum size of the header, and of all fields other than prompts, which the worker parses.
+# Maximum bytes of the header, and of all fields that are no prompts: the worker parses these.
 _MAX_OTHER_BYTES = 2 * LARGE
 _BYTES_A_TOKEN = 128  # maximum average bytes of a token
 # The maximum number of prompts of OpenAI's APIs, and the error about a longer list.
@@ -116,7 +116,7 @@ async def parse_large(
         longest: The maximum number of tokens of each model.
         prompts: The fields with prompts.
         model: The model, unless the body has its name.
-        convert: The function that converts the parsed body, if any; a public one of a module.
+        convert: The function that converts the parsed body, or None; the process imports it.
 
     Raises:
         JsonFault: The body is not JSON.
@@ -184,7 +184,7 @@ def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
     """Return the error about a prompt or other fields that are too large, or ""."""
     requested_model = (body.get("model") or model) if isinstance(body, dict) else None
     token_limit = longest.get(requested_model) if isinstance(requested_model, str) else None
-    if requested_model == "":  # the only model is the default, if there is one
+    if requested_model == "":  # a request without a name is for the server's only model
         token_limit = max(longest.values(), default=None)
     if token_limit is None:
         return ""

@@ -29,7 +29,7 @@ from shmserve.errors import Internal, InvalidArgument, clip, nearest
 from shmserve.ipc.tensors.descriptors import MAX_UINT64
 
 MAX_DEPTH = 100
-# The limit of objects, and of members. An object takes the time of many numbers.
+# The limit of objects, and of members: parsing an object takes as long as parsing many numbers.
 MAX_MEMBERS = 256 * 1024
 
 LARGE = 1024 * 1024
@@ -68,12 +68,12 @@ class DuplicateKey(InvalidArgument):
 def loads(json_text: bytes) -> Any:
     """Parse JSON, in which NaN, Infinity, -Infinity and Inf are numbers, as in Triton.
 
-    Larger texts than 8 MiB may not contain these numbers.
+    In a text of more than 8 MiB, these numbers are errors.
 
     Raises:
         JsonFault: The text is not JSON.
         DuplicateKey: A key occurs twice in an object.
-        InvalidArgument: The nesting is deeper than 100, or there are far too many members.
+        InvalidArgument: The text nests deeper than 100, or has more than `MAX_MEMBERS` members.
     """
     if len(json_text) > 2 * MAX_MEMBERS and any(
         _has_too_many(json_text, mark) for mark in (b"{", b":")
@@ -112,7 +112,7 @@ def loads_members(json_text: bytes) -> Any:
 
 
 def loads_checked(json_text: bytes) -> Any:
-    """Parse JSON without the checks of `loads`, which the writer of the text has made."""
+    """Parse JSON without the checks of `loads`, since the writer of the text has made them."""
     try:
         return _loads_large(json_text)
     except orjson.JSONDecodeError:  # it contains NaN or Infinity
@@ -260,7 +260,7 @@ def check_boolean(value: Any, field: str) -> bool:
 
 _ALL_BYTES = frozenset(range(256))
 _CONTAINER_TYPES = frozenset((dict, list))
-# The size up to which errors name the duplicate key, which takes tens of milliseconds.
+# Errors about larger texts do not name the duplicate key: the search takes 10 ms and more.
 _MAX_NAMED_BYTES = 1024 * 1024
 
 # The depth of objects: the request, a tensor, its parameters, and an empty object without a colon.

@@ -24,9 +24,9 @@ from shmserve.gateway.inference.body_arrival import MallocTrim
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 
-# The number of values that are encoded at a time, which takes about a millisecond.
+# The number of values that are encoded at a time, in about a millisecond.
 _VALUES_PER_PART = 32 * 1024
-# Larger tensors in bytes are encoded in several turns of the event loop.
+# Tensors of more bytes are encoded in several turns of the event loop.
 _MAX_BYTES_PER_TURN = 64 * 1024
 
 _STRUCT_CODES = {

@@ -1,6 +1,6 @@
 """OpenAI's API: /v1/models, /v1/completions, /v1/chat/completions, /v1/responses and more.
 
-POST /tokenize and /detokenize are those of vLLM.
+POST /tokenize and /detokenize work as in vLLM.
 
 Each prompt of a request becomes an inference request of the model. The other members of the body
 become the input `sampling_parameters`, and the responses of the model become choices.

@@ -450,7 +450,7 @@ def _check_capacity(model: GatewayModel, count: int) -> None:
 
 
 def prompt(value: Any, name: str = "prompt") -> InferInput:
-    """Return the input of a text or of a list of tokens, the field `name` of a body."""
+    """Return the input for the field `name` of a body: a text, or a list of tokens."""
     if type(value) is str:
         return create_input("text_input", "BYTES", [value])
     if type(value) is Packed and value.kind in ("text", "tokens"):
@@ -525,7 +525,8 @@ def encode_openai_error(error: ShmserveError, names: Mapping[str, str] = _FIELDS
     field = _FIELD_PREFIX.match(message) if invalid else None
     param = None
     if field is not None:
-        infix = ".function."  # in the names of members of tools
-        param = names.get(field[1], field[1]).replace(infix, names.get(infix, infix))
+        param = names.get(field[1], field[1])
+        for infix in (".function.", ".custom."):  # "tools[0].function.name"
+            param = param.replace(infix, names.get(infix, infix))
         message = f"{param}{message[len(field[1]) :]}"
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})

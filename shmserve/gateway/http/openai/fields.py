@@ -1,6 +1,6 @@
 """The fields of requests to OpenAI's API: which are supported, refused, or without effect.
 
-The names are those of OpenAI's API and of vLLM's. A known field is never ignored if it would change
+The names are from OpenAI's API and from vLLM's. A known field is never ignored if it would change
 the response: it is carried out, or the request is refused. Fields that neither API has are ignored
 and logged once, or refused with --openai-unknown-fields=refuse.
 """
@@ -57,7 +57,7 @@ _MAX_REPORTED = 16  # number of wrong fields of a body that are reported
 
 _IGNORED_FIELDS = frozenset(IGNORED_PARAMETERS) | _split_names(
     "safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options prediction "
-    # These fields have an effect on other requests of vLLM only.
+    # In vLLM, these fields affect only other kinds of requests.
     "return_token_offsets return_mm_kwargs mm_payload routed_experts_prompt_start"
 )
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -19,6 +20,7 @@ import orjson
 from shmserve.errors import QueueFull, ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.infer import ResponseQueue
+from shmserve.gateway.http.json.large_bodies import Packed
 from shmserve.gateway.http.messages import (
     SERVER_SENT_EVENTS,
     ChunkedResponse,
@@ -49,7 +51,7 @@ class Delta(NamedTuple):
     """The part of a sample's text in one response of the model.
 
     Attributes:
-        sample: The index of the sample among those of its prompt.
+        sample: The index of the sample among its prompt's samples.
         logprobs: The probabilities of the tokens, if they were requested.
         finish_reason: The reason why the sample ended, in its last part.
         usage: The numbers of tokens of the prompt and its samples, in the prompt's last response.
@@ -176,8 +178,14 @@ class _Sample:
         calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
         return {**_reasoning_members(self.reasoning), **calls}
 
-    def add(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Add reasoning and tool calls, and return the members of a chunk with them."""
+    def add(self, message: dict[str, Any], names: Collection[str], ends: bool) -> dict[str, Any]:
+        """Add reasoning and tool calls, and return the members of a chunk with them.
+
+        Args:
+            message: The part of the message in one response of the model.
+            names: The names of custom tools.
+            ends: Whether the sample has ended.
+        """
         parts = _reasoning_members(message.get("reasoning", ""))
         self.reasoning += message.get("reasoning", "")
         calls: list[dict[str, Any]] = []
@@ -190,12 +198,38 @@ class _Sample:
                 self.tool_calls.append({**head, "function": {**function}})
             else:
                 self.tool_calls[index]["function"]["arguments"] += call["arguments"]
-            calls.append({"index": index, **head, "function": function})
+            if self.tool_calls[index]["function"]["name"] not in names:
+                calls.append({"index": index, **head, "function": function})
+        if names:
+            calls = sorted([*calls, *self._end_custom_calls(names, ends)], key=itemgetter("index"))
         return {**parts, "tool_calls": calls} if calls else parts
+
+    def _end_custom_calls(self, names: Collection[str], ends: bool) -> list[dict[str, Any]]:
+        """Replace functions by custom tools in the calls that have ended, and return these calls.
+
+        The last call may continue if the sample does.
+        """
+        ended_calls = []
+        for index, call in enumerate(self.tool_calls if ends else self.tool_calls[:-1]):
+            function = call.get("function", {})
+            if function.get("name") in names:
+                custom = {"name": function["name"], "input": custom_input(function["arguments"])}
+                self.tool_calls[index] = {"id": call["id"], "type": "custom", "custom": custom}
+                ended_calls.append({"index": index, **self.tool_calls[index]})
+        return ended_calls
 
     def reason(self, reason: str) -> str | None:
         """Return the model's finish reason, or "tool_calls" if a complete sample has tool calls."""
         return "tool_calls" if self.tool_calls and reason == "stop" else reason or None
+
+
+def custom_input(arguments: str) -> str:
+    """Return the `input` text in the arguments of a custom tool's call, or all arguments."""
+    try:
+        text = orjson.loads(arguments)["input"]
+    except (ValueError, LookupError, TypeError):
+        return arguments
+    return text if type(text) is str else arguments
 
 
 def _reasoning_members(text: str) -> dict[str, Any]:
@@ -208,11 +242,12 @@ class Choices:
     """The choices of one request, with `samples` choices for each prompt.
 
     Attributes:
-        form: The format, that of completions or of chats.
+        form: The format of completions or of chats.
         model: The name of the model in the response.
         shows_usage: Whether chunks have the member `usage`, which is null.
         continuous: Whether `usage` has the number of tokens of the sample so far instead.
         shows_tokens: Whether the client receives the ids of tokens.
+        tools: The tools of the request, which may be `Packed`.
     """
 
     form: ChoiceFormat
@@ -221,6 +256,7 @@ class Choices:
     shows_usage: bool = False
     continuous: bool = False
     shows_tokens: bool = True
+    tools: Any = None
     _samples: dict[int, _Sample] = field(default_factory=dict)
     _prompt_members: dict[str, Any] = field(default_factory=dict)  # members of a chat's response
     # Tokens of each prompt, if they are counted.
@@ -232,12 +268,20 @@ class Choices:
         self._id = f"{self.form.prefix}-{os.urandom(16).hex()}"
         self._created = int(time.time())
 
+    @cached_property
+    def _custom_names(self) -> list[str]:
+        tools = self.tools.value() if type(self.tools) is Packed else self.tools or []
+        return [tool["custom"]["name"] for tool in tools if tool.get("type") == "custom"]
+
     def add(self, prompt: int, delta: Delta) -> dict[str, Any]:
         """Add a part of a sample's text, and return the choice for a chunk of the stream."""
         index = prompt * self.samples + delta.sample
         sample = self._samples.setdefault(index, _Sample())
         content = None if delta.logprobs is None else delta.logprobs.get("content", [])
-        extra_members = sample.add(delta.message) if delta.message else {}
+        extra_members: dict[str, Any] = {}
+        if delta.message is not None:
+            ends = bool(delta.finish_reason)
+            extra_members = sample.add(delta.message, self._custom_names, ends)
         choice = {
             "index": index,
             **self.form.content(
@@ -271,7 +315,7 @@ class Choices:
     def _count_tokens(self, prompt: int, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
         """Count the tokens of a sample, and return the further members of its choice.
 
-        `usage` is among them, for `chunk`, which moves it from the choice to the chunk.
+        `chunk` moves the member `usage` from the choice to the chunk.
         """
         sample.tokens += len(fields.get("token_ids", ()))
         if "prompt_token_ids" in fields:
@@ -283,7 +327,7 @@ class Choices:
         return {**{name: fields[name] for name in fields if name not in ids}, "usage": usage}
 
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
-        """Add the members `fields` of a model's response, and return those for a chunk's choice."""
+        """Store further members of a model's response; return the members for a chunk's choice."""
         members = dict(fields)
         if self.form.is_chat:
             prompt = members.keys() & {"prompt_token_ids", "prompt_logprobs"}
@@ -369,19 +413,22 @@ async def create_chat(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/chat/completions: respond with the next message of a chat."""
     body = await bodies.read_body(gateway, request, ["messages"])
     text_request = await bodies.parse_chat(gateway, body)
-    choices = _create_choices(gateway, CHAT_FORMAT, text_request)
+    choices = _create_choices(gateway, CHAT_FORMAT, text_request, body.get("tools"))
     return await respond(gateway, request, text_request, choices)
 
 
 def _create_choices(
-    gateway: Gateway, choice_format: ChoiceFormat, text_request: bodies.TextRequest
+    gateway: Gateway,
+    choice_format: ChoiceFormat,
+    text_request: bodies.TextRequest,
+    tools: Any = None,
 ) -> Choices:
     name = response_name(gateway, text_request.model.name)
     shows_tokens = not text_request.shows_running_usage or bodies.returns_tokens(
         text_request.parameters
     )
     usage = text_request.shows_usage, text_request.shows_running_usage
-    return Choices(choice_format, name, text_request.samples, *usage, shows_tokens)
+    return Choices(choice_format, name, text_request.samples, *usage, shows_tokens, tools)
 
 
 class Rendering(Protocol):
@@ -560,7 +607,7 @@ class _Generation:
     def _with_members(self, deltas: list[Delta], values: dict[str, list[Any]]) -> Iterator[Delta]:
         """Yield the deltas with members that few requests ask for.
 
-        They are tokens, the prompt's log probabilities, and messages.
+        The members are tokens, the prompt's log probabilities, and messages.
         """
         tokens, prompt = values.get("token_ids"), values.get("prompt_token_ids")
         messages = values.get(bodies.MESSAGE_OUTPUT)

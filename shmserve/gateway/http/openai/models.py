@@ -227,8 +227,7 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         raise InvalidArgument("prompt: a prompt or messages are required")
     parameters = {"task": "tokenize", "add_special_tokens": add_special_tokens}
     outputs = ("token_ids", TEXT_OUTPUT) if with_texts else ("token_ids",)
-    _check_converts(model)
-    values = await _infer(gateway, request, model, prompt, outputs, parameters)
+    values = await convert_text(gateway, request, model, prompt, outputs, parameters)
     # A million tokens are encoded without a Python list.
     tokens = orjson.dumps(values["token_ids"], option=orjson.OPT_SERIALIZE_NUMPY)
     return json_response(
@@ -256,16 +255,29 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     if limit and ids.count > limit:
         text = f"tokens: {PROMPT_TOO_LONG}: {ids.count} tokens exceed the limit of {limit}"
         raise InvalidArgument(text)
-    _check_converts(model)
-    values = await _infer(gateway, request, model, ids, (TEXT_OUTPUT,), {"task": "detokenize"})
+    values = await convert_text(
+        gateway, request, model, ids, (TEXT_OUTPUT,), {"task": "detokenize"}
+    )
     return json_response({"prompt": values[TEXT_OUTPUT].ravel()[0].decode()})
 
 
-def _check_converts(model: GatewayModel) -> None:
-    """Raise Unsupported if the model's worker, which has the tokenizer, converts no texts."""
+async def convert_text(
+    gateway: Gateway,
+    request: HttpRequest,
+    model: GatewayModel,
+    prompt: InferInput,
+    outputs: Sequence[str],
+    parameters: dict[str, Any],
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return outputs of a model's worker, which has the tokenizer, for a `task` parameter.
+
+    Raises:
+        ShmserveError: The model's error; Unsupported if the worker converts no texts.
+    """
     if not model.has_task_parameter:
         problem = "only the backends 'llm' and 'vllm' convert texts and tokens"
         raise Unsupported(f"model '{model.name}': {problem}")
+    return await _infer(gateway, request, model, prompt, outputs, parameters)
 
 
 async def _infer(

@@ -1,7 +1,10 @@
 """POST /v1/responses: OpenAI's Responses API, over the same models as chats.
 
+    POST /v1/responses                a response
+    POST /v1/responses/input_tokens   the number of tokens of its prompt
+
 No response is stored, so that each request contains its conversation. Items of recent responses may
-be referred to by their ids, as long as this process remembers them.
+be referred to by their ids, as long as this process stores them.
 """
 
 from __future__ import annotations
@@ -20,7 +23,12 @@ import orjson
 from shmserve.errors import InvalidArgument, ShmserveError, clip
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.json.large_bodies import Packed
-from shmserve.gateway.http.messages import SERVER_SENT_EVENTS, HttpRequest, HttpResponse
+from shmserve.gateway.http.messages import (
+    SERVER_SENT_EVENTS,
+    HttpRequest,
+    HttpResponse,
+    json_response,
+)
 from shmserve.gateway.http.openai import bodies
 from shmserve.gateway.http.openai.bodies import response_name
 from shmserve.gateway.http.openai.fields import (
@@ -28,7 +36,8 @@ from shmserve.gateway.http.openai.fields import (
     RESPONSE_FIELDS,
     select_supported_fields,
 )
-from shmserve.gateway.http.openai.generation import Delta, respond
+from shmserve.gateway.http.openai.generation import Delta, custom_input, respond
+from shmserve.gateway.http.openai.models import convert_text
 from shmserve.logs import warn_once
 
 logger = logging.getLogger(__name__)
@@ -75,19 +84,13 @@ _REQUEST_MEMBERS = {
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     ".function.": ".",  # tools[0].function.name
+    ".custom.": ".",
     "verbosity": "text.verbosity",
 }
 response_error = partial(bodies.encode_openai_error, names=_REQUEST_MEMBERS)
 # Some clients return only the `encrypted_content` of reasoning, unchanged. The reasoning is not
 # secret here, so this field contains its plain text after a prefix.
 _PLAIN_PREFIX = "plain:"
-# As in vLLM, the model calls a custom tool as a function with one text.
-_CUSTOM_PARAMETERS = {
-    "type": "object",
-    "properties": {"input": {"type": "string"}},
-    "required": ["input"],
-    "additionalProperties": False,
-}
 # The types of tools that OpenAI's servers execute.
 _HOSTED_TOOLS = (
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
@@ -104,15 +107,33 @@ _INCLUDED_MEMBERS = (
 
 async def create_response(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Handle POST /v1/responses: respond with messages, reasoning and function calls."""
+    body, text_request = await _read_request(gateway, request)
+    shown_body = {**body, "model": response_name(gateway, text_request.model.name)}
+    return await respond(gateway, request, text_request, ResponseObject(shown_body))
+
+
+async def count_input_tokens(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+    """Handle POST /v1/responses/input_tokens: respond with the number of tokens of the prompt."""
+    _, text_request = await _read_request(gateway, request)
+    model, (prompt,) = text_request.model, text_request.prompts
+    parameters = {"task": "tokenize", "add_special_tokens": False}
+    values = await convert_text(gateway, request, model, prompt, ("token_ids",), parameters)
+    count = len(values["token_ids"])
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
+
+
+async def _read_request(
+    gateway: Gateway, request: HttpRequest
+) -> tuple[dict[str, Any], bodies.TextRequest]:
+    """Return the body of a request, and the request for text that is equivalent to it."""
     body = await bodies.read_body(gateway, request, ["messages"], convert_large)
     chat: Any = body.get("input")
     is_converted = type(chat) is dict and type(chat.get("messages")) is Packed
     unpack = bodies.as_fragment if is_converted else Packed.value
     body = {name: unpack(value) if type(value) is Packed else value for name, value in body.items()}
     fields = select_supported_fields(body, RESPONSE_FIELDS, gateway.settings.refuse_unknown_fields)
-    text_request = await bodies.parse_chat(gateway, chat if is_converted else _chat_body(fields))
-    shown_body = {**body, "model": response_name(gateway, text_request.model.name)}
-    return await respond(gateway, request, text_request, ResponseObject(shown_body))
+    chat = chat if is_converted else _chat_body(fields)
+    return body, await bodies.parse_chat(gateway, chat)
 
 
 # --- requests
@@ -175,11 +196,7 @@ def _chat_tools(body: dict[str, Any]) -> list[dict[str, Any]]:
         if kind == "function":
             tools.append(_chat_tool(tool, tool.get("name")))
         elif kind == "custom":
-            text_format = bodies.check_member(tool, "format", dict, {})
-            if text_format.get("type", "text") != "text":
-                raise InvalidArgument(f"tools[{index}].format: only the type 'text' is supported")
-            function = {"description": tool.get("description"), "parameters": _CUSTOM_PARAMETERS}
-            tools.append(_chat_tool(function, tool.get("name")))
+            tools.append(_chat_tool(tool, tool.get("name"), kind))
         elif kind == "namespace":
             functions = _namespace_functions(tool, f"tools[{index}]")
             tools += [_chat_tool(function, name) for name, function in functions.items()]
@@ -194,9 +211,9 @@ def _chat_tools(body: dict[str, Any]) -> list[dict[str, Any]]:
     return tools
 
 
-def _chat_tool(tool: dict[str, Any], name: Any) -> dict[str, Any]:
-    function = {key: value for key, value in tool.items() if key != "type"}
-    return {"type": "function", "function": {**function, "name": name}}
+def _chat_tool(tool: dict[str, Any], name: Any, kind: str = "function") -> dict[str, Any]:
+    members = {key: value for key, value in tool.items() if key != "type"}
+    return {"type": kind, kind: {**members, "name": name}}
 
 
 def _namespace_functions(tool: dict[str, Any], position: str) -> dict[str, dict[str, Any]]:
@@ -219,7 +236,7 @@ def _chat_tool_choice(choice: Any) -> Any:
     if choice == "auto":
         return None
     if type(choice) is dict and choice.get("type") in ("function", "custom"):
-        return {"type": "function", "function": {"name": choice.get("name")}}
+        return {"type": choice["type"], choice["type"]: {"name": choice.get("name")}}
     return choice
 
 
@@ -274,12 +291,10 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position:
         last["content"] = _chat_content(item.get("content"), position)
     elif kind in ("function_call", "custom_tool_call"):
         name = _qualified_name(item.get("namespace"), item.get("name"))
-        arguments = item.get("arguments")
+        call = {"type": "function", "function": {"name": name, "arguments": item.get("arguments")}}
         if kind == "custom_tool_call":
-            arguments = orjson.dumps({"input": item.get("input")}).decode()
-        function = {"name": name, "arguments": arguments}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        last.setdefault("tool_calls", []).append(call)
+            call = {"type": "custom", "custom": {"name": name, "input": item.get("input")}}
+        last.setdefault("tool_calls", []).append({"id": item.get("call_id"), **call})
     elif kind == "reasoning":
         returned = item.get("encrypted_content")
         if not item.get("content") and type(returned) is str and returned.startswith(_PLAIN_PREFIX):
@@ -316,7 +331,7 @@ def _chat_content(content: Any, position: str) -> Any:
 # The items of recent responses by their ids.
 _recent_items: OrderedDict[str, dict[str, Any]] = OrderedDict()
 _MAX_RECENT_ITEMS = 1024
-_MAX_RECENT_ITEM_LENGTH = 1 << 16  # of the text of a stored item, in characters
+_MAX_RECENT_ITEM_LENGTH = 1 << 16  # maximum characters of a stored item's text
 
 
 def _store_item(item: dict[str, Any], text: str) -> None:
@@ -385,7 +400,7 @@ class ResponseObject:
 
     @cached_property
     def _calls(self) -> dict[str, tuple[str, dict[str, str]]]:
-        """Return the type of item and the names of each custom tool and function of a namespace."""
+        """Return the item type and the names of custom tools, and of functions of namespaces."""
         calls: dict[str, tuple[str, dict[str, str]]] = {}
         tools = self.body.get("tools") or []
         for tool in tools if type(tools) is list else orjson.loads(orjson.dumps(tools)):
@@ -444,7 +459,7 @@ class ResponseObject:
         kind = item["type"]
         item["status"] = "incomplete" if self._finish_reason == "length" else "completed"
         if kind == "custom_tool_call":
-            item["input"] = text = _custom_input(text)
+            item["input"] = text = custom_input(text)
             events = [
                 self._item_event(f"{_EVENT_PREFIXES[kind]}.delta", delta=text),
                 self._item_event(f"{_EVENT_PREFIXES[kind]}.done", input=text),
@@ -575,15 +590,6 @@ _EVENT_PREFIXES = {
     "function_call": "response.function_call_arguments",
     "custom_tool_call": "response.custom_tool_call_input",
 }
-
-
-def _custom_input(arguments: str) -> str:
-    """Return the `input` text in the arguments of a custom tool's call, or all arguments."""
-    try:
-        text = orjson.loads(arguments)["input"]
-    except (ValueError, LookupError, TypeError):
-        return arguments
-    return text if type(text) is str else arguments
 
 
 def _encode_event(event: dict[str, Any]) -> bytes:

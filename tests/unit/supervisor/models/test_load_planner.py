@@ -215,9 +215,10 @@ def test_a_misplaced_configuration_is_named(tmp_path: Path) -> None:
     assert text in refusal(load_planner).message
 
 
-def test_an_unfilled_template_is_named(tmp_path: Path) -> None:
-    error = refusal(planner(tmp_path, "max_batch_size: ${size}\n")).message
-    assert "the file is a template: fill in its placeholders ${size}" in error
+@pytest.mark.parametrize("placeholder", ["${size}", "{{ .Values.size }}"])
+def test_an_unfilled_template_is_named(tmp_path: Path, placeholder: str) -> None:
+    error = refusal(planner(tmp_path, f"max_batch_size: {placeholder}\n")).message
+    assert f"the file is a template: fill in its placeholders {placeholder}" in error
 
 
 def test_a_preferred_batch_size_is_compared_with_the_completed_size(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from torch.nn import functional
 from shmserve.workers.backends.llm.model.architecture import Architecture
 
 _MIN_WIDTH_STEP = 16  # widths of decode rows are multiples of this number of keys
-# Maximum number of rows of a sequence that are decode rows; several rows verify draft tokens.
+# A span of more rows has no decode rows. A span has several if draft tokens are verified.
 _MAX_ROWS = 16
 
 
@@ -209,7 +209,7 @@ class DecodeRow(NamedTuple):
 
 
 def decode_rows(rows: Pass, cache: KvCache) -> list[DecodeRow]:
-    """Return the decode rows of a pass; longer spans are computed like prompts."""
+    """Return the decode rows of a pass: the rows of short spans that are not from prompts."""
     decode: list[DecodeRow] = []
     for span in rows.spans:
         if span.is_prompt or span.size > _MAX_ROWS:

@@ -254,7 +254,7 @@ def _read_tokenizer(
         if problem := _class_problem(tokenizer, kind):
             problems.append(problem)
         elif kind == "LlamaTokenizer" and _is_byte_level(tokenizer):
-            pass  # transformers then uses tokenizer.json unchanged
+            pass  # transformers uses such a tokenizer.json unchanged
         elif kind in _SPECIAL_TOKENS:
             _replace_parts(tokenizer, settings, kind)
         _add_tokens(tokenizer, settings, added_tokens, listed_tokens, kind)
@@ -374,7 +374,7 @@ def _add_tokens(
     listed_tokens: list[Any],
     kind: str,
 ) -> None:
-    """Add the tokens of tokenizer_config.json, and those of added_tokens.json."""
+    """Add the tokens of tokenizer_config.json and of added_tokens.json."""
     named_tokens = [settings[name] for name in _special_tokens(settings)]
     extra = settings["extra_special_tokens"]
     texts = [_content(token) for token in (*named_tokens, *extra)]
@@ -548,10 +548,10 @@ Range = tuple[int, int]  # the first address, and the address after the last
 
 @contextmanager
 def moved_to_huge_pages() -> Iterator[None]:
-    """Move memory that the with block allocates and keeps to huge pages, as far as available.
+    """Move the memory that the `with` block has allocated to huge pages, as far as available.
 
-    Weights on huge pages are read at twice the speed. Linux provides huge pages on request
-    (madvise(2)), which torch does not make.
+    Weights on huge pages are read at twice the speed. Linux provides huge pages to programs that
+    request them (madvise(2)); torch does not.
     """
     ranges_before = _private_memory()
     yield

@@ -2,7 +2,7 @@
 
 On CPUs, the weights of linear layers are packed for oneDNN, int8 or plain; on other devices they
 are plain, with 32 or 16 bits. Packed weights are twice as fast as plain weights for 2 to 32 rows.
-They also give each row the same bits in any batch of at least two rows; a single row has another
+They also give each row the same bits in any batch of at least two rows; a single row uses another
 kernel. The kernel for four to six rows is the fastest, so smaller batches are padded. The operators
 for packed weights are not part of torch's public interface, so they are tested before use.
 
@@ -393,7 +393,7 @@ def _make_rotations(model: Architecture, device: str) -> Tensor:
 
 
 _MIN_GRAPH_ROWS = 2
-_MIN_GRAPH_KEYS = 256  # per row
+_MIN_GRAPH_KEYS = 256  # minimum number of keys per row of a graph
 # Maximum number of keys of all rows: each graph has memory for its gathered keys.
 _MAX_GRAPH_KEYS = 1 << 17
 _ROW_COLUMNS = 3  # columns of a row before its blocks: token, position, slot
@@ -469,7 +469,7 @@ def decode_inputs(rows: Pass, row_count: int, block_count: int) -> np.ndarray:
 def decode_logits(model: Transformer, cache: KvCache, inputs: Tensor) -> Tensor:
     """Return the logits of all rows of `decode_inputs`, and store their keys and values.
 
-    The attention of each row is computed with all keys of its blocks, of which later ones are
+    The attention of each row is computed with all keys of its blocks. The keys after the row are
     masked.
     """
     row_count = len(inputs)

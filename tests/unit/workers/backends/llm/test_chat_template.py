@@ -7,6 +7,7 @@ import pytest
 
 from shmserve.errors import InvalidArgument
 from shmserve.workers.backends.llm.chat_template import ChatTemplate, conversation
+from shmserve.workers.backends.llm.tools import take_tools
 
 ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
@@ -163,3 +164,34 @@ def test_a_variable_of_another_type_is_refused(name: str) -> None:
 def test_malformed_members_of_a_message_are_refused(message: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match=r"^messages: "):
         render(ROLES, messages=[{"role": "assistant", **message}])
+
+
+def test_custom_tools_are_functions_with_one_text() -> None:
+    custom = {"type": "custom", "custom": {"name": "patch", "description": "d"}}
+    call = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "é\n"}}
+    messages = [{"role": "assistant", "tool_calls": [call]}]
+    body = {"messages": messages, "tools": [custom], "tool_choice": custom}
+    chat = conversation(json.dumps(body))
+    function = chat["tools"][0]["function"]
+    assert (function["name"], function["description"]) == ("patch", "d")
+    assert function["parameters"]["required"] == ["input"]
+    request = take_tools(chat)
+    assert request is not None and request.required
+    converted_call = chat["messages"][0]["tool_calls"][0]
+    assert converted_call["function"] == {"name": "patch", "arguments": '{"input": "é\\n"}'}
+    allowed = {"mode": "auto", "tools": [custom]}
+    chat |= {"tool_choice": {"type": "allowed_tools", "allowed_tools": allowed}}
+    assert take_tools(chat) is not None
+
+
+@pytest.mark.parametrize(
+    ("member", "problem"),
+    [
+        ({"name": 3}, "name: 3 is not a string"),
+        ({"name": "x", "format": {"type": "grammar"}}, "format: only the type 'text' is supported"),
+    ],
+)
+def test_custom_tools_that_are_refused(member: dict[str, Any], problem: str) -> None:
+    chat = {"messages": [{"role": "user"}], "tools": [{"type": "custom", "custom": member}]}
+    with pytest.raises(InvalidArgument, match=rf"^tools\[0\].custom.{problem}$"):
+        conversation(json.dumps(chat))
