@@ -17,9 +17,7 @@ def select_scripts(names: list[str]) -> list[Group]:
     """Return the groups with only the scripts that are named directly or by their group."""
     groups = []
     for group in GROUPS:
-        selected = [
-            script for script in group.scripts if not names or {script.name, group.name} & {*names}
-        ]
+        selected = [s for s in group.scripts if not names or {*names} & {s.name, group.name}]
         if selected:
             groups.append(replace(group, scripts=selected))
     return groups

@@ -50,9 +50,7 @@ class Call:
         response = result.get_response()
         final = response.parameters["triton_final_response"].bool_param
         description: dict[str, Any] = {"id": response.id, "version": response.model_version}
-        description["outputs"] = {
-            output.name: _read_output(result, output) for output in response.outputs
-        }
+        description["outputs"] = {o.name: _read_output(result, o) for o in response.outputs}
         description["parameters"] = sorted(set(response.parameters) - {"triton_final_response"})
         self._messages.append(description | ({"final": final} if self._request.stream else {}))
         self.is_done = final or not self._request.stream
@@ -118,13 +116,13 @@ def _read_output(result: grpc.InferResult, output: Any) -> list[Any]:
     return [output.datatype, list(output.shape), values]
 
 
-def _without_times(source: Any) -> Any:
+def _without_times(tree: Any) -> Any:
     """Return the counts without times and empty or zero fields, which protobuf may omit."""
-    if isinstance(source, dict):
-        counts = {
-            key: _without_times(value) for key, value in source.items() if key not in _TIME_FIELDS
+    if isinstance(tree, dict):
+        rest = {
+            key: _without_times(value) for key, value in tree.items() if key not in _TIME_FIELDS
         }
-        return {key: value for key, value in counts.items() if value not in ({}, [], "0", 0)}
-    if isinstance(source, list):
-        return [_without_times(part) for part in source]
-    return source
+        return {key: value for key, value in rest.items() if value not in ({}, [], "0", 0)}
+    if isinstance(tree, list):
+        return [_without_times(part) for part in tree]
+    return tree

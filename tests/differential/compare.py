@@ -53,19 +53,15 @@ def judge(found_differences: Sequence[Difference], known_differences: Sequence[K
     ]
 
 
-def _compare_values(path: str, own_value: Any, triton_value: Any) -> Iterator[Difference]:
-    if isinstance(own_value, dict) and isinstance(triton_value, dict):
-        for key in sorted(own_value.keys() | triton_value.keys()):
+def _compare_values(path: str, own: Any, peer: Any) -> Iterator[Difference]:
+    if isinstance(own, dict) and isinstance(peer, dict):
+        for key in sorted(own.keys() | peer.keys()):
             child_path = f"{path}.{key}".lstrip(".")
             yield from _compare_values(
-                child_path, own_value.get(key, _NO_VALUE), triton_value.get(key, _NO_VALUE)
+                child_path, own.get(key, _NO_VALUE), peer.get(key, _NO_VALUE)
             )
-    elif (
-        isinstance(own_value, list)
-        and isinstance(triton_value, list)
-        and len(own_value) == len(triton_value)
-    ):
-        for index, pair in enumerate(zip(own_value, triton_value, strict=True)):
+    elif isinstance(own, list) and isinstance(peer, list) and len(own) == len(peer):
+        for index, pair in enumerate(zip(own, peer, strict=True)):
             yield from _compare_values(f"{path}.{index}", *pair)
-    elif own_value != triton_value:
-        yield Difference(path, own_value, triton_value)
+    elif own != peer:
+        yield Difference(path, own, peer)

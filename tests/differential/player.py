@@ -56,9 +56,7 @@ class Player:
             for call in self._calls.values():
                 call.close()
         self._record.responses = self._outcomes()
-        self._record.statistics = {
-            name: self._caller.statistics(name) for name in sorted(self._names)
-        }
+        self._record.statistics = {n: self._caller.statistics(n) for n in sorted(self._names)}
         if self._script.unordered:
             self._record.batches.sort(key=str)
         return self._record
@@ -119,18 +117,14 @@ class Player:
     def _settle(self, step: str) -> None:
         """Wait until each request waits, executes or is done, and that lasts."""
         end = time.monotonic() + (_SETTLED_S if step else 3 * _STEADY_LOOKS * _LOOK_S)
-        previous_state, steady_looks = (-1, -1, -1), 0
-        while steady_looks < _STEADY_LOOKS:
+        previous, steady = (-1, -1, -1), 0
+        while steady < _STEADY_LOOKS:
             self._look()
             answered_count = sum(call.is_done for call in self._calls.values())
             held_labels = {label for visit in self._held for label in _labels(visit)}
             state = (self._pending(), len(held_labels), answered_count)
-            steady_looks = (
-                steady_looks + 1
-                if state == previous_state and sum(state) == len(self._calls)
-                else 0
-            )
-            previous_state = state
+            steady = steady + 1 if state == previous and sum(state) == len(self._calls) else 0
+            previous = state
             if time.monotonic() > end:
                 self._record.unsettled += [step] * bool(step)
                 return

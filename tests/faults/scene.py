@@ -71,26 +71,24 @@ class State:
         )
 
     def differences(self, later_state: State, more_memory: int) -> list[str]:
-        observations = []
+        found = []
         if later_state.titles != without_short_lived(self.titles):
-            observations.append(f"processes: {dict(self.titles)} became {dict(later_state.titles)}")
+            found.append(f"processes: {dict(self.titles)} became {dict(later_state.titles)}")
         for title, count in later_state.descriptors.items():
             previous = self.descriptors.get(title, 0)
             if count > previous + _MORE_DESCRIPTORS:
-                observations.append(f"descriptors of {title}: {previous} became {count}")
+                found.append(f"descriptors of {title}: {previous} became {count}")
         if later_state.sockets > self.sockets + _MORE_DESCRIPTORS:
-            observations.append(f"unix sockets: {self.sockets} became {later_state.sockets}")
-        total, now_total = sum(self.resident.values()), sum(later_state.resident.values())
-        if now_total > total + _MORE_MEMORY + more_memory:
+            found.append(f"unix sockets: {self.sockets} became {later_state.sockets}")
+        total, now = sum(self.resident.values()), sum(later_state.resident.values())
+        if now > total + _MORE_MEMORY + more_memory:
             grown = [
                 f"{title} {previous >> 20} -> {size >> 20}"
                 for title, size in later_state.resident.items()
                 if size > (previous := self.resident.get(title, 0)) + _WORTH_A_WORD
             ]
-            observations.append(
-                f"memory: {total >> 20} MiB became {now_total >> 20} MiB ({', '.join(grown)})"
-            )
-        return observations
+            found.append(f"memory: {total >> 20} MiB became {now >> 20} MiB ({', '.join(grown)})")
+        return found
 
 
 @dataclass
@@ -154,7 +152,5 @@ def assert_is_as_it_was(server: Server, state_before: State, more_memory: int) -
 
 def assert_recovers(stage: Scene, fault_time: float, within_s: float = RECOVERY_S) -> None:
     """Check that each client soon has a correct response to a request sent after `fault_time`."""
-    recovery_s = stage.load.wait_answered(
-        fault_time, max(0.01, fault_time + within_s - time.monotonic())
-    )
-    assert recovery_s <= within_s, f"took {recovery_s:.2f} s"
+    late = stage.load.wait_answered(fault_time, max(0.01, fault_time + within_s - time.monotonic()))
+    assert late <= within_s, f"took {late:.2f} s"

@@ -127,35 +127,29 @@ def test_hang_up_ends_a_server_whose_terminal_is_closed(serve: Callable[..., Ser
 
 def test_a_run_directory_that_a_killed_server_left(serve: Callable[..., Server]) -> None:
     """The next server starts in the same directory and on the same ports."""
-    first_server = serve("--gateways=2")
-    members = first_server.tree()
+    first = serve("--gateways=2")
+    members = first.tree()
     kill_together(members)
     psutil.wait_procs(members, timeout=5)
-    first_server.process.wait()
+    first.process.wait()
     leftovers = (
-        sorted(path.name for path in first_server.run_dir.iterdir())
-        if first_server.run_dir.exists()
-        else []
+        sorted(path.name for path in first.run_dir.iterdir()) if first.run_dir.exists() else []
     )
-    second_server = serve(
-        run_dir=first_server.run_dir, ports=(first_server.http_port, first_server.metrics_port)
-    )
-    with Load(second_server) as load:
+    second = serve(run_dir=first.run_dir, ports=(first.http_port, first.metrics_port))
+    with Load(second) as load:
         pass
     assert load.troubles() == []
-    second_server.stop()
-    assert not first_server.run_dir.exists(), leftovers
+    second.stop()
+    assert not first.run_dir.exists(), leftovers
 
 
 def test_restart_at_once_after_a_kill(serve: Callable[..., Server]) -> None:
     """The new server waits for the exit of the killed one's children (a race: three times)."""
-    first_server = latest_server = serve()
+    first = latest = serve()
     for _ in range(3):
-        latest_server.kill()
-        latest_server = serve(
-            run_dir=first_server.run_dir, ports=(first_server.http_port, first_server.metrics_port)
-        )
-        with Load(latest_server, simple=1, memory=0) as load:
+        latest.kill()
+        latest = serve(run_dir=first.run_dir, ports=(first.http_port, first.metrics_port))
+        with Load(latest, simple=1, memory=0) as load:
             pass
         assert load.troubles() == []
 

@@ -21,7 +21,7 @@ from tests.support.wire.raw_http import Reply, binary_request
 ELEMENT_COUNT = 50_000
 SLOWLY_READ = 8_000_000  # number of elements of a response that exceeds the socket buffers
 ADD_ONE = 'return self.response(Y=self.input(request, "X") + 1)'
-INITIALIZE_METHOD = """\
+INITIALIZE = """\
     def initialize(self, args):
         import fcntl
         with open(os.environ["GO"]) as go:
@@ -44,11 +44,9 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     repository = tmp_path_factory.mktemp("ensembles") / "models"
     add_model(repository, "first", ADD_ONE)
     code = repository / "first" / "1" / "model.py"
-    _, separator, code_after = code.read_text().partition("    def initialize(")
+    _, separator, rest = code.read_text().partition("    def initialize(")
     code.write_text(
-        code.read_text().replace(
-            separator + code_after.partition("execute(")[0], INITIALIZE_METHOD, 1
-        )
+        code.read_text().replace(separator + rest.partition("execute(")[0], INITIALIZE, 1)
     )
     fixed = [tensor("X", dims=[ELEMENT_COUNT])], [tensor("Y", dims=[ELEMENT_COUNT])]
     add_model(repository, "second", ADD_ONE, *fixed)
@@ -161,12 +159,12 @@ def test_a_slow_reader_gets_its_output_after_the_ensemble_died(
         return binary_request([tensor], outputs=requested_outputs)
 
     with (
-        contextlib.closing(http.client.HTTPConnection(server.url)) as slow_connection,
+        contextlib.closing(http.client.HTTPConnection(server.url)) as slow,
         server.http() as other_http,
     ):
-        slow_connection.request("POST", "/v2/models/last/infer", *slow_request(1))
+        slow.request("POST", "/v2/models/last/infer", *slow_request(1))
         # The body is too large for the socket and waits for its reader.
-        response = slow_connection.getresponse()
+        response = slow.getresponse()
         old_process = server.find_one("ensemble last")
         old_process.kill()
         wait_replaced(server, old_process, "ensemble last", 5.0)

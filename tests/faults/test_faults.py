@@ -246,10 +246,10 @@ def assert_text_is_for_clients(text: str, server: Server) -> None:
 # --- clients that misbehave ---
 
 
-def infer_head(model: str, length: int, *lines: str) -> bytes:
-    request_line = f"POST /v2/models/{model}/infer HTTP/1.1"
+def infer_head(model: str, size: int, *lines: str) -> bytes:
+    start = f"POST /v2/models/{model}/infer HTTP/1.1"
     return "\r\n".join(
-        (request_line, "Host: localhost", f"Content-Length: {length}", *lines, "", "")
+        (start, "Host: localhost", f"Content-Length: {size}", *lines, "", "")
     ).encode()
 
 
@@ -367,17 +367,15 @@ def give_pages_back(stage: Scene) -> None:
 
 def unlink_while_used(stage: Scene) -> None:
     """Unlink a region in use; the registered object remains usable, also for new workers."""
-    with SharedObject(2 * NUMBERS.nbytes) as shared_object:
-        shared_object.write(NUMBERS)
-        stage.http.register("gone", shared_object.key, 2 * NUMBERS.nbytes).ok()
-        shared_object.path.unlink()
-        for increment in range(2):
-            shared_object.write(NUMBERS + increment)
+    with SharedObject(2 * NUMBERS.nbytes) as region:
+        region.write(NUMBERS)
+        stage.http.register("gone", region.key, 2 * NUMBERS.nbytes).ok()
+        region.path.unlink()
+        for more in range(2):
+            region.write(NUMBERS + more)
             stage.http.infer("identity", region_request("gone", NUMBERS.nbytes)).ok()
-            assert (
-                shared_object.read(np.float32, len(NUMBERS), NUMBERS.nbytes) == NUMBERS + increment
-            ).all()
-            if not increment:
+            assert (region.read(np.float32, len(NUMBERS), NUMBERS.nbytes) == NUMBERS + more).all()
+            if not more:
                 kill("worker identity.0")(stage)
         stage.http.unregister("gone").ok()
 

@@ -107,11 +107,9 @@ def test_an_instance_that_dies_while_another_loads(server: Server, pool: Request
     """The instance restarts, and the load succeeds with both instances."""
     pending = change(pool, "twin")
     first_visit, second_visit = server.gate.next(), server.gate.next()
-    attached_before = count_attached(server)
+    before = count_attached(server)
     first_visit.release()
-    until(
-        "the first offers itself to its scheduler", lambda: count_attached(server) > attached_before
-    )
+    until("the first offers itself to its scheduler", lambda: count_attached(server) > before)
     state(server, "twin")  # the supervisor has received the worker's registration, too
     os.kill(first_visit.pid, signal.SIGKILL)
     server.gate.next().release()
@@ -120,32 +118,6 @@ def test_an_instance_that_dies_while_another_loads(server: Server, pool: Request
     assert server.answers("/v2/models/twin/ready")
     until("both are there", lambda: len(server.find("worker twin")) == 2)
     change(pool, "twin", "unload").result().ok()
-
-
-@pytest.mark.parametrize("served", [False, True])
-def test_an_unload_waits_for_the_load_that_runs(
-    server: Server, pool: RequestPool, served: bool
-) -> None:
-    """The load succeeds, and then the model is unloaded."""
-    if served:
-        first_load = change(pool, "slow")
-        server.gate.next().release()
-        first_load.result().ok()
-    pending = change(pool, "slow")
-    loading = server.gate.next()
-    unload = change(pool, "slow", "unload")
-    for _ in range(5):
-        assert state(server, "slow") == ("READY" if served else "LOADING")
-    assert not unload.done()
-    loading.release()
-    pending.result().ok()
-    unload.result().ok()
-    assert not server.find("worker slow")
-    until("its scheduler has ended", lambda: state(server, "slow") == "UNAVAILABLE")
-    second_load = change(pool, "slow")
-    server.gate.next().release()
-    second_load.result().ok()
-    change(pool, "slow", "unload").result().ok()
 
 
 def test_a_load_while_the_last_generation_drains(server: Server, pool: RequestPool) -> None:

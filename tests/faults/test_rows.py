@@ -70,18 +70,12 @@ class Stage:
     def replaced(self, title: str) -> None:
         victim = self.server.find_one(title)
         victim.kill()
-        until(
-            f"{title} runs again",
-            lambda: any(process.pid != victim.pid for process in self.server.find(title)),
-        )
+        until(f"{title} runs", lambda: any(p.pid != victim.pid for p in self.server.find(title)))
         self.server.wait_ready()
 
 
 def wait_regions(stage: Stage, names: list[str]) -> None:
-    until(
-        f"the regions are {names}",
-        lambda: [region["name"] for region in stage.http.regions().json()] == names,
-    )
+    until(f"they are {names}", lambda: [r["name"] for r in stage.http.regions().json()] == names)
 
 
 def client_dies_and_leaves_a_region(stage: Stage) -> None:
@@ -161,9 +155,7 @@ shared_memory.SharedMemory(sys.argv[1]).close()
 def somebody_attaches_and_unlinks(stage: Stage) -> None:
     """Attach with Python before 3.13, which unlinks an object when the attached program exits."""
     with stage.region("r") as region:
-        subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", ATTACH_SCRIPT, region.name], check=True
-        )
+        subprocess.run([sys.executable, "-Wignore", "-c", ATTACH_SCRIPT, region.name], check=True)
         with contextlib.suppress(FileNotFoundError):
             region.path.unlink()
         assert stage.infer_in_region("r") == 200

@@ -83,10 +83,7 @@ class CalledModels:
             while not self._stop.is_set():
                 sequence += 1
                 try:
-                    sums = [
-                        add(client, sequence, index + 1, index == 0, index == 3)
-                        for index in range(4)
-                    ]
+                    sums = [add(client, sequence, i + 1, i == 0, i == 3) for i in range(4)]
                 except ShmserveError as error:
                     self.lost_count += 1
                     if "is lost with it" not in str(error) and "was lost when" not in str(error):
@@ -100,12 +97,10 @@ class CalledModels:
 @pytest.fixture
 def client(server: Server) -> Iterator[shmserve.client.Server]:
     """Yield a client, and check afterwards that no sequences are left."""
-    state_before = State.of(server)
+    before = State.of(server)
     with shmserve.client.connect(server.run_dir) as native_client:
         yield native_client
-    until(
-        "all is as it was", lambda: not state_before.differences(State.of(server), MEMORY_TOLERANCE)
-    )
+    until("all is as it was", lambda: not before.differences(State.of(server), MEMORY_TOLERANCE))
     until("nothing is pending", lambda: server.metric("nv_inference_pending_request_count") == 0)
 
 
@@ -159,14 +154,12 @@ def test_a_scheduler_dies(server: Server, client: shmserve.client.Server) -> Non
 def test_a_client_ends_no_sequence(server: Server, client: shmserve.client.Server) -> None:
     """A limited number waits. Sequences in slots continue, and other clients take turns."""
     assert add(client, 1, 1, start=True) == 1
-    arrays = {"INPUT0": np.zeros((1, 1), np.int32)}
+    x = {"INPUT0": np.zeros((1, 1), np.int32)}
     with shmserve.client.connect(server.run_dir) as greedy:
         futures: list[Future[Result]] = []
         total = 1
         for sequence in range(SEQUENCE_COUNT):
-            futures.append(
-                greedy.infer_async("summing", arrays, sequence=10_000 + sequence, start=True)
-            )
+            futures.append(greedy.infer_async("summing", x, sequence=10_000 + sequence, start=True))
             if sequence % 1000 == 0:
                 total += 1
                 assert add(client, 1, 1) == total
@@ -187,17 +180,15 @@ def test_a_client_ends_no_sequence(server: Server, client: shmserve.client.Serve
 def test_a_stream_ends_no_sequence(server: Server, client: shmserve.client.Server) -> None:
     """Connections of a gateway take turns, too: each waits only for its own sequences."""
     results: queue.Queue[Any] = queue.Queue()
-    tensor = grpc.InferInput("INPUT0", [1, 1], "INT32")
-    tensor.set_data_from_numpy(np.zeros((1, 1), np.int32))
+    x = grpc.InferInput("INPUT0", [1, 1], "INT32")
+    x.set_data_from_numpy(np.zeros((1, 1), np.int32))
     with (
         grpc.InferenceServerClient(server.grpc_url) as greedy,
         http.InferenceServerClient(server.url.removeprefix("http://")) as other_client,
     ):
         greedy.start_stream(lambda result, error: results.put(error))
         for sequence in range(1, STREAMED_COUNT):
-            greedy.async_stream_infer(
-                "summing", [tensor], sequence_id=sequence, sequence_start=True
-            )
+            greedy.async_stream_infer("summing", [x], sequence_id=sequence, sequence_start=True)
         for _ in range(4):  # the sequences that received slots
             assert results.get(timeout=30) is None
         began_at = time.monotonic()
@@ -216,18 +207,18 @@ def test_a_stream_ends_no_sequence(server: Server, client: shmserve.client.Serve
 def test_two_clients_share_an_id(server: Server, client: shmserve.client.Server) -> None:
     """Both clients use the same sequence, as in Triton."""
     with (
-        shmserve.client.connect(server.run_dir) as other_client,
-        CalledModels(server) as called_models,
+        shmserve.client.connect(server.run_dir) as other,
+        CalledModels(server) as models,
     ):
         assert add(client, 5, 1, start=True) == 1
-        assert [add(other_client, 5, 10), add(client, 5, 100), add(other_client, 5, 1000)] == [
+        assert [add(other, 5, 10), add(client, 5, 100), add(other, 5, 1000)] == [
             11,
             111,
             1111,
         ]
         # A START from either client restarts the sequence for both clients.
-        assert [add(other_client, 5, 7, start=True), add(client, 5, 1)] == [7, 8]
+        assert [add(other, 5, 7, start=True), add(client, 5, 1)] == [7, 8]
         assert add(client, 5, 1, end=True) == 9
         with pytest.raises(ShmserveError, match="must specify the START flag"):
-            add(other_client, 5, 1)
-    assert not called_models.wrong_responses and not called_models.lost_count
+            add(other, 5, 1)
+    assert not models.wrong_responses and not models.lost_count

@@ -9,16 +9,14 @@ from pathlib import Path
 _MAX_INPUT_LENGTH = 200
 
 
-def search(
-    target: Callable[[bytes], object], corpus: list[bytes], seconds: float, seed: int
-) -> int:
+def search(target: Callable[[bytes], object], seeds: list[bytes], seconds: float, seed: int) -> int:
     """Try inputs until the time is over, and return their number.
 
     An input that breaks the target is stored as crash-SEED-NUMBER in the current folder, and the
     error is raised.
     """
     end = time.monotonic() + seconds
-    for count, data in enumerate(_inputs(corpus, random.Random(seed))):
+    for count, data in enumerate(_inputs(seeds, random.Random(seed))):
         try:
             target(data)
         except BaseException:

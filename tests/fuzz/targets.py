@@ -173,14 +173,12 @@ def _same_with_other_numbers(body: bytes) -> None:
     wire = parse_request(loads(body), 0, "m", _LIMIT)
     if not is_worth_caching(cache, fingerprint) and is_worth_caching(cache, fingerprint):
         store_template(cache, fingerprint, wire, _Inline())  # type: ignore[arg-type]
-    changed_body = body.translate(_OTHER_DIGITS)
-    filled_template: Any = fill_known_template(
-        cache, Fingerprint(changed_body, 0), changed_body, len(changed_body)
-    )
-    if filled_template is not None:
-        wire = parse_request(loads(changed_body), 0, "m", _LIMIT)
+    changed = body.translate(_OTHER_DIGITS)
+    filled: Any = fill_known_template(cache, Fingerprint(changed, 0), changed, len(changed))
+    if filled is not None:
+        wire = parse_request(loads(changed), 0, "m", _LIMIT)
         inline = [tensor for tensor in wire.inputs if tensor.data is not None]
-        assert filled_template == b"".join(map(tensor_bytes, inline))
+        assert filled == b"".join(map(tensor_bytes, inline))
 
 
 _OTHER_DIGITS = bytes.maketrans(b"123456789", b"219876543")

@@ -30,19 +30,13 @@ _MIN_OCCURRENCES = 10  # texts with fewer occurrences in both samples are counte
 _NO_FILTERS = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
 
 
-def sample_here(
-    path: Path, rig: Path, settings: dict[str, Any], texts: int, seed: int
-) -> list[Any]:
+def sample_here(path: Path, rig: Path, fields: dict[str, Any], texts: int, seed: int) -> list[Any]:
     engine = {"kv_cache_blocks": 4 * _SAMPLE_COUNT}
     p_values: list[Any] = []
     with llm_rig(rig, path, engine) as scheduler:
         for key in range(1, -(-texts // _SAMPLE_COUNT) + 1):
-            request: dict[str, Any] = {
-                "input_ids": PROMPT,
-                "max_tokens": LENGTH,
-                "ignore_eos": True,
-            }
-            scheduler.add(key, **request, **settings, n=_SAMPLE_COUNT, seed=seed + key)
+            request: Any = {"input_ids": PROMPT, "max_tokens": LENGTH, "ignore_eos": True}
+            scheduler.add(key, **request, **fields, n=_SAMPLE_COUNT, seed=seed + key)
             scheduler.run()
             tokens = scheduler.tokens(key)
             p_values += zip(*[iter(tokens)] * LENGTH, strict=True)
@@ -56,10 +50,10 @@ def sample_with_transformers(
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     ids = torch.tensor([PROMPT])
-    options = {**_NO_FILTERS, **settings, "max_new_tokens": LENGTH, "num_return_sequences": texts}
+    fields = {**_NO_FILTERS, **settings, "max_new_tokens": LENGTH, "num_return_sequences": texts}
     with torch.inference_mode():
         rows = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, pad_token_id=0, **options
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, pad_token_id=0, **fields
         )
     return list(map(tuple, rows[:, len(PROMPT) :].tolist()))
 

@@ -126,10 +126,10 @@ def requests() -> list[PlannedRequest]:
     prompt_beginnings = [draw.choices(_TOKENS, k=_MAX_PROMPT_TOKENS) for _ in range(4)]
     requests: list[PlannedRequest] = []
     for _ in range(_REQUEST_COUNT):
-        begin = draw.choice(prompt_beginnings)[: draw.choice((0, 16, 32, 40))]
+        head = draw.choice(prompt_beginnings)[: draw.choice((0, 16, 32, 40))]
         prompt = [
-            *begin,
-            *draw.choices(_TOKENS, k=draw.randint(1, _MAX_PROMPT_TOKENS - len(begin))),
+            *head,
+            *draw.choices(_TOKENS, k=draw.randint(1, _MAX_PROMPT_TOKENS - len(head))),
         ]
         max_tokens = draw.randint(1, _MAX_NEW_TOKENS)
         requests.append(PlannedRequest(tuple(prompt), max_tokens, draw.choice((1, 1, 1, 2, 4))))
@@ -138,18 +138,18 @@ def requests() -> list[PlannedRequest]:
 
 @functools.cache
 def run_alone(
-    family: str, request: PlannedRequest
+    family: str, planned: PlannedRequest
 ) -> tuple[Bits, dict[int, tuple[list[int], str]]]:
     """Return the logits and tokens of each sample of a request that runs alone."""
     bits: Bits = {}
     ended_samples: dict[int, tuple[list[int], str]] = {}
-    for sample in range(request.samples):
+    for sample in range(planned.samples):
         rig = ModelRig(model(family), EngineSettings(block_size=1, kv_cache_blocks=128))
-        if request.samples > 1 and len(request.prompt) > 1:
+        if planned.samples > 1 and len(planned.prompt) > 1:
             # Each sample computes the last token itself, after the shared prefix.
-            rig.submit(request.prompt[:-1], 1)
+            rig.submit(planned.prompt[:-1], 1)
             rig.drain()
-        generation = rig.submit(request.prompt, request.max_tokens, {sample: _NO_TOKENS}, samples=1)
+        generation = rig.submit(planned.prompt, planned.max_tokens, {sample: _NO_TOKENS}, samples=1)
         rig.drain()
         assert generation is not None
         bits |= rig.bits[generation.key]
@@ -222,8 +222,8 @@ class Schedule:
             )
         self.counts["logits"] += len(recorded_bits)
         for sample, text in texts.items():
-            ended_sample = self._rig.ended.get((key, sample))
-            assert ended_sample == text or (cancelled and ended_sample is None), (
+            ended = self._rig.ended.get((key, sample))
+            assert ended == text or (cancelled and ended is None), (
                 self._family,
                 request,
                 sample,

@@ -81,10 +81,8 @@ def problem(value: Any, schema: dict[str, Any]) -> str:
         problems = [problem(value, option) for option in schema["anyOf"]]
         return "" if "" in problems else f"{value!r} is none of {schema['anyOf']}"
     if "enum" in schema:
-        is_listed = any(
-            type(value) is type(option) and value == option for option in schema["enum"]
-        )
-        return "" if is_listed else f"{value!r} is not in {schema['enum']}"
+        listed = any(type(value) is type(option) and value == option for option in schema["enum"])
+        return "" if listed else f"{value!r} is not in {schema['enum']}"
     if type(value) not in _TYPES[schema["type"]]:
         return f"{value!r} is no {schema['type']}"
     return _CHECKS.get(schema["type"], lambda *_: "")(value, schema)

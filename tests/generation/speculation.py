@@ -38,12 +38,10 @@ def chain(seed: int) -> torch.Tensor:
     return torch.randn(SYMBOLS, SYMBOLS, generator=torch.Generator().manual_seed(seed)) * 1.5
 
 
-def rows(
-    texts: list[list[int]], parameters: GenerationParameters, seeds: range
-) -> list[SampledRow]:
+def rows(texts: list[list[int]], options: GenerationParameters, seeds: range) -> list[SampledRow]:
     """Return a row for each text; all texts begin with token 0 and have seeds of their own."""
     return [
-        SampledRow(replace(parameters, seed=seed), 0, [0, *text], 1, ())
+        SampledRow(replace(options, seed=seed), 0, [0, *text], 1, ())
         for seed, text in zip(seeds, texts, strict=True)
     ]
 
@@ -88,13 +86,13 @@ def chance(settings: dict[str, Any], texts: int, first_seed: int = 0) -> float:
     }
     assert all(joint[text] for text in counts)
     frequent_texts = [text for text, probability in joint.items() if probability * texts >= 8]
-    observed = [counts[text] for text in frequent_texts]
+    found = [counts[text] for text in frequent_texts]
     expected = [joint[text] * texts for text in frequent_texts]
-    observed, expected = (
-        [*observed, texts - sum(observed) + 1],
+    found, expected = (
+        [*found, texts - sum(found) + 1],
         [*expected, texts - sum(expected) + 1],
     )
-    return float(chisquare(observed, expected, sum_check=False).pvalue)
+    return float(chisquare(found, expected, sum_check=False).pvalue)
 
 
 def run(size: int, first_seed: int = 0) -> str:
@@ -102,7 +100,5 @@ def run(size: int, first_seed: int = 0) -> str:
     p_values = {str(settings): chance(settings, size, first_seed) for settings in SETTINGS}
     for settings, figures in p_values.items():
         assert figures > MIN_P_VALUE, f"{settings}: p = {figures:g}"
-    summary = ", ".join(f"{settings} {figures:.3f}" for settings, figures in p_values.items())
-    return (
-        f"{size} texts at each of {len(SETTINGS)} settings are distributed as without: p {summary}"
-    )
+    text = ", ".join(f"{settings} {figures:.3f}" for settings, figures in p_values.items())
+    return f"{size} texts at each of {len(SETTINGS)} settings are distributed as without: p {text}"

@@ -44,31 +44,25 @@ def perplexity(path: Path, weights: str, tokens: list[int]) -> float:
 
 def check_greedy(path: Path, rig: Path, tokens: list[int]) -> None:
     """Check that greedy continuations equal those of transformers. Raises AssertionError."""
-    prompt_starts = [random.Random(7).randrange(len(tokens) - 100) for _ in range(_PROMPTS)]
-    prompts = {
-        key: tokens[begin : begin + 5 + 9 * key] for key, begin in enumerate(prompt_starts, 1)
-    }
+    starts = [random.Random(7).randrange(len(tokens) - 100) for _ in range(_PROMPTS)]
+    prompts = {key: tokens[begin : begin + 5 + 9 * key] for key, begin in enumerate(starts, 1)}
     reference: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     shuffle = random.Random(5)
     with llm_rig(rig, path, {"kv_cache_blocks": 512}, chunk=16, shuffle=shuffle) as scheduler:
-        for key, prompt in prompts.items():
+        for key, text in prompts.items():
             scheduler.add(
-                key, input_ids=prompt, temperature=0, max_tokens=_MAX_TOKENS, ignore_eos=True
+                key, input_ids=text, temperature=0, max_tokens=_MAX_TOKENS, ignore_eos=True
             )
             scheduler.step()
             scheduler.swap(next(iter(scheduler.running.values())))
         scheduler.run()
         generated = {key: scheduler.tokens(key) for key in prompts}
-    for key, prompt in prompts.items():
+    for key, text in prompts.items():
         with torch.inference_mode():
-            logits = reference(torch.tensor([prompt + generated[key]])).logits[
-                0, len(prompt) - 1 : -1
-            ]
-        best_logits = logits.amax(-1)
-        chosen_logits = logits.gather(1, torch.tensor(generated[key]).unsqueeze(1)).squeeze(1)
-        assert bool((best_logits - chosen_logits < _TOLERANCE).all()), (
-            f"a greedy text differs behind {prompt}"
-        )
+            scores = reference(torch.tensor([text + generated[key]])).logits[0, len(text) - 1 : -1]
+        best = scores.amax(-1)
+        chosen = scores.gather(1, torch.tensor(generated[key]).unsqueeze(1)).squeeze(1)
+        assert bool((best - chosen < _TOLERANCE).all()), f"a greedy text differs behind {text}"
 
 
 def run(size: int, first_token: int = 0) -> str:

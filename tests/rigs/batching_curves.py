@@ -196,9 +196,7 @@ class Compared:
 
 def compare(curve: Curve, load: Load, seed: int, target_ms: float = 0.0) -> Compared:
     """Run both batchers; the default target is 1.15 times the best latency of a fixed batcher."""
-    fixed = [
-        outcome(load.run_fixed(size, delay, curve, seed)) for size in SIZES for delay in DELAYS_MS
-    ]
+    fixed = [outcome(load.run_fixed(n, delay, curve, seed)) for n in SIZES for delay in DELAYS_MS]
     if not target_ms:
         factor = random.Random(seed).choice([1.15, 1.3, 1.6, 2.0, 3.0])
         target_ms = factor * min(result.p99_ms for result in fixed)

@@ -41,13 +41,8 @@ class Run:
 
     def percentile_ms(self, percent: float) -> float:
         """Return a percentile of the latencies after the first tenth, for learning."""
-        steady_latencies = sorted(self.latencies[len(self.latencies) // 10 :])
-        return (
-            steady_latencies[
-                min(len(steady_latencies) - 1, int(len(steady_latencies) * percent / 100))
-            ]
-            / MS
-        )
+        steady = sorted(self.latencies[len(self.latencies) // 10 :])
+        return steady[min(len(steady) - 1, int(len(steady) * percent / 100))] / MS
 
 
 class Arriving:
@@ -163,29 +158,25 @@ class Simulation:
         began_ns, batch = started_batch
         self._free += 1
         self._waiting_count -= len(batch)
-        latencies = [self._now - item.enqueued_ns for item in batch]
-        self._run.latencies += latencies
+        delays = [self._now - item.enqueued_ns for item in batch]
+        self._run.latencies += delays
         duration_ns = self._now - began_ns
-        self._batcher.record_batch(
-            self._now, self._waiting_count, len(batch), duration_ns, latencies
-        )
+        self._batcher.record_batch(self._now, self._waiting_count, len(batch), duration_ns, delays)
         if self._think is not None:
             for _ in batch[: self._to_come]:
                 self._at(self._now + self._think(), self._arrive)
             self._to_come -= len(batch[: self._to_come])
 
 
-def fixed_run(
-    size: int, delay_ns: int, time_ns: Callable[[int, int], float], arrivals: Arriving
-) -> Run:
+def fixed_run(size: int, wait_ns: int, time_ns: Callable[[int, int], float], load: Arriving) -> Run:
     """Return quickly what a `Simulation` of this `DynamicBatcher` with one instance returns."""
     run, free_ns = Run(), 0
     waiting: deque[int] = deque()
-    due = arrivals.due
+    due = load.due
     while due or waiting:
         if not waiting:
             waiting.append(heapq.heappop(due))
-        start_ns, flush_ns = max(free_ns, waiting[0]), waiting[0] + delay_ns
+        start_ns, flush_ns = max(free_ns, waiting[0]), waiting[0] + wait_ns
         while due and len(waiting) < size and due[0] <= max(start_ns, flush_ns):
             waiting.append(heapq.heappop(due))
         start_ns = max(start_ns, flush_ns if len(waiting) < size else waiting[size - 1])
@@ -196,7 +187,7 @@ def fixed_run(
         run.sizes.append(count)
         for _ in range(count):
             run.latencies.append(free_ns - waiting.popleft())
-        arrivals.responses_returned(free_ns, count)
+        load.responses_returned(free_ns, count)
     run.ended_ns = free_ns
     return run
 

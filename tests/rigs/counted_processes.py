@@ -133,19 +133,17 @@ class Case:
     def call(self, step: int, request: int) -> bytes:
         """Return the same request over gRPC, as the first call of its connection or a later one."""
         reply = self.http(step, request)
-        infer_request = pb.ModelInferRequest(model_name=self.model)
+        built = pb.ModelInferRequest(model_name=self.model)
         for tensor in reply["inputs"]:
             tensor_fields = {key: tensor[key] for key in ("name", "datatype", "shape")}
-            _place(infer_request.inputs.add(**tensor_fields), tensor)
+            _place(built.inputs.add(**tensor_fields), tensor)
             if "data" in tensor:
-                infer_request.raw_input_contents.append(
-                    np.array(tensor["data"], np.int32).tobytes()
-                )
+                built.raw_input_contents.append(np.array(tensor["data"], np.int32).tobytes())
         for tensor in reply.get("outputs", ()):
-            _place(infer_request.outputs.add(name=tensor["name"]), tensor)
+            _place(built.outputs.add(name=tensor["name"]), tensor)
         preface = b"" if step else CLIENT_OPENING + http2.frame(http2.SETTINGS, http2.ACK, 0)
         head = http2.post(f"{http2.SERVICE}ModelInfer")
-        body = http2.message(infer_request.SerializeToString())
+        body = http2.message(built.SerializeToString())
         stream = 2 * step + 1
         return (
             preface
@@ -195,12 +193,12 @@ def region_case(region: worker_rig.Region) -> Case:
 
     def http(step: int, request: int) -> dict[str, Any]:
         def tensor(name: str, index: int, **fields: Any) -> dict[str, Any]:
-            region_parameters = {
+            parameters = {
                 "shared_memory_region": _REGION,
                 "shared_memory_byte_size": _REGION_BYTES,
             }
-            region_parameters["shared_memory_offset"] = index * _REGION_BYTES
-            return {"name": name, **fields, "parameters": region_parameters}
+            parameters["shared_memory_offset"] = index * _REGION_BYTES
+            return {"name": name, **fields, "parameters": parameters}
 
         input_tensor = tensor("INPUT0", 2 * request, datatype="FP32", shape=shape)
         return {"inputs": [input_tensor], "outputs": [tensor("OUTPUT0", 2 * request + 1)]}
@@ -227,9 +225,7 @@ def text() -> Case:
         return {"model": "text", "prompt": f"text {step}", "max_tokens": 4, "temperature": 0}
 
     def response(request: Inference) -> Inferred:
-        named_arrays = {
-            output.name: np.array([values[output.name]], object) for output in request.outputs
-        }
+        named_arrays = {o.name: np.array([values[o.name]], object) for o in request.outputs}
         return Inferred(tuple(worker_rig.tensor(*item) for item in named_arrays.items()))
 
     inputs, outputs = (
@@ -258,19 +254,16 @@ def worker(folder: Path, case: Case) -> Calls:
         numbers = itertools.count(1)
         for step in range(_WARM_UPS + 1):
             for first_index in range(0, BATCH, case.batch):
-                request_indices = range(first_index, first_index + case.batch)
-                batch_work = [
-                    m.Work(index + 1, 4242, *case.works(step, index), "")
-                    for index in request_indices
-                ]
-                rig.scheduler.post(rig._peer, m.Execute(next(numbers), batch_work))
+                indices = range(first_index, first_index + case.batch)
+                work = [m.Work(index + 1, 4242, *case.works(step, index), "") for index in indices]
+                rig.scheduler.post(rig._peer, m.Execute(next(numbers), work))
                 rig.scheduler.flush()
                 with calls if step == _WARM_UPS else MagicMock():
                     link.receive()
                     rig.instance.serve_commands()
-                (batch_finished,) = rig.sent()
-                assert isinstance(batch_finished, m.BatchFinished) and not any(
-                    r.code for r in batch_finished.replies
+                (finished,) = rig.sent()
+                assert isinstance(finished, m.BatchFinished) and not any(
+                    r.code for r in finished.replies
                 )
         backend.unload()
     torch.set_warn_always(False)
@@ -419,22 +412,20 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
     connections: list[tuple[Any, _Transport]] = [
         (server(), _Transport(socket_pair[0])) for _ in range(BATCH)
     ]
-    for connection, transport in connections:
-        connection.connection_made(transport)
+    for link, transport in connections:
+        link.connection_made(transport)
     await asyncio.sleep(0)
     for step in range(_WARM_UPS + 1):
         counting = calls if step == _WARM_UPS else MagicMock()
         requests = [request(step, index) for index in range(BATCH)]
         sizes = list(map(len, requests))
         with counting:
-            for (connection, _), request_bytes, size in zip(
-                connections, requests, sizes, strict=True
-            ):
+            for (link, _), text, size in zip(connections, requests, sizes, strict=True):
                 if grpc:
-                    connection.get_buffer(-1)[:size] = request_bytes
-                    connection.buffer_updated(size)
+                    link.get_buffer(-1)[:size] = text
+                    link.buffer_updated(size)
                 else:
-                    connection.data_received(request_bytes)
+                    link.data_received(text)
             for _ in range(3):
                 await _loop_turn()
         submits = list(schedulers.receive())
@@ -452,8 +443,8 @@ async def _gateway(run_dir: Path, case: Case, region: worker_rig.Region, grpc: b
             response = transport.written[-1]
             assert b"grpc-status\x010" in response or response.startswith(b"HTTP/1.1 200")
             transport.written.clear()
-    for connection, _ in connections:
-        connection.connection_lost(None)
+    for link, _ in connections:
+        link.connection_lost(None)
     for end in socket_pair:
         end.close()
     links.close()

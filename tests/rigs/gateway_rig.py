@@ -191,16 +191,14 @@ class Rig:
     def _take(self, peer: bytes, message: Any) -> None:
         self._peer = peer
         self.received.append(message)
-        number = getattr(message, "id", None)
-        if number is None:
+        n = getattr(message, "id", None)
+        if n is None:
             return
         refusal = self.refusals.get(type(message))
         if refusal is not None:
-            self._supervisor_thread.router.post(peer, Refused(number, *refusal))
+            self._supervisor_thread.router.post(peer, Refused(n, *refusal))
         elif type(message) in self.payloads:
-            self._supervisor_thread.router.post(
-                peer, Answered(number, self.payloads[type(message)])
-            )
+            self._supervisor_thread.router.post(peer, Answered(n, self.payloads[type(message)]))
 
     def send(self, *messages: Any) -> None:
         def post_all() -> None:
@@ -322,12 +320,10 @@ def add_sub(request: Inference) -> Inferred:
     by_name = {tensor.name: tensor for tensor in request.inputs}
     shape = by_name["INPUT0"].shape
     a, b = (np.frombuffer(_inline(by_name[n]), np.int32) for n in ("INPUT0", "INPUT1"))
-    requested_outputs = {output.name for output in request.outputs} or {"OUTPUT0", "OUTPUT1"}
+    requested = {output.name for output in request.outputs} or {"OUTPUT0", "OUTPUT1"}
     results = (("OUTPUT0", a + b), ("OUTPUT1", a - b))
     return Inferred(
-        tuple(
-            TensorRef(n, "INT32", shape, r.tobytes()) for n, r in results if n in requested_outputs
-        )
+        tuple(TensorRef(n, "INT32", shape, r.tobytes()) for n, r in results if n in requested)
     )
 
 
@@ -347,8 +343,8 @@ def echo(request: Inference) -> Inferred:
 def simple_body(**members: Any) -> bytes:
     """Return an inference of `SIMPLE_CONFIG` in JSON, with further members of the request."""
     inputs = [
-        {"name": name, "datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
-        for name in ("INPUT0", "INPUT1")
+        {"name": n, "datatype": "INT32", "shape": [1, 16], "data": [1] * 16}
+        for n in ("INPUT0", "INPUT1")
     ]
     return json.dumps({"inputs": inputs, **members}).encode()
 

@@ -78,20 +78,16 @@ class LifecycleRig:
     def execute_pending(self, *kinds: str) -> None:
         """Execute pending actions of some kinds ("known": acknowledge all), and what follows."""
         while True:
-            has_unacknowledged = (
-                "known" in kinds and self.acknowledged_number < self.publication_count
-            )
-            if has_unacknowledged:
+            unread = "known" in kinds and self.acknowledged_number < self.publication_count
+            if unread:
                 self.acknowledged_number = self.publication_count
                 self.lifecycle.publication_acknowledged()
-            due_actions = [
-                item for item in self.pending_actions if {item[0], item[0].split()[0]} & {*kinds}
-            ]
-            if not (due_actions or has_unacknowledged):
+            due = [a for a in self.pending_actions if {a[0], a[0].split()[0]} & {*kinds}]
+            if not (due or unread):
                 return
-            for item in due_actions:
-                self.pending_actions.remove(item)
-                item[1]()
+            for a in due:
+                self.pending_actions.remove(a)
+                a[1]()
 
     # --- the executor
 
@@ -109,13 +105,13 @@ class LifecycleRig:
         """Plan one version whose configuration depends on the source."""
         name, folder = order.model.name, Path("/")
         step = [{"model_name": step_model} for step_model in self.steps.get(name, [])]
-        config_fields: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "name": name,
             "parameters": {"sent": {"string_value": order.source.config}},
         }
         if step:
-            config_fields["ensemble_scheduling"] = {"step": step}
-        config = ModelSpec.of(config_fields)
+            fields["ensemble_scheduling"] = {"step": step}
+        config = ModelSpec.of(fields)
         plan = LoadPlan("", [VersionSpec(name, "1", folder, folder, config)], self.steps)
         self.pending_actions.append(
             (f"read {name}", lambda: self.lifecycle.load_planned(order, plan))
@@ -146,15 +142,11 @@ class LifecycleRig:
     def move(self, order: Order, group: Group) -> None:
         self.pending_actions.append(("move", lambda: self.lifecycle.move_finished(order)))
 
-    def kill(self, version: Any) -> None:
-        self.pending_actions.append(
-            (f"end {version.spec.name}", lambda: self._end_version(version))
-        )
+    def kill(self, v: Any) -> None:
+        self.pending_actions.append((f"end {v.spec.name}", lambda: self._end_version(v)))
 
-    def retire(self, version: Any) -> None:
-        self.pending_actions.append(
-            (f"end {version.spec.name}", lambda: self._end_version(version))
-        )
+    def retire(self, v: Any) -> None:
+        self.pending_actions.append((f"end {v.spec.name}", lambda: self._end_version(v)))
 
     def _end_version(self, version: Any) -> None:
         version.ready = False

@@ -133,9 +133,7 @@ class Scheduler:
                 self.rig.instance.link._dispatch(CreditExecution(message.key, 1))
         if message.final:
             self.ended.add(message.key)
-            for number in [
-                n for n, generation in self.running.items() if generation.key == message.key
-            ]:
+            for number in [n for n, g in self.running.items() if g.key == message.key]:
                 self.release(number)
 
     # --- requests
@@ -169,14 +167,12 @@ class Scheduler:
 
     def fork(self, parent: Running, sample: int, token: int = -1) -> Running:
         """Begin a sequence from another one, with copies of its blocks instead of shared ones."""
-        child = self.enter(parent.key, sample, parent.tokens + [token] * (token >= 0))
-        self.new_sequences[-1] = g.NewSequence(
-            child.number, parent.key, sample, parent.number, token
-        )
-        child.computed = parent.computed
-        child.table = [self.free.pop() for _ in parent.table]
-        self.block_copies += _pairs(parent.table, child.table)
-        return child
+        c = self.enter(parent.key, sample, parent.tokens + [token] * (token >= 0))
+        self.new_sequences[-1] = g.NewSequence(c.number, parent.key, sample, parent.number, token)
+        c.computed = parent.computed
+        c.table = [self.free.pop() for _ in parent.table]
+        self.block_copies += _pairs(parent.table, c.table)
+        return c
 
     def release(self, number: int) -> None:
         sequence = self.running.pop(number)
@@ -218,7 +214,7 @@ class Scheduler:
     def step(self, rows: list[g.Row] | None = None, **swaps: Any) -> list[g.RowResult]:
         if rows is None:
             rows = [self.row(sequence) for sequence in self.running.values()]
-        begin, released, block_copies = (
+        begun, released, copies = (
             self.new_sequences,
             self.released_sequences,
             self.block_copies,
@@ -226,7 +222,7 @@ class Scheduler:
         self.new_sequences, self.released_sequences, self.block_copies = [], [], []
         self.stepped = None
         running_before = dict(self.running)
-        self.send(g.Step(next(self._steps), rows, begin, released, copies=block_copies, **swaps))
+        self.send(g.Step(next(self._steps), rows, begun, released, copies=copies, **swaps))
         self._wait("the step ends", lambda: self.stepped is not None)
         assert self.stepped is not None
         results = {result.sequence: result for result in self.stepped.results}
@@ -288,19 +284,15 @@ def _pairs(sources: list[int], targets: list[int]) -> list[int]:
 def llm_rig(
     folder: Path, checkpoint: Path, engine: dict[str, Any] | None = None, **scheduling: Any
 ) -> Iterator[Scheduler]:
-    settings = {"block_size": 4, "kv_cache_blocks": 256, "swap_space_gb": 0.001, **(engine or {})}
+    s = {"block_size": 4, "kv_cache_blocks": 256, "swap_space_gb": 0.001, **(engine or {})}
     folder.mkdir(exist_ok=True)
     with rig(folder) as model_rig:
         model_rig.context.version_dir.rmdir()
         model_rig.context.version_dir.symlink_to(checkpoint.resolve())
-        (model_rig.context.model_dir / "engine.yaml").write_text(
-            json.dumps(settings), encoding="utf-8"
-        )
+        (model_rig.context.model_dir / "engine.yaml").write_text(json.dumps(s), encoding="utf-8")
         backend = LlmBackend(model_rig.context)
         model_rig.serve(backend, backend.complete_config({"name": "m", "backend": "llm"}))
         try:
-            yield Scheduler(
-                model_rig, settings["kv_cache_blocks"], settings["block_size"], **scheduling
-            )
+            yield Scheduler(model_rig, s["kv_cache_blocks"], s["block_size"], **scheduling)
         finally:
             backend.unload()

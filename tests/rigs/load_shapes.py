@@ -41,10 +41,8 @@ class Run:
     durations: list[tuple[float, float]] = field(default_factory=list)
 
     def p99_s(self, from_s: float, to_s: float) -> float:
-        latencies = sorted(
-            duration_s for arrival_s, duration_s in self.durations if from_s <= arrival_s < to_s
-        )
-        return latencies[math.ceil(0.99 * len(latencies)) - 1] if latencies else 0.0
+        found = sorted(took_s for at_s, took_s in self.durations if from_s <= at_s < to_s)
+        return found[math.ceil(0.99 * len(found)) - 1] if found else 0.0
 
     def count_at(self, at_s: float) -> int:
         return next(count for changed_at_s, count in reversed(self.counts) if changed_at_s <= at_s)
@@ -67,46 +65,40 @@ class Host:
     def run(self, shape: Shape, seconds: float) -> Run:
         run = Run([(0.0, self.count)])
         queue: deque[float] = deque()
-        executions: list[
-            tuple[float, float, float]
-        ] = []  # start of waiting, arrival, start of execution
+        busy: list[tuple[float, float, float]] = []  # start of waiting, arrival, start of execution
         ready, starting = self.count, 0
         executed = 0
         queueing_s = execution_s = 0.0
         at_s = came_s = 0.0
-        looks_at_s = changes_at = math.inf
-        looks_at_s = SAMPLE_EVERY_S
+        looks_s = changes = math.inf
+        looks_s = SAMPLE_EVERY_S
         came_s = self._next(shape, 0.0)
-        while (
-            at_s := min(
-                came_s, looks_at_s, changes_at, executions[0][0] if executions else math.inf
-            )
-        ) < seconds:
-            if executions and executions[0][0] == at_s:
-                _, arrival_s, began_s = heapq.heappop(executions)
+        while (at_s := min(came_s, looks_s, changes, busy[0][0] if busy else math.inf)) < seconds:
+            if busy and busy[0][0] == at_s:
+                _, arrival_s, began_s = heapq.heappop(busy)
                 run.durations.append((arrival_s, at_s - arrival_s))
                 executed += 1
                 queueing_s += began_s - arrival_s
                 execution_s += at_s - began_s
-            elif at_s == changes_at:
-                ready, starting, changes_at = ready + 1, 0, math.inf
+            elif at_s == changes:
+                ready, starting, changes = ready + 1, 0, math.inf
                 self._change(run, at_s, +1)
             elif at_s == came_s:
                 queue.append(at_s)
                 came_s = self._next(shape, at_s)
             else:
-                looks_at_s += SAMPLE_EVERY_S
+                looks_s += SAMPLE_EVERY_S
                 counts = executed, executed, queueing_s, executed, execution_s
-                load = LoadSample(at_s, *counts, len(queue), ready, min(ready, len(executions)))
+                load = LoadSample(at_s, *counts, len(queue), ready, min(ready, len(busy)))
                 change = self.policy.sample(load, self.count)
                 if change is not None and not starting and change.total > self.count:
-                    starting, changes_at = 1, at_s + START_S
+                    starting, changes = 1, at_s + START_S
                 elif change is not None and not starting:
                     ready -= 1
                     self._change(run, at_s, -1)
-            while queue and len(executions) < ready:
+            while queue and len(busy) < ready:
                 duration_s = self.executions(self.random)
-                heapq.heappush(executions, (at_s + duration_s, queue.popleft(), at_s))
+                heapq.heappush(busy, (at_s + duration_s, queue.popleft(), at_s))
         return run
 
     def _change(self, run: Run, at_s: float, difference: int) -> None:

@@ -118,9 +118,7 @@ def native(path: str) -> Iterator[SendRequest]:
         yield send_request
 
 
-def main(
-    clients: int, http_port: int, grpc_port: int, local: str, often: bool, is_killed: bool
-) -> None:
+def main(clients: int, http_port: int, grpc_port: int, local: str, often: bool, kill: bool) -> None:
     """Send requests until the input ends."""
     stop = threading.Event()
     counts: dict[str, Counter[str]] = {}
@@ -147,7 +145,7 @@ def main(
             if often and number == 0
             else send_over_http(http_port, number % 2 == 1)
         ),
-        "grpc": lambda _: send_over_grpc(grpc_port, is_killed),
+        "grpc": lambda _: send_over_grpc(grpc_port, kill),
         "native": lambda _: native(local),
     }
     counts.update((protocol, Counter()) for protocol in senders_by_protocol)

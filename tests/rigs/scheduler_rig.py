@@ -181,9 +181,7 @@ class Rig:
 
     def take_supervisor_messages(self, *kinds: type[Any]) -> list[Any]:
         """Return the messages to the supervisor since the last call, or those of these kinds."""
-        return [
-            message for _, message in self.control.take() if not kinds or isinstance(message, kinds)
-        ]
+        return [sent for _, sent in self.control.take() if not kinds or isinstance(sent, kinds)]
 
     def take_worker_messages(self) -> list[Any]:
         return [message for _, message in self.workers.take()]
@@ -221,10 +219,8 @@ class Rig:
     def snapshot(self) -> dict[str, Any]:
         """Return the statistics as the supervisor receives them."""
         self.report()
-        statistics: dict[str, Any] = self.take_supervisor_messages(StatisticsSnapshot)[
-            -1
-        ].statistics
-        return statistics
+        figures: dict[str, Any] = self.take_supervisor_messages(StatisticsSnapshot)[-1].statistics
+        return figures
 
     def report(self) -> dict[str, Any]:
         """Return the statistics as a client receives them."""
@@ -272,9 +268,7 @@ def ok_reply(key: int, response: bytes | Packed = b"done") -> m.Reply:
 def response_in_arena(pid: int, *offsets: int) -> Packed:
     """Return an answer with one output in the arena of worker `pid` and one in the message."""
     memory = Memory(5, pid, 9, 11, 1 << 20, True)
-    tensors = [
-        TensorRef(f"O{offset}", "UINT8", (8,), Range(memory, offset, 8)) for offset in offsets
-    ]
+    tensors = [TensorRef(f"O{at}", "UINT8", (8,), Range(memory, at, 8)) for at in offsets]
     return pack_inferred(Inferred((*tensors, TensorRef("I", "UINT8", (1,), b"x"))))
 
 

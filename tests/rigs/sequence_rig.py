@@ -69,10 +69,7 @@ class SequenceRig(Rig):
 
     def outcomes(self) -> dict[int, Any]:
         """Return the outcome of requests since the last call: the text of an error, or None."""
-        return {
-            answer.id: answer.message if isinstance(answer, m.Failed) else None
-            for answer in self.answers()
-        }
+        return {a.id: a.message if isinstance(a, m.Failed) else None for a in self.answers()}
 
 
 def named(row: m.SequenceRow) -> Any:

@@ -36,10 +36,8 @@ class Streams:
         work_items = []
         for key, value in enumerate(values, 1):
             array = np.atleast_1d(np.asarray(value, np.float32))
-            input_tensor = tensor(
-                self._x, array.reshape(1, -1) if self._rows else array, memory_range
-            )
-            packed = pack_inference(Inference((input_tensor,), outputs))
+            x = tensor(self._x, array.reshape(1, -1) if self._rows else array, memory_range)
+            packed = pack_inference(Inference((x,), outputs))
             work_items.append(m.Work(key, CLIENT_PID, *packed, f"id-{key}"))
         self.rig.execute(work_items)
 

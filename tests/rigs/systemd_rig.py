@@ -88,16 +88,16 @@ def booted() -> Iterator[Systemd]:
         *("--ipc", "--uts", "--net", "--cgroup", "bash", "-c", _INNER_SCRIPT),
     )
     with tempfile.TemporaryFile("w+") as log:
-        manager = subprocess.Popen(
+        init = subprocess.Popen(
             [*into_group, *unshare], stdin=subprocess.DEVNULL, stdout=log, stderr=log
         )
-        children = Path(f"/proc/{manager.pid}/task/{manager.pid}/children")
+        children = Path(f"/proc/{init.pid}/task/{init.pid}/children")
         try:
-            until("process 1", lambda: manager.poll() is not None or children.read_text())
-            systemd = Systemd(int(children.read_text()) if manager.poll() is None else 0)
+            until("process 1", lambda: init.poll() is not None or children.read_text())
+            systemd = Systemd(int(children.read_text()) if init.poll() is None else 0)
 
             def has_started() -> bool:
-                if manager.poll() is not None:
+                if init.poll() is not None:
                     log.seek(0)
                     raise Unavailable(f"systemd does not start: {log.read().strip()[-200:]}")
                 return systemd.run("systemctl", "is-active", "start.target") == "active"
@@ -106,10 +106,10 @@ def booted() -> Iterator[Systemd]:
             yield systemd
         finally:
             # All processes of the namespace exit with the manager before it can be awaited.
-            if manager.poll() is None:
+            if init.poll() is None:
                 for pid in map(int, children.read_text().split()):
                     os.kill(pid, signal.SIGKILL)
-            manager.wait()
+            init.wait()
             _remove(group)
 
 
@@ -118,10 +118,8 @@ def _check() -> None:
         raise Unavailable("namespaces with a systemd are for root to make")
     if not Path(_SYSTEMD).exists() or not all(map(shutil.which, _TOOLS)):
         raise Unavailable(f"there is no {_SYSTEMD} here, or not all of {', '.join(_TOOLS)}")
-    if hidden_paths := [
-        path for path in (ROOT, sys.executable) if str(path).startswith(_EMPTY_FOLDERS)
-    ]:
-        raise Unavailable(f"{hidden_paths[0]} is in a folder that is empty there")
+    if hidden := [path for path in (ROOT, sys.executable) if str(path).startswith(_EMPTY_FOLDERS)]:
+        raise Unavailable(f"{hidden[0]} is in a folder that is empty there")
     try:
         subprocess.run(
             [sys.executable, "-c", "import shmserve"],

@@ -88,10 +88,10 @@ def send_under_load(server: Server, *, generative: bool = False) -> Iterator[Non
         while not stop.is_set():
             with (
                 contextlib.suppress(OSError, http.client.HTTPException),
-                server.http() as http_client,
+                server.http() as client,
             ):
                 while not (stop.wait(0.04) and number % 8 == 0):  # no sequence is left open
-                    send_one(http_client, number)
+                    send_one(client, number)
                     number += 1
                     if number == 1:
                         answered_count.release()

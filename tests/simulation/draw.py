@@ -38,16 +38,12 @@ def fix_sizes(models: list[Model], byte_size: int) -> None:
             model.input_byte_size = byte_size
             sizes = {"IN": byte_size}
             for step, maps in zip(model.steps, model.tensor_maps, strict=True):
-                in_sizes = [
-                    sizes[maps["input_map"][tensor["name"]]] for tensor in step.config["input"]
-                ]
-                input_bytes = (
-                    bytes(in_sizes[0]) if len(in_sizes) == 1 else join_inputs(*map(bytes, in_sizes))
+                sizes_in = [sizes[maps["input_map"][t["name"]]] for t in step.config["input"]]
+                data = (
+                    bytes(sizes_in[0]) if len(sizes_in) == 1 else join_inputs(*map(bytes, sizes_in))
                 )
-                out_size = sizes[maps["output_map"]["OUT"]] = len(
-                    step.outputs_of(input_bytes, "000")[0]
-                )
-                step.config.update(_tensors(in_sizes, out_size))
+                out_size = sizes[maps["output_map"]["OUT"]] = len(step.outputs_of(data, "000")[0])
+                step.config.update(_tensors(sizes_in, out_size))
             model.config.update(_tensors([byte_size], out_size))
 
 
@@ -138,21 +134,21 @@ def _ordered_model(random: Random, name: str) -> Model:
 
 
 def _sequences(random: Random, name: str) -> Model:
-    batching: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "max_sequence_idle_microseconds": random.choice((5_000, 50_000)),
         "control_input": [],
     }
     if random.random() < 0.5:
-        batching["oldest"] = {
+        fields["oldest"] = {
             "max_candidate_sequences": random.choice((2, 4)),
             "max_queue_delay_microseconds": random.choice((0, 1000)),
         }
     else:
-        batching["direct"] = {
+        fields["direct"] = {
             "max_queue_delay_microseconds": random.choice((0, 1000)),
             "minimum_slot_utilization": random.choice((0.0, 0.75)),
         }
-    config = _config(name, random.choice((0, 4)), sequence_batching=batching)
+    config = _config(name, random.choice((0, 4)), sequence_batching=fields)
     behaviour = {**_behaviour(random), "error_probability": 0.0}
     return Model(name, config, _limits(random), **behaviour)
 
@@ -214,12 +210,12 @@ def generative(random: Random, name: str) -> Model:
         "model_transaction_policy": {"decoupled": True},
         "parameters": {ENGINE_PARAMETER: {"string_value": EngineSettings.of(settings).text}},
     }
-    behaviour = {
+    own = {
         **_behaviour(random),
         "is_large": False,
         "compute_us": (20, random.choice((100, 900))),
     }
-    return Model(name, _config(name, 0, **config), _limits(random), **behaviour)
+    return Model(name, _config(name, 0, **config), _limits(random), **own)
 
 
 def _step(random: Random, name: str) -> Model:

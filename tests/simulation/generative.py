@@ -98,9 +98,7 @@ class EngineRig:
 
     def _on_beams_chosen(self, generation: Generation[None], beams: Beams[None]) -> None:
         assert generation.key not in self.found
-        self.found[generation.key] = [
-            (beam.tokens, beam.finish_reason) for beam in beams.hypotheses
-        ]
+        self.found[generation.key] = [(b.tokens, b.finish_reason) for b in beams.hypotheses]
 
     @property
     def operations(self) -> int:
@@ -134,9 +132,7 @@ class EngineRig:
     def plan(self) -> bool:
         """Begin a step, if there is one, and check that live sequences make progress."""
         self.now_ns += MS
-        statuses_before = {
-            generation: generation.status for generation in self.engine._sequences.values()
-        }
+        before = {generation: generation.status for generation in self.engine._sequences.values()}
         step = self._step = self.engine.plan(self.now_ns)
         if step is None:
             assert not self.engine.live_sequences, (
@@ -153,23 +149,21 @@ class EngineRig:
         for sequence, row in self.engine.running.rows.values():
             assert row.start + row.count + row.draft_count <= sequence.generation.max_computed
         assert s.enable_preemption or not any(self.engine.counts.preemptions.values())
-        self._check_preemptions(statuses_before, step)
+        self._check_preemptions(before, step)
         return True
 
-    def _check_preemptions(
-        self, statuses_before: dict[Sequence[None], SequenceStatus], step: Step
-    ) -> None:
+    def _check_preemptions(self, before: dict[Sequence[None], SequenceStatus], step: Step) -> None:
         """Check that a preempting step admits no sequence, unless nothing else could run."""
         changes = [
             (status_before, sequence)
-            for sequence, status_before in statuses_before.items()
+            for sequence, status_before in before.items()
             if sequence.status is not status_before
         ]
         preempted = any(status_before is SequenceStatus.RUNNING for status_before, _ in changes)
         admitted = any(sequence.status is SequenceStatus.RUNNING for _, sequence in changes)
         inside = {
             sequence.number
-            for sequence, status_before in statuses_before.items()
+            for sequence, status_before in before.items()
             if status_before is SequenceStatus.RUNNING
         }
         assert not (preempted and admitted and any(row.sequence in inside for row in step.rows))
@@ -189,31 +183,25 @@ class EngineRig:
     def check(self) -> None:
         """Check that no block is lost and that the counts match the tables."""
         live = list(self.engine._sequences.values())
-        for pool, tables in (
-            (self.engine.pool, [sequence.table for sequence in live]),
-            (self.engine.host, [sequence.host for sequence in live]),
+        for pool, held in (
+            (self.engine.pool, [s.table for s in live]),
+            (self.engine.host, [s.host for s in live]),
         ):
             reference_counts = [0] * pool.count
-            for block in itertools.chain.from_iterable(tables):
+            for block in itertools.chain.from_iterable(held):
                 reference_counts[block] += 1
             assert reference_counts == pool.references
             assert pool.used == sum(map(bool, reference_counts))
-        running_seats = [
-            sequence.seats for sequence in live if sequence.status is SequenceStatus.RUNNING
-        ]
-        assert sum(running_seats) <= self.settings.max_batch_size
-        for sequence in live:
-            blocks = -(-sequence.computed_tokens // self.settings.block_size)
-            if sequence.status is SequenceStatus.SWAPPED:
-                assert len(sequence.host) == blocks
+        seats = [s.seats for s in live if s.status is SequenceStatus.RUNNING]
+        assert sum(seats) <= self.settings.max_batch_size
+        for s in live:
+            blocks = -(-s.computed_tokens // self.settings.block_size)
+            if s.status is SequenceStatus.SWAPPED:
+                assert len(s.host) == blocks
             else:
-                assert len(sequence.table) >= blocks
-            assert sequence.status is not SequenceStatus.WAITING or not (
-                sequence.computed_tokens or sequence.table
-            )
-            assert sequence.status is not SequenceStatus.SWAPPED or not (
-                sequence.is_held or sequence.table
-            )
+                assert len(s.table) >= blocks
+            assert s.status is not SequenceStatus.WAITING or not (s.computed_tokens or s.table)
+            assert s.status is not SequenceStatus.SWAPPED or not (s.is_held or s.table)
 
     def drain(self, max_steps: int = 20_000) -> None:
         for _ in range(max_steps):
@@ -245,7 +233,7 @@ def reference_beam_search(generation: Generation[None]) -> list[tuple[list[int],
     search, prompt, max_tokens = generation.beams, generation.prompt, generation.max_tokens
     assert search is not None
     beams = [(0.0, extend([], prompt))]
-    continuations: list[tuple[float, list[int], str]] = []
+    found: list[tuple[float, list[int], str]] = []
     for length in range(1, max_tokens + 1):
         ranked = sorted(
             (
@@ -260,25 +248,23 @@ def reference_beam_search(generation: Generation[None]) -> list[tuple[list[int],
             text = [*(token_before for token_before, _, _ in slots[len(prompt) :]), token]
             if token in search.end_tokens:
                 if index < search.width:
-                    continuations.append((score / length**search.length_penalty, text, "stop"))
+                    found.append((score / length**search.length_penalty, text, "stop"))
             elif len(beams) < search.width:
                 beams.append((score, extend(slots[:], [token])))
-        continuations = sorted(continuations, key=lambda candidate: -candidate[0])[: search.width]
+        found = sorted(found, key=lambda candidate: -candidate[0])[: search.width]
         reach = (
             max_tokens if search.early_stopping == "never" and search.length_penalty > 0 else length
         )
-        best_score = beams[0][0] / reach**search.length_penalty if beams else float("-inf")
-        is_full = len(continuations) == search.width
-        if not beams or (
-            is_full and (search.early_stopping == "true" or continuations[-1][0] >= best_score)
-        ):
+        best = beams[0][0] / reach**search.length_penalty if beams else float("-inf")
+        is_full = len(found) == search.width
+        if not beams or (is_full and (search.early_stopping == "true" or found[-1][0] >= best)):
             break
     else:
         for score, slots in beams:
             text = [token for token, _, _ in slots[len(prompt) :]]
-            continuations.append((score / max_tokens**search.length_penalty, text, "length"))
-        continuations = sorted(continuations, key=lambda candidate: -candidate[0])[: search.width]
-    return [(text, reason) for _, text, reason in continuations]
+            found.append((score / max_tokens**search.length_penalty, text, "length"))
+        found = sorted(found, key=lambda candidate: -candidate[0])[: search.width]
+    return [(text, reason) for _, text, reason in found]
 
 
 VARIANTS: tuple[dict[str, Any], ...] = (
@@ -296,14 +282,14 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 
 
 def engine_settings(**settings: Any) -> EngineSettings:
-    small_settings = {
+    small = {
         "block_size": 4,
         "kv_cache_blocks": 64,
         "swap_blocks": 32,
         "max_batch_size": 8,
     }
     budgets = {"max_tokens_per_batch": 64, "max_prefill_tokens": 48, "prefill_chunk_size": 32}
-    return EngineSettings.of({**small_settings, **budgets, **settings})
+    return EngineSettings.of({**small, **budgets, **settings})
 
 
 class Schedule:
@@ -348,21 +334,16 @@ class Schedule:
         prompt = draw.choice(self._prefixes)[: draw.randint(1, 30)]
         if draw.random() < 0.5:
             prompt = prompt + [draw.randint(1, VOCABULARY_SIZE) for _ in range(9)]
-        options: dict[str, Any] = {"samples": draw.choice((1, 1, 1, 2, 4))}
+        fields: dict[str, Any] = {"samples": draw.choice((1, 1, 1, 2, 4))}
         if draw.random() < 0.1:
-            early_stopping, penalty = (
-                draw.choice(("true", "false", "never")),
-                draw.choice((-0.5, 0.7, 1.0)),
-            )
-            options = {
-                "beams": BeamSearch(draw.randint(2, 3), penalty, early_stopping, [END_TOKEN, 7, 19])
-            }
+            early, penalty = (draw.choice(("true", "false", "never")), draw.choice((-0.5, 0.7, 1)))
+            fields = {"beams": BeamSearch(draw.randint(2, 3), penalty, early, [END_TOKEN, 7, 19])}
         generation = self.rig.submit(
             prompt,
             draw.randint(1, 25),
             priority=draw.randint(0, 3),
             ignores_prefix_cache=draw.random() < 0.1,
-            **options,
+            **fields,
         )
         if generation is not None:
             self._samples[generation.key] = set(range(generation.samples))
@@ -399,21 +380,17 @@ class Schedule:
     def _move(self, sequence: Sequence[None]) -> None:
         """Restart a sequence's request with its tokens, as if its instance had died."""
         generation = sequence.generation
-        sampled_tokens = {
-            row.sample: row.tokens[len(generation.prompt) :] for row in generation.sequences
-        }
-        ended_count = sum(
-            (generation.key, row) in self.rig.ended for row in range(generation.samples)
-        )
-        if generation.beams is not None or len(sampled_tokens) + ended_count < generation.samples:
+        sampled = {row.sample: row.tokens[len(generation.prompt) :] for row in generation.sequences}
+        ended = sum((generation.key, row) in self.rig.ended for row in range(generation.samples))
+        if generation.beams is not None or len(sampled) + ended < generation.samples:
             return
         self.rig.engine.cancel(generation)
         moved_generation = self.rig.submit(
-            generation.prompt, generation.max_tokens, sampled_tokens, samples=generation.samples
+            generation.prompt, generation.max_tokens, sampled, samples=generation.samples
         )
         assert moved_generation is not None
-        self._samples[generation.key] -= sampled_tokens.keys()
-        self._samples[moved_generation.key] = set(sampled_tokens)
+        self._samples[generation.key] -= sampled.keys()
+        self._samples[moved_generation.key] = set(sampled)
 
 
 def main() -> int:

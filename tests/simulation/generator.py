@@ -41,13 +41,11 @@ class Sample:
 class Answer(Stream):
     """A request with its samples. The samples of a beam search are known only at its end."""
 
-    def __init__(self, work: m.Work, content: bytes, text_request: TextRequest) -> None:
+    def __init__(self, work: m.Work, content: bytes, request: TextRequest) -> None:
         super().__init__(work, 0)
         self.content = content
-        self.streams = text_request.streams
-        self.samples = [
-            Sample() for _ in range(text_request.samples * (text_request.search is None))
-        ]
+        self.streams = request.streams
+        self.samples = [Sample() for _ in range(request.samples * (request.search is None))]
 
     def credit(self, responses: int) -> None:
         """Return credit for responses, which may be those of the previous worker."""
@@ -155,13 +153,11 @@ class Generator(Worker):
             engine.width[work.key] = request.search.width
         for sample in resumed_samples:
             tokens = engine.resumed_tokens[work.key, sample.sample] = array("i", sample.tokens)
-            whole_text = texts(content)[sample.sample][0]
-            if tokens[: len(whole_text)] != array(
-                "i", whole_text[: None if sample.finish_reason else len(tokens)]
+            whole = texts(content)[sample.sample][0]
+            if tokens[: len(whole)] != array(
+                "i", whole[: None if sample.finish_reason else len(tokens)]
             ):
-                raise Violation(
-                    f"{self}: {work.request_id} resumes with {sample}, not {whole_text}"
-                )
+                raise Violation(f"{self}: {work.request_id} resumes with {sample}, not {whole}")
             answer.samples[sample.sample].add(list(tokens), sample.finish_reason)
             answer.samples[sample.sample].sent_characters = sample.sent_characters
             answer.samples[sample.sample].open = not sample.closed
@@ -202,11 +198,11 @@ class Generator(Worker):
     def _choose(self, message: g.Choose) -> None:
         answer = self._streams.get(message.key)
         if isinstance(answer, Answer):
-            for hypothesis in message.hypotheses:
+            for best in message.hypotheses:
                 sample = Sample()
                 sample.tokens, sample.finish_reason = (
-                    list(array("i", hypothesis.tokens)),
-                    hypothesis.finish_reason,
+                    list(array("i", best.tokens)),
+                    best.finish_reason,
                 )
                 answer.samples.append(sample)
             self._send_new_tokens(message.key)

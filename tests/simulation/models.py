@@ -133,10 +133,7 @@ class Model:
         conditions = {self.condition}
         for number, (step, maps) in enumerate(zip(self.steps, self.tensor_maps, strict=True)):
             needed = {maps["input_map"][name] for name in step.needs}
-            if any(
-                self.tensor_maps[condition]["output_map"]["OUT"] in needed
-                for condition in conditions
-            ):
+            if any(self.tensor_maps[c]["output_map"]["OUT"] in needed for c in conditions):
                 conditions.add(number)
         return conditions
 

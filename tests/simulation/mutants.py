@@ -46,10 +46,8 @@ def read() -> list[Mutant]:
     for path, flags in _MUTANT_LISTS.items():
         for block in re.split("^== ", (FOLDER / path).read_text(), flags=re.MULTILINE)[1:]:
             name, *lines = block.splitlines()
-            old_code, new_code = (
-                "\n".join(ln[1:] for ln in lines if ln.startswith(sign)) for sign in "-+"
-            )
-            mutants.append(Mutant(name, old_code, new_code, flags))
+            old, new = ("\n".join(ln[1:] for ln in lines if ln.startswith(sign)) for sign in "-+")
+            mutants.append(Mutant(name, old, new, flags))
     return mutants
 
 
@@ -64,13 +62,11 @@ def main() -> int:
         if not arguments.names or any(name in mutant.name for name in arguments.names)
     ]
     results = {mutant.name: _try(mutant) for mutant in tried_mutants}
-    live_mutants = {
-        name: result for name, result in results.items() if not result.startswith("caught")
-    }
-    print(f"{len(tried_mutants) - len(live_mutants)} of {len(tried_mutants)} mutants were caught")
-    for name, result in live_mutants.items():
+    live = {name: result for name, result in results.items() if not result.startswith("caught")}
+    print(f"{len(tried_mutants) - len(live)} of {len(tried_mutants)} mutants were caught")
+    for name, result in live.items():
         print(f"  {result}: {name}")
-    return int(bool(live_mutants))
+    return int(bool(live))
 
 
 def occurrences(mutant: Mutant) -> list[Path]:
@@ -80,12 +76,8 @@ def occurrences(mutant: Mutant) -> list[Path]:
 
 @cache
 def _code() -> list[tuple[Path, str]]:
-    searched_paths = [ROOT / name for name in _SEARCHED_PATHS]
-    files = [
-        file
-        for path in searched_paths
-        for file in ([path] if path.is_file() else path.rglob("*.py"))
-    ]
+    paths = [ROOT / name for name in _SEARCHED_PATHS]
+    files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py"))]
     return [(file, file.read_text()) for file in files]
 
 

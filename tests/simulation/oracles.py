@@ -357,10 +357,8 @@ class SchedulerTrace:
             self._fail(f"a batch begins with the lengths {lengths} and the shapes {shapes}")
         total = sum(rows) * (longest or max(lengths))
         true = sum(map(mul, rows, lengths))
-        single_elements = sum(
-            map(mul, rows, (padded_length(length) or length for length in lengths))
-        )
-        if total > single_elements and total - true > pad.max_waste * total:
+        single = sum(map(mul, rows, (padded_length(length) or length for length in lengths)))
+        if total > single and total - true > pad.max_waste * total:
             self._fail(f"a batch begins with the lengths {lengths}, of {pad.max_waste} padding")
         self.counts["elements"] += total
         self.counts["padding"] += total - true

@@ -146,9 +146,7 @@ class SchedulerProcess(Process):
 
     def take_sent_to(self, worker: Process) -> list[Any]:
         links = self._workers.links.values()
-        return [
-            message for link in links if link.target is worker for message in link.take_in_transit()
-        ]
+        return [sent for link in links if link.target is worker for sent in link.take_in_transit()]
 
     def links(self) -> list[Link]:
         return [*self._clients.links.values(), *self._workers.links.values()]

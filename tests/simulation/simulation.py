@@ -135,10 +135,8 @@ class Simulation:
         if step == 0:
             self._sequences += 1
             endpoint = client.endpoints.get(model.name, "")
-        first_id = earlier_requests[0].uid if earlier_requests else ""
-        number = (
-            int(first_id.rpartition("/")[0].rpartition(":s")[2]) if first_id else self._sequences
-        )
+        first = earlier_requests[0].uid if earlier_requests else ""
+        number = int(first.rpartition("/")[0].rpartition(":s")[2]) if first else self._sequences
         flags = (SEQUENCE_START if step == 0 else 0) | (SEQUENCE_END if step + 1 == length else 0)
         pending = client.submit(
             model,
@@ -184,9 +182,7 @@ class Simulation:
         schedulers = [v.scheduler for v in self.supervisor.versions if v.scheduler]
         if schedulers:
             scheduler = self._random.choice(schedulers)
-            self.memory.ensembles_died |= any(
-                host.model.steps for host in scheduler.host.schedulers
-            )
+            self.memory.ensembles_died |= any(h.model.steps for h in scheduler.host.schedulers)
             self.supervisor.kill(scheduler)
 
     def _kill_client(self) -> None:
@@ -318,13 +314,13 @@ class Simulation:
 
     def _check_counters(self) -> None:
         (client, *_) = self.supervisor.clients
-        first_schedulers = [
+        new = [
             v.scheduler for v in self.supervisor.versions if v.scheduler and v.scheduler.is_first
         ]
-        for scheduler in first_schedulers:
+        for scheduler in new:
             client.ask_statistics(scheduler.endpoint)
         self.world.run(self.world.now_ns + SECOND)
-        for scheduler in first_schedulers:
+        for scheduler in new:
             scheduler.trace.check_counters(client.reports[scheduler.endpoint])
 
     def _end_clients(self) -> None:

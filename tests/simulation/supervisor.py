@@ -94,10 +94,8 @@ class Supervisor(Process):
 
     def _ensembles(self) -> list[SchedulerProcess]:
         versions = [version for version in self.versions if version.model.steps]
-        schedulers = [
-            scheduler for v in versions for scheduler in (v.scheduler, v.former_scheduler)
-        ]
-        return [scheduler for scheduler in schedulers if scheduler is not None]
+        schedulers = [s for v in versions for s in (v.scheduler, v.former_scheduler)]
+        return [s for s in schedulers if s is not None]
 
     def _send_ticket(self, address: Any, message: Any) -> None:
         if address in self._links:
@@ -121,10 +119,8 @@ class Supervisor(Process):
             self._handle(scheduler, message)
 
     def _handle(self, scheduler: SchedulerProcess, message: Any) -> None:
-        matching_versions = (
-            v for v in self.versions if scheduler in (v.scheduler, v.former_scheduler)
-        )
-        version = next(matching_versions, None)
+        matching = (v for v in self.versions if scheduler in (v.scheduler, v.former_scheduler))
+        version = next(matching, None)
         if version is None:
             return
         is_moving = scheduler is version.former_scheduler
@@ -228,10 +224,8 @@ class Supervisor(Process):
     ) -> None:
         """Call a function once all peers know the new endpoint and old messages have arrived."""
         clients: list[Client | SchedulerProcess] = [*self.clients, *self._ensembles()]
-        links = [link for client in clients for link in client.links() if link.target is former]
-        links += [
-            self._links[client.address] for client in clients if client.address in self._links
-        ]
+        links = [link for c in clients for link in c.links() if link.target is former]
+        links += [self._links[c.address] for c in clients if c.address in self._links]
         if any(link.pending for link in links):
             self.world.after(50 * US, self._once_received, former, callback, *arguments)
         else:
@@ -273,23 +267,21 @@ class Supervisor(Process):
         self._once_received(former, self._drain_former, version, workers, self._succeed_former)
 
     def _drain_former(
-        self, version: Version, workers: list[Worker], callback: Callable[..., None]
+        self, version: Version, moved: list[Worker], done: Callable[..., None]
     ) -> None:
         version.former_is_drained = False
         self.send(version.former_scheduler, supervision.Drain())
         if self.world.chance(0.3):
             # The move continues, although the former scheduler still has requests.
-            for worker in workers:
+            for worker in moved:
                 self.world.after(self.world.between(5 * US, 500 * US), self.kill, worker)
-        self._await_drained(version, workers, callback)
+        self._await_drained(version, moved, done)
 
     def _await_drained(
         self, version: Version, workers: list[Worker], callback: Callable[..., None]
     ) -> None:
         assert version.former_scheduler is not None
-        can = version.former_scheduler.alive and (
-            not workers or any(worker.alive for worker in workers)
-        )
+        can = version.former_scheduler.alive and (not workers or any(w.alive for w in workers))
         if can and not version.former_is_drained:
             self.world.after(50 * US, self._await_drained, version, workers, callback)
             return

@@ -49,9 +49,9 @@ class Piece(NamedTuple):
 def pieces(packed: bytes) -> list[Piece]:
     pieces: list[Piece] = []
     for part in packed.decode().split(";"):
-        sample, begin, tokens, reason = part.split(":")
+        sample, begin, text, reason = part.split(":")
         pieces.append(
-            Piece(int(sample), int(begin), [*map(int, filter(None, tokens.split(".")))], reason)
+            Piece(int(sample), int(begin), [*map(int, filter(None, text.split(".")))], reason)
         )
     return pieces
 

@@ -171,7 +171,7 @@ class Worker(Process):
     def _release_blocks_of(self, reader: int) -> None:
         self._release(
             reader,
-            [offset for offset, lent_to in self._readers_by_offset.items() if lent_to == reader],
+            [at for at, user in self._readers_by_offset.items() if user == reader],
         )
 
     def _release(self, reader: int, offsets: list[int]) -> None:
@@ -385,15 +385,13 @@ class Worker(Process):
         self._open_work.pop(key, None)
         self._cancelled.discard(key)
 
-    def _post_response(
-        self, stream: Stream, code: str, body: Packed, final: bool, *fields: Any
-    ) -> None:
+    def _post_response(self, s: Stream, code: str, body: Packed, final: bool, *fields: Any) -> None:
         """Send a response in one frame with the messages that must precede it."""
         assert self._scheduler_link is not None
         now_ns = self.world.now_ns
         self._scheduler_link.post(
             *fields,
             m.ExecutionResponded(
-                stream.work.key, code, "", *body, final, now_ns, now_ns, 0, failed=bool(code)
+                s.work.key, code, "", *body, final, now_ns, now_ns, 0, failed=bool(code)
             ),
         )

@@ -115,9 +115,9 @@ class GenerativeWorker:
                 continue  # the request of this sequence has ended
             else:
                 prompt = self.prompts[begin.key]
-                resumed_tokens = self.resumed_tokens.get((begin.key, begin.sample), array("i"))
+                resumed = self.resumed_tokens.get((begin.key, begin.sample), array("i"))
                 sequence = _SequenceSlots(
-                    extend([], prompt + resumed_tokens), begin.key, begin.sample, len(prompt)
+                    extend([], prompt + resumed), begin.key, begin.sample, len(prompt)
                 )
             self.sequences[begin.sequence] = sequence
         for source, target in _pairs(step.swap_out):
@@ -127,13 +127,11 @@ class GenerativeWorker:
         for source, target in _pairs(step.copies):
             self._pool[target] = self._pool[source][:]
         results = [result for row in step.rows for result in self._row(row)]
-        unknown_sequences = [
-            row.sequence for row in step.rows if row.sequence not in self.sequences
-        ]
+        unknown = [row.sequence for row in step.rows if row.sequence not in self.sequences]
         for number in step.ended:
             self.sequences.pop(number, None)
         forward_ns = 1_000_000 + 100_000 * len(step.rows)
-        return Stepped(step.step, results, 0, forward_ns, 0, skipped=unknown_sequences)
+        return Stepped(step.step, results, 0, forward_ns, 0, skipped=unknown)
 
     def _row(self, row: Row) -> list[RowResult]:
         if row.sequence not in self.sequences:
@@ -169,29 +167,25 @@ class GenerativeWorker:
                 proposed[index] = (proposed[index] + 1) % VOCABULARY_SIZE
         self._write(sequence, extend(sequence.slots[:], proposed)[end:])
         new_tokens: list[int] = []
-        finish_reason = ""
+        reason = ""
         for index in range(row.draft_count + 1):
             token = next_token(sequence.slots, sequence.sample)
             extend(sequence.slots, [token])
             new_tokens.append(token)
-            generated = len(sequence.slots) - sequence.prompt
-            finish_reason = "stop" if token == END_TOKEN else ""
-            finish_reason = finish_reason or (
-                "length" if generated >= self.max_tokens_by_key[sequence.key] else ""
-            )
-            if finish_reason or index == row.draft_count or proposed[index] != token:
+            count = len(sequence.slots) - sequence.prompt
+            reason = "stop" if token == END_TOKEN else ""
+            reason = reason or ("length" if count >= self.max_tokens_by_key[sequence.key] else "")
+            if reason or index == row.draft_count or proposed[index] != token:
                 break
-        return RowResult(row.sequence, new_tokens, finish_reason, row.draft_count)
+        return RowResult(row.sequence, new_tokens, reason, row.draft_count)
 
     def _check(self, sequence: _SequenceSlots, end: int) -> None:
         size = self.block_size
         for index, start in enumerate(range(0, end, size)):
             stop = min(start + size, end)
             rows = self._pool[sequence.table[index]][: stop - start]
-            expected_slots = sequence.slots[start:stop]
-            assert rows == expected_slots, (
-                f"positions {start} to {stop} of {end}: {rows}, not {expected_slots}"
-            )
+            expected = sequence.slots[start:stop]
+            assert rows == expected, f"positions {start} to {stop} of {end}: {rows}, not {expected}"
         self.read_count += end
 
     def _write(self, sequence: _SequenceSlots, slots: list[Slot]) -> None:

@@ -100,9 +100,7 @@ def save_weights(path: Path, weights: dict[str, torch.Tensor], shards: int = 1) 
     if shards == 1:
         save_file(weights, path / "model.safetensors", {"format": "pt"})
         return
-    mapped = {
-        name: f"model-{position % shards:05d}.safetensors" for position, name in enumerate(names)
-    }
+    mapped = {name: f"model-{n % shards:05d}.safetensors" for n, name in enumerate(names)}
     for shard in sorted(set(mapped.values())):
         part = {name: weights[name] for name in names if mapped[name] == shard}
         save_file(part, path / shard, {"format": "pt"})

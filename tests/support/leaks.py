@@ -63,27 +63,20 @@ class Snapshot:
         except AssertionError:
             raise AssertionError("left behind: " + "; ".join(leaks)) from None
 
-    def _leaks(self, later_snapshot: Snapshot) -> list[str]:
-        leaks = [
-            f"/dev/shm/{name}"
-            for name in later_snapshot.shm - self.shm
-            if not _is_used_elsewhere(name)
+    def _leaks(self, later: Snapshot) -> list[str]:
+        found = [
+            f"/dev/shm/{name}" for name in later.shm - self.shm if not _is_used_elsewhere(name)
         ]
-        new_children = later_snapshot.children - self.children
-        leaks += [
-            f"process {process.pid} ({servers.title_of(process.pid)})" for process in new_children
-        ]
-        for pid, titles in later_snapshot.titles.items():
+        new_children = later.children - self.children
+        found += [f"process {p.pid} ({servers.title_of(p.pid)})" for p in new_children]
+        for pid, titles in later.titles.items():
             titles_before = self.titles.get(pid)
             if titles_before is not None and servers.without_short_lived(titles_before) != titles:
-                leaks.append(f"server {pid} had {dict(titles_before)}, has {dict(titles)}")
-        if later_snapshot.descriptors - self.descriptors:
+                found.append(f"server {pid} had {dict(titles_before)}, has {dict(titles)}")
+        if later.descriptors - self.descriptors:
             gc.collect()
-            leaks += [
-                f"descriptor {descriptor}"
-                for descriptor in descriptors(os.getpid()) - self.descriptors
-            ]
-        return leaks
+            found += [f"descriptor {fd}" for fd in descriptors(os.getpid()) - self.descriptors]
+        return found
 
 
 def _children(processes: dict[int, Entry], servers_own: set[int]) -> frozenset[Entry]:
@@ -159,10 +152,10 @@ def resident_bytes(server: servers.Server) -> dict[str, int]:
     counter: Counter[str] = Counter()
     for process in server.tree():
         with contextlib.suppress(OSError), open(f"/proc/{process.pid}/smaps_rollup") as rollup:
-            kilobytes = [
-                int(line.split()[1]) for line in rollup if line.startswith(("Pss_Anon", "Pss_Shm"))
+            sizes = [
+                int(row.split()[1]) for row in rollup if row.startswith(("Pss_Anon", "Pss_Shm"))
             ]
-            counter[servers.title(process)] += 1024 * sum(kilobytes)
+            counter[servers.title(process)] += 1024 * sum(sizes)
     return dict(counter)
 
 

@@ -45,18 +45,16 @@ SendRequest = Callable[[Http, int], str]
 
 def infer_simple(http: Http, number: int) -> str:
     """Send a JSON request with new values to the model "simple" and check the response."""
-    first_input = np.arange(16, dtype=np.int32).reshape(1, 16) + number
-    second_input = np.full((1, 16), number % 97, np.int32)
+    a = np.arange(16, dtype=np.int32).reshape(1, 16) + number
+    b = np.full((1, 16), number % 97, np.int32)
     reply = http.infer(
         "simple",
-        {"inputs": [json_input("INPUT0", first_input), json_input("INPUT1", second_input)]},
+        {"inputs": [json_input("INPUT0", a), json_input("INPUT1", b)]},
     )
     if reply.status != 200:
         return f"{reply.status}: {reply.error}"
     outputs = reply.tensors()
-    is_right = (outputs["OUTPUT0"] == first_input + second_input).all() and (
-        outputs["OUTPUT1"] == first_input - second_input
-    ).all()
+    is_right = (outputs["OUTPUT0"] == a + b).all() and (outputs["OUTPUT1"] == a - b).all()
     return "" if is_right else f"wrong: {outputs}"
 
 

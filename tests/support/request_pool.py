@@ -43,14 +43,12 @@ class RequestPool:
         return self.send(lambda http: http.infer(model, request, headers))
 
     def number(
-        self, model: str, value: int, rows: int = 1, columns: int = 1, **parameters: Any
+        self, model: str, value: int, rows: int = 1, columns: int = 1, **fields: Any
     ) -> Future[Reply]:
         """Send an INT32 INPUT0 [rows, columns] filled with `value`, as "gated" takes it."""
-        request: dict[str, Any] = {
-            "inputs": [json_input("INPUT0", np.full((rows, columns), value, np.int32))]
-        }
-        if parameters:
-            request["parameters"] = parameters
+        request: Any = {"inputs": [json_input("INPUT0", np.full((rows, columns), value, np.int32))]}
+        if fields:
+            request["parameters"] = fields
         return self.infer(model, request)
 
 

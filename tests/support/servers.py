@@ -209,11 +209,7 @@ class Server:
         return process
 
     def metric(self, name: str, **labels: str) -> float:
-        return sum(
-            value
-            for sample_labels, value in self.samples(name)
-            if labels.items() <= sample_labels.items()
-        )
+        return sum(value for found, value in self.samples(name) if labels.items() <= found.items())
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
         return [

@@ -49,13 +49,13 @@ def as_user(uid: int, action: Callable[[], T], groups: tuple[int, ...] = ()) -> 
 def _set_user(uid: int, groups: tuple[int, ...]) -> None:
     assert _CALLS is not None
     libc = ctypes.CDLL(None, use_errno=True)
-    group_ids = (ctypes.c_uint * len(groups))(*groups)
-    for arguments in (
-        (_CALLS[0], len(groups), group_ids),
+    ids = (ctypes.c_uint * len(groups))(*groups)
+    for values in (
+        (_CALLS[0], len(groups), ids),
         (_CALLS[1], uid, uid, uid),
         (_CALLS[2], uid, uid, uid),
     ):
-        if libc.syscall(*arguments) != 0:
+        if libc.syscall(*values) != 0:
             raise OSError(ctypes.get_errno(), "cannot become another user")
 
 

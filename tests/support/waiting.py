@@ -12,15 +12,13 @@ DEADLINE_S = 60.0
 _STEP_S = 0.005
 
 
-def until(
-    condition_text: str, condition: Callable[[], object], within_s: float = DEADLINE_S
-) -> None:
+def until(text: str, condition: Callable[[], object], within_s: float = DEADLINE_S) -> None:
     """Return as soon as a condition holds.
 
     The checks use at most half of a processor, because the awaited process needs the rest.
 
     Args:
-        condition_text: The condition in words, for the error.
+        text: The condition in words, for the error.
         condition: The condition.
         within_s: The longest wait, in seconds.
 
@@ -32,7 +30,7 @@ def until(
     while not condition():
         now_s = time.monotonic()
         if now_s > deadline:
-            raise AssertionError(f"not within {within_s} s: {condition_text}")
+            raise AssertionError(f"not within {within_s} s: {text}")
         time.sleep(max(_STEP_S, now_s - start_s))
         start_s = time.monotonic()
 

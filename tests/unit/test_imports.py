@@ -125,10 +125,8 @@ def test_each_name_of_all_exists(name: str) -> None:
 
 def test_the_grpc_gateway_does_without_aiohttp() -> None:
     program = "import sys, shmserve.gateway.grpc.main; print(*sys.modules)"
-    loaded_modules = run_python("-c", program, check=True).stdout.split()
-    assert [
-        name for name in loaded_modules if is_within(name, {"aiohttp", "shmserve.gateway.http"})
-    ] == []
+    loaded = run_python("-c", program, check=True).stdout.split()
+    assert [name for name in loaded if is_within(name, {"aiohttp", "shmserve.gateway.http"})] == []
 
 
 @pytest.mark.parametrize("package", ["api", "inference", "links"])

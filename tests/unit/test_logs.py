@@ -100,11 +100,9 @@ def test_clients_cannot_write_log_lines(capsys: Capture) -> None:
     logger = logging.getLogger("shmserve.somewhere")
     logger.warning("refused: %s", MALICIOUS_TEXT, extra={"request_id": MALICIOUS_TEXT})
     captured = capsys.readouterr().err
-    first_line, second_line = captured.rstrip("\n").split("\n")
+    first_line, second = captured.rstrip("\n").split("\n")
     assert first_line.isprintable() and "] refused: x request=x\\nE 2026 forged" in first_line
-    assert second_line.isprintable() and second_line.startswith(
-        "    E 2026 forged\\x1b[31m\\u2028\\x00\\r"
-    )
+    assert second.isprintable() and second.startswith("    E 2026 forged\\x1b[31m\\u2028\\x00\\r")
     assert len(captured) < 40_000
     try:
         raise ValueError(MALICIOUS_TEXT + "\nE forged" * 100_000)
@@ -119,7 +117,7 @@ def test_clients_cannot_write_log_lines(capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "shown_lines"),
+    ("text", "rows"),
     [
         ("Grüße ☃ 你好", ["Grüße ☃ 你好"]),
         ("one\ntwo\n  three", ["one", "    two", "      three"]),
@@ -127,12 +125,12 @@ def test_clients_cannot_write_log_lines(capsys: Capture) -> None:
     ],
 )
 def test_lines_and_letters_are_printed_unchanged(
-    capsys: Capture, text: str, shown_lines: list[str]
+    capsys: Capture, text: str, rows: list[str]
 ) -> None:
     logs.configure("role", LogSettings())
     logging.getLogger("shmserve.somewhere").error("%s", text)
     first_line, *other_lines = capsys.readouterr().err.splitlines()
-    assert [first_line.partition("] ")[2], *other_lines] == shown_lines
+    assert [first_line.partition("] ")[2], *other_lines] == rows
 
 
 def test_the_file_gets_what_is_written_to_stderr(tmp_path: Path) -> None:

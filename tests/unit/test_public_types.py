@@ -62,9 +62,9 @@ def connected() -> None:
 def test_mypy_strict(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(USER)
     command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "user.py"]
-    environment = {**os.environ, "MYPYPATH": str(ROOT)}
+    variables = {**os.environ, "MYPYPATH": str(ROOT)}
     result = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stdout
 

@@ -88,13 +88,11 @@ def load(tmp_path: Path) -> Iterator[Callable[[str], ModuleType]]:
 
 def test_a_class_is_sent_with_definitions_that_it_uses(load: Callable[[str], ModuleType]) -> None:
     text = serving._source_of(load(SCRIPT).Model)
-    script_lines, sent_lines = SCRIPT.splitlines(), text.splitlines()
-    for line in sent_lines:
-        assert not line or line in script_lines or line == "OTHER = 2"
-    assert script_lines.index("class Model:") == sent_lines.index("class Model:")
-    assert script_lines.index("def later(x): return x") == sent_lines.index(
-        "def later(x): return x"
-    )
+    script, sent = SCRIPT.splitlines(), text.splitlines()
+    for line in sent:
+        assert not line or line in script or line == "OTHER = 2"
+    assert script.index("class Model:") == sent.index("class Model:")
+    assert script.index("def later(x): return x") == sent.index("def later(x): return x")
     for unused in ("shmserve.serve", "result = json", "Local"):
         assert unused not in text
     namespace = {"__name__": "model", "__file__": __file__}

@@ -106,6 +106,8 @@ class LoadPlanner:
         labels: dict[str, list[str]] = {}
         try:
             written_config, source = repository.read_config(folder, override)
+            for tensor in model_config.merge_duplicates(written_config):
+                logger.warning("model %s: %s is defined twice with equal values", name, tensor)
             config = self._with_defaults(written_config, folder)
             # Without its backend, a model cannot be loaded, whatever else its configuration says.
             fault = model_config.unknown_backend(config)
@@ -193,8 +195,7 @@ class LoadPlanner:
             for group in config.instance_group:
                 group.kind = group.KIND_CPU
                 group.ClearField("gpus")
-        for name in model_config.merge_duplicates(config):
-            logger.warning("model %s: %s is defined twice with equal values", folder.name, name)
+        model_config.merge_duplicates(config)
         return model_config.normalise(config, folder.name, self._accelerators.count)
 
     def _validate(

@@ -24,10 +24,8 @@ def cached_ensemble() -> Script:
         recorder(f"{name}_1", method_body=RETURN_INCREMENT),
         Model(name, ensemble_model.config + CACHE),
     ]
-    known_differences = [Known("responses.b.parameters", "a hit has its sequence, as the miss had")]
-    return Script(
-        name, models, one_by_one(Send("a", name, 1), Send("b", name, 1)), known_differences
-    )
+    known = [Known("responses.b.parameters", "a hit has its sequence, as the miss had")]
+    return Script(name, models, one_by_one(Send("a", name, 1), Send("b", name, 1)), known)
 
 
 SCRIPTS = [

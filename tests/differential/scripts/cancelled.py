@@ -28,12 +28,10 @@ NOT_RUN = Known("batches", "what nobody waits for is not executed, whatever the 
 LATE_COUNT = Known("unsettled", "Triton counts it as pending until it looks")
 
 
-def waiting(name: str, scheduler: str, known_differences: Sequence[Known] = ()) -> Script:
+def waiting(name: str, scheduler: str, known: Sequence[Known] = ()) -> Script:
     """The second of three waiting requests is cancelled."""
     steps: list[Step] = [Send(f"r{n}", name, n) for n in range(4)]
-    return Script(
-        name, [recorder(name, scheduler)], [*steps, Cancel("r2"), Drain()], known_differences
-    )
+    return Script(name, [recorder(name, scheduler)], [*steps, Cancel("r2"), Drain()], known)
 
 
 def cancel_executing(name: str, scheduler: str = DYNAMIC_BATCHER) -> Script:
@@ -60,10 +58,8 @@ def streamed_and_executing() -> Script:
     """A request of a decoupled model is closed just before a response."""
     name = "streamed_and_executing"
     steps: list[Step] = [Send("s", name, 2, stream=True), Cancel("s"), Release("s")]
-    recording_model = recorder(name, DECOUPLED, method_body=COUNT)
-    return Script(
-        name, [recording_model], [*steps, Send("b", name, 1, stream=True), Drain()], [FAILED_COUNT]
-    )
+    model = recorder(name, DECOUPLED, method_body=COUNT)
+    return Script(name, [model], [*steps, Send("b", name, 1, stream=True), Drain()], [FAILED_COUNT])
 
 
 def between_steps(name: str, first_scheduler: str, known_differences: Sequence[Known]) -> Script:

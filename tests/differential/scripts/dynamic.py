@@ -41,7 +41,7 @@ if value.flat[0] == 2:
     return self.failure("two is wrong")
 return self.response(OUTPUT0=value)
 """
-MIXED_REQUESTS = [
+MIXED = [
     Send("b", "mixed", 1, columns=2),
     Send("c", "mixed", 2, columns=2),
     Send("d", "mixed", 3),
@@ -71,7 +71,7 @@ SCRIPTS = [
     scene("delay_over", f"preferred_batch_size: [ 3 ] {SHORT_DELAY}", 1, 1),
     scene("one_by_one", "", 1, 1, max_batch_size=1),
     Script("other_shapes_end_a_batch", [model("mixed")],
-        [Send("a", "mixed"), *MIXED_REQUESTS, Send("e", "mixed", 4), Drain()]),
+        [Send("a", "mixed"), *MIXED, Send("e", "mixed", 4), Drain()]),
     Script("ragged_shapes_share_a_batch", [model("ragged", inputs=RAGGED_INPUTS)],
         [Send("a", "ragged"), Send("b", "ragged", 1, columns=3), Send("c", "ragged", 2), Drain()]),
     Script("a_python_model_gets_no_batch_input", [model("counted", COUNTS, inputs=RAGGED_INPUTS)],

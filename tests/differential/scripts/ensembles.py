@@ -12,12 +12,8 @@ RETURN_SUM = (
 )
 RETURN_FAILURE = 'return self.failure("it is wrong")'
 RETURN_NOTHING = "return self.response()"
-FAILURE_COUNT = [
-    Known("statistics.*", "a request that fails counts in fail, and once in an ensemble's")
-]
-SEQUENCE_PARAMETERS = [
-    Known("responses.e.parameters", "a response without outputs has its sequence, too")
-]
+FAILURES = [Known("statistics.*", "a request that fails counts in fail, and once in an ensemble's")]
+SEQUENCED = [Known("responses.e.parameters", "a response without outputs has its sequence, too")]
 FINAL_RESPONSE = [
     Known("responses.r1", "its end is told by itself; Triton's may come with a response")
 ]
@@ -35,7 +31,7 @@ sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 DECOUPLED = "model_transaction_policy { decoupled: true }"
 EXTRA_TENSOR = tensor("MORE")
-OPTIONAL_TENSOR = tensor("MORE", extra_fields="optional: true")
+OPTIONAL = tensor("MORE", extra_fields="optional: true")
 
 
 def ensemble(
@@ -67,15 +63,15 @@ def one_by_one(*requests: Send) -> list[Send | Drain]:
 
 def two_step_ensemble(
     name: str,
-    first_body: str,
-    second_body: str,
+    first: str,
+    second: str,
     *requests: Send,
     known_differences: Sequence[Known] = (),
 ) -> Script:
     """Return two models and the ensemble that runs them in order, named after the script."""
     models = [
-        recorder(f"{name}_1", method_body=first_body),
-        recorder(f"{name}_2", method_body=second_body),
+        recorder(f"{name}_1", method_body=first),
+        recorder(f"{name}_2", method_body=second),
     ]
     steps = step_through(f"{name}_1", "INPUT0", "MID"), step_through(f"{name}_2", "MID", "OUT")
     return Script(name, [*models, ensemble(name, *steps)], one_by_one(*requests), known_differences)
@@ -113,28 +109,24 @@ def unbatched_step() -> Script:
         inputs=[tensor("INPUT0", dims=[2])],
     )
     dims = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUTPUT0", dims=[1, 2])]}
-    unbatched_model = recorder(f"{name}_2", method_body=RETURN_INCREMENT, max_batch_size=0, **dims)  # type: ignore[arg-type]
+    plain = recorder(f"{name}_2", method_body=RETURN_INCREMENT, max_batch_size=0, **dims)  # type: ignore[arg-type]
     steps = step_through(f"{name}_1", "INPUT0", "MID"), step_through(f"{name}_2", "MID", "OUT")
-    edge_tensors = {
+    edges = {
         "inputs": [tensor("INPUT0", dims=[1, 2])],
         "outputs": [tensor("OUT", dims=[1, 2])],
     }
-    ensemble_model = ensemble(name, *steps, size=0, **edge_tensors)
-    return Script(
-        name, [batched, unbatched_model, ensemble_model], one_by_one(Send("a", name, 1, columns=2))
-    )
+    whole = ensemble(name, *steps, size=0, **edges)
+    return Script(name, [batched, plain, whole], one_by_one(Send("a", name, 1, columns=2)))
 
 
 def optional() -> Script:
     """An optional input."""
     name = "optional_step"
-    recording_model = recorder(f"{name}_1", method_body=ADD_OPTIONAL, inputs=[IN, OPTIONAL_TENSOR])
-    ensemble_model = ensemble(
-        name, step_through(f"{name}_1", "INPUT0", "OUT", "MORE"), inputs=[IN, OPTIONAL_TENSOR]
-    )
+    recording_model = recorder(f"{name}_1", method_body=ADD_OPTIONAL, inputs=[IN, OPTIONAL])
+    made = ensemble(name, step_through(f"{name}_1", "INPUT0", "OUT", "MORE"), inputs=[IN, OPTIONAL])
     optional_input = {"MORE": ("INT32", [1, 1], [5])}
     requests = Send("with", name, 1, inputs=optional_input), Send("without", name, 1)
-    return Script(name, [recording_model, ensemble_model], one_by_one(*requests))
+    return Script(name, [recording_model, made], one_by_one(*requests))
 
 
 def decoupled() -> Script:
@@ -161,16 +153,16 @@ def nested() -> Script:
         recorder(f"{name}_2", method_body=RETURN_FAILURE),
     ]
     inner = ensemble(f"{name}_inner", step_through(f"{name}_1", "INPUT0", "OUT"))
-    wrong_ensemble = ensemble(f"{name}_wrong", step_through(f"{name}_2", "INPUT0", "OUT"))
+    wrong = ensemble(f"{name}_wrong", step_through(f"{name}_2", "INPUT0", "OUT"))
     tensor_maps = {"INPUT0": "INPUT0"}, {"OUT": "OUT"}
     outer = ensemble(f"{name}_outer", step(f"{name}_inner", *tensor_maps))
-    bad_ensemble = ensemble(f"{name}_bad", step(f"{name}_wrong", *tensor_maps))
+    bad = ensemble(f"{name}_bad", step(f"{name}_wrong", *tensor_maps))
     requests = Send("good", f"{name}_outer", 1), Send("bad", f"{name}_bad", 1)
     return Script(
         name,
-        [*models, inner, wrong_ensemble, outer, bad_ensemble],
+        [*models, inner, wrong, outer, bad],
         one_by_one(*requests),
-        FAILURE_COUNT,
+        FAILURES,
     )
 
 
@@ -178,13 +170,13 @@ SCRIPTS = [
     two_step_ensemble("two_steps", RETURN_INCREMENT, RETURN_INCREMENT, Send("a", "two_steps", 1),
         Send("b", "two_steps", 5, rows=3)),
     two_step_ensemble("first_fails", RETURN_FAILURE, RETURN_INCREMENT, Send("c", "first_fails", 1),
-        known_differences=FAILURE_COUNT),
+        known_differences=FAILURES),
     two_step_ensemble("second_fails", RETURN_INCREMENT, RETURN_FAILURE,
-        Send("d", "second_fails", 1), known_differences=FAILURE_COUNT),
+        Send("d", "second_fails", 1), known_differences=FAILURES),
     two_step_ensemble("no_tensor_made", RETURN_NOTHING, RETURN_INCREMENT,
-        Send("e", "no_tensor_made", 1), known_differences=FAILURE_COUNT),
+        Send("e", "no_tensor_made", 1), known_differences=FAILURES),
     two_step_ensemble("no_output_made", RETURN_INCREMENT, RETURN_NOTHING,
-        Send("e", "no_output_made", 1), known_differences=SEQUENCE_PARAMETERS),
+        Send("e", "no_output_made", 1), known_differences=SEQUENCED),
     two_step_ensemble("flags_are_forwarded", RETURN_INCREMENT, RETURN_INCREMENT,
         Send("s", "flags_are_forwarded", 1, sequence=7, start=True),
         Send("t", "flags_are_forwarded", 1, sequence=7, end=True)),

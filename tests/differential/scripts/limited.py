@@ -15,13 +15,11 @@ from tests.differential.script import (
 
 def needing(name: str, *resources: str, priority: int = 1, instances: int = 1) -> Model:
     """Return a model whose instances need resources, each NAME:COUNT or NAME:COUNT:global."""
-    resources_needed = []
+    needed = []
     for description in resources:
         resource, count, *scope = description.split(":")
-        resources_needed.append(
-            f'{{ name: "{resource}" count: {count} {"global: true" if scope else ""} }}'
-        )
-    limits = f"rate_limiter {{ resources [ {', '.join(resources_needed)} ] priority: {priority} }}"
+        needed.append(f'{{ name: "{resource}" count: {count} {"global: true" if scope else ""} }}')
+    limits = f"rate_limiter {{ resources [ {', '.join(needed)} ] priority: {priority} }}"
     group = f"instance_group [ {{ kind: KIND_CPU count: {instances} {limits} }} ]"
     recording_model = recorder(name, "", instances=instances)
     lines = recording_model.config.splitlines()
@@ -58,10 +56,8 @@ def priorities() -> Script:
     steps: list[Step] = [Send("first", f"{name}_1")]
     steps += [Send(f"a{n}", f"{name}_1", n) for n in range(4)]
     steps += [Send(f"b{n}", f"{name}_2", n) for n in range(4)]
-    known_differences = [
-        Known("batches.*", "of two that have had as much, who waited for longer is next")
-    ]
-    return Script(name, models, [*steps, Drain()], known_differences)
+    known = [Known("batches.*", "of two that have had as much, who waited for longer is next")]
+    return Script(name, models, [*steps, Drain()], known)
 
 
 def much_and_little() -> Script:
@@ -70,10 +66,8 @@ def much_and_little() -> Script:
     models = [needing(f"{name}_{n}", f"room:{n}") for n in (1, 2)]
     models.append(needing(f"{name}_3", "room:1"))
     steps: list[Step] = [Send(f"r{n}", f"{name}_{n}", n) for n in (1, 2, 3)]
-    known_differences = [
-        Known("batches.*", "who needs much holds up nobody who needs what there is")
-    ]
-    return Script(name, models, [*steps, Drain()], known_differences)
+    known = [Known("batches.*", "who needs much holds up nobody who needs what there is")]
+    return Script(name, models, [*steps, Drain()], known)
 
 
 def unlimited() -> Script:

@@ -39,11 +39,11 @@ def scene(
     size: int = 1,
 ) -> Script:
     """Steps after an executing request, all for the model that has the scene's name."""
-    recording_model = recorder(name, f"dynamic_batching {{ {batching} }}", max_batch_size=size)
+    model = recorder(name, f"dynamic_batching {{ {batching} }}", max_batch_size=size)
     model_steps = [replace(step, model=name) if isinstance(step, Send) else step for step in steps]
     return Script(
         name,
-        [recording_model],
+        [model],
         [Send("first", name), *model_steps, Drain()],
         known_differences or [],
     )

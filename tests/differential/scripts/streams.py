@@ -37,9 +37,7 @@ WARMUP = """
           value { data_type: TYPE_INT32 dims: [ 2 ] input_data_file: "data" } } }
     ]
 """
-COUNTED_RESPONSES = [
-    Known("statistics.*", "responses are counted by their index, as later Tritons do")
-]
+COUNTED = [Known("statistics.*", "responses are counted by their index, as later Tritons do")]
 
 
 TEXT = [Known("responses.*.error.1", "the text is without file and line")]
@@ -54,7 +52,7 @@ def streaming_script(
         name,
         [recorder(name, DECOUPLED, method_body=method_body)],
         steps,
-        known_differences or COUNTED_RESPONSES,
+        known_differences or COUNTED,
     )
 
 
@@ -65,12 +63,12 @@ def _stream(name: str, value: int) -> Send:
 def iterative(name: str, strategy: str) -> Script:
     """Requests without an id, each of which is rescheduled as often as its input sets."""
     config = f"{DECOUPLED} sequence_batching {{ iterative_sequence: true {strategy} }}"
-    recording_model = recorder(name, config, method_body=STREAM_LOOP, max_batch_size=2)
+    model = recorder(name, config, method_body=STREAM_LOOP, max_batch_size=2)
     return Script(
         name,
-        [recording_model],
+        [model],
         [_stream(name, 3), Drain(), _stream(name, 2), Drain()],
-        COUNTED_RESPONSES,
+        COUNTED,
     )
 
 
@@ -79,7 +77,7 @@ SCRIPTS = [
     streaming_script("wrong_in_the_middle", FAILING_STREAM, 1),
     streaming_script("last_with_its_response", FINAL_RESPONSE, 1),
     streaming_script("raises", 'raise ValueError("early")', 1,
-        known_differences=[*TEXT, *COUNTED_RESPONSES]),
+        known_differences=[*TEXT, *COUNTED]),
     iterative("iterative_oldest", "oldest { max_candidate_sequences: 4 }"),
     iterative("iterative_direct", "direct { }"),
     Script("warmed_up", [recorder("warmed_up", WARMUP, inputs=[tensor("INPUT0", dims=[2])],

@@ -85,10 +85,8 @@ def test_many_silent_connections(server: Server, name: str) -> None:
         until("all have come", lambda: are_idle(server))
         cpu_before = cpu_seconds(server)
         time.sleep(1.0)
-        cpu_used = {
-            title: cpu_s - cpu_before[title] for title, cpu_s in cpu_seconds(server).items()
-        }
-        assert max(cpu_used.values()) < _IDLE_CORE_SHARE, cpu_used
+        used = {title: cpu_s - cpu_before[title] for title, cpu_s in cpu_seconds(server).items()}
+        assert max(used.values()) < _IDLE_CORE_SHARE, used
     until("it is what it was", lambda: not state_before.differences(State.of(server), 0))
     with stub(server) as call:
         assert is_right(call.ModelInfer(simple_request(), timeout=10, wait_for_ready=True))
@@ -113,10 +111,10 @@ def test_registrations_leave_some(server: Server) -> None:
     """Regions and local clients use all descriptors; dead processes are still replaced."""
     with (
         scene(server) as stage,
-        SharedObject(4096) as shared_object,
+        SharedObject(4096) as shared,
         contextlib.ExitStack() as stack,
     ):
-        replies = [stage.http.register(f"r{n}", shared_object.key, 4096) for n in range(_LIMIT)]
+        replies = [stage.http.register(f"r{n}", shared.key, 4096) for n in range(_LIMIT)]
         refused_reply = replies[-1]
         assert refused_reply.status == 400 and "can be registered" in refused_reply.error
         for _ in range(_LIMIT):

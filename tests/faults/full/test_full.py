@@ -40,11 +40,11 @@ def test_the_memory_for_tensors_is_full(serve: Callable[..., Server]) -> None:
     server = serve(f"--arena-byte-size={8 << 20}")
     large_array = np.zeros(1_500_000, np.float32)
     with scene(server) as stage:
-        refused_reply = stage.http.infer_binary(
+        refused = stage.http.infer_binary(
             "identity", [("INPUT0", "FP32", [3_000_000], bytes(12_000_000))]
         )
-        assert refused_reply.status == 400
-        assert f"--arena-byte-size allows {8 << 20}" in refused_reply.error
+        assert refused.status == 400
+        assert f"--arena-byte-size allows {8 << 20}" in refused.error
         inputs = [("INPUT0", "FP32", [len(large_array)], large_array.tobytes())]
         outputs = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
         pending_calls = [

@@ -92,7 +92,7 @@ def test_streams(server: Server, name: str) -> None:
 
 def test_incomplete_messages(server: Server) -> None:
     """A hundred calls whose messages arrive byte by byte block no call and leave no state."""
-    partial_request = (
+    partial = (
         CLIENT_OPENING + frame(1, 4, 1, _HEADERS) + frame(0, 0, 1, b"\0\0\x10\0\0" + bytes(100))
     )
     with scene(server, _GRPC_BYTES) as stage, contextlib.ExitStack() as stack:
@@ -101,7 +101,7 @@ def test_incomplete_messages(server: Server) -> None:
             for _ in range(100)
         ]
         for sock in slow_sockets:
-            sock.sendall(partial_request)
+            sock.sendall(partial)
         for _ in range(5):
             for sock in slow_sockets:
                 sock.sendall(frame(0, 0, 1, b"x"))
@@ -188,18 +188,16 @@ def test_requests(server: Server) -> None:
     """Each malformed request is rejected with a short message for clients."""
     with scene(server, _GRPC_BYTES) as stage, grpc.insecure_channel(server.grpc_url) as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
-        other_methods = [
-            channel.unary_unary(SERVICE + name) for name in ("ModelConfig", "NoSuchCall")
-        ]
-        other_methods.append(channel.unary_unary("/"))
-        other_methods.append(channel.unary_unary("/" + "x" * 5000))
+        methods = [channel.unary_unary(SERVICE + name) for name in ("ModelConfig", "NoSuchCall")]
+        methods.append(channel.unary_unary("/"))
+        methods.append(channel.unary_unary("/" + "x" * 5000))
         for data in requests():
             with pytest.raises(grpc.RpcError) as error_info:
                 infer(data, timeout=_PATIENCE_S)
             assert error_info.value.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
             assert "Traceback" not in error_info.value.details()
             assert str(server.run_dir) not in error_info.value.details()
-        for call in other_methods:
+        for call in methods:
             with pytest.raises(grpc.RpcError):
                 call(_RANDOM.randbytes(1000), timeout=_PATIENCE_S)
         check_other_clients(stage)

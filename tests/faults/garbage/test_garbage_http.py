@@ -68,13 +68,13 @@ def one_input_body(
     data_member: bytes = b'"data":[1]',
 ) -> bytes:
     """Return a request with one input, one part of which is malformed."""
-    tensor_members = b'"name":"%s","datatype":"%s","shape":%s,%s' % (
+    members = b'"name":"%s","datatype":"%s","shape":%s,%s' % (
         name,
         datatype,
         shape,
         data_member,
     )
-    return b'{"inputs":[{' + tensor_members + b"}]}"
+    return b'{"inputs":[{' + members + b"}]}"
 
 
 # Invalid JSON bodies. The server responds with a client error, or with 500 for JSON of the wrong
@@ -224,10 +224,8 @@ def test_a_large_json_body_delays_no_other_client(serve: Callable[..., Server]) 
     """While 20 MB of JSON are parsed, health checks and small requests are answered."""
     server = serve("--gateways=1")
     values = np.arange(3_000_000, dtype=np.float32)
-    requested_outputs = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
-    body = json.dumps(
-        {"inputs": [json_input("INPUT0", values)], "outputs": requested_outputs}
-    ).encode()
+    outputs = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}]
+    body = json.dumps({"inputs": [json_input("INPUT0", values)], "outputs": outputs}).encode()
     longest = []  # the longest wait as a share of all waits, by round
     with scene(server, ARENA_BYTES) as stage, server.http() as other_client:
         for _ in range(3):  # three rounds, because the machine may pause in some of them

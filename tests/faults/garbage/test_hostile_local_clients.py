@@ -57,35 +57,31 @@ def check_honest_client(stage: Scene) -> None:
 # --- attacks, each by a local client that then disconnects
 
 
-def garbage_as_frames(local_client: Guest, stage: Scene) -> None:
+def garbage_as_frames(client: Guest, stage: Scene) -> None:
     """Send malformed frames on a link, which is closed after a few."""
     frames = list(garbage())
     while frames:
-        link = local_client.link(
-            "identity", f"{local_client.number}.{local_client.token}.g{len(frames)}"
-        )
+        link = client.link("identity", f"{client.number}.{client.token}.g{len(frames)}")
         send_raw(link, b"", b"".join(encode_zmtp(frames.pop()) for _ in range(min(8, len(frames)))))
         link.send(submit((small_tensor(),)))
         replies = receive_arrived(link)
         assert all(isinstance(reply, m.Finished | m.Failed) for reply in replies)
         link.close()
-    link = local_client.link("identity", f"{local_client.number}.{local_client.token}.flood")
+    link = client.link("identity", f"{client.number}.{client.token}.flood")
     send_raw(link, b"", encode_zmtp(b"x") * 50_000)
     until("it is ended", partial(has_ended, link))
 
 
-def no_zeromq(local_client: Guest, stage: Scene) -> None:
+def no_zeromq(client: Guest, stage: Scene) -> None:
     """Send bytes that are no frames, and incomplete frames."""
-    stream_bytes = (
-        zmtp.GREETING
-        + zmtp.ready_command("DEALER", b"%d.x" % local_client.number)
-        + encode_zmtp(b"abc")
+    stream = (
+        zmtp.GREETING + zmtp.ready_command("DEALER", b"%d.x" % client.number) + encode_zmtp(b"abc")
     )
     with contextlib.ExitStack() as stack:
-        for endpoint in local_client.models.values():
+        for endpoint in client.models.values():
             for text in (
                 os.urandom(5000),
-                *(stream_bytes[:length] for length in range(0, len(stream_bytes), 7)),
+                *(stream[:length] for length in range(0, len(stream), 7)),
             ):
                 unix_socket = stack.enter_context(socket.socket(socket.AF_UNIX))
                 unix_socket.connect(endpoint.removeprefix("ipc://"))
@@ -122,12 +118,9 @@ def never_read(local_client: Guest, stage: Scene) -> None:
         raise AssertionError("a million requests were taken from who reads no answer")
 
 
-def half_frames(local_client: Guest, stage: Scene) -> None:
+def half_frames(client: Guest, stage: Scene) -> None:
     """Send large incomplete frames over many links at once."""
-    links = [
-        local_client.link("identity", f"{local_client.number}.{local_client.token}.{n}")
-        for n in range(12)
-    ]
+    links = [client.link("identity", f"{client.number}.{client.token}.{n}") for n in range(12)]
     start = b"\2" + (8 * MIB).to_bytes(8, "big") + bytes(8 * MIB - 1)
     for link in links:
         assert link._connection is not None
@@ -173,14 +166,10 @@ def all_in_one_frame(local_client: Guest, stage: Scene) -> None:
     """Send millions of messages, or invalid elements, in one frame; others are served meanwhile."""
     cpu_before = cpu_seconds(stage.server)["scheduler identity"]
     message = msgpack.packb(["Cancel", 1])
-    nested_arrays = b"".join(
-        b"\xdd" + (60_000).to_bytes(4, "big") + b"\x90" * 60_000 for _ in range(130)
-    )
-    for number, words in enumerate(
-        (message * (7 * MIB // len(message)), nested_arrays, message * 6 * MIB)
-    ):
-        count = words.count(b"\xdd") or len(words) // len(message)
-        frame = encode_zmtp(b"\xdd" + (count + 1).to_bytes(4, "big") + b"\x01" + words)
+    nested = b"".join(b"\xdd" + (60_000).to_bytes(4, "big") + b"\x90" * 60_000 for _ in range(130))
+    for number, data in enumerate((message * (7 * MIB // len(message)), nested, message * 6 * MIB)):
+        count = data.count(b"\xdd") or len(data) // len(message)
+        frame = encode_zmtp(b"\xdd" + (count + 1).to_bytes(4, "big") + b"\x01" + data)
         link = local_client.link("identity", f"{local_client.number}.{local_client.token}.{number}")
         assert link._connection is not None
         link._connection.sock.settimeout(20)
@@ -236,15 +225,10 @@ def send_what_lingers(
     lingering.close()
 
 
-def many_links(local_client: Guest, stage: Scene) -> None:
+def many_links(client: Guest, stage: Scene) -> None:
     """Open more links than allowed, and links without a token."""
-    own_links = [
-        local_client.link("identity", f"{local_client.number}.{local_client.token}.{n}")
-        for n in range(40)
-    ]
-    made_up = [
-        local_client.link("identity", f"{local_client.number}.{'0' * 32}.{n}") for n in range(200)
-    ]
+    own_links = [client.link("identity", f"{client.number}.{client.token}.{n}") for n in range(40)]
+    made_up = [client.link("identity", f"{client.number}.{'0' * 32}.{n}") for n in range(200)]
     for link in (*own_links, *made_up):
         link.send(submit((small_tensor(),)))
     until("those are ended", lambda: all(map(has_ended, made_up)))
@@ -331,30 +315,26 @@ def tensors_that_cannot_be(local_client: Guest, stage: Scene) -> None:
     shapes: list[Any] = [
         (-1,), (2**62,), (2**63, 2), (4, 0), (1,) * 10_000, (True,), (1.5,), ("4",),
     ]  # fmt: skip
-    bad_tensors: list[list[Any]] = [["INPUT0", "FP32", list(shape)] for shape in shapes]
-    bad_tensors += [["x" * 50_000, "FP32", [4]], [7, "FP32", [4]]]
-    bad_tensors += [["INPUT0", kind, [4]] for kind in ("FP64", "BYTES", "NOPE", "", 3, None)]
+    bad: list[list[Any]] = [["INPUT0", "FP32", list(shape)] for shape in shapes]
+    bad += [["x" * 50_000, "FP32", [4]], [7, "FP32", [4]]]
+    bad += [["INPUT0", kind, [4]] for kind in ("FP64", "BYTES", "NOPE", "", 3, None)]
     # Equal to the correct shape as a number, but of another type.
-    bad_tensors.append(["INPUT0", "FP32", [4.0]])
+    bad.append(["INPUT0", "FP32", [4.0]])
     packed, data = pack_inference(Inference((small_tensor(),), ()))
     schema = msgpack.unpackb(packed)
-    bad_requests: list[tuple[Any, list[Any]]] = [
-        ([[tensor], *schema[1:]], data) for tensor in bad_tensors
-    ]
+    requests: list[tuple[Any, list[Any]]] = [([[tensor], *schema[1:]], data) for tensor in bad]
     contents: list[Any] = [b"", bytes(15), "x" * 16, None, 1, [], {}]
     contents += [[0] * count for count in range(1, 12)]
     memories: tuple[Any, ...] = (b"", b"\x90", "", 1, None, [], {})
     contents += [[memory, 0, 16] for memory in memories]
-    bad_requests += [(schema, [content]) for content in contents]
-    bad_requests += [(schema, []), (schema, [*data, *data])]
+    requests += [(schema, [content]) for content in contents]
+    requests += [(schema, []), (schema, [*data, *data])]
     for field in range(1, len(schema)):
         odd_values: tuple[Any, ...] = (b"x", [[1, 2, 3]], 1.5, True, {"k": []}, {1: 1}, None)
-        bad_requests += [
-            ([*schema[:field], value, *schema[field + 1 :]], data) for value in odd_values
-        ]
+        requests += [([*schema[:field], value, *schema[field + 1 :]], data) for value in odd_values]
     link.send(submit((small_tensor(),)))
     assert isinstance(answer(link), m.Finished)
-    for number, work in enumerate(bad_requests, 2):
+    for number, work in enumerate(requests, 2):
         link.send(m.Submit(number, msgpack.packb(work[0]), work[1], 0, 0, 0, 0))
         failed_answer = answer(link)
         assert isinstance(failed_answer, m.Failed) and failed_answer.id == number, work
@@ -374,30 +354,28 @@ def deep_messages(local_client: Guest, stage: Scene) -> None:
     assert answer(link).id == 2
 
 
-def memory_of_which_little_is_there(local_client: Guest, stage: Scene) -> None:
+def memory_of_which_little_is_there(c: Guest, stage: Scene) -> None:
     """Punch holes into sealed memory during a request; the worker reads zeros and survives."""
     size = 256 * 1024
-    link = local_client.link("identity")
+    link = c.link("identity")
     with memfd(2 * size) as fd:
-        memory = unpack_memory(
-            local_client.request(ShareMemory(1, 2 * size, False), fd).payload["memory"]
-        )
-        tensor = TensorRef("INPUT0", "FP32", (size // 4,), Range(memory, 0, size))
-        output = RequestedOutput("OUTPUT0", Range(memory, size, size))
+        shared = unpack_memory(c.request(ShareMemory(1, 2 * size, False), fd).payload["memory"])
+        tensor = TensorRef("INPUT0", "FP32", (size // 4,), Range(shared, 0, size))
+        output = RequestedOutput("OUTPUT0", Range(shared, size, size))
         for number in range(50):
             link.send(submit((tensor,), number, (output,)))
             punch(fd, 2 * size)
             assert isinstance(answer(link), m.Finished)
 
 
-def memory_that_cannot_be_written(local_client: Guest, stage: Scene) -> None:
+def memory_that_cannot_be_written(client: Guest, stage: Scene) -> None:
     """Seal memory against writing, before or after it is shared; no worker exits."""
-    link = local_client.link("identity")
+    link = client.link("identity")
     log_length = len(stage.server.log())
     for number, seal in enumerate((fcntl.F_SEAL_WRITE, _SEAL_FUTURE_WRITE)):
         with memfd() as fd:
             memory = unpack_memory(
-                local_client.request(ShareMemory(number, 4096, False), fd).payload["memory"]
+                client.request(ShareMemory(number, 4096, False), fd).payload["memory"]
             )
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
             memory_range = Range(memory, 0, 16)
@@ -406,11 +384,8 @@ def memory_that_cannot_be_written(local_client: Guest, stage: Scene) -> None:
                 submit((small_tensor(),), outputs=(RequestedOutput("OUTPUT0", memory_range),)),
             ):
                 link.send(work)
-                refused_answer = answer(link)
-                assert (
-                    isinstance(refused_answer, m.Failed)
-                    and "cannot be mapped" in refused_answer.message
-                )
+                refused = answer(link)
+                assert isinstance(refused, m.Failed) and "cannot be mapped" in refused.message
     assert " ended (" not in stage.server.log()[log_length:]
 
 
@@ -447,10 +422,8 @@ def crowd_at_the_listener(local_client: Guest, stage: Scene) -> None:
         for _ in range(600):
             # A blocking socket waits for a place in the listen queue; a socket with a timeout would
             # fail.
-            silent_socket = stack.enter_context(
-                socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            )
-            silent_socket.connect(str(endpoints.listener(stage.server.run_dir)))
+            silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            silent.connect(str(endpoints.listener(stage.server.run_dir)))
         check_honest_client(stage)
         with shmserve.client.connect(stage.server.run_dir) as program:
             assert program.models()

@@ -60,7 +60,7 @@ def _field(name: bytes, value: bytes) -> bytes:
     return encode_block(((name, value),))
 
 
-_BLOCK_STARTS = [
+_STARTS = [
     *[_REQUEST + b"\x01\x01h"] * 8,
     *(b"\x82\x87\x84\x41\x01h", b"\x83\x86\x04\x02/x\x01\x01h", b"\x83\x86\x44\x02/y\x01\x01h"),
     *(_REQUEST + b"\x66\x01h", _REQUEST + b"\x01\x01h\x0f\x10\x10application/grpc"),
@@ -189,9 +189,7 @@ class Conversation:
         count = self._number()
         is_odd = count > 0xD8
         fields = [self._one_of(_FIELDS if is_odd else _VALID_FIELDS) for _ in range(count % 4)]
-        return self._one_of(_BLOCK_STARTS if is_odd else _BLOCK_STARTS[:_FINE_STARTS]) + b"".join(
-            fields
-        )
+        return self._one_of(_STARTS if is_odd else _STARTS[:_FINE_STARTS]) + b"".join(fields)
 
     def _headers(self, stream: int) -> list[bytes]:
         block, choice = self._block(), self._number()
@@ -199,14 +197,12 @@ class Conversation:
         if choice < 0xC8:
             return [self._padded(HEADERS, stream, block, END_HEADERS | end)]
         cuts = sorted(self._number() % (len(block) + 1) for _ in range(choice % 3 + 1))
-        pieces = [
-            block[begin:to] for begin, to in zip([0, *cuts], [*cuts, len(block)], strict=True)
-        ]
-        header_frames = [frame(HEADERS, end, stream, pieces[0])]
-        header_frames += [frame(CONTINUATION, 0, stream, piece) for piece in pieces[1:-1]]
+        parts = [block[a:b] for a, b in zip([0, *cuts], [*cuts, len(block)], strict=True)]
+        frames = [frame(HEADERS, end, stream, parts[0])]
+        frames += [frame(CONTINUATION, 0, stream, piece) for piece in parts[1:-1]]
         return [
-            *header_frames,
-            frame(CONTINUATION, END_HEADERS if choice < 0xF8 else 0, stream, pieces[-1]),
+            *frames,
+            frame(CONTINUATION, END_HEADERS if choice < 0xF8 else 0, stream, parts.pop()),
         ]
 
     def _padded(self, kind: int, stream: int, payload: bytes, flags: int = 0) -> bytes:

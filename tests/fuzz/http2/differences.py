@@ -24,10 +24,8 @@ def difference(own_view: EngineView, peer_view: EngineView) -> str:
     if own_view.end_reason or peer_view.end_reason:
         if own_view.end_reason and peer_view.end_reason:
             return ""
-        end_reasons = [
-            view.end_reason or _describe_fresh_reset(view) for view in (own_view, peer_view)
-        ]
-        return f"over: {' | '.join(end_reasons)}"
+        reasons = [view.end_reason or _describe_fresh_reset(view) for view in (own_view, peer_view)]
+        return f"over: {' | '.join(reasons)}"
     if own_view.resets != peer_view.resets:
         return f"resets: {_resets(own_view, peer_view)} | {_resets(peer_view, own_view)}"
     if own_view.requests != peer_view.requests:
@@ -45,10 +43,8 @@ def _resets(view: EngineView, other_view: EngineView) -> str:
     resets = []
     for number, code in view.resets.items():
         if other_view.resets.get(number) != code:
-            request = other_view.requests.get(number)
-            resets.append(
-                f"{code} of {format_fields(request.fields if request is not None else ())}"
-            )
+            r = other_view.requests.get(number)
+            resets.append(f"{code} of {format_fields(r.fields if r is not None else ())}")
     return ", ".join(resets) or "-"
 
 
@@ -56,14 +52,8 @@ def format_fields(fields: Fields) -> str:
     return repr(b" ".join(b"=".join(pair) for pair in fields))
 
 
-def _requests(view: EngineView, other_view: EngineView) -> str:
-    return str(
-        {
-            n: request
-            for n, request in view.requests.items()
-            if other_view.requests.get(n) != request
-        }
-    )
+def _requests(view: EngineView, other: EngineView) -> str:
+    return str({n: r for n, r in view.requests.items() if other.requests.get(n) != r})
 
 
 KNOWN_DIFFERENCES = [
@@ -151,9 +141,7 @@ KNOWN_DIFFERENCES = [
 
 def find_known_difference(peer: str, text: str) -> Known | None:
     """Return the entry of the table for a difference; None if it is a finding."""
-    for known_difference in KNOWN_DIFFERENCES:
-        if known_difference.whose in (peer, "") and re.fullmatch(
-            known_difference.pattern, text, re.DOTALL
-        ):
-            return known_difference
+    for known in KNOWN_DIFFERENCES:
+        if known.whose in (peer, "") and re.fullmatch(known.pattern, text, re.DOTALL):
+            return known
     return None

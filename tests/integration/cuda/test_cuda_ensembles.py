@@ -74,10 +74,8 @@ def test_tensors_between_steps_stay_on_the_device(server: Server) -> None:
         futures = [client.infer_async("chain", {"X": values + n}) for n in range(20)]
         for n, future in enumerate(futures):
             assert np.allclose(future.result()["Y"], ((values + n) * 2 + 1) * 4 + 3)
-        for kind, bytes_before in zip(kinds, copied_before, strict=True):
+        for kind, before in zip(kinds, copied_before, strict=True):
             # Once each way, on the device: a batch is gathered, its outputs go where they are read;
             # what the client gets goes to the host first. The first request may be counted late.
             times = 2 if kind == ("three", "out") else 1
-            assert (
-                copied_bytes(server, *kind) - bytes_before <= 21 * times * values.nbytes * 1.01
-            ), kind
+            assert copied_bytes(server, *kind) - before <= 21 * times * values.nbytes * 1.01, kind

@@ -29,10 +29,7 @@ MODELS = {
         "adaptive_length: false}\n"
     ),
 }
-PROMPTS = [
-    [3 + (7 * number + index * index) % 300 for index in range(3 + 9 * number)]
-    for number in range(12)
-]
+PROMPTS = [[3 + (7 * n + i * i) % 300 for i in range(3 + 9 * n)] for n in range(12)]
 NEW_TOKENS = 24
 _LENIENT_FLAGS = ("--exit-on-error=false", "--strict-readiness=false")
 
@@ -58,16 +55,14 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     texts: list[str] = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt], device="cuda")
-        generated = model.generate(
+        made = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
             max_new_tokens=NEW_TOKENS,
             pad_token_id=0,
         )
-        texts.append(
-            tokenizer.decode(generated[0, len(prompt) :].tolist(), skip_special_tokens=True)
-        )
+        texts.append(tokenizer.decode(made[0, len(prompt) :].tolist(), skip_special_tokens=True))
     return texts
 
 
@@ -103,11 +98,8 @@ def test_weights_of_16_bits_generate(server: Server) -> None:
 
 
 def test_a_seed_reproduces_the_sampled_text(server: Server) -> None:
-    drawn_texts = [
-        text(server, "plain", PROMPTS[5], temperature=1.0, top_p=0.9, seed=seed)
-        for seed in (7, 7, 8)
-    ]
-    assert drawn_texts[0] == drawn_texts[1] != drawn_texts[2]
+    drawn = [text(server, "plain", PROMPTS[5], temperature=1, top_p=0.9, seed=s) for s in (7, 7, 8)]
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_weights_of_8_bits_are_for_processors(tmp_path: Path) -> None:

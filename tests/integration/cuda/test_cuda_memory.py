@@ -272,10 +272,10 @@ def test_a_thousand_registrations_take_no_memory(
         client.unregister_cuda_shared_memory("r")
 
     def resource_use() -> tuple[int, int, int]:
-        free_bytes, total = torch.cuda.mem_get_info()
+        free, total = torch.cuda.mem_get_info()
         process = worker(server)
         return (
-            total - free_bytes,
+            total - free,
             process.memory_info().rss,
             len(os.listdir(f"/proc/{process.pid}/fd")),
         )

@@ -173,14 +173,14 @@ def copied_bytes(server: Server) -> float:
 def test_a_batch_is_gathered_from_all_sides(server: Server, client: shmserve.client.Server) -> None:
     """Rows of three allocations and of a message, answered into two of them and by messages."""
     with (
-        client.allocate(forms(), device="cuda:0") as first_region,
-        client.allocate(forms(2), device="cuda:0") as second_region,
-        client.allocate(forms(), device="cuda:0") as third_region,
+        client.allocate(forms(), device="cuda:0") as first,
+        client.allocate(forms(2), device="cuda:0") as second,
+        client.allocate(forms(), device="cuda:0") as third,
     ):
         for region, rows, first_value in (
-            (first_region, 1, 1),
-            (second_region, 2, 2),
-            (third_region, 1, 3),
+            (first, 1, 1),
+            (second, 2, 2),
+            (third, 1, 3),
         ):
             region["x"].fill(batch(rows, first_value))
         executions_before = executions(server, "twice")
@@ -188,17 +188,17 @@ def test_a_batch_is_gathered_from_all_sides(server: Server, client: shmserve.cli
             running_future = client.infer_async("twice", x=batch())
             until_it_runs()
             futures = [
-                client.infer_async("twice", first_region),
-                client.infer_async("twice", second_region),
-                client.infer_async("twice", x=third_region["x"]),
+                client.infer_async("twice", first),
+                client.infer_async("twice", second),
+                client.infer_async("twice", x=third["x"]),
                 client.infer_async("twice", x=batch(2, 4)),
             ]
             server.wait_pending("twice", 4)
         assert (running_future.result(30)["y"] == batch() * 2).all()
         results = [future.result(30) for future in futures]
         assert executions(server, "twice") == executions_before + 2
-        assert (first_region["y"].numpy() == batch(1, 1) * 2).all()
-        assert (second_region["y"].numpy() == batch(2, 2) * 2).all()
+        assert (first["y"].numpy() == batch(1, 1) * 2).all()
+        assert (second["y"].numpy() == batch(2, 2) * 2).all()
         assert (results[2]["y"] == batch(1, 3) * 2).all()
         assert (results[3]["y"] == batch(2, 4) * 2).all()
 

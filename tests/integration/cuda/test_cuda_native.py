@@ -68,11 +68,11 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    for name, text, input_name in (
+    for name, text, x in (
         ("linear", LINEAR_MODEL, "input"),
         ("twice", DOUBLING_MODEL, "x"),
     ):
-        repositories.write(models, name, CONFIG % input_name, text)
+        repositories.write(models, name, CONFIG % x, text)
     return start(models, gpu=True)
 
 
@@ -121,15 +121,13 @@ def test_a_linear_layer_copies_no_input(server: Server, client: shmserve.client.
         x.normal_()
         torch.cuda.synchronize()
         client.infer("linear", region)  # until the model is known
-        copied_before = server.metric("shmserve_copied_bytes_total", direction="in")
+        before = server.metric("shmserve_copied_bytes_total", direction="in")
         for _ in range(3):
             region["y"].fill(0)
             client.infer("linear", region)
             assert torch.allclose(region["y"].torch(), layer(x), atol=1e-4)
-        copied_after = server.metric("shmserve_copied_bytes_total", direction="in")
-        assert copied_after == copied_before, (
-            "no byte in; the output is copied to the region, on the device"
-        )
+        after = server.metric("shmserve_copied_bytes_total", direction="in")
+        assert after == before, "no byte in; the output is copied to the region, on the device"
 
 
 def test_without_torch_in_the_program(client: shmserve.client.Server) -> None:
@@ -166,13 +164,13 @@ def test_a_killed_program_leaks_no_device_memory(server: Server) -> None:
         # The first request allocates the memory of the worker itself.
         client.infer("twice", x=np.ones((1, SIDE), np.float32))
     used_before = used_device_bytes()
-    command = [sys.executable, "-c", PROGRAM, str(server.run_dir)]
+    line = [sys.executable, "-c", PROGRAM, str(server.run_dir)]
     for _ in range(2):
         with subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        ) as program:
-            assert program.stdout and program.stdout.readline() == "used\n"
-            program.kill()
+            line, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as p:
+            assert p.stdout and p.stdout.readline() == "used\n"
+            p.kill()
         until("its memory is back", lambda: used_device_bytes() - used_before < 8 * 2**20)
     with shmserve.client.connect(server.run_dir) as client:
         assert client.infer("twice", x=np.ones((1, SIDE), np.float32))

@@ -78,32 +78,24 @@ def server(models: Path, start: Start) -> Server:
     return start(models, f"--workspace-byte-size=cuda:0={12 * MB}", gpu=True)
 
 
-def find_wrong_outputs(server: Server, model: str, count: int) -> list[int]:
+def wrong_outputs(server: Server, model: str, count: int) -> list[int]:
     with shmserve.client.connect(server.run_dir) as client:
-        return [
-            int(client.infer(model, X=np.array([n], np.int64))["output"][0]) for n in range(count)
-        ]
+        return [int(client.infer(model, X=np.array([n], int))["output"][0]) for n in range(count)]
 
 
 def test_plans_of_14_mb_on_a_pool_of_12_both_serve(server: Server) -> None:
     with ThreadPoolExecutor(6) as pool:
-        pending_calls = [
-            pool.submit(find_wrong_outputs, server, model, 30) for model in ("small", "large") * 3
-        ]
-        assert [future.result() for future in pending_calls] == [[0] * 30] * 6
+        calls = [pool.submit(wrong_outputs, server, model, 30) for model in ("small", "large") * 3]
+        assert [future.result() for future in calls] == [[0] * 30] * 6
 
 
 def test_the_workspace_holder_dies(server: Server) -> None:
     def holders() -> list[int]:
-        child_processes = psutil.Process(server.pid).children(recursive=True)
-        return [
-            process.pid
-            for process in child_processes
-            if "workspace cuda:0" in servers.title(process)
-        ]
+        children = psutil.Process(server.pid).children(recursive=True)
+        return [process.pid for process in children if "workspace cuda:0" in servers.title(process)]
 
     (holder,) = holders()
     os.kill(holder, signal.SIGKILL)
     until("there is another one", lambda: holders() not in ([], [holder]))
     for model in ("small", "large"):
-        assert find_wrong_outputs(server, model, 5) == [0] * 5
+        assert wrong_outputs(server, model, 5) == [0] * 5

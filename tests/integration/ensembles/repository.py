@@ -58,64 +58,62 @@ def _models(repository: Path) -> None:
     add_model(repository, "is_positive", model_code, outputs=[tensor("Y", "BOOL")])
 
 
-def _ensembles(repository: Path) -> None:
+def _ensembles(folder: Path) -> None:
     two_steps = [xy_step("add", "IN", "mid"), xy_step("double", "mid", "OUT")]
-    add_ensemble(repository, "two", two_steps, max_batch_size=4)
+    add_ensemble(folder, "two", two_steps, max_batch_size=4)
     edge_tensors = [tensor("IN", dims=[LARGE])], [tensor("OUT", dims=[LARGE])]
     three_steps = [
         xy_step("fixed", "IN", "a"),
         xy_step("fixed", "a", "b"),
         xy_step("fixed", "b", "OUT"),
     ]
-    add_ensemble(repository, "three", three_steps, *edge_tensors, max_batch_size=2)
+    add_ensemble(folder, "three", three_steps, *edge_tensors, max_batch_size=2)
     steps = [xy_step("fixed", "IN", "a"), xy_step("same", "a", "b"), xy_step("same", "b", "OUT")]
     add_ensemble(
-        repository, "passes", steps, edge_tensors[0], [*edge_tensors[1], tensor("a", dims=[LARGE])]
+        folder, "passes", steps, edge_tensors[0], [*edge_tensors[1], tensor("a", dims=[LARGE])]
     )
-    add_ensemble(repository, "fails", [xy_step("boom", "IN", "m"), xy_step("plain", "m", "OUT")])
-    add_ensemble(repository, "outer", [step("two", {"IN": "IN"}, {"OUT": "OUT"})], max_batch_size=4)
-    add_ensemble(repository, "outer_fails", [step("fails", {"IN": "IN"}, {"OUT": "OUT"})])
-    diamond = [
+    add_ensemble(folder, "fails", [xy_step("boom", "IN", "m"), xy_step("plain", "m", "OUT")])
+    add_ensemble(folder, "outer", [step("two", {"IN": "IN"}, {"OUT": "OUT"})], max_batch_size=4)
+    add_ensemble(folder, "outer_fails", [step("fails", {"IN": "IN"}, {"OUT": "OUT"})])
+    joined = [
         xy_step("plain", "IN", "a"),
         xy_step("plain", "a", "b"),
         step("sum", {"X": "a", "Z": "b"}, {"Y": "OUT"}),
     ]
-    add_ensemble(repository, "diamond", diamond)
+    add_ensemble(folder, "diamond", joined)
     outputs = [tensor("GOOD"), tensor("BAD")]
     pruned = [xy_step("plain", "IN", "GOOD"), xy_step("boom", "IN", "BAD")]
-    add_ensemble(repository, "pruned", pruned, outputs=outputs)
+    add_ensemble(folder, "pruned", pruned, outputs=outputs)
     add_ensemble(
-        repository,
+        folder,
         "absent_required",
         [xy_step("positive", "IN", "m"), xy_step("plain", "m", "OUT")],
     )
     optional = [xy_step("positive", "IN", "m"), step("given", {"X": "IN", "Z": "m"}, {"Y": "OUT"})]
     texts = [tensor("OUT", "BYTES")]
-    add_ensemble(repository, "absent_optional", optional, outputs=texts)
+    add_ensemble(folder, "absent_optional", optional, outputs=texts)
     two_out = [xy_step("positive", "IN", "OUT"), xy_step("plain", "IN", "ALWAYS")]
     outputs = [tensor("OUT"), tensor("ALWAYS")]
-    add_ensemble(repository, "absent_output", two_out, outputs=outputs)
+    add_ensemble(folder, "absent_output", two_out, outputs=outputs)
     inputs = [tensor("IN"), tensor("MORE", extra_fields="optional: true")]
     passed = [step("given", {"X": "IN", "Z": "MORE"}, {"Y": "OUT"})]
-    add_ensemble(repository, "optional_input", passed, inputs, texts)
-    add_ensemble(repository, "tells", [xy_step("tell", "IN", "OUT")], outputs=texts)
-    add_ensemble(
-        repository, "into_batch", [xy_step("plain", "IN", "m"), xy_step("double", "m", "OUT")]
-    )
+    add_ensemble(folder, "optional_input", passed, inputs, texts)
+    add_ensemble(folder, "tells", [xy_step("tell", "IN", "OUT")], outputs=texts)
+    add_ensemble(folder, "into_batch", [xy_step("plain", "IN", "m"), xy_step("double", "m", "OUT")])
     out_of = [xy_step("add", "IN", "m"), xy_step("plain", "m", "OUT")]
-    add_ensemble(repository, "out_of_batch", out_of, max_batch_size=1)
+    add_ensemble(folder, "out_of_batch", out_of, max_batch_size=1)
     reshaped = [
         tensor("IN", dims=[-1, 1], extra_fields="reshape: { shape: [ -1 ] }"),
         tensor("OUT", dims=[1, -1], extra_fields="reshape: { shape: [ -1 ] }"),
     ]
-    add_ensemble(repository, "reshaped", two_steps, reshaped[:1], reshaped[1:], max_batch_size=4)
+    add_ensemble(folder, "reshaped", two_steps, reshaped[:1], reshaped[1:], max_batch_size=4)
     add_ensemble(
-        repository, "wrong_shape", [xy_step("plain", "IN", "m"), xy_step("fixed1", "m", "OUT")]
+        folder, "wrong_shape", [xy_step("plain", "IN", "m"), xy_step("fixed1", "m", "OUT")]
     )
     model_code = 'return self.response(Y=self.input(request, "X"))'
-    add_model(repository, "fixed1", model_code, [tensor("X", dims=[4])], [tensor("Y", dims=[4])])
-    _streams(repository)
-    _conditions(repository)
+    add_model(folder, "fixed1", model_code, [tensor("X", dims=[4])], [tensor("Y", dims=[4])])
+    _streams(folder)
+    _conditions(folder)
 
 
 def _streams(repository: Path) -> None:

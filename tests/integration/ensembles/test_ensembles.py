@@ -57,10 +57,8 @@ def test_a_tensor_that_a_step_returns_unchanged_is_not_copied(server: Server) ->
 
     def send_requests(numbers: Iterable[int]) -> None:
         arrays = [np.full(LARGE, number, np.float32) for number in numbers]
-        pending_calls = [
-            client.async_infer("passes", inputs(triton, {"IN": array})) for array in arrays
-        ]
-        for values, response in zip(arrays, pending_calls, strict=True):
+        calls = [client.async_infer("passes", inputs(triton, {"IN": x})) for x in arrays]
+        for values, response in zip(arrays, calls, strict=True):
             result = response.get_result()
             assert all((result.as_numpy(name) == values + 1).all() for name in ("OUT", "a"))
 
@@ -228,30 +226,21 @@ def test_statistics_are_sums_of_steps(server: Server) -> None:
     def stats(model: str) -> Any:
         return client.get_inference_statistics(model)["model_stats"][0]
 
-    statistics_before = {name: stats(name) for name in ("two", "add", "double")}
+    before = {name: stats(name) for name in ("two", "add", "double")}
     for _ in range(5):
         infer(server, "two", IN=np.ones((3, 5), np.float32))
-    statistics_after = {name: stats(name) for name in ("two", "add", "double")}
+    after = {name: stats(name) for name in ("two", "add", "double")}
 
     def growth(name: str, key: str, field: str) -> int:
-        parts = (
-            stats["inference_stats"][key][field]
-            for stats in (statistics_after[name], statistics_before[name])
-        )
+        parts = (stats["inference_stats"][key][field] for stats in (after[name], before[name]))
         return next(parts) - next(parts)
 
-    assert (
-        statistics_after["two"]["execution_count"] - statistics_before["two"]["execution_count"]
-        == 5
-    )
-    assert (
-        statistics_after["two"]["inference_count"] - statistics_before["two"]["inference_count"]
-        == 15
-    )
+    assert after["two"]["execution_count"] - before["two"]["execution_count"] == 5
+    assert after["two"]["inference_count"] - before["two"]["inference_count"] == 15
     for key in ("compute_input", "compute_infer", "compute_output"):
         assert growth("two", key, "ns") == growth("add", key, "ns") + growth("double", key, "ns")
         assert growth("two", key, "count") == 5
-    sizes = {row["batch_size"] for row in statistics_after["two"]["batch_stats"]}
+    sizes = {row["batch_size"] for row in after["two"]["batch_stats"]}
     assert 3 in sizes
     until(
         "nothing is pending",

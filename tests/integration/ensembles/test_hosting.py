@@ -16,18 +16,16 @@ from tests.support.waiting import until
 ADD_ONE = 'return self.response(Y=self.input(request, "X") + 1)'
 
 
-def fill(repository: Path) -> None:
+def fill(folder: Path) -> None:
     """Write the ensembles "first" (a -> b), "second" (b -> c) and "third" (c -> d), and "alone"."""
     for name in ("a", "b", "c", "d", "alone"):
-        add_model(repository, name, ADD_ONE)
-    for name, first_step, second_step in (
+        add_model(folder, name, ADD_ONE)
+    for name, a, b in (
         ("first", "a", "b"),
         ("second", "b", "c"),
         ("third", "c", "d"),
     ):
-        add_ensemble(
-            repository, name, [xy_step(first_step, "IN", "m"), xy_step(second_step, "m", "OUT")]
-        )
+        add_ensemble(folder, name, [xy_step(a, "IN", "m"), xy_step(b, "m", "OUT")])
 
 
 @pytest.fixture
@@ -111,10 +109,10 @@ def test_the_steps_of_ensembles_that_share_some_are_in_one_process(repository: P
 
 def test_each_model_has_its_own_process_if_configured(repository: Path) -> None:
     with running(repository, "--ensemble-scheduling=separate") as server:
-        ensembles = [f"ensemble {name}" for name in ("first", "second", "third")]
+        pipes = [f"ensemble {n}" for n in ("first", "second", "third")]
         assert schedulers(server) == [
-            *ensembles,
-            *(f"scheduler {name}" for name in ("a", "alone", "b", "c", "d")),
+            *pipes,
+            *(f"scheduler {n}" for n in ["a", "alone", "b", "c", "d"]),
         ]
 
 

@@ -42,9 +42,7 @@ def server(empty_server: tuple[Server, Path], repository: Path) -> Server:
 
 def states(http: Http) -> dict[str, str]:
     rows = http.post("/v2/repository/index", {}).json()
-    return {
-        row["name"]: row["state"] for row in rows if "state" in row and row["name"] in MODEL_NAMES
-    }
+    return {r["name"]: r["state"] for r in rows if "state" in r and r["name"] in MODEL_NAMES}
 
 
 def infer_one(http: Http, model: str) -> Any:

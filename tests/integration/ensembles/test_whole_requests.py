@@ -55,12 +55,12 @@ def server(models: Path, start: Start) -> Server:
     _add_gated_models(models)
     add_model(models, "watches", WATCHING_METHOD)
     add_model(models, "behind", 'return self.response(Y=self.input(request, "X"))')
-    steps = [
+    wired = [
         xy_step("same", "IN", "a"),
         xy_step("watches", "a", "b"),
         xy_step("behind", "b", "OUT"),
     ]
-    add_ensemble(models, "watched", steps)
+    add_ensemble(models, "watched", wired)
     return start(models, grpc=True)
 
 
@@ -138,12 +138,12 @@ def test_sequence_parameters_of_a_step_do_not_reach_parallel_steps(server: Serve
 
 def ask_sequence(server: Server, model: str) -> tuple[Any, dict[str, Any]]:
     """Begin sequence 7; return the fields of the last step, and the response's parameters."""
-    request = {
+    body = {
         "parameters": {"sequence_id": 7, "sequence_start": True},
         "inputs": [json_input("IN", floats(1))],
     }
     with server.http() as http:
-        reply = http.infer(model, request).ok()
+        reply = http.infer(model, body).ok()
     return ast.literal_eval(reply.tensors()["OUT"][0].decode()), reply.json()["parameters"]
 
 

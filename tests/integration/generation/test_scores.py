@@ -153,7 +153,7 @@ def test_options_that_contradict_each_other(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="max_tokens: 0 generates nothing"):
         client.completions.create(model="tiny", prompt="a", max_tokens=0)
     with pytest.raises(
-        openai.BadRequestError, match=("logprobs: a beam search does not return them")
+        openai.BadRequestError, match="logprobs: a beam search does not return them"
     ):
         client.completions.create(
             model="tiny", prompt="a", n=2, logprobs=1, extra_body={"use_beam_search": True}

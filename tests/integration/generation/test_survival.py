@@ -30,21 +30,19 @@ def stream_texts(server: Server, kill: str = "", samples: int = 1) -> dict[int, 
     """Return the text of each sample; a process is killed once a part has arrived."""
     texts = dict.fromkeys(range(samples), "")
     with client_of(server) as client:
-        for index, event in enumerate(
+        for n, e in enumerate(
             client.completions.create(**COMPLETION_REQUEST, n=samples, stream=True)
         ):
-            for choice in event.choices:
+            for choice in e.choices:
                 texts[choice.index] += choice.text
-            if kill and index == 8:
+            if kill and n == 8:
                 server.find_one(kill).kill()
     return texts
 
 
-def complete_texts(server: Server, samples: int = 1, **fields: Any) -> list[str]:
+def complete_texts(server: Server, samples: int = 1, **more: Any) -> list[str]:
     with client_of(server) as client:
-        choices = client.completions.create(
-            **{**COMPLETION_REQUEST, "n": samples, **fields}
-        ).choices
+        choices = client.completions.create(**{**COMPLETION_REQUEST, "n": samples, **more}).choices
     return [choice.text for choice in choices]
 
 
@@ -67,7 +65,7 @@ def test_a_killed_worker_costs_a_pause(server: Server, samples: int) -> None:
             assert future.result() == [*expected.values()]
 
 
-def stream_logprobs(server: Server, kill: bool = False, **fields: Any) -> dict[int, list[Any]]:
+def stream_logprobs(server: Server, kill: bool = False, **more: Any) -> dict[int, list[Any]]:
     """Return the log probabilities of each sample; the worker is killed once a part has arrived."""
     logprobs: dict[int, list[Any]] = {0: [], 1: []}
     request = {
@@ -76,18 +74,18 @@ def stream_logprobs(server: Server, kill: bool = False, **fields: Any) -> dict[i
         "n": 2,
         "logprobs": 2,
         "echo": True,
-        **fields,
+        **more,
     }
     with client_of(server) as client:
         answer = client.completions.create(**request)
-        for index, chunk in enumerate(answer if fields.get("stream") else [answer]):
+        for index, chunk in enumerate(answer if more.get("stream") else [answer]):
             for choice in chunk.choices:
-                scores = choice.logprobs
+                s = choice.logprobs
                 columns = (
-                    scores.tokens,
-                    scores.token_logprobs,
-                    scores.top_logprobs,
-                    scores.text_offset,
+                    s.tokens,
+                    s.token_logprobs,
+                    s.top_logprobs,
+                    s.text_offset,
                 )
                 logprobs[choice.index] += zip(*columns, strict=True)
             if kill and index == 8:
@@ -107,11 +105,11 @@ def test_a_killed_worker_loses_no_token_and_no_logprob(server: Server) -> None:
         for index, tokens in samples.items():
             assert [entry[0] for entry in tokens] == [entry[0] for entry in expected[index]]
             assert [entry[3] for entry in tokens] == [entry[3] for entry in expected[index]]
-            for (_, logprob, top, _), (_, value, likeliest, _) in zip(
+            for (_, score, top, _), (_, value, best, _) in zip(
                 tokens[1:], expected[index][1:], strict=True
             ):
-                assert logprob == pytest.approx(value, abs=1e-4)
-                assert top.keys() == likeliest.keys()
+                assert score == pytest.approx(value, abs=1e-4)
+                assert top.keys() == best.keys()
 
 
 def test_a_killed_scheduler_costs_a_pause_where_nothing_has_left(server: Server) -> None:

@@ -44,10 +44,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     repository = tmp_path_factory.mktemp("tools") / "models"
     for name, (script, hint, special, _) in SCRIPTS.items():
         template = TEMPLATE.replace("<tool_call>", hint).replace("</tool_call>", "")
-        extra_answers = LAST_ANSWERS if name == "qwen" else ()
-        write_scripted(
-            repository / name / "1", {CALLED: (*script, *extra_answers)}, template, special
-        )
+        answers = LAST_ANSWERS if name == "qwen" else ()
+        write_scripted(repository / name / "1", {CALLED: (*script, *answers)}, template, special)
     thinks = ("<think>", "so", "</think>", '{"city": "', 'x"}')
     template = TEMPLATE.replace("<|called|>", "<|called|><think>\n")
     write_scripted(repository / "thinks" / "1", {CALLED: thinks}, special=("<think>", "</think>"))
@@ -64,12 +62,12 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield openai_client
 
 
-def chat_request(model: str, **fields: Any) -> dict[str, Any]:
+def chat_request(model: str, **more: Any) -> dict[str, Any]:
     return {
         "model": model,
         "messages": [{"role": "user", "content": "a"}],
         "temperature": 0,
-        **fields,
+        **more,
     }
 
 
@@ -121,10 +119,8 @@ def test_a_custom_tool(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("choice", ["required", "strict"])
 def test_calls_by_a_grammar(client: openai.OpenAI, model: str, choice: str) -> None:
     tools: Any = [{**TOOLS[0], "function": {**TOOLS[0]["function"], "strict": choice == "strict"}}]
-    choice_fields = {"tool_choice": "required"} if choice == "required" else {}
-    body = chat_request(
-        model, tools=tools, parallel_tool_calls=False, max_tokens=200, **choice_fields
-    )
+    more = {"tool_choice": "required"} if choice == "required" else {}
+    body = chat_request(model, tools=tools, parallel_tool_calls=False, max_tokens=200, **more)
     (completion,) = client.chat.completions.create(**body).choices
     # The grammar prescribes another spelling than the scripted text.
     if completion.finish_reason == "length":
@@ -139,10 +135,7 @@ def test_a_killed_worker_continues_a_call(client: openai.OpenAI, server: Server)
 
 
 def test_reasoning_precedes_a_grammar(client: openai.OpenAI) -> None:
-    response_format: Any = {
-        "type": "json_schema",
-        "json_schema": {"name": "x", "schema": PARAMETERS},
-    }
+    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": PARAMETERS}}
     for tool_fields in ({}, {"tools": TOOLS}):
         body = chat_request("thinks", response_format=response_format, max_tokens=60, **tool_fields)
         (choice,) = client.chat.completions.create(**body).choices
@@ -156,17 +149,15 @@ def test_reasoning_that_the_template_has_begun(client: openai.OpenAI) -> None:
     assert unary.choices[0].message.to_dict()["reasoning_content"] == "hm"
     assert unary.choices[0].message.content == "yes"
     assert read_chat_stream(client, chat_request("opened")) == ["yes", "hm", "", "stop"]
-    hidden_answer = client.chat.completions.create(
+    hidden = client.chat.completions.create(
         **chat_request("opened"), extra_body={"include_reasoning": False}
     )
-    assert "reasoning" not in hidden_answer.choices[0].message.to_dict()
+    assert "reasoning" not in hidden.choices[0].message.to_dict()
 
 
 def test_no_tools_are_wanted(client: openai.OpenAI) -> None:
-    free_answer = client.chat.completions.create(
-        **chat_request("hermes", tools=TOOLS, tool_choice="none")
-    )
-    assert free_answer.choices[0].message.tool_calls is None
+    free = client.chat.completions.create(**chat_request("hermes", tools=TOOLS, tool_choice="none"))
+    assert free.choices[0].message.tool_calls is None
     named_tool = {"type": "function", "function": {"name": "f"}}
     body = chat_request("hermes", tools=TOOLS, tool_choice=named_tool)
     with pytest.raises(openai.BadRequestError, match="tool_choice: 'f' is not a name of `tools`"):

@@ -41,12 +41,7 @@ ARGUMENTS: dict[str, Any] = {
     "tool_call_parser": "hermes",
 }
 WIDTH, RANK, LAYERS = 128, 4, 2
-LONG_REQUEST: dict[str, Any] = {
-    "model": "tiny",
-    "prompt": "the",
-    "max_tokens": 480,
-    "ignore_eos": True,
-}
+LONG_REQUEST: Any = {"model": "tiny", "prompt": "the", "max_tokens": 480, "ignore_eos": True}
 THINK_TOKEN = 319  # the number of the token </think>
 PROMPTS = ("the quick", "it was", "naïve café", "1 2 3", "東京", "fox")
 KINDS: tuple[dict[str, Any], ...] = (
@@ -107,10 +102,8 @@ def write_model(folder: Path) -> None:
         for name, shape in (("A", (RANK, WIDTH)), ("B", (WIDTH, RANK)))
     }
     save_file(adapter_weights, folder / "adapter" / "adapter_model.safetensors")
-    lora_config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
-    (folder / "adapter" / "adapter_config.json").write_text(
-        json.dumps({**lora_config, "bias": "none"})
-    )
+    lora = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps({**lora, "bias": "none"}))
 
 
 @pytest.fixture(scope="module")
@@ -180,19 +173,17 @@ def test_the_arguments_limit_all_requests(server: Server, vllm_port: int) -> Non
 
 def test_log_probabilities_of_a_repeated_prompt(server: Server, vllm_port: int) -> None:
     request: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 5, "temperature": 0}
-    choice, vllm_choice = (
+    own, peer = (
         json.loads(complete(port, **request))["choices"][0]
         for port in (server.http_port, vllm_port)
     )
-    assert choice["text"] == vllm_choice["text"]
+    assert own["text"] == peer["text"]
     for name in ("tokens", "text_offset"):
-        assert choice["logprobs"][name] == vllm_choice["logprobs"][name]
-    logprob_pairs = zip(
-        choice["logprobs"]["token_logprobs"], vllm_choice["logprobs"]["token_logprobs"], strict=True
-    )
+        assert own["logprobs"][name] == peer["logprobs"][name]
+    pairs = zip(own["logprobs"]["token_logprobs"], peer["logprobs"]["token_logprobs"], strict=True)
     assert all(
         logprob == vllm_logprob or logprob == pytest.approx(vllm_logprob, abs=1e-4)
-        for logprob, vllm_logprob in logprob_pairs
+        for logprob, vllm_logprob in pairs
     )
 
 
@@ -286,17 +277,17 @@ def test_an_adapter_is_selected_by_name(server: Server, vllm_port: int) -> None:
     )
     vllm_text = json.loads(complete(vllm_port, **request, model="french"))["choices"][0]["text"]
     assert adapter_text == vllm_text != base_text
-    status, answer = post_json(
+    code, answer = post_json(
         server.http_port, "/v1/completions", {"model": "tiny", "prompt": "a", "lora_name": "x"}
     )
-    assert status == 404
+    assert code == 404
     assert "there is no adapter 'x'" in answer["error"]["message"]
     body = {"text_input": "the", "exclude_input_in_output": True}
     sampled = json.dumps({"lora_name": "french", **request})
-    status, answer = post_json(
+    code, answer = post_json(
         server.http_port, "/v2/models/tiny/generate", {**body, "sampling_parameters": sampled}
     )
-    assert (status, answer["text_output"]) == (200, adapter_text)
+    assert (code, answer["text_output"]) == (200, adapter_text)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -351,7 +342,7 @@ def test_tokens_equal_those_of_vllms_server(server: Server, vllm_port: int) -> N
 @pytest.mark.parametrize("limit", ["parameter", "header"])
 def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
     """A deadline applies while the engine generates. /generate has one status for all errors."""
-    sampled, generated_before = (
+    sampled, before = (
         {"max_tokens": 480, "ignore_eos": True, "n": 16},
         count_generated(server),
     )
@@ -365,7 +356,7 @@ def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
     status, answer = post_json(server.http_port, path, body, **headers)
     assert status == (400 if limit == "parameter" else 503), answer
     assert "Request timeout expired (300000 microseconds" in json.dumps(answer)
-    assert is_aborted(server, generated_before, 16 * 480)
+    assert is_aborted(server, before, 16 * 480)
 
 
 def test_a_request_of_higher_priority_overtakes_waiting_requests(server: Server) -> None:

@@ -78,20 +78,18 @@ def tls_endpoint(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def unix_socket(server: Server) -> Path:
-    (flag,) = (
-        argument for argument in server.command if argument.startswith("--grpc-unix-socket=")
-    )
+    (flag,) = (part for part in server.command if part.startswith("--grpc-unix-socket="))
     return Path(flag.partition("=")[2])
 
 
 @pytest.fixture(scope="module", params=["tcp", "tls", "unix"])
 def endpoint(request: pytest.FixtureRequest) -> Endpoint:
-    base: Endpoint = request.getfixturevalue(
+    plain: Endpoint = request.getfixturevalue(
         "tls_endpoint" if request.param == "tls" else "plain_endpoint"
     )
     if request.param == "unix":
-        return Endpoint(base.server, f"unix:{unix_socket(base.server)}")
-    return base
+        return Endpoint(plain.server, f"unix:{unix_socket(plain.server)}")
+    return plain
 
 
 @pytest.fixture(params=["whole", "cut"])

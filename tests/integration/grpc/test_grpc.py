@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
-import tritonclient.grpc.aio as triton_aio
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
@@ -91,25 +90,6 @@ def test_selected_outputs_in_their_order(client: triton.InferenceServerClient) -
         result = client.infer("simple", simple_inputs(), outputs=outputs)
         assert {o.name for o in result.get_response().outputs} == {o.name() for o in outputs}
         assert (result.as_numpy("OUTPUT1") == A - B).all()
-
-
-def test_asyncio(server: Server) -> None:
-    async def infer_all() -> list[triton.InferResult]:
-        async with triton_aio.InferenceServerClient(server.grpc_url) as client:
-            pending_calls = [client.infer("simple", simple_inputs()) for _ in range(20)]
-            return await asyncio.gather(*pending_calls)
-
-    assert all((result.as_numpy("OUTPUT0") == A + B).all() for result in asyncio.run(infer_all()))
-
-
-def test_callbacks(client: triton.InferenceServerClient) -> None:
-    answers: list[object] = []
-    for _ in range(8):
-        client.async_infer(
-            "simple", simple_inputs(), callback=lambda result, error: answers.append(error)
-        )
-    until("all are answered", lambda: len(answers) == 8)
-    assert answers == [None] * 8
 
 
 async def test_more_calls_at_once_than_a_connection_may_have(server: Server) -> None:
@@ -206,31 +186,22 @@ def test_the_model_receives_all_parts_of_a_request(client: triton.InferenceServe
         timeout=5_000_000,
         parameters={"text": "a", "whole": -3, "truth": True, "real": 0.5},
     )
-    seen_request = json.loads(result.as_numpy("OUTPUT0")[0])
-    assert (
-        seen_request["id"] == "me"
-        and seen_request["correlation_id"] == "seven"
-        and seen_request["flags"] == 1
-    )
-    assert seen_request["timeout"] == 5_000_000
-    assert seen_request["parameters"] == {"text": "a", "whole": -3, "truth": True, "real": 0.5}
+    seen = json.loads(result.as_numpy("OUTPUT0")[0])
+    assert seen["id"] == "me" and seen["correlation_id"] == "seven" and seen["flags"] == 1
+    assert seen["timeout"] == 5_000_000
+    assert seen["parameters"] == {"text": "a", "whole": -3, "truth": True, "real": 0.5}
     assert result.get_response().parameters["answered"].bool_param
 
 
 def test_statistics(client: triton.InferenceServerClient) -> None:
-    statistics_before = client.get_inference_statistics("simple").model_stats[0]
+    before = client.get_inference_statistics("simple").model_stats[0]
     client.infer("simple", simple_inputs())
-    statistics_after = client.get_inference_statistics("simple", "1").model_stats[0]
-    assert (statistics_after.name, statistics_after.version) == ("simple", "1")
-    assert statistics_after.inference_count == statistics_before.inference_count + 1
-    assert (
-        statistics_after.inference_stats.success.count
-        == statistics_before.inference_stats.success.count + 1
-    )
-    assert (
-        statistics_after.inference_stats.success.ns > statistics_before.inference_stats.success.ns
-    )
-    assert statistics_after.batch_stats[0].batch_size == 1
+    after = client.get_inference_statistics("simple", "1").model_stats[0]
+    assert (after.name, after.version) == ("simple", "1")
+    assert after.inference_count == before.inference_count + 1
+    assert after.inference_stats.success.count == before.inference_stats.success.count + 1
+    assert after.inference_stats.success.ns > before.inference_stats.success.ns
+    assert after.batch_stats[0].batch_size == 1
     all_statistics = client.get_inference_statistics()
     assert {model.name for model in all_statistics.model_stats} == set(MODELS)
 
@@ -238,7 +209,7 @@ def test_statistics(client: triton.InferenceServerClient) -> None:
 def test_the_repository(client: triton.InferenceServerClient) -> None:
     index = client.get_model_repository_index()
     assert {(m.name, m.version, m.state) for m in index.models} == {
-        (name, "1", "READY") for name in MODELS
+        (n, "1", "READY") for n in MODELS
     }
     client.unload_model("text", unload_dependents=True)
     assert not client.is_model_ready("text")
@@ -271,22 +242,11 @@ def test_regions_and_raw_contents_in_one_request(server: Server) -> None:
         assert is_right(call.ModelInfer(request))
         set_region_range(request.outputs.add(name="OUTPUT0"), "mixed", 64, 64)
         request.outputs.add(name="OUTPUT1")
-        response = call.ModelInfer(request)
-        by_name = dict(
-            zip((o.name for o in response.outputs), response.raw_output_contents, strict=True)
-        )
+        reply = call.ModelInfer(request)
+        by_name = dict(zip((o.name for o in reply.outputs), reply.raw_output_contents, strict=True))
         assert by_name == {"OUTPUT0": b"", "OUTPUT1": (A - B).tobytes()}
         assert (shared_object.read(np.int32, 16, 64) == (A + B)[0]).all()
         http.unregister("mixed").ok()
-
-
-@pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
-def test_compressed_requests(client: triton.InferenceServerClient, algorithm: str) -> None:
-    array = np.zeros(100_000, np.float32)
-    tensor = triton.InferInput("INPUT0", [len(array)], "FP32")
-    tensor.set_data_from_numpy(array)
-    result = client.infer("identity", [tensor], compression_algorithm=algorithm)
-    assert (result.as_numpy("OUTPUT0") == array).all()
 
 
 def test_a_deadline_reaches_the_model_and_ends_the_request(
@@ -295,7 +255,7 @@ def test_a_deadline_reaches_the_model_and_ends_the_request(
     tensor = triton.InferInput("INPUT0", [1, 4], "INT32")
     tensor.set_data_from_numpy(np.ones((1, 4), np.int32))
     failures = "nv_inference_request_failure"
-    failures_before = server.metric(failures, model="gated")
+    before = server.metric(failures, model="gated")
     with pytest.raises(InferenceServerException, match="Deadline Exceeded"):
         client.infer("gated", [tensor], client_timeout=1)  # long enough for the request to arrive
     visit = server.gate.next()
@@ -303,9 +263,7 @@ def test_a_deadline_reaches_the_model_and_ends_the_request(
         client.infer("gated", [tensor], client_timeout=1)
     server.wait_pending("gated", 0)  # the second request left the queue
     visit.release()
-    until(
-        "both were counted", lambda: server.metric(failures, model="gated") == failures_before + 2
-    )
+    until("both were counted", lambda: server.metric(failures, model="gated") == before + 2)
     assert server.gate.is_idle()
 
 
@@ -313,23 +271,19 @@ def test_a_cancelled_call_cancels_its_request(server: Server) -> None:
     tensor = triton.InferInput("INPUT0", [1, 4], "INT32")
     tensor.set_data_from_numpy(np.full((1, 4), 7, np.int32))
     failures = "nv_inference_request_failure"
-    failures_before = server.metric(failures, model="gated", reason="CANCELED")
+    before = server.metric(failures, model="gated", reason="CANCELED")
     with triton.InferenceServerClient(server.grpc_url) as client:
         answers: list[object] = []
-        running_one = client.async_infer(
-            "gated", [tensor], lambda result, error: answers.append(error)
-        )
+        running = client.async_infer("gated", [tensor], lambda result, error: answers.append(error))
         visit = server.gate.next()
-        waiting_one = client.async_infer(
-            "gated", [tensor], lambda result, error: answers.append(error)
-        )
+        waiting = client.async_infer("gated", [tensor], lambda result, error: answers.append(error))
         server.wait_pending("gated", 1)
-        waiting_one.cancel()
+        waiting.cancel()
         server.wait_pending("gated", 0)
         visit.release()
         until("both are answered", lambda: len(answers) == 2)
-    assert running_one is not None
-    assert server.metric(failures, model="gated", reason="CANCELED") == failures_before + 1
+    assert running is not None
+    assert server.metric(failures, model="gated", reason="CANCELED") == before + 1
 
 
 def test_the_health_service(server: Server) -> None:

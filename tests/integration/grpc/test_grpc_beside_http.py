@@ -37,7 +37,7 @@ def server(models: Path, start: Start) -> Server:
 
 
 @pytest.fixture(scope="module")
-def module_client(server: Server) -> Iterator[triton.InferenceServerClient]:
+def shared_client(server: Server) -> Iterator[triton.InferenceServerClient]:
     with connected(server.grpc_port) as client:
         assert client.is_server_live()
         yield client
@@ -45,10 +45,10 @@ def module_client(server: Server) -> Iterator[triton.InferenceServerClient]:
 
 @pytest.fixture
 def client(
-    server: Server, module_client: triton.InferenceServerClient
+    server: Server, shared_client: triton.InferenceServerClient
 ) -> Iterator[triton.InferenceServerClient]:
-    yield module_client
-    module_client.unregister_system_shared_memory()
+    yield shared_client
+    shared_client.unregister_system_shared_memory()
 
 
 @pytest.fixture
@@ -140,13 +140,6 @@ def test_a_region_of_http_is_one_of_grpc_and_the_reverse(
             assert refused(lambda: infer_in(client, "over"))[0] == "StatusCode.NOT_FOUND"
 
 
-def test_cuda_regions_are_refused(client: triton.InferenceServerClient) -> None:
-    code, text = refused(lambda: client.register_cuda_shared_memory("gpu", b"AAAA", 0, 64))
-    assert code == "StatusCode.INVALID_ARGUMENT"
-    assert "GPUs not supported" in text
-    assert not client.get_cuda_shared_memory_status().regions
-
-
 @needs_users
 def test_users(server: Server, client: triton.InferenceServerClient) -> None:
     """Over gRPC on loopback a user sees and uses only its own regions."""
@@ -155,11 +148,11 @@ def test_users(server: Server, client: triton.InferenceServerClient) -> None:
             stack.enter_context(connected(stack.enter_context(tunnel(server.grpc_port, uid))))
             for uid in (ALICE, BOB)
         )
-        her_object, own_object = (stack.enter_context(SharedObject(2 * SIZE)) for _ in range(2))
+        her_object, ours = (stack.enter_context(SharedObject(2 * SIZE)) for _ in range(2))
         her_object.write(VALUES)
         os.fchown(her_object.fd, ALICE, -1)
         code, text = refused(
-            lambda: alice.register_system_shared_memory("ours", own_object.key, 2 * SIZE)
+            lambda: alice.register_system_shared_memory("ours", ours.key, 2 * SIZE)
         )
         assert code == "StatusCode.PERMISSION_DENIED"
         assert f"the client is uid {ALICE}" in text
@@ -182,7 +175,7 @@ def test_users(server: Server, client: triton.InferenceServerClient) -> None:
 
 
 @pytest.fixture(scope="module")
-def guarded_server(folder: Path, start: Start) -> Server:
+def guarded(folder: Path, start: Start) -> Server:
     """Start a server on all addresses that admits clients with a token."""
     repositories.add(folder / "models", "identity")
     tokens = folder / "tokens"
@@ -197,8 +190,8 @@ def guarded_server(folder: Path, start: Start) -> Server:
 
 
 @pytest.fixture(scope="module")
-def tokenless_client(guarded_server: Server) -> Iterator[triton.InferenceServerClient]:
-    with connected(guarded_server.grpc_port) as client:
+def tokenless(guarded: Server) -> Iterator[triton.InferenceServerClient]:
+    with connected(guarded.grpc_port) as client:
         assert client.is_server_live()
         yield client
 
@@ -208,42 +201,37 @@ def bearer(token: str, **headers: str) -> dict[str, str]:
 
 
 def test_without_a_token_there_is_only_health(
-    tokenless_client: triton.InferenceServerClient,
+    tokenless: triton.InferenceServerClient,
 ) -> None:
-    assert tokenless_client.is_server_ready()
+    assert tokenless.is_server_ready()
     for headers in (None, bearer("0123456789abcdef-wrong"), {"authorization": f"Basic {TOKEN}"}):
         for send_call in (
-            lambda headers=headers: tokenless_client.get_server_metadata(headers),
-            lambda headers=headers: tokenless_client.infer("identity", row(), headers=headers),
-            lambda headers=headers: tokenless_client.get_system_shared_memory_status(
-                headers=headers
-            ),
-            lambda headers=headers: tokenless_client.get_inference_statistics(headers=headers),
-            lambda headers=headers: tokenless_client.get_log_settings(headers=headers),
+            lambda headers=headers: tokenless.get_server_metadata(headers),
+            lambda headers=headers: tokenless.infer("identity", row(), headers=headers),
+            lambda headers=headers: tokenless.get_system_shared_memory_status(headers=headers),
+            lambda headers=headers: tokenless.get_inference_statistics(headers=headers),
+            lambda headers=headers: tokenless.get_log_settings(headers=headers),
         ):
             code, text = refused(send_call)
             assert code == "StatusCode.UNAUTHENTICATED"
             assert "token" in text
 
 
-def test_requests_of_unauthorised_clients_are_refused_unread(guarded_server: Server) -> None:
+def test_requests_of_unauthorised_clients_are_refused_unread(guarded: Server) -> None:
     """The connection is refused before its requests are read, which may have 2 GB each."""
     never_set = threading.Event()
 
-    def wait_without_messages() -> Iterator[bytes]:
+    def silent() -> Iterator[bytes]:
         never_set.wait(60)
         yield from ()
 
     try:
-        with grpc.insecure_channel(guarded_server.grpc_url) as channel:
+        with grpc.insecure_channel(guarded.grpc_url) as channel:
             for path, rpc in RPCS.items():
                 if rpc.scope == "health":
                     continue
                 # Some calls use gRPC's general code path, and most use the fast one.
-                calls = [
-                    channel.stream_stream(path)(wait_without_messages(), timeout=15)
-                    for _ in range(70)
-                ]
+                calls = [channel.stream_stream(path)(silent(), timeout=15) for _ in range(70)]
                 for call in calls:
                     with pytest.raises(grpc.RpcError):
                         next(call)
@@ -252,7 +240,7 @@ def test_requests_of_unauthorised_clients_are_refused_unread(guarded_server: Ser
         never_set.set()
 
 
-def test_a_stream_needs_a_token_too(tokenless_client: triton.InferenceServerClient) -> None:
+def test_a_stream_needs_a_token_too(tokenless: triton.InferenceServerClient) -> None:
     results: list[Any] = []
     has_ended = threading.Event()
 
@@ -263,30 +251,30 @@ def test_a_stream_needs_a_token_too(tokenless_client: triton.InferenceServerClie
     for headers, expected in ((None, "StatusCode.UNAUTHENTICATED"), (bearer(PROGRAM), None)):
         results.clear()
         has_ended.clear()
-        tokenless_client.start_stream(take, headers=headers)
+        tokenless.start_stream(take, headers=headers)
         try:
             with contextlib.suppress(InferenceServerException):  # it may have ended by now
-                tokenless_client.async_stream_infer("identity", row())
+                tokenless.async_stream_infer("identity", row())
             assert has_ended.wait(20)
         finally:
-            tokenless_client.stop_stream()
+            tokenless.stop_stream()
         result, error = results[0]
         assert (error and error.status()) == expected
         assert (result is None) == bool(expected)
 
 
-def test_a_token_opens_its_scopes(tokenless_client: triton.InferenceServerClient) -> None:
+def test_a_token_opens_its_scopes(tokenless: triton.InferenceServerClient) -> None:
     headers = bearer(PROGRAM)
-    output = tokenless_client.infer("identity", row(), headers=headers).as_numpy("OUTPUT0")
+    output = tokenless.infer("identity", row(), headers=headers).as_numpy("OUTPUT0")
     assert (output == VALUES).all()
-    assert tokenless_client.get_server_metadata(headers).name == "triton"
-    code, text = refused(lambda: tokenless_client.get_inference_statistics(headers=headers))
+    assert tokenless.get_server_metadata(headers).name == "triton"
+    code, text = refused(lambda: tokenless.get_inference_statistics(headers=headers))
     assert code == "StatusCode.PERMISSION_DENIED"
     assert text == "this token has no access to the statistics API"
 
 
 def test_a_restricted_protocol_needs_its_header(
-    tokenless_client: triton.InferenceServerClient,
+    tokenless: triton.InferenceServerClient,
 ) -> None:
     expected = (
         "StatusCode.UNAVAILABLE",
@@ -297,21 +285,21 @@ def test_a_restricted_protocol_needs_its_header(
         bearer(TOKEN, **{"triton-grpc-protocol-admin-key": "let-us"}),
         bearer(TOKEN, **{"admin-key": "let-me"}),
     ):
-        send_call = partial(tokenless_client.get_model_config, "identity", "", headers)
+        send_call = partial(tokenless.get_model_config, "identity", "", headers)
         assert refused(send_call) == expected
     headers = bearer(TOKEN, **{"triton-grpc-protocol-admin-key": "let-me"})
-    assert tokenless_client.get_model_config("identity", "", headers).config.name == "identity"
-    assert tokenless_client.get_model_repository_index(headers).models[0].name == "identity"
+    assert tokenless.get_model_config("identity", "", headers).config.name == "identity"
+    assert tokenless.get_model_repository_index(headers).models[0].name == "identity"
 
 
-def test_other_hosts_have_no_regions(
-    guarded_server: Server, tokenless_client: triton.InferenceServerClient
+def test_other_hosts_own_no_regions(
+    guarded: Server, tokenless: triton.InferenceServerClient
 ) -> None:
     """There are no regions even for a client that has some over HTTP."""
     headers = bearer(TOKEN)
-    with SharedObject(2 * SIZE) as shared_object, guarded_server.http() as http:
+    with SharedObject(2 * SIZE) as shared_object, guarded.http() as http:
         code, text = refused(
-            lambda: tokenless_client.register_system_shared_memory(
+            lambda: tokenless.register_system_shared_memory(
                 "one", shared_object.key, 2 * SIZE, headers=headers
             )
         )
@@ -319,8 +307,8 @@ def test_other_hosts_have_no_regions(
         register = {"key": shared_object.key, "byte_size": 2 * SIZE}
         path = "/v2/systemsharedmemory/region/one/register"
         http.post(path, register, {"Authorization": f"Bearer {TOKEN}"}).ok()
-        assert not tokenless_client.get_system_shared_memory_status(headers=headers).regions
-        code, text = refused(lambda: infer_in(tokenless_client, "one", headers))
+        assert not tokenless.get_system_shared_memory_status(headers=headers).regions
+        code, text = refused(lambda: infer_in(tokenless, "one", headers))
         assert (code, text[: len(DISABLED_TEXT)]) == ("StatusCode.UNIMPLEMENTED", DISABLED_TEXT)
         path = "/v2/systemsharedmemory/unregister"
         http.post(path, None, {"Authorization": f"Bearer {TOKEN}"}).ok()
@@ -332,18 +320,8 @@ def test_regions_can_be_disabled_for_all_clients(tmp_path: Path) -> None:
     with (
         running(tmp_path / "models", "--allow-client-shm=false", grpc=True) as running_server,
         connected(running_server.grpc_port) as client,
-        SharedObject(SIZE) as shared_object,
+        SharedObject(SIZE) as shared,
     ):
-        code, text = refused(
-            lambda: client.register_system_shared_memory("one", shared_object.key, SIZE)
-        )
+        code, text = refused(lambda: client.register_system_shared_memory("one", shared.key, SIZE))
         assert (code, text[: len(DISABLED_TEXT)]) == ("StatusCode.UNIMPLEMENTED", DISABLED_TEXT)
         assert not client.get_system_shared_memory_status().regions
-
-
-def test_an_unknown_method_is_unimplemented(server: Server) -> None:
-    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
-        call = channel.unary_unary("/inference.GRPCInferenceService/Nothing")
-        with pytest.raises(grpc.RpcError) as error_info:
-            call(b"", timeout=20)
-        assert error_info.value.code() == grpc.StatusCode.UNIMPLEMENTED

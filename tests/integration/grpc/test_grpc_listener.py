@@ -17,7 +17,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
@@ -41,8 +40,6 @@ from tests.support.wire.http2 import (
     message,
     post,
 )
-
-Serve = Callable[..., Server]
 
 
 @pytest.fixture(scope="module")
@@ -139,23 +136,12 @@ class Ready(http.server.BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-def test_tritons_client_with_tls(tls_server: Server, keys: Path) -> None:
-    with triton.InferenceServerClient(
-        tls_server.grpc_url,
-        ssl=True,
-        root_certificates=str(keys / "ca.pem"),
-        private_key=str(keys / "client.key"),
-        certificate_chain=str(keys / "client.pem"),
-    ) as client:
-        assert client.is_server_ready()
-
-
 @pytest.mark.parametrize(
-    ("accepted_encodings", "compressed"),
+    ("codings", "compressed"),
     [(b"gzip", True), (b"identity,deflate", True), (b"identity", False), (b"", False)],
 )
 def test_compressed_responses(
-    tls_server: Server, keys: Path, accepted_encodings: bytes, compressed: bool
+    tls_server: Server, keys: Path, codings: bytes, compressed: bool
 ) -> None:
     """Only clients that accept compression receive it; the sizes on the wire are compared."""
     array = np.zeros((1, 10_000), np.int32)
@@ -169,12 +155,10 @@ def test_compressed_responses(
     tls.set_alpn_protocols(["h2"])
     head = post(
         f"{SERVICE}ModelInfer",
-        *([(b"grpc-accept-encoding", accepted_encodings)] if accepted_encodings else []),
+        *([(b"grpc-accept-encoding", codings)] if codings else []),
     )
     body = message(request.SerializeToString())
-    pieces = [
-        frame(DATA, 0, 1, body[begin : begin + 16384]) for begin in range(0, len(body), 16384)
-    ]
+    pieces = [frame(DATA, 0, 1, body[at : at + 16384]) for at in range(0, len(body), 16384)]
     with (
         socket.create_connection(("127.0.0.1", tls_server.grpc_port), timeout=20) as plain_socket,
         tls.wrap_socket(plain_socket, server_hostname="localhost") as sock,
@@ -189,14 +173,6 @@ def test_compressed_responses(
         assert len(answer) < array.nbytes / 10
     else:
         assert bytes(1000) in answer
-
-
-def test_plain_tls(keys: Path, models: Path) -> None:
-    flags = (f"--grpc-server-cert={keys}/server.pem", f"--grpc-server-key={keys}/server.key")
-    with running(models, "--grpc-use-ssl=true", *flags, grpc=True) as server:
-        assert is_right(infer_simple(server, credentials(keys)))
-        with pytest.raises(grpc.RpcError):
-            infer_simple(server, None)
 
 
 @pytest.mark.parametrize(
@@ -464,7 +440,7 @@ def test_a_drain_waits_for_a_load(tmp_path: Path) -> None:
     repositories.add_slow(tmp_path, "slow")
     with running(tmp_path, "--model-control-mode=explicit", grpc=True) as server:
         with stub(server) as call:
-            loading = call.RepositoryModelLoad.future(
+            load = call.RepositoryModelLoad.future(
                 pb.RepositoryModelLoadRequest(model_name="slow"), timeout=30
             )
             visit = server.gate.next()
@@ -472,7 +448,7 @@ def test_a_drain_waits_for_a_load(tmp_path: Path) -> None:
             server.wait_log("stopping")
             assert server.wait_exit(1.0) is None
             visit.release()
-            loading.result()
+            load.result()
         assert server.wait_exit(10) == 0
 
 

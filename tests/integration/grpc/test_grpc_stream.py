@@ -8,8 +8,6 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import tritonclient.grpc as triton
-from tritonclient.grpc import service_pb2 as pb
 
 from tests.support import repositories
 from tests.support.servers import Server
@@ -21,21 +19,12 @@ STRICT_METADATA = (("triton_grpc_error", "true"),)
 
 @pytest.fixture(scope="module")
 def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
-    repositories.add(models, "simple", "gated", "crimes")
+    repositories.add(models, "simple", "gated")
     return serve_models(models)
 
 
 def gated_request(value: int) -> Any:
     return request_of("gated", np.full((1, 4), value, np.int32), "INT32", f"g{value}")
-
-
-def crime(command: str, request_id: str) -> Any:
-    request = pb.ModelInferRequest(model_name="crimes", id=request_id)
-    request.inputs.add(name="COMMAND", datatype="BYTES", shape=[1, 1])
-    request.inputs.add(name="INPUT0", datatype="INT32", shape=[1, 4])
-    text = command.encode()
-    request.raw_input_contents.extend([len(text).to_bytes(4, "little") + text, bytes(16)])
-    return request
 
 
 def unknown_version_request(request_id: str) -> Any:
@@ -75,24 +64,6 @@ def test_an_error_is_a_response(server: Server) -> None:
     ]
 
 
-def test_an_error_of_a_model_is_a_response(server: Server) -> None:
-    """The error names the request and is its final response, as in Triton."""
-    with stub(server) as call:
-        requests = [crime("error", "a"), crime("ok", "b")]
-        failed_response, valid_response = call.ModelStreamInfer(iter(requests), timeout=30)
-    for response, request_id in (
-        (failed_response.infer_response, "a"),
-        (valid_response.infer_response, "b"),
-    ):
-        assert (response.id, response.model_name) == (request_id, "crimes")
-        assert response.parameters["triton_final_response"].bool_param
-    assert (
-        failed_response.error_message == "as you wished"
-        and not failed_response.infer_response.outputs
-    )
-    assert not valid_response.error_message
-
-
 def test_strict_mode_ends_with_the_first_error(server: Server) -> None:
     requests = [simple_request("a"), unknown_version_request("b"), simple_request("c")]
     with stub(server) as call:
@@ -102,17 +73,6 @@ def test_strict_mode_ends_with_the_first_error(server: Server) -> None:
             next(stream)
         assert error_info.value.code() is grpc.StatusCode.NOT_FOUND
         assert "version 9 is not found" in error_info.value.details()
-
-
-def test_strict_mode_ends_with_the_first_error_of_a_model(server: Server) -> None:
-    with stub(server) as call:
-        requests = [crime("ok", "a"), crime("error", "b"), crime("ok", "c")]
-        stream = call.ModelStreamInfer(iter(requests), timeout=30, metadata=STRICT_METADATA)
-        assert next(stream).infer_response.id == "a"
-        with pytest.raises(grpc.RpcError) as error_info:
-            next(stream)
-    assert error_info.value.code() == grpc.StatusCode.INTERNAL
-    assert error_info.value.details() == "as you wished"
 
 
 def test_malformed_requests(server: Server) -> None:
@@ -141,21 +101,3 @@ def test_a_cancelled_stream_cancels_all_of_its_requests(server: Server) -> None:
         visit.release()
     assert server.gate.is_idle()
     until("it is over", lambda: server.metric("shmserve_executing_requests") == 0)
-
-
-def test_tritons_stream_client(server: Server) -> None:
-    answers: list[tuple[Any, Any]] = []
-    with triton.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(lambda result, error: answers.append((result, error)))
-        tensor = triton.InferInput("INPUT0", [1, 2], "INT32")
-        for value in range(5):
-            tensor.set_data_from_numpy(np.full((1, 2), value, np.int32))
-            client.async_stream_infer(
-                "gated", [tensor], request_id=str(value), enable_empty_final_response=True
-            )
-        for _ in range(5):
-            server.gate.next().release()
-        until("all are answered", lambda: len(answers) == 5)
-        client.stop_stream()
-    assert all(error is None for _, error in answers)
-    assert [result.as_numpy("OUTPUT0")[0, 0] for result, _ in answers] == list(range(5))

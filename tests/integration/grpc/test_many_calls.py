@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from tests.integration.grpc.conftest import Endpoint
 
 CALL_COUNT, CONCURRENT_CALLS = 10_000, 100
-CONNECTION_COUNT = 1000
+CONNECTIONS = 1000
 STREAMED_COUNT = 10_000
 RAW_REQUEST = simple_request().SerializeToString()
-OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+OWN = [("grpc.use_local_subchannel_pool", 1)]
 ENCODINGS = {  # gRPC's numbers of the encodings
     "gzip": (grpc.Compression.Gzip, 0b101),
     "deflate": (grpc.Compression.Deflate, 0b011),
@@ -61,21 +61,16 @@ def test_ten_thousand_calls_on_a_connection(plain_endpoint: Endpoint) -> None:
 
 
 async def test_a_thousand_connections(plain_endpoint: Endpoint) -> None:
-    channels = [
-        grpc.aio.insecure_channel(plain_endpoint.target, OWN_CONNECTION)
-        for _ in range(CONNECTION_COUNT)
-    ]
+    links = [grpc.aio.insecure_channel(plain_endpoint.target, OWN) for _ in range(CONNECTIONS)]
     try:
-        await asyncio.gather(*(channel.channel_ready() for channel in channels))
+        await asyncio.gather(*(channel.channel_ready() for channel in links))
         (gateway,) = plain_endpoint.server.find("gateway grpc")
         connections = [c for c in gateway.net_connections("tcp") if c.status == "ESTABLISHED"]
-        assert len(connections) >= CONNECTION_COUNT
-        pending_calls = [
-            channel.unary_unary(f"{SERVICE}ModelInfer")(RAW_REQUEST) for channel in channels
-        ]
-        assert all(map(is_answer, await asyncio.gather(*pending_calls)))
+        assert len(connections) >= CONNECTIONS
+        calls = [channel.unary_unary(f"{SERVICE}ModelInfer")(RAW_REQUEST) for channel in links]
+        assert all(map(is_answer, await asyncio.gather(*calls)))
     finally:
-        await asyncio.gather(*(channel.close() for channel in channels))
+        await asyncio.gather(*(channel.close() for channel in links))
 
 
 def test_a_long_stream(plain_endpoint: Endpoint) -> None:
@@ -126,16 +121,14 @@ def test_large_messages(plain_endpoint: Endpoint, size: int, encoding: str | Non
 def test_deadlines(plain_endpoint: Endpoint, timeout: bytes, status: bytes) -> None:
     """Expired deadlines, very long ones, and requests without a deadline."""
     head = post(f"{SERVICE}ModelInfer", (b"grpc-timeout", timeout))
-    with socket.create_connection(
-        ("127.0.0.1", plain_endpoint.server.grpc_port), timeout=20
-    ) as sock:
-        sock.sendall(CLIENT_OPENING + frame(HEADERS, END_HEADERS, 1, head))
-        sock.sendall(frame(DATA, END_STREAM, 1, message(RAW_REQUEST)))
+    with socket.create_connection(("127.0.0.1", plain_endpoint.server.grpc_port), timeout=20) as s:
+        s.sendall(CLIENT_OPENING + frame(HEADERS, END_HEADERS, 1, head))
+        s.sendall(frame(DATA, END_STREAM, 1, message(RAW_REQUEST)))
         received_bytes = b""
         while (rest_of_status := received_bytes.partition(b"grpc-status")[2])[1:] == b"" or len(
             rest_of_status
         ) < 1 + rest_of_status[0]:
-            piece = sock.recv(65536)
+            piece = s.recv(65536)
             assert piece, received_bytes
             received_bytes += piece
     assert rest_of_status[1 : 1 + rest_of_status[0]] == status
@@ -166,10 +159,8 @@ def test_metadata(plain_endpoint: Endpoint) -> None:
         answer, call = infer.with_call(request, timeout=20, metadata=sent_metadata)
         assert call.code() is grpc.StatusCode.OK
     (output,) = pb.ModelInferResponse.FromString(answer).raw_output_contents
-    parameters = json.loads(output[4:])["parameters"]
-    assert {name: parameters[name] for name in parameters if name != "sequence_id"} == {
-        "some-text": "words, and more"
-    }
+    seen = json.loads(output[4:])["parameters"]
+    assert {n: seen[n] for n in seen if n != "sequence_id"} == {"some-text": "words, and more"}
 
 
 @pytest.mark.parametrize("size", [17_000, 60_000])
@@ -235,19 +226,19 @@ def test_reflection(plain_endpoint: Endpoint, version: str) -> None:
         reflection_pb2.ServerReflectionRequest(**question) for question in pending_calls
     ]
     (
-        service_list,
-        *descriptions,
+        services,
+        *by_symbol,
         by_name,
         health,
         unknown,
         no_file,
         numbers,
         extension,
-        empty_answer,
+        empty,
     ) = answers
-    assert service_list.valid_host == "here"
-    assert [service.name for service in service_list.list_services_response.service] == SERVICES
-    for answer in (*descriptions, by_name):
+    assert services.valid_host == "here"
+    assert [service.name for service in services.list_services_response.service] == SERVICES
+    for answer in (*by_symbol, by_name):
         service_descriptor, *needed = answer.file_descriptor_response.file_descriptor_proto
         assert service_descriptor == grpc_service_pb2.DESCRIPTOR.serialized_pb and needed
     assert b"HealthCheckRequest" in health.file_descriptor_response.file_descriptor_proto[0]
@@ -255,7 +246,7 @@ def test_reflection(plain_endpoint: Endpoint, version: str) -> None:
         assert answer.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
         assert answer.error_response.error_message
     assert numbers.all_extension_numbers_response.base_type_name == "inference.ModelInferRequest"
-    assert empty_answer.error_response.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert empty.error_response.error_code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
 
 
 def test_reflection_of_no_request(plain_endpoint: Endpoint) -> None:

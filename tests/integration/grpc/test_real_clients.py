@@ -97,36 +97,34 @@ def test_tritonclient_with_asyncio(any_endpoint: Endpoint) -> None:
     async def infer_all() -> None:
         async with triton_aio.InferenceServerClient(**options(any_endpoint)) as client:
             assert await client.is_server_ready()
-            for result in await asyncio.gather(
+            for answer in await asyncio.gather(
                 *(client.infer("simple", simple()) for _ in range(100))
             ):
-                check(result)
-            result = await client.infer("identity", large(), compression_algorithm="gzip")
-            assert (result.as_numpy("OUTPUT0") == LARGE_ARRAY).all()
+                check(answer)
+            answer = await client.infer("identity", large(), compression_algorithm="gzip")
+            assert (answer.as_numpy("OUTPUT0") == LARGE_ARRAY).all()
             number = 0
-            async for result, error in client.stream_infer(requests()):
-                assert error is None and result.get_response().id == str(number)
-                check(result)
+            async for answer, error in client.stream_infer(requests()):
+                assert error is None and answer.get_response().id == str(number)
+                check(answer)
                 number += 1
             assert number == STREAMED_COUNT
 
     asyncio.run(infer_all())
 
 
-@pytest.mark.parametrize("compression", list(grpc.Compression))
-def test_grpcios_generic_client(any_endpoint: Endpoint, compression: grpc.Compression) -> None:
+@pytest.mark.parametrize("way", list(grpc.Compression))
+def test_grpcios_generic_client(any_endpoint: Endpoint, way: grpc.Compression) -> None:
     """Bytes in, bytes out, as a program without generated code has them."""
     raw = simple_request().SerializeToString()
     with any_endpoint.channel() as channel:
         infer = channel.unary_unary(f"{SERVICE}ModelInfer")
         with ThreadPoolExecutor(8) as pool:
-            pending_calls = [
-                pool.submit(infer, raw, timeout=30, compression=compression) for _ in range(200)
-            ]
-            for call in pending_calls:
+            calls = [pool.submit(infer, raw, timeout=30, compression=way) for _ in range(200)]
+            for call in calls:
                 assert is_right(pb.ModelInferResponse.FromString(call.result()))
         stream = channel.stream_stream(f"{SERVICE}ModelStreamInfer")
-        answers = list(stream(iter([raw] * STREAMED_COUNT), timeout=30, compression=compression))
+        answers = list(stream(iter([raw] * STREAMED_COUNT), timeout=30, compression=way))
         assert len(answers) == STREAMED_COUNT
         for answer in answers:
             assert is_right(pb.ModelStreamInferResponse.FromString(answer).infer_response)
@@ -204,21 +202,21 @@ def test_grpcurl(grpcurl: str, any_endpoint: Endpoint) -> None:
     trust = ("-plaintext",) if any_endpoint.root is None else ("-cacert", str(any_endpoint.root))
     target = ("-unix", path) if scheme == "unix" else (any_endpoint.target,)
 
-    def run_grpcurl(*arguments: str, data: Any = None) -> str:
+    def run(*arguments: str, data: Any = None) -> str:
         data_arguments = () if data is None else ("-d", json.dumps(data))
         return clients.run([grpcurl, *trust, *data_arguments, *target, *arguments])
 
     service = SERVICE.strip("/")
-    assert service in run_grpcurl("list").split()
-    assert "rpc ModelInfer ( .inference.ModelInferRequest )" in run_grpcurl("describe", service)
-    assert json.loads(run_grpcurl("grpc.health.v1.Health/Check")) == {"status": "SERVING"}
-    inputs = [
+    assert service in run("list").split()
+    assert "rpc ModelInfer ( .inference.ModelInferRequest )" in run("describe", service)
+    assert json.loads(run("grpc.health.v1.Health/Check")) == {"status": "SERVING"}
+    tensors = [
         {"name": name, "datatype": "INT32", "shape": array.shape, "contents": {"int_contents": row}}
         for name, array in (("INPUT0", A), ("INPUT1", B))
         for row in array.tolist()
     ]
     answer = json.loads(
-        run_grpcurl(f"{service}/ModelInfer", data={"model_name": "simple", "inputs": inputs})
+        run(f"{service}/ModelInfer", data={"model_name": "simple", "inputs": tensors})
     )
     total = np.frombuffer(base64.b64decode(answer["rawOutputContents"][0]), np.int32)
     assert (total == (A + B)[0]).all()

@@ -169,12 +169,12 @@ def register(name: str, shared: SharedObject) -> Any:
 
 def region_request(name: str) -> Any:
     """Run identity from the first half of a region to the second."""
-    request = pb.ModelInferRequest(model_name="identity")
+    built = pb.ModelInferRequest(model_name="identity")
     set_region_range(
-        request.inputs.add(name="INPUT0", datatype="FP32", shape=VALUES.shape), name, SIZE
+        built.inputs.add(name="INPUT0", datatype="FP32", shape=VALUES.shape), name, SIZE
     )
-    set_region_range(request.outputs.add(name="OUTPUT0"), name, SIZE, SIZE)
-    return request
+    set_region_range(built.outputs.add(name="OUTPUT0"), name, SIZE, SIZE)
+    return built
 
 
 def test_the_sockets_mode(server: Server, folder: Path) -> None:
@@ -196,7 +196,7 @@ def test_the_servers_user_needs_no_token(server: Server, folder: Path) -> None:
 @needs_users
 def test_a_client_is_identified_by_its_uid(server: Server, folder: Path) -> None:
     """A client sees only its own regions, and registers only objects that it owns."""
-    path, options = folder / "socket", {"metadata": (("authorization", f"Bearer {TOKEN}"),)}
+    path, more = folder / "socket", {"metadata": (("authorization", f"Bearer {TOKEN}"),)}
     status = pb.SystemSharedMemoryStatusRequest()
     with pytest.raises(PermissionError):
         as_user(BOB, lambda: connect_unix(path))
@@ -210,18 +210,16 @@ def test_a_client_is_identified_by_its_uid(server: Server, folder: Path) -> None
         os.chown(her_object.path, ALICE, -1)
         her_object.write(VALUES)
         assert refusal(alice.ModelInfer, region_request("hers"))[0] == "UNAUTHENTICATED"
-        refused_call = refusal(
-            alice.SystemSharedMemoryRegister, register("ours", own_object), **options
-        )
-        assert refused_call[0] == "PERMISSION_DENIED"
-        alice.SystemSharedMemoryRegister(register("hers", her_object), timeout=20, **options)
-        alice.ModelInfer(region_request("hers"), timeout=20, **options)
+        refused = refusal(alice.SystemSharedMemoryRegister, register("ours", own_object), **more)
+        assert refused[0] == "PERMISSION_DENIED"
+        alice.SystemSharedMemoryRegister(register("hers", her_object), timeout=20, **more)
+        alice.ModelInfer(region_request("hers"), timeout=20, **more)
         assert (her_object.read(np.float32, VALUES.size, SIZE) == VALUES).all()
         for user, visible_names in ((alice, ["hers"]), (bob, []), (root, ["hers"])):
-            regions = user.SystemSharedMemoryStatus(status, timeout=20, **options)
+            regions = user.SystemSharedMemoryStatus(status, timeout=20, **more)
             assert sorted(regions.regions) == visible_names
-        assert refusal(bob.ModelInfer, region_request("hers"), **options)[0] == "NOT_FOUND"
+        assert refusal(bob.ModelInfer, region_request("hers"), **more)[0] == "NOT_FOUND"
         alice.SystemSharedMemoryUnregister(
-            pb.SystemSharedMemoryUnregisterRequest(name="hers"), timeout=20, **options
+            pb.SystemSharedMemoryUnregisterRequest(name="hers"), timeout=20, **more
         )
         assert not root.SystemSharedMemoryStatus(status, timeout=20).regions

@@ -2,13 +2,10 @@
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-import tritonclient.http as triton
 
 from tests.support.repositories import DATATYPES
-from tests.support.servers import Server
 from tests.support.wire.raw_http import Http, join_bytes
 
 
@@ -58,90 +55,3 @@ def test_binary(http: Http, kind: str) -> None:
     expected: Any = WORDS if kind == "BYTES" else VALUES[kind]
     output = reply.tensors()[f"OUTPUT_{kind}"]
     assert output == expected if kind == "BYTES" else output.tobytes() == expected.tobytes()
-
-
-@pytest.mark.parametrize("kind", [kind for kind in DATATYPES if kind not in ("FP16", "BF16")])
-def test_json(http: Http, kind: str) -> None:
-    inputs: list[dict[str, Any]] = [
-        {
-            "name": f"INPUT_{datatype}",
-            "datatype": datatype,
-            "shape": [0],
-            "parameters": {"binary_data_size": 0},
-        }
-        for datatype in DATATYPES
-        if datatype != kind
-    ]
-    data = ["", "a", "ü"] if kind == "BYTES" else VALUES[kind].tolist()
-    inputs.append({"name": f"INPUT_{kind}", "datatype": kind, "shape": [len(data)], "data": data})
-    reply = http.infer("types", {"inputs": inputs, "outputs": [{"name": f"OUTPUT_{kind}"}]})
-    assert reply.ok().json()["outputs"][0]["data"] == data
-
-
-@pytest.mark.parametrize("kind", ["FP16", "BF16"])
-def test_half_precision_is_binary_only(http: Http, kind: str) -> None:
-    inputs = [
-        {
-            "name": f"INPUT_{datatype}",
-            "datatype": datatype,
-            "shape": [0],
-            "parameters": {"binary_data_size": 0},
-        }
-        for datatype in DATATYPES
-        if datatype != kind
-    ]
-    tensor = {"name": f"INPUT_{kind}", "datatype": kind, "shape": [1], "data": [1.0]}
-    reply = http.infer("types", {"inputs": [*inputs, tensor]})
-    assert reply.status == 400
-    assert reply.error.endswith(
-        f"receiving {kind} data via JSON is not supported. Please use the binary data format for "
-        f"input INPUT_{kind}"
-    )
-    reply = http.infer_binary("types", all_inputs(kind), outputs=[{"name": f"OUTPUT_{kind}"}])
-    assert reply.status == 400
-    assert (
-        f"sending {kind} data via JSON is not supported. Please use the binary data format for "
-        "output" in reply.error
-    )
-
-
-def test_all_of_size_zero(http: Http) -> None:
-    reply = http.infer_binary(
-        "types", all_inputs("none"), parameters={"binary_data_output": True}
-    ).ok()
-    assert "Inference-Header-Content-Length" not in reply.headers
-    assert reply.headers["Content-Type"] == "application/json"
-    assert [output["shape"] for output in reply.json()["outputs"]] == [[0]] * len(DATATYPES)
-
-
-def test_not_a_number_in_json(http: Http) -> None:
-    tensor_json = b'{"name":"INPUT0","datatype":"FP32","shape":[3],"data":[NaN,Infinity,-Infinity]}'
-    body = b'{"inputs":[' + tensor_json + b"]}"
-    reply = http.infer("identity", body).ok()
-    assert b"NaN" in reply.body and b"-Infinity" in reply.body
-    binary = np.array([np.nan, np.inf], np.float32)
-    reply = http.infer_binary("identity", [("INPUT0", "FP32", [2], binary.tobytes())]).ok()
-    assert b"NaN" in reply.body
-
-
-@pytest.mark.parametrize("kind", [kind for kind in DATATYPES if kind != "BF16"])
-def test_tritonclient(server: Server, kind: str) -> None:
-    values = np.array(WORDS, object) if kind == "BYTES" else VALUES[kind]
-    with triton.InferenceServerClient(server.url) as client:
-        inputs = []
-        for datatype in DATATYPES:
-            tensor = triton.InferInput(
-                f"INPUT_{datatype}", [len(values)] if datatype == kind else [0], datatype
-            )
-            if datatype == kind:
-                tensor.set_data_from_numpy(values)
-            elif datatype == "BYTES":
-                tensor.set_data_from_numpy(np.array([], object))
-            elif datatype == "BF16":
-                tensor.set_data_from_numpy(np.array([], ml_dtypes.bfloat16))
-            else:
-                tensor.set_data_from_numpy(VALUES[datatype][:0])
-            inputs.append(tensor)
-        outputs = [triton.InferRequestedOutput(f"OUTPUT_{kind}")]
-        output = client.infer("types", inputs, outputs=outputs).as_numpy(f"OUTPUT_{kind}")
-        assert output.tolist() == values.tolist()

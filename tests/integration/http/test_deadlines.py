@@ -13,7 +13,6 @@ import shmserve.client
 from tests.support import repositories
 from tests.support.request_pool import RequestPool, request_pool, values
 from tests.support.servers import Server
-from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input, raw_connection
 
 DYNAMIC_BATCHING = "dynamic_batching { }"
@@ -55,21 +54,6 @@ def test_a_timeout_holds_in_the_queue(server: Server, pool: RequestPool, model: 
     assert server.gate.is_idle()
 
 
-def test_a_late_batch_mate_does_not_touch_the_others(server: Server, pool: RequestPool) -> None:
-    first_request = pool.number("batching", 1)
-    holder = server.gate.next()
-    late_request = pool.number("batching", 2, deadline_us=1_500_000)
-    later_request = pool.number("batching", 3)
-    server.wait_pending("batching", 2)
-    holder.release()
-    visit = server.gate.next()
-    assert sorted(visit.batch) == [2, 3]
-    assert late_request.result().status == 503
-    visit.release()
-    assert values(later_request.result()) == [3]
-    assert values(first_request.result()) == [1]
-
-
 def hang_up_after(server: Server, model: str, value: int) -> Generator[socket.socket]:
     """Send a request on a connection, and close it when resumed."""
     body = json.dumps({"inputs": [json_input("INPUT0", np.full((1, 1), value, np.int32))]}).encode()
@@ -78,29 +62,6 @@ def hang_up_after(server: Server, model: str, value: int) -> Generator[socket.so
         head += f"Content-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         yield connection
-
-
-@pytest.mark.parametrize("model", ["plain", "batching"])
-def test_a_client_of_a_queued_call_leaves(server: Server, pool: RequestPool, model: str) -> None:
-    first_request = pool.number(model, 1)
-    visit = server.gate.next()
-    leaving_client = hang_up_after(server, model, 2)
-    next(leaving_client)
-    server.wait_pending(model, 1)
-    staying_request = pool.number(model, 3)
-    server.wait_pending(model, 2)
-    leaving_client.close()
-    server.wait_pending(model, 1)
-    visit.release()
-    other_visit = server.gate.next()
-    assert other_visit.batch == [3]
-    other_visit.release()
-    assert values(staying_request.result()) == [3]
-    assert values(first_request.result()) == [1]
-    until(
-        "the cancellation is counted",
-        lambda: server.metric("nv_inference_request_failure", model=model, reason="CANCELED") >= 1,
-    )
 
 
 @pytest.mark.parametrize("half", [False, True])

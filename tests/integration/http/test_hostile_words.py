@@ -90,12 +90,12 @@ def test_hostile_words_in_the_json_of_a_request(http: Http, word: str) -> None:
             for member in ("name", "datatype", "shape", "data")
         ),
     ):
-        refused_reply = http.infer("simple", request)
-        assert refused_reply.status in (400, 404, 500), (
-            refused_reply.status,
-            refused_reply.body[:200],
+        refused = http.infer("simple", request)
+        assert refused.status in (400, 404, 500), (
+            refused.status,
+            refused.body[:200],
         )
-        assert refused_reply.error
+        assert refused.error
 
 
 @pytest.mark.parametrize("word", [SHORT_WORD, LONG_WORD], ids=["short", "long"])
@@ -127,11 +127,11 @@ def test_hostile_words_in_paths(http: Http) -> None:
         ("POST", f"/v2/systemsharedmemory/region/{word}/register"),
         ("GET", f"/v2/systemsharedmemory/region/{word}/status"),
     ):
-        refused_reply = http.call(method, path, {})
-        assert refused_reply.status in (400, 404, 500), (
+        refused = http.call(method, path, {})
+        assert refused.status in (400, 404, 500), (
             path,
-            refused_reply.status,
-            refused_reply.body[:200],
+            refused.status,
+            refused.body[:200],
         )
     http.post(f"/v2/repository/models/{word}/unload", {}).ok()  # also succeeds for unknown models
 
@@ -151,10 +151,10 @@ def test_hostile_words_in_requests_to_the_control_plane(http: Http, word: str) -
         ("/v2/logging", {"log_format": word}),
         ("/v2/logging", {"log_file": word}),
     ):
-        refused_reply = http.post(request_path, body)
-        assert refused_reply.status in (400, 404, 500, 501, 503), (
+        refused = http.post(request_path, body)
+        assert refused.status in (400, 404, 500, 501, 503), (
             request_path,
-            refused_reply.body[:200],
+            refused.body[:200],
         )
     http.post("/v2/logging", {word: True, "log_verbose_level": 2}).ok()
 
@@ -218,11 +218,9 @@ def test_hostile_words_over_the_native_listener(server: Server, word: str) -> No
             link.send(m.Submit(number, *work, 0, 0, 0, 0, word))
             assert isinstance(answer(link), m.Failed)
         shouter_link = local_client.link("shouter", f"{local_client.number}.{local_client.token}.2")
-        word_tensor = TensorRef(
-            "INPUT0", "BYTES", (1,), encode_bytes(np.array([word.encode()], object))
-        )
+        tensor = TensorRef("INPUT0", "BYTES", (1,), encode_bytes(np.array([word.encode()], object)))
         for number, name in enumerate(("error", word)):
-            work = pack_inference(Inference((word_tensor,), ()))
+            work = pack_inference(Inference((tensor,), ()))
             shouter_link.send(m.Submit(number, *work, 0, 0, 0, 0, name))
             assert isinstance(answer(shouter_link), m.Failed)
 

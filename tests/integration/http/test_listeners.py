@@ -16,7 +16,7 @@ from tests.support.servers import Server, run_command, running
 from tests.support.users import ALICE, FRIENDS_GID, as_user, needs_users
 from tests.support.wire.raw_http import Http, Reply, UnixHttp, json_input
 
-TOKEN, PROGRAM, SCRAPER_TOKEN = (
+TOKEN, PROGRAM, SCRAPER = (
     "0123456789abcdef-all",
     "0123456789abcdef-program",
     "0123456789abcdef-m",
@@ -30,7 +30,7 @@ def guarded_server(folder: Path) -> Iterator[Server]:
     repository = folder / "models"
     repositories.add(repository, "identity")
     tokens = folder / "tokens"
-    tokens.write_text(f"{TOKEN}\n{PROGRAM} inference,metadata\n{SCRAPER_TOKEN} metrics\n")
+    tokens.write_text(f"{TOKEN}\n{PROGRAM} inference,metadata\n{SCRAPER} metrics\n")
     tokens.chmod(0o600)
     flags = [
         "--http-address=0.0.0.0",
@@ -84,11 +84,11 @@ def test_the_shells_client_shows_a_token_and_a_header(
     run_dir_flag = f"--run-dir={guarded_server.run_dir}"  # the HTTP address is known, too
     assert client.run(["config", "identity", run_dir_flag, token, header]) == 0
     assert '"name": "identity"' in capsys.readouterr().out
-    for arguments, text in (
+    for f, text in (
         ((header,), "requires a known token"),
         ((token,), "expecting header 'admin-key'"),
     ):
-        assert client.run(["config", "identity", run_dir_flag, *arguments]) == 1
+        assert client.run(["config", "identity", run_dir_flag, *f]) == 1
         assert f"http://0.0.0.0:{guarded_server.http_port}: " in (stderr := capsys.readouterr().err)
         assert text in stderr
 
@@ -108,12 +108,12 @@ def test_a_token_opens_its_scopes(http: Http) -> None:
 
 def test_restricted_apis_are_tritons(http: Http) -> None:
     expected = "This API is restricted, expecting header 'admin-key'"
-    wrong_headers = [
+    wrong = [
         bearer(TOKEN),
         bearer(TOKEN, **{"admin-key": "let"}),
         bearer(TOKEN, other="let-me"),
     ]
-    for headers in wrong_headers:
+    for headers in wrong:
         for reply in (
             http.post("/v2/repository/index", None, headers),
             http.get("/v2/repository/index", headers),
@@ -131,7 +131,7 @@ def test_metrics_have_their_own_scope(guarded_server: Server) -> None:
     with contextlib.closing(Http(guarded_server.metrics_port)) as scraper:
         assert scraper.get("/metrics").status == 401
         assert scraper.get("/metrics", bearer(PROGRAM)).status == 403
-        assert b"nv_inference_count" in scraper.get("/metrics", bearer(SCRAPER_TOKEN)).ok().body
+        assert b"nv_inference_count" in scraper.get("/metrics", bearer(SCRAPER)).ok().body
 
 
 def test_shared_memory_is_off_on_listeners_for_other_hosts(http: Http) -> None:
@@ -227,11 +227,9 @@ def test_insecure_listeners_and_no_port(folder: Path, tmp_path: Path) -> None:
         assert set(listening) == {server.metrics_port}
         with contextlib.closing(Http(server.metrics_port)) as scraper:
             assert scraper.get("/metrics").status == 200
-        second_server = run_command(
-            "serve", f"--model-repository={tmp_path / 'models'}", *flags[:2]
-        )
-        assert second_server.returncode == 2
-        assert "Address already in use" in second_server.stderr
+        second = run_command("serve", f"--model-repository={tmp_path / 'models'}", *flags[:2])
+        assert second.returncode == 2
+        assert "Address already in use" in second.stderr
         assert path.exists()
     finally:
         server.stop()
@@ -272,13 +270,10 @@ def test_pages_and_proxies_that_the_operator_names(folder: Path) -> None:
         assert http.get("/health", {"Host": "inference.example.com"}).status == 200
         assert http.get("/version", {"Host": "example.com"}).status == 421
         for path in ("/v1/chat/completions", "/v2/models/identity/infer", "/nowhere"):
-            allowed_reply = http.call("OPTIONS", path, None, PREFLIGHT_HEADERS)
-            assert (allowed_reply.status, allowed_reply.body) == (200, b"")
-            assert allowed_reply.headers["Access-Control-Allow-Origin"] == PAGE
-            assert (
-                allowed_reply.headers["Access-Control-Allow-Headers"]
-                == "authorization,content-type"
-            )
+            allowed = http.call("OPTIONS", path, None, PREFLIGHT_HEADERS)
+            assert (allowed.status, allowed.body) == (200, b"")
+            assert allowed.headers["Access-Control-Allow-Origin"] == PAGE
+            assert allowed.headers["Access-Control-Allow-Headers"] == "authorization,content-type"
         response = http.call(
             "OPTIONS", "/v1/models", None, {**PREFLIGHT_HEADERS, "Origin": "https://b.c"}
         )

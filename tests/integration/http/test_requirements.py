@@ -19,8 +19,8 @@ from tests.support.servers import Server, Start, running
 from tests.support.wire.grpc_calls import request_of, stub
 from tests.support.wire.raw_http import Http, json_input
 
-TOKEN, WRONG_TOKEN = "0123456789abcdef-all", "0123456789abcdef-wrong"
-SCRAPER_TOKEN = "0123456789abcdef-metrics"
+TOKEN, WRONG = "0123456789abcdef-all", "0123456789abcdef-wrong"
+SCRAPER = "0123456789abcdef-metrics"
 ADMIN_KEY, GRPC_ADMIN = "let-me-over-http", "let-me-over-grpc"
 ROW = np.array([1], np.int32)
 CONSTANT_BODY = {"inputs": [json_input("INPUT0", ROW)]}
@@ -155,18 +155,18 @@ def test_a_model_name_cannot_leave_the_repository(
 ) -> None:
     """Any model name, in any encoding, names only a folder of the repository."""
     titles_before = server.titles()
-    escaped_name = "".join(f"%{byte:02x}" for byte in name.encode())
+    escaped = "".join(f"%{byte:02x}" for byte in name.encode())
     config = {"name": name, "backend": "python"}
     override = {"config": json.dumps(config), "file:1/model.py": base64.b64encode(b"x").decode()}
     # A valid name may be that of a model whose files are in the request, but not of a folder
     # elsewhere.
     for parameters in ({},) if name in LOADABLE_NAMES else ({}, override):
-        reply = http.post(f"/v2/repository/models/{escaped_name}/load", {"parameters": parameters})
+        reply = http.post(f"/v2/repository/models/{escaped}/load", {"parameters": parameters})
         assert reply.status in (400, 404, 500), reply.body
         assert str(folder) not in reply.error
     for path in (
-        f"/v2/models/{escaped_name}/config",
-        f"/v2/models/{escaped_name}/versions/1/config",
+        f"/v2/models/{escaped}/config",
+        f"/v2/models/{escaped}/versions/1/config",
     ):
         assert http.get(path).status in (400, 404)
     request = pb.RepositoryModelLoadRequest(model_name=name)
@@ -208,11 +208,11 @@ def test_files_of_a_load_stay_in_a_folder(http: Http, call: Any, folder: Path, p
     """Holds for both listeners; the files that a configuration names must be in the folder, too."""
     names_before = {name for _, _, names in os.walk(folder) for name in names}
     config = http.get("/v2/models/constant/config").ok().json()
-    load_parameters = {
+    sent = {
         "config": json.dumps(config),
         f"file:{path}": base64.b64encode(b"x").decode(),
     }
-    reply = http.post("/v2/repository/models/constant/load", {"parameters": load_parameters})
+    reply = http.post("/v2/repository/models/constant/load", {"parameters": sent})
     assert reply.status in (400, 500), reply.body
     request = pb.RepositoryModelLoadRequest(model_name="constant")
     request.parameters["config"].string_param = json.dumps(config)
@@ -254,7 +254,7 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
     """Logs, command lines, environments, the run directory and answers, also after a restart."""
     repositories.add(folder / "guarded", "constant")
     tokens = folder / "tokens"
-    tokens.write_text(f"{TOKEN}\n{SCRAPER_TOKEN} metrics\n")
+    tokens.write_text(f"{TOKEN}\n{SCRAPER} metrics\n")
     tokens.chmod(0o600)
     flags = [
         f"--auth-token-file={tokens}",
@@ -270,8 +270,8 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
                 credentials = (
                     (TOKEN, ADMIN_KEY),
                     (TOKEN, "x"),
-                    (WRONG_TOKEN, ADMIN_KEY),
-                    (SCRAPER_TOKEN, ADMIN_KEY),
+                    (WRONG, ADMIN_KEY),
+                    (SCRAPER, ADMIN_KEY),
                 )
                 for token, admin in credentials:
                     headers = {"Authorization": f"Bearer {token}", "admin-key": admin}
@@ -313,9 +313,7 @@ def test_no_secret_is_seen_anywhere(folder: Path) -> None:
             server.find_one(title).kill()
         server.wait_ready()
         send_requests()
-        secrets = (TOKEN, WRONG_TOKEN, SCRAPER_TOKEN, ADMIN_KEY, GRPC_ADMIN)
-        texts_with_secret = [
-            text for text in visible_texts() if any(secret in text for secret in secrets)
-        ]
-        assert texts_with_secret == []
+        secrets = (TOKEN, WRONG, SCRAPER, ADMIN_KEY, GRPC_ADMIN)
+        found = [text for text in visible_texts() if any(secret in text for secret in secrets)]
+        assert found == []
         assert "log_verbose_level" in "".join(answers)

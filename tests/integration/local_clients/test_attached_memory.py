@@ -218,18 +218,18 @@ def receive(link: Any) -> None:
 
 
 @pytest.mark.parametrize("start", CONTEXTS)
-@pytest.mark.parametrize("channel", ["argument", "message"])
-def test_a_region_is_shared_with_another_process(server: Server, start: str, channel: str) -> None:
+@pytest.mark.parametrize("way", ["argument", "message"])
+def test_a_region_is_shared_with_another_process(server: Server, start: str, way: str) -> None:
     context: Any = multiprocessing.get_context(start)
     local_end, remote_end = context.Pipe()
     with server.allocate(SPECS) as region:
-        arguments = (region, remote_end) if channel == "argument" else (remote_end,)
+        arguments = (region, remote_end) if way == "argument" else (remote_end,)
         child = context.Process(
-            target=produce if channel == "argument" else receive, args=arguments, daemon=True
+            target=produce if way == "argument" else receive, args=arguments, daemon=True
         )
         child.start()
         remote_end.close()
-        if channel == "message":
+        if way == "message":
             local_end.send(region)
         assert local_end.recv() == "written" and (region["x"] == 7).all()
         server.infer("double", region)
@@ -295,12 +295,12 @@ def regions_of(server: LocalServer) -> int:
 def test_killed_processes_leave_nothing(server: Server, local_server: LocalServer) -> None:
     """Killing the creator or a user of memory leaks nothing in /dev/shm or in the server."""
     regions_before, objects_before = regions_of(local_server), set(os.listdir("/dev/shm"))
-    command = [sys.executable, "-c", MAKER_PROGRAM, str(local_server.run_dir)]
+    line = [sys.executable, "-c", MAKER_PROGRAM, str(local_server.run_dir)]
     with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as maker:
-        assert maker.stdout
-        name = maker.stdout.readline().strip()
+        line, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as p:
+        assert p.stdout
+        name = p.stdout.readline().strip()
         context = multiprocessing.get_context("spawn")
         local_end, remote_end = context.Pipe()
         user = context.Process(target=produce, args=(server.attach(name, SPECS), remote_end))
@@ -310,7 +310,7 @@ def test_killed_processes_leave_nothing(server: Server, local_server: LocalServe
         os.kill(user.pid, signal.SIGKILL)
         user.join()
         assert Path("/dev/shm", name).exists(), "a user of memory does not unlink it"
-        maker.kill()
+        p.kill()
     until("memory is released", lambda: regions_of(local_server) <= regions_before)
     until("its maker's tracker unlinks it", lambda: not Path("/dev/shm", name).exists())
     leftover_objects = {

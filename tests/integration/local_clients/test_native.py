@@ -86,7 +86,7 @@ def test_whole_batches(server: Server) -> None:
         for number in range(64):
             x = np.full((1 + number % 2, 4), number, np.float32)
             answers.append(
-                pool.infer("scale", {"inputs": [json_input("x", x), json_input("shift", x)]})
+                pool.infer("scale", {"inputs": [json_input(n, x) for n in ("x", "shift")]})
             )
         for number, answer in enumerate(answers):
             assert (answer.result().tensors()["output"] == 3 * number).all()

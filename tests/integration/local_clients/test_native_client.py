@@ -224,20 +224,18 @@ def test_regions_are_checked(client) -> None:
             client.allocate(tensors)
     client.allocate({"x": ((np.int64(2), 3), "FP32"), "y": (3, np.float32)}).release()
     with client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "INT32")}) as region:
-        expected_error = (
-            "output 'OUTPUT0' of model 'rows' is FP32, but the region's tensor is INT32"
-        )
-        with pytest.raises(shmserve.client.InvalidArgument, match=expected_error):
+        expected = "output 'OUTPUT0' of model 'rows' is FP32, but the region's tensor is INT32"
+        with pytest.raises(shmserve.client.InvalidArgument, match=expected):
             client.infer("rows", region)
     # Strings are written in place if they fit.
     words = client.allocate({"OUTPUT0": ((40000,), "UINT8")})
     result = client.infer("text", INPUT0=[["a" * 30000, "b"]], outputs=words)
     assert result["OUTPUT0"].tolist() == [[b"a" * 30000, b"b"]]
     integers = client.allocate({"OUTPUT0": ((1, ROW), "INT32")})
-    with integers, pytest.raises(shmserve.client.InvalidArgument, match=expected_error):
+    with integers, pytest.raises(shmserve.client.InvalidArgument, match=expected):
         client.infer("rows", INPUT0=frames(), outputs=integers)
     integers = client.allocate({"any": ((1, ROW), "INT32")})
-    with integers, pytest.raises(shmserve.client.InvalidArgument, match=expected_error):
+    with integers, pytest.raises(shmserve.client.InvalidArgument, match=expected):
         client.infer("rows", INPUT0=frames(), outputs={"OUTPUT0": integers["any"]})
     with pytest.raises(shmserve.client.Unavailable, match="may use 1073741824 bytes"):
         client.allocate({"x": ((1 << 31,), "UINT8")})
@@ -320,10 +318,8 @@ def test_futures(client) -> None:
 
 def test_timeouts_of_answered_requests_are_removed(client) -> None:
     for _ in range(20):
-        futures = [
-            client.infer_async("simple", INPUT0=A, INPUT1=B, timeout=600) for _ in range(100)
-        ]
-        assert len(concurrent.futures.wait(futures, timeout=20).done) == 100
+        calls = [client.infer_async("simple", INPUT0=A, INPUT1=B, timeout=600) for _ in range(100)]
+        assert len(concurrent.futures.wait(calls, timeout=20).done) == 100
     assert len(client._session.connection().timeouts._heap) < 1500
 
 
@@ -335,10 +331,8 @@ def test_finished_calls_keep_no_memory(client) -> None:
     try:
         for _ in range(8):
             assert (client.infer_async("rows", INPUT0=x).result(20)["OUTPUT0"] == x).all()
-        (prepared,) = (
-            client._session.connection().models.resolve("rows", "").templates._values.values()
-        )
-        assert 1 <= len(prepared._ring) <= 2
+        (kept,) = client._session.connection().models.resolve("rows", "").templates._values.values()
+        assert 1 <= len(kept._ring) <= 2
         region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
         lease_ref = weakref.ref(region.lease)
         client.infer_async("rows", region).result(20)
@@ -408,11 +402,9 @@ def test_more_requests_than_a_frame_may_contain(client, rows_server: Server) -> 
             assert (await server.infer("identity", INPUT0=x))["OUTPUT0"].shape == x.shape
             return answers
 
-    refused_answers = [
-        a for a in asyncio.run(send_requests()) if not isinstance(a, shmserve.client.Result)
-    ]
+    refused = [a for a in asyncio.run(send_requests()) if not isinstance(a, shmserve.client.Result)]
     # Most find the queue full.
-    assert all(isinstance(error, shmserve.client.QueueFull) for error in refused_answers)
+    assert all(isinstance(error, shmserve.client.QueueFull) for error in refused)
     with pytest.raises(shmserve.client.InvalidArgument, match="maximum is 1048576"):
         client.infer("identity", INPUT0=x, parameters={"x": "y" * (1 << 20)})
     future = client.infer_async("identity", INPUT0=x, parameters={"x": "y" * (1 << 20)})

@@ -64,9 +64,7 @@ def _value(server: shmserve.client.Server, number: int) -> dict[str, np.ndarray]
     return {"INPUT0": np.full([1, *shape] if spec.max_batch_size else shape, number, dtype)}
 
 
-def test_a_timeout_cancels_the_request(
-    gated_server: Server, client: shmserve.client.Server
-) -> None:
+def test_a_timeout_cancels_a_request(gated_server: Server, client: shmserve.client.Server) -> None:
     blocking_future = client.infer_async("gated", _value(client, 1))
     visit = gated_server.gate.next()
     with pytest.raises(TimeoutError) as error_info:
@@ -207,9 +205,7 @@ def test_memory_of_requests_in_flight_is_kept(
     region = client.allocate({"INPUT0": ((2, ROW), "FP32")})
     region["INPUT0"][1] = x
     answer = client.infer("rows", INPUT0=np.stack([x, -x]))["OUTPUT0"]
-    waiting = [
-        client.infer_async("large", INPUT0=as_input(a[1])) for a in (region["INPUT0"], answer)
-    ]
+    calls = [client.infer_async("large", INPUT0=as_input(a[1])) for a in (region["INPUT0"], answer)]
     region.release()
     del region, answer
     gated_server.wait_pending("large", 2)
@@ -219,7 +215,7 @@ def test_memory_of_requests_in_flight_is_kept(
     gated_server.gate.next().release()
     gated_server.gate.next().release()
     assert blocking_future.result(20)
-    for future, expected in zip(waiting, (x, -x), strict=True):
+    for future, expected in zip(calls, (x, -x), strict=True):
         assert (np.asarray(future.result(20)["OUTPUT0"]) == expected).all()
 
 
@@ -247,22 +243,20 @@ def _count_mapped_memories(process: psutil.Process) -> int:
 
 
 def test_a_killed_client_leaks_none(gated_server: Server, client: shmserve.client.Server) -> None:
-    command = [sys.executable, "-c", CRASHING_PROGRAM, str(gated_server.run_dir)]
-    program = subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert program.stdin and program.stdout
+    line = [sys.executable, "-c", CRASHING_PROGRAM, str(gated_server.run_dir)]
+    run = subprocess.Popen(line, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert run.stdin and run.stdout
     try:
-        assert program.stdout.readline() == "in flight\n"
+        assert run.stdout.readline() == "in flight\n"
         visit = gated_server.gate.next()
         gated_server.wait_pending("large", 3)
         processes = [p for p in gated_server.tree() if not p.cmdline()[0].endswith("zygote")]
         assert sum(map(_count_mapped_memories, processes)) > 1
     finally:
-        program.kill()
-        program.wait()
-        program.stdin.close()
-        program.stdout.close()
+        run.kill()
+        run.wait()
+        run.stdin.close()
+        run.stdout.close()
     gated_server.wait_pending("large", 0)
     visit.release()
     until("all of it is forgotten", lambda: not sum(map(_count_mapped_memories, processes)))
@@ -283,9 +277,9 @@ sys.stdin.read()
 
 
 def test_a_child_does_not_keep_the_memory_of_a_killed_client(gated_server: Server) -> None:
-    command = [sys.executable, "-c", FORKING_PROGRAM, str(gated_server.run_dir)]
+    line = [sys.executable, "-c", FORKING_PROGRAM, str(gated_server.run_dir)]
     with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        line, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as program:
         assert program.stdout
         child = psutil.Process(int(program.stdout.readline()))
@@ -372,15 +366,15 @@ def test_a_client_that_is_never_closed(gated_server: Server) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         state_before = state()
-        kept_results = [
+        results = [
             shmserve.client.connect(gated_server.run_dir).infer("rows", INPUT0=x) for _ in range(3)
         ]
-        kept_results.append(
+        results.append(
             shmserve.client.connect(gated_server.run_dir).infer_async("rows", INPUT0=x).result(20)
         )
-        assert all((result["OUTPUT0"] == x).all() for result in kept_results)
+        assert all((result["OUTPUT0"] == x).all() for result in results)
         assert (asyncio.run(talk()) == x).all()
-        del kept_results  # the results keep their memory
+        del results  # the results keep their memory
         until("nothing is left", lambda: state() == state_before)
     with pytest.warns(ResourceWarning, match="a client was not closed"):
         shmserve.client.connect(gated_server.run_dir)
@@ -468,22 +462,20 @@ def test_requests_fail_when_the_connection_ends_first(gated_server: Server, endi
 def test_a_callback_may_send_requests_and_allocate_memory(client: shmserve.client.Server) -> None:
     """The callback runs in the thread that reads responses, while other threads allocate memory."""
     x = np.ones((4, ROW), np.float32)
-    second_result: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
+    second: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
 
     def chain(first_future: concurrent.futures.Future[shmserve.client.Result]) -> None:
         try:
             with client.allocate({"INPUT0": ((1, ROW), "FP32")}):
                 chained = client.infer_async("rows", INPUT0=first_future.result()["OUTPUT0"][:2])
-            chained.add_done_callback(
-                lambda future: second_result.set_result(future.result()["OUTPUT0"])
-            )
+            chained.add_done_callback(lambda f: second.set_result(f.result()["OUTPUT0"]))
         except BaseException as error:
-            second_result.set_exception(error)
+            second.set_exception(error)
 
     client.infer_async("rows", INPUT0=x).add_done_callback(chain)
     for _ in range(20):
         client.allocate({"INPUT0": ((1, ROW), "FP32")}).release()
-    assert (second_result.result(20) == x[:2]).all()
+    assert (second.result(20) == x[:2]).all()
 
 
 @pytest.mark.parametrize(
@@ -574,24 +566,24 @@ def test_a_request_with_output_over_its_input_is_not_retried(
 
 def test_a_reload_fails_no_request(gated_server: Server, client: shmserve.client.Server) -> None:
     has_finished = threading.Event()
-    answered_count = 0
+    answered = 0
 
     def send_requests() -> None:
-        nonlocal answered_count
+        nonlocal answered
         x = np.ones((1, ROW), np.float32)
         while not has_finished.is_set():
             assert (client.infer("rows", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
-            answered_count += 1
+            answered += 1
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool, gated_server.http() as http:
         request_threads = [pool.submit(send_requests) for _ in range(3)]
         try:
             for _ in range(3):
-                enough_count = answered_count + 10
+                enough = answered + 10
                 http.load("rows").ok()
                 until(
                     "it is asked on",
-                    partial(lambda threshold: answered_count > threshold, enough_count),
+                    partial(lambda bound: answered > bound, enough),
                 )
         finally:
             has_finished.set()

@@ -278,7 +278,7 @@ def test_the_c_client_survives_the_end_of_a_scheduler(client_in_c: Path) -> None
         stack.callback(c_client.kill)
         inside = stack.enter_context(client_listener.accept()[0])
         assert frames.unpack(inside.recv(4096)) == [m.Hello(frames.VERSION)]
-        versions = [
+        models = [
             ModelPublished(
                 "simple",
                 version,
@@ -292,9 +292,7 @@ def test_the_c_client_survives_the_end_of_a_scheduler(client_in_c: Path) -> None
             )
             for version, n, is_last in (("3", 1, True), ("2", 2, False))
         ]
-        inside.send(
-            frames.pack([m.Welcome(1, "token"), *versions, HealthChanged(True, True, False)])
-        )
+        inside.send(frames.pack([m.Welcome(1, "token"), *models, HealthChanged(True, True, False)]))
         link = stack.enter_context(scheduler.accept()[0])
         link.recv(64, socket.MSG_WAITALL)
         link.shutdown(socket.SHUT_RD)
@@ -304,10 +302,10 @@ def test_the_c_client_survives_the_end_of_a_scheduler(client_in_c: Path) -> None
 
 
 def test_the_client_in_c(server: Server, client_in_c: Path) -> None:
-    result = subprocess.run(
+    run = subprocess.run(
         [client_in_c, server.run_dir], capture_output=True, text=True, check=False, timeout=20
     )
-    assert result.returncode == 0, result.stderr
-    sums, differences = (line.split() for line in result.stdout.splitlines())
+    assert run.returncode == 0, run.stderr
+    sums, differences = (line.split() for line in run.stdout.splitlines())
     assert sums == ["OUTPUT0", *map(str, range(1, 17))]
     assert differences == ["OUTPUT1", *map(str, range(-1, 15))]

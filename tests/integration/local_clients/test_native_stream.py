@@ -246,13 +246,11 @@ def test_closing_a_stream_cancels_its_request(
 
 
 def test_an_expired_stream_is_cancelled(client: shmserve.client.Server, tmp_path: Path) -> None:
-    stream = client.stream(
-        "steps", STEPS=[b"1", disconnect_message(tmp_path / "seen")], timeout=0.2
-    )
-    assert values([next(stream)]) == [1]
+    late = client.stream("steps", STEPS=[b"1", disconnect_message(tmp_path / "seen")], timeout=0.2)
+    assert values([next(late)]) == [1]
     with pytest.raises(shmserve.client.TimedOut):
-        next(stream)
-    assert list(stream) == []
+        next(late)
+    assert list(late) == []
     until("the model sees it", (tmp_path / "seen").exists)
 
 
@@ -360,9 +358,7 @@ def test_a_client_that_releases_nothing_takes_no_memory_from_others(
 
 def test_asyncio(streaming_server: Server) -> None:
     async def read_stream(client: aio.Server, count: int) -> list[int]:
-        return [
-            int(response["OUT"][0]) async for response in client.stream("repeat", repeat(count))
-        ]
+        return [int(r["OUT"][0]) async for r in client.stream("repeat", repeat(count))]
 
     async def check_asyncio_client() -> list[list[int]]:
         async with aio.connect(streaming_server.run_dir) as client:

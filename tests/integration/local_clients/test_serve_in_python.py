@@ -65,15 +65,15 @@ def test_both_clients_ask_the_control_plane() -> None:
             return x + 1
 
     async def infer_locally(run_dir: Path) -> list[float]:
-        async with aio.connect(run_dir, timeout=10) as async_client:
-            assert await async_client.ready() and await async_client.ready("local")
-            assert (await async_client.metadata("local"))["name"] == "local"
-            assert {statistic["name"] for statistic in await async_client.statistics()} == {
+        async with aio.connect(run_dir, timeout=10) as later:
+            assert await later.ready() and await later.ready("local")
+            assert (await later.metadata("local"))["name"] == "local"
+            assert {s["name"] for s in await later.statistics()} == {
                 "double",
                 "local",
             }
             inputs = ({"x": X * i} for i in range(5))
-            return [float(r["output"][0, 0]) async for r in async_client.map("double", inputs)]
+            return [float(r["output"][0, 0]) async for r in later.map("double", inputs)]
 
     with shmserve.serve([Double, Local]) as server:
         assert server.url.startswith("http://127.0.0.1:")
@@ -246,10 +246,8 @@ def test_a_class_may_have_the_name_of_its_module(tmp_path: Path, file: str, name
     # With `-c`, as in a notebook, the working directory is "" in sys.path.
     for arguments in (["script.py"], ["-c", "import script"]):
         command = [sys.executable, *arguments]
-        completed = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=60
-        )
-        assert completed.stdout == "8.0\n", completed.stderr
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.stdout == "8.0\n", done.stderr
 
 
 def test_a_killed_script_leaves_no_files(tmp_path: Path) -> None:

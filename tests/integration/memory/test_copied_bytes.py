@@ -30,10 +30,7 @@ instance_group [ {{ kind: KIND_CPU }} ]
 
 
 def copied_bytes(server: Server) -> dict[str, float]:
-    return {
-        direction: server.metric("shmserve_copied_bytes_total", direction=direction)
-        for direction in ("in", "out")
-    }
+    return {d: server.metric("shmserve_copied_bytes_total", direction=d) for d in ("in", "out")}
 
 
 def test_only_outputs_are_copied(repository: Path, serve: Callable[..., Server]) -> None:

@@ -114,12 +114,12 @@ def test_users_and_listeners(server: Server, folder: Path, listener: str) -> Non
     """Over the Unix socket and over loopback, a user has access only to its own objects."""
     own_user, alice, bob = (User(server, folder, listener, uid) for uid in (OWN_UID, ALICE, BOB))
     with (
-        alice.object() as alices_object,
-        bob.object(0o666) as bobs_object,
-        own_user.object(0o666) as own_object,
+        alice.object() as hers,
+        bob.object(0o666) as his,
+        own_user.object(0o666) as own,
     ):
-        alice.register("hers", alices_object).ok()
-        for foreign_object in (bobs_object, own_object):
+        alice.register("hers", hers).ok()
+        for foreign_object in (his, own):
             refused_reply = alice.register("other", foreign_object)
             assert refused_reply.status == 403
             assert f"the client is uid {ALICE}" in refused_reply.error
@@ -127,16 +127,16 @@ def test_users_and_listeners(server: Server, folder: Path, listener: str) -> Non
         missing = alice.send_request(lambda http: http.register("none", "/not-there", SIZE))
         assert missing.status == 500
         assert missing.error.startswith("Unable to open shared memory region: '/not-there'")
-        bob.register("his", bobs_object).ok()
-        own_user.register("ours", own_object).ok()
+        bob.register("his", his).ok()
+        own_user.register("ours", own).ok()
         # A name that another user has registered is rejected.
-        refused_reply = bob.register("hers", bobs_object)
+        refused_reply = bob.register("hers", his)
         assert refused_reply.status == 400
         assert refused_reply.error == "shared memory region 'hers' already in manager"
         assert alice.names() == ["hers"]
         assert bob.names() == ["his"]
         alice.infer("hers").ok()
-        assert (alices_object.read(np.float32, 1024, SIZE) == VALUES).all()
+        assert (hers.read(np.float32, 1024, SIZE) == VALUES).all()
         for user, name in ((alice, "his"), (bob, "hers"), (alice, "ours")):
             refused_reply = user.infer(name)
             assert refused_reply.status == 404
@@ -145,7 +145,7 @@ def test_users_and_listeners(server: Server, folder: Path, listener: str) -> Non
             user.send_request(partial(Http.unregister, name=name)).ok()
         alice.send_request(lambda http: http.unregister()).ok()
         assert bob.names() == ["his"]
-        assert (bobs_object.read(np.float32, 1024, SIZE) == 0).all()
+        assert (his.read(np.float32, 1024, SIZE) == 0).all()
         bob.send_request(lambda http: http.unregister("his")).ok()
         own_user.send_request(lambda http: http.unregister()).ok()
 
@@ -181,10 +181,10 @@ def test_a_group_shares(server: Server, folder: Path) -> None:
     stranger_user = User(server, folder, "unix", BOB + 1)
     with (
         alice.object(0o660, FRIENDS_GID) as shared,
-        alice.object(0o640, FRIENDS_GID) as alices_object,
+        alice.object(0o640, FRIENDS_GID) as own,
     ):
         bob.register("shared", shared).ok()
-        assert bob.register("hers", alices_object).status == 403
+        assert bob.register("hers", own).status == 403
         assert stranger_user.register("mine", shared).status == 403
         for user in (alice, bob):
             user.infer("shared").ok()
@@ -305,22 +305,22 @@ def test_truncating_a_mapped_region_costs_it_and_a_worker(server: Server, http: 
 def test_sparse_objects_are_metered(server: Server, http: Http) -> None:
     """Pages that the server must allocate count until removal; pages of the client do not."""
     with (
-        SharedObject(4 * SPARSE_BYTES) as large_object,
-        SharedObject(SPARSE_BYTES // 2) as small_object,
+        SharedObject(4 * SPARSE_BYTES) as large,
+        SharedObject(SPARSE_BYTES // 2) as small,
     ):
-        refused_reply = http.register("large", large_object.key, 4 * SPARSE_BYTES)
+        refused_reply = http.register("large", large.key, 4 * SPARSE_BYTES)
         assert refused_reply.status == 400
         assert f"{4 * SPARSE_BYTES} bytes of shared memory object" in refused_reply.error
         assert "posix_fallocate" in refused_reply.error
-        assert os.fstat(large_object.fd).st_blocks == 0, "nothing was allocated for it"
-        os.posix_fallocate(large_object.fd, 0, 4 * SPARSE_BYTES)
-        http.register("large", large_object.key, 4 * SPARSE_BYTES).ok()
-        http.register("small", small_object.key, SPARSE_BYTES // 2).ok()
-        assert os.fstat(small_object.fd).st_blocks * 512 == SPARSE_BYTES // 2
+        assert os.fstat(large.fd).st_blocks == 0, "nothing was allocated for it"
+        os.posix_fallocate(large.fd, 0, 4 * SPARSE_BYTES)
+        http.register("large", large.key, 4 * SPARSE_BYTES).ok()
+        http.register("small", small.key, SPARSE_BYTES // 2).ok()
+        assert os.fstat(small.fd).st_blocks * 512 == SPARSE_BYTES // 2
         http.unregister("small").ok()
         with SharedObject(SPARSE_BYTES) as other_object:
             assert http.register("other", other_object.key, SPARSE_BYTES).status == 400
-            small_object.unlink()
+            small.unlink()
             http.register("other", other_object.key, SPARSE_BYTES).ok()
             http.unregister().ok()
     with SharedObject(65 << 20) as huge_object:
@@ -345,7 +345,7 @@ def test_registrations_have_a_limit(server: Server, http: Http) -> None:
         shared_object.write(VALUES)
         for number in range(MAX_REGIONS):
             http.register(f"r{number}", shared_object.key, SIZE).ok()
-        descriptors_before, objects = server_descriptors(server), set(os.listdir("/dev/shm"))
+        before, objects = server_descriptors(server), set(os.listdir("/dev/shm"))
         body = json.dumps({"key": shared_object.key, "byte_size": SIZE}).encode()
         pending_calls = [
             b"POST /v2/systemsharedmemory/region/s%d/register HTTP/1.1\r\nHost: localhost\r\n"
@@ -358,7 +358,7 @@ def test_registrations_have_a_limit(server: Server, http: Http) -> None:
         assert f"at most {MAX_REGIONS} shared memory regions can be registered".encode() in text
         until(
             "descriptors are what they were",
-            lambda: server_descriptors(server) == descriptors_before,
+            lambda: server_descriptors(server) == before,
         )
         assert not created_since(objects)
         assert len(http.regions().json()) == MAX_REGIONS
@@ -379,14 +379,14 @@ def test_outputs_that_overlap_are_refused(server: Server, http: Http) -> None:
             assert refused_reply.error == (
                 f"an output in shared memory region '{region}' overlaps one of a request in flight"
             )
-        valid_requests = [
+        valid = [
             pool.infer("gated", gated_request(7, "a", input_offset)) for input_offset in (960, 1088)
         ]
         server.wait_pending("gated", 2)
         visit.release()
-        for _ in valid_requests:
+        for _ in valid:
             server.gate.next().release()
-        assert [answer.result().status for answer in (first_request, *valid_requests)] == [200] * 3
+        assert [answer.result().status for answer in (first_request, *valid)] == [200] * 3
         assert (shared_object.read(np.int32, 48, 960) == 7).all()
         http.infer("identity", {"inputs": [json_input("INPUT0", VALUES[:16])]}).ok()
 

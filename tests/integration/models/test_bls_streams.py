@@ -160,7 +160,7 @@ def run_caller(http: Http, model: str, code: str, *steps: str) -> list[str]:
     return events
 
 
-ITERATOR_CODE = {
+ITERATOR = {
     "caller": "iterator = call().exec(decoupled=True)\n",
     "async_caller": "iterator = await call().async_exec(decoupled=True)\n",
 }
@@ -213,7 +213,7 @@ seen.extend(map(shown, iterator))
 @pytest.mark.parametrize("model", ITERATING_CODE)
 def test_an_interrupted_iterator_continues(http: Http, model: str) -> None:
     code = f"""
-{ITERATOR_CODE[model]}
+{ITERATOR[model]}
 for rounds in range(2):
     for n, response in enumerate(iterator):
         seen.append(shown(response))
@@ -259,7 +259,7 @@ seen.append(shown(next(iterator)))
     until("the model sees it", path.exists)
 
 
-CANCELLING_CODE = {
+CANCEL = {
     "before": """
 iterator.cancel()
 seen.extend(map(shown, iterator))
@@ -303,15 +303,12 @@ class Model:
 def test_a_cancelled_model_is_notified_and_its_later_responses_arrive(
     http: Http, model: str, cancel_time: str, steps: tuple[str, ...], expected: list[str]
 ) -> None:
-    assert (
-        run_caller(http, model, ITERATOR_CODE[model] + CANCELLING_CODE[cancel_time], *steps)
-        == expected
-    )
+    assert run_caller(http, model, ITERATOR[model] + CANCEL[cancel_time], *steps) == expected
 
 
 @pytest.mark.parametrize("model", ITERATING_CODE)
 def test_a_finished_call_cannot_be_cancelled(http: Http, model: str) -> None:
-    assert run_caller(http, model, ITERATOR_CODE[model] + CANCELLING_CODE["after"], "a", "b") == [
+    assert run_caller(http, model, ITERATOR[model] + CANCEL["after"], "a", "b") == [
         "a",
         "b",
         "empty",
@@ -335,11 +332,11 @@ seen.append(shown(last))
 
 
 def test_a_task_that_is_cancelled_cancels_the_call(http: Http, tmp_path: Path) -> None:
-    begun_path, path = tmp_path / "begun", tmp_path / "left"
+    begun, path = tmp_path / "begun", tmp_path / "left"
     code = f"""
 import os
 task = call().async_exec(decoupled=True)
-while not os.path.exists({str(begun_path)!r}):
+while not os.path.exists({str(begun)!r}):
     await asyncio.sleep(0)
 task.cancel()
 try:
@@ -347,9 +344,7 @@ try:
 except asyncio.CancelledError:
     seen.append("cancelled")
 """
-    assert run_caller(http, "async_caller", code, f"note {begun_path}", f"left {path}") == [
-        "cancelled"
-    ]
+    assert run_caller(http, "async_caller", code, f"note {begun}", f"left {path}") == ["cancelled"]
     until("the model sees it", path.exists)
 
 

@@ -215,12 +215,10 @@ def test_one_of_two_requests_that_wait_for_each_other_fails(
             replies = [people.submit(reply, name) for name in ("left", "right")]
             for name in ("left", "right"):
                 until(name, partial(is_busy, server, name))
-        failed_reply, succeeded_reply = sorted(
-            (answer.result() for answer in replies), key=lambda r: -r.status
-        )
-    assert (failed_reply.status, succeeded_reply.status) == (500, 200)
-    assert "requests that wait for its callers" in failed_reply.error
-    assert any(chain in failed_reply.error for chain in chains)
+        failed, succeeded = sorted((answer.result() for answer in replies), key=lambda r: -r.status)
+    assert (failed.status, succeeded.status) == (500, 200)
+    assert "requests that wait for its callers" in failed.error
+    assert any(chain in failed.error for chain in chains)
     assert reply("right").status == 200
 
 

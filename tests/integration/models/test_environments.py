@@ -110,7 +110,7 @@ def test_an_archive_is_unpacked_once_and_removed(
         server.unload("other")
         until(
             "the copy is removed",
-            lambda: not any(copy_folder.is_dir() for copy_folder in copies.iterdir()),
+            lambda: not any(copy.is_dir() for copy in copies.iterdir()),
         )
 
 

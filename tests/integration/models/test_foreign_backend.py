@@ -68,10 +68,9 @@ def test_an_unknown_backend_names_the_existing_backends(empty_server: tuple[Serv
     server, repository = empty_server
     add(repository, "rows", TABLE)
     with server.http() as http:
-        response = http.load("rows")
-    assert response.status == 400
+        reply = http.load("rows")
+    assert reply.status == 400
     assert (
-        b"unable to find backend library for backend 'table' of model 'rows', known"
-        in response.body
+        b"unable to find backend library for backend 'table' of model 'rows', known" in reply.body
     )
-    assert b"native" in response.body
+    assert b"native" in reply.body

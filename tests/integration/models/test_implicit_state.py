@@ -166,22 +166,22 @@ def add(
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    sum_config = SUM_STATE.format(dims="dims: [ 1 ]", how="") + COUNT
-    add(models, "zero", STATE_MODULE, sum_config)
+    config = SUM_STATE.format(dims="dims: [ 1 ]", how="") + COUNT
+    add(models, "zero", STATE_MODULE, config)
     add(
         models,
         "candidates",
         STATE_MODULE,
-        sum_config,
+        config,
         strategy="oldest { max_candidate_sequences: 8 }",
     )
-    add(models, "unbatched", STATE_MODULE, sum_config, rows=0)
-    growing = (
+    add(models, "unbatched", STATE_MODULE, config, rows=0)
+    grows = (
         'state [ { input_name: "ALL_IN" output_name: "ALL_OUT" data_type: TYPE_FP32 dims: [ -1 ] } '
         "]"
     )
-    add(models, "growing", GROWING_MODEL, growing)
-    add(models, "growing_oldest", GROWING_MODEL, growing, strategy="oldest { }")
+    add(models, "growing", GROWING_MODEL, grows)
+    add(models, "growing_oldest", GROWING_MODEL, grows, strategy="oldest { }")
     same_buffer_config = (
         SUM_STATE.format(dims="dims: [ 1 ]", how="use_same_buffer_for_input_output: true") + "]"
     )
@@ -258,21 +258,19 @@ def test_states_of_a_batch_are_separate(client: shmserve.client.Server) -> None:
 def test_states_may_have_variable_dimensions(client: shmserve.client.Server, model: str) -> None:
     """States begin with one element, and sequences of different lengths are independent."""
     for length in (3, 5):
-        futures = [
+        calls = [
             client.infer_async(model, {"INPUT": number(sequence)}, sequence=sequence, start=True)
             for sequence in (1, 2)
         ]
-        for index in range(1, length):
-            futures += [
-                client.infer_async(model, {"INPUT": number(index)}, sequence=1, end=index == 2)
-            ]
-            if index == 2:
+        for i in range(1, length):
+            calls += [client.infer_async(model, {"INPUT": number(i)}, sequence=1, end=i == 2)]
+            if i == 2:
                 break
-        for future in futures:
+        for future in calls:
             future.result()
         last_output = client.infer(model, {"INPUT": number(9)}, sequence=2, end=True)["OUTPUT"]
         assert last_output.tolist() == [[0, 2, 9]]
-        assert futures[-1].result()["OUTPUT"].tolist() == [[0, 1, 1, 2]]
+        assert calls[-1].result()["OUTPUT"].tolist() == [[0, 1, 1, 2]]
 
 
 def test_a_state_may_use_one_buffer_for_input_and_output(client: shmserve.client.Server) -> None:

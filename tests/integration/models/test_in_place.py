@@ -174,7 +174,7 @@ def test_a_load_without_changed_instances_restarts_nothing(repository: Path, lim
     group("")
     flags = ("--model-control-mode=explicit", f"--rate-limit={limiter}", "--load-model=simple")
     with running(repository, *flags, "--rate-limit-resource=R:4") as server, server.http() as http:
-        scheduler, workers_before = (
+        scheduler, before = (
             server.find_one("scheduler simple").pid,
             workers(server, "simple"),
         )
@@ -182,10 +182,10 @@ def test_a_load_without_changed_instances_restarts_nothing(repository: Path, lim
             group(text)
             http.load("simple").ok()
             wait_workers(server, "simple", count)
-            assert workers_before <= workers(server, "simple")
+            assert before <= workers(server, "simple")
         config.touch()
         http.load("simple").ok()
-        assert workers(server, "simple") == workers_before
+        assert workers(server, "simple") == before
         assert server.find_one("scheduler simple").pid == scheduler
 
 
@@ -246,13 +246,11 @@ def run_sums_server(
         yield server, http, folder
 
 
-def step(
-    http: Http, sequence: int, value: int, *, start: bool = False, end: bool = False
-) -> list[int]:
+def step(http: Http, s: int, value: int, *, start: bool = False, end: bool = False) -> list[int]:
     """Return the sum of a sequence, and the pid of the worker that computed it."""
     body = {
         "inputs": [json_input("IN", np.array([[value]], np.int32))],
-        "parameters": {"sequence_id": sequence, "sequence_start": start, "sequence_end": end},
+        "parameters": {"sequence_id": s, "sequence_start": start, "sequence_end": end},
     }
     reply = http.infer("sums", body)
     return [int(number) for number in reply.tensors()["OUT"].flat]
@@ -262,20 +260,18 @@ def step(
 def test_an_instance_ends_with_its_last_sequence(empty_server: Explicit, strategy: str) -> None:
     """Its sequences continue there with their state. New sequences begin at other instances."""
     with run_sums_server(empty_server, strategy, 2) as (server, http, folder):
-        worker_by_sequence = {
-            sequence: step(http, sequence, sequence, start=True)[1] for sequence in (1, 2, 3, 4)
-        }
+        worker_by_sequence = {s: step(http, s, s, start=True)[1] for s in (1, 2, 3, 4)}
         both_workers = workers(server, "sums")
         assert set(worker_by_sequence.values()) == both_workers
         set_count(folder, 1)
         http.load("sums").ok()
         assert count_of(http, "sums") == 1
         assert workers(server, "sums") == both_workers
-        for sequence, process in worker_by_sequence.items():
-            assert step(http, sequence, 10) == [sequence + 10, process]
+        for s, process in worker_by_sequence.items():
+            assert step(http, s, 10) == [s + 10, process]
         (remaining_worker,) = both_workers - {server.find_one("worker sums.1").pid}
-        for sequence, process in worker_by_sequence.items():
-            assert step(http, sequence, 10, end=True) == [sequence + 20, process]
+        for s, process in worker_by_sequence.items():
+            assert step(http, s, 10, end=True) == [s + 20, process]
         until("one has ended", lambda: workers(server, "sums") == {remaining_worker})
         assert [step(http, 9, 1, start=True), step(http, 9, 1, end=True)] == [
             [1, remaining_worker],

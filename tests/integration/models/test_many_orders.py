@@ -37,11 +37,7 @@ def test_load_against_unload(empty_server: Explicit) -> None:
         return outcomes
 
     with ThreadPoolExecutor(THREADS) as threads:
-        outcomes = [
-            outcome
-            for thread_outcomes in threads.map(orders, range(THREADS))
-            for outcome in thread_outcomes
-        ]
+        outcomes = [o for found in threads.map(orders, range(THREADS)) for o in found]
     assert len(outcomes) == 2 * THREADS * ROUND_COUNT
     failed_orders = [(verb, text) for verb, status, text in outcomes if status != 200]
     assert {verb for verb, _ in failed_orders} <= {"load"}

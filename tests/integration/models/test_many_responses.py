@@ -13,7 +13,6 @@ import tritonclient.http as triton_http
 
 from tests.support import repositories
 from tests.support.servers import Server, Start
-from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
 
 PATTERN = "^x-my-"
@@ -82,16 +81,6 @@ def test_a_thousand_responses_arrive_in_order(server: Server) -> None:
     assert [int(result.as_numpy("OUT")[0]) for result in responses] == list(range(1000))
 
 
-def test_leaving_a_stream_cancels_its_request(server: Server) -> None:
-    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-    with triton_grpc.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(lambda result, error: answers.put((result, error)))
-        client.async_stream_infer("repeat", grpc_inputs([1] * 5000, delay_ms=10))
-        assert answers.get(timeout=20)[1] is None
-        client.stop_stream(cancel_requests=True)
-    until("it is over", lambda: server.metric("shmserve_executing_requests") == 0)
-
-
 def events(body: bytes) -> list[Any]:
     return [json.loads(text.removeprefix("data: ")) for text in body.decode().split("\n\n")[:-1]]
 
@@ -102,65 +91,6 @@ def test_generate_stream(http: Http) -> None:
         {"IDX": index, "OUT": value, "id": "q", "model_name": "repeat", "model_version": "1"}
         for index, value in enumerate((4, 5))
     ]
-
-
-def test_generate(http: Http) -> None:
-    output = http.post("/v2/models/repeat/generate", repeat_inputs([4])).ok().json()
-    assert output == {"IDX": 0, "OUT": 4, "model_name": "repeat", "model_version": "1"}
-    error_reply = http.post("/v2/models/repeat/generate", repeat_inputs([4] * 3)).json()
-    assert error_reply["error"].startswith("generate expects model to produce exactly 1 response")
-    single_response = (
-        http.post("/v2/models/echo_request/generate", {"INPUT0": 1, "k": "v"}).ok().json()
-    )
-    assert json.loads(single_response["OUTPUT0"])["parameters"] == {"k": "v"}
-
-
-def test_infer_as_lines(http: Http) -> None:
-    inputs = [
-        {"name": name, "datatype": kind, "shape": [2 if name != "WAIT" else 1], "data": data}
-        for name, kind, data in (
-            ("IN", "INT32", [7, 8]),
-            ("DELAY", "UINT32", [0, 0]),
-            ("WAIT", "UINT32", [0]),
-        )
-    ]
-    headers = {"Accept": "application/x-ndjson"}
-    reply = http.infer("repeat", {"inputs": inputs, "outputs": [{"name": "OUT"}]}, headers).ok()
-    lines = [json.loads(line) for line in reply.body.splitlines()]
-    assert [line["outputs"][0]["data"] for line in lines] == [[7], [8]]
-    assert [len(line["outputs"]) for line in lines] == [1, 1]
-
-
-def test_closing_an_event_stream_cancels_its_request(server: Server) -> None:
-    with server.http() as http:
-        connection = http._connection
-        body = json.dumps(repeat_inputs([1] * 5000, delay_ms=10))
-        connection.request("POST", "/v2/models/repeat/generate_stream", body)
-        assert connection.getresponse().read(10)
-    until("it is over", lambda: server.metric("shmserve_executing_requests") == 0)
-
-
-def test_a_worker_that_dies_in_the_middle(server: Server) -> None:
-    """A client that has received responses also receives the reason for their end."""
-    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-    with triton_grpc.InferenceServerClient(server.grpc_url) as client, server.http() as http:
-        client.start_stream(lambda result, error: answers.put((result, error)))
-        client.async_stream_infer("repeat", grpc_inputs([1] * 5000, delay_ms=10))
-        assert answers.get(timeout=20)[1] is None
-        connection = http._connection
-        body = json.dumps(repeat_inputs([1] * 5000, delay_ms=10))
-        connection.request("POST", "/v2/models/repeat/generate_stream", body)
-        response = connection.getresponse()
-        assert response.read(10) == b'data: {"ID'
-        server.find_one("worker repeat").kill()
-        last_event = events(response.read().partition(b"\n\n")[2])[-1]
-        assert list(last_event) == ["error"]
-        error = None
-        while error is None:
-            error = answers.get(timeout=20)[1]
-        assert last_event["error"] in str(error)
-        client.stop_stream()
-    server.wait_ready("/v2/models/repeat/ready")
 
 
 def test_many_streams_at_once(server: Server) -> None:
@@ -190,15 +120,15 @@ def test_classification(server: Server, client_module: Any) -> None:
         assert "classification" in _extensions(client.get_server_metadata())
         tensor = client_module.InferInput("INPUT0", ROWS.shape, "FP32")
         tensor.set_data_from_numpy(ROWS)
-        infer_requested_output = client_module.InferRequestedOutput("OUTPUT0", class_count=2)
+        requested = client_module.InferRequestedOutput("OUTPUT0", class_count=2)
         for _ in range(3):  # the schemas of the later requests are cached
-            result = client.infer("scores", [tensor], outputs=[infer_requested_output])
+            result = client.infer("scores", [tensor], outputs=[requested])
             output = result.as_numpy("OUTPUT0")
             assert output.shape == (2, 2) and output.ravel().tolist() == BEST_CLASSES
-        plain_result = client.infer(
+        plain = client.infer(
             "scores", [tensor], outputs=[client_module.InferRequestedOutput("OUTPUT0")]
         )
-        assert (plain_result.as_numpy("OUTPUT0") == ROWS).all()
+        assert (plain.as_numpy("OUTPUT0") == ROWS).all()
 
 
 def _extensions(metadata: Any) -> Any:
@@ -219,12 +149,12 @@ def test_classification_in_json(http: Http) -> None:
 def test_headers_become_parameters(server: Server, client_module: Any) -> None:
     url = server.url if client_module is triton_http else server.grpc_url
     with client_module.InferenceServerClient(url) as client:
-        tensor = client_module.InferInput("INPUT0", [1], "INT32")
-        tensor.set_data_from_numpy(np.zeros(1, np.int32))
+        x = client_module.InferInput("INPUT0", [1], "INT32")
+        x.set_data_from_numpy(np.zeros(1, np.int32))
         for value in ("one", "two", ""):
             headers = {"x-my-key": value, "x-other": "no"} if value else {}
             result = client.infer(
-                "echo_request", [tensor], headers=headers, parameters={"own": 5}
+                "echo_request", [x], headers=headers, parameters={"own": 5}
             ).as_numpy("OUTPUT0")
             seen_request = json.loads(result[0])
             assert seen_request["parameters"] == {"own": 5} | ({"x-my-key": value} if value else {})

@@ -10,10 +10,8 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 
 import shmserve.client
-from shmserve.errors import ShmserveError
 from tests.support import repositories
 from tests.support.servers import ROOT, Server, run_command
-from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
 
 LASTING_MODEL = """
@@ -49,7 +47,7 @@ NATIVE = 'backend: "native"\nparameters {{ key: "class" value {{ string_value: "
 
 
 @pytest.fixture(scope="module")
-def server_and_repository(
+def served(
     models: Path, serve_models: Callable[[Path], Server], explicit_server: tuple[Server, Path]
 ) -> tuple[Server, Path]:
     repositories.write(
@@ -64,8 +62,8 @@ def server_and_repository(
 
 
 @pytest.fixture
-def client(server_and_repository: tuple[Server, Path]) -> Iterator[shmserve.client.Server]:
-    with shmserve.client.connect(server_and_repository[0].run_dir) as native_client:
+def client(served: tuple[Server, Path]) -> Iterator[shmserve.client.Server]:
+    with shmserve.client.connect(served[0].run_dir) as native_client:
         yield native_client
 
 
@@ -79,54 +77,32 @@ def test_the_example_streams(client: shmserve.client.Server) -> None:
     assert words(client.stream("words", text=np.array([b""], object))) == []
 
 
-def test_the_example_over_grpc(server_and_repository: tuple[Server, Path]) -> None:
+def test_the_example_over_grpc(served: tuple[Server, Path]) -> None:
     text = b"one two three"
     request = pb.ModelInferRequest(model_name="words", id="w")
     request.inputs.add(name="text", datatype="BYTES", shape=[1])
     request.raw_input_contents.append(len(text).to_bytes(4, "little") + text)
-    with stub(server_and_repository[0]) as call:
+    with stub(served[0]) as call:
         responses = list(call.ModelStreamInfer(iter([request]), timeout=30))
     assert [r.infer_response.raw_output_contents[0][4:] for r in responses] == text.split()
 
 
-@pytest.mark.parametrize("model", ["plain", "asynchronous"])
-def test_closing_a_stream_closes_the_models_generator(
-    server_and_repository: tuple[Server, Path], client: shmserve.client.Server, model: str
-) -> None:
-    marker_file = server_and_repository[1] / model / "1" / "closed"
-    marker_file.unlink(missing_ok=True)
-    with client.stream(model, x=np.array([7], np.float32)) as responses:
-        assert next(responses)["output"][0] == 7
-        assert not marker_file.exists()
-    until("it is closed", marker_file.exists)
-
-
-@pytest.mark.parametrize("model", ["plain", "asynchronous"])
-def test_an_error_ends_the_stream(client: shmserve.client.Server, model: str) -> None:
-    responses = client.stream(model, x=np.array([-1], np.float32))
-    assert next(responses)["output"][0] == -1
-    with pytest.raises(ShmserveError, match="ValueError: enough"):
-        next(responses)
-
-
-@pytest.mark.parametrize("transport", ["native", "http", "grpc"])
-def test_the_shells_client_prints_each_response(
-    server_and_repository: tuple[Server, Path], transport: str
-) -> None:
-    server, _ = server_and_repository
-    server_option = {
+@pytest.mark.parametrize("listener", ["native", "http", "grpc"])
+def test_the_shells_client_prints_responses(served: tuple[Server, Path], listener: str) -> None:
+    server, _ = served
+    option = {
         "native": f"--run-dir={server.run_dir}",
         "http": f"--url=http://{server.url}",
         "grpc": f"--url=grpc://{server.grpc_url}",
-    }[transport]
+    }[listener]
     result = run_command(
-        "client", "infer", "words", '--input=text="one two"', "--request-id=q", server_option
+        "client", "infer", "words", '--input=text="one two"', "--request-id=q", option
     )
     assert (result.returncode, result.stderr) == (0, "")
     responses = [json.loads(line) for line in result.stdout.splitlines()]
     assert [response["outputs"][0]["data"] for response in responses] == [["one"], ["two"]]
     assert {response["id"] for response in responses} == {"q"}
-    failing = run_command("client", "infer", "plain", "--input=x=-1", server_option)
+    failing = run_command("client", "infer", "plain", "--input=x=-1", option)
     assert failing.returncode == 1
     assert json.loads(failing.stdout)["outputs"][0]["data"] == [-1.0]
     assert failing.stderr.count("\n") == 1 and "enough" in failing.stderr

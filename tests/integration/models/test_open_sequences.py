@@ -54,10 +54,8 @@ def test_a_server_that_exits_waits_for_open_sequences(tmp_path: Path) -> None:
         assert not server.answers("/v2/health/ready")
         with server.http() as http:
             http.infer("other", {"inputs": [json_input("INPUT0", np.ones(1, np.int32))]}).ok()
-        refused_reply = send_step(server, 2, start=True)
-        assert (
-            refused_reply.status == 503 and "stopped accepting new inference" in refused_reply.error
-        )
+        refused = send_step(server, 2, start=True)
+        assert refused.status == 503 and "stopped accepting new inference" in refused.error
         assert [total(send_step(server, 1)) for _ in range(3)] == [2, 3, 4]
         assert server.wait_exit(0.2) is None
         assert total(send_step(server, 1, end=True)) == 5

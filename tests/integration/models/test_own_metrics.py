@@ -112,8 +112,8 @@ def test_the_metrics_of_instances_are_summed(server: Server, http: Http) -> None
     assert server.metric("metering_sizes_count", by="metering") == 6
     assert server.metric("metering_sizes_sum", by="metering") == 29.05
     counts = [
-        server.metric("metering_sizes_bucket", by="metering", le=bound)
-        for bound in ("0.1", "1", "10", "+Inf")
+        server.metric("metering_sizes_bucket", by="metering", le=le)
+        for le in ("0.1", "1", "10", "+Inf")
     ]
     assert counts == [1, 3, 5, 6]
 

@@ -94,11 +94,9 @@ def test_priorities_are_accepted_over_every_protocol(server: Server, pool: Reque
     queue = Queue(server, pool, "levels")
     queue.add(5, priority=5)
     queue.add(4)  # without a priority: the default is level 4
-    pending_calls = [
-        queue.call(function) for function in (infer_over_grpc, infer_natively, from_a_model)
-    ]
+    calls = [queue.call(function) for function in (infer_over_grpc, infer_natively, from_a_model)]
     assert queue.batches(5) == [[1], [2], [3], [4], [5]]
-    for function in pending_calls:
+    for function in calls:
         function.result()
 
 

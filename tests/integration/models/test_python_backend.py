@@ -1,6 +1,5 @@
 """Unmodified Python models of Triton: errors, calls, coroutines, auto-complete."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +18,11 @@ Explicit = tuple[Server, Path]
 
 def call(target: str) -> dict:
     tensor = {"name": "TARGET", "datatype": "BYTES", "shape": [1], "data": [target]}
-    first_input, second_input = (
+    a, b = (
         np.arange(16, dtype=np.int32).reshape(1, 16),
         np.full((1, 16), 5, np.int32),
     )
-    return {
-        "inputs": [tensor, json_input("INPUT0", first_input), json_input("INPUT1", second_input)]
-    }
+    return {"inputs": [tensor, json_input("INPUT0", a), json_input("INPUT1", b)]}
 
 
 def test_a_model_calls_another_model(http: Http) -> None:
@@ -46,20 +43,12 @@ def test_calling_a_missing_model(http: Http, model: str) -> None:
 
 def test_many_calls(server: Server) -> None:
     with request_pool(server, 8) as pool:
-        answers = [
+        calls = [
             pool.infer(model, call("simple"))
             for model in ("caller", "async_caller")
             for _ in range(16)
         ]
-        assert all(answer.result().status == 200 for answer in answers)
-
-
-def test_self_description(http: Http) -> None:
-    values = np.arange(8, dtype=np.float32).reshape(2, 4)
-    output = http.infer("completed", {"inputs": [json_input("INPUT0", values)]}).tensors()[
-        "OUTPUT0"
-    ]
-    assert (output == 2 * values).all()
+        assert all(answer.result().status == 200 for answer in calls)
 
 
 def test_a_model_logs(server: Server, http: Http) -> None:
@@ -86,7 +75,7 @@ class TritonPythonModel:
 def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None:
     """One or both of two instances report the failure before the load fails."""
     server, repository = empty_server
-    two_instances = "instance_group { kind: KIND_CPU count: 2 }"
+    two = "instance_group { kind: KIND_CPU count: 2 }"
     arguments = {
         "raise ValueError('not today')": "Internal: ValueError: not today",
         "raise pb_utils.TritonModelException('no')": "Internal: TritonModelException: no",
@@ -94,82 +83,14 @@ def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None
         "os._exit(3)": "Unavailable: the process of instance 'model_3_",
     }
     for number, statement in enumerate(arguments):
-        config = repositories.identity_config(
-            f"model_{number}", "FP32", [1], settings=two_instances
-        )
+        config = repositories.identity_config(f"model_{number}", "FP32", [1], settings=two)
         repositories.write(repository, f"model_{number}", config, FAILING_MODEL.format(statement))
     with server.http() as http:
         for number, expected_error in enumerate(arguments.values()):
             reply = http.load(f"model_{number}")
             assert reply.status == 400
-            error_prefix = (
-                f"load failed for model 'model_{number}': version 1 is at UNAVAILABLE state: "
-            )
-            assert reply.error.startswith(error_prefix + expected_error)
-
-
-FINALIZING_MODEL = '''
-"""Says goodbye."""
-import os
-from pathlib import Path
-
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.told = Path(args["model_repository"]) / "told"
-
-    def execute(self, requests):
-        return [pb_utils.InferenceResponse([]) for _ in requests]
-
-    def finalize(self):
-        self.told.write_text("goodbye")
-'''
-
-
-def test_finalize_is_called(repository: Path, serve: Callable[..., Server]) -> None:
-    config = repositories.identity_config("model", "FP32", [1])
-    repositories.write(repository, "model", config, FINALIZING_MODEL)
-    server = serve(repository)
-    server.process.terminate()
-    assert server.wait_exit(30) == 0
-    (report_file,) = repository.rglob("told")
-    assert report_file.read_text() == "goodbye"
-
-
-HELPER_MODULE = '''
-"""Imports a module that lies beside it, and finds its own folder."""
-from pathlib import Path
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-from beside import ANSWER
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        folder = Path(args["model_repository"])
-        assert (folder / args["model_version"] / "beside.py").exists(), folder
-
-    def execute(self, requests):
-        made = pb_utils.Tensor("OUTPUT0", np.array([ANSWER], np.float32))
-        return [pb_utils.InferenceResponse([made]) for _ in requests]
-'''
-
-
-def test_modules_beside_the_model(empty_server: Explicit) -> None:
-    """Two models with modules of the same name each import their own."""
-    server, repository = empty_server
-    for name, answer in (("one", 1), ("two", 2)):
-        config = repositories.identity_config(name, "FP32", [1])
-        folder = repositories.write(repository, name, config, HELPER_MODULE)
-        (folder / "1" / "beside.py").write_text(f"ANSWER = {answer}\n")
-    with server.http() as http:
-        for name, answer in (("one", 1), ("two", 2)):
-            http.load(name).ok()
-            request = {"inputs": [json_input("INPUT0", np.zeros(1, np.float32))]}
-            assert http.infer(name, request).tensors()["OUTPUT0"].tolist() == [answer]
+            prefix = f"load failed for model 'model_{number}': version 1 is at UNAVAILABLE state: "
+            assert reply.error.startswith(prefix + expected_error)
 
 
 SETTINGS = """
@@ -248,54 +169,6 @@ def test_an_error_message_that_is_not_unicode(empty_server: Explicit) -> None:
         for action in ("call", "measure", "nothing"):
             assert send_request(action).tensors()["OUTPUT0"].tolist() == [1]
         assert 'odd{file="n\\\\udce4me"} 1' in server.metrics()
-
-
-COUNTDOWN_MODEL = """
-import asyncio
-
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.answer(request) for request in requests]
-
-    def answer(self, request):
-        number = request.inputs()[0].as_numpy()
-        if number[0] == 0:
-            return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", number)])
-        call = pb_utils.InferenceRequest(
-            model_name="countdown",
-            requested_output_names=["OUTPUT0"],
-            inputs=[pb_utils.Tensor("INPUT0", abs(number) - 1)],
-        )
-        return call.exec() if number[0] > 0 else asyncio.run(self.soon(call))
-
-    async def soon(self, call):
-        return await call.async_exec()
-"""
-
-
-def test_a_model_that_calls_itself(empty_server: Explicit) -> None:
-    server, repository = empty_server
-    config = repositories.identity_config("countdown", "INT32", [1])
-    repositories.write(repository, "countdown", config, COUNTDOWN_MODEL)
-
-    def send_request(number: int) -> Reply:
-        tensor = json_input("INPUT0", np.array([number], np.int32))
-        return http.infer("countdown", {"inputs": [tensor]})
-
-    with server.http() as http:
-        http.load("countdown").ok()
-        for number in (1, -1):
-            reply = send_request(number)
-            assert reply.status == 500
-            assert "deadlock" in reply.error and "(countdown -> countdown)" in reply.error
-        assert send_request(0).status == 200
-        two_instances = config + "instance_group { kind: KIND_CPU count: 2 }\n"
-        repositories.write(repository, "countdown", two_instances, COUNTDOWN_MODEL)
-        http.load("countdown").ok()
-        assert [send_request(number).status for number in (0, 1, -1)] == [200, 200, 200]
 
 
 PARTIAL_MODEL = """

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.request_pool import request_pool
 from tests.support.servers import Server, Start
 from tests.support.wire.raw_http import Http, json_input
 
@@ -72,24 +71,20 @@ def server(models: Path, start: Start) -> Server:
     """Start a server of the same function in every format that the backend loads."""
     model = Weigh().eval()
     example = (torch.zeros(2, 4), torch.zeros(2, 4))
-    batch = torch.export.Dim("batch", max=64)
-    exported = torch.export.export(
-        model, example, dynamic_shapes={"a": {0: batch}, "b": {0: batch}}
-    )
+    n = torch.export.Dim("batch", max=64)
+    program = torch.export.export(model, example, dynamic_shapes={"a": {0: n}, "b": {0: n}})
     platform = 'platform: "pytorch_libtorch"'
     with warnings.catch_warnings():
         # TorchScript is deprecated, but common in existing repositories.
         warnings.simplefilter("ignore")
-        scripted = torch.jit.script(model)
-    scripted.save(
-        str(add(models, "by_index", ["INPUT__0", "INPUT__1"], settings=platform) / "model.pt")
-    )
-    scripted.save(str(add(models, "by_name", ["b", "a"]) / "model.pt"))
+        net = torch.jit.script(model)
+    net.save(str(add(models, "by_index", ["INPUT__0", "INPUT__1"], settings=platform) / "model.pt"))
+    net.save(str(add(models, "by_name", ["b", "a"]) / "model.pt"))
     settings = 'default_model_filename: "model.pt2"'
     torch.export.save(
-        exported, add(models, "exported", ["INPUT__0", "INPUT__1"], settings=settings) / "model.pt2"
+        program, add(models, "exported", ["INPUT__0", "INPUT__1"], settings=settings) / "model.pt2"
     )
-    torch.export.save(exported, add(models, "exported_by_name", ["b", "a"]) / "model.pt2")
+    torch.export.save(program, add(models, "exported_by_name", ["b", "a"]) / "model.pt2")
     (add(models, "eager", ["x"]) / "model.py").write_text(EAGER_MODEL)
     return start(models)
 
@@ -118,28 +113,6 @@ def test_eager_module(http: Http) -> None:
     assert np.allclose(
         http.infer("eager", {"inputs": [json_input("x", A)]}).tensors()["OUTPUT__0"], 3 * A
     )
-
-
-@pytest.mark.parametrize("model", ["by_index", "exported"])
-def test_rows_of_a_batch_go_back_to_their_owners(server: Server, model: str) -> None:
-    with request_pool(server, 16) as pool:
-        answers = []
-        for number in range(48):
-            rows = 1 + number % 3
-            a = np.full((rows, 4), number, np.float32)
-            inputs = [
-                json_input("INPUT__0", a),
-                json_input("INPUT__1", np.ones((rows, 4), np.float32)),
-            ]
-            answers.append(pool.infer(model, {"inputs": inputs}))
-        for number, answer in enumerate(answers):
-            assert (answer.result().tensors()["OUTPUT__0"] == 2 * number + 1).all()
-
-
-def test_several_requests_made_one_batch(server: Server) -> None:
-    with server.http() as http:
-        (stats,) = http.get("/v2/models/by_index/stats").ok().json()["model_stats"]
-    assert stats["execution_count"] < stats["inference_count"]
 
 
 def load_error(http: Http, name: str) -> str:

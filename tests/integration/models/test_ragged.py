@@ -64,7 +64,6 @@ def server(models: Path, start: Start) -> Server:
     repositories.write(models, "sums", TORCH_CONFIG, TORCH)
     repositories.write(models, "each", PYTHON_CONFIG % "allow_ragged_batch: true", PYTHON)
     repositories.write(models, "mixed", PYTHON_CONFIG % "allow_ragged_batch: true", PYTHON)
-    repositories.write(models, "equal", PYTHON_CONFIG % "", PYTHON)
     environment = {"TRITONSERVER_DELAY_SCHEDULER": str(HELD_REQUESTS)}
     return start(models, environment=environment, grpc=True)
 
@@ -118,12 +117,6 @@ def test_requests_with_other_inputs_do_not_share_a_batch(server: Server) -> None
     sizes = [answer["Y"][0, 1] for answer in answers]
     assert sizes[1] == 1 and sizes[0] < HELD_REQUESTS and sizes[2] < HELD_REQUESTS
     assert [answer["Y"][0, 2] for answer in answers] == [3, 5, 3]
-
-
-def test_without_ragged_batches_requests_of_other_shapes_are_separated(server: Server) -> None:
-    """3.1 rule 2: an input with a -1 dimension must have the first request's shape."""
-    answers = ask_all(server, "equal", inputs_of_sizes(2, 4, 1))
-    assert [answer["Y"][0, 1] for answer in answers] == [1, 1, 1]
 
 
 def test_the_metadata_has_no_generated_inputs(server: Server) -> None:

@@ -60,31 +60,29 @@ def test_which_clients_may_send_a_model(tmp_path: Path, guarded: bool) -> None:
         stub(server) as call,
     ):
         config = json.dumps({"backend": "python", "input": [], "output": []})
-        admin_headers, other_headers = (
-            {"Authorization": f"Bearer {token}"} for token in (TOKEN, INFERENCE_TOKEN)
-        )
+        admin, other = ({"Authorization": f"Bearer {token}"} for token in (TOKEN, INFERENCE_TOKEN))
         path, load = "/v2/repository/models/constant/load", call.RepositoryModelLoad
-        for headers in (other_headers, {}):
+        for headers in (other, {}):
             metadata = tuple((key.lower(), value) for key, value in headers.items())
             for parameters in (load_parameters_of(config), {"config": config}):
                 refused_reply = http.post(path, {"parameters": parameters}, headers)
                 assert refused_reply.status == (403 if headers or not guarded else 401)
                 assert guarded or refused_reply.error == TEXT
-            with pytest.raises(grpc.RpcError) as error_info:
+            with pytest.raises(grpc.RpcError) as caught:
                 load(over_grpc(config), metadata=metadata, timeout=20)
-            assert error_info.value.code() in (
+            assert caught.value.code() in (
                 grpc.StatusCode.PERMISSION_DENIED,
                 grpc.StatusCode.UNAUTHENTICATED,
             )
-            assert guarded or error_info.value.details() == TEXT
+            assert guarded or caught.value.details() == TEXT
         if not guarded:
             # With --insecure, any client may load the models of the repository.
             http.post(path).ok()
             assert http.infer("constant", REQUEST_BODY).ok().tensors()["OUTPUT0"][0] == 1
             return
-        assert http.infer("constant", REQUEST_BODY, admin_headers).ok().tensors()["OUTPUT0"][0] == 1
-        http.post(path, {"parameters": load_parameters_of(CONFIG)}, admin_headers).ok()
-        assert http.infer("constant", REQUEST_BODY, admin_headers).ok().tensors()["OUTPUT0"][0] == 2
+        assert http.infer("constant", REQUEST_BODY, admin).ok().tensors()["OUTPUT0"][0] == 1
+        http.post(path, {"parameters": load_parameters_of(CONFIG)}, admin).ok()
+        assert http.infer("constant", REQUEST_BODY, admin).ok().tensors()["OUTPUT0"][0] == 2
 
 
 def load_over_http(http: Http, parameters: dict[str, str]) -> str:

@@ -99,7 +99,6 @@ input [ { name: "VALUES" data_type: TYPE_INT32 dims: [ -1 ] },
 output [ { name: "SUM" data_type: TYPE_INT32 dims: [ 1 ] } ]
 """
 ID_TYPES = ("UINT64", "INT64", "UINT32", "INT32", "STRING")
-CONTROL_PAIRS = ("int32", "fp32", "bool")
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +107,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     for id_type in ID_TYPES:
         config = f"sequence_batching {{ direct {{ }} {IDLE_TIME} {controls('TYPE_' + id_type)} }}"
         repositories.add_as(repository, f"id_{id_type}", "sequencer", config + instances(1))
-    for pair in CONTROL_PAIRS:
-        config = f"sequence_batching {{ oldest {{ }} {IDLE_TIME} {controls(pair=pair)} }}"
-        path = repositories.add_as(repository, f"pair_{pair}", "sequencer", config + instances(1))
-        if pair == "fp32":
-            text = (path / "config.pbtxt").read_text().replace("size: 2", "size: 0")
-            (path / "config.pbtxt").write_text(text)
     start_control = control("START", "START", "int32_false_true: [ 5, 7 ]")
     config = f"sequence_batching {{ {IDLE_TIME} control_input [ {start_control} ] }}"
     repositories.add_as(repository, "plain", "sequencer", config + instances(2))
@@ -164,15 +157,6 @@ def test_correlation_ids_of_every_datatype(http: Http, id_type: str) -> None:
         f"[request id: <id_unknown>] sequence batching control 'CORRID' data-type is "
         f"'{kinds[0]}', but model 'id_{id_type}' expects '{kinds[1]}'",
     )
-
-
-@pytest.mark.parametrize("pair", CONTROL_PAIRS)
-def test_control_pairs_of_every_datatype(http: Http, pair: str) -> None:
-    shape = (1,) if pair == "fp32" else (1, 1)
-    for flags, total in ((1, 2), (0, 4), (2, 6), (3, 2)):
-        assert add_value(http, f"pair_{pair}", "one", 2, flags, shape)[0] == 400
-        assert add_value(http, f"pair_{pair}", 1, 2, flags, shape) == (200, total)
-    assert "must specify the START flag" in add_value(http, f"pair_{pair}", 1, 2, 0, shape)[1]
 
 
 def test_tritonclient_over_both_protocols(server: Server) -> None:

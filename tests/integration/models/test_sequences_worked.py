@@ -20,10 +20,8 @@ Ask = Callable[..., "Future[Reply]"]
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    for name, count, strategy in (("pair", 2, "direct { }"), ("single", 1, "direct { }")):
-        config = (
-            f"{instances(count)} sequence_batching {{ {strategy} {IDLE_TIME} {CONTROL_INPUTS} }}"
-        )
+    for name, count, kind in (("pair", 2, "direct { }"), ("single", 1, "direct { }")):
+        config = f"{instances(count)} sequence_batching {{ {kind} {IDLE_TIME} {CONTROL_INPUTS} }}"
         repositories.add_as(models, name, "sequencer", config)
     return start(models, "--exit-timeout-secs=2")
 
@@ -66,28 +64,28 @@ def test_direct_strategy_with_two_instances_of_two_slots(server: Server, pool: R
     first_replies.append(send_step(2, start=True))
     second_visit = gate.next()
     assert first_visit.pid != second_visit.pid
-    for sequence, waiting in ((3, 1), (4, 2), (5, 3), (6, 4)):
-        first_replies.append(send_step(sequence, start=True))
+    for s, waiting in ((3, 1), (4, 2), (5, 3), (6, 4)):
+        first_replies.append(send_step(s, start=True))
         server.wait_pending("pair", waiting)
-    for visit, sequence in ((first_visit, 1), (second_visit, 2)):
+    for visit, s in ((first_visit, 1), (second_visit, 2)):
         assert by_slot(visit) == {
             "START": [1, 0],
             "END": [0, 0],
             "READY": [1, 0],
-            "CORRID": [sequence, 0],
+            "CORRID": [s, 0],
         }
     # Sequences 3 and 4 have the other two slots. Sequences 5 and 6 wait in the backlog.
     first_visit.release()
     third = gate.next()
     second_visit.release()
     fourth = gate.next()
-    for visit, earlier_visit, sequence in ((third, first_visit, 3), (fourth, second_visit, 4)):
+    for visit, earlier_visit, s in ((third, first_visit, 3), (fourth, second_visit, 4)):
         assert visit.pid == earlier_visit.pid
         assert by_slot(visit) == {
             "START": [0, 1],
             "END": [0, 0],
             "READY": [0, 1],
-            "CORRID": [0, sequence],
+            "CORRID": [0, s],
         }
     # Sequence 4 ends, and 5 takes its slot.
     end_reply = send_step(4, end=True)

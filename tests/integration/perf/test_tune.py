@@ -59,13 +59,11 @@ def test_tune_recommends_a_loadable_configuration_and_restores_the_model(
     server: Server, tmp_path: Path, protocol: str
 ) -> None:
     config_before = effective_config(server)
-    server_option = (
-        f"--url=http://{server.url}" if protocol == "http" else f"--run-dir={server.run_dir}"
-    )
+    option = f"--url=http://{server.url}" if protocol == "http" else f"--run-dir={server.run_dir}"
     files = (f"--write={tmp_path / 'tuned.pbtxt'}", f"--plot={tmp_path / 'tried.svg'}")
     # Every configuration meets this target. The quality of the choice is tested by the
     # simulation.
-    assert main(["tune", "slow", "--p99=60s", server_option, *SHORT_FLAGS, *files]) == 0
+    assert main(["tune", "slow", "--p99=60s", option, *SHORT_FLAGS, *files]) == 0
     assert effective_config(server) == config_before
     recommended = parse_pbtxt((tmp_path / "tuned.pbtxt").read_text())
     assert 1 <= recommended.max_batch_size <= 8

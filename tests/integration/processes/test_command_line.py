@@ -123,27 +123,23 @@ def test_the_first_word_of_a_container_and_a_repository_in_an_object_store() -> 
 
 def test_check(repository: Path) -> None:
     repositories.add(repository, "constant", "simple", "repeat")
-    completed = run_command("check", str(repository))
-    assert completed.returncode == 0, completed.stderr
-    assert "constant" in completed.stdout and "simple" in completed.stdout
-    assert [
-        line for line in completed.stdout.splitlines() if line.split()[:2] == ["repeat:1", "ok"]
-    ]
+    done = run_command("check", str(repository))
+    assert done.returncode == 0, done.stderr
+    assert "constant" in done.stdout and "simple" in done.stdout
+    assert [line for line in done.stdout.splitlines() if line.split()[:2] == ["repeat:1", "ok"]]
     config = repository / "simple" / "config.pbtxt"
     config.write_text(config.read_text() + "nonsense: 1\n")
     (repository / "constant" / "1" / "model.py").write_text(
         "raise RuntimeError('broken on purpose\\nand twice')\n"
     )
     (repository / "config.pbtxt").touch()
-    completed = run_command("check", str(repository))
-    assert completed.returncode == 2
-    assert f"'{repository}' is a model folder" in completed.stderr
-    output = completed.stdout + completed.stderr
+    done = run_command("check", str(repository))
+    assert done.returncode == 2
+    assert f"'{repository}' is a model folder" in done.stderr
+    output = done.stdout + done.stderr
     assert "nonsense" in output and "broken on purpose" in output
     assert "config.pbtxt" in output
-    assert [
-        line for line in completed.stdout.splitlines() if line.strip() == "and twice (model.py:1)"
-    ]
+    assert [line for line in done.stdout.splitlines() if line.strip() == "and twice (model.py:1)"]
 
 
 def test_check_reports_an_ensemble_without_a_version_folder(repository: Path) -> None:
@@ -159,9 +155,7 @@ def test_check_reports_an_ensemble_without_a_version_folder(repository: Path) ->
     )
     completed = run_command("check", str(repository))
     assert completed.returncode == 2, completed.stderr
-    (line,) = [
-        splitline for splitline in completed.stdout.splitlines() if splitline.startswith("both ")
-    ]
+    (line,) = [text for text in completed.stdout.splitlines() if text.startswith("both ")]
     assert "FAILED  load failed for model 'both': at least one version must be available" in line
 
 
@@ -290,8 +284,8 @@ def test_check_continues_after_an_input_that_is_too_large(repository: Path) -> N
     repositories.add_identity(repository, "huge", "FP64", [1 << 40])
     completed = run_command("check", str(repository))
     assert completed.returncode == 0
-    huge_line, simple, summary = completed.stdout.splitlines()
-    assert huge_line.split(maxsplit=1) == [
+    huge, simple, summary = completed.stdout.splitlines()
+    assert huge.split(maxsplit=1) == [
         "huge:1",
         "refused not tested: a batch of zeros is too large for a message",
     ]
@@ -325,8 +319,8 @@ def infer(connection_flag: str, *arguments: str) -> Any:
 
 @pytest.mark.parametrize("protocol", ["native", "http", "unix", "grpc"])
 def test_client_infer(connection_flags: dict[str, str], protocol: str, tmp_path: Path) -> None:
-    connection = connection_flags[protocol]
-    assert infer(connection, "completed", "--input=INPUT0=[1, 2, 3, 4]", "--request-id=shell") == {
+    link = connection_flags[protocol]
+    assert infer(link, "completed", "--input=INPUT0=[1, 2, 3, 4]", "--request-id=shell") == {
         "id": "shell",
         "model_name": "completed",
         "model_version": "1",
@@ -336,14 +330,12 @@ def test_client_infer(connection_flags: dict[str, str], protocol: str, tmp_path:
     }
     np.save(tmp_path / "rows.npy", np.ones((3, 4), np.float32))
     answer = infer(
-        connection, "completed", f"--input=INPUT0=@{tmp_path / 'rows.npy'}", "--timeout-us=9000000"
+        link, "completed", f"--input=INPUT0=@{tmp_path / 'rows.npy'}", "--timeout-us=9000000"
     )
     assert answer["outputs"][0]["data"] == [[2, 2, 2, 2]] * 3
-    answer = infer(connection, "text", '--input=INPUT0=["a", "ü"]', "--output=OUTPUT0")
+    answer = infer(link, "text", '--input=INPUT0=["a", "ü"]', "--output=OUTPUT0")
     assert answer["outputs"][0]["data"] == [["a", "ü"]]
-    (output,) = infer(connection, "halves", "--input=INPUT0=[0.5, 3]", "--model-version=1")[
-        "outputs"
-    ]
+    (output,) = infer(link, "halves", "--input=INPUT0=[0.5, 3]", "--model-version=1")["outputs"]
     assert output == {"name": "OUTPUT0", "datatype": "BF16", "shape": [2], "data": [0.5, 3]}
 
 
@@ -416,29 +408,29 @@ def test_client_without_a_server(
 def test_client_infer_finds_this_users_server(server: Server) -> None:
     environment = {**os.environ, "SHMSERVE_RUN_DIR": str(server.run_dir)}
     arguments = ("client", "infer", "completed", "--input=INPUT0=[1, 2, 3, 4]")
-    completed = run_command(*arguments, env=environment)
-    assert json.loads(completed.stdout)["outputs"][0]["data"] == [[2, 4, 6, 8]], completed.stderr
-    completed = run_command(*arguments, env={**environment, "SHMSERVE_RUN_DIR": "/nowhere"})
-    assert completed.returncode == 1
-    assert completed.stderr == (
+    done = run_command(*arguments, env=environment)
+    assert json.loads(done.stdout)["outputs"][0]["data"] == [[2, 4, 6, 8]], done.stderr
+    done = run_command(*arguments, env={**environment, "SHMSERVE_RUN_DIR": "/nowhere"})
+    assert done.returncode == 1
+    assert done.stderr == (
         "shmserve client infer: no server is running: there is no run directory /nowhere\n"
     )
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "expected_error"),
+    ("arguments", "status", "error"),
     [
         (("completed", "--input", "X=1"), 2, "no input 'X'"),
         (("completed",), 1, "missing required input(s) ['INPUT0']"),
     ],
 )
 def test_client_infer_that_fails(
-    server: Server, arguments: tuple[str, ...], status: int, expected_error: str
+    server: Server, arguments: tuple[str, ...], status: int, error: str
 ) -> None:
     url = f"http://127.0.0.1:{server.http_port}"
     completed = run_command("client", "infer", *arguments, "--url", url)
     assert completed.returncode == status
-    assert expected_error in completed.stderr
+    assert error in completed.stderr
     assert len(completed.stderr.strip().splitlines()) == 1
 
 

@@ -54,11 +54,8 @@ def guarded_server(models: Path, start: Start) -> Server:
 def test_the_dashboard_requires_the_metrics_token(guarded_server: Server) -> None:
     with contextlib.closing(Http(guarded_server.metrics_port)) as http:
         for path in ("/", "/live", "/metrics"):
-            refused_reply = http.get(path)
-            assert (
-                refused_reply.status == 401
-                and refused_reply.headers["WWW-Authenticate"] == "Bearer"
-            )
+            refused = http.get(path)
+            assert refused.status == 401 and refused.headers["WWW-Authenticate"] == "Bearer"
             wrong_reply = http.get(path, {"Authorization": f"Bearer {INFERENCE_TOKEN}"})
             assert wrong_reply.status == 403
             assert wrong_reply.error == "this token has no access to the metrics API"
@@ -78,8 +75,7 @@ def test_the_feed_has_the_figures_of_the_metrics(server: Server) -> None:
     with watched.send_under_load(server), Feed(server.metrics_port) as feed:
         first_message = feed.next()
         until(
-            "all are asked",
-            lambda: all(success_count(server, name) > 8 for name in watched.FEW_MODELS),
+            "all are asked", lambda: all(success_count(server, n) > 8 for n in watched.FEW_MODELS)
         )
     with Feed(server.metrics_port) as feed:
         report = feed.next()
@@ -149,25 +145,21 @@ def test_a_browser_shows_the_figures_of_the_metrics(server: Server, page: Page) 
     page.run("show('simple/1', true)")
     expected = int(success_count(server, "simple"))
     page.wait("the last ones are counted", f"models.get('simple/1').success === {expected}")
-    text_on_page = page.run("document.getElementById('bars').innerText")
-    assert re.search(rf"answered\s+{expected if expected < 1e5 else ''}", text_on_page)
-    assert "Why batches closed" in text_on_page or not page.run(
-        "models.get('simple/1').recent.rate"
-    )
+    text = page.run("document.getElementById('bars').innerText")
+    assert re.search(rf"answered\s+{expected if expected < 1e5 else ''}", text)
+    assert "Why batches closed" in text or not page.run("models.get('simple/1').recent.rate")
     assert page.run("document.activeElement.id") == "detail-name"
     page.key("Escape")
     assert page.run("document.getElementById('detail').hidden")
     assert page.run("document.activeElement.textContent") == "simple"
     names = page.names()
-    for wanted_part in (
+    for wanted in (
         ("heading", "Newest events"),
         ("columnheader", "p99 ms"),
         ("rowheader", "simple"),
         ("button", "Problems first"),
     ):
-        assert any(
-            role == wanted_part[0] and name.startswith(wanted_part[1]) for role, name in names
-        ), wanted_part
+        assert any(role == wanted[0] and name.startswith(wanted[1]) for role, name in names), wanted
     assert ("status", "") in names or any(role == "status" for role, _ in names)
     assert not page.console
 
@@ -347,10 +339,10 @@ def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, pa
             body = f"!!{part}.querySelector('pre + textarea, pre + pre + button')"
             if name != "simple":
                 assert not page.run(body)
-                result = subprocess.run(
+                run = subprocess.run(
                     ["bash", "-c", page.run(line)], capture_output=True, check=True
                 )
-                assert json.loads(result.stdout).get("name") == (None if name == "broken" else name)
+                assert json.loads(run.stdout).get("name") == (None if name == "broken" else name)
                 page.run(f"{part}.querySelector('button').click()")
             if name == "broken":
                 page.wait("it has not loaded", f"{answer}.includes('no such weight')")
@@ -359,8 +351,8 @@ def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, pa
             page.run(f"{part}.querySelector('button').click()")
             page.wait(f"{name} has answered", f"/^[0-9]+,/.test({answer})")
             assert page.run(answer).startswith("200, "), page.run(answer)
-            result = subprocess.run(["bash", "-c", page.run(line)], capture_output=True, check=True)
-            assert b'"error"' not in result.stdout and name.encode() in result.stdout, result.stdout
+            run = subprocess.run(["bash", "-c", page.run(line)], capture_output=True, check=True)
+            assert b'"error"' not in run.stdout and name.encode() in run.stdout, run.stdout
         with server.http() as http:
             example_requests = http.get("/docs/models").ok().json()
         paths: dict[str, list[str]] = {name: [] for name in names}
@@ -370,8 +362,8 @@ def test_docs_has_requests_that_work_for_models_of_every_kind(tmp_path: Path, pa
         assert paths["embedder"] == ["/v2/models/embedder/infer", "/v1/embeddings"]
         script = "[...document.querySelectorAll('#models pre:first-child')].map(e => e.textContent)"
         (line,) = [text for text in page.run(script) if "/v1/embeddings" in text]
-        result = subprocess.run(["bash", "-c", line], capture_output=True, check=True)
-        assert json.loads(result.stdout)["object"] == "list"
+        run = subprocess.run(["bash", "-c", line], capture_output=True, check=True)
+        assert json.loads(run.stdout)["object"] == "list"
 
 
 @needs_chromium

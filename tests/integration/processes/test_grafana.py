@@ -217,9 +217,7 @@ def rule_test(series: dict[str, str], eval_time: str, *names: str) -> dict[str, 
 @needs_promtool
 def test_each_alert_fires_when_it_should_and_alone(tmp_path: Path) -> None:
     assert PROMTOOL
-    assert {"ShmserveGone", *(alarm[0] for alarm in ALARMS)} == {
-        alert["alert"] for alert in alerts()
-    }
+    assert {"ShmserveGone", *(a[0] for a in ALARMS)} == {alert["alert"] for alert in alerts()}
     (tmp_path / "alerts.yaml").write_text(run_command("grafana", "--alerts").stdout)
     stale_series = {name: "1x10 stale" for name in HEALTHY if name.startswith("nv_cpu_utilization")}
     tests = [
@@ -245,10 +243,8 @@ def test_the_page_of_metrics_is_well_formed(server: Server) -> None:
     assert PROMTOOL
     with watched.send_under_load(server, generative=True):
         page = server.metrics()
-    result = subprocess.run(
-        [PROMTOOL, "check", "metrics"], input=page, capture_output=True, text=True
-    )
-    lines = (result.stdout + result.stderr).splitlines()
+    run = subprocess.run([PROMTOOL, "check", "metrics"], input=page, capture_output=True, text=True)
+    lines = (run.stdout + run.stderr).splitlines()
     assert not [line for line in lines if not line.startswith("nv_")]
 
 

@@ -75,16 +75,13 @@ def settings(http: Http) -> dict[str, Any]:
 def set_over_grpc(call: Any, **new_settings: Any) -> dict[str, Any]:
     """Send LogSettings: a bool, int or str sets the member of that type, None sets none."""
     request = pb.LogSettingsRequest()
-    for name, value in new_settings.items():
-        setting = request.settings[name]
+    for key, value in new_settings.items():
+        setting = request.settings[key]
         if value is not None:
             kind = {bool: "bool_param", int: "uint32_param", str: "string_param"}[type(value)]
             setattr(setting, kind, value)
-    settings = call.LogSettings(request, timeout=20).settings
-    return {
-        name: getattr(settings[name], settings[name].WhichOneof("parameter_choice"))
-        for name in settings
-    }
+    found = call.LogSettings(request, timeout=20).settings
+    return {key: getattr(found[key], found[key].WhichOneof("parameter_choice")) for key in found}
 
 
 # --- responses of Triton 2.51 ---------------------------------------------------------------------
@@ -149,7 +146,7 @@ def test_other_methods_and_paths(http: Http) -> None:
 
 
 @pytest.mark.parametrize(
-    ("new_settings", "changed_settings"),
+    ("new", "changed"),
     [
         ({}, {}),
         ({"unknown": 1}, {}),
@@ -162,21 +159,17 @@ def test_other_methods_and_paths(http: Http) -> None:
     ],
 )
 def test_changes_over_grpc(
-    server: Server, http: Http, new_settings: dict[str, Any], changed_settings: dict[str, Any]
+    server: Server, http: Http, new: dict[str, Any], changed: dict[str, Any]
 ) -> None:
     with stub(server) as call:
-        assert (
-            set_over_grpc(call, **new_settings)
-            == {**DEFAULTS, **changed_settings}
-            == settings(http)
-        )
+        assert set_over_grpc(call, **new) == {**DEFAULTS, **changed} == settings(http)
 
 
 INVALID, UNSUPPORTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize(
-    ("new_settings", "status", "text"),
+    ("new", "status", "text"),
     [
         *(({name: value}, INVALID, f"expect boolean for '{name}'") for name in ("log_info",
             "log_warning", "log_error") for value in (1, "true", None)),
@@ -190,10 +183,10 @@ INVALID, UNSUPPORTED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLE
     ],
 )  # fmt: skip
 def test_refusals_over_grpc(
-    server: Server, http: Http, new_settings: dict[str, Any], status: Any, text: str
+    server: Server, http: Http, new: dict[str, Any], status: Any, text: str
 ) -> None:
     with stub(server) as call, pytest.raises(grpc.RpcError) as error_info:
-        set_over_grpc(call, **new_settings)
+        set_over_grpc(call, **new)
     assert (error_info.value.code(), error_info.value.details()) == (status, text)
     assert settings(http) == DEFAULTS
 
@@ -305,13 +298,11 @@ def in_iso(server: Server, pid: int) -> bool:
 )
 def test_a_restarted_process_has_changed_settings(server: Server, http: Http, title: str) -> None:
     http.post(PATH, {"log_verbose_level": 1, "log_format": "ISO8601"}).ok()
-    dead_process = server.find_one(title)
-    dead_process.kill()
+    dead = server.find_one(title)
+    dead.kill()
 
     def successor() -> psutil.Process | None:
-        return next(
-            (process for process in server.find(title) if process.pid != dead_process.pid), None
-        )
+        return next((process for process in server.find(title) if process.pid != dead.pid), None)
 
     until("another takes its place", successor)
     process = successor()

@@ -106,8 +106,7 @@ def test_failures_are_counted_by_reason(metrics_server: Server) -> None:
         )
         assert reply.status == 500
         until(
-            "the failure is counted",
-            lambda: stats(http, "crimes")["inference_stats"]["fail"]["count"] == 1,
+            "it is counted", lambda: stats(http, "crimes")["inference_stats"]["fail"]["count"] == 1
         )
     assert (
         metrics_server.metric("nv_inference_request_failure", model="crimes", reason="BACKEND") == 1

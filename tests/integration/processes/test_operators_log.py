@@ -84,10 +84,10 @@ def test_a_worker_that_is_back(server: Server) -> None:
     server.wait_log("worker identity.0 cpu runs again: pid ")
     server.wait_ready()
     pid = server.find_one("worker identity.0").pid
-    end_text, restarted = re.findall(
+    ended, restarted = re.findall(
         r"worker identity\.0 cpu (ended|runs again: pid \d+)", server.log()
     )
-    assert (end_text, restarted) == ("ended", f"runs again: pid {pid}")
+    assert (ended, restarted) == ("ended", f"runs again: pid {pid}")
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
@@ -132,12 +132,10 @@ def test_an_exception_of_predict_is_logged_with_the_frames_of_the_class(tmp_path
 
 
 def test_an_invalid_class_is_reported_with_its_path(tmp_path: Path) -> None:
-    file = tmp_path / "wrong.py"
-    file.write_text("class Wrong:\n    max_batch_size = '8'\n    def predict(self, x): ...\n")
-    with running(
-        [], f"{file}:Wrong", "--exit-on-error=false", "--strict-readiness=false"
-    ) as server:
+    f = tmp_path / "wrong.py"
+    f.write_text("class Wrong:\n    max_batch_size = '8'\n    def predict(self, x): ...\n")
+    with running([], f"{f}:Wrong", "--exit-on-error=false", "--strict-readiness=false") as server:
         server.wait_log("the server is ready")
         log = server.log()
     assert len(re.findall(r"(?m)^E .*wrong/1/wrong.py:2:5", log)) == 1
-    assert f'\n      File "{file}", line 2\n' in log
+    assert f'\n      File "{f}", line 2\n' in log

@@ -63,10 +63,10 @@ def test_every_process_has_a_descriptive_title(server: Server) -> None:
     # Each model costs the processes that the README states.
     of_models = [t.split()[1].partition(".")[0] for t in titles.elements() if " " in t]
     assert [of_models.count(name) for name in ("simple", "identity")] == [2, 2], titles
-    completed = subprocess.run(
+    ps = subprocess.run(
         ["ps", "-o", "args=", "-p", str(server.pid)], capture_output=True, text=True, check=True
     )
-    assert completed.stdout.startswith("shmserve")
+    assert ps.stdout.startswith("shmserve")
     for process in server.tree():
         assert " ".join(process.cmdline()).startswith("shmserve"), process.cmdline()
         assert process.pid == server.pid or process.ppid() == server.pid

@@ -100,9 +100,7 @@ def processes_in(folder: Path) -> list[psutil.Process]:
 
 def until_nothing_is_left(folder: Path) -> None:
     """Wait until no processes and no files of them are left."""
-    until(
-        f"nothing is left of {folder}", lambda: not processes_in(folder) and not os.listdir(folder)
-    )
+    until("nothing is left", lambda: not processes_in(folder) and not os.listdir(folder))
 
 
 @pytest.fixture

@@ -43,16 +43,11 @@ class Load:
 
     def wait_answered(self) -> None:
         """Wait until the clients of each protocol have further responses."""
-        response_counts = {
-            protocol: sum(counts.values()) for protocol, counts in self.found().items()
-        }
+        found = {p: sum(counts.values()) for p, counts in self.found().items()}
 
         def has_answered() -> bool:
-            found_counts = self.found()
-            return all(
-                sum(found_counts[protocol].values()) - response_counts[protocol] > 5 * CLIENTS
-                for protocol in response_counts
-            )
+            later = self.found()
+            return all(sum(later[p].values()) - found[p] > 5 * CLIENTS for p in found)
 
         until("every protocol answers", has_answered)
 
@@ -165,10 +160,8 @@ StandardError=append:/var/lib/log
 
 
 def test_restarts_by_a_real_systemd(systemd: Systemd) -> None:
-    hidden_folders = ("/home", "/root", "/tmp")
-    if any(
-        Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden_folders
-    ):
+    hidden = ("/home", "/root", "/tmp")
+    if any(Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden):
         pytest.skip("this Python is in a folder that a service does not see")
     systemd.run(sys.executable, "-m", "shmserve", "systemd", "install")
     units = systemd.path("/etc/systemd/system")

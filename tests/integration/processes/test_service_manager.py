@@ -82,11 +82,9 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
             server.wait_log(log_text)
 
         def status(token: str) -> int:
-            return keep_alive_client.get(
-                "/v2/models/simple", {"Authorization": f"Bearer {token}"}
-            ).status
+            return client.get("/v2/models/simple", {"Authorization": f"Bearer {token}"}).status
 
-        with server.http() as keep_alive_client:  # a keep-alive connection
+        with server.http() as client:  # a keep-alive connection
             assert status("another-of-tokens") == 401
             # The result for a repeated request head is cached, but no longer than its token is
             # valid.
@@ -107,7 +105,7 @@ def test_a_reload(manager: Manager, repository: Path) -> None:
             # A replacement gateway has the new tokens, too.
             server.find_one("gateway http 0").kill()
             until("a gateway", lambda: server.answers("/v2/health/ready"))
-        with server.http() as keep_alive_client:
+        with server.http() as client:
             assert (status("the-first-of-tokens"), status("another-of-tokens")) == (401, 200)
             file.write_text(f"auth-token-file: {tokens}\ngateways: x\nlog-verbos: 0\n")
             reload(f"nothing is reloaded: --config: '{file}' line 3: log-verbos: there is no such")
@@ -165,13 +163,11 @@ def test_a_client_connected_in_a_load_is_answered_after(tmp_path: Path, short_fo
         server = start([http.fileno()], "http", repository, short_folder, GATE=str(gate.path))
         try:
             visit = gate.next()
-            with raw_connection(http.getsockname()[1]) as early_connection:
-                early_connection.sendall(
-                    b"GET /v2/models/slow/ready HTTP/1.1\r\nHost: localhost\r\n\r\n"
-                )
+            with raw_connection(http.getsockname()[1]) as early:
+                early.sendall(b"GET /v2/models/slow/ready HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 visit.release()
                 gate.close()
-                read_reply(early_connection).ok()
+                read_reply(early).ok()
         finally:
             server.send_signal(signal.SIGTERM)
             assert server.wait(30) == 0
@@ -183,7 +179,7 @@ def test_registrations_outlive_the_server(
 ) -> None:
     """The service manager stores the descriptors and passes them to the next server."""
     repositories.add(repository, "identity")
-    infer_in_memory: InferInMemory | None = None
+    infer: InferInMemory | None = None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         for _ in range(3):
@@ -196,21 +192,19 @@ def test_registrations_outlive_the_server(
             try:
                 manager.receive("READY=1")
                 with contextlib.closing(Http(port)) as http:
-                    if infer_in_memory is None:
-                        infer_in_memory = InferInMemory(http)
-                        http.register("other", infer_in_memory.shared.key, 4096).ok()
+                    if infer is None:
+                        infer = InferInMemory(http)
+                        http.register("other", infer.shared.key, 4096).ok()
                         http.unregister("other").ok()
                         manager.receive("FDSTOREREMOVE=1")
-                    assert infer_in_memory(http, 1) == ""
-                    assert [region["name"] for region in http.regions().json()] == [
-                        infer_in_memory.shared.name
-                    ]
+                    assert infer(http, 1) == ""
+                    assert [r["name"] for r in http.regions().json()] == [infer.shared.name]
             finally:
                 server.send_signal(number)
                 server.wait(30)
                 manager.receive_all()
-    assert infer_in_memory is not None
-    infer_in_memory.shared.unlink()
+    assert infer is not None
+    infer.shared.unlink()
 
 
 def ready(port: int) -> bool:

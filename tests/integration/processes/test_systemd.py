@@ -57,10 +57,8 @@ with shmserve.client.connect("/run/shmserve/server") as server:
 @pytest.fixture
 def installed_systemd(systemd: Systemd) -> Systemd:
     """Install the units, a journal, and a model in the default repository."""
-    hidden_folders = ("/home", "/root", "/tmp")
-    if any(
-        Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden_folders
-    ):
+    hidden = ("/home", "/root", "/tmp")
+    if any(Path(path).is_relative_to(top) for path in (ROOT, sys.executable) for top in hidden):
         pytest.skip("this Python is in a folder that a service does not see")
     output = systemd.run(*COMMAND, "install")
     assert "run        systemctl daemon-reload" in output and "status" not in output
@@ -119,12 +117,12 @@ def wait_restarts(systemd: Systemd, count: int) -> None:
 def status_of(systemd: Systemd, *curl_options: str, groups: str) -> str:
     """Return the status for a client with these groups at the Unix socket; 000 if unreachable."""
     curl = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", *curl_options)
-    endpoint_arguments = (
+    arguments = (
         "--unix-socket",
         "/run/shmserve/http.sock",
         "http://host/v2/models/simple/config",
     )
-    return systemd.run(*curl, *endpoint_arguments, user=CLIENT_UID, groups=groups).split("\n")[0]
+    return systemd.run(*curl, *arguments, user=CLIENT_UID, groups=groups).split("\n")[0]
 
 
 def test_a_server_is_installed_runs_and_is_removed(installed_systemd: Systemd) -> None:

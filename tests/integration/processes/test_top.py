@@ -80,32 +80,28 @@ def terminal(*arguments: str) -> contextlib.closing[Terminal]:
 
 def test_top_is_controlled_by_keys(server: Server) -> None:
     url = f"--metrics-url=http://127.0.0.1:{server.metrics_port}/metrics"
-    with watched.send_under_load(server), terminal(url) as opened_terminal:
-        screen = opened_terminal.wait(
-            r"(?s)MODEL.*broken.*crimes +\d\S* +\d.*broken: .*no such weight"
-        )
+    with watched.send_under_load(server), terminal(url) as opened:
+        screen = opened.wait(r"(?s)MODEL.*broken.*crimes +\d\S* +\d.*broken: .*no such weight")
         assert len(screen) <= 24 and max(map(len, screen)) <= 80
         assert re.search(r"\d of 7 ready", screen[0])
         assert re.search(
             r"\d+ processes \S+ GiB PSS +\d died +0 regions .*arena \S+ +\d sequences", screen[1]
         )
-        opened_terminal.wait(r"(?m)^\d\d:\d\d:\d\d  ModelChanged \w+ READY +$")
-        opened_terminal.press("n")
-        opened_terminal.wait(r"MODEL\*")
-        opened_terminal.press("\x1b[B" * 2)
-        opened_terminal.wait(r"(?m)^cached")
-        opened_terminal.press("r")
-        opened_terminal.wait(r"REQ/S\*")
-        opened_terminal.press("\r")
-        screen = opened_terminal.wait(r"(?s)closed by +\w+ \d+.*instances")
+        opened.wait(r"(?m)^\d\d:\d\d:\d\d  ModelChanged \w+ READY +$")
+        opened.press("n")
+        opened.wait(r"MODEL\*")
+        opened.press("\x1b[B" * 2)
+        opened.wait(r"(?m)^cached")
+        opened.press("r")
+        opened.wait(r"REQ/S\*")
+        opened.press("\r")
+        screen = opened.wait(r"(?s)closed by +\w+ \d+.*instances")
         assert len(screen) <= 24 and max(map(len, screen)) <= 80
-        opened_terminal.press("\x1bn" + "k" * 9 + "jjjj\r")
-        opened_terminal.wait("(?ms)^pipeline +$.*^steps +half  half")
-        opened_terminal.press("q")
-        assert opened_terminal.process.wait(10) == 0
-        assert termios.tcgetattr(opened_terminal._theirs) == opened_terminal._modes, (
-            "the terminal is as it was"
-        )
+        opened.press("\x1bn" + "k" * 9 + "jjjj\r")
+        opened.wait("(?ms)^pipeline +$.*^steps +half  half")
+        opened.press("q")
+        assert opened.process.wait(10) == 0
+        assert termios.tcgetattr(opened._theirs) == opened._modes, "the terminal is as it was"
 
 
 def test_top_continues_after_a_restart(tmp_path: Path) -> None:

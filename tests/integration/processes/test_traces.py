@@ -143,10 +143,10 @@ def test_the_time_of_inner_models_is_explained(
 
 
 def slow_lines(server: Server, model: str) -> list[Any]:
-    lines = re.findall(
+    found = re.findall(
         rf"inference of model '{model}' was slow: (\{{.*?\}})(?: |$)(.*)", server.log()
     )
-    return [(json.loads(trace_text), details) for trace_text, details in lines]
+    return [(json.loads(trace_text), details) for trace_text, details in found]
 
 
 def test_slow_requests_are_logged(server: Server) -> None:
@@ -163,11 +163,7 @@ def test_slow_requests_are_logged(server: Server) -> None:
 
 def test_slow_requests_of_programs_are_logged(server: Server) -> None:
     def lines(model: str) -> list[Any]:
-        return [
-            (trace_text, details)
-            for trace_text, details in slow_lines(server, model)
-            if "native" in details
-        ]
+        return [(trace, more) for trace, more in slow_lines(server, model) if "native" in more]
 
     with shmserve.client.connect(server.run_dir) as client:
         assert client.infer("slow", X=ROW[0], request_id="native")["Y"].item() == 2
@@ -178,11 +174,11 @@ def test_slow_requests_of_programs_are_logged(server: Server) -> None:
             client.infer("late", X=ROW[0], request_id="native", timeout=0.1)
     for model in ("slow", "many", "boom", "late"):
         until(f"'{model}' is logged", partial(lines, model))
-    ((trace_text, details),) = lines("slow")
-    assert trace_text["compute_infer_us"] >= 5000
-    assert re.fullmatch("request=native trace=[0-9a-f]{32}", details)
-    ((trace_text, _),) = lines("boom")
-    assert "boom" in trace_text["error"]
+    ((trace, more),) = lines("slow")
+    assert trace["compute_infer_us"] >= 5000
+    assert re.fullmatch("request=native trace=[0-9a-f]{32}", more)
+    ((trace, _),) = lines("boom")
+    assert "boom" in trace["error"]
 
 
 def trace_by_http(server: Server) -> Any:
@@ -233,12 +229,10 @@ def test_errors_name_the_trace(server: Server) -> None:
     until("its line has it", lambda: re.search(f"slow: .*trace={trace_id}", server.log()))
     with stub(server) as call:
         for model, name in (("boom", "X"), ("one", "NOPE")):
-            model_infer_request = pb.ModelInferRequest(
-                model_name=model, raw_input_contents=[ROW.tobytes()]
-            )
-            model_infer_request.inputs.add(name=name, datatype="FP32", shape=[1])
+            request = pb.ModelInferRequest(model_name=model, raw_input_contents=[ROW.tobytes()])
+            request.inputs.add(name=name, datatype="FP32", shape=[1])
             with pytest.raises(grpc.RpcError) as error_info:
-                call.ModelInfer(model_infer_request, metadata=list(headers.items()), timeout=20)
+                call.ModelInfer(request, metadata=list(headers.items()), timeout=20)
             metadata = dict(error_info.value.trailing_metadata())
             assert metadata["traceparent"].startswith(f"00-{TRACE_ID}-")
     with shmserve.client.connect(server.run_dir) as native:
@@ -256,11 +250,9 @@ def stream_by_http(server: Server) -> Any:
     with server.http() as http:
         reply = http.infer("many", body, accept).ok()
     assert re.fullmatch("00-.*", reply.headers["traceparent"])
-    *earlier_events, final_event = [
-        json.loads(line[6:]) for line in reply.body.decode().split("\n\n") if line
-    ]
-    assert len(earlier_events) == 2 and "parameters" not in earlier_events[-1]
-    return final_event["parameters"]["explanation"]
+    *earlier, final = [json.loads(line[6:]) for line in reply.body.decode().split("\n\n") if line]
+    assert len(earlier) == 2 and "parameters" not in earlier[-1]
+    return final["parameters"]["explanation"]
 
 
 def stream_by_grpc(server: Server) -> Any:
@@ -278,14 +270,12 @@ def stream_by_grpc(server: Server) -> Any:
 
 def stream_by_native(server: Server) -> Any:
     with shmserve.client.connect(server.run_dir) as client:
-        *earlier_responses, final_response = client.stream(
-            "many", X=ROW[0], parameters={"explain": True}
-        )
-    assert [response["Y"].item() for response in earlier_responses] == [
+        *earlier, final = client.stream("many", X=ROW[0], parameters={"explain": True})
+    assert [response["Y"].item() for response in earlier] == [
         1,
         1,
-    ] and not earlier_responses[-1].parameters
-    return final_response.parameters["explanation"]
+    ] and not earlier[-1].parameters
+    return final.parameters["explanation"]
 
 
 @pytest.mark.parametrize("send_request", [stream_by_http, stream_by_grpc, stream_by_native])
@@ -299,7 +289,7 @@ def test_a_stream_is_explained_late(server: Server, send_request: Callable[[Serv
 
 @pytest.mark.parametrize("protocol", ["http", "stream", "grpc"])
 def test_a_request_of_a_disconnected_client_is_traced(server: Server, protocol: str) -> None:
-    count_before = server.log().count("the client has disconnected")
+    before = server.log().count("the client has disconnected")
     if protocol == "grpc":
         with grpcclient.InferenceServerClient(server.grpc_url) as client:
             infer_input = grpcclient.InferInput("X", [1], "FP32")
@@ -311,12 +301,8 @@ def test_a_request_of_a_disconnected_client_is_traced(server: Server, protocol: 
         accept = {"Accept": "text/event-stream"} if protocol == "stream" else {}
         with server.http(timeout_s=0.1) as http, pytest.raises(TimeoutError):
             http.infer("late", X, accept)
-    until(
-        "it is told", lambda: server.log().count("the client has disconnected") == count_before + 1
-    )
-    failures = [
-        trace_text for trace_text, _ in slow_lines(server, "late") if trace_text.get("error")
-    ]
+    until("it is told", lambda: server.log().count("the client has disconnected") == before + 1)
+    failures = [trace for trace, _ in slow_lines(server, "late") if trace.get("error")]
     assert failures[-1]["total_us"] >= 50_000
 
 
@@ -340,35 +326,30 @@ DISABLED_SETTINGS = {
 def read(path: Path) -> list[tuple[dict[str, Any], dict[str, int]]]:
     """Return the requests of a trace file: their fields, and their timestamps."""
     entries = json.loads(path.read_text())
-    stamps = {entry["id"]: entry["timestamps"] for entry in entries if "timestamps" in entry}
-    request_entries = [entry for entry in entries if "model_name" in entry]
-    return [
-        (entry, {stamp["name"]: stamp["ns"] for stamp in stamps[entry["id"]]})
-        for entry in request_entries
-    ]
+    stamps = {e["id"]: e["timestamps"] for e in entries if "timestamps" in e}
+    requests = [e for e in entries if "model_name" in e]
+    return [(e, {s["name"]: s["ns"] for s in stamps[e["id"]]}) for e in requests]
 
 
 def test_trace_settings_are_changed_and_reset(tracing_server: Server, tmp_path: Path) -> None:
-    disabled_settings = {**DISABLED_SETTINGS, "trace_file": str(tmp_path / "traces")}
+    disabled = {**DISABLED_SETTINGS, "trace_file": str(tmp_path / "traces")}
     with httpclient.InferenceServerClient(tracing_server.url) as client:
-        assert client.get_trace_settings() == disabled_settings
+        assert client.get_trace_settings() == disabled
         changes = {"trace_level": ["TIMESTAMPS"], "trace_rate": "2", "log_frequency": "3"}
-        assert client.update_trace_settings("one", changes) == {**disabled_settings, **changes}
+        assert client.update_trace_settings("one", changes) == {**disabled, **changes}
         assert client.update_trace_settings(None, {"trace_count": 7})["trace_count"] == "7"
-        assert client.get_trace_settings("two") == {**disabled_settings, "trace_count": "7"}
+        assert client.get_trace_settings("two") == {**disabled, "trace_count": "7"}
         defaults = {"trace_level": None, "trace_rate": None, "log_frequency": None}
         assert client.update_trace_settings("one", defaults) == {
-            **disabled_settings,
+            **disabled,
             "trace_count": "7",
         }
     with grpcclient.InferenceServerClient(tracing_server.grpc_url) as client:
-        settings = client.update_trace_settings("two", {"trace_rate": "9"}, as_json=True)[
-            "settings"
-        ]
-        assert settings["trace_rate"] == {"value": ["9"]}
-        assert settings["trace_level"] == {"value": ["OFF"]}
-        settings = client.update_trace_settings("two", {"trace_rate": []}, as_json=True)["settings"]
-        assert settings["trace_rate"] == {"value": ["1"]}
+        two = client.update_trace_settings("two", {"trace_rate": "9"}, as_json=True)["settings"]
+        assert two["trace_rate"] == {"value": ["9"]}
+        assert two["trace_level"] == {"value": ["OFF"]}
+        two = client.update_trace_settings("two", {"trace_rate": []}, as_json=True)["settings"]
+        assert two["trace_rate"] == {"value": ["1"]}
 
 
 def entries_in(path: Path) -> list[dict[str, Any]]:
@@ -396,10 +377,8 @@ def test_tensors_are_traced(tmp_path: Path, models: Path, level: list[str]) -> N
             http.post(f"/v2/models/{model}/infer", body, accept if model == "many" else {})
             until("it is written", lambda: path.exists() and len(entries_in(path)) > count_before)
             entries = entries_in(path)[count_before:]
-            assert any("timestamps" in entry for entry in entries) == (len(level) == 2)
-            tensors = [
-                (entry["activity"], entry["tensor"]) for entry in entries if "tensor" in entry
-            ]
+            assert any("timestamps" in e for e in entries) == (len(level) == 2)
+            tensors = [(e["activity"], e["tensor"]) for e in entries if "tensor" in e]
             return [(activity, *tensor.values()) for activity, tensor in tensors]
 
         assert traced("one") == [
@@ -444,16 +423,14 @@ def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
     flags = ["level=TIMESTAMPS", "level=TENSORS", "rate=1", f"triton,file={path}"]
     with running(models, *(f"--trace-config={flag}" for flag in flags)) as server:
         for model, values in sent_tensors.items():
-            count_before = len(entries_in(path)) if path.exists() else 0
+            before = len(entries_in(path)) if path.exists() else 0
             name = "IN" if model == "twice" else "X"
             with httpclient.InferenceServerClient(server.url) as client:
                 datatype = "BYTES" if model == "words" else "FP32"
                 infer_input = httpclient.InferInput(name, list(values.shape), datatype)
                 client.infer(model, [infer_input.set_data_from_numpy(values)])
-            until("it is written", partial(is_longer, path, count_before))
-            tensors = [
-                flag["tensor"] for flag in entries_in(path)[count_before:] if "tensor" in flag
-            ]
+            until("it is written", partial(is_longer, path, before))
+            tensors = [flag["tensor"] for flag in entries_in(path)[before:] if "tensor" in flag]
             assert len(tensors) == (6 if model == "twice" else 2)
             for flag in tensors:
                 assert flag["shape"] == str(len(values))
@@ -511,17 +488,14 @@ def test_a_trace_file_is_as_tritons(tracing_server: Server, tmp_path: Path) -> N
     with shmserve.client.connect(tracing_server.run_dir) as native:
         native.infer("two", X=ROW, request_id="native")
     until("8 requests are in the file", lambda: path.exists() and len(read(path)) == 8)
-    traces = {
-        (trace["model_name"], "parent_id" in trace): (trace, timestamps)
-        for trace, timestamps in read(path)
-    }
-    root, timestamps = traces["both", False]
+    traces = {(t["model_name"], "parent_id" in t): (t, times) for t, times in read(path)}
+    root, times = traces["both", False]
     assert root["request_id"] == "me" and root["model_version"] == 1
     first_step, second_step = traces["one", True], traces["two", True]
     # Either of the two calls of "one" may have been read last.
     assert second_step[0]["parent_id"] == root["id"]
-    assert list(timestamps.values()) == sorted(timestamps.values())
-    assert list(timestamps) == [
+    assert list(times.values()) == sorted(times.values())
+    assert list(times) == [
         *("HTTP_RECV_START", "HTTP_RECV_END", "REQUEST_START", "QUEUE_START"),
         *("INFER_RESPONSE_COMPLETE", "REQUEST_END", "HTTP_SEND_START", "HTTP_SEND_END"),
     ]
@@ -530,18 +504,13 @@ def test_a_trace_file_is_as_tritons(tracing_server: Server, tmp_path: Path) -> N
         *("COMPUTE_OUTPUT_START", "COMPUTE_END", "INFER_RESPONSE_COMPLETE", "REQUEST_END"),
     ]
     assert (
-        timestamps["QUEUE_START"]
-        <= second_step[1]["COMPUTE_START"]
-        <= timestamps["INFER_RESPONSE_COMPLETE"]
+        times["QUEUE_START"] <= second_step[1]["COMPUTE_START"] <= times["INFER_RESPONSE_COMPLETE"]
     )
     assert "GRPC_SEND_END" in traces["one", False][1]
-    request_entry, timestamps = traces["two", False]
+    request_entry, times = traces["two", False]
     assert request_entry["request_id"] == "native"
-    assert (
-        list(timestamps)[:2] == ["REQUEST_START", "QUEUE_START"]
-        and list(timestamps)[-1] == "REQUEST_END"
-    )
-    assert list(timestamps.values()) == sorted(timestamps.values())
+    assert list(times)[:2] == ["REQUEST_START", "QUEUE_START"] and list(times)[-1] == "REQUEST_END"
+    assert list(times.values()) == sorted(times.values())
     assert "COMPUTE_START" in traces["boom", False][1]
 
 
@@ -562,10 +531,10 @@ def test_trace_rate_and_trace_count(tracing_server: Server, tmp_path: Path) -> N
 @pytest.fixture
 def server_and_collector(models: Path) -> Iterator[tuple[Server, Collector]]:
     """Yield a server that sends its traces to a collector, and the collector."""
-    with collector() as collected_spans:
+    with collector() as spans:
         flags = ("level=TIMESTAMPS", "rate=1", "mode=opentelemetry")
         exporter = (
-            f"url={collected_spans.url}",
+            f"url={spans.url}",
             "resource=deployment=test",
             "bsp_schedule_delay=100",
         )
@@ -573,7 +542,7 @@ def server_and_collector(models: Path) -> Iterator[tuple[Server, Collector]]:
         with running(
             models, *(f"--trace-config={setting}" for setting in trace_flags), grpc=True
         ) as running_server:
-            yield running_server, collected_spans
+            yield running_server, spans
 
 
 def spans_of(trace_collector: Collector, count: int) -> dict[str, Any]:
@@ -610,31 +579,23 @@ def test_spans_are_exported_of_a_request_and_its_steps(
     if protocol != "native":
         order = [spans[name] for name in ("receive", "both", "encode")]
         assert {entry.parent_span_id for entry in order} == {spans["InferRequest"].span_id}
-        time_ranges = [(entry.start_time_unix_nano, entry.end_time_unix_nano) for entry in order]
-        assert (
-            time_ranges[0][1]
-            == time_ranges[1][0]
-            <= time_ranges[1][1]
-            <= time_ranges[2][0]
-            <= time_ranges[2][1]
-        )
+        ranges = [(entry.start_time_unix_nano, entry.end_time_unix_nano) for entry in order]
+        assert ranges[0][1] == ranges[1][0] <= ranges[1][1] <= ranges[2][0] <= ranges[2][1]
     assert {span.trace_id.hex() for span in spans.values()} == {TRACE_ID}
-    root, ensemble_span, first_span, second_span = (
-        spans[name] for name in ("InferRequest", "both", "one", "two")
-    )
+    root, ensemble, first, second = (spans[name] for name in ("InferRequest", "both", "one", "two"))
     assert root.parent_span_id.hex() == "00f067aa0ba902b7"
-    assert ensemble_span.parent_span_id == root.span_id
-    assert first_span.parent_span_id == second_span.parent_span_id == ensemble_span.span_id
-    assert attributes(first_span)["shmserve.batch_closed"] == "idle"
+    assert ensemble.parent_span_id == root.span_id
+    assert first.parent_span_id == second.parent_span_id == ensemble.span_id
+    assert attributes(first)["shmserve.batch_closed"] == "idle"
     assert attributes(root)["triton.model_name"] == "both"
     for outer, inner in (
-        (root, ensemble_span),
-        (ensemble_span, first_span),
-        (ensemble_span, second_span),
+        (root, ensemble),
+        (ensemble, first),
+        (ensemble, second),
     ):
         begin, end = inner.start_time_unix_nano, inner.end_time_unix_nano
         assert outer.start_time_unix_nano <= begin <= end <= outer.end_time_unix_nano
-    assert {spans[part].parent_span_id for part in PARTS} == {first_span.span_id}
+    assert {spans[part].parent_span_id for part in PARTS} == {first.span_id}
     assert abs(root.start_time_unix_nano / 1e9 - time.time()) < 60
     assert collected_spans.resources[0]["service.name"] == "shmserve"
     assert collected_spans.resources[0]["deployment"] == "test"
@@ -653,22 +614,20 @@ def test_spans_of_calls_and_of_failures(server_and_collector: tuple[Server, Coll
         unsampled = TRACEPARENT[:-1] + "0"
         http.infer("one", {"inputs": [json_input("X", ROW)]}, {"traceparent": unsampled}).ok()
         http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()
-        assert TRACE_ID not in {
-            span.trace_id.hex() for span in spans_of(collected_spans, 8).values()
-        }
+        assert TRACE_ID not in {s.trace_id.hex() for s in spans_of(collected_spans, 8).values()}
 
 
 def test_unsent_spans_are_sent_at_the_end(models: Path) -> None:
-    with collector() as collected_spans:
+    with collector() as spans:
         flags = ("level=TIMESTAMPS", "rate=1", "mode=opentelemetry")
-        trace_flags = (
+        more = (
             *flags,
-            f"opentelemetry,url={collected_spans.url}",
+            f"opentelemetry,url={spans.url}",
             "opentelemetry,bsp_schedule_delay=60000",
         )
-        with running(models, *(f"--trace-config={setting}" for setting in trace_flags)) as server:
+        with running(models, *(f"--trace-config={setting}" for setting in more)) as server:
             with server.http() as http:
                 http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()
-            assert not collected_spans.spans
+            assert not spans.spans
             server.stop()
-        assert len(collected_spans.spans) == 8
+        assert len(spans.spans) == 8

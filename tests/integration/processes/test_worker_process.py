@@ -212,17 +212,6 @@ def test_from_start_to_stop(worker: Worker) -> None:
     assert (worker.version_dir / "log").read_text() == "unloaded"
 
 
-def test_a_failing_request_does_not_affect_its_batch_or_worker(worker: Worker) -> None:
-    worker.start()
-    worker.load()
-    for bad_value, text in ((-1, "ValueError: no"), (-2, "SystemExit: 1")):
-        worker.execute(bad_value, 2)
-        first_reply, second_reply = worker.finished()
-        prefix = "Failed to process the request(s) for model 'm_0_0', message: "
-        assert (first_reply.code, first_reply.message) == ("INTERNAL", prefix + text)
-        assert value(worker.answer(second_reply)) == 4
-
-
 def test_malformed_work_and_messages(worker: Worker) -> None:
     worker.start()
     worker.load()
@@ -346,16 +335,12 @@ def test_models_do_not_load(worker: Worker, bad_code: str, code: str, expected_t
     (worker.version_dir / "model.py").write_text(bad_code)
     worker.start()
     worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
-    load_failed = worker.expect(m.LoadFailed)
-    assert (load_failed.code, load_failed.message) == (code, expected_text)
+    failed = worker.expect(m.LoadFailed)
+    assert (failed.code, failed.message) == (code, expected_text)
     assert worker.wait() == 0
-    assert (bad_code in load_failed.frames) == (code == "INTERNAL"), (
-        "the supervisor logs the frames"
-    )
-    assert (
-        f'File "{worker.version_dir}/model.py", line 1' in load_failed.frames or code != "INTERNAL"
-    )
-    assert "importlib" not in load_failed.frames and worker.log.read_text() == ""
+    assert (bad_code in failed.frames) == (code == "INTERNAL"), "the supervisor logs the frames"
+    assert f'File "{worker.version_dir}/model.py", line 1' in failed.frames or code != "INTERNAL"
+    assert "importlib" not in failed.frames and worker.log.read_text() == ""
 
 
 def test_a_model_that_fails_in_load(worker: Worker) -> None:

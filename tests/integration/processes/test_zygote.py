@@ -276,12 +276,12 @@ def output(script: str, *arguments: str) -> str:
     return run.stdout
 
 
-@pytest.mark.parametrize("failing_fork", ["the first fork", "the second fork"])
+@pytest.mark.parametrize("fails", ["the first fork", "the second fork"])
 def test_a_process_limit_that_allows_no_further_worker(
-    monkeypatch: pytest.MonkeyPatch, failing_fork: str
+    monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
     """The zygote logs the error and survives; the caller receives the error."""
-    kernels, forks = os.fork, [failing_fork == "the first fork"]
+    kernels, forks = os.fork, [fails == "the first fork"]
 
     def fork() -> int:
         if forks.pop():

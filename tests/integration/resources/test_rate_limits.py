@@ -1,7 +1,7 @@
 """The rate limiter between models of a real server."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -74,9 +74,7 @@ def test_models_that_need_the_same_take_turns(
     add(repository, "small", limited(1, "S"))
     server.load("one", "two", "small")
     gate = server.gate
-    waiting = [
-        pool.submit(send_request, server, ("one", "two")[number % 2], number) for number in range(4)
-    ]
+    waiting = [pool.submit(send_request, server, ("one", "two")[n % 2], n) for n in range(4)]
     first_visit = gate.next()
     unlimited_request = pool.submit(send_request, server, "small", 9)
     second_visit = gate.next()
@@ -92,38 +90,6 @@ def test_models_that_need_the_same_take_turns(
     first_visit.release()
     assert sorted(first_batch) == [0, 1, 2, 3]
     assert [future.result() for future in waiting] == [200] * 4
-
-
-def test_without_the_flag_nothing_is_limited(
-    repository: Path, serve: Callable[..., Server], pool: ThreadPoolExecutor
-) -> None:
-    add(repository, "one", limited(2))
-    server = serve(repository, "--rate-limit-resource=R:1")
-    gate = server.gate
-    waiting = [pool.submit(send_request, server, "one", number) for number in range(2)]
-    for visit in (gate.next(), gate.next()):
-        visit.release()
-    assert [future.result() for future in waiting] == [200, 200]
-
-
-def test_models_that_could_never_run_do_not_load(empty_server: tuple[Server, Path]) -> None:
-    """The texts of a load, and that nothing of it stays."""
-    server, repository = empty_server
-    add(repository, "greedy", limited(4))
-    add(repository, "fine", limited(3))
-    add(repository, "world", limited(1, extra_fields="global: true"))
-    with server.http() as http:
-        error = http.load("greedy").error
-        assert (
-            'Resource count for "R" is limited to 3 which will prevent scheduling of one or more '
-            "model instances, the minimum required count is 4"
-        ) in error
-        http.load("fine").ok()
-        error = http.load("world").error
-        assert 'Resource "R" is present as both global and device-specific resource' in error
-        http.unload("fine").ok()
-        until("it is gone", lambda: not server.find("scheduler fine"))
-        http.load("world").ok()
 
 
 def test_other_instances_in_place(empty_server: tuple[Server, Path]) -> None:

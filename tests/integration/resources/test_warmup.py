@@ -246,11 +246,11 @@ def test_a_sample_that_fails_fails_the_load(
         http.post("/v2/logging", {"log_verbose_level": 0}).ok()
     if "failed to run" in expected_error:
         log_prefix = f"model '{name}' instance {name}_0_0"
-        for log_text in (
+        for t in (
             "is running warmup sample 's' for iteration 1",
             "failed to run warmup sample",
         ):
-            assert f"{log_prefix} {log_text}" in server.log()
+            assert f"{log_prefix} {t}" in server.log()
 
 
 def test_a_restarted_instance_is_warmed_up(empty_server: tuple[Server, Path]) -> None:

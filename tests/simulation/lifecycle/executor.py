@@ -112,19 +112,17 @@ class SimulatedExecutor(LifecycleExecutor):
 
     def resize(self) -> None:
         """Add or remove an instance of a random model, as the autoscaler does."""
-        bounded_versions = [
-            version for version in self.live_versions if bounds_of(version.config) is not None
-        ]
-        if not bounded_versions:
+        bounded = [v for v in self.live_versions if bounds_of(v.config) is not None]
+        if not bounded:
             return
-        version = self.world.random.choice(bounded_versions)
-        bounds, step = bounds_of(version.config), self.world.random.choice((1, -1))
-        total, model = version.instances.count + step, self.registry.model(version.spec.name)
-        serves = model.serving.get(version.spec.version) is version and not model.orders
-        serves = serves and version.ready and version.instances.all_serve
+        v = self.world.random.choice(bounded)
+        bounds, step = bounds_of(v.config), self.world.random.choice((1, -1))
+        total, model = v.instances.count + step, self.registry.model(v.spec.name)
+        serves = model.serving.get(v.spec.version) is v and not model.orders
+        serves = serves and v.ready and v.instances.all_serve
         if serves and bounds is not None and bounds.minimum <= total <= bounds.maximum:
-            self._record_action("resize", version, total)
-            self.context.background(self._resize(version, total))
+            self._record_action("resize", v, total)
+            self.context.background(self._resize(v, total))
 
     async def _resize(self, version: ObservedVersion, total: int) -> None:
         try:
@@ -146,9 +144,7 @@ class SimulatedExecutor(LifecycleExecutor):
             for live_version in self.live_versions
             if live_version.scheduler.number == start.number
         )
-        return version, next(
-            instance for instance in version.all_instances if instance.index == start.index
-        )
+        return version, next(i for i in version.all_instances if i.index == start.index)
 
     def _record_action(self, *words: Any) -> None:
         self.actions += 1

@@ -256,17 +256,15 @@ class LifecycleOracles:
 
     def _check_receives_no_requests(self, version: ObservedVersion, state: str) -> None:
         audience = self._executor.audience
-        endpoints = {
-            endpoint for endpoint, has in audience.versions_by_endpoint.items() if has is version
-        }
+        found = {key for key, has in audience.versions_by_endpoint.items() if has is version}
         for gateway in audience.gateways:
-            if any(update.endpoint in endpoints for update in gateway.publications.values()):
+            if any(update.endpoint in found for update in gateway.publications.values()):
                 self.report_violation(
                     f"3: {version} is {state}, and a gateway would send it a request"
                 )
         for peer in audience.ensembles:
             update = peer.latest_publications.get(version.spec.name)
-            if update is None or update.endpoint not in endpoints:
+            if update is None or update.endpoint not in found:
                 continue
             user = peer.ensemble
             if user is not version and (user is None or not self._is_in_cycle(version, user)):
@@ -309,10 +307,7 @@ class LifecycleOracles:
         if not (version.loaded and version.scheduler.serves) or depth > 9:
             return False
         if not version.spec.steps:
-            return any(
-                instance.alive and instance.state is InstanceState.READY
-                for instance in version.all_instances
-            )
+            return any(i.alive and i.state is InstanceState.READY for i in version.all_instances)
         return all(self._step_can_serve(step.name, depth) for step in version.spec.steps)
 
     def _step_can_serve(self, name: str, depth: int) -> bool:
@@ -407,30 +402,23 @@ class LifecycleOracles:
 
     def _check_processes(self, serving: set[ObservedVersion]) -> None:
         processes = self._executor.processes
-        workers = {
-            instance.child
-            for version in serving
-            for instance in version.all_instances
-            if instance.alive
-        }
+        workers = {i.child for v in serving for i in v.all_instances if i.alive}
         if workers != set(processes.workers):
             self.report_violation(f"7: {processes.workers} run, and {workers} serve")
-        hosts = {version.scheduler.serving.child for version in serving}
+        hosts = {v.scheduler.serving.child for v in serving}
         if hosts != set(processes.hosts):
             self.report_violation(f"7: {processes.hosts} run, and {hosts} serve")
-        for version in serving:
-            for instance in version.all_instances:
-                child: Any = instance.child
-                if child is not None and not version.expects(instance.index, child):
-                    self.report_violation(f"12: {version} and {child} do not know one another")
+        for v in serving:
+            for i in v.all_instances:
+                child: Any = i.child
+                if child is not None and not v.expects(i.index, child):
+                    self.report_violation(f"12: {v} and {child} do not know one another")
 
     def _check_last_order(self, model: ModelEntry) -> None:
         order = self._last.get(model.name)
         ordered_specs = order.specs if order is not None and order.kind is OrderKind.LOAD else []
         serving = self._serving_of(model)
-        loaded = {
-            (n, version.spec.model_dir, version.spec.fingerprint) for n, version in serving.items()
-        }
+        loaded = {(n, v.spec.model_dir, v.spec.fingerprint) for n, v in serving.items()}
         if loaded != {(spec.version, spec.model_dir, spec.fingerprint) for spec in ordered_specs}:
             self.report_violation(
                 f"8: {model.name} serves {serving}, and the last order was another"
@@ -446,13 +434,11 @@ class LifecycleOracles:
     def _check_peers(self, serving: set[ObservedVersion]) -> None:
         expected = {(v.spec.name, v.spec.version): (v.endpoint, v.ready) for v in serving}
         for gateway in self._executor.audience.gateways:
-            received_versions = {
+            received = {
                 key: (update.endpoint, update.ready) for key, update in gateway.publications.items()
             }
-            if received_versions != expected:
-                self.report_violation(
-                    f"5: a gateway knows {received_versions}, and {expected} is so"
-                )
+            if received != expected:
+                self.report_violation(f"5: a gateway knows {received}, and {expected} is so")
         latest = {(v.spec.name): v for v in sorted(serving, key=lambda v: v.spec.version)}
         for peer in self._executor.audience.ensembles:
             assert peer.ensemble is not None

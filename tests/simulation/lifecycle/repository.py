@@ -92,13 +92,13 @@ class DrawnRepository:
     def draw_source(self, name: str) -> LoadSource:
         """Draw the configuration of a load request, possibly with files."""
         steps = self.draw_steps(name) if name in ENSEMBLES else []
-        sent_fields = {
+        fields = {
             "steps": steps,
             "count": self._random.randint(1, 3),
             "note": next(self._note_numbers),
         }
         files = {"1/model.py": b""} if self._world.chance(0.5) else {}
-        return LoadSource(json.dumps(sent_fields), files)
+        return LoadSource(json.dumps(fields), files)
 
     def plan_of(self, name: str, source: LoadSource) -> LoadPlan:
         fingerprint = json.dumps([self.versions.get(name), self.instance_counts.get(name)])
@@ -120,17 +120,15 @@ class DrawnRepository:
         parameters = {"note": {"string_value": str(sent_fields.get("note", ""))}}
         if name == _AUTOSCALED_MODEL:
             parameters["max_instances"] = {"string_value": str(MAX_INSTANCES)}
-        config_fields: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "name": name,
             "parameters": parameters,
             "instance_group": [{"count": sent_fields.get("count", self.instance_counts[name])}],
         }
         if steps:
-            config_fields["ensemble_scheduling"] = {
-                "step": [{"model_name": step} for step in steps]
-            }
-            config_fields["instance_group"] = []
-        config = ModelSpec.of(config_fields)
+            fields["ensemble_scheduling"] = {"step": [{"model_name": step} for step in steps]}
+            fields["instance_group"] = []
+        config = ModelSpec.of(fields)
         versions, folder = self.versions[name], _MODELS_DIR / name
         if source.files:
             folder = _OVERRIDES_DIR / str(next(self._note_numbers))

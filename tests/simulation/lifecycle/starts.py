@@ -34,15 +34,13 @@ class Starts:
         if row is None:
             self._rows[instance] = _InstanceStarts()
             return
-        early_s = (
-            row.ended_at_s + _PAUSES_S[min(row.exit_count, len(_PAUSES_S)) - 1] - self._clock()
-        )
+        early = row.ended_at_s + _PAUSES_S[min(row.exit_count, len(_PAUSES_S)) - 1] - self._clock()
         if row.failed_loads >= _MAX_FAILED_LOADS:
             self._report_violation(
                 f"11: {instance} starts after {row.failed_loads} that did not load"
             )
-        elif early_s > _TOLERANCE_S:
-            self._report_violation(f"11: {instance} starts {early_s:.3f} s too early")
+        elif early > _TOLERANCE_S:
+            self._report_violation(f"11: {instance} starts {early:.3f} s too early")
         row.ready_at_s = None
 
     def instance_ready(self, instance: Instance | None) -> None:

@@ -52,9 +52,7 @@ class ObservedVersion(ModelVersion):
 
     def published_step_configs(self) -> list[Any]:
         versions = [self._find_serving(*step) for step in self.spec.steps]
-        return [
-            None if version is None else version.config.immutable_config for version in versions
-        ]
+        return [None if v is None else v.config.immutable_config for v in versions]
 
     @property
     def all_instances(self) -> list[Instance]:

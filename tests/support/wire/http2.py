@@ -62,10 +62,10 @@ def flood(port: int, make: Callable[[int], bytes]) -> Iterator[None]:
         while not has_finished.is_set():
             with (
                 contextlib.suppress(OSError),
-                socket.create_connection(("127.0.0.1", port)) as connection,
+                socket.create_connection(("127.0.0.1", port)) as sock,
             ):
-                connection.setblocking(False)
-                _flood(connection, make, has_finished)
+                sock.setblocking(False)
+                _flood(sock, make, has_finished)
 
     thread = threading.Thread(target=flood_until_finished)
     thread.start()
@@ -76,11 +76,9 @@ def flood(port: int, make: Callable[[int], bytes]) -> Iterator[None]:
         thread.join()
 
 
-def _flood(
-    sock: socket.socket, make: Callable[[int], bytes], has_finished: threading.Event
-) -> None:
+def _flood(sock: socket.socket, make: Callable[[int], bytes], finished: threading.Event) -> None:
     ahead, behind, stream = bytearray(CLIENT_OPENING), b"", 1
-    while not has_finished.is_set():
+    while not finished.is_set():
         while len(ahead) < _MAX_AHEAD:
             ahead += make(stream)
             stream += 2

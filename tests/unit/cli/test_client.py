@@ -41,7 +41,7 @@ def decode_raw(datatype: str, shape: list[int], raw: bytes) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("shape", "value", "expected_shape"),
+    ("shape", "value", "expected"),
     [
         ((-1, 2), [1, 2], [1, 2]),
         ((-1, 2), [[1, 2], [3, 4]], [2, 2]),
@@ -58,9 +58,9 @@ def decode_raw(datatype: str, shape: list[int], raw: bytes) -> Any:
     ],
 )
 def test_a_missing_batch_dimension_is_added(
-    shape: tuple[int, ...], value: Any, expected_shape: list[int]
+    shape: tuple[int, ...], value: Any, expected: list[int]
 ) -> None:
-    assert encode(tensor("INT32", *shape), value)[0] == expected_shape
+    assert encode(tensor("INT32", *shape), value)[0] == expected
 
 
 @pytest.mark.parametrize("datatype", [name for name in ITEM_SIZE if name != "BYTES"])
@@ -337,21 +337,19 @@ def write_picture(path: Path, size: tuple[int, int] = (4, 3)) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("shape", "expected_pixels"),
+    ("shape", "pixels"),
     [
         ((-1, -1, 3), [3, 4, 3]), ((-1, -1, -1, 3), [1, 3, 4, 3]), ((-1, 3, 3, 4), [1, 3, 3, 4]),
         ((1, 3, -1, -1), [1, 3, 3, 4]), ((3, 4), [3, 4]), ((-1, 3, 4, 1), [1, 3, 4, 1]),
     ],
 )  # fmt: skip
-def test_the_pixels_of_a_file(
-    tmp_path: Path, shape: tuple[int, ...], expected_pixels: list[int]
-) -> None:
+def test_the_pixels_of_a_file(tmp_path: Path, shape: tuple[int, ...], pixels: list[int]) -> None:
     value = load_value("X", f"@{write_picture(tmp_path / 'photo.png')}")
     encoded, raw = encode(ModelTensor("X", "UINT8", shape), value)
-    assert encoded == expected_pixels and len(raw) == math.prod(expected_pixels)
+    assert encoded == pixels and len(raw) == math.prod(pixels)
     if 1 not in shape and shape[-1] == 3:
         assert raw[:3] == bytes((10, 20, 30))
-    if expected_pixels == [1, 3, 3, 4]:
+    if pixels == [1, 3, 3, 4]:
         assert raw == bytes((10,) * 12 + (20,) * 12 + (30,) * 12)
 
 

@@ -67,27 +67,22 @@ def test_no_table_is_wider_than_the_terminal(width: int) -> None:
 
 
 def test_in_a_terminal_a_pager_shows_it() -> None:
-    terminal, pager_terminal = os.openpty()
+    terminal, tty = os.openpty()
     command = [sys.executable, "-m", "shmserve", "guide", "models"]
     environment = {**os.environ, "PAGER": "sed 's/^# /shown: /;q'", "TERM": "xterm"}
     with os.fdopen(terminal, "rb") as screen:
-        subprocess.run(
-            command, stdin=pager_terminal, stdout=pager_terminal, env=environment, check=True
-        )
-        os.close(pager_terminal)
+        subprocess.run(command, stdin=tty, stdout=tty, env=environment, check=True)
+        os.close(tty)
         assert screen.readline().startswith(b"shown: Models and classes")
 
 
-@pytest.mark.parametrize(("topic", "nearest_topic"), [("bathing", "batching"), ("flag", "flags")])
+@pytest.mark.parametrize(("topic", "nearest"), [("bathing", "batching"), ("flag", "flags")])
 def test_an_unknown_topic_gets_the_nearest(
-    topic: str, nearest_topic: str, capsys: pytest.CaptureFixture[str]
+    topic: str, nearest: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["guide", topic]) == 2
     error = capsys.readouterr().err
-    assert (
-        f"there is no page '{topic}', did you mean '{nearest_topic}'? `shmserve guide` lists"
-        in error
-    )
+    assert f"there is no page '{topic}', did you mean '{nearest}'? `shmserve guide` lists" in error
 
 
 def test_an_unknown_topic_gets_a_pointer_to_the_list(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,11 +147,11 @@ def test_a_comment_of_a_code_block_is_not_a_section(capsys: pytest.CaptureFixtur
     assert "shmserve guide tune   slow, p99 within" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("search_words", [["out of memory"], ["out", "of", "memory"]])
+@pytest.mark.parametrize("words", [["out of memory"], ["out", "of", "memory"]])
 def test_words_may_be_one_argument_or_several(
-    search_words: list[str], capsys: pytest.CaptureFixture[str]
+    words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["guide", "--search", *search_words]) == 0
+    assert cli.main(["guide", "--search", *words]) == 0
     assert capsys.readouterr().out.startswith("shmserve guide troubleshooting ")
 
 

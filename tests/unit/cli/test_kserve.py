@@ -36,7 +36,7 @@ def test_the_manifest_is_valid_for_the_api(manifest: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "corrupt",
+    "spoil",
     [
         lambda manifest: manifest.update(apiVersion="serving.kserve.io/v1beta1"),
         lambda manifest: manifest["spec"].update(terminationGracePeriodSeconds=40),
@@ -48,10 +48,10 @@ def test_the_manifest_is_valid_for_the_api(manifest: dict[str, Any]) -> None:
     ],
 )
 def test_the_schema_refuses(
-    manifest: dict[str, Any], corrupt: Callable[[dict[str, Any]], object]
+    manifest: dict[str, Any], spoil: Callable[[dict[str, Any]], object]
 ) -> None:
     corrupted = copy.deepcopy(manifest)
-    corrupt(corrupted)
+    spoil(corrupted)
     assert not jsonschema_rs.validator_for(SCHEMA).is_valid(corrupted)
 
 
@@ -79,8 +79,6 @@ def test_the_flags_of_the_container_match_its_ports_and_probes(
 
 
 def test_shared_memory_is_mounted(manifest: dict[str, Any]) -> None:
-    (volume,) = manifest["spec"]["volumes"]
-    assert volume["emptyDir"]["medium"] == "Memory"
-    assert container(manifest)["volumeMounts"] == [
-        {"name": volume["name"], "mountPath": "/dev/shm"}
-    ]
+    (mount,) = manifest["spec"]["volumes"]
+    assert mount["emptyDir"]["medium"] == "Memory"
+    assert container(manifest)["volumeMounts"] == [{"name": mount["name"], "mountPath": "/dev/shm"}]

@@ -84,10 +84,10 @@ def test_with_a_timeout_the_end_of_the_servers_start_is_awaited(tmp_path: Path) 
 
 def build_request(connection: ServerConnection) -> PackedRequest:
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
-    published = m.ModelPublished(
+    model = m.ModelPublished(
         "m", "1", ModelSpec.of(config), {}, "ipc://nowhere", True, True, 0.0, 0
     )
-    return PackedRequest(ClientModel(published, connection.models), b"work", [], PLAIN)
+    return PackedRequest(ClientModel(model, connection.models), b"work", [], PLAIN)
 
 
 def readable(fd: int) -> bool:
@@ -99,9 +99,7 @@ def readable(fd: int) -> bool:
 def test_a_loss_during_a_check_wakes_the_waiter_again(
     connection: ServerConnection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with contextlib.closing(
-        RequestChannel(connection, lambda fd: None, lambda fd: None)
-    ) as channel:
+    with contextlib.closing(RequestChannel(connection, lambda _: None, lambda _: None)) as channel:
         channel.wake()
         connection.losses += 1  # something is, or it would not look
 
@@ -157,19 +155,16 @@ def test_a_submission_during_close_fails_with_disconnected(
 def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnection) -> None:
     """As the generator of `map` does where it is collected."""
     waiter = ThreadChannel(connection)
-    cancelled_request, remaining = (
-        waiter.submit(build_request(connection)),
-        waiter.submit(build_request(connection)),
-    )
-    cancelling = threading.Thread(target=waiter.cancel, args=([cancelled_request],), daemon=True)
+    cancelled, remaining = (waiter.submit(build_request(connection)) for _ in range(2))
+    cancelling = threading.Thread(target=waiter.cancel, args=([cancelled],), daemon=True)
     with waiter.lock:
         cancelling.start()
         cancelling.join(10)
-        assert not cancelling.is_alive() and not cancelled_request.abandoned
+        assert not cancelling.is_alive() and not cancelled.abandoned
 
     def close_after_cancel() -> None:
         with contextlib.suppress(AssertionError):
-            until("it is cancelled", lambda: cancelled_request.abandoned)
+            until("it is cancelled", lambda: cancelled.abandoned)
         connection.close()
 
     ending_thread = threading.Thread(target=close_after_cancel)
@@ -177,7 +172,7 @@ def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnectio
     with pytest.raises(Disconnected):
         waiter.wait(remaining)
     ending_thread.join()
-    assert cancelled_request.abandoned
+    assert cancelled.abandoned
     waiter.close()
 
 
@@ -205,17 +200,17 @@ def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) ->
     was_submitted, at_work, may_continue = threading.Event(), threading.Event(), threading.Event()
     with listener(tmp_path):
         session = Session(tmp_path, 1 << 20, 5.0)
-        lost_connection = session._connection
+        lost = session._connection
 
         def callback(_: ClientRequest) -> None:
             at_work.set()
             may_continue.wait(60)
 
         def submit(channel: RequestChannel) -> None:
-            channel.submit(build_request(lost_connection), callback)
+            channel.submit(build_request(lost), callback)
             was_submitted.set()
 
-        lost_connection.call(submit)
+        lost.call(submit)
         assert was_submitted.wait(10)
     assert at_work.wait(10)
     errors: list[Exception] = []
@@ -230,13 +225,9 @@ def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) ->
     with listener(tmp_path):
         opening_thread.start()
         opening_thread.join(10)
-        assert (
-            not opening_thread.is_alive()
-            and not errors
-            and session._connection is not lost_connection
-        )
+        assert not opening_thread.is_alive() and not errors and session._connection is not lost
     may_continue.set()
-    lost_connection._thread.join(10)
+    lost._thread.join(10)
     session.close()
 
 
@@ -248,7 +239,7 @@ def test_answers_are_copied_by_several_at_a_time(
     copies: list[bytearray] = []
 
     def copy() -> None:
-        copies.append(connection.copy_range(last_byte))
+        copies.append(connection.copy_range(last))
 
     def open_during_copy(mappings: Mappings, memory: Memory) -> Any:
         monkeypatch.setattr(Mappings, "_open", original_open)
@@ -262,9 +253,7 @@ def test_answers_are_copied_by_several_at_a_time(
     fd = os.memfd_create("answers")
     try:
         os.write(fd, bytes(4095) + b"!")
-        last_byte = Range(
-            Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 4095, 1
-        )
+        last = Range(Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 4095, 1)
         # Otherwise the collection may run during the measurement and free objects of earlier
         # tests.
         gc.collect()

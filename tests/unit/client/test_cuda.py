@@ -183,10 +183,10 @@ def client(context: SupervisorContext, exporting: FakeExporting) -> Iterator[Ser
 
 
 def infer(
-    host: SupervisorContext, client: Server, *args: Any, **options: Any
+    context: SupervisorContext, client: Server, *args: Any, **more: Any
 ) -> shmserve.client.Result:
-    future: Future[Any] = client.infer_async("m", *args, **options)
-    host.serve(future.done)
+    future: Future[Any] = client.infer_async("m", *args, **more)
+    context.serve(future.done)
     result: shmserve.client.Result = future.result()
     return result
 
@@ -292,7 +292,7 @@ def test_workers_unmap_the_region_when_the_connection_ends(
     region = client.allocate(TENSORS, device="cuda:0")
     infer(context, client, region)
     assert cuda.opened == 1
-    request = pack_inference(
+    packed = pack_inference(
         inference(tensor("x", ROW, region.memory_range("x")), outputs=(RequestedOutput("y"),))
     )
     view = region["y"]
@@ -304,7 +304,7 @@ def test_workers_unmap_the_region_when_the_connection_ends(
     assert cuda.opened == 0
     # A request that a worker had not begun by then is not run, since no process would close the
     # handle.
-    (reply,) = context.worker.raw_batch([request])
+    (reply,) = context.worker.raw_batch([packed])
     assert reply.code == "UNAVAILABLE" and cuda.opened == 0
     assert len(exporting.allocated) == 1 and (view.numpy() == 0).all(), "it is the program's"
     del region, view

@@ -61,10 +61,8 @@ def test_one_of_two_servers_is_named(default_dir: Path, monkeypatch: pytest.Monk
     file = endpoints.addresses(second_dir.path)
     file.parent.mkdir()
     file.write_text("http://127.0.0.1:8000\ngrpc://127.0.0.1:8001\n")
-    shown_servers = (
-        f"{first_dir.path}; {second_dir.path} http://127.0.0.1:8000 grpc://127.0.0.1:8001"
-    )
-    with pytest.raises(InvalidArgument, match=f"^2 servers .*: {re.escape(shown_servers)}$"):
+    shown = f"{first_dir.path}; {second_dir.path} http://127.0.0.1:8000 grpc://127.0.0.1:8001"
+    with pytest.raises(InvalidArgument, match=f"^2 servers .*: {re.escape(shown)}$"):
         discovery.find(None)
     assert discovery.find(second_dir.path) == second_dir.path
     monkeypatch.setenv("SHMSERVE_RUN_DIR", str(first_dir.path))

@@ -262,18 +262,16 @@ def test_requests_of_one_template_have_the_same_schema(memories: Memories) -> No
 def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> None:
     model = ClientModel(published())
     x = np.arange(8192, dtype=np.float32)[None]
-    first_request = prepare(memories, model, {"x": x}, None, PLAIN)
-    second_request = prepare(memories, model, {"x": x + 1}, None, PLAIN)
-    assert (
-        first_request.schema == second_request.schema and first_request.data != second_request.data
-    )
-    first_request.release_memory()
+    first = prepare(memories, model, {"x": x}, None, PLAIN)
+    second = prepare(memories, model, {"x": x + 1}, None, PLAIN)
+    assert first.schema == second.schema and first.data != second.data
+    first.release_memory()
     third_request = prepare(memories, model, {"x": x}, None, PLAIN)
-    assert (third_request.schema, third_request.data) == (first_request.schema, first_request.data)
+    assert (third_request.schema, third_request.data) == (first.schema, first.data)
     model.close()
-    second_request.release_memory()
+    second.release_memory()
     third_request.release_memory()
-    address = first_request.segments[0].address
+    address = first.segments[0].address
     memories.free_recycled()
     assert memories.find(address, 1) is None
 
@@ -300,10 +298,10 @@ def test_completed_prepared_requests_keep_no_memory(memories: Memories) -> None:
     model = ClientModel(published())
     first_request = prepare(memories, model, x, None, PLAIN)
     (key,) = model.templates._values
-    template = ClientTemplate(
+    made = ClientTemplate(
         model.signature, [TensorSchema("x", "FP32", (1, 8192), 32768)], (), memories
     )
-    assert model.store_template(key, template) is first_request.template
+    assert model.store_template(key, made) is first_request.template
     model.close()
     late_request = prepare(memories, model, x, None, PLAIN)
     assert not model.templates

@@ -50,9 +50,7 @@ def test_importing_the_client_costs_little() -> None:
     program = "import shmserve.client, sys; print(*sys.modules)"
     result = run_python("-X", "importtime", "-c", program, check=True)
     loaded_modules = {name.partition(".")[0] for name in result.stdout.split()}
-    foreign_modules = loaded_modules - set(sys.stdlib_module_names) - {"shmserve"}
-    allowed_modules = {"numpy", "msgpack", "__main__", "sitecustomize", "cython_runtime"}
-    assert {
-        n for n in foreign_modules if not n.startswith(("_", "numpy", "cython"))
-    } <= allowed_modules
+    foreign = loaded_modules - set(sys.stdlib_module_names) - {"shmserve"}
+    allowed = {"numpy", "msgpack", "__main__", "sitecustomize", "cython_runtime"}
+    assert {n for n in foreign if not n.startswith(("_", "numpy", "cython"))} <= allowed
     assert "asyncio" not in loaded_modules  # asyncio programs import shmserve.client.aio

@@ -48,17 +48,15 @@ def channel(connection: Any) -> Iterator[ThreadChannel]:
 
 
 def open_stream(
-    request_channel: Any, tmp_path: Path, ended_ids: list[str], options: Options = PLAIN
+    channel: Any, tmp_path: Path, freed: list[str], more: Options = PLAIN
 ) -> ResponseStream:
     """Return a stream at a played scheduler; `ended_ids` records when its memory is free."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}
     endpoint = f"ipc://{tmp_path}/scheduler"
     published = ModelPublished("m", "1", ModelSpec.of(config), {}, endpoint, True, True, 0.0, 0)
-    model = ClientModel(published, request_channel.connection.models)
-    packed_request = PackedRequest(
-        model, *WORK, options, release_memory=lambda: ended_ids.append("free")
-    )
-    return ResponseStream(request_channel, request_channel.open(packed_request), None)
+    model = ClientModel(published, channel.connection.models)
+    request = PackedRequest(model, *WORK, more, release_memory=lambda: freed.append("free"))
+    return ResponseStream(channel, channel.open(request), None)
 
 
 def pack_outputs(n: int, size: int = 1) -> Packed:
@@ -217,10 +215,7 @@ def test_a_thread_without_its_own_channel_can_stream(
 def test_the_end_of_the_connection_ends_its_streams(
     connection: Any, channel: ThreadChannel, scheduler: Peer, tmp_path: Path
 ) -> None:
-    streams = [
-        open_stream(request_channel, tmp_path, [])
-        for request_channel in (channel, SharedChannel(connection))
-    ]
+    streams = [open_stream(way, tmp_path, []) for way in (channel, SharedChannel(connection))]
     connection.close()
     for stream in streams:
         with pytest.raises(Disconnected):

@@ -139,10 +139,8 @@ def test_unreadable_and_shared_token_files_are_rejected(tokens_file: Path) -> No
 
 def test_restrictions_are_parsed_as_in_triton() -> None:
     flag = "--http-restricted-api"
-    restrictions = parse_restrictions(
-        flag, ["health,model-repository:admin-key=a=b", "trace:K:x=v,w"]
-    )
-    assert restrictions == {
+    found = parse_restrictions(flag, ["health,model-repository:admin-key=a=b", "trace:K:x=v,w"])
+    assert found == {
         "health": Restriction("admin-key", "a=b"),
         "model-repository": Restriction("admin-key", "a=b"),
         "trace": Restriction("K:x", "v,w"),
@@ -187,10 +185,8 @@ def test_a_restricted_api_needs_its_header() -> None:
 
 
 def test_a_restricted_protocol_has_a_longer_header() -> None:
-    restrictions = parse_restrictions(
-        "--grpc-restricted-protocol", ["trace:k=v"], GRPC_HEADER_PREFIX
-    )
-    rules = Authorisation(None, restrictions, "protocol")
+    found = parse_restrictions("--grpc-restricted-protocol", ["trace:k=v"], GRPC_HEADER_PREFIX)
+    rules = Authorisation(None, found, "protocol")
     assert rules.authorise("trace", {"triton-grpc-protocol-k": "v"}) is None
     access_error = rules.authorise("trace", {"k": "v"})
     assert access_error is not None

@@ -46,15 +46,12 @@ trees = st.recursive(
 
 def write_json(value: Any, data: st.DataObject) -> str:
     """Return the JSON text of a tree, with random blanks and escapes."""
-    blank = data.draw(st.sampled_from(["", " ", "\n\t"]))
+    gap = data.draw(st.sampled_from(["", " ", "\n\t"]))
     if isinstance(value, Members):
-        parts = [
-            f"{write_string(name, data)}{blank}:{blank}{write_json(member, data)}"
-            for name, member in value.pairs
-        ]
-        return f"{{{blank}{f',{blank}'.join(parts)}{blank}}}"
+        parts = [f"{write_string(n, data)}{gap}:{gap}{write_json(m, data)}" for n, m in value.pairs]
+        return f"{{{gap}{f',{gap}'.join(parts)}{gap}}}"
     if isinstance(value, list):
-        return f"[{f'{blank},'.join(write_json(member, data) for member in value)}]"
+        return f"[{f'{gap},'.join(write_json(m, data) for m in value)}]"
     return write_string(value, data) if isinstance(value, str) else json.dumps(value)
 
 
@@ -160,12 +157,12 @@ def test_long_names_and_long_texts() -> None:
 
 def test_duplicate_names_beside_large_arrays_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parser, "_MIN_CUT_BYTES", 1)
-    for doubled_members in (
+    for doubled in (
         '"data": [1, 2], "data": [3, 4]',
         '"data": [1, 2], "name": "", "name": ""',
     ):
         with pytest.raises(InvalidArgument, match=r"duplicate key '(data|name)' in an object"):
-            loads_large(f'{{"inputs": [{{{doubled_members}}}]}}'.encode())
+            loads_large(f'{{"inputs": [{{{doubled}}}]}}'.encode())
 
 
 @given(st.lists(st.tuples(json_texts, scalars), max_size=6))

@@ -94,20 +94,17 @@ def test_a_missing_connection_has_no_peer() -> None:
 
 def test_connections_of_other_processes_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host may have ten thousand recently closed connections, which a lookup must not scan."""
-    with tcp_pair() as (server_socket, client_socket):
+    with tcp_pair() as (server, client):
         try:
-            assert (
-                peers.tcp_owner(client_socket.getsockname(), server_socket.getsockname())
-                is not None
-            )
+            assert peers.tcp_owner(client.getsockname(), server.getsockname()) is not None
         except OSError:
             pytest.skip("needs a kernel with sock_diag for TCP")
         monkeypatch.setattr(peers, "_tables", None)
-        assert find_peer(server_socket) == Peer(os.geteuid(), groups_of(os.geteuid()))
-        address = server_socket.getpeername()
-        client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        client_socket.close()  # a linger time of 0 makes the kernel remove the connection at once
-        assert loopback_peer(server_socket.getsockname(), address) is None
+        assert find_peer(server) == Peer(os.geteuid(), groups_of(os.geteuid()))
+        address = server.getpeername()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()  # a linger time of 0 makes the kernel remove the connection at once
+        assert loopback_peer(server.getsockname(), address) is None
 
 
 @needs_users
@@ -135,11 +132,9 @@ class FakeUnixSocket:
         return b"".join(word.to_bytes(4, "little") for word in words)
 
 
-def peer_or_error(
-    kind: ListenerKind, allows_shm: bool | None, sock: Any
-) -> Peer | type[ShmserveError]:
+def peer_or_error(kind: ListenerKind, shm: bool | None, sock: Any) -> Peer | type[ShmserveError]:
     try:
-        return ClientIdentity(ListenerRules(kind, OPEN_ACCESS, allows_shm), sock).peer()
+        return ClientIdentity(ListenerRules(kind, OPEN_ACCESS, shm), sock).peer()
     except ShmserveError as error:
         return type(error)
 
@@ -178,13 +173,11 @@ def test_which_listeners_have_shared_memory(
 
 def test_a_client_of_this_host_whom_the_kernel_does_not_know() -> None:
     """This client must not have access to the server user's objects."""
-    with tcp_pair() as (server_socket, client_socket):
+    with tcp_pair() as (server, client_socket):
         client_socket.close()
         for allows_shm in (None, True):
-            assert (
-                peer_or_error(ListenerKind.LOOPBACK, allows_shm, server_socket) is PermissionDenied
-            )
-            assert peer_or_error(ListenerKind.UNIX, allows_shm, server_socket) is PermissionDenied
+            assert peer_or_error(ListenerKind.LOOPBACK, allows_shm, server) is PermissionDenied
+            assert peer_or_error(ListenerKind.UNIX, allows_shm, server) is PermissionDenied
 
 
 def test_the_error_text_equals_tritons() -> None:

@@ -53,10 +53,8 @@ def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
 
 
 def test_a_file_is_all_that_a_server_needs(tmp_path: Path) -> None:
-    server_settings = server.from_flags(
-        read_options(tmp_path, f"model-repository: '{tmp_path}'"), {}
-    )
-    assert server_settings.model_repositories == (tmp_path,)
+    settings = server.from_flags(read_options(tmp_path, f"model-repository: '{tmp_path}'"), {})
+    assert settings.model_repositories == (tmp_path,)
     assert read_options(tmp_path, "# nothing yet\n").repeated == command_line.parse([]).repeated
 
 

@@ -18,7 +18,7 @@ def test_the_size_of_the_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    ("configs", "byte_size", "expected_error"),
+    ("flags", "byte_size", "text"),
     [
         (["local"], None, "is not CACHE,SETTING=VALUE"),
         (["local,size"], None, "is not CACHE,SETTING=VALUE"),
@@ -34,11 +34,9 @@ def test_the_size_of_the_cache() -> None:
         (["local,size=1"], 1, "Incompatible flags"),
     ],
 )
-def test_wrong_cache_flags_are_refused(
-    configs: list[str], byte_size: int | None, expected_error: str
-) -> None:
-    with pytest.raises(InvalidArgument, match=expected_error):
-        cache_byte_size(configs, byte_size)
+def test_wrong_cache_flags_are_refused(flags: list[str], byte_size: int | None, text: str) -> None:
+    with pytest.raises(InvalidArgument, match=text):
+        cache_byte_size(flags, byte_size)
 
 
 def test_a_resource_is_per_device_of_one_device_or_global() -> None:

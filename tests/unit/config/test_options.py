@@ -150,12 +150,10 @@ def test_the_flags_of_tritonserver_are_all_known() -> None:
     known_flags = TRITON_FLAGS.split()
     assert set(known_flags) <= set(flags.FLAGS)
     ignored_flags = [name for name in known_flags if not flags.FLAGS[name].effect]
-    flag_values = {
-        name: "true" if flags.FLAGS[name].kind is bool else "x" for name in ignored_flags
-    }
+    values = {name: "true" if flags.FLAGS[name].kind is bool else "x" for name in ignored_flags}
     for arguments in (
-        [f"--{name}={word}" for name, word in flag_values.items()],
-        [part for name, word in flag_values.items() for part in (f"--{name}", word)],
+        [f"--{name}={word}" for name, word in values.items()],
+        [part for name, word in values.items() for part in (f"--{name}", word)],
     ):
         assert settings(*arguments).without_effect == tuple(ignored_flags)
     assert all(flags.FLAGS[name].help for name in known_flags)
@@ -345,11 +343,9 @@ def test_every_verb_has_help(verb: list[str], capsys: pytest.CaptureFixture[str]
     assert max(map(len, captured.splitlines())) <= 120
 
 
-@pytest.mark.parametrize("arguments", [[], ["bogus"], ["serve"], ["check"], ["client"]])
-def test_a_wrong_command_line_ends_with_2(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(arguments) == 2
+@pytest.mark.parametrize("line", [[], ["bogus"], ["serve"], ["check"], ["client"]])
+def test_a_wrong_flag_ends_with_2(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(line) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.startswith(("usage:", "shmserve: "))
 

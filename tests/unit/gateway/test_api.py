@@ -62,9 +62,7 @@ def http(gateway: Rig, simple_scheduler: Scheduler) -> Iterator[Http]:
 def report(name: str, version: str) -> dict[str, Any]:
     """Return a scheduler's statistics: 3 requests in 2 executions."""
     durations = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
-    stats: dict[str, Any] = {
-        key: {"count": 3, "ns": 1000 * (n + 1) + 999} for n, key in enumerate(durations)
-    }
+    stats: Any = {key: {"count": 3, "ns": 1000 * (n + 1) + 999} for n, key in enumerate(durations)}
     zero_count = {"count": 0, "ns": 0}
     flat_counts = {"inference_count": 3_000_000_001, "execution_count": 2, "success": 3, "fail": 3}
     flat_counts |= {f"{key}_ns": entry["ns"] for key, entry in stats.items()}
@@ -126,10 +124,8 @@ def test_every_route_has_a_scope() -> None:
     """Each route belongs to the right API, and its handler is called only with that permission."""
     for route in ROUTES.routes:
         assert route.scope in (*auth_tokens.RESTRICTABLE, auth_tokens.SIGNATURE), route
-        (path_end,) = [path_end for path_end in SCOPES if route.path.endswith(path_end)] or [
-            "not in the table"
-        ]
-        assert route.scope == SCOPES.get(path_end), route
+        (end,) = [end for end in SCOPES if route.path.endswith(end)] or ["not in the table"]
+        assert route.scope == SCOPES.get(end), route
     assert {route.method for route in ROUTES.routes} == {"GET", "POST"}
     # A handler is looked up in one function only, which authorises before anything else.
     assert inspect.getsource(routing).count("route.handler") == 1
@@ -302,15 +298,13 @@ def test_errors_of_the_supervisor_are_returned(gateway: Rig, http: Http) -> None
 
 def test_a_disconnect_does_not_cancel_a_load(gateway: Rig, http: Http) -> None:
     del gateway.payloads[m.LoadModel]
-    path = "/v2/repository/models/slow/load"
+    p = "/v2/repository/models/slow/load"
 
     def load_requests() -> list[m.LoadModel]:
         return [message for message in gateway.received_of(m.LoadModel) if message.name == "slow"]
 
-    with raw_connection(gateway.port) as connection:
-        connection.sendall(
-            f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode()
-        )
+    with raw_connection(gateway.port) as link:
+        link.sendall(f"POST {p} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n".encode())
         until("the supervisor is asked", load_requests)
     (message,) = load_requests()
     gateway.send(m.Answered(message.id, {}), m.Refused(message.id, "INTERNAL", "late"))

@@ -86,9 +86,9 @@ def test_labels_are_found_by_index_and_may_be_empty() -> None:
 
 def test_each_row_of_a_batch_is_classified() -> None:
     values = [[3.0, 5.0, 3.0], [8.0, 8.0, 9.0]]
-    output = classify(values, "FP32", 2, ("zero", "one"), batched=True)
-    assert output.shape == (2, 2)
-    assert decode_texts(output) == [
+    best = classify(values, "FP32", 2, ("zero", "one"), batched=True)
+    assert best.shape == (2, 2)
+    assert decode_texts(best) == [
         "5.000000:1:one",
         "3.000000:0:zero",
         "9.000000:2",

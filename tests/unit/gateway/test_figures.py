@@ -77,8 +77,8 @@ def test_exact_quantiles_are_preferred() -> None:
 
 def test_phases_count_executed_requests_only() -> None:
     counters = {"cache_hit": 5, "queue_ns": 30_000_000, "compute_infer_ns": 50_000_000}
-    _, second_row = build_rows(report(0), report(10, **counters))
-    assert second_row["recent"]["phases"] == {
+    _, second = build_rows(report(0), report(10, **counters))
+    assert second["recent"]["phases"] == {
         "queue": 3.0,
         "input": 0.0,
         "infer": 10.0,
@@ -133,10 +133,8 @@ def test_the_history_covers_ten_minutes() -> None:
     history, figures = History(), Figures()
     for second_s in range(1000):
         reports = [report(10 * second_s if second_s > 500 else 0, pending=second_s > 990)]
-        model_reports = [
-            {"name": "m", "version": "1", "shmserve": snapshot} for snapshot in reports
-        ]
-        history.add(1e9 + second_s, figures.build_rows(model_reports, second_s))
+        models = [{"name": "m", "version": "1", "shmserve": snapshot} for snapshot in reports]
+        history.add(1e9 + second_s, figures.build_rows(models, second_s))
     series = history.as_series()
     assert series["at"] == [1e9 + second_s for second_s in range(395, 1000, 5)]
     points = series["models"]["m/1"]

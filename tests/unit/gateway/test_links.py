@@ -45,10 +45,8 @@ class Rig:
         self.received: list[Any] = []
         self._peer = b""
 
-    def send_request(
-        self, number: int, release: Callable[[], None] = lambda: None
-    ) -> RecordingRequest:
-        submit = m.Submit(number, b"", [], 0, 0, 0, 0, "mine")
+    def send_request(self, n: int, release: Callable[[], None] = lambda: None) -> RecordingRequest:
+        submit = m.Submit(n, b"", [], 0, 0, 0, 0, "mine")
         request = RecordingRequest(submit, self.schedulers, release)
         self.schedulers.submit(request, self.endpoint)
         return request
@@ -154,13 +152,13 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
     """Each response is delivered, and the end. Responses after a cancellation are released."""
     finished_message = answer()
     body = (finished_message.schema, finished_message.data)
-    responses: list[Any] = []
+    sent: list[Any] = []
     releases: list[str] = []
 
     async def stream_responses(rig: Rig) -> None:
         for number in (1, 2):
             request = rig.send_request(number, partial(releases.append, f"of {number}"))
-            request.messages = responses
+            request.messages = sent
             rig.schedulers.handle(rig.endpoint, m.Responded(number, "", "", *body, False))
             rig.schedulers.credit(request, 4)
             if number == 2:
@@ -168,12 +166,12 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
             rig.schedulers.handle(rig.endpoint, m.Responded(number, "", "", *body, False))
             rig.schedulers.handle(rig.endpoint, m.Responded(number, "", "", b"", [], True))
             rig.schedulers.credit(request, 5)  # too late: it has ended
-        notices = [message for message in await rig.receive(6) if not isinstance(message, m.Submit)]
+        notices = [r for r in await rig.receive(6) if not isinstance(r, m.Submit)]
         release_message = m.Release(4321, [4096], 1)
         assert notices == [m.Credit(1, 4), m.Credit(2, 4), m.Cancel(2), release_message]
 
     run(tmp_path, stream_responses)
-    assert [(message.id, message.final) for message in responses] == [
+    assert [(r.id, r.final) for r in sent] == [
         *((1, False), (1, False), (1, True)),
         (2, False),
     ]

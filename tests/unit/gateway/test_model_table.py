@@ -96,10 +96,8 @@ def test_a_model_has_its_name_and_its_aliases() -> None:
         generator_publication("a", "both"),
         make_publication(),
     )
-    resolved_names = {
-        name: resolve_alias(gateway, name) for name in ("gpt", "a", "b", "both", "nobody")
-    }
-    assert resolved_names == {"gpt": "b", "a": "a", "b": "b", "both": "a", "nobody": "nobody"}
+    resolved = {name: resolve_alias(gateway, name) for name in ("gpt", "a", "b", "both", "nobody")}
+    assert resolved == {"gpt": "b", "a": "a", "b": "b", "both": "a", "nobody": "nobody"}
     assert gateway.models.resolve("a", "").max_model_len == 64
     assert gateway.models.resolve("simple", "").max_model_len is None
     assert bodies.response_name(gateway, "b") == "b"
@@ -113,14 +111,14 @@ def test_served_names_precede_a_models_own() -> None:
         make_publication(),
         served_names=(("", "gpt"), ("a", "org/x"), ("b", "y")),
     )
-    for name, model_name in (
+    for name, owner in (
         ("gpt", "a"),
         ("org/x", "a"),
         ("a", "a"),
         ("y", "b"),
         ("simple", "simple"),
     ):
-        assert resolve_alias(gateway, name) == model_name
+        assert resolve_alias(gateway, name) == owner
     assert bodies.model_names(gateway, "a") == ["gpt", "org/x", "a"]
     assert bodies.response_name(gateway, "a") == "gpt"
     assert bodies.model_names(gateway, "simple") == ["simple"]
@@ -131,17 +129,15 @@ def test_served_names_precede_a_models_own() -> None:
 
 
 def test_a_model_on_demand_has_its_aliases_before_it_is_loaded() -> None:
-    gateway = build_table(
-        generator_publication("a", "gpt"), served_names=(("", "only"), ("asleep", "z"))
-    )
-    send_request = gateway.supervisor.send_request
-    assert resolve_alias(gateway, "night") == "night" and not send_request.called
-    gateway.models.on_demand |= {"asleep", "a"}
+    t = build_table(generator_publication("a", "gpt"), served_names=(("", "only"), ("asleep", "z")))
+    send_request = t.supervisor.send_request
+    assert resolve_alias(t, "night") == "night" and not send_request.called
+    t.models.on_demand |= {"asleep", "a"}
     for name, model_name in (("gpt", "a"), ("asleep", "asleep"), ("z", "asleep")):
-        assert resolve_alias(gateway, name) == model_name and not send_request.called
-    assert resolve_alias(gateway, "night") == "asleep"
-    assert resolve_alias(gateway, "stale") == "stale"  # "a" is loaded, and has no such alias
+        assert resolve_alias(t, name) == model_name and not send_request.called
+    assert resolve_alias(t, "night") == "asleep"
+    assert resolve_alias(t, "stale") == "stale"  # "a" is loaded, and has no such alias
     with pytest.raises(NotFound, match="none or several"):
-        resolve_alias(gateway, "only")
+        resolve_alias(t, "only")
     send_request.return_value = {"names": {}}
-    assert resolve_alias(gateway, "only") == "a"
+    assert resolve_alias(t, "only") == "a"

@@ -55,9 +55,9 @@ TOKEN = {
 
 def test_a_completion_in_chunks_and_whole() -> None:
     choices = Choices(COMPLETION_FORMAT, "m", 1)
-    first_chunk = choices.add(0, Delta(0, "ab", "", {"content": [TOKEN]}))
+    first = choices.add(0, Delta(0, "ab", "", {"content": [TOKEN]}))
     last_chunk = choices.add(0, Delta(0, "ab", "stop", {"content": [TOKEN]}, USAGE))
-    assert (first_chunk["text"], first_chunk["finish_reason"]) == ("ab", None)
+    assert (first["text"], first["finish_reason"]) == ("ab", None)
     assert last_chunk["finish_reason"] == "stop"
     assert last_chunk["logprobs"]["text_offset"] == [2]
     completion = choices.whole_response()
@@ -75,16 +75,14 @@ def test_a_completion_in_chunks_and_whole() -> None:
         "total_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 1},
     }
-    chunk = json.loads(choices.chunk([first_chunk]))
-    assert (chunk["id"], chunk["choices"]) == (completion["id"], [first_chunk])
+    chunk = json.loads(choices.chunk([first]))
+    assert (chunk["id"], chunk["choices"]) == (completion["id"], [first])
     usage, done_event = choices.ending(usage=True)
     assert json.loads(usage.removeprefix(b"data: "))["choices"] == []
     assert [done_event] == choices.ending(usage=False) == [b"data: [DONE]\n\n"]
     assert "usage" not in chunk
     assert (
-        json.loads(Choices(COMPLETION_FORMAT, "m", 1, shows_usage=True).chunk([first_chunk]))[
-            "usage"
-        ]
+        json.loads(Choices(COMPLETION_FORMAT, "m", 1, shows_usage=True).chunk([first]))["usage"]
         is None
     )
 
@@ -94,12 +92,12 @@ def test_chunks_count_the_tokens_of_their_sample(choices_format: Any) -> None:
     """With continuous_usage_stats, as in vLLM."""
     choices = Choices(choices_format, "m", 2, shows_usage=True, continuous=True, shows_tokens=False)
     usages = []
-    for sample, tokens, members in (
+    for sample, tokens, more in (
         (0, [1, 2], {"prompt_token_ids": [7, 8, 9]}),
         (1, [3], {}),
         (0, [4], {}),
     ):
-        choice = choices.add(0, Delta(sample, "a", extra_members={"token_ids": tokens, **members}))
+        choice = choices.add(0, Delta(sample, "a", extra_members={"token_ids": tokens, **more}))
         assert not choice.keys() & {"token_ids", "prompt_token_ids"}
         chunk = json.loads(choices.chunk([choice]))
         assert "prompt_token_ids" not in chunk
@@ -141,8 +139,8 @@ def test_the_role_is_only_in_the_first_chunk() -> None:
         {"content": "c"},
         {},
     ]
-    messages = [choice["message"] for choice in choices.whole_response()["choices"]]
-    assert messages == [
+    sent = [choice["message"] for choice in choices.whole_response()["choices"]]
+    assert sent == [
         {"role": "assistant", "content": "ac"},
         {"role": "assistant", "content": "b"},
     ]
@@ -164,11 +162,9 @@ def test_errors_have_a_type_and_the_field() -> None:
     api_error = decode_error(InvalidArgument("[request id: 7] temperature: -1 is not a number"))
     assert (api_error["type"], api_error["param"]) == ("invalid_request_error", "temperature")
     assert api_error["message"] == "temperature: -1 is not a number"
-    length_error = decode_error(
-        InvalidArgument(f"[request id: 7] text_input: {PROMPT_TOO_LONG}: 9 tokens")
-    )
-    assert (length_error["param"], length_error["code"]) == ("prompt", "context_length_exceeded")
-    assert length_error["message"] == f"prompt: {PROMPT_TOO_LONG}: 9 tokens"
+    long = decode_error(InvalidArgument(f"[request id: 7] text_input: {PROMPT_TOO_LONG}: 9 tokens"))
+    assert (long["param"], long["code"]) == ("prompt", "context_length_exceeded")
+    assert long["message"] == f"prompt: {PROMPT_TOO_LONG}: 9 tokens"
     assert decode_error(InvalidArgument("the body is a list"))["param"] is None
     assert decode_error(NotFound("x: no"))["code"] == "model_not_found"
     assert decode_error(TooManyRequests("full"))["code"] == "rate_limit_exceeded"
@@ -211,10 +207,8 @@ def test_many_log_probabilities_are_parsed_in_parts(monkeypatch: pytest.MonkeyPa
 
 
 def text_gateway() -> Any:
-    signature = SimpleNamespace(
-        inputs={bodies.PARAMETERS_INPUT: None}, outputs={bodies.TEXT_OUTPUT: None}
-    )
-    model = SimpleNamespace(name="m", signature=signature)
+    io = SimpleNamespace(inputs={bodies.PARAMETERS_INPUT: None}, outputs={bodies.TEXT_OUTPUT: None})
+    model = SimpleNamespace(name="m", signature=io)
     model_table = MagicMock(on_demand=(), resolve_alias=str)
     model_table.__contains__.return_value = True
     model_table.resolve.return_value = model
@@ -230,7 +224,7 @@ def read_body(raw: bytes, prompts: Sequence[str] = (), **headers: str) -> dict[s
 
 
 @pytest.mark.parametrize(
-    ("limits_given", "max_tokens"),
+    ("given", "max_tokens"),
     [
         ({}, 1 << 24),
         ({"max_tokens": None}, 1 << 24),
@@ -243,14 +237,12 @@ def read_body(raw: bytes, prompts: Sequence[str] = (), **headers: str) -> dict[s
     ],
 )
 def test_a_chat_without_a_limit_of_tokens_has_that_of_its_model(
-    limits_given: dict[str, Any], max_tokens: int
+    given: dict[str, Any], max_tokens: int
 ) -> None:
-    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **limits_given}
-    parsed_request = asyncio.run(bodies.parse_chat(text_gateway(), body))
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **given}
+    parsed = asyncio.run(bodies.parse_chat(text_gateway(), body))
     limits = ("max_completion_tokens", "max_tokens", "max_new_tokens")
-    assert [
-        parsed_request.parameters[name] for name in limits if name in parsed_request.parameters
-    ] == [max_tokens]
+    assert [parsed.parameters[name] for name in limits if name in parsed.parameters] == [max_tokens]
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("identity", bytes)])
@@ -338,10 +330,10 @@ def test_a_chat_with_reasoning_and_calls() -> None:
     usage = {"prompt_tokens": 3, "completion_tokens": 2, "reasoning_tokens": 1}
     chunks.append(choices.add(0, Delta(0, "", "stop", usage=usage, message={})))
     assert choices.usage()["completion_tokens_details"] == {"reasoning_tokens": 1}
-    reasoning_members = {"reasoning_content": "hm", "reasoning": "hm"}
+    reasoning = {"reasoning_content": "hm", "reasoning": "hm"}
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{"}}
     assert [chunk["delta"] for chunk in chunks] == [
-        {"role": "assistant", "content": "", **reasoning_members},
+        {"role": "assistant", "content": "", **reasoning},
         {"tool_calls": [{"index": 0, **call}]},
         {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]},
         {},
@@ -352,7 +344,7 @@ def test_a_chat_with_reasoning_and_calls() -> None:
     assert choice["message"] == {
         "role": "assistant",
         "content": None,
-        **reasoning_members,
+        **reasoning,
         "tool_calls": [call],
     }
 

@@ -21,7 +21,7 @@ from tests.rigs.gateway_rig import (
     rig,
     tensor_config,
 )
-from tests.support.wire.raw_http import Http, Reply
+from tests.support.wire.raw_http import Http
 
 RECORDED_CASES = [
     json.loads(line)
@@ -119,10 +119,9 @@ def test_responses_equal_those_of_triton(http: Http, case: dict[str, Any]) -> No
 
 
 def simple(**members: Any) -> dict[str, Any]:
-    row = list(range(16))
+    r = list(range(16))
     inputs = [
-        {"name": name, "datatype": "INT32", "shape": [1, 16], "data": row}
-        for name in ("INPUT0", "INPUT1")
+        {"name": n, "datatype": "INT32", "shape": [1, 16], "data": r} for n in ("INPUT0", "INPUT1")
     ]
     return {"inputs": inputs, **members}
 
@@ -203,7 +202,7 @@ def test_responses_are_compressed_on_request(http: Http, encoding: str) -> None:
     assert reply.headers["Content-Encoding"] == encoding
     size = int(reply.headers["Inference-Header-Content-Length"])
     body = zlib.decompress(reply.body, 47)
-    assert [output["name"] for output in json.loads(body[:size])["outputs"]] == [
+    assert [o["name"] for o in json.loads(body[:size])["outputs"]] == [
         "OUTPUT0",
         "OUTPUT1",
     ]
@@ -228,11 +227,9 @@ def test_unsupported_encodings_list_supported_ones(http: Http) -> None:
 
 
 def test_versions_are_distinguished(gateway: Rig, http: Http) -> None:
-    def constant_model(value: bytes) -> Any:
+    def constant_model(v: bytes) -> Any:
         def compute(request: Inference) -> Inferred:
-            return Inferred(
-                (TensorRef("OUT", "INT8", (1,), value),), {"n": 1.5, "s": "x", "b": True}
-            )
+            return Inferred((TensorRef("OUT", "INT8", (1,), v),), {"n": 1.5, "s": "x", "b": True})
 
         return compute
 
@@ -253,10 +250,8 @@ def test_versions_are_distinguished(gateway: Rig, http: Http) -> None:
     assert answer("many/versions/0010") == ("10", [10])
     assert http.get("/v2/models/many").json()["versions"] == ["2", "10"]
     assert http.get("/v2/models/many/versions/2").json()["versions"] == ["2"]
-    for missing_version in (
-        http.infer(f"many/versions/{version}", request) for version in ("3", "003")
-    ):
-        assert missing_version.error == "Request for unknown model: 'many' version 3 is not found"
+    for missing in (http.infer(f"many/versions/{version}", request) for version in ("3", "003")):
+        assert missing.error == "Request for unknown model: 'many' version 3 is not found"
 
 
 def test_bytes_that_are_not_utf8_need_binary_data(http: Http) -> None:
@@ -274,8 +269,6 @@ def test_responses_contain_no_internals(gateway: Rig, http: Http) -> None:
     ]  # fmt: skip
     for case in RECORDED_CASES[:120]:
         body = case.get("body", "").encode("latin-1")
-        reply: Reply = http.call(
-            case.get("method", "POST"), case["path"], body, case.get("headers")
-        )
+        reply = http.call(case.get("method", "POST"), case["path"], body, case.get("headers"))
         response_text = reply.body.decode("latin-1") + str(reply.headers)
         assert not [word for word in internal_words if word in response_text]

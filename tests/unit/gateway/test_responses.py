@@ -32,9 +32,7 @@ def parse_large(body: dict[str, Any]) -> Any:
 
 
 def events(response: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]]:
-    frames = response.frames([[response.add(0, delta)] for delta in deltas]) + response.ending(
-        usage=False
-    )
+    frames = response.frames([[response.add(0, d)] for d in deltas]) + response.ending(usage=False)
     events = []
     for frame in frames:
         name, data = frame.decode().rstrip("\n").split("\n")
@@ -137,15 +135,15 @@ def test_tools_and_formats_have_the_form_of_chats() -> None:
     tool = {"type": "function", "name": "f", "parameters": {}, "strict": True}
     choice = {"type": "function", "name": "f"}
     text_format = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
-    chat_body = convert_chat(
+    chat = convert_chat(
         tools=[tool], tool_choice=choice, text={"format": text_format}, reasoning={"effort": "low"}
     )
-    assert chat_body["tools"] == [
+    assert chat["tools"] == [
         {"type": "function", "function": {"name": "f", "parameters": {}, "strict": True}}
     ]
-    assert chat_body["tool_choice"] == {"type": "function", "function": {"name": "f"}}
-    assert chat_body["response_format"] == {"type": "json_schema", "json_schema": text_format}
-    assert chat_body["reasoning_effort"] == "low"
+    assert chat["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+    assert chat["response_format"] == {"type": "json_schema", "json_schema": text_format}
+    assert chat["reasoning_effort"] == "low"
     assert convert_chat(include=["message.output_text.logprobs"])["logprobs"] is True
     assert "logprobs" not in convert_chat(include=["reasoning.encrypted_content"])
 
@@ -213,10 +211,8 @@ def test_functions_of_a_namespace_have_its_name(is_large: bool) -> None:
     calls = [{"index": i, "id": f"c{i}", "name": name, "arguments": "{}"}
              for i, name in enumerate(["f", "n__f"])]  # fmt: skip
     events_out = events(response_object, [Delta(0, "", "stop", message={"tool_calls": calls})])
-    added_items = [event["item"] for event in events_out if event["type"].endswith("item.added")]
-    assert [(item["name"], item.get("namespace")) for item in added_items] == [
-        *[("f", None), ("f", "n")]
-    ]
+    added = [event["item"] for event in events_out if event["type"].endswith("item.added")]
+    assert [(item["name"], item.get("namespace")) for item in added] == [*[("f", None), ("f", "n")]]
     assert response_object._calls is response_object._calls  # large tools are parsed once
     (message,) = convert_chat(input=events_out[-1]["response"]["output"])["messages"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["f", "n__f"]

@@ -50,13 +50,13 @@ def test_a_caller_decides_for_opentelemetry() -> None:
     always_traced = TraceSettings(("TIMESTAMPS",), 1, trace_mode="opentelemetry")
     tracer.apply_settings({"": asdict(always_traced)})
     assert tracer.active
-    for traceparent, is_sampled in (
+    for header, sampled in (
         (SAMPLED_HEADER, True),
         (SAMPLED_HEADER[:-1] + "0", False),
         ("", True),
     ):
-        trace = tracer.begin_trace("m", "1", "", 0, traceparent, False)
-        assert trace is not None and trace.sampled is is_sampled
+        trace = tracer.begin_trace("m", "1", "", 0, header, False)
+        assert trace is not None and trace.sampled is sampled
 
 
 def test_a_file_is_whole_after_each_write(tmp_path: Path) -> None:

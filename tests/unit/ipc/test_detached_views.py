@@ -40,14 +40,14 @@ def test_detached_views_keep_their_contents(region: Region, offset: int, size: i
 
 def test_several_views_of_one_memory(region: Region) -> None:
     mappings = Mappings()
-    memory_ranges = [
+    ranges = [
         region.memory_range(0, 10),
         region.memory_range(9000, 10),
         region.memory_range(20, 10),
     ]
-    views = [mappings.view(memory_range) for memory_range in memory_ranges]
+    views = [mappings.view(memory_range) for memory_range in ranges]
     other_views = mappings.view(region.memory_range(3 * 4096, 10))
-    mappings.detach(memory_ranges)
+    mappings.detach(ranges)
     region.write(0, np.full(SIZE, 2, np.uint8))
     assert all(set(view) == {1} for view in views)
     assert set(other_views) == {2}  # on a page that is not detached

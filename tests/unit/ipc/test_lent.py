@@ -98,15 +98,13 @@ def test_a_token_collected_before_its_release_is_reported() -> None:
     )
 
 
-def memory_range(
-    memory_id: int, pid: int, offset: int, sealed: bool = True, cuda: bool = False
-) -> Range:
+def memory_range(id_: int, pid: int, offset: int, sealed: bool = True, cuda: bool = False) -> Range:
     handle = CudaHandle(b"h" * 64, 0) if cuda else None
-    return Range(Memory(memory_id, pid, 3, 4, 1 << 20, sealed, cuda=handle), offset, 8)
+    return Range(Memory(id_, pid, 3, 4, 1 << 20, sealed, cuda=handle), offset, 8)
 
 
 def test_releases_name_each_process_once_and_no_client() -> None:
-    outputs_data = {
+    parts = {
         "a": memory_range(1, 10, 0),
         "b": memory_range(2, 11, 64),
         "c": memory_range(1, 10, 128),
@@ -114,9 +112,9 @@ def test_releases_name_each_process_once_and_no_client() -> None:
         "device": memory_range(4, 0, 0, cuda=True),
         "own": memory_range(5, 13, 0),
     }
-    outputs = [TensorRef(name, "UINT8", (8,), data) for name, data in outputs_data.items()]
+    outputs = [TensorRef(name, "UINT8", (8,), data) for name, data in parts.items()]
     outputs.append(TensorRef("inline", "UINT8", (1,), b"x"))
-    assert release_messages(outputs_data.values(), {5}) == [
+    assert release_messages(parts.values(), {5}) == [
         Release(10, [0, 128]),
         Release(11, [64]),
     ]

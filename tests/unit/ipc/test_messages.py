@@ -74,10 +74,8 @@ def test_every_message_survives_the_wire(cls: type[Any]) -> None:
 
 
 def test_a_lone_surrogate_is_escaped() -> None:
-    (decoded_message,) = frames.unpack(
-        frames.pack([m.Failed(1, "INTERNAL", "a \ud800 b ☃", 0, False)])
-    )
-    assert decoded_message.message == r"a \ud800 b ☃"
+    (decoded,) = frames.unpack(frames.pack([m.Failed(1, "INTERNAL", "a \ud800 b ☃", 0, False)]))
+    assert decoded.message == r"a \ud800 b ☃"
 
 
 @pytest.mark.parametrize("cls", ALL_CLASSES, ids=lambda cls: cls.__name__)
@@ -113,9 +111,9 @@ def test_any_bytes_are_a_frame_or_malformed(frame: bytes) -> None:
 def test_corrupted_frames_are_refused() -> None:
     """Changed or missing bytes make another message or schema, or a malformed one."""
     rng = random.Random(3)
-    memory_range = Range(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
+    place = Range(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
     tensors = (
-        TensorRef("a", "FP32", (1, 5), memory_range),
+        TensorRef("a", "FP32", (1, 5), place),
         TensorRef("b", "BYTES", (1,), b"\0\0\0\0"),
     )
     request, data = pack_inference(Inference(tensors, (RequestedOutput("c"),)))
@@ -126,7 +124,7 @@ def test_corrupted_frames_are_refused() -> None:
     kinds += [
         (lambda schema: unpack_inference(schema, data), request),
         (lambda schema: unpack_inferred(schema, data), response),
-        (lambda memory: unpack_range([memory, 10, 20]), memory_range.memory.packed),
+        (lambda memory: unpack_range([memory, 10, 20]), place.memory.packed),
     ] * 20
     malformed_count = 0
     for number in range(_CHANGES):
@@ -165,14 +163,12 @@ def test_any_value_is_a_frame_or_malformed(value: Any) -> None:
 
 
 def test_a_request_and_its_answer_survive_the_wire() -> None:
-    memory_range = Range(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
+    place = Range(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
     tensors = (
-        TensorRef("a", "FP32", (1, 5), memory_range),
+        TensorRef("a", "FP32", (1, 5), place),
         TensorRef("b", "BYTES", (), b"\0\0\0\0"),
     )
-    request = Inference(
-        tensors, (RequestedOutput("c", memory_range), RequestedOutput("d")), {"k": 1}
-    )
+    request = Inference(tensors, (RequestedOutput("c", place), RequestedOutput("d")), {"k": 1})
     assert unpack_inference(*pack_inference(request)) == request
     answer = Inferred(tensors, {"x": "y"})
     assert unpack_inferred(*pack_inferred(answer)) == answer
@@ -189,12 +185,10 @@ def test_a_memory_range_outside_its_memory_is_malformed() -> None:
     [[], [1], [1, ""], [1, None, ""], [1, "", "", "text"], [1, "", "", b"", 7], 7, ["a", 2]],
 )
 def test_records_within_a_message_are_typed_too(reply: Any) -> None:
-    times_ns = (0, 0, 0, 0)
-    message = m.BatchFinished(
-        1, *times_ns, [m.Reply(1, "", "", b"made", [b"x"]), m.Reply(2, "X", "no")]
-    )
-    assert frames.unpack(frames.pack([message])) == [message]
-    frame = msgpack.packb([frames.VERSION, ["BatchFinished", 1, *times_ns, [reply], 0, 0, True]])
+    times = (0, 0, 0, 0)
+    batch = m.BatchFinished(1, *times, [m.Reply(1, "", "", b"made", [b"x"]), m.Reply(2, "X", "no")])
+    assert frames.unpack(frames.pack([batch])) == [batch]
+    frame = msgpack.packb([frames.VERSION, ["BatchFinished", 1, *times, [reply], 0, 0, True]])
     with pytest.raises(MalformedMessage):
         frames.unpack(frame)
 

@@ -114,20 +114,18 @@ def test_waste_is_bounded(
     pad = padding({"max_waste": max_waste, "buckets": listed_buckets}, (-1, -1))
     batch = pad.batch()
     admitted: list[tuple[tuple[int, int], int]] = []
-    for image_shape, units in shapes_and_units:
-        if batch.may_join(pad.key(b"", {"IMAGE": image_shape}), units):
-            admitted.append((image_shape, units))
+    for image, units in shapes_and_units:
+        if batch.may_join(pad.key(b"", {"IMAGE": image}), units):
+            admitted.append((image, units))
     assert admitted[0] == shapes_and_units[0]
-    padded_shape = shape(pad, *(image_shape for image_shape, _ in admitted))
-    assert padded_shape is not None
-    total = prod(padded_shape) * sum(units for _, units in admitted)
-    true_elements = sum(prod(image_shape) * units for image_shape, units in admitted)
+    padded = shape(pad, *(image for image, _ in admitted))
+    assert padded is not None
+    total = prod(padded) * sum(units for _, units in admitted)
+    true_elements = sum(prod(image) * units for image, units in admitted)
     assert batch.elements() == {"IMAGE": (total, total - true_elements)}
     separate_elements = 0
-    for image_shape, units in admitted:
-        own_shape = shape(pad, image_shape)
-        assert own_shape is not None and all(
-            a <= b for a, b in zip(image_shape, padded_shape, strict=True)
-        )
+    for image, units in admitted:
+        own_shape = shape(pad, image)
+        assert own_shape is not None and all(a <= b for a, b in zip(image, padded, strict=True))
         separate_elements += prod(own_shape) * units
     assert total - true_elements <= max_waste * total + 1e-9 or total <= separate_elements

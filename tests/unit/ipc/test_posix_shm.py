@@ -117,15 +117,13 @@ def test_opening_shared_memory_does_not_wait_for_a_lease() -> None:
     fd = os.memfd_create("leased")
     try:
         os.ftruncate(fd, 4096)
-        memory_range = Range(
-            Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 0, 4096
-        )
+        first = Range(Memory(1, os.getpid(), fd, os.fstat(fd).st_ino, 4096, sealed=True), 0, 4096)
         with (
             hold_lease(f"/proc/self/fd/{fd}"),
             pytest.raises(Unavailable, match="has been released"),
         ):
-            Mappings().view(memory_range)
-        assert len(Mappings().view(memory_range)) == 4096
+            Mappings().view(first)
+        assert len(Mappings().view(first)) == 4096
     finally:
         os.close(fd)
 

@@ -132,16 +132,12 @@ def last_failure(request: Request) -> m.Failed:
 
 
 def test_a_response_ends_a_request_and_frees_its_memory(client: Client) -> None:
-    for message in (
-        m.Finished(1, b"schema", [b"data"]),
-        failure_message(),
-        response_message(final=True),
-    ):
+    for end in (m.Finished(1, b"s", [b"data"]), failure_message(), response_message(final=True)):
         request = Request(client)
         assert client
-        client.receive(message)
-        client.receive(message)  # a duplicate belongs to no request
-        assert (request.received, request.freed, bool(client)) == ([message], 1, False)
+        client.receive(end)
+        client.receive(end)  # a duplicate belongs to no request
+        assert (request.received, request.freed, bool(client)) == ([end], 1, False)
 
 
 def test_responses_before_the_last_free_nothing(client: Client) -> None:
@@ -176,11 +172,11 @@ def test_outputs_of_a_response_to_no_request_are_released(client: Client) -> Non
     assert len(request.received) == 1
     client.links.opened.add(NEW)
     client.receive(lent_response(2), NEW)
-    release_message = m.Release(4321, [4096], 1)
+    release = m.Release(4321, [4096], 1)
     assert client.links.of_type(m.Release) == [
-        (OLD, release_message),
-        (OLD, release_message),
-        (NEW, release_message),
+        (OLD, release),
+        (OLD, release),
+        (NEW, release),
     ]
 
 
@@ -279,7 +275,7 @@ def test_no_unneeded_link_to_a_successor_is_opened(client: Client) -> None:
 def test_requests_of_lost_schedulers_move_or_fail(client: Client, successor: str) -> None:
     """A request fails that has a response, may have lost its inputs, or is not awaited."""
     (
-        fresh_request,
+        fresh,
         begun_request,
         retried_request,
         impatient_request,
@@ -294,35 +290,30 @@ def test_requests_of_lost_schedulers_move_or_fail(client: Client, successor: str
         )
         for number in range(1, 7)
     )
-    other_request = Request(client, "ipc://other", number=7)
+    other = Request(client, "ipc://other", number=7)
     client.receive(response_message(begun_request.submit.id))
     impatient_request.awaits_response = False
     client.receive(failure_message(early_request.submit.id, is_early=True))
     client.links.last_messages[OLD] = [m.Finished(6, b"", [])]
     client.lose(OLD, successor)
-    settled_requests = (
+    settled = (
         begun_request, retried_request, impatient_request, early_request, answered_request,
     )  # fmt: skip
-    assert [settled_request.freed for settled_request in settled_requests] == [
-        1
-    ] * 5 and other_request.freed == 0
+    assert [r.freed for r in settled] == [1] * 5 and other.freed == 0
     assert [type(message) for message in answered_request.received] == [m.Finished]
     assert impatient_request.received == []
     failures = [
         (begun_request, LOST_AFTER_RESPONSE),
         (retried_request, CANNOT_RUN_AGAIN),
-        *([] if successor else [(fresh_request, NO_SCHEDULER)]),
+        *([] if successor else [(fresh, NO_SCHEDULER)]),
     ]
     for request, reason in failures:
         assert last_failure(request).code == "UNAVAILABLE"
         assert last_failure(request).message == f"[request id: me] {reason}"
-    assert fresh_request.freed == (not successor)
+    assert fresh.freed == (not successor)
     assert set(client.pending) == ({1, 7} if successor else {7}) and not client.settling
     if successor:
-        assert (
-            client.links.of_type(m.Submit)[-1] == (NEW, fresh_request.submit)
-            and fresh_request.endpoint == NEW
-        )
+        assert client.links.of_type(m.Submit)[-1] == (NEW, fresh.submit) and fresh.endpoint == NEW
 
 
 def test_requests_of_a_lost_scheduler_move_to_the_current_scheduler(client: Client) -> None:
@@ -432,22 +423,16 @@ def test_each_request_is_ended_and_its_memory_freed_once(events: list[tuple[str,
 
 def check(client: Client, request: Request) -> None:
     number = request.submit.id
-    final_messages = [
-        message
-        for message in request.received
-        if not isinstance(message, m.Responded) or message.final
-    ]
-    assert len(final_messages) <= 1 and request.freed <= 1
-    assert (
-        request.received[-1:] == final_messages or not final_messages
-    )  # the final response is the last message
+    final = [r for r in request.received if not isinstance(r, m.Responded) or r.final]
+    assert len(final) <= 1 and request.freed <= 1
+    assert request.received[-1:] == final or not final  # the final response is the last message
     if number in client.pending:
-        assert not final_messages and not request.freed and number not in client.settling
+        assert not final and not request.freed and number not in client.settling
         assert request.endpoint not in client.successors
     elif number in client.settling:
-        assert final_messages and not request.freed
+        assert final and not request.freed
     else:
-        assert request.freed == 1 and (final_messages or not request.awaits_response)
+        assert request.freed == 1 and (final or not request.awaits_response)
 
 
 # --- the message

@@ -61,15 +61,15 @@ def test_requests_of_one_kind_have_one_schema(
         )
         return Inference(tensors(datas), outputs, parameters)
 
-    first_request, second_request = draw_request(), draw_request()
-    (schema, first_data), (second_schema, second_data) = (
-        pack_inference(first_request),
-        pack_inference(second_request),
+    first, second = draw_request(), draw_request()
+    (schema, first_data), (other, second_data) = (
+        pack_inference(first),
+        pack_inference(second),
     )
-    assert schema == second_schema, "neither bytes nor places are in the schema"
+    assert schema == other, "neither bytes nor places are in the schema"
     request_schema = RequestSchema(schema)
-    assert request_schema.inference(first_data) == first_request
-    assert request_schema.inference(second_data) == second_request
+    assert request_schema.inference(first_data) == first
+    assert request_schema.inference(second_data) == second
     assert request_schema.data_count == len(first_data) == len(sizes) + 1
 
 
@@ -79,15 +79,15 @@ def test_responses_of_one_kind_have_one_schema(sizes: list[int], data: st.DataOb
         datas = [data.draw(st.binary(min_size=size, max_size=size)) for size in sizes]
         return Inferred(tensors(list(datas)), {"p": 1})
 
-    first_response, second_response = draw_response(), draw_response()
-    (schema, first_data), (second_schema, second_data) = (
-        pack_inferred(first_response),
-        pack_inferred(second_response),
+    first, second = draw_response(), draw_response()
+    (schema, first_data), (other, second_data) = (
+        pack_inferred(first),
+        pack_inferred(second),
     )
-    assert schema == second_schema
+    assert schema == other
     response_schema = ResponseSchema(schema)
-    assert response_schema.inferred(first_data) == first_response
-    assert response_schema.inferred(second_data) == second_response
+    assert response_schema.inferred(first_data) == first
+    assert response_schema.inferred(second_data) == second
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,13 @@ from shmserve.ipc.tensors.signature import Signature
 
 
 def signature(**fields: Any) -> Signature:
-    fixed_input = {"name": "FIXED", "data_type": "TYPE_UINT8", "dims": [2]}
-    free_input = {"name": "FREE", "data_type": "TYPE_UINT8", "dims": [-1, 2], **fields}
-    last_input = {"name": "LAST", "data_type": "TYPE_UINT8", "dims": [-1], "optional": True}
+    fixed = {"name": "FIXED", "data_type": "TYPE_UINT8", "dims": [2]}
+    free = {"name": "FREE", "data_type": "TYPE_UINT8", "dims": [-1, 2], **fields}
+    last = {"name": "LAST", "data_type": "TYPE_UINT8", "dims": [-1], "optional": True}
     config = {
         "name": "m",
         "max_batch_size": 8,
-        "input": [fixed_input, free_input, last_input],
+        "input": [fixed, free, last],
         "output": [],
     }
     return Signature(ModelSpec.of(config), "1")
@@ -73,17 +73,15 @@ def test_requests_with_other_optional_inputs_are_separated() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "actual_count"), [("LAST", "but got 1 inputs"), ("", "but got 0 inputs")]
+    ("names", "count"), [("LAST", "but got 1 inputs"), ("", "but got 0 inputs")]
 )
-def test_the_input_count_must_be_between_required_and_total(names: str, actual_count: str) -> None:
+def test_the_input_count_must_be_between_required_and_total(names: str, count: str) -> None:
     """3.6: the number of inputs is between required and total, with Triton's text."""
     tensors = [TensorRef(names, "UINT8", (1, 1), b"x")] if names else []
     with pytest.raises(InvalidArgument) as caught:
         signature().check("7", tensors, [])
     message = caught.value.message
-    assert message.startswith(
-        "[request id: 7] expected number of inputs between 2 and 3 " + actual_count
-    )
+    assert message.startswith("[request id: 7] expected number of inputs between 2 and 3 " + count)
     assert "missing required input(s) ['FIXED','FREE']" in message
 
 

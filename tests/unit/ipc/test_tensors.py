@@ -16,9 +16,7 @@ from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.ipc.tensors.signature import Signature
 
 EDGES = [0, 1, -1, 4095, 4096, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64 - 1, 2**64]
-NEAR = st.sampled_from(EDGES).flatmap(
-    lambda edge_value: st.integers(edge_value - 2, edge_value + 2)
-)
+NEAR = st.sampled_from(EDGES).flatmap(lambda edge: st.integers(edge - 2, edge + 2))
 
 
 @given(NEAR, NEAR, st.integers(0, 2**63 - 1))
@@ -74,13 +72,11 @@ A, B = tensor("A", "FP32", 2, 3, 2), tensor("B", "BYTES", 2, 1)
 
 
 def test_a_valid_request_is_accepted() -> None:
-    checked_request = Signature(SPEC, "1").check("", [A, B], [RequestedOutput("Y")])
-    assert checked_request.batch_size == 2
-    assert checked_request.shape_key == Signature(SPEC, "1").check("", [B, A], []).shape_key
+    checked = Signature(SPEC, "1").check("", [A, B], [RequestedOutput("Y")])
+    assert checked.batch_size == 2
+    assert checked.shape_key == Signature(SPEC, "1").check("", [B, A], []).shape_key
     other_tensor = tensor("A", "FP32", 2, 4, 2)
-    assert (
-        checked_request.shape_key != Signature(SPEC, "1").check("", [other_tensor, B], []).shape_key
-    )
+    assert checked.shape_key != Signature(SPEC, "1").check("", [other_tensor, B], []).shape_key
 
 
 @pytest.mark.parametrize(

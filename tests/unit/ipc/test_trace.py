@@ -90,10 +90,8 @@ def test_malformed_data_end_the_spans(junk: bytes) -> None:
 def test_an_explanation_has_the_times_of_all_calls() -> None:
     own_span = span("a", "g", 100)
     call = span("b", "a", 110, model="other")
-    explanation = phase_durations(
-        [own_span, call, span("z", "elsewhere")], "a", 50_000, 80_000, 200_000
-    )
-    assert explanation == {
+    phases = phase_durations([own_span, call, span("z", "elsewhere")], "a", 50_000, 80_000, 200_000)
+    assert phases == {
         "total_us": 150,
         "receive_us": 30,
         "batch_size": 4,

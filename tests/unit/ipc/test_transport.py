@@ -174,9 +174,7 @@ def test_a_connecting_peer_is_accepted_while_another_floods(router: Router, deal
         received += router.receive()
     other_dealer.close()
     assert (b"other", m.Cancel(1)) in received
-    assert [message for peer, message in received if peer == b"me"] == list(
-        map(m.Cancel, range(2, 40))
-    )
+    assert [text for peer, text in received if peer == b"me"] == list(map(m.Cancel, range(2, 40)))
 
 
 class _CountingPoll:

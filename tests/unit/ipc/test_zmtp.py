@@ -22,13 +22,11 @@ def feed(data: bytes, cuts: list[int]) -> tuple[zmtp.Decoder, list[bytes]]:
     return decoder, messages
 
 
-BODY_LISTS = st.lists(
-    st.one_of(st.binary(max_size=300), st.integers(0, 5000).map(bytes)), max_size=8
-)
+BODIES = st.lists(st.one_of(st.binary(max_size=300), st.integers(0, 5000).map(bytes)), max_size=8)
 CUT_POINTS = st.lists(st.integers(0, 100_000), max_size=12)
 
 
-@given(BODY_LISTS, CUT_POINTS)
+@given(BODIES, CUT_POINTS)
 def test_messages_are_decoded_for_any_split(bodies: list[bytes], cuts: list[int]) -> None:
     data = HANDSHAKE + b"".join(map(encode_zmtp, bodies))
     decoder, messages = feed(data, cuts)

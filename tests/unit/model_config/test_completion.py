@@ -152,18 +152,16 @@ def test_completion_keeps_the_authors_values_but_raises_the_batch_size() -> None
         "model_transaction_policy { decoupled: false }"
     )
     dict_before = to_dict(config)
-    merged_config = merge_autocomplete(
-        config, {**COMPLETED_CONFIG, "instance_group": [{"count": 9}]}
-    )
+    merged = merge_autocomplete(config, {**COMPLETED_CONFIG, "instance_group": [{"count": 9}]})
     assert to_dict(config) == dict_before
-    assert merged_config.max_batch_size == 4
-    assert [tensor.name for tensor in merged_config.input] == ["IN", "MASK"]
-    assert merged_config.input[0].data_type == model_config_pb2.TYPE_FP32
-    assert merged_config.input[0].format == model_config_pb2.ModelInput.FORMAT_NHWC
-    assert merged_config.input[1].optional
-    assert [tensor.name for tensor in merged_config.output] == ["MORE", "OUT"]
-    assert list(merged_config.dynamic_batching.preferred_batch_size) == [1]
-    assert not merged_config.instance_group
+    assert merged.max_batch_size == 4
+    assert [tensor.name for tensor in merged.input] == ["IN", "MASK"]
+    assert merged.input[0].data_type == model_config_pb2.TYPE_FP32
+    assert merged.input[0].format == model_config_pb2.ModelInput.FORMAT_NHWC
+    assert merged.input[1].optional
+    assert [tensor.name for tensor in merged.output] == ["MORE", "OUT"]
+    assert list(merged.dynamic_batching.preferred_batch_size) == [1]
+    assert not merged.instance_group
     with pytest.raises(InvalidArgument, match="trying to change decoupled property"):
         merge_autocomplete(config, {"model_transaction_policy": {"decoupled": True}})
     with pytest.raises(

@@ -217,8 +217,8 @@ def test_cyclic_and_incomplete_graphs_are_refused(steps: str, missing_tensor: st
     ],
 )  # fmt: skip
 def test_a_cycle_outside_the_needed_steps_is_refused(steps: str, text: str) -> None:
-    circular_step = (
+    circle = (
         'step { model_name: "z" input_map { key: "a" value: "I" } output_map { key: "b" value: '
     )
-    errors = problems(ENSEMBLE + f'ensemble_scheduling {{ {steps} {circular_step} "O" }} }} }}')
+    errors = problems(ENSEMBLE + f'ensemble_scheduling {{ {steps} {circle} "O" }} }} }}')
     assert text in errors

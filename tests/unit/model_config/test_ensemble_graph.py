@@ -52,23 +52,20 @@ def step(name: str, inputs: str, outputs: str, version: int = -1) -> str:
     return f'step {{ model_name: "{name}" model_version: {version} {maps} }}'
 
 
-def build_ensemble(
-    *steps: str, fields: str = "", outputs: tuple[str, ...] = ("OUT",)
-) -> ModelConfig:
+def build_ensemble(*steps: str, fields: str = "", out: tuple[str, ...] = ("OUT",)) -> ModelConfig:
     """Return the ensemble "e" from IN to OUT, after checking it against the available models."""
-    output_texts = "".join(
+    texts = "".join(
         f'output {{ name: "{output_name}" data_type: TYPE_FP32 dims: [ -1 ] }} '
-        for output_name in outputs
+        for output_name in out
     )
     ensemble = config(
         'name: "e" platform: "ensemble" input { name: "IN" data_type: TYPE_FP32 dims: [ -1 ] } '
-        f"{output_texts} ensemble_scheduling {{ {' '.join(steps)} }} {fields}"
+        f"{texts} ensemble_scheduling {{ {' '.join(steps)} }} {fields}"
     )
     names = [step.model_name for step in ensemble.ensemble_scheduling.step]
-    has_versions = [step.model_version > 1 for step in ensemble.ensemble_scheduling.step]
+    versions = [step.model_version > 1 for step in ensemble.ensemble_scheduling.step]
     models = [
-        None if versioned else MODELS.get(name)
-        for name, versioned in zip(names, has_versions, strict=True)
+        None if newest else MODELS.get(name) for name, newest in zip(names, versions, strict=True)
     ]
     return compose(ensemble, models, [name in MODELS for name in names])
 

@@ -31,9 +31,7 @@ from shmserve.proto import load, model_config_pb2
 from shmserve.supervisor.models.model_version import describe
 
 DATA = Path(__file__).with_name("data")
-RECORDED_CONFIGS: dict[str, dict[str, Any]] = json.loads(
-    DATA.joinpath("triton_configs.json").read_text()
-)
+RECORDED: dict[str, dict[str, Any]] = json.loads(DATA.joinpath("triton_configs.json").read_text())
 COMPLETED_CONFIG = {
     "max_batch_size": 4,
     "input": [
@@ -71,9 +69,9 @@ def convert_numbers(value: Any) -> Any:
     return value
 
 
-@pytest.mark.parametrize("name", RECORDED_CONFIGS)
+@pytest.mark.parametrize("name", RECORDED)
 def test_printed_configurations_equal_tritons(name: str) -> None:
-    recorded_case = RECORDED_CONFIGS[name]
+    recorded_case = RECORDED[name]
     config = detect_backend(parse_pbtxt(recorded_case["pbtxt"]), name, ["model.py"])
     config = normalise(config, name, 0)
     validate(config, gpu_count=0, complete=False)
@@ -118,7 +116,7 @@ def test_the_schema_equals_tritons() -> None:
         return [shape(message) for message in file.message_types_by_name.values()]
 
     assert shapes(model_config_pb2.DESCRIPTOR) == shapes(triton_module["DESCRIPTOR"])
-    config = parse_pbtxt(RECORDED_CONFIGS["rich"]["pbtxt"])
+    config = parse_pbtxt(RECORDED["rich"]["pbtxt"])
     triton_config = triton_module["ModelConfig"].FromString(config.SerializeToString())
     assert ModelConfig.FromString(triton_config.SerializeToString()) == config
 
@@ -126,7 +124,7 @@ def test_the_schema_equals_tritons() -> None:
 def test_our_protobuf_classes_coexist_with_tritons() -> None:
     pytest.importorskip("grpc")
     triton_pb2 = pytest.importorskip("tritonclient.grpc.model_config_pb2")
-    config = parse_pbtxt(RECORDED_CONFIGS["rich"]["pbtxt"])
+    config = parse_pbtxt(RECORDED["rich"]["pbtxt"])
     assert triton_pb2.ModelConfig.FromString(config.SerializeToString()).name == config.name
 
 
@@ -156,10 +154,8 @@ def messages(descriptor: Descriptor) -> st.SearchStrategy[dict[str, Any]]:
     def value(field: FieldDescriptor) -> st.SearchStrategy[Any]:
         if is_map(field):
             assert field.message_type is not None
-            entry = field.message_type.fields_by_name
-            return st.dictionaries(
-                single_value(entry["key"]), single_value(entry["value"]), max_size=2
-            )
+            e = field.message_type.fields_by_name
+            return st.dictionaries(single_value(e["key"]), single_value(e["value"]), max_size=2)
         element = single_value(field)
         return st.lists(element, max_size=2) if is_repeated(field) else element
 
@@ -197,11 +193,9 @@ configs = messages(ModelConfig.DESCRIPTOR).map(lambda members: ModelConfig(**mem
 
 
 @given(configs, st.booleans(), st.booleans(), st.booleans())
-def test_every_protobuf_text_is_read(
-    config: ModelConfig, one_line: bool, short_repeated: bool, utf8: bool
-) -> None:
+def test_all_protobuf_is_read(config: ModelConfig, one_line: bool, short: bool, utf8: bool) -> None:
     text = text_format.MessageToString(
-        config, as_one_line=one_line, use_short_repeated_primitives=short_repeated, as_utf8=utf8
+        config, as_one_line=one_line, use_short_repeated_primitives=short, as_utf8=utf8
     )
     assert parse_pbtxt(text) == config
 
@@ -312,20 +306,18 @@ def test_every_protobuf_json_is_read(config: ModelConfig, snake: bool, as_text: 
 @given(configs)
 def test_printed_configurations_parse_to_the_same(config: ModelConfig) -> None:
     printed_config = to_dict(config)
-    reparsed = from_json(json.dumps(printed_config))
-    assert to_dict(reparsed) == printed_config
-    reparsed.ClearField("max_batch_size")
-    expected = ModelConfig()
-    expected.CopyFrom(config)
-    expected.ClearField("max_batch_size")
-    for parsed_config in (reparsed, expected):
+    new = from_json(json.dumps(printed_config))
+    assert to_dict(new) == printed_config
+    new.ClearField("max_batch_size")
+    old = ModelConfig()
+    old.CopyFrom(config)
+    old.ClearField("max_batch_size")
+    for parsed_config in (new, old):
         if parsed_config.dynamic_batching.max_queue_delay_microseconds == 0:
             parsed_config.dynamic_batching.ClearField("max_queue_delay_microseconds")
-    if not expected.HasField("dynamic_batching"):
-        reparsed.ClearField("dynamic_batching")
-    assert reparsed.SerializeToString(deterministic=True) == expected.SerializeToString(
-        deterministic=True
-    )
+    if not old.HasField("dynamic_batching"):
+        new.ClearField("dynamic_batching")
+    assert new.SerializeToString(deterministic=True) == old.SerializeToString(deterministic=True)
 
 
 def parse_int_strings(value: Any) -> Any:
@@ -446,17 +438,15 @@ def test_special_floats_are_printed_as_proto3_json_does() -> None:
 def test_normalising_twice_changes_nothing(config: ModelConfig, gpus: int) -> None:
     defaults = ModelDefaults(dynamic_batching=True, max_batch_size=4, max_queue_delay_us=7)
     bytes_before = config.SerializeToString(deterministic=True)
-    filled_once = normalise(config, "m", gpus, defaults)
+    once = normalise(config, "m", gpus, defaults)
     assert config.SerializeToString(deterministic=True) == bytes_before
-    filled_twice = normalise(filled_once, "m", gpus, defaults)
-    assert filled_once.SerializeToString(deterministic=True) == filled_twice.SerializeToString(
-        deterministic=True
-    )
-    assert filled_once.input == config.input
+    twice = normalise(once, "m", gpus, defaults)
+    assert once.SerializeToString(deterministic=True) == twice.SerializeToString(deterministic=True)
+    assert once.input == config.input
     if config.HasField("max_batch_size"):
-        assert filled_once.max_batch_size == config.max_batch_size
+        assert once.max_batch_size == config.max_batch_size
     if config.HasField("version_policy"):
-        assert filled_once.version_policy == config.version_policy
+        assert once.version_policy == config.version_policy
 
 
 @given(configs)

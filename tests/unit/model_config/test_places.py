@@ -16,9 +16,7 @@ from tests.rigs.marked_configs import PYTHON, TENSORS, positions, problems
 from tests.unit.model_config.test_parse import FRAGMENTS, configs
 
 ROOT = Path(__file__).resolve().parents[3]
-FILES = sorted(
-    path for folder in ("tests", "bench", "examples") for path in (ROOT / folder).rglob("*.pbtxt")
-)
+FILES = sorted(path for f in ("tests", "bench", "examples") for path in (ROOT / f).rglob("*.pbtxt"))
 
 
 def text_at(text: str, position: str) -> str:
@@ -62,11 +60,9 @@ def test_every_key_of_a_real_file_is_found_in_it(path: Path, newline: str) -> No
 
 
 @given(configs, st.booleans(), st.booleans())
-def test_every_key_of_a_text_is_found_in_it(
-    config: ModelConfig, is_flat: bool, short_repeated: bool
-) -> None:
+def test_every_key_of_a_text_is_found(config: ModelConfig, is_flat: bool, short: bool) -> None:
     text = text_format.MessageToString(
-        config, as_one_line=is_flat, use_short_repeated_primitives=short_repeated
+        config, as_one_line=is_flat, use_short_repeated_primitives=short
     )
     check_positions(text, read_pbtxt(text)[1])
 

@@ -242,7 +242,7 @@ def test_gpus_are_checked_against_the_hosts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dims", "shape", "batch", "expected"),
+    ("dims", "shape", "size", "error"),
     [
         ([4], [2, 2], 0, ""),
         ([2, 4, -1, 6], [8, -1, 1, 6], 0, ""),
@@ -259,18 +259,18 @@ def test_gpus_are_checked_against_the_hosts() -> None:
     ],
 )
 def test_a_reshape_keeps_the_elements(
-    dims: list[int], shape: list[int], batch: int, expected: str
+    dims: list[int], shape: list[int], size: int, error: str
 ) -> None:
     text = (
-        f'{PYTHON} max_batch_size: {batch} input {{ name: "I" data_type: TYPE_FP32 dims: {dims} '
+        f'{PYTHON} max_batch_size: {size} input {{ name: "I" data_type: TYPE_FP32 dims: {dims} '
         f"reshape {{ @shape: {shape} }} }}"
     )
     key = "input[0].reshape.shape"
     if shape == [0]:
         key, text = f"{key}[0]", text.replace("@shape: [", "shape: [@")
     errors = problems(text)
-    assert errors.startswith(f"{place(text)}{key}: model input 'I' {expected}" if expected else "")
-    assert bool(errors) == bool(expected)
+    assert errors.startswith(f"{place(text)}{key}: model input 'I' {error}" if error else "")
+    assert bool(errors) == bool(error)
 
 
 @pytest.mark.parametrize(

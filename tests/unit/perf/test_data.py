@@ -17,7 +17,7 @@ from shmserve.protocols.tensors import ModelTensor
 BATCHED = ModelInterface(
     {"X": ModelTensor("X", "INT32", (-1, 2))}, {"Y": ("FP32", (3,))}, batches=True
 )
-PLAIN_MODEL = ModelInterface(
+ALONE = ModelInterface(
     {"X": ModelTensor("X", "FP32", (-1, 2)), "T": ModelTensor("T", "BYTES", (1,))}
 )
 
@@ -47,13 +47,13 @@ def test_inputs_of_batching_models_get_a_batch_dimension() -> None:
     with pytest.raises(
         InvalidArgument, match=("--batch: 4 rows, but the model does not support batches")
     ):
-        data.read_requests(PLAIN_MODEL, DataOptions(batch=4))
+        data.read_requests(ALONE, DataOptions(batch=4))
 
 
 def test_a_variable_shape_must_be_given() -> None:
     with pytest.raises(InvalidArgument, match=r"\[-1,2\], .* with --shape X:N,2"):
-        data.read_requests(PLAIN_MODEL, DataOptions())
-    quantised, _ = data.read_requests(PLAIN_MODEL, DataOptions(shapes=["X:3,2"]))[0]
+        data.read_requests(ALONE, DataOptions())
+    quantised, _ = data.read_requests(ALONE, DataOptions(shapes=["X:3,2"]))[0]
     assert quantised.shape == [3, 2]
 
 
@@ -63,7 +63,7 @@ def test_a_shape_without_a_configuration_may_begin_with_the_batch_dimension() ->
             raise TransportError("this token has no access to 'model-config'")
 
         def inputs(self, *_: str) -> dict[str, ModelTensor]:
-            return dict(PLAIN_MODEL.inputs)
+            return dict(ALONE.inputs)
 
     model = data.read_interface(RefusingTransport(), "m", "")
     with pytest.raises(InvalidArgument) as caught:
@@ -78,7 +78,7 @@ def test_a_shape_without_a_configuration_may_begin_with_the_batch_dimension() ->
 @pytest.mark.parametrize("text", ["X", "X:a", "X:-1", "3"])
 def test_a_shape_flag_is_a_name_and_numbers(text: str) -> None:
     with pytest.raises(InvalidArgument, match="--shape: expected NAME:N,N"):
-        data.read_requests(PLAIN_MODEL, DataOptions(shapes=[text]))
+        data.read_requests(ALONE, DataOptions(shapes=[text]))
 
 
 @pytest.mark.parametrize("options", [DataOptions(["Z=1"]), DataOptions(shapes=["Z:1"])])
@@ -89,16 +89,14 @@ def test_a_missing_input_is_named(options: DataOptions) -> None:
 
 def test_a_data_file_is_read_as_by_perf_analyzer(tmp_path: Path) -> None:
     path = tmp_path / "d.json"
-    entries = [
+    rows = [
         {"X": [1, 2]},
         {"X": {"content": [[3, 4]], "shape": [2]}},
         [{"X": {"b64": "BQAAAAYAAAA="}}],
     ]
-    path.write_text(json.dumps({"data": entries}))
-    values_of_x = [
-        values(item)["X"] for item in data.read_requests(BATCHED, DataOptions(source=str(path)))
-    ]
-    assert values_of_x == [[[1, 2]], [[3, 4]], [[5, 6]]]
+    path.write_text(json.dumps({"data": rows}))
+    found = [values(row)["X"] for row in data.read_requests(BATCHED, DataOptions(source=str(path)))]
+    assert found == [[[1, 2]], [[3, 4]], [[5, 6]]]
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,8 @@ def transport() -> Iterator[InstantLaneFactory]:
         yield InstantLaneFactory(poller)
 
 
-def load(
-    lane_factory: InstantLaneFactory, requests: list[Any], slots: int, schedule: Any = None
-) -> LoadGenerator:
-    return LoadGenerator(
-        lane_factory.poller, lane_factory, lambda slot: requests, slots, schedule, patience_s=0.2
-    )
+def load(lanes: InstantLaneFactory, sent: list[Any], count: int, plan: Any = None) -> LoadGenerator:
+    return LoadGenerator(lanes.poller, lanes, lambda slot: sent, count, plan, patience_s=0.2)
 
 
 def test_a_closed_loop_keeps_its_number_and_rotates_requests(transport: InstantLaneFactory) -> None:
@@ -139,9 +135,7 @@ def test_random_arrivals_are_poisson() -> None:
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1e6, rel=0.03)
     # Of an exponential distribution the standard deviation is the mean.
-    assert (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 == pytest.approx(
-        mean, rel=0.05
-    )
+    assert (sum((g - mean) ** 2 for g in gaps) / len(gaps)) ** 0.5 == pytest.approx(mean, rel=0.05)
 
 
 @pytest.mark.parametrize(

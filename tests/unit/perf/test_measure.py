@@ -27,9 +27,7 @@ def test_percentiles_use_the_nearest_rank(samples: list[int], percent: float) ->
 
 def test_percentiles_of_a_hundred() -> None:
     ordered_values = values(list(range(1, 101)))
-    percentiles = [
-        measure.percentile(ordered_values, percent) for percent in (50, 90, 99, 99.9, 100)
-    ]
+    percentiles = [measure.percentile(ordered_values, p) for p in (50, 90, 99, 99.9, 100)]
     assert percentiles == [50, 90, 99, 100, 100]
     assert measure.percentile(values([]), 50) == 0
 

@@ -44,8 +44,8 @@ def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
     path = tmp_path / "old.json"
     path.write_text(report.as_json({"model": "m"}, [POINT]))
     assert report.read_report(str(path)) == [POINT]
-    new_point = replace(POINT, per_second=3000.0)
-    assert report.comparison([POINT], [new_point]).splitlines()[1].split()[2:4] == [
+    new = replace(POINT, per_second=3000.0)
+    assert report.comparison([POINT], [new]).splitlines()[1].split()[2:4] == [
         "1.500",
         "1.000",
     ]

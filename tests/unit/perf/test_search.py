@@ -36,11 +36,11 @@ def model(
         latency = took_ms * candidate.depth
         if candidate.depth == 1 and candidate.delay_us < 500:  # the delay is too short for all
             latency *= 2
-        noise_factors = [1 + rng.uniform(-noise, noise) for _ in range(2)]
+        noises = [1 + rng.uniform(-noise, noise) for _ in range(2)]
         return Trial(
             candidate,
-            instances * rows / took_ms * 1000 * noise_factors[0],
-            latency * noise_factors[1],
+            instances * rows / took_ms * 1000 * noises[0],
+            latency * noises[1],
         )
 
     return measure
@@ -173,10 +173,8 @@ CONFIG = normalised(BATCHING)
 def test_a_candidate_round_trips_as_a_configuration(candidate: Candidate) -> None:
     configured = search.with_candidate(CONFIG, candidate, 12.5)
     assert search.current_candidate(configured) == candidate
-    best_trial = Trial(candidate, 100.0, 9.0)
-    text = search.recommendation(
-        CONFIG, [best_trial._replace(per_second=50.0), best_trial], best_trial, 12.5
-    )
+    best = Trial(candidate, 100.0, 9.0)
+    text = search.recommendation(CONFIG, [best._replace(per_second=50.0), best], best, 12.5)
     assert "p99 within 12.5 ms: 100.0 requests/s" in text
     assert "before: 50.0 requests/s" in text
     config = normalise(parse_pbtxt(f'backend: "python" {TENSORS}\n{text}'), "m", 0)
@@ -192,7 +190,7 @@ def test_models_without_batching_keep_that_setting() -> None:
     assert (start.batch, start.strategy) == (0, "")
     space = search.search_space(config, 30, 4, 3, 64)
     assert (space.instances, space.largest_batch) == ([1, 2, 3], 0)
-    assert [variant.get("threads") for variant in space.variants if "threads" in variant] == [
+    assert [v.get("threads") for v in space.variants if "threads" in v] == [
         1,
         2,
         4,

@@ -70,13 +70,9 @@ def test_ratio_is_of_medians_with_the_extremes_of_the_pairs() -> None:
     assert (ratio.median, ratio.low, ratio.high) == (2.0, 0.5, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("own_samples", "peer_samples"), [([], [1.0]), ([1.0], []), ([1.0], [0.0])]
-)
-def test_a_missing_side_has_no_ratio_and_no_verdict(
-    own_samples: list[float], peer_samples: list[float]
-) -> None:
-    row = _row(own_samples, peer_samples)
+@pytest.mark.parametrize(("own", "peer"), [([], [1.0]), ([1.0], []), ([1.0], [0.0])])
+def test_a_missing_side_has_no_ratio_and_no_verdict(own: list[float], peer: list[float]) -> None:
+    row = _row(own, peer)
     assert row.ratio() is None and row.verdict() == ""
 
 
@@ -151,12 +147,10 @@ def test_a_tree_has_the_descendants_and_their_memory_and_cpu() -> None:
     assert processes.wait_exited(members, 5) and processes.signal_all(members, 9) == []
 
 
-def soak_samples(
-    memory: list[float], descriptors: list[int], shm: list[float]
-) -> list[resources.Sample]:
+def soak_samples(memory: list[float], fds: list[int], shm: list[float]) -> list[resources.Sample]:
     return [
         resources.Sample({"gateway": mb}, {"gateway": count}, {"gateway": 3}, in_shm)
-        for mb, count, in_shm in zip(memory, descriptors, shm, strict=True)
+        for mb, count, in_shm in zip(memory, fds, shm, strict=True)
     ]
 
 

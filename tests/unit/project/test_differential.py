@@ -5,29 +5,25 @@ from tests.differential.player import Record
 from tests.differential.script import Known
 from tests.differential.scripts import GROUPS
 
-OWN_RECORD = Record(
-    [{"batch": [{"id": "a"}]}], {"a": {"error": ["X", "text"]}}, {"m": {"count": 1}}
-)
+OWN = Record([{"batch": [{"id": "a"}]}], {"a": {"error": ["X", "text"]}}, {"m": {"count": 1}})
 PEER_RECORD = Record([{"batch": [{"id": "a"}]}], {"a": {"error": ["X", "other"]}}, {"m": {}})
 
 
 def test_each_difference_is_reported_with_its_path() -> None:
-    found_differences = differences(OWN_RECORD, PEER_RECORD)
-    assert [difference.where for difference in found_differences] == [
+    found = differences(OWN, PEER_RECORD)
+    assert [d.where for d in found] == [
         "responses.a.error.1",
         "statistics.m.count",
     ]
-    assert differences(OWN_RECORD, OWN_RECORD) == []
+    assert differences(OWN, OWN) == []
 
 
 def test_known_differences_are_accepted_and_required() -> None:
-    found_differences = differences(OWN_RECORD, PEER_RECORD)
-    known_differences = [Known("responses.*", "texts"), Known("statistics.*", "counts")]
-    assert judge(found_differences, known_differences) == []
-    assert len(judge(found_differences, known_differences[:1])) == 1
-    assert judge([], known_differences[:1]) == [
-        "responses.*: no difference any more, although: texts"
-    ]
+    found_differences = differences(OWN, PEER_RECORD)
+    known = [Known("responses.*", "texts"), Known("statistics.*", "counts")]
+    assert judge(found_differences, known) == []
+    assert len(judge(found_differences, known[:1])) == 1
+    assert judge([], known[:1]) == ["responses.*: no difference any more, although: texts"]
 
 
 def test_models_and_scripts_have_names_of_their_own() -> None:

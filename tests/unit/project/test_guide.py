@@ -35,17 +35,17 @@ def links(page: Path) -> list[str]:
 
 
 @cache
-def known_flags(verb: str) -> set[str]:
-    if verb_flags := {
+def known_flags(v: str) -> set[str]:
+    if flags := {
         "check": ("--input", "--json", "--on-cpu"),
         "doctor": ("--json", "--peer"),
-    }.get(verb):
-        return known_flags("serve") | set(verb_flags)
-    if verb == "serve":
+    }.get(v):
+        return known_flags("serve") | set(flags)
+    if v == "serve":
         return {f"--{name}" for name in FLAGS}
     help_text = io.StringIO()
     with redirect_stdout(help_text), pytest.raises(SystemExit):
-        cli.main([*verb.split(), "--help"])
+        cli.main([*v.split(), "--help"])
     return set(re.findall(r"--[a-z][a-z0-9-]+", help_text.getvalue()))
 
 
@@ -141,9 +141,5 @@ def test_the_defaults_of_the_engine_are_on_its_page() -> None:
 def test_the_profiles_of_the_engine_are_on_its_page() -> None:
     header, *rows = (row for row in engine_rows() if len(row) == 4)
     for index, profile in enumerate(header[1:], start=1):
-        documented_values = {
-            row[0]: row[index].split()[0] for row in rows if row[index] != "unchanged"
-        }
-        assert documented_values == {
-            name: value_text(value) for name, value in PROFILES[profile].items()
-        }
+        documented = {row[0]: row[index].split()[0] for row in rows if row[index] != "unchanged"}
+        assert documented == {name: value_text(value) for name, value in PROFILES[profile].items()}

@@ -78,15 +78,13 @@ NEVER_PASSES = "def test_fails(): assert False, 'in no way'"
 DYING_TEST = "import os\ndef test_dies(): os._exit(0)"
 
 
-def run_files(
-    folder: Path, capfd: pytest.CaptureFixture[str], **files: str
-) -> tuple[int, str, str]:
+def run_files(path: Path, capfd: pytest.CaptureFixture[str], **files: str) -> tuple[int, str, str]:
     """Run these files; return the exit status, the last line, and the other output."""
-    (folder / "pytest.ini").write_text("[pytest]\n")
-    (folder / "some").mkdir()
+    (path / "pytest.ini").write_text("[pytest]\n")
+    (path / "some").mkdir()
     for name, text in files.items():
-        (folder / "some" / f"test_{name}.py").write_text(text)
-    status = Suite(folder, [{"some": 1}, {"none": 1}], BARE_OPTIONS).run()
+        (path / "some" / f"test_{name}.py").write_text(text)
+    status = Suite(path, [{"some": 1}, {"none": 1}], BARE_OPTIONS).run()
     *output, summary = capfd.readouterr().out.splitlines()
     return status, summary.rpartition(" in ")[0], "\n".join(output)
 

@@ -26,12 +26,7 @@ def entries(folder: Path) -> set[str]:
 
 def all_entries() -> set[str]:
     packages = (ROOT, ROOT / "ipc", ROOT / "workers")
-    return {
-        name
-        for package in packages
-        for path in package.resolve().rglob("")
-        for name in entries(path)
-    }
+    return {name for p in packages for path in p.resolve().rglob("") for name in entries(path)}
 
 
 @pytest.mark.parametrize("package", ["gateway", "gateway/grpc", "scheduler", "client", "protocols"])

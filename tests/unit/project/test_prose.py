@@ -73,9 +73,7 @@ def files(roots: Iterable[str], suffix: str) -> Iterator[Path]:
         if (ROOT / root).is_file():
             yield ROOT / root
         for folder, folders, names in os.walk(ROOT / root):
-            folders[:] = [
-                subfolder for subfolder in folders if not (Path(folder) / subfolder).is_symlink()
-            ]
+            folders[:] = [name for name in folders if not (Path(folder) / name).is_symlink()]
             yield from (Path(folder) / n for n in names if n.endswith(suffix) and "_pb2" not in n)
 
 
@@ -177,29 +175,23 @@ def test_public_methods_have_a_docstring_of_their_own_or_of_a_base_class() -> No
                 classes.setdefault(node.name, []).append(node)
                 class_paths[node] = path
 
-    def documented(class_node: ast.ClassDef, name: str) -> bool:
-        own_definitions = (
-            definition for definition in class_node.body if getattr(definition, "name", "") == name
-        )
-        if any(ast.get_docstring(definition) for definition in own_definitions):  # type: ignore[arg-type]
+    def documented(cls: ast.ClassDef, name: str) -> bool:
+        own_definitions = (found for found in cls.body if getattr(found, "name", "") == name)
+        if any(ast.get_docstring(found) for found in own_definitions):  # type: ignore[arg-type]
             return True
-        bases = (
-            re.split(r"[\[.]", ast.unparse(base).split("[")[0])[-1] for base in class_node.bases
-        )
-        return any(
-            documented(definition, name) for base in bases for definition in classes.get(base, [])
-        )
+        bases = (re.split(r"[\[.]", ast.unparse(base).split("[")[0])[-1] for base in cls.bases)
+        return any(documented(found, name) for base in bases for found in classes.get(base, []))
 
     undocumented = [
-        f"{path.relative_to(ROOT)}:{method.lineno} {class_node.name}.{method.name}"
-        for class_node, path in class_paths.items()
-        if not class_node.name.startswith("_")
+        f"{path.relative_to(ROOT)}:{method.lineno} {cls.name}.{method.name}"
+        for cls, path in class_paths.items()
+        if not cls.name.startswith("_")
         and not {ROOT / "bench" / "models", ROOT / "bench" / "peers" / "servers"}
         & set(path.parents)
-        for method in class_node.body
+        for method in cls.body
         if isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef))
         and not method.name.startswith("_")
-        and not documented(class_node, method.name)
+        and not documented(cls, method.name)
     ]
     assert not undocumented
 
@@ -217,28 +209,24 @@ def identifiers(node: ast.AST) -> set[str]:
 
 def test_documented_attributes_and_arguments_exist() -> None:
     """A renamed attribute keeps its old name in the docstring otherwise."""
-    nodes = [
-        (path, node)
-        for path in files((*CODE_FOLDERS, "tests"), ".py")
-        for node in ast.walk(tree(path))
-    ]
+    nodes = [(p, n) for p in files((*CODE_FOLDERS, "tests"), ".py") for n in ast.walk(tree(p))]
     names_by_class: dict[str, set[str]] = {}
-    for _, node in nodes:
-        if isinstance(node, ast.ClassDef):
-            names_by_class.setdefault(node.name, set()).update(identifiers(node))
+    for _, n in nodes:
+        if isinstance(n, ast.ClassDef):
+            names_by_class.setdefault(n.name, set()).update(identifiers(n))
     missing = []
-    for path, node in nodes:
-        if not isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+    for p, n in nodes:
+        if not isinstance(n, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
-        existing = identifiers(node)
-        if isinstance(node, ast.ClassDef):
-            bases = set().union(*map(identifiers, node.bases))
+        existing = identifiers(n)
+        if isinstance(n, ast.ClassDef):
+            bases = set().union(*map(identifiers, n.bases))
             existing |= {name for base in bases for name in names_by_class.get(base, ())}
-        elif any("signature_of" in identifiers(decorator) for decorator in node.decorator_list):
+        elif any("signature_of" in identifiers(decorator) for decorator in n.decorator_list):
             continue  # its arguments are those of another function
-        sections = "".join(DOCUMENTED.findall(ast.get_docstring(node) or ""))
+        sections = "".join(DOCUMENTED.findall(ast.get_docstring(n) or ""))
         unknown = set(DOCUMENTED_NAME.findall(sections)) - existing
-        missing += [f"{path.relative_to(ROOT)}:{node.lineno} {name}" for name in unknown]
+        missing += [f"{p.relative_to(ROOT)}:{n.lineno} {name}" for name in unknown]
     assert not missing
 
 
@@ -266,7 +254,7 @@ def test_names_in_backticks_exist() -> None:
 LOG_METHODS = {"debug", "info", "warning", "error", "critical", "exception", "log", "print"}
 TEXT_ARGUMENTS = {"help", "description", "epilog", "message", "text", "reason"}
 # Texts that clients of Triton compare.
-TRITON_TEXTS = (
+TRITONS = (
     "It should be either 'int', 'bool', or 'string'.",
     "If you want to specify the full",
 )
@@ -291,9 +279,7 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
             case ast.Call():
                 name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
                 name = node.func.id if isinstance(node.func, ast.Name) else name
-                texts = [
-                    keyword.value for keyword in node.keywords if keyword.arg in TEXT_ARGUMENTS
-                ]
+                texts = [k.value for k in node.keywords if k.arg in TEXT_ARGUMENTS]
                 if name in LOG_METHODS or name[:1].isupper() or name in ("warning", "ok"):
                     texts += node.args
             case ast.Assign(value=value) | ast.Return(value=ast.expr() as value):
@@ -311,7 +297,7 @@ def test_messages_are_neither_headless_nor_personified() -> None:
     for path in files(("shmserve", "workers", "ipc"), ".py"):
         for line, text in messages(path):
             for part in re.split(r"(?<=[.!?:;])\s+|\n", text):
-                if part.startswith(TRITON_TEXTS):
+                if part.startswith(TRITONS):
                     continue
                 match = PERSONIFIED.search(part) or VAGUE_NOUNS.search(part) or HEADLESS.match(part)
                 if match and len(part.split()) > 2:

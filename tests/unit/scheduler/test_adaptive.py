@@ -27,12 +27,8 @@ from tests.rigs.batching_simulation import (
 )
 
 
-def adaptive_batcher(
-    target_ms: float = 60, max_batch_size: int = 32, delay_ms: float = 0
-) -> AdaptiveBatcher:
-    rules = Batching(
-        max_batch_size, frozenset({max_batch_size}), int(delay_ms * MS), int(target_ms * MS)
-    )
+def adaptive_batcher(target_ms: float = 60, size: int = 32, delay_ms: float = 0) -> AdaptiveBatcher:
+    rules = Batching(size, frozenset({size}), int(delay_ms * MS), int(target_ms * MS))
     return AdaptiveBatcher(rules)
 
 
@@ -190,10 +186,10 @@ def test_the_better_choice_may_change() -> None:
 
 
 def learn_load(
-    target_ms: float, delay_ms: float = 0, gap_ms: float = 1
+    limit_ms: float, delay_ms: float = 0, gap_ms: float = 1
 ) -> tuple[AdaptiveBatcher, int]:
     """Return a batcher that has learned 10 ms + 1 ms per request and bursts of 16."""
-    batcher = adaptive_batcher(target_ms, delay_ms=delay_ms)
+    batcher = adaptive_batcher(limit_ms, delay_ms=delay_ms)
     clock, now_ns = random.Random(3), 0
     for _ in range(60):
         size = clock.randint(1, 16)
@@ -273,18 +269,16 @@ def batcher_states(draw: st.DrawFn) -> tuple[Batcher, int, list[Item]]:
     """Draw a batcher that has learned any load, the time, and a queue."""
     max_batch_size = draw(st.integers(1, 12))
     batcher: Batcher = adaptive_batcher(draw(st.sampled_from([1, 20, 500])), max_batch_size)
-    now_ns = queued_count = 0
+    now_ns = queued = 0
     for step in draw(st.lists(st.integers(0, 30), max_size=120)):
         now_ns += step * MS
-        if draw(st.booleans()) or not queued_count:
-            queued_count += 1
-            batcher.record_arrival(now_ns, queued_count)
+        if draw(st.booleans()) or not queued:
+            queued += 1
+            batcher.record_arrival(now_ns, queued)
         else:
-            executed_count = draw(st.integers(1, min(queued_count, max_batch_size)))
-            queued_count -= executed_count
-            batcher.record_batch(
-                now_ns, queued_count, executed_count, step * MS, [step * MS] * executed_count
-            )
+            executed = draw(st.integers(1, min(queued, max_batch_size)))
+            queued -= executed
+            batcher.record_batch(now_ns, queued, executed, step * MS, [step * MS] * executed)
     item = st.builds(
         Item,
         enqueued_ns=st.integers(now_ns - 40 * MS, now_ns),
@@ -321,16 +315,14 @@ def test_decisions_are_legal_and_waits_end(drawn_case: tuple[Batcher, int, list[
 @pytest.mark.parametrize("clients", [2, 5, 10, 20])
 def test_waiting_for_clients_raises_the_throughput(clients: int) -> None:
     """The throughput exceeds that of both fixed strategies, within the target."""
-    simulations = [
+    runs = [
         Simulation(batcher, linear(10, 0.5, noise=0.3)).closed_loop(
             clients, 200 * clients, uniform_pauses(0.4)
         )
         for batcher in (adaptive_batcher(60), fixed_batcher(0), fixed_batcher(5))
     ]
-    assert simulations[0].per_second > 1.05 * max(
-        simulations[1].per_second, simulations[2].per_second
-    )
-    assert simulations[0].percentile_ms(99) < 60
+    assert runs[0].per_second > 1.05 * max(runs[1].per_second, runs[2].per_second)
+    assert runs[0].percentile_ms(99) < 60
 
 
 @pytest.mark.parametrize("clients", [1, 2, 4, 8, 16, 32])
@@ -356,14 +348,10 @@ def test_a_single_client_is_not_delayed() -> None:
 @pytest.mark.parametrize("per_second", [20, 100, 300, 600])
 def test_the_target_is_met_where_possible(per_second: float) -> None:
     """A fixed delay for full batches would miss the target."""
-    simulation = Simulation(adaptive_batcher(40), linear(10, 0.5, noise=0.3)).open_loop(
-        per_second, 3000
-    )
-    assert simulation.percentile_ms(99) < 40
-    waiting_simulation = Simulation(fixed_batcher(30), linear(10, 0.5, noise=0.3)).open_loop(
-        per_second, 3000
-    )
-    assert waiting_simulation.percentile_ms(99) > 40
+    run = Simulation(adaptive_batcher(40), linear(10, 0.5, noise=0.3)).open_loop(per_second, 3000)
+    assert run.percentile_ms(99) < 40
+    waiting = Simulation(fixed_batcher(30), linear(10, 0.5, noise=0.3)).open_loop(per_second, 3000)
+    assert waiting.percentile_ms(99) > 40
 
 
 def test_an_overload_is_served_in_full_batches() -> None:

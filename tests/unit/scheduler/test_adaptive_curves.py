@@ -36,12 +36,10 @@ def learn_times(curve: Curve, sizes: list[int], batches: int = 400) -> SizeTimes
     ],
 )
 def test_the_best_size_has_the_highest_throughput(name: str, best_sizes: dict[int, int]) -> None:
-    size_times = learn_times(CURVES[name], list(range(1, 33)), 640)
-    assert {units: size_times.best_size(units) for units in best_sizes} == best_sizes
+    times = learn_times(CURVES[name], list(range(1, 33)), 640)
+    assert {units: times.best_size(units) for units in best_sizes} == best_sizes
     for size in (1, 8, 32):
-        assert size_times.expected_ns(size) == pytest.approx(
-            CURVES[name].ms[size - 1] * MS, rel=0.15
-        )
+        assert times.expected_ns(size) == pytest.approx(CURVES[name].ms[size - 1] * MS, rel=0.15)
 
 
 def test_a_cliff_is_found_by_bisection() -> None:

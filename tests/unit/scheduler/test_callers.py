@@ -52,16 +52,16 @@ def test_a_call_waits_while_an_instance_may_become_free() -> None:
 
 def test_two_callers_that_wait_for_each_other() -> None:
     """Each occupies an instance; the second call fails, so that the first continues."""
-    caller_rig = rig(2)
-    (_, first_batch), (_, second_batch) = (
-        caller_rig.submit_and_take_batch(),
-        caller_rig.submit_and_take_batch(),
+    callers = rig(2)
+    (_, first), (_, second) = (
+        callers.submit_and_take_batch(),
+        callers.submit_and_take_batch(),
     )
-    caller_rig.submit(callers=caller_line(100, first_batch))
-    caller_rig.submit(callers=caller_line(101, second_batch))
-    assert len(failure_texts(caller_rig)) == 1
-    caller_rig.finish(b"1.101", second_batch)
-    assert caller_rig.execute()[1].requests[0].callers == caller_line(100, first_batch)
+    callers.submit(callers=caller_line(100, first))
+    callers.submit(callers=caller_line(101, second))
+    assert len(failure_texts(callers)) == 1
+    callers.finish(b"1.101", second)
+    assert callers.execute()[1].requests[0].callers == caller_line(100, first)
 
 
 def test_callers_of_other_models_and_ended_callers_do_not_count() -> None:
@@ -131,18 +131,18 @@ def test_a_call_fails_if_its_callers_hold_the_resources() -> None:
 
 def test_calls_that_wait_for_long_are_reported_at_intervals() -> None:
     caller_rig = rig(2)
-    (_, first_batch), (_, second_batch) = (
+    (_, first), (_, second) = (
         caller_rig.submit_and_take_batch(),
         caller_rig.submit_and_take_batch(),
     )
-    callers = caller_line(200, first_batch, "other")
+    callers = caller_line(200, first, "other")
     caller_rig.submit(callers=callers)
     caller_rig.submit(5)  # requests of clients are not reported
     caller_rig.pass_time(150 * MS)
     assert not caller_rig.take_supervisor_messages(control_requests.CallsWaiting)
     caller_rig.pass_time(50 * MS)
     (report,) = caller_rig.take_supervisor_messages(control_requests.CallsWaiting)
-    occupied_instances = [[100, first_batch.requests[0].key], [101, second_batch.requests[0].key]]
+    occupied_instances = [[100, first.requests[0].key], [101, second.requests[0].key]]
     ((((key, shown_callers),), instances),) = report.waits
     assert (report.model, shown_callers, instances) == ("m", callers, occupied_instances)
     assert caller_rig.wake_ns == caller_rig.now + 200 * MS

@@ -74,7 +74,7 @@ def test_each_instance_gets_a_batch() -> None:
     rig = Rig({})
     peers = [rig.start(0, 100), rig.start(1, 101)]
     rig.submit(9)
-    assert [(peer, len(batch.requests)) for peer, batch in rig.take_batches()] == [
+    assert [(p, len(b.requests)) for p, b in rig.take_batches()] == [
         (peers[0], 8),
         (peers[1], 1),
     ]
@@ -94,13 +94,13 @@ def test_the_delay_is_waited_out_once_an_instance_is_free() -> None:
 
 def test_replies_may_arrive_in_any_order_and_fail_individually() -> None:
     rig, peer = ready_rig({})
-    first_id, second_id = rig.submit(2)
+    a, b = rig.submit(2)
     _, batch = rig.execute()
     keys = [request.key for request in batch.requests]
     rig.finish(peer, batch, m.Reply(keys[1], "INVALID_ARG", "bad row"), ok_reply(keys[0]))
     assert rig.answers() == [
-        m.Finished(first_id, b"done", [b"done"]),
-        failure(second_id, "INVALID_ARG", "bad row"),
+        m.Finished(a, b"done", [b"done"]),
+        failure(b, "INVALID_ARG", "bad row"),
     ]
 
 
@@ -147,10 +147,7 @@ def test_a_held_response_that_is_discarded_releases_its_outputs() -> None:
     assert rig.answers() == [failure(second_id, "UNAVAILABLE", EXPIRED_TEXT)]
     rig.client(m.Cancel(third_id))
     assert rig.answers() == [failure(third_id, "CANCELLED", "request cancelled")]
-    assert rig.workers.take() == [
-        (peer2, m.ReleaseOutputs(7000, [64, 192])),
-        (peer2, m.ReleaseOutputs(7000, [256])),
-    ]
+    assert rig.workers.take() == [(peer2, m.ReleaseOutputs(7000, at)) for at in ([64, 192], [256])]
 
 
 def test_read_outputs_are_released_to_the_worker_that_made_them() -> None:
@@ -164,19 +161,16 @@ def test_read_outputs_are_released_to_the_worker_that_made_them() -> None:
 
 def test_cancelled_requests_behind_a_long_one_are_removed() -> None:
     rig, peer = ready_rig({"preserve_ordering": True, "preferred_batch_size": [1]})
-    first_peer, batch = rig.submit_and_take_batch()
+    first, batch = rig.submit_and_take_batch()
     for _ in range(3000):
         (cancelled_id,) = rig.submit()
         rig.client(m.Cancel(cancelled_id))
-    (last_id,) = rig.submit()
+    (last,) = rig.submit()
     assert len(rig.core._responses._ordered_requests) < 2000
     rig.answers()
     rig.finish(peer, batch)
     rig.finish(*rig.execute())
-    assert rig.answers() == [
-        m.Finished(first_peer, b"done", [b"done"]),
-        m.Finished(last_id, b"done", [b"done"]),
-    ]
+    assert rig.answers() == [m.Finished(number, b"done", [b"done"]) for number in (first, last)]
 
 
 def test_outputs_read_before_their_worker_reconnects_are_released() -> None:
@@ -213,9 +207,7 @@ def test_outputs_read_before_a_successor_has_instances_are_released() -> None:
     rig.supervisor(InstanceExpected(2, 102))
     for index, pid, offsets in ((0, 100, [64]), (1, 101, [128]), (2, 102, [320, 384])):
         peer = rig.start(index, pid)
-        assert rig.workers.take() == [
-            (peer, m.ReleaseOutputs(7000, [offset])) for offset in offsets
-        ]
+        assert rig.workers.take() == [(peer, m.ReleaseOutputs(7000, [at])) for at in offsets]
     rig.supervisor(ProcessExited(103, ""))
     assert not rig.core.executions._early_releases and not rig.core.executions._unknown_releases
 
@@ -407,22 +399,17 @@ def test_a_prefetched_request_that_returns_is_first_in_the_queue() -> None:
     rig, _ = ready_rig({})
     rig.core.executions.service_time.pipeline_depth = 2
     (running_id,) = rig.submit()
-    prefetched_ids, later_ids = rig.submit(8), rig.submit(3)
+    ids, later_ids = rig.submit(8), rig.submit(3)
     _, (_, batch) = rig.take_batches()
-    assert [request.data[0] for request in batch.requests] == [
-        b"w%d" % number for number in prefetched_ids
-    ]
+    assert [r.data[0] for r in batch.requests] == [b"w%d" % n for n in ids]
     rig.supervisor(ProcessExited(100, "signal 9"))
     peer = rig.start(0, 101)
-    executed_contents = []
+    executed = []
     while execute_messages := rig.take_batches():
         for _, batch in execute_messages:
-            executed_contents.append([request.data[0] for request in batch.requests])
+            executed.append([r.data[0] for r in batch.requests])
             rig.finish(peer, batch)
-    assert executed_contents == [
-        [b"w%d" % number for number in request]
-        for request in ([running_id], prefetched_ids, later_ids)
-    ]
+    assert executed == [[b"w%d" % n for n in r] for r in ([running_id], ids, later_ids)]
 
 
 @pytest.mark.parametrize(
@@ -556,14 +543,12 @@ def test_a_client_disconnects_while_its_requests_execute() -> None:
     rig, peer = ready_rig({})
     first_id, second_id = rig.submit(2, timeout_ns=5 * MS)
     _, batch = rig.execute()
-    keys = [request.key for request in batch.requests]
+    keys = [r.key for r in batch.requests]
     rig.client(m.Cancel(first_id))
     rig.supervisor(ProcessExited(7000, ""))
     messages = rig.take_worker_messages()
     assert m.ReaderExited(7000) in messages
-    assert {request.key for request in messages if isinstance(request, m.CancelExecution)} == set(
-        keys
-    )
+    assert {r.key for r in messages if isinstance(r, m.CancelExecution)} == set(keys)
     rig.pass_time(6 * MS)
     rig.finish(peer, batch, ok_reply(keys[0]), ok_reply(keys[1], response_in_arena(100, 64)))
     assert rig.answers() == [] and second_id
@@ -805,8 +790,6 @@ def test_request_options_reach_the_worker() -> None:
     fields |= {"correlation_id": 4, "correlation_text": "text"}
     rig.submit(work=(schema_of(), [b"packed"]), timeout_ns=MS, **fields)
     _, batch = rig.execute()
-    (unit_of_work,) = batch.requests
+    (w,) = batch.requests
     pid = int(GATEWAY.split(b".")[0])
-    assert unit_of_work == m.Work(
-        unit_of_work.key, pid, schema_of(), [b"packed"], **fields, deadline_ns=rig.now + MS
-    )
+    assert w == m.Work(w.key, pid, schema_of(), [b"packed"], **fields, deadline_ns=rig.now + MS)

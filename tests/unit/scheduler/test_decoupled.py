@@ -21,7 +21,7 @@ def start_stream(**options: Any) -> tuple[Rig, bytes, int, int]:
     return rig, peer, number, batch.requests[0].key
 
 
-def response_part(number: int, response: bytes = b"part", final: bool = False) -> m.Responded:
+def part(number: int, response: bytes = b"part", final: bool = False) -> m.Responded:
     return m.Responded(number, "", "", *pack_response(response), final)
 
 
@@ -32,9 +32,9 @@ def test_responses_are_relayed_as_they_arrive_and_the_last_ends_the_request() ->
     rig, peer, number, key = start_stream()
     for text in (b"a", b"b"):
         rig.respond(peer, key, text)
-        assert rig.answers() == [response_part(number, text)]
+        assert rig.answers() == [part(number, text)]
     rig.respond(peer, key, b"c", final=True)
-    assert rig.answers() == [response_part(number, b"c", final=True)]
+    assert rig.answers() == [part(number, b"c", final=True)]
     rig.respond(peer, key, b"late")
     assert rig.answers() == [] and rig.report()["shmserve"]["malformed"] == 1
 
@@ -52,7 +52,7 @@ def test_an_end_before_execute_returns_contains_the_duration() -> None:
 def test_an_end_may_arrive_without_any_response() -> None:
     rig, peer, number, key = start_stream()
     rig.respond(peer, key, b"", final=True)
-    assert rig.answers() == [response_part(number, b"", final=True)]
+    assert rig.answers() == [part(number, b"", final=True)]
 
 
 def test_an_error_may_precede_other_responses() -> None:
@@ -61,7 +61,7 @@ def test_an_error_may_precede_other_responses() -> None:
     rig.respond(peer, key, final=True)
     assert rig.answers() == [
         m.Responded(number, "NOT_FOUND", "not this one", b"", [], False),
-        response_part(number, final=True),
+        part(number, final=True),
     ]
     stats = rig.report()["inference_stats"]
     assert (stats["success"]["count"], stats["fail"]["count"]) == (1, 0)
@@ -91,9 +91,9 @@ def test_the_worker_is_free_when_execute_returns_and_responses_go_on() -> None:
     rig.respond(peer, batch.requests[0].key, b"of the second")
     rig.respond(peer, key, b"", final=True)
     assert rig.answers() == [
-        response_part(first_id, b"of the first"),
-        response_part(second_id, b"of the second"),
-        response_part(first_id, b"", final=True),
+        part(first_id, b"of the first"),
+        part(second_id, b"of the second"),
+        part(first_id, b"", final=True),
     ]
     assert rig.report()["shmserve"]["executing"] == 1
 
@@ -103,7 +103,7 @@ def test_all_responses_may_arrive_before_execute_returns() -> None:
     rig.respond(peer, key)
     rig.respond(peer, key, final=True)
     rig.report_returned(peer, m.Execute(1, []))
-    assert rig.answers() == [response_part(number), response_part(number, final=True)]
+    assert rig.answers() == [part(number), part(number, final=True)]
     rig.submit()
     assert len(rig.execute()[1].requests) == 1
 
@@ -225,7 +225,7 @@ def test_a_deadline_holds_until_the_last_response(has_returned: bool) -> None:
     assert rig.wake_ns < NEVER
     rig.pass_time(6 * MS)
     assert rig.answers() == [
-        response_part(number),
+        part(number),
         m.Failed(number, "UNAVAILABLE", EXPIRED_TEXT, 0, True),
     ]
     assert rig.take_worker_messages() == [m.CancelExecution(key)]
@@ -243,7 +243,7 @@ def test_a_request_with_a_response_is_never_retried() -> None:
     rig.respond(peer, key)
     rig.supervisor(ProcessExited(100, "signal 9"))
     assert rig.answers() == [
-        response_part(number),
+        part(number),
         m.Failed(number, "INTERNAL", f"{DIED_ERROR} (signal 9)", 0, False),
     ]
     rig.start(0, 101)
@@ -267,14 +267,14 @@ def test_a_request_without_a_response_runs_again_alone_when_its_batch_fails() ->
     rig.respond(peer, keys[1])
     rig.supervisor(ProcessExited(100, "signal 9"))
     assert rig.answers() == [
-        response_part(completed_id, final=True),
-        response_part(responding_id),
+        part(completed_id, final=True),
+        part(responding_id),
         m.Failed(responding_id, "INTERNAL", f"{DIED_ERROR} (signal 9)", 0, False),
     ]
     peer = rig.start(0, 101)
     _, retried_batch = rig.execute()
     rig.respond(peer, retried_batch.requests[0].key, final=True)
-    assert rig.answers() == [response_part(silent_id, final=True)]
+    assert rig.answers() == [part(silent_id, final=True)]
 
 
 def test_the_execution_limit_excludes_later_responses() -> None:
@@ -284,7 +284,7 @@ def test_the_execution_limit_excludes_later_responses() -> None:
     rig.pass_time(60_000 * MS)
     assert rig.control.take() == []
     rig.respond(peer, key, final=True)
-    assert rig.answers() == [response_part(number, final=True)]
+    assert rig.answers() == [part(number, final=True)]
 
 
 def test_a_batch_that_passes_the_limit_after_a_response_fails() -> None:

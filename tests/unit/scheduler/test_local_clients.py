@@ -43,7 +43,7 @@ def test_an_arrival_time_is_accepted_within_a_second(arrival: int, expected: int
 
 
 @pytest.mark.parametrize(
-    ("deadline", "timeout_us", "limit_us", "expected_ns"),
+    ("deadline", "timeout_us", "limit", "end_ns"),
     [
         (0, 0, 0, 0),
         (NOW + SECOND_NS, 0, 0, NOW + SECOND_NS),
@@ -56,15 +56,11 @@ def test_an_arrival_time_is_accepted_within_a_second(arrival: int, expected: int
         (0, (1 << 64) - 1, 0, NOW - 7 + MAX_TIMEOUT_US * 1000),
     ],
 )
-def test_the_shortest_limit_holds(
-    deadline: int, timeout_us: int, limit_us: int, expected_ns: int
-) -> None:
+def test_the_shortest_limit_holds(deadline: int, timeout_us: int, limit: int, end_ns: int) -> None:
     packed_request = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
-    rules = LocalClientRules(
-        Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), limit_us
-    )
+    rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), limit)
     submit = m.Submit(1, *packed_request, NOW - 7, deadline, timeout_us, 0, "")
-    assert rules.validate(FIRST, submit, NOW).deadline_ns == expected_ns
+    assert rules.validate(FIRST, submit, NOW).deadline_ns == end_ns
 
 
 def test_a_deadline_counts_from_the_arrival_at_the_scheduler() -> None:

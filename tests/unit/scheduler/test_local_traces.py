@@ -47,32 +47,26 @@ def test_no_records_without_a_trace_or_limit() -> None:
 
 
 def test_one_of_every_trace_rate_requests_is_reported() -> None:
-    local_traces, control_link = traces(trace_level=("TIMESTAMPS",), trace_rate=2)
+    local_traces, link = traces(trace_level=("TIMESTAMPS",), trace_rate=2)
     assert local_traces.active
     for number in range(1, 5):
         assert bool(local_traces.start_trace(PEER, submit(number)).trace) is (number % 2 == 0)
         local_traces.end_trace(PEER, Finished(number, b"", [], spans=b"spans"))
-    assert [(record.sampled, record.spans, record.error) for record in control_link] == [
-        (True, b"spans", "")
-    ] * 2
-    assert isinstance(control_link[0], RequestTraced) and control_link[0].request_id == "id"
+    assert [(r.sampled, r.spans, r.error) for r in link] == [(True, b"spans", "")] * 2
+    assert isinstance(link[0], RequestTraced) and link[0].request_id == "id"
 
 
-@pytest.mark.parametrize("is_sampled", [True, False])
-def test_a_caller_decides_for_opentelemetry(is_sampled: bool) -> None:
-    local_traces, control_link = traces(
-        trace_level=("TIMESTAMPS",), trace_rate=1, trace_mode="opentelemetry"
-    )
-    local_traces.start_trace(PEER, submit(1, CALLER_CONTEXT._replace(sampled=is_sampled).message))
-    local_traces.end_trace(PEER, Finished(1, b"", []))
-    assert [TraceContext.of(record.trace).trace_id for record in control_link] == [
-        "1" * 32
-    ] * is_sampled
-    local_traces.start_trace(
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_caller_decides_for_opentelemetry(sampled: bool) -> None:
+    tracer, link = traces(trace_level=("TIMESTAMPS",), trace_rate=1, trace_mode="opentelemetry")
+    tracer.start_trace(PEER, submit(1, CALLER_CONTEXT._replace(sampled=sampled).message))
+    tracer.end_trace(PEER, Finished(1, b"", []))
+    assert [TraceContext.of(span.trace).trace_id for span in link] == ["1" * 32] * sampled
+    tracer.start_trace(
         PEER, submit(2, TraceContext.new().message)
     )  # requests an explanation, but no trace
-    local_traces.end_trace(PEER, Finished(2, b"", []))
-    assert len(control_link) == 1 + is_sampled
+    tracer.end_trace(PEER, Finished(2, b"", []))
+    assert len(link) == 1 + sampled
 
 
 def test_slow_requests_are_reported_at_their_last_response() -> None:
@@ -83,15 +77,15 @@ def test_slow_requests_are_reported_at_their_last_response() -> None:
         submit(3, age_ms=150),
         submit(4),
     )
-    for request in (fast_request, slow_request, failing_request, cancelled_request):
-        assert local_traces.start_trace(PEER, request).trace
+    for r in (fast_request, slow_request, failing_request, cancelled_request):
+        assert local_traces.start_trace(PEER, r).trace
     local_traces.end_trace(PEER, Finished(1, b"", []))
     local_traces.end_trace(PEER, Responded(2, "", "", b"x", [b"x"], final=False))
     assert not control_link
     local_traces.end_trace(PEER, Responded(2, "", "", b"", [], final=True))
     local_traces.end_trace(PEER, Failed(3, "INTERNAL", "boom", 0, early=True))
     local_traces.end_trace(PEER, Settled(3))
-    assert [(request.sampled, request.error) for request in control_link] == [
+    assert [(r.sampled, r.error) for r in control_link] == [
         (False, ""),
         (False, "boom"),
     ]
@@ -100,6 +94,6 @@ def test_slow_requests_are_reported_at_their_last_response() -> None:
     local_traces.start_trace(PEER, submit(5, age_ms=150))
     local_traces.process_exited(900)
     assert not local_traces.measured_requests
-    assert [request.error for request in control_link[2:]] == [
+    assert [r.error for r in control_link[2:]] == [
         "the client has disconnected"
     ]  # the other request was faster than the limit of slow requests

@@ -17,11 +17,11 @@ NOW = 1_000_000_000
 CLIENT = Client[ScheduledRequest](b"77.ab", print)
 
 
-def make_queue(policy: dict[str, Any] | None = None, max_queue_size: int = 0) -> RequestQueue:
+def make_queue(fields: dict[str, Any] | None = None, max_queue_size: int = 0) -> RequestQueue:
     config = {
         "name": "m",
         "max_batch_size": 8,
-        "dynamic_batching": {"default_queue_policy": policy or {}},
+        "dynamic_batching": {"default_queue_policy": fields or {}},
     }
     limits = SchedulingLimits(max_queue_size=max_queue_size)
     return RequestQueue(Settings.read(ModelSpec.of(config), "1", limits))

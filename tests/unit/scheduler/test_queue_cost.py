@@ -9,7 +9,7 @@ import pytest
 from bench.load.queue_cost import CONFIG, BusyQueue
 
 _TURN_COUNT = 200
-_PARAMETERS = {
+_FLAGS = {
     "batching_strategy": {"string_value": "adaptive"},
     "target_p99_ms": {"string_value": "50"},
 }
@@ -32,11 +32,9 @@ def calls_per_request(queued_count: int, config: dict[str, Any]) -> float:
     return calls / requests
 
 
-@pytest.mark.parametrize("parameters", [{}, _PARAMETERS], ids=["prefer_batch", "adaptive"])
+@pytest.mark.parametrize("parameters", [{}, _FLAGS], ids=["prefer_batch", "adaptive"])
 def test_a_request_costs_no_more_with_many_queued(parameters: dict[str, Any]) -> None:
     """Priorities, timeouts that reject and delay, and cancellations in the queue."""
     config = {**CONFIG, "parameters": parameters}
-    few_cost, many_cost = (
-        calls_per_request(queued_count, config) for queued_count in (100, 20_000)
-    )
+    few_cost, many_cost = (calls_per_request(queued, config) for queued in (100, 20_000))
     assert many_cost < few_cost * 1.15

@@ -32,11 +32,11 @@ def test_every_path_of_transitions_ends() -> None:
     for state in State:
         visited, unvisited = set(), [state]
         while unvisited:
-            current_state = unvisited.pop()
-            visited.add(current_state)
+            current = unvisited.pop()
+            visited.add(current)
             unvisited += [
                 next_state
-                for next_state in TRANSITIONS[current_state].values()
+                for next_state in TRANSITIONS[current].values()
                 if next_state not in visited
             ]
         assert State.DONE in visited

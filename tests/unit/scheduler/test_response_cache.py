@@ -132,14 +132,13 @@ def test_hits_keep_the_order_of_requests() -> None:
     rig = cached_rig(dynamic_batching={"preserve_ordering": True})
     peer = rig.start()
     run(rig, peer, pack_request(), pack_response(b"y"))
-    (first_id,) = rig.submit(work=pack_request(b"z"))
-    (second_id,) = rig.submit(work=pack_request())
+    (one,) = rig.submit(work=pack_request(b"z"))
+    (two,) = rig.submit(work=pack_request())
     assert rig.answers() == []
     _, batch = rig.execute()
     rig.finish(peer, batch, ok_reply(batch.requests[0].key, pack_response(b"w")))
     assert rig.answers() == [
-        m.Finished(first_id, *pack_response(b"w")),
-        m.Finished(second_id, *pack_response(b"y")),
+        m.Finished(n, *pack_response(w)) for n, w in ((one, b"w"), (two, b"y"))
     ]
 
 
@@ -229,15 +228,13 @@ def test_when_no_copy_can_be_lent_the_model_runs(arena: Arena) -> None:
 def region_requests(arena: Arena) -> dict[str, Packed]:
     """Return requests whose inputs or outputs are in memory that schedulers do not read."""
     memory_range = place_data(arena, b"r" * 64)
-    memory, copied_memory = memory_range.memory, memory_range.memory
+    memory, copied = memory_range.memory, memory_range.memory
     cached_memory = type(memory)(9, SUPERVISOR, memory.fd, memory.inode, memory.byte_size, True)
-    copied_memory = type(memory)(
-        9, memory.pid, memory.fd, memory.inode, memory.byte_size, True, True
-    )
+    copied = type(memory)(9, memory.pid, memory.fd, memory.inode, memory.byte_size, True, True)
     unsealed_memory = type(memory)(9, memory.pid, memory.fd, memory.inode, memory.byte_size, False)
     return {
         "a client's region": pack_request(Range(cached_memory, memory_range.offset, 64)),
-        "an untrusted client's": pack_request(Range(copied_memory, memory_range.offset, 64)),
+        "an untrusted client's": pack_request(Range(copied, memory_range.offset, 64)),
         "an object that may shrink": pack_request(Range(unsealed_memory, memory_range.offset, 64)),
         "an output's place": pack_request(b"x", Range(cached_memory, memory_range.offset, 64)),
     }
@@ -361,10 +358,8 @@ def test_requests_that_differ_have_different_keys(other_request: Inference) -> N
 
 
 def test_another_sequence_or_position_has_another_key() -> None:
-    positions = [NO_SEQUENCE, (1, "", 0), (0, "1", 0), (0, "", 1)]
-    assert len({request_key(REQUEST, sequence=position) for position in positions}) == len(
-        positions
-    )
+    places = [NO_SEQUENCE, (1, "", 0), (0, "1", 0), (0, "", 1)]
+    assert len({request_key(REQUEST, sequence=position) for position in places}) == len(places)
 
 
 def test_another_model_or_version_has_another_key() -> None:
@@ -385,10 +380,8 @@ def test_requests_that_ask_the_same_have_the_same_key(fields: dict[str, Any]) ->
 
 
 def test_the_order_of_parameters_does_not_matter() -> None:
-    ordered_request = replace(REQUEST, parameters={"p": 1, "q": 2})
-    assert request_key(ordered_request) == request_key(
-        replace(REQUEST, parameters={"q": 2, "p": 1})
-    )
+    ordered = replace(REQUEST, parameters={"p": 1, "q": 2})
+    assert request_key(ordered) == request_key(replace(REQUEST, parameters={"q": 2, "p": 1}))
 
 
 STEPS = st.lists(
@@ -401,7 +394,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_the_cache_keeps_the_last_used_entries_within_its_bound(
+def test_the_cache_keeps_entries_within_its_bound(
     steps: list[tuple[str, int, int]],
 ) -> None:
     """The least recently used entry is evicted; no entry is larger than the cache."""

@@ -44,10 +44,8 @@ def test_every_setting_is_read() -> None:
         delay_scheduler=4,
     )
     assert settings.batching == Batching(8, frozenset({4, 6}), 100_000)
-    default = LevelPolicy("REJECT", 50, True, 10)
-    assert settings.policies == QueuePolicies(
-        default, 2, 1, {1: LevelPolicy(max_queue_size=1)}, True
-    )
+    level = LevelPolicy("REJECT", 50, True, 10)
+    assert settings.policies == QueuePolicies(level, 2, 1, {1: LevelPolicy(max_queue_size=1)}, True)
     assert settings.timeout_is_deadline and settings.preserve_ordering
     assert settings.execution_limit_ns == 250_000_000 and settings.hold == (4, 0)
 

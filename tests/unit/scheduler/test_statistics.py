@@ -54,11 +54,9 @@ def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
     rig.pass_time(5 * MS)
     rig.finish(peer, batch)
     _, batch = rig.execute()
-    keys = [request.key for request in batch.requests]
+    k = [request.key for request in batch.requests]
     rig.pass_time(MS)
-    rig.finish(
-        peer, batch, ok_reply(keys[0]), m.Reply(keys[1], "INTERNAL", "no"), ok_reply(keys[2])
-    )
+    rig.finish(peer, batch, ok_reply(k[0]), m.Reply(k[1], "INTERNAL", "no"), ok_reply(k[2]))
     report = rig.report()
     assert report["execution_count"] == 2 and report["inference_count"] == 3 + 3 + 1
     assert report["last_inference"] == WALL_NS // 1_000_000
@@ -117,10 +115,8 @@ def test_a_request_that_fails_before_the_model_is_no_execution() -> None:
     _, batch = rig.execute()
     (request,) = batch.requests
     replies = [m.Reply(request.key, "INVALID_ARG", "incomplete string")]
-    now_ns = rig.now
-    rig.worker(
-        peer, m.BatchFinished(batch.batch, now_ns, now_ns, now_ns, now_ns, replies, executed=False)
-    )
+    now = rig.now
+    rig.worker(peer, m.BatchFinished(batch.batch, now, now, now, now, replies, executed=False))
     report = rig.report()
     assert (report["execution_count"], report["last_inference"]) == (0, 0)
     assert report["batch_stats"] == []
@@ -164,10 +160,10 @@ def test_reported_times_are_clamped(reported_times: list[int], duration_ns: int)
 
 
 def test_a_histogram_counts_a_bound_inclusively() -> None:
-    histogram = Histogram((0.5, 2.0), 10)
+    counted = Histogram((0.5, 2.0), 10)
     for value in (0, 5, 6, 20, 21):
-        histogram.observe(value)
-    assert histogram.report() == {
+        counted.observe(value)
+    assert counted.report() == {
         "buckets": [0.5, 2.0],
         "counts": [2, 2, 1],
         "sum": 5.2,
@@ -207,9 +203,7 @@ def test_a_successor_continues_the_counts() -> None:
     rig.finish(peer, batch)
     report = rig.report()
     assert report["shmserve"]["copied_bytes"] == {"in": 5, "out": 6}
-    (snapshot,) = [
-        message for _, message in rig.control.take() if type(message) is StatisticsSnapshot
-    ]
+    (snapshot,) = [sent for _, sent in rig.control.take() if type(sent) is StatisticsSnapshot]
     assert total(snapshot.statistics).items() <= report["shmserve"].items()
 
     successor = Rig({})
@@ -273,9 +267,7 @@ def test_a_histogram_with_changed_bounds_restarts() -> None:
 
 
 def last_snapshot(rig: Rig) -> dict[str, Any]:
-    snapshots = [
-        message for _, message in rig.control.take() if type(message) is StatisticsSnapshot
-    ]
+    snapshots = [sent for _, sent in rig.control.take() if type(sent) is StatisticsSnapshot]
     return dict(snapshots[-1].statistics)
 
 

@@ -38,10 +38,10 @@ def begin_stream(**options: Any) -> tuple[Rig, bytes, int, int]:
 
 
 def send_response(
-    rig: Rig, peer: bytes, key: int, infer_ns: int, output_ns: int, **fields: Any
+    rig: Rig, peer: bytes, key: int, infer_ns: int, sent_ns: int, **fields: Any
 ) -> None:
-    rig.now += infer_ns + output_ns
-    elapsed_ns = rig.now - output_ns
+    rig.now += infer_ns + sent_ns
+    elapsed_ns = rig.now - sent_ns
     rig.respond(peer, key, computed_ns=elapsed_ns, written_ns=rig.now, **fields)
 
 

@@ -15,10 +15,8 @@ def take_messages(rig: Rig) -> list[Any]:
     return [message for _, message in rig.control.take() if isinstance(message, kinds)]
 
 
-def limited_rig(
-    dynamic_batching: dict[str, Any] | None = None, instances: int = 1, **settings: Any
-) -> Rig:
-    rig = Rig(dynamic_batching, rate_limited=True, **settings)
+def limited_rig(batching: dict[str, Any] | None = None, instances: int = 1, **more: Any) -> Rig:
+    rig = Rig(batching, rate_limited=True, **more)
     for index in range(instances):
         rig.start(index, 100 + index)
     return rig

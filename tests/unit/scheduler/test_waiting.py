@@ -32,10 +32,10 @@ def pipes() -> Iterator[list[tuple[int, int]]]:
 
 @pytest.fixture
 def occupied_descriptors() -> Iterator[None]:
-    limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(
-            resource.RLIMIT_NOFILE, (max(limit, 2 * _HIGH_FD), max(hard_limit, 2 * _HIGH_FD))
+            resource.RLIMIT_NOFILE, (max(soft, 2 * _HIGH_FD), max(hard, 2 * _HIGH_FD))
         )
     except (OSError, ValueError):
         pytest.skip("the limit of descriptors cannot be raised")
@@ -45,7 +45,7 @@ def occupied_descriptors() -> Iterator[None]:
     yield
     for fd in low_fds:
         os.close(fd)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard_limit))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("wait_ns", [*_WAITS_NS, NEVER])

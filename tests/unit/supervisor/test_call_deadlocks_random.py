@@ -64,9 +64,7 @@ class CallSimulation:
             for answer in rig.answers():
                 self.open -= 1
                 self.on_answered((model, answer.id), isinstance(answer, Failed))
-            self.reports += [
-                (model, report) for report in rig.take_supervisor_messages(CallsWaiting)
-            ]
+            self.reports += [(model, r) for r in rig.take_supervisor_messages(CallsWaiting)]
 
     def on_answered(self, number: Number, has_failed: bool) -> None:
         if has_failed:
@@ -84,15 +82,13 @@ class CallSimulation:
             self.roots += 1
             self.submit(self.random.randrange(len(self.rigs)), self.plan())
         elif idle_executions and self.random.random() < 0.7:
-            chosen_execution = self.random.choice(idle_executions)
-            if chosen_execution.plan:
-                (model, plan), *chosen_execution.plan = chosen_execution.plan
-                chosen_execution.call = self.submit(model, plan, chosen_execution.callers)
+            chosen = self.random.choice(idle_executions)
+            if chosen.plan:
+                (model, plan), *chosen.plan = chosen.plan
+                chosen.call = self.submit(model, plan, chosen.callers)
             else:
-                self.running.remove(chosen_execution)
-                self.rigs[chosen_execution.model].finish(
-                    chosen_execution.peer, chosen_execution.batch
-                )
+                self.running.remove(chosen)
+                self.rigs[chosen.model].finish(chosen.peer, chosen.batch)
         elif self.reports and self.random.random() < 0.5:
             self.deliver(*self.reports.popleft())
         else:
@@ -112,30 +108,24 @@ class CallSimulation:
 
     def find_deadlocked(self) -> set[Number]:
         """Return the calls that wait for ever in the true state of all schedulers."""
-        by_number = {request.number: request for request in self.running}
-        stuck_numbers = {request.number for request in self.running if request.call is not None}
+        by_number = {call.number: call for call in self.running}
+        stuck = {call.number for call in self.running if call.call is not None}
         size = -1
-        while size != len(stuck_numbers):
-            size = len(stuck_numbers)
-            for request in self.running:
-                if request.call is None:
+        while size != len(stuck):
+            size = len(stuck)
+            for call in self.running:
+                if call.call is None:
                     continue
-                if request.call in by_number:
-                    can_continue = request.call not in stuck_numbers
+                if call.call in by_number:
+                    can_continue = call.call not in stuck
                 else:
                     occupants = [
-                        occupant.number
-                        for occupant in self.running
-                        if occupant.model == request.call[0]
+                        other.number for other in self.running if other.model == call.call[0]
                     ]
-                    can_continue = not stuck_numbers.issuperset(occupants)
+                    can_continue = not stuck.issuperset(occupants)
                 if can_continue:
-                    stuck_numbers.discard(request.number)
-        return {
-            request.call
-            for request in self.running
-            if request.call and request.number in stuck_numbers
-        }
+                    stuck.discard(call.number)
+        return {call.call for call in self.running if call.call and call.number in stuck}
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -31,16 +31,14 @@ async def test_the_last_messages_of_a_process_are_read_before_its_end(tmp_path: 
 async def test_requests_reach_handlers_and_acknowledgements_waiters(tmp_path: Path) -> None:
     """All other messages go to the component that started the process."""
     received: list[Any] = []
-    pending_calls: list[Any] = []
+    calls: list[Any] = []
     control = ControlSocket(endpoints.control(tmp_path))
-    control.serve(
-        (IndexRepository, FindModel), lambda pid, message: pending_calls.append((pid, message))
-    )
+    control.serve((IndexRepository, FindModel), lambda pid, message: calls.append((pid, message)))
     gateway = Dealer(endpoints.control(tmp_path), f"gateway.1.{os.getpid()}")
     gateway.send(m.Started())
     gateway.send(IndexRepository(1, False))
     control.receive_all()
-    assert not (received or pending_calls), "nobody has started it"
+    assert not (received or calls), "nobody has started it"
     control.enrol(os.getpid(), "gateway", received.append)
     acknowledged = asyncio.ensure_future(control.publish(Acknowledged, "gateway"))
     await asyncio.sleep(0)
@@ -51,7 +49,7 @@ async def test_requests_reach_handlers_and_acknowledgements_waiters(tmp_path: Pa
     gateway.close()
     control.close()
     assert received == [m.Started()]
-    assert pending_calls == [(os.getpid(), IndexRepository(1, False))]
+    assert calls == [(os.getpid(), IndexRepository(1, False))]
 
 
 async def test_only_workers_that_call_models_receive_news_of_schedulers(tmp_path: Path) -> None:
@@ -77,16 +75,16 @@ async def test_a_message_of_another_role_is_refused(tmp_path: Path) -> None:
     """Models run foreign code in workers: that changes no log settings, and registers no region."""
     received: list[Any] = []
     control = ControlSocket(endpoints.control(tmp_path))
-    control.serve((ChangeLogging, FindModel), lambda pid, message: received.append(message))
+    control.serve((ChangeLogging, FindModel), lambda pid, text: received.append(text))
     control.enrol(os.getpid(), "worker", received.append)
     worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
-    for message in (
+    for text in (
         ChangeLogging(1, {"log_verbose_level": 7}),
         m.Started(),
         Acknowledged(1),
         FindModel(1, "m", ""),
     ):
-        worker.send(message)
+        worker.send(text)
     control.receive_all()
     worker.close()
     control.close()

@@ -159,11 +159,9 @@ def test_a_loss_of_the_last_events_is_reported(run_dir: Path) -> None:
     count = 50_000
 
     async def run_reader() -> tuple[int, int]:
-        feed_holder: list[EventFeed] = []
-        async with open_publisher(
-            run_dir, lambda *change: feed_holder[0].on_subscription(*change)
-        ) as publisher:
-            feed_holder.append(feed(publisher, {}, []))
+        feeds: list[EventFeed] = []
+        async with open_publisher(run_dir, lambda *c: feeds[0].on_subscription(*c)) as publisher:
+            feeds.append(feed(publisher, {}, []))
             with EventReader(run_dir, [publications.PROCESSES]) as reader:
                 await until_async(lambda: publisher.is_followed(publications.PROCESSES))
                 for number in range(count):
@@ -188,17 +186,17 @@ def feed(publisher: EventPublisher, states: dict[Any, Any], calls: list[str]) ->
 
 
 def test_changes_of_models() -> None:
-    statuses_before = {
+    before = {
         ("a", "1"): ("READY", ""),
         ("b", "1"): ("LOADING", ""),
         ("c", "2"): ("READY", ""),
     }
-    statuses_after = {
+    after = {
         ("a", "1"): ("READY", ""),
         ("b", "1"): ("READY", ""),
         ("d", ""): ("UNAVAILABLE", "x"),
     }
-    assert list(changes(statuses_before, statuses_after)) == [
+    assert list(changes(before, after)) == [
         m.ModelChanged("c", "2", "", ""),
         m.ModelChanged("b", "1", "READY", ""),
         m.ModelChanged("d", "", "UNAVAILABLE", "x"),
@@ -208,12 +206,10 @@ def test_changes_of_models() -> None:
 async def test_a_snapshot_precedes_the_events(run_dir: Path) -> None:
     states = {("a", "1"): ("LOADING", "")}
     pending_calls: list[str] = []
-    feed_holder: list[EventFeed] = []
-    async with open_publisher(
-        run_dir, lambda *change: feed_holder[0].on_subscription(*change)
-    ) as publisher:
-        feed_holder.append(feed(publisher, states, pending_calls))
-        feed_holder[0].models_changed()  # no process receives it
+    feeds: list[EventFeed] = []
+    async with open_publisher(run_dir, lambda *c: feeds[0].on_subscription(*c)) as publisher:
+        feeds.append(feed(publisher, states, pending_calls))
+        feeds[0].models_changed()  # no process receives it
         with EventReader(run_dir) as reader:
             snapshot = await asyncio.to_thread(reader.snapshot)
             assert [received.event for received in snapshot] == [
@@ -223,12 +219,12 @@ async def test_a_snapshot_precedes_the_events(run_dir: Path) -> None:
             ]
             assert pending_calls == ["counters"]
             states["a", "1"] = ("READY", "")
-            feed_holder[0].models_changed()
+            feeds[0].models_changed()
             received_event = await asyncio.to_thread(next, reader.follow())
             assert received_event.event == m.ModelChanged("a", "1", "READY", "")
             await until_async(lambda: len(pending_calls) > 1)  # a second later
         await until_async(lambda: not publisher.is_followed(publications.COUNTERS))
-        await until_async(lambda: feed_holder[0]._timer is None)
+        await until_async(lambda: feeds[0]._timer is None)
 
 
 async def test_the_end_of_a_server_is_reported(run_dir: Path) -> None:
@@ -258,9 +254,9 @@ def test_the_page_has_every_event_and_field() -> None:
     page = (Path(events_package.__file__).parent / "EVENTS.md").read_text()
     for kind, topic in publications.TOPICS.items():
         (row,) = (
-            line
-            for line in page.splitlines()
-            if line.startswith(f"| `{topic}` | `{kind.__name__}` |")
+            text
+            for text in page.splitlines()
+            if text.startswith(f"| `{topic}` | `{kind.__name__}` |")
         )
         cell = re.sub(r" \([^)]*\)|;.*", "", row.split(" | ", 2)[2]).removesuffix(" |")
         assert cell == ", ".join(f"{f.name}: {f.type}" for f in dataclasses.fields(kind)), row
@@ -291,9 +287,7 @@ def test_the_page_has_every_event_and_field() -> None:
     ],
 )  # fmt: skip
 def test_an_event_is_one_json_line(event: Any, line: str) -> None:
-    received_event = ReceivedEvent(
-        publications.TOPICS[type(event)], event, 1_700_000_000_123_456_789, 0
-    )
-    assert received_event.topic in TOPICS
-    assert _as_text(received_event) == f"2023-11-14T22:13:20.123Z {line}"
-    assert f'"event": "{type(event).__name__}"' in _as_json(received_event)
+    received = ReceivedEvent(publications.TOPICS[type(event)], event, 1_700_000_000_123_456_789, 0)
+    assert received.topic in TOPICS
+    assert _as_text(received) == f"2023-11-14T22:13:20.123Z {line}"
+    assert f'"event": "{type(event).__name__}"' in _as_json(received)

@@ -15,10 +15,8 @@ UNUSED_ADDRESS = "192.0.2.1"  # RFC 5737: for documentation only
 
 def resolve_names(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
     """Let every host name resolve to these addresses."""
-    addresses_found = [
-        (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses
-    ]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: addresses_found)
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
 
 
 def test_unavailable_addresses_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:

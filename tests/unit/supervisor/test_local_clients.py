@@ -134,14 +134,12 @@ async def test_a_program_of_another_version_gets_an_error_that_names_both(
     folder: Path, packet: bytes
 ) -> None:
     unused: Any = object()
-    registry = LocalMemory(
-        Capabilities(bytes(32)), RegionOpener(POLICY), RecordedProcesses(), print
-    )
+    memory = LocalMemory(Capabilities(bytes(32)), RegionOpener(POLICY), RecordedProcesses(), print)
     local_clients = LocalClientServer(
         folder,
         NO_GROUP,
         Capabilities(bytes(32)),
-        registry,
+        memory,
         list,
         Acknowledgements(),
         lambda number: None,
@@ -156,7 +154,7 @@ async def test_a_program_of_another_version_gets_an_error_that_names_both(
     text = "the peer has protocol version 2, this process has version 3"
     assert refusal == Refused(0, "UNSUPPORTED", text)
     local_clients.connections.close()
-    registry.close()
+    memory.close()
 
 
 @pytest.mark.parametrize(("tensors", "all_fit"), [(2000, True), (20_000, False)])
@@ -184,10 +182,8 @@ async def test_many_inputs_end_no_connection(folder: Path, tensors: int, all_fit
         while not acknowledgements.is_acknowledged(number):
             await acknowledgements.next_complete()
         models.insert(0, wide)
-        later_link = stack.enter_context(join_server(folder))
-        assert _names(await _receive(later_link, 4)) == (
-            {"plain", "wide"} if all_fit else {"plain"}
-        )
+        later = stack.enter_context(join_server(folder))
+        assert _names(await _receive(later, 4)) == ({"plain", "wide"} if all_fit else {"plain"})
 
 
 def test_the_tensors_that_a_welcome_lists() -> None:
@@ -206,15 +202,14 @@ def test_the_tensors_that_a_welcome_lists() -> None:
     assert _for_local_clients(model).config.source["output"] == [{**tensor, "optional": True}]
 
 
-def _model(name: str, tensors: int) -> m.ModelPublished:
+def _model(name: str, count: int) -> m.ModelPublished:
     """Return a model with this number of inputs, in Triton's form."""
-    unset_fields = {"format": "FORMAT_NONE", "is_shape_tensor": False, "allow_ragged_batch": False}
-    unset_fields |= {"optional": False, "is_non_linear_format_io": False}
-    inputs = [
-        {"name": f"INPUT{n}", "data_type": "TYPE_FP32", "dims": [1], **unset_fields}
-        for n in range(tensors)
+    unset = {"format": "FORMAT_NONE", "is_shape_tensor": False, "allow_ragged_batch": False}
+    unset |= {"optional": False, "is_non_linear_format_io": False}
+    tensors = [
+        {"name": f"INPUT{n}", "data_type": "TYPE_FP32", "dims": [1], **unset} for n in range(count)
     ]
-    config = {"name": name, "max_batch_size": 0, "input": inputs, "output": []}
+    config = {"name": name, "max_batch_size": 0, "input": tensors, "output": []}
     return m.ModelPublished(name, "1", ModelSpec.of(config), {}, "ipc:///run/1", True, True, 0.0, 0)
 
 
@@ -227,11 +222,7 @@ async def _receive(link: socket.socket, count: int, *, sends_hello: bool = True)
         link.send(frames.pack([Hello(frames.VERSION)]))
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(10):
-        return [
-            message
-            for _ in range(count)
-            for message in frames.unpack(await loop.sock_recv(link, 1 << 22))
-        ]
+        return [r for _ in range(count) for r in frames.unpack(await loop.sock_recv(link, 1 << 22))]
 
 
 def join_server(folder: Path) -> socket.socket:

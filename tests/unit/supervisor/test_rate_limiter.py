@@ -160,8 +160,8 @@ NEEDS = st.dictionaries(st.sampled_from([R, S, ("T", 1)]), st.integers(1, 3))
 def test_resources_are_never_exceeded_and_never_idle_while_wanted(
     members: list[list[dict[tuple[str, int], int]]], steps: list[tuple[int, int, int]]
 ) -> None:
-    rate_limiter = make_limiter(
-        *[[Needs(resources, 1 + n) for n, resources in enumerate(m)] for m in members]
+    limiter = make_limiter(
+        *[[Needs(amounts, 1 + n) for n, amounts in enumerate(m)] for m in members]
     )
     needs: dict[Any, dict[tuple[str, int], int]] = {}
     held_tickets: dict[Any, None] = {}
@@ -173,35 +173,32 @@ def test_resources_are_never_exceeded_and_never_idle_while_wanted(
             index %= len(members[member])
             waiting_tickets[member, number] = None
             needs[member, number] = members[member][index]
-            granted_tickets = rate_limiter.ask(member, index, number)
+            granted_tickets = limiter.ask(member, index, number)
         elif action == 2 and (held_tickets or waiting_tickets):
             key = random.Random(number).choice([*held_tickets, *waiting_tickets])
             held_tickets.pop(key, None)
             waiting_tickets.pop(key, None)
-            granted_tickets = rate_limiter.release(key[0], key[1], bool(index % 2))
+            granted_tickets = limiter.release(key[0], key[1], bool(index % 2))
         else:
             for key in [key for key in (*held_tickets, *waiting_tickets) if key[0] == member]:
                 held_tickets.pop(key, None)
                 waiting_tickets.pop(key, None)
-            granted_tickets = rate_limiter.disconnect(member)
+            granted_tickets = limiter.disconnect(member)
         for key in granted_tickets:
             del waiting_tickets[key]
             held_tickets[key] = None
             for other_ticket in waiting_tickets:
                 overtaken[other_ticket] = overtaken.get(other_ticket, 0) + 1
-        used_amounts: dict[tuple[str, int], int] = {}
+        used: dict[tuple[str, int], int] = {}
         for key in held_tickets:
             for resource, count in needs[key].items():
-                used_amounts[resource] = used_amounts.get(resource, 0) + count
-        capacity = rate_limiter.capacity()
-        assert rate_limiter.used() == used_amounts
-        assert all(count <= capacity[resource] for resource, count in used_amounts.items())
+                used[resource] = used.get(resource, 0) + count
+        capacity = limiter.capacity()
+        assert limiter.used() == used
+        assert all(count <= capacity[resource] for resource, count in used.items())
         if max(overtaken.values(), default=0) < PATIENCE:
             for key in waiting_tickets:
-                assert any(
-                    used_amounts.get(needed, 0) + n > capacity[needed]
-                    for needed, n in needs[key].items()
-                )
+                assert any(used.get(kind, 0) + n > capacity[kind] for kind, n in needs[key].items())
 
 
 def test_instances_are_added_and_removed_while_their_model_serves() -> None:
@@ -238,26 +235,24 @@ def test_tickets_of_an_exited_scheduler_are_released() -> None:
 
 
 def test_a_call_whose_callers_hold_its_resources_is_reported() -> None:
-    notifications: list[Any] = []
-    tickets = Tickets(
-        True, {("R", None): 2}, lambda pid, message: notifications.append((pid, message))
-    )
+    sent: list[Any] = []
+    tickets = Tickets(True, {("R", None): 2}, lambda pid, message: sent.append((pid, message)))
     for member, needs in ((1, [1]), (2, [1]), (3, [2]), (4, [2, 1])):
         tickets.join(member, {i: Needs({R: amount}, 1) for i, amount in enumerate(needs)})
         tickets.bind(100 * member, member)
     tickets.handle(100, AskTicket(1, 0, 11))
-    notifications.clear()
+    sent.clear()
     for scheduler in (200, 300, 400):
         tickets.handle(scheduler, CheckHolders(scheduler, [10, 11]))
         # The scheduler does not hold these tickets.
         tickets.handle(scheduler, CheckHolders(7, [10]))
-    assert notifications == [(300, ResourcesHeld(300))]
+    assert sent == [(300, ResourcesHeld(300))]
     tickets.handle(200, AskTicket(2, 0, 12))
-    notifications.clear()
+    sent.clear()
     tickets.handle(400, CheckHolders(5, [11, 12]))
     tickets.handle(100, TicketReturned(1, True))
     tickets.handle(400, CheckHolders(6, [11, 12]))
-    assert notifications == [(400, ResourcesHeld(5))]
+    assert sent == [(400, ResourcesHeld(5))]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5))))

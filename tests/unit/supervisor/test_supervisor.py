@@ -95,15 +95,13 @@ def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch)
             child = Child(pid, "it", asyncio.get_running_loop().create_future(), stops=True)
             child.exited.set_result("exit status 0")
             mock_supervisor._process_exited(child)
-        broadcasts = mock_supervisor.context.broadcast.mock_calls
-        assert broadcasts == [
-            call(ProcessExited(pid, "exit status 0"), *READER_ROLES) for pid in (7, 8)
-        ]
-        broadcasts.clear()
+        sent = mock_supervisor.context.broadcast.mock_calls
+        assert sent == [call(ProcessExited(pid, "exit status 0"), *READER_ROLES) for pid in (7, 8)]
+        sent.clear()
         outcomes = asyncio.Event()
         mock_supervisor.context.broadcast.side_effect = lambda *_: outcomes.set()
         await outcomes.wait()
-        return list(broadcasts)
+        return list(sent)
 
     assert asyncio.run(report_exits()) == [
         call(ProcessExited(pid, "exit status 0"), *NON_READERS) for pid in (7, 8)

@@ -105,17 +105,12 @@ def test_adjacent_rows_are_one_view_and_separate_rows_are_copied(region: Region)
     mappings = Mappings()
     unpacker, gather, buffers = make_gatherer(one_tensor(max_batch_size=8), mappings)
     rows = [np.full((n, 2), n, F32) for n in (1, 3, 2)]
-    memory_ranges = [
-        region.write(offset, row) for offset, row in zip((64, 72, 96), rows, strict=True)
-    ]
-    items = [
-        inference(tensor("X", row, memory_range))
-        for row, memory_range in zip(rows, memory_ranges, strict=True)
-    ]
+    ranges = [region.write(offset, row) for offset, row in zip((64, 72, 96), rows, strict=True)]
+    items = [inference(tensor("X", row, place)) for row, place in zip(rows, ranges, strict=True)]
     requests = unpack(unpacker, *items)
     raw, shape, view = gather.gather("X", requests)
     assert (shape, view, buffers) == ((6, 2), True, [])
-    assert address_of(raw) == address_of(mappings.view(memory_ranges[0]))
+    assert address_of(raw) == address_of(mappings.view(ranges[0]))
     assert np.array_equal(np.frombuffer(raw, F32).reshape(6, 2), np.concatenate(rows))
     # Rows in another order, or with a gap between them, are not contiguous.
     for shuffled_requests in (requests[::-1], [requests[0], requests[2]]):
@@ -255,12 +250,10 @@ def test_a_returned_input_is_not_copied(worker: Rig, region: Region, may_return:
 
     worker.serve(FunctionBackend(worker.context, compute), one_tensor())
     memory_range = region.write(0, data)
-    requested_output = RequestedOutput("Y", region.memory_range(8 * MIB, 4 * MIB), may_return)
+    requested = RequestedOutput("Y", region.memory_range(8 * MIB, 4 * MIB), may_return)
     for expected in (data, data[: MIB // 2], data, data + 1):
         is_returned = may_return and expected is data
-        (reply,) = worker.batch(
-            inference(tensor("X", data, memory_range), outputs=[requested_output])
-        )
+        (reply,) = worker.batch(inference(tensor("X", data, memory_range), outputs=[requested]))
         assert reply.answer is not None
         (output,) = reply.answer.outputs
         assert isinstance(output.data, Range)
@@ -384,7 +377,7 @@ def test_a_lenient_backend_passes_any_output(worker: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    "data",
+    "rows",
     [
         np.asfortranarray(np.arange(12, dtype=F32).reshape(3, 4)),
         np.arange(24, dtype=F32).reshape(3, 8)[:, ::2],
@@ -394,21 +387,19 @@ def test_a_lenient_backend_passes_any_output(worker: Rig) -> None:
     ],
 )
 @pytest.mark.parametrize("has_range", [False, True])
-def test_layouts_are_row_major(worker: Rig, region: Region, data: Any, has_range: bool) -> None:
+def test_layouts_are_row_major(worker: Rig, region: Region, rows: Any, has_range: bool) -> None:
     worker.serve(
-        FunctionBackend(worker.context, lambda requests: [Response([Output("Y", "FP32", data)])]),
+        FunctionBackend(worker.context, lambda requests: [Response([Output("Y", "FP32", rows)])]),
         one_tensor(dims=(3, 4)),
     )
-    requested_outputs = [RequestedOutput("Y", region.memory_range(64, 100))] if has_range else []
-    (reply,) = worker.batch(
-        inference(tensor("X", np.zeros((3, 4), F32)), outputs=requested_outputs)
-    )
+    requested = [RequestedOutput("Y", region.memory_range(64, 100))] if has_range else []
+    (reply,) = worker.batch(inference(tensor("X", np.zeros((3, 4), F32)), outputs=requested))
     assert reply.code == "", reply.message
-    expected = np.ascontiguousarray(
-        data.detach().numpy() if isinstance(data, torch.Tensor) else data, F32
+    plain = np.ascontiguousarray(
+        rows.detach().numpy() if isinstance(rows, torch.Tensor) else rows, F32
     )
     written_bytes = region.read(64, 48) if has_range else reply.array("Y").tobytes()
-    assert written_bytes == expected.tobytes()
+    assert written_bytes == plain.tobytes()
 
 
 def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> None:
@@ -430,11 +421,9 @@ def test_string_outputs(worker: Rig, region: Region, has_range: bool) -> None:
     requested_outputs = [RequestedOutput("Y", region.memory_range(0, 1000))] if has_range else []
     (reply,) = worker.batch(inference(tensor("X", data), outputs=requested_outputs))
     assert reply.answer is not None, reply.message
-    sent_data = tensor("X", data).data
-    assert isinstance(sent_data, bytes)
-    assert (
-        region.read(0, len(sent_data)) if has_range else reply.answer.outputs[0].data
-    ) == sent_data
+    sent = tensor("X", data).data
+    assert isinstance(sent, bytes)
+    assert (region.read(0, len(sent)) if has_range else reply.answer.outputs[0].data) == sent
 
 
 def test_strings_of_any_numpy_kind_become_bytes(worker: Rig) -> None:
@@ -505,13 +494,11 @@ def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
     )
     valid_tensor = tensor("X", np.array([[b"a"]], dtype=object))
     bad_tensor = TensorRef("X", "BYTES", (1, 1), b"\xff\0\0\0ab")
-    first_reply, second_reply = worker.batch(inference(valid_tensor), inference(bad_tensor))
+    first_reply, second = worker.batch(inference(valid_tensor), inference(bad_tensor))
     assert first_reply.code == ""
-    assert second_reply.code == "INVALID_ARG"
-    assert second_reply.message.startswith(
-        "[request id: id-1] incomplete string data for inference"
-    )
-    assert "inference input 'X' for model 'm'" in second_reply.message
+    assert second.code == "INVALID_ARG"
+    assert second.message.startswith("[request id: id-1] incomplete string data for inference")
+    assert "inference input 'X' for model 'm'" in second.message
     assert worker.finished.executed
     worker.batch(inference(bad_tensor))
     assert not worker.finished.executed
@@ -676,7 +663,7 @@ def test_wrong_numbers_of_responses_fail_a_batch(worker: Rig, result: Any, messa
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "message"),
+    ("error", "code", "text"),
     [
         (SystemExit(3), "INTERNAL", "SystemExit: 3"),
         (InvalidArgument("as it is"), "INVALID_ARG", "as it is"),
@@ -685,7 +672,7 @@ def test_wrong_numbers_of_responses_fail_a_batch(worker: Rig, result: Any, messa
     ],
 )
 def test_exceptions_of_a_model_fail_the_request(
-    worker: Rig, error: BaseException, code: str, message: str
+    worker: Rig, error: BaseException, code: str, text: str
 ) -> None:
     def fail(requests: list[Request]) -> list[Response]:
         raise error
@@ -694,7 +681,7 @@ def test_exceptions_of_a_model_fail_the_request(
     for _ in range(2):
         (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
         assert reply.code == code
-        assert message in reply.message
+        assert text in reply.message
 
 
 def test_a_failed_copy_of_an_input_fails_its_request_only(
@@ -703,18 +690,16 @@ def test_a_failed_copy_of_an_input_fails_its_request_only(
     """Inputs in another user's memory are copied."""
     worker.serve(FunctionBackend(worker.context, echo), one_tensor(max_batch_size=8))
     data = np.ones((1, 4), F32)
-    copied_range = Range(replace(region.memory, copied=True), 0, data.nbytes)
+    copied = Range(replace(region.memory, copied=True), 0, data.nbytes)
 
     def raise_memory_error(memory_range: Range) -> memoryview:
         raise MemoryError
 
     monkeypatch.setattr(worker.context.mappings, "read", raise_memory_error)
-    failed_reply, own_reply = worker.batch(
-        inference(tensor("X", data, copied_range)), inference(tensor("X", data))
-    )
-    assert failed_reply.code == "UNAVAILABLE"
-    assert "not enough memory on device 'cpu' for model 'm'" in failed_reply.message
-    assert own_reply.code == ""
+    failed, own = worker.batch(inference(tensor("X", data, copied)), inference(tensor("X", data)))
+    assert failed.code == "UNAVAILABLE"
+    assert "not enough memory on device 'cpu' for model 'm'" in failed.message
+    assert own.code == ""
 
 
 def test_per_request_errors_and_parameters(worker: Rig) -> None:

@@ -286,18 +286,16 @@ def test_a_call_fails_without_a_descriptor_for_the_successor(
 
 def test_calls_too_late_for_a_retired_version(router: CallRouter, callees: CalledModels) -> None:
     """The old scheduler rejects the calls or exits; the new version serves them."""
-    first_scheduler, second_scheduler, third_scheduler = (
-        callees.scheduler(name) for name in ("s1", "s2", "s3")
-    )
+    first, second, third = (callees.scheduler(name) for name in ("s1", "s2", "s3"))
     running_call = callees.run(call, router, request())
     callees.answer_find("s1")
-    submit = first_scheduler.next(m.Submit)
-    first_scheduler.send(m.Failed(submit.id, "UNAVAILABLE", "Server is stopping", 0, False))
+    submit = first.next(m.Submit)
+    first.send(m.Failed(submit.id, "UNAVAILABLE", "Server is stopping", 0, False))
     callees.answer_find("s2")
-    second_scheduler.next(m.Submit)
+    second.next(m.Submit)
     callees.supervisor.send(SchedulerLost(callees.endpoint("s2"), ""))
     callees.answer_find("s3")
-    third_scheduler.send(doubled_response(third_scheduler.next(m.Submit)))
+    third.send(doubled_response(third.next(m.Submit)))
     assert values(running_call.result(10)) == [2.0, 4.0]
 
 
@@ -379,7 +377,7 @@ def test_a_coroutine_not_waiting_cancels(router: CallRouter, callees: CalledMode
 
 
 def test_coroutines_learn_of_losses_and_errors(router: CallRouter, callees: CalledModels) -> None:
-    first_scheduler, second_scheduler = callees.scheduler("s1"), callees.scheduler("s2")
+    first_scheduler, second = callees.scheduler("s1"), callees.scheduler("s2")
 
     async def call_both() -> tuple[list[float], str]:
         first_call, second_call = call_soon(router, request()), call_soon(router, request())
@@ -393,10 +391,8 @@ def test_coroutines_learn_of_losses_and_errors(router: CallRouter, callees: Call
     first_scheduler.next(m.Submit)
     first_scheduler.next(m.Submit)
     callees.supervisor.send(SchedulerLost(callees.endpoint("s1"), callees.endpoint("s2")))
-    second_scheduler.send(doubled_response(second_scheduler.next(m.Submit)))
-    second_scheduler.send(
-        m.Failed(second_scheduler.next(m.Submit).id, "INVALID_ARG", "no", 0, False)
-    )
+    second.send(doubled_response(second.next(m.Submit)))
+    second.send(m.Failed(second.next(m.Submit).id, "INVALID_ARG", "no", 0, False))
     assert running_calls.result(10) == ([2.0, 4.0], "no")
 
 

@@ -62,9 +62,7 @@ class Model(Streams):
 
     def serve(self, body: str) -> Model:
         path = self.rig.context.version_dir / "model.py"
-        path.write_text(
-            MODULE_HEAD + "".join(f"    {line}\n" for line in dedent(body).splitlines())
-        )
+        path.write_text(MODULE_HEAD + "".join(f"    {row}\n" for row in dedent(body).splitlines()))
         config = model_config(
             [tensor_config("X", "FP32", [-1])],
             [tensor_config("Y", "FP32", [-1])],
@@ -247,20 +245,18 @@ def test_errors_of_refused_sends(model: Model) -> None:
         """)
     model.begin(0)
     assert model.responses(1) == [[1], "end"]
-    missing_response = (
-        "Inference Response object must be provided when the response flags is set to zero."
-    )
-    *refusals, sent_result, retry_error, ended_error = model.records
+    missing = "Inference Response object must be provided when the response flags is set to zero."
+    *refusals, sent, retried, ended = model.records
     assert refusals[:3] == [
-        f"TritonModelException: {missing_response}",
-        f"TritonModelException: {missing_response}",
+        f"TritonModelException: {missing}",
+        f"TritonModelException: {missing}",
         "TritonModelException: Unable to send response. Unsupported flag provided.",
     ]
     assert all(
         text.startswith("TypeError: send(): incompatible function arguments. The following")
         for text in refusals[3:]
     )
-    assert (sent_result, retry_error, ended_error) == (
+    assert (sent, retried, ended) == (
         None,
         *[f"TritonModelException: {CLOSED_SENDER}"] * 2,
     )

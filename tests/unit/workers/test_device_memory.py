@@ -69,30 +69,24 @@ def worker(tmp_path: Path, cuda: FakeCuda) -> Iterator[Rig]:
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
-    fake_device = FakeDevice()
+    fake = FakeDevice()
     for backend in ("native", "pytorch"):
-        monkeypatch.setattr(
-            f"shmserve.workers.backends.{backend}.open_device", lambda name: fake_device
-        )
-    return fake_device
+        monkeypatch.setattr(f"shmserve.workers.backends.{backend}.open_device", lambda name: fake)
+    return fake
 
 
-def serve_doubling(
-    worker: Rig, max_batch_size: int = 8, body: str = "        return x * 2\n"
-) -> Rig:
+def serve_doubling(worker: Rig, size: int = 8, body: str = "        return x * 2\n") -> Rig:
     text = f"import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n{body}"
     (worker.context.version_dir / "model.py").write_text(text)
-    config = model_config(
-        [tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], max_batch_size
-    )
-    return worker.serve(PytorchBackend(worker.context), config)
+    model = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], size)
+    return worker.serve(PytorchBackend(worker.context), model)
 
 
-def device_tensor(memory: Memory, offset: int, rows: np.ndarray[Any, Any]) -> TensorRef:
+def device_x(memory: Memory, offset: int, rows: np.ndarray[Any, Any]) -> TensorRef:
     return tensor("x", rows, Range(memory, offset, rows.nbytes))
 
 
-def device_output(memory: Memory, offset: int, byte_size: int = 16) -> tuple[RequestedOutput, ...]:
+def on_device(memory: Memory, offset: int, byte_size: int = 16) -> tuple[RequestedOutput, ...]:
     return (RequestedOutput("y", Range(memory, offset, byte_size)),)
 
 
@@ -253,12 +247,10 @@ def test_a_torch_without_cuda_costs_a_request_and_no_worker(worker: Rig, cuda: F
     )
     config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
     worker.serve(FunctionBackend(worker.context, lambda requests: []), config)
-    exported_memory = cuda.export(64)
-    (reply,) = worker.batch(inference(device_tensor(exported_memory.memory(), 0, ROW)))
+    exported = cuda.export(64)
+    (reply,) = worker.batch(inference(device_x(exported.memory(), 0, ROW)))
     assert (reply.code, "device 0" in reply.message) == ("UNAVAILABLE", True)
-    assert (
-        memory.check(CheckMemory(7, exported_memory.raw_handle, 0, b"", 64)).code == "UNAVAILABLE"
-    )
+    assert memory.check(CheckMemory(7, exported.raw_handle, 0, b"", 64)).code == "UNAVAILABLE"
     gc.collect()
     memory.close_unused()
     assert cuda.opened == 0
@@ -316,9 +308,7 @@ def test_a_batch_of_one_is_on_the_device(worker: Rig, cuda: FakeCuda, device: Fa
     for iteration in range(3):
         exported_memory.write(0, ROW + iteration)
         cuda.calls.clear()
-        (reply,) = worker.batch(
-            inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32))
-        )
+        (reply,) = worker.batch(inference(device_x(memory, 0, ROW), outputs=on_device(memory, 32)))
         assert reply.code == "", reply.message
         assert reply.answer is not None
         assert reply.answer.outputs[0].data == Range(memory, 32, 16)
@@ -338,8 +328,8 @@ def test_a_batch_is_gathered_on_the_device(worker: Rig, cuda: FakeCuda, device: 
     first_export.write(0, ROW)
     second_export.write(0, ROW + 10)
     replies = worker.batch(
-        inference(device_tensor(first_memory, 0, ROW), outputs=device_output(first_memory, 32)),
-        inference(device_tensor(second_memory, 0, ROW), outputs=device_output(second_memory, 48)),
+        inference(device_x(first_memory, 0, ROW), outputs=on_device(first_memory, 32)),
+        inference(device_x(second_memory, 0, ROW), outputs=on_device(second_memory, 48)),
     )
     assert [reply.code for reply in replies] == ["", ""], replies
     assert (first_export.read(32, ROW) == ROW * 2).all()
@@ -357,9 +347,7 @@ def test_rows_beside_each_other_are_a_view(worker: Rig, cuda: FakeCuda, device: 
     for _ in range(2):
         replies = worker.batch(
             *(
-                inference(
-                    device_tensor(memory, 16 * n, ROW), outputs=device_output(memory, 32 + 16 * n)
-                )
+                inference(device_x(memory, 16 * n, ROW), outputs=on_device(memory, 32 + 16 * n))
                 for n in range(2)
             )
         )
@@ -375,8 +363,8 @@ def test_host_and_device_share_a_batch(worker: Rig, cuda: FakeCuda, device: Fake
     memory = exported_memory.memory()
     exported_memory.write(0, ROW)
     replies = worker.batch(
-        inference(device_tensor(memory, 0, ROW)),
-        inference(tensor("x", ROW + 5), outputs=device_output(memory, 32)),
+        inference(device_x(memory, 0, ROW)),
+        inference(tensor("x", ROW + 5), outputs=on_device(memory, 32)),
     )
     assert (replies[0].array("y") == ROW * 2).all() and replies[1].code == ""
     assert (exported_memory.read(32, ROW) == (ROW + 5) * 2).all()
@@ -392,15 +380,13 @@ def test_a_region_unregistered_in_flight_stays_mapped(
     memory = exported_memory.memory()
     exported_memory.write(0, ROW)
     for _ in range(2):
-        (reply,) = worker.batch(
-            inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32))
-        )
+        (reply,) = worker.batch(inference(device_x(memory, 0, ROW), outputs=on_device(memory, 32)))
         assert reply.code == ""
     worker.context.mappings.unmap(memory.id)
     assert cuda.opened == 1, "the model still has its input"
     new_export = cuda.export(64)
     for _ in range(2):
-        worker.batch(inference(device_tensor(new_export.memory(), 0, ROW)))
+        worker.batch(inference(device_x(new_export.memory(), 0, ROW)))
     gc.collect()
     assert worker.context.device_memory is not None
     worker.context.device_memory.close_unused()
@@ -415,7 +401,7 @@ def test_a_model_that_writes_into_its_inputs_gets_copies(
     memory = exported_memory.memory()
     exported_memory.write(0, ROW)
     for _ in range(3):
-        worker.batch(inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32)))
+        worker.batch(inference(device_x(memory, 0, ROW), outputs=on_device(memory, 32)))
         assert (exported_memory.read(0, ROW) == ROW).all()
         assert (exported_memory.read(32, ROW) == ROW * 2).all()
 
@@ -427,8 +413,8 @@ def test_memory_ranges_that_are_too_small_or_unmapped(
     exported_memory = cuda.export(64)
     (reply,) = worker.batch(
         inference(
-            device_tensor(exported_memory.memory(), 0, ROW),
-            outputs=device_output(exported_memory.memory(), 32, 8),
+            device_x(exported_memory.memory(), 0, ROW),
+            outputs=on_device(exported_memory.memory(), 32, 8),
         )
     )
     assert (reply.code, reply.message) == (
@@ -439,9 +425,9 @@ def test_memory_ranges_that_are_too_small_or_unmapped(
     closed_handle = cuda.export(64)
     cuda.revoke(closed_handle)
     replies = worker.batch(
-        inference(device_tensor(closed_handle.memory(), 0, ROW)),
+        inference(device_x(closed_handle.memory(), 0, ROW)),
         inference(tensor("x", ROW)),
-        inference(tensor("x", ROW), outputs=device_output(closed_handle.memory(), 0)),
+        inference(tensor("x", ROW), outputs=on_device(closed_handle.memory(), 0)),
     )
     assert [reply.code for reply in replies] == ["INVALID_ARG", "", "INVALID_ARG"]
 
@@ -457,9 +443,7 @@ def test_an_unaligned_range_and_an_output_that_is_its_input(
             for _ in range(2):
                 exported_memory.write(start, ROW)
                 worker.batch(
-                    inference(
-                        device_tensor(memory, start, ROW), outputs=device_output(memory, offset)
-                    )
+                    inference(device_x(memory, start, ROW), outputs=on_device(memory, offset))
                 )
                 assert (exported_memory.read(offset, ROW) == ROW).all()
 
@@ -471,8 +455,8 @@ def test_a_failing_device_ends_the_process(worker: Rig, cuda: FakeCuda, device: 
     with pytest.raises(DeviceLost):
         worker.batch(
             inference(
-                device_tensor(exported_memory.memory(), 0, ROW),
-                outputs=device_output(exported_memory.memory(), 32),
+                device_x(exported_memory.memory(), 0, ROW),
+                outputs=on_device(exported_memory.memory(), 32),
             )
         )
 
@@ -484,15 +468,15 @@ def test_a_device_that_has_failed_ends_the_process_also_by_an_output(
     closed_handle = cuda.export(64)
     worker.batch(
         inference(
-            device_tensor(closed_handle.memory(), 0, ROW),
-            outputs=device_output(closed_handle.memory(), 32),
+            device_x(closed_handle.memory(), 0, ROW),
+            outputs=on_device(closed_handle.memory(), 32),
         )
     )
     worker.context.mappings.unmap_all()
     cuda.revoke(closed_handle)
     cuda.is_broken = True
     with pytest.raises(DeviceLost):
-        worker.batch(inference(tensor("x", ROW), outputs=device_output(closed_handle.memory(), 32)))
+        worker.batch(inference(tensor("x", ROW), outputs=on_device(closed_handle.memory(), 32)))
 
 
 # --- other backends
@@ -514,7 +498,7 @@ def test_a_failed_device_ends_the_worker(
         raise _AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch.Tensor, "to", fail)
-    request = inference(device_tensor(cuda.export(64).memory(), 0, ROW))
+    request = inference(device_x(cuda.export(64).memory(), 0, ROW))
     if is_lost:
         monkeypatch.setattr(torch, "AcceleratorError", _AcceleratorError, raising=False)
         with pytest.raises(_AcceleratorError):
@@ -535,9 +519,7 @@ def test_a_backend_of_host_memory_gets_copies(worker: Rig, cuda: FakeCuda) -> No
     exported_memory = cuda.export(64)
     memory = exported_memory.memory()
     exported_memory.write(0, ROW)
-    (reply,) = worker.batch(
-        inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32))
-    )
+    (reply,) = worker.batch(inference(device_x(memory, 0, ROW), outputs=on_device(memory, 32)))
     assert reply.code == "", reply.message
     assert (exported_memory.read(32, ROW) == ROW).all()
     assert (worker.finished.copied_input_bytes, worker.finished.copied_output_bytes) == (16, 16)
@@ -555,7 +537,7 @@ def test_strings_on_a_device(worker: Rig, cuda: FakeCuda) -> None:
     wire = np.frombuffer(b"\3\0\0\0one\5\0\0\0three", np.uint8)
     exported_memory.write(0, wire)
     input_tensor = tensor("x", string_array, Range(memory, 0, wire.nbytes))
-    (reply,) = worker.batch(inference(input_tensor, outputs=device_output(memory, 32, 20)))
+    (reply,) = worker.batch(inference(input_tensor, outputs=on_device(memory, 32, 20)))
     assert reply.code == "", reply.message
     assert (exported_memory.read(32, wire) == wire).all()
 
@@ -588,9 +570,7 @@ def test_python_models_use_a_device(worker: Rig, cuda: FakeCuda, stays_on_device
     exported_memory = cuda.export(64)
     memory = exported_memory.memory()
     exported_memory.write(0, ROW)
-    (reply,) = worker.batch(
-        inference(device_tensor(memory, 0, ROW), outputs=device_output(memory, 32))
-    )
+    (reply,) = worker.batch(inference(device_x(memory, 0, ROW), outputs=on_device(memory, 32)))
     backend.unload()  # all backends of a process share the module that models import
     assert reply.code == "", reply.message
     assert (exported_memory.read(32, ROW) == ROW * 2).all()
@@ -613,7 +593,7 @@ def test_a_native_model_of_numpy(worker: Rig, cuda: FakeCuda, device: FakeDevice
     memory = exported_memory.memory()
     exported_memory.write(0, ROW)
     requested_outputs = (RequestedOutput(config["output"][0]["name"], Range(memory, 32, 16)),)
-    (reply,) = worker.batch(inference(device_tensor(memory, 0, ROW), outputs=requested_outputs))
+    (reply,) = worker.batch(inference(device_x(memory, 0, ROW), outputs=requested_outputs))
     assert reply.code == "", reply.message
     assert (exported_memory.read(32, ROW) == ROW * 2).all()
 

@@ -80,10 +80,8 @@ def test_nothing_is_written_outside(tmp_path: Path, members: list[Member]) -> No
 
 
 def test_an_absolute_name_is_relative_to_the_folder(tmp_path: Path) -> None:
-    packed_archive = archive(tmp_path / "env.tar.gz", ("/bin/python", tarfile.REGTYPE, ""))
-    assert _find_interpreter(packed_archive, tmp_path / "copies").is_relative_to(
-        tmp_path / "copies"
-    )
+    packed = archive(tmp_path / "env.tar.gz", ("/bin/python", tarfile.REGTYPE, ""))
+    assert _find_interpreter(packed, tmp_path / "copies").is_relative_to(tmp_path / "copies")
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\3\4", b"half"])

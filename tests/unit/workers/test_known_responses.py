@@ -67,53 +67,45 @@ def test_repeated_responses_equal_single_ones(worker: Rig, responses: Any) -> No
         kinds = {"A": "FP32", "B": "INT32", "C": "INT32"}
         model_responses.append(
             Response(
-                [Output(name, kinds[name], array) for name, array in arrays.items()],
+                [Output(name, kinds[name], value) for name, value in arrays.items()],
                 {"n": 1} if parameters else {},
             )
         )
-        requested_outputs = [RequestedOutput(name) for name in expected]
-        (reply,) = worker.batch(
-            inference(tensor("X", np.zeros(1, np.float32)), outputs=requested_outputs)
-        )
-        visible = {
-            name: array for name, array in arrays.items() if name in (expected or ("A", "B"))
-        }
-        is_invalid = ("A" in visible and visible["A"].dtype == np.float64) or (
-            "B" in visible and visible["B"].ndim != 2
+        requested = [RequestedOutput(name) for name in expected]
+        (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32)), outputs=requested))
+        shown = {name: value for name, value in arrays.items() if name in (expected or ("A", "B"))}
+        is_invalid = ("A" in shown and shown["A"].dtype == np.float64) or (
+            "B" in shown and shown["B"].ndim != 2
         )
         assert (reply.code != "") == is_invalid, reply.message
         if is_invalid:
             continue
         assert reply.answer is not None
-        assert [ref.name for ref in reply.answer.outputs] == list(visible)
+        assert [ref.name for ref in reply.answer.outputs] == list(shown)
         assert reply.answer.parameters == ({"n": 1} if parameters else {})
-        for name, array in visible.items():
-            assert np.array_equal(reply.array(name), array)
-        assert worker.finished.copied_output_bytes == sum(
-            array.nbytes for array in visible.values()
-        )
+        for name, value in shown.items():
+            assert np.array_equal(reply.array(name), value)
+        assert worker.finished.copied_output_bytes == sum(value.nbytes for value in shown.values())
 
 
-@pytest.mark.parametrize("may_reuse_input", [False, True])
-def test_outputs_with_client_ranges_are_written_each_time(
-    worker: Rig, may_reuse_input: bool
-) -> None:
+@pytest.mark.parametrize("reuse", [False, True])
+def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, reuse: bool) -> None:
     """An unchanged input may stay in place; copies and other arrays are written."""
     region = Region(64)
-    requested_outputs = [RequestedOutput("A", region.memory_range(32, 16), may_reuse_input)]
+    requested_outputs = [RequestedOutput("A", region.memory_range(32, 16), reuse)]
     size = np.dtype("f4").itemsize
 
     def execute(requests: list[Request]) -> list[Response]:
         (request,) = requests
         if output_kind == "owned":
             request.inputs["X"].detach()
-        array = request.inputs["X"].numpy()
+        rows = request.inputs["X"].numpy()
         variants = {
-            "shorter": array[:2] * 2,
-            "swapped": (array * 2).astype(">f4"),
-            "new": array * 2,
+            "shorter": rows[:2] * 2,
+            "swapped": (rows * 2).astype(">f4"),
+            "new": rows * 2,
         }
-        return [Response([Output("A", "FP32", variants.get(output_kind, array))])]
+        return [Response([Output("A", "FP32", variants.get(output_kind, rows))])]
 
     worker.serve(FunctionBackend(worker.context, execute), CONFIG)
     output_kinds = ["new", "returned", "owned", "shorter", "swapped"]
@@ -127,7 +119,7 @@ def test_outputs_with_client_ranges_are_written_each_time(
         assert isinstance(output.data, Range)
         expected = numbers if output_kind in ("returned", "owned") else numbers * 2
         expected = expected[: 2 if output_kind == "shorter" else 4]
-        stays_in_input = output_kind == "returned" and may_reuse_input
+        stays_in_input = output_kind == "returned" and reuse
         assert output.data == region.memory_range(0 if stays_in_input else 32, size * len(expected))
         assert output.shape == expected.shape
         assert region.read(output.data.offset, output.data.byte_size) == expected.tobytes()
@@ -150,12 +142,10 @@ def test_texts_of_all_sizes_are_written(worker: Rig, has_range: bool) -> None:
 
     worker.serve(FunctionBackend(worker.context, execute), config)
     memory_range = region.memory_range(0, 2 * INLINE_LIMIT) if has_range else None
-    requested_outputs = [RequestedOutput("T", memory_range), RequestedOutput("N")]
+    requested = [RequestedOutput("T", memory_range), RequestedOutput("N")]
     for count, text in enumerate(texts * 2):
         number = np.full(1, count, np.int32)
-        (reply,) = worker.batch(
-            inference(tensor("X", np.zeros(1, np.float32)), outputs=requested_outputs)
-        )
+        (reply,) = worker.batch(inference(tensor("X", np.zeros(1, np.float32)), outputs=requested))
         assert reply.answer is not None, reply.message
         output = reply.answer.outputs[0]
         assert isinstance(output.data, Range) == (has_range or len(text) == INLINE_LIMIT)

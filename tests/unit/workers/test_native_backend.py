@@ -305,13 +305,11 @@ class Model:
     region = Region(4096)
     rows = [np.zeros((1, 2), F32), np.zeros((1, 2), F32)]
     for _ in range(2):
-        memory_ranges = [
-            region.write(offset, row) for offset, row in zip((0, 8), rows, strict=True)
-        ]
+        ranges = [region.write(offset, row) for offset, row in zip((0, 8), rows, strict=True)]
         replies = worker.batch(
             *(
                 inference(tensor("x", row, memory_range))
-                for row, memory_range in zip(rows, memory_ranges, strict=True)
+                for row, memory_range in zip(rows, ranges, strict=True)
             )
         )
         for reply in replies:
@@ -385,7 +383,7 @@ def test_a_configuration_that_contradicts_the_annotations(
 
 
 @pytest.mark.parametrize(
-    ("annotation", "value", "message"),
+    ("output", "value", "text"),
     [
         ("tuple[FP32[Tensor, 1], FP32[Tensor, 1]]", "x", "'Model.predict' did not return 2 values"),
         ("FP32[Tensor, 1]", "None", "inference output 'output' is a NoneType, not a tensor"),
@@ -394,18 +392,18 @@ def test_a_configuration_that_contradicts_the_annotations(
         ("FP32[Tensor, 1]", "1 / 0", "message: ZeroDivisionError: division by zero"),
     ],
 )
-def test_results_that_contradict_their_annotations(
-    worker: Rig, annotation: str, value: str, message: str
+def test_results_that_contradict_annotations(
+    worker: Rig, output: str, value: str, text: str
 ) -> None:
     write(
         worker,
-        f"class Model:\n    def predict(self, x: FP32[Tensor, 1]) -> {annotation}:\n"
+        f"class Model:\n    def predict(self, x: FP32[Tensor, 1]) -> {output}:\n"
         f"        return {value}\n",
     )
     serve(worker)
     (reply,) = worker.batch(inference(tensor("x", np.zeros((1, 1), F32))))
     assert reply.code == "INTERNAL"
-    assert message in reply.message
+    assert text in reply.message
 
 
 def test_an_annotated_module_is_called(worker: Rig) -> None:

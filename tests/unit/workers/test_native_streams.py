@@ -109,13 +109,11 @@ def test_each_yield_is_a_response(worker: Rig, kind: str) -> None:
 
 
 def test_rows_of_one_request(worker: Rig) -> None:
-    model = Model(
-        worker, "max_batch_size = 4" + MODEL_KINDS["generator"].replace("x[0]", "x[0, 0]")
-    )
-    assert model.config["max_batch_size"] == 4
-    assert "dynamic_batching" not in model.config
-    model.begin([2, 5])
-    assert model.responses(1) == [[2, 5], [3, 6], "end"]
+    m = Model(worker, "max_batch_size = 4" + MODEL_KINDS["generator"].replace("x[0]", "x[0, 0]"))
+    assert m.config["max_batch_size"] == 4
+    assert "dynamic_batching" not in m.config
+    m.begin([2, 5])
+    assert m.responses(1) == [[2, 5], [3, 6], "end"]
 
 
 def test_several_outputs(worker: Rig) -> None:

@@ -31,11 +31,9 @@ BARE_CONFIG: dict[str, Any] = {"name": "m", "max_batch_size": 0, "backend": "onn
 LARGE_DIM = 32 * 1024
 
 
-def save_sum(worker: Rig, dims: tuple[Any, ...] = ("batch", 4), sum_dims: Any = None) -> None:
-    tensors = [("a", FLOAT, dims), ("b", FLOAT, dims)]
-    save(
-        worker.context.version_dir, [("Add", "a b", "s")], tensors, [("s", FLOAT, sum_dims or dims)]
-    )
+def save_sum(worker: Rig, dims: tuple[Any, ...] = ("batch", 4), sums: Any = None) -> None:
+    given = [("a", FLOAT, dims), ("b", FLOAT, dims)]
+    save(worker.context.version_dir, [("Add", "a b", "s")], given, [("s", FLOAT, sums or dims)])
 
 
 def serve(worker: Rig) -> Rig:
@@ -189,10 +187,8 @@ def test_bf16_is_passed_unchanged(worker: Rig) -> None:
 def test_errors_of_a_run_have_tritons_text(worker: Rig) -> None:
     save_sum(worker, ("batch", "n"))
     serve(worker)
-    two_columns, three_columns = (
-        tensor(name, np.ones((1, n), F32)) for name, n in (("a", 2), ("b", 3))
-    )
-    (reply,) = worker.batch(inference(two_columns, three_columns))
+    two, three = (tensor(name, np.ones((1, n), F32)) for name, n in (("a", 2), ("b", 3)))
+    (reply,) = worker.batch(inference(two, three))
     assert "onnx runtime error" in reply.message
 
 
@@ -206,9 +202,7 @@ def test_errors_of_a_run_have_tritons_text(worker: Rig) -> None:
         ({"input": [tensor_config(n, "FP32", [2, 5]) for n in "ab"]}, "the model expects 2"),
     ],
 )
-def test_a_configuration_that_promises_too_much(
-    worker: Rig, change: dict[str, Any], text: str
-) -> None:
+def test_a_configuration_promising_too_much(worker: Rig, change: dict[str, Any], text: str) -> None:
     save_sum(worker, (2, 4))
     inputs = [tensor_config(name, "FP32", [2, 4]) for name in "ab"]
     config = model_config(inputs, [tensor_config("s", "FP32", [2, 4])], 0) | change

@@ -162,11 +162,9 @@ def test_inputs_on_a_device_are_padded_there() -> None:
     rows = [torch.arange(1, 1 + n, dtype=torch.float32).reshape(1, n) for n in (1, 3)]
     requests = [request(row) for row in rows]
     make_padder({"IMAGE": {"value": 7}}).pad(requests)
-    padded_batch = requests[0].inputs["IMAGE"].batch
-    assert (
-        isinstance(padded_batch, torch.Tensor) and padded_batch is requests[1].inputs["IMAGE"].batch
-    )
-    assert padded_batch.view(torch.float32).tolist() == [1, 7, 7, 1, 2, 3]
+    padded = requests[0].inputs["IMAGE"].batch
+    assert isinstance(padded, torch.Tensor) and padded is requests[1].inputs["IMAGE"].batch
+    assert padded.view(torch.float32).tolist() == [1, 7, 7, 1, 2, 3]
     assert requests[1].inputs["IMAGE"].torch().tolist() == [[1, 2, 3]]
 
 

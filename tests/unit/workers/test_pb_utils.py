@@ -225,11 +225,9 @@ def test_responses() -> None:
     assert pb_utils.get_output_tensor_by_name(response, "y") is None
     answer = to_response(response)
     assert answer.error is None and answer.parameters == {"a": 1, "b": "c", "d": True}
-    failed_response = pb_utils.InferenceResponse(
-        output_tensors=[], error=pb_utils.TritonError("no")
-    )
-    assert failed_response.has_error()
-    assert str(to_response(failed_response).error) == "no"
+    failed = pb_utils.InferenceResponse(output_tensors=[], error=pb_utils.TritonError("no"))
+    assert failed.has_error()
+    assert str(to_response(failed).error) == "no"
 
 
 def test_a_response_of_a_wrong_type_is_refused() -> None:
@@ -390,9 +388,9 @@ def test_invalid_memory_and_flags_are_refused() -> None:
 
 
 def test_numpy_numbers_are_accepted() -> None:
-    fields: dict[str, Any] = {"correlation_id": np.uint64(7), "timeout": np.int32(5)}
+    more: dict[str, Any] = {"correlation_id": np.uint64(7), "timeout": np.int32(5)}
     request = pb_utils.InferenceRequest(
-        model_name="other", requested_output_names=[], inputs=[], **fields
+        model_name="other", requested_output_names=[], inputs=[], **more
     )
     assert (request.correlation_id(), request.timeout()) == (7, 5)
     assert type(request.correlation_id()) is type(request.timeout()) is int
@@ -440,13 +438,13 @@ INPUT_X = {"name": "X", "data_type": "TYPE_FP32", "dims": [4]}
 
 
 def test_a_configuration_is_completed() -> None:
-    configuration = config()
-    configuration.set_max_batch_size(8)
-    configuration.set_dynamic_batching()
-    configuration.add_input({**INPUT_X, "optional": True})
-    configuration.add_output(INPUT_X)
-    configuration.set_model_transaction_policy({"decoupled": False})
-    assert configuration.as_dict() == {
+    made = config()
+    made.set_max_batch_size(8)
+    made.set_dynamic_batching()
+    made.add_input({**INPUT_X, "optional": True})
+    made.add_output(INPUT_X)
+    made.set_model_transaction_policy({"decoupled": False})
+    assert made.as_dict() == {
         "name": "m",
         "max_batch_size": 8,
         "input": [{**INPUT_X, "optional": True}],
@@ -457,26 +455,24 @@ def test_a_configuration_is_completed() -> None:
     nameless = pb_utils.ModelConfig('{"input": []}')
     nameless.add_input(INPUT_X)
     assert nameless.as_dict() == {"input": [INPUT_X]}
-    assert pb_utils.get_input_config_by_name(configuration.as_dict(), "X") == {
+    assert pb_utils.get_input_config_by_name(made.as_dict(), "X") == {
         **INPUT_X,
         "optional": True,
     }
-    assert pb_utils.get_output_config_by_name(configuration.as_dict(), "X") == INPUT_X
-    assert pb_utils.get_output_config_by_name(configuration.as_dict(), "Z") is None
-    assert not pb_utils.using_decoupled_model_transaction_policy(configuration.as_dict())
+    assert pb_utils.get_output_config_by_name(made.as_dict(), "X") == INPUT_X
+    assert pb_utils.get_output_config_by_name(made.as_dict(), "Z") is None
+    assert not pb_utils.using_decoupled_model_transaction_policy(made.as_dict())
     assert not pb_utils.using_decoupled_model_transaction_policy({})
 
 
 def test_equal_values_of_the_author_are_kept() -> None:
     tensor = {"name": "X", "data_type": "TYPE_INVALID", "dims": [], "format": "FORMAT_NONE"}
-    configuration = config(
-        input=[tensor], max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]}
-    )
-    configuration.add_input(INPUT_X)
-    configuration.set_max_batch_size(4)
-    configuration.set_dynamic_batching()
-    assert configuration.as_dict()["input"] == [{**INPUT_X, "format": "FORMAT_NONE"}]
-    assert configuration.as_dict()["dynamic_batching"] == {"preferred_batch_size": [4]}
+    kept = config(input=[tensor], max_batch_size=4, dynamic_batching={"preferred_batch_size": [4]})
+    kept.add_input(INPUT_X)
+    kept.set_max_batch_size(4)
+    kept.set_dynamic_batching()
+    assert kept.as_dict()["input"] == [{**INPUT_X, "format": "FORMAT_NONE"}]
+    assert kept.as_dict()["dynamic_batching"] == {"preferred_batch_size": [4]}
 
 
 @pytest.mark.parametrize(
@@ -680,9 +676,7 @@ def test_operations_must_suit_the_metric_family() -> None:
 
 
 def reported_labels() -> dict[str, list[Any]]:
-    return {
-        name: [labels for labels, _, _ in values] for name, _, _, values in metrics.changes() or []
-    }
+    return {name: [labels for labels, _, _ in rows] for name, _, _, rows in metrics.changes() or []}
 
 
 # --- the log

@@ -66,9 +66,7 @@ class Model:
 
     def write(self, body: str, file: str = "model.py") -> Model:
         path = self.rig.context.version_dir / file
-        path.write_text(
-            MODULE_HEAD + "".join(f"    {line}\n" for line in dedent(body).splitlines())
-        )
+        path.write_text(MODULE_HEAD + "".join(f"    {row}\n" for row in dedent(body).splitlines()))
         return self
 
     def serve(self, body: str, **fields: Any) -> Model:
@@ -84,10 +82,7 @@ class Model:
         parameters = fields.pop("parameters", {})
         requests = [Inference((item,), (), parameters) for item in inputs]
         replies = self.rig.batch(*requests, **fields)
-        return [
-            reply.message if reply.code else reply.array("Y", self.rig).tolist()
-            for reply in replies
-        ]
+        return [r.message if r.code else r.array("Y", self.rig).tolist() for r in replies]
 
 
 def input_x(values: Any, memory_range: Range | None = None) -> TensorRef:
@@ -615,29 +610,27 @@ def test_outputs_that_are_inputs_are_not_kept(model: Model, region: Region, outp
 
 
 @pytest.mark.parametrize(
-    ("keep_expression", "first_kept"),
+    ("keep", "first"),
     [
         ("given(r)", 0), ("given(r)[:5]", 0), ("torch.from_numpy(given(r))", 0),
         ("r.inputs()[0]", 20), ("r", 20), ("given(r)", 20), ("given(r)[:5]", 20),
         ("given(r)[::-1][-5:][::-1]", 20), ("torch.from_numpy(given(r))", 20),
     ],
 )  # fmt: skip
-def test_a_model_that_keeps_its_inputs(
-    model: Model, region: Region, keep_expression: str, first_kept: int
-) -> None:
-    """Values from `first_kept` on are kept: a model may begin to keep its inputs late."""
+def test_a_model_that_keeps_its_inputs(model: Model, region: Region, keep: str, first: int) -> None:
+    """Values from `first` on are kept: a model may begin to keep its inputs late."""
     model.serve(f"""
         kept = []
         def execute(self, requests):
             import torch
             for r in requests:
-                if given(r)[0] >= {first_kept}:
-                    self.kept.append({keep_expression})
+                if given(r)[0] >= {first}:
+                    self.kept.append({keep})
             return [response(np.array([first(k) for k in self.kept] or [-1], "f4"))]
         """)
     for number in range(24):
         (response,) = model.run(big_input(region, number))
-        assert response == (list(range(first_kept, number + 1)) or [-1])
+        assert response == (list(range(first, number + 1)) or [-1])
 
 
 WRITE_STATEMENTS: dict[str, str] = {
@@ -648,16 +641,16 @@ WRITE_STATEMENTS: dict[str, str] = {
 
 
 @pytest.mark.parametrize("write", WRITE_STATEMENTS)
-@pytest.mark.parametrize("first_written", [0, 20])
+@pytest.mark.parametrize("first", [0, 20])
 def test_a_model_that_writes_into_its_inputs(
-    model: Model, region: Region, write: str, first_written: int
+    model: Model, region: Region, write: str, first: int
 ) -> None:
     """Models may write to their inputs. The client's memory does not change."""
     model.serve(f"""
         def execute(self, requests):
             array = given(requests[0])
             first = array[0]
-            if first >= {first_written}:
+            if first >= {first}:
                 {WRITE_STATEMENTS[write]}
             return [response(np.array([first], "f4"))]
         """)
@@ -753,15 +746,13 @@ def test_a_call_ends_with_the_request_it_is_for(model: Model, callees: CalledMod
     model.serve(CALLING_MODEL)
     deadline_ns = time.monotonic_ns() + 10**10
     parameters = {"model_version": 1, "timeout": 10**12, "request_id": "q"}
-    running_call = callees.run(
-        lambda: model.infer(1, deadline_ns=deadline_ns, parameters=parameters)
-    )
+    running = callees.run(lambda: model.infer(1, deadline_ns=deadline_ns, parameters=parameters))
     assert callees.answer_find("s1").version == "1"
     submit = scheduler.next(Submit)
     assert (submit.deadline_ns, submit.timeout_us) == (deadline_ns, 10**12)
     assert submit.request_id == "q"
     scheduler.send(Failed(submit.id, "UNAVAILABLE", "Request timeout expired", 0, True))
-    assert running_call.result(10) == ["Request timeout expired"]
+    assert running.result(10) == ["Request timeout expired"]
 
 
 @pytest.mark.parametrize(

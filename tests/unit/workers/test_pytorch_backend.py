@@ -49,9 +49,7 @@ def save_script(module: torch.nn.Module, worker: Rig, *example: Any) -> None:
         torch.jit.save(script, worker.context.version_dir / "model.pt")
 
 
-def save_exported(
-    module: torch.nn.Module, worker: Rig, *example: Any, dynamic_shapes: Any = None
-) -> None:
+def export(module: torch.nn.Module, worker: Rig, *example: Any, dynamic_shapes: Any = None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.export.export(module, example, dynamic_shapes=dynamic_shapes)
@@ -96,7 +94,7 @@ def test_a_batch_of_unequal_requests(worker: Rig, model_kind: str, x: str, y: st
     if model_kind == "script":
         save_script(Affine(), worker, torch.zeros(2, 4))
     elif model_kind == "exported":
-        save_exported(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(BATCH,))
+        export(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(BATCH,))
     else:
         write_class(
             worker,
@@ -128,16 +126,13 @@ def test_inputs_by_argument_by_index_or_in_order(
     if model_kind == "script":
         save_script(ThreeArguments(), worker)
     else:
-        save_exported(
+        export(
             ThreeArguments(), worker, *torch.zeros(3, 2, 1), dynamic_shapes=(BATCH, BATCH, BATCH)
         )
     serve(worker, vectors(dict.fromkeys(names, 1), {"OUTPUT__1": 1, "OUTPUT__0": 1}))
-    value = {"a": 7.0, "b": 2.0, "c": 3.0}
-    arguments = [
-        tensor(name, np.array([[value[argument]]], F32))
-        for name, argument in zip(names, order, strict=True)
-    ]
-    (reply,) = worker.batch(inference(*arguments[::-1]))
+    row = {"a": 7.0, "b": 2.0, "c": 3.0}
+    items = [tensor(name, np.array([[row[i]]], F32)) for name, i in zip(names, order, strict=True)]
+    (reply,) = worker.batch(inference(*items[::-1]))
     assert reply.array("OUTPUT__0").tolist() == [[5]]
     assert reply.array("OUTPUT__1").tolist() == [[21]]
 
@@ -154,7 +149,7 @@ def test_dictionaries_are_passed_by_key(worker: Rig, model_kind: str) -> None:
         names = ["a", "b"]
     else:
         example = {"a": torch.zeros(2, 1), "b": torch.zeros(2, 1)}
-        save_exported(ByKey(), worker, example, dynamic_shapes=({"a": BATCH, "b": BATCH},))
+        export(ByKey(), worker, example, dynamic_shapes=({"a": BATCH, "b": BATCH},))
         names = ["x_a", "x_b"]
     serve(worker, vectors(dict.fromkeys(names, 1), {"difference": 1, "sum": 1}))
     (reply,) = worker.batch(
@@ -267,7 +262,7 @@ def test_a_model_file_cannot_run_code(worker: Rig, tmp_path: Path, file_name: st
         save_script(Affine(), worker, torch.zeros(2, 4))
         spoil(path, "data.pkl", pickle.dumps(Trap(sprung_marker)))
     else:
-        save_exported(Affine(), worker, torch.zeros(2, 4))
+        export(Affine(), worker, torch.zeros(2, 4))
         malicious_file = io.BytesIO()
         torch.save(((Trap(sprung_marker),), {}), malicious_file)
         spoil(path, "model.pt", malicious_file.getvalue())
@@ -300,7 +295,7 @@ class Bomb:
 
 
 def test_an_exported_program_cannot_run_code(worker: Rig) -> None:
-    save_exported(Affine(), worker, torch.zeros(2, 3))
+    export(Affine(), worker, torch.zeros(2, 3))
     archive = worker.context.version_dir / "model.pt2"
     with zipfile.ZipFile(archive) as file:
         members = {name: file.read(name) for name in file.namelist()}
@@ -312,11 +307,7 @@ def test_an_exported_program_cannot_run_code(worker: Rig) -> None:
         for name, content in {**members, samples: malicious_file.getvalue()}.items():
             file.writestr(name, content)
     with pytest.raises(
-        InvalidArgument,
-        match=(
-            r"'model\.pt2' contains objects that are not "
-            r"tensors"
-        ),
+        InvalidArgument, match=r"'model\.pt2' contains objects that are not tensors"
     ):
         PytorchBackend(worker.context).complete_config(model_config([], []))
     assert not exploded_marker.exists()
@@ -414,7 +405,7 @@ def test_a_missing_file(worker: Rig) -> None:
 
 
 def test_an_exported_program_needs_no_configuration(worker: Rig) -> None:
-    save_exported(
+    export(
         ThreeArguments(),
         worker,
         *torch.zeros(3, 2, 1),
@@ -423,9 +414,7 @@ def test_an_exported_program_needs_no_configuration(worker: Rig) -> None:
     completed = PytorchBackend(worker.context).complete_config(model_config([], []))
     assert completed["max_batch_size"] == 4 and completed["dynamic_batching"] == {}
     assert completed["input"] == [tensor_config(name, "FP32", [1]) for name in "abc"]
-    assert completed["output"] == [
-        tensor_config(f"OUTPUT__{index}", "FP32", [1]) for index in (0, 1)
-    ]
+    assert completed["output"] == [tensor_config(f"OUTPUT__{n}", "FP32", [1]) for n in (0, 1)]
     serve(worker, completed)
 
 
@@ -436,7 +425,7 @@ class Scores(torch.nn.Module):
 
 def test_variable_and_absent_dimensions_are_completed(worker: Rig) -> None:
     length = torch.export.Dim("length")
-    save_exported(
+    export(
         Scores(),
         worker,
         torch.zeros(2, 5, dtype=torch.int64),
@@ -456,7 +445,7 @@ def test_variable_and_absent_dimensions_are_completed(worker: Rig) -> None:
 
 
 def test_a_program_with_fixed_shapes_does_not_batch(worker: Rig) -> None:
-    save_exported(Affine(), worker, torch.zeros(2, 4))
+    export(Affine(), worker, torch.zeros(2, 4))
     completed = PytorchBackend(worker.context).complete_config(model_config([], []))
     assert completed["max_batch_size"] == 0
     assert completed["input"] == [tensor_config("image", "FP32", [2, 4])]
@@ -464,7 +453,7 @@ def test_a_program_with_fixed_shapes_does_not_batch(worker: Rig) -> None:
 
 
 def test_completion_keeps_the_authors_values(worker: Rig) -> None:
-    save_exported(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(BATCH,))
+    export(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(BATCH,))
     configured = model_config([tensor_config("image", "FP32", [-1, 4])], [])
     completed = PytorchBackend(worker.context).complete_config(configured)
     assert completed["max_batch_size"] == 0
@@ -484,7 +473,7 @@ def test_the_error_of_a_torchscript_file_names_the_configuration(worker: Rig) ->
 
 
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "message"),
+    ("inputs", "outputs", "text"),
     [
         (
             ["a", "b"],
@@ -499,11 +488,11 @@ def test_the_error_of_a_torchscript_file_names_the_configuration(worker: Rig) ->
     ],
 )
 def test_contradicting_names_are_refused(
-    worker: Rig, inputs: list[str], outputs: list[str], message: str
+    worker: Rig, inputs: list[str], outputs: list[str], text: str
 ) -> None:
     save_script(ThreeArguments(), worker)
     config = vectors(dict.fromkeys(inputs, 1), dict.fromkeys(outputs, 1))
-    assert message in load_error(worker, config)
+    assert text in load_error(worker, config)
 
 
 @pytest.mark.parametrize(
@@ -518,7 +507,7 @@ def test_a_configuration_that_an_exported_program_contradicts(
     worker: Rig, dims: list[int], data_type: str, max_batch_size: int, message: str
 ) -> None:
     batch = {0: torch.export.Dim("batch", max=8)}
-    save_exported(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(batch,))
+    export(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(batch,))
     config = model_config(
         [tensor_config("image", data_type, dims)], [tensor_config("y", "FP32", [1])], max_batch_size
     )
@@ -578,7 +567,7 @@ def test_a_script_may_return_one_list_of_texts(worker: Rig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "data_type", "dims", "expected_error"),
+    ("module", "kind", "dims", "expected_error"),
     [
         (*(Affine, "STRING", [1]),
          "input 'a' of model 'm' has data_type TYPE_STRING, but the model takes a tensor"),
@@ -589,12 +578,10 @@ def test_a_script_may_return_one_list_of_texts(worker: Rig) -> None:
     ],
 )  # fmt: skip
 def test_texts_must_be_lists_of_one_dimension(
-    worker: Rig, module: Any, data_type: str, dims: list[int], expected_error: str
+    worker: Rig, module: Any, kind: str, dims: list[int], expected_error: str
 ) -> None:
     save_script(module(), worker)
-    config = model_config(
-        [tensor_config("a", data_type, dims)], [tensor_config("y", data_type, dims)]
-    )
+    config = model_config([tensor_config("a", kind, dims)], [tensor_config("y", kind, dims)])
     assert expected_error in load_error(worker, config)
 
 
@@ -696,17 +683,17 @@ def test_a_model_that_does_not_write_to_its_inputs_receives_views(worker: Rig) -
     worker.serve(backend, vectors({"x": 4}, {"y": 4}))
     region = Region(4096)
     data = np.ones((1, 4), F32)
-    memory_range, expected = (
+    place, expected = (
         region.write(64, data),
         RequestedOutput("y", region.memory_range(256, 16)),
     )
     addresses = []
     for _ in range(3):
-        (reply,) = worker.batch(inference(tensor("x", data, memory_range), outputs=[expected]))
+        (reply,) = worker.batch(inference(tensor("x", data, place), outputs=[expected]))
         assert reply.code == "", reply.message
         program: Any = backend._program.call
         addresses.append(program.at)
-    mapped_bytes = np.frombuffer(worker.context.mappings.view(memory_range), np.uint8)
+    mapped_bytes = np.frombuffer(worker.context.mappings.view(place), np.uint8)
     mapped_address = mapped_bytes.__array_interface__["data"][0]
     assert [address == mapped_address for address in addresses] == [False, True, True]
     assert region.read(256, 16) == data.tobytes()
@@ -796,7 +783,7 @@ def test_on_a_cuda_device(worker: Rig, model_kind: str) -> None:
     if model_kind == "script":
         save_script(Affine(), worker, torch.zeros(2, 4))
     elif model_kind == "exported":
-        save_exported(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(BATCH,))
+        export(Affine(), worker, torch.zeros(2, 4), dynamic_shapes=(BATCH,))
     else:
         write_class(
             worker,

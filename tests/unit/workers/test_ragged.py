@@ -67,18 +67,16 @@ def test_batch_input_kinds(kind: str, expected: list[Any], data_type: str) -> No
 def test_item_shapes_repeat_the_row_of_a_request_of_two() -> None:
     """3.6: BATCH_ITEM_SHAPE is [total_batch, rank]; a batch-2 request repeats its row."""
     shapes = ((2, 3, 5), (1, 4, 1))
-    (batch_input,) = (
-        Ragged(ModelSpec.of(config("BATCH_ITEM_SHAPE"))).inputs(requests(*shapes)).values()
-    )
-    assert batch_input.tolist() == [[3, 5], [3, 5], [4, 1]]
+    (shape,) = Ragged(ModelSpec.of(config("BATCH_ITEM_SHAPE"))).inputs(requests(*shapes)).values()
+    assert shape.tolist() == [[3, 5], [3, 5], [4, 1]]
     (flat_shapes,) = (
         Ragged(ModelSpec.of(config("BATCH_ITEM_SHAPE_FLATTEN"))).inputs(requests(*shapes)).values()
     )
     assert flat_shapes.tolist() == [3, 5, 3, 5, 4, 1]
-    (counts,) = (
+    (sizes,) = (
         Ragged(ModelSpec.of(config("BATCH_ELEMENT_COUNT"))).inputs(requests(*shapes)).values()
     )
-    assert counts.tolist() == [30, 4]
+    assert sizes.tolist() == [30, 4]
 
 
 def scatter_config(**fields: Any) -> dict[str, Any]:

@@ -69,22 +69,18 @@ PAIRS: dict[str, tuple[list[Any], Any]] = {
 @pytest.mark.parametrize("kind", ["START", "END", "READY"])
 @pytest.mark.parametrize("batched", [True, False])
 def test_control_pairs(pair: str, kind: str, batched: bool) -> None:
-    (false_value, true_value), dtype = PAIRS[pair]
+    (off, on), dtype = PAIRS[pair]
     for row, control_values in (
         (SequenceRow(0, 1, START_FLAG), {"START"}),
         (SequenceRow(0, 1, END_FLAG), {"END"}),
         (SequenceRow(0, 1, START_FLAG | END_FLAG), {"START", "END"}),
         (SequenceRow(0, 1), set[str]()),
     ):
-        value = values(row, control(kind, **{pair: [false_value, true_value]}), batched=batched)[
-            kind
-        ]
+        value = values(row, control(kind, **{pair: [off, on]}), batched=batched)[kind]
         assert value.dtype == dtype
-        assert value == (true_value if kind in control_values or kind == "READY" else false_value)
-    null_value = values(
-        SequenceRow(1, 0, START_FLAG | END_FLAG), control(kind, **{pair: [false_value, true_value]})
-    )
-    assert null_value[kind] == false_value
+        assert value == (on if kind in control_values or kind == "READY" else off)
+    empty = values(SequenceRow(1, 0, START_FLAG | END_FLAG), control(kind, **{pair: [off, on]}))
+    assert empty[kind] == off
 
 
 @pytest.mark.parametrize("datatype", NUMBERS)
@@ -104,18 +100,18 @@ def test_string_ids(text: str) -> None:
 
 
 def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
-    first_state = {
+    first = {
         "input_name": "I",
         "output_name": "O",
         "data_type": "TYPE_INT64",
         "dims": [-1, 2],
     }
-    second_state = {"input_name": "J", "output_name": "Y", "data_type": "TYPE_FP32", "dims": [1]}
-    source = config(
+    second = {"input_name": "J", "output_name": "Y", "data_type": "TYPE_FP32", "dims": [1]}
+    fields = config(
         control_input=[control("START", bool_false_true=[False, True])],
-        state=[first_state, second_state],
+        state=[first, second],
     )
-    model_spec = ModelSpec.of(source)
+    model_spec = ModelSpec.of(fields)
     generated_spec = with_generated_tensors(model_spec)
     assert [tensor.name for tensor in generated_spec.input] == ["X", "START", "I", "J"]
     assert [tensor.name for tensor in generated_spec.output] == ["Y", "O"]
@@ -135,12 +131,10 @@ class Model:
         self,
         *specs: dict[str, Any],
         folder: Path = Path(),
-        batched: bool = True,
+        batch: bool = True,
         copies: bool = True,
     ) -> None:
-        states = sequence_inputs.read_states(
-            ModelSpec.of(config(batched, state=list(specs))), folder
-        )
+        states = sequence_inputs.read_states(ModelSpec.of(config(batch, state=list(specs))), folder)
         self.states = sequence_inputs.States(states, copies)
 
     def add_inputs(self, slot: int = 0, flags: int = 0) -> Request:

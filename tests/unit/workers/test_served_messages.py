@@ -45,15 +45,11 @@ class StepBackend(FunctionBackend):
         """Return the message table, which contains only steps."""
 
         def step(message: Step, requests: list[WorkerRequest]) -> m.BatchFinished | None:
-            self.steps.append(
-                (message.number, [open_request.cancelled for open_request in requests])
-            )
-            for open_request in requests:
-                request: Request = unpacker.request(open_request.work)
+            self.steps.append((message.number, [r.cancelled for r in requests]))
+            for r in requests:
+                request: Request = unpacker.request(r.work)
                 doubled_output = Output("Y", "FP32", request.inputs["X"].numpy() * 2)
-                OutputStream(writer, open_request, request).send(
-                    Response([doubled_output]), final=True
-                )
+                OutputStream(writer, r, request).send(Response([doubled_output]), final=True)
             if message.number < 0:
                 return None
             return m.BatchFinished(message.number, 0, 0, 0, 0, [])
@@ -94,9 +90,7 @@ def test_a_backend_serves_own_messages(tmp_path: Path, caplog: pytest.LogCapture
 
 def test_batches_are_the_default(tmp_path: Path) -> None:
     with rig(tmp_path) as model_rig:
-        backend = FunctionBackend(
-            model_rig.context, lambda requests: [Response() for _ in requests]
-        )
+        backend = FunctionBackend(model_rig.context, lambda rows: [Response() for _ in rows])
         model_rig.serve(backend, CONFIG)
         model_rig.instance.link._dispatch(m.Execute(3, [work(1, 1.0)], in_flight=4))
         model_rig.instance.serve_commands()

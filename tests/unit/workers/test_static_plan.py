@@ -24,7 +24,7 @@ from shmserve.workers.memory.static_plan import MemoryPlan, Recorder, Tensors, b
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, tensor, tensor_config
 
 F32 = np.float32
-ROW_SIZE = 256 * 1024  # number of floats in a row
+ROW = 256 * 1024  # number of floats in a row
 
 
 def config(dims: tuple[int, ...] = (3,), max_batch_size: int = 8, **fields: Any) -> dict[str, Any]:
@@ -139,23 +139,17 @@ def test_a_steady_stream_allocates_nothing(
         worker.serve(backend, backend.complete_config(model_config([], [])))
     else:
         path.write_text(TORCH_MODEL)
-        worker.serve(PytorchBackend(worker.context), config((ROW_SIZE,), 4))
+        worker.serve(PytorchBackend(worker.context), config((ROW,), 4))
         assert "weights 0.00, inputs" in caplog.text
     assert ": 8.39 MB: weights" in caplog.text
-    assert allocations == [4 * ROW_SIZE * 4], "the input of the largest batch, at load"
-    with contextlib.closing(Region(8 * ROW_SIZE * 4)) as region:
+    assert allocations == [4 * ROW * 4], "the input of the largest batch, at load"
+    with contextlib.closing(Region(8 * ROW * 4)) as region:
         requests = []
         for index in range(4):
             # In reverse order, so that no row is adjacent to the next row of the batch.
-            memory_range = region.write((3 - index) * ROW_SIZE * 4, np.full(ROW_SIZE, index, F32))
-            requested_output = RequestedOutput(
-                y, region.memory_range((4 + index) * ROW_SIZE * 4, ROW_SIZE * 4)
-            )
-            requests.append(
-                inference(
-                    TensorRef("X", "FP32", (1, ROW_SIZE), memory_range), outputs=[requested_output]
-                )
-            )
+            place = region.write((3 - index) * ROW * 4, np.full(ROW, index, F32))
+            requested = RequestedOutput(y, region.memory_range((4 + index) * ROW * 4, ROW * 4))
+            requests.append(inference(TensorRef("X", "FP32", (1, ROW), place), outputs=[requested]))
 
         def send_requests(count: int) -> None:
             for _ in range(count):
@@ -170,11 +164,9 @@ def test_a_steady_stream_allocates_nothing(
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert len(allocations) == 1 and worker.context.arena.used_bytes == used_bytes
-        assert peak < ROW_SIZE * 4 // 2, "less than half of a tensor: messages"
-        output = np.frombuffer(region.read(4 * ROW_SIZE * 4, 4 * ROW_SIZE * 4), F32).reshape(
-            4, ROW_SIZE
-        )
-        assert (output == np.arange(1, 5, dtype=F32)[:, None]).all()
+        assert peak < ROW * 4 // 2, "less than half of a tensor: messages"
+        result = np.frombuffer(region.read(4 * ROW * 4, 4 * ROW * 4), F32).reshape(4, ROW)
+        assert (result == np.arange(1, 5, dtype=F32)[:, None]).all()
 
 
 class FakeRecorder:
@@ -229,8 +221,8 @@ def test_a_graph_of_each_bucket_is_recorded_at_load_and_replayed(
     )  # graphs for 1, 2, 4 and 5 rows
     rows = [np.full((n, 3), n, F32) for n in (1, 2)]
     for sizes, bucket in (((0, 1), 4), ((1, 1), 4), ((0,), 1), ((0, 1, 1), 5), ((1,), 2)):
-        replies = worker.batch(*(inference(tensor("X", rows[size])) for size in sizes))
-        assert [r.array("Y").tolist() for r in replies] == [
+        found = worker.batch(*(inference(tensor("X", rows[size])) for size in sizes))
+        assert [r.array("Y").tolist() for r in found] == [
             (rows[size] + 1).tolist() for size in sizes
         ]
         assert fake_recorder.replayed.pop() == bucket and not fake_recorder.replayed

@@ -134,7 +134,7 @@ class Model(Streams):
         inputs: Mapping[str, Any],
         outputs: Sequence[str] = (),
         key: int = 1,
-        **work_fields: Any,
+        **fields: Any,
     ) -> None:
         tensors = []
         for name, value in inputs.items():
@@ -143,7 +143,7 @@ class Model(Streams):
             tensors.append(tensor(name, np.array([raw], kind)))
         requested_outputs = tuple(RequestedOutput(name) for name in outputs)
         packed_request = pack_inference(Inference(tuple(tensors), requested_outputs))
-        self.rig.execute([m.Work(key, CLIENT_PID, *packed_request, f"id-{key}", **work_fields)])
+        self.rig.execute([m.Work(key, CLIENT_PID, *packed_request, f"id-{key}", **fields)])
 
     def send_message(self, message: Any) -> None:
         """Send a message of the scheduler, which the pumping thread reads."""
@@ -157,15 +157,13 @@ class Model(Streams):
             yield message.message
         elif message.schema:
             files = {}
-            for output in unpack_inferred(message.schema, message.data).outputs:
-                assert isinstance(output.data, bytes)
-                if output.datatype == "BYTES":
-                    array = decode_bytes(memoryview(output.data), output.shape, output.name, "m")
-                    files[output.name] = [text.decode() for text in array.ravel()]
+            for o in unpack_inferred(message.schema, message.data).outputs:
+                assert isinstance(o.data, bytes)
+                if o.datatype == "BYTES":
+                    array = decode_bytes(memoryview(o.data), o.shape, o.name, "m")
+                    files[o.name] = [text.decode() for text in array.ravel()]
                 else:
-                    files[output.name] = np.frombuffer(
-                        output.data, NUMPY_DTYPES[output.datatype]
-                    ).tolist()
+                    files[o.name] = np.frombuffer(o.data, NUMPY_DTYPES[o.datatype]).tolist()
             yield files
         if message.final:
             yield "end"
@@ -185,13 +183,13 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
 
 
 @pytest.mark.parametrize(
-    ("source", "overrides", "cap"),
+    ("source", "changes", "cap"),
     [("auto", {}, None), ("vllm", {"max_new_tokens": 7}, 7), ("/a/folder", {}, 9)],
 )
 def test_arguments_limit_the_tokens_as_in_vllms_server(
-    source: str, overrides: dict[str, Any], cap: int | None
+    source: str, changes: dict[str, Any], cap: int | None
 ) -> None:
-    config = SimpleNamespace(generation_config=source, override_generation_config=overrides)
+    config = SimpleNamespace(generation_config=source, override_generation_config=changes)
     assert max_tokens_cap(config, {"max_tokens": 9}) == cap
 
 
@@ -214,20 +212,18 @@ def test_outputs_for_the_openai_apis(model: Model) -> None:
     expected = ["text_output", "index", "finish_reason", "usage", "token_ids", "prompt_token_ids"]
     expected.append("stop_reason")
     model.infer({"messages": "[]", "sampling_parameters": '{"stream": true, "n": 2}'}, expected)
-    first_response, second_response, third_response, fourth_response, end_record = model.responses(
-        1
-    )
+    first, second, third, fourth, end_record = model.responses(1)
     assert end_record == "end"
-    assert (first_response["text_output"], second_response["text_output"]) == (["a"], ["b"])
-    assert (first_response["index"], second_response["index"]) == ([0], [1])
-    assert (first_response["token_ids"], second_response["token_ids"]) == ([1], [2, 3])
-    assert first_response["prompt_token_ids"] == [7, 8, 9]
-    assert first_response["usage"] == [""]
-    assert third_response["finish_reason"] == ["length"]
-    assert third_response["prompt_token_ids"] == []
-    assert (fourth_response["finish_reason"], fourth_response["stop_reason"]) == (["stop"], ['"x"'])
+    assert (first["text_output"], second["text_output"]) == (["a"], ["b"])
+    assert (first["index"], second["index"]) == ([0], [1])
+    assert (first["token_ids"], second["token_ids"]) == ([1], [2, 3])
+    assert first["prompt_token_ids"] == [7, 8, 9]
+    assert first["usage"] == [""]
+    assert third["finish_reason"] == ["length"]
+    assert third["prompt_token_ids"] == []
+    assert (fourth["finish_reason"], fourth["stop_reason"]) == (["stop"], ['"x"'])
     usage = {"prompt_tokens": 3, "completion_tokens": 4, "cached_tokens": 2, "samples": [2, 2]}
-    assert json.loads(fourth_response["usage"][0]) == usage
+    assert json.loads(fourth["usage"][0]) == usage
     assert model.engine.calls[0][1:] == (False, True)
 
 

@@ -39,9 +39,7 @@ class OnDevice:
     received: list[tuple[LeaseWorkspace | ReturnWorkspace, int]] = field(default_factory=list)
 
     def returned(self) -> list[int]:
-        return [
-            message.offset for message, _ in self.received if isinstance(message, ReturnWorkspace)
-        ]
+        return [sent.offset for sent, _ in self.received if isinstance(sent, ReturnWorkspace)]
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ def get_weather(city: str) -> str:
     return "sunny in " + city
 
 
-for responses in (False, True):
+for uses_it in (False, True):
     model = ChatOpenAI(
-        model="scripted", base_url=sys.argv[1], api_key="none", use_responses_api=responses
+        model="scripted", base_url=sys.argv[1], api_key="none", use_responses_api=uses_it
     )
     bound = model.bind_tools([get_weather])
     question = HumanMessage("Weather?")
@@ -30,7 +30,7 @@ for responses in (False, True):
         whole_message += part
     assert whole_message.tool_calls[0]["args"] == {"city": "Paris"}, whole_message
     direct = ChatOpenAI(
-        model="direct", base_url=sys.argv[1], api_key="none", use_responses_api=responses
+        model="direct", base_url=sys.argv[1], api_key="none", use_responses_api=uses_it
     )
     forced_call = direct.bind_tools([get_weather], tool_choice="get_weather").invoke([question])
     assert forced_call.tool_calls[0]["name"] == "get_weather", forced_call

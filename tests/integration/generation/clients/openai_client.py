@@ -39,11 +39,11 @@ with OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0) as client:
 
     named_tool: Any = {"type": "function", "function": {"name": "get_weather"}}
     other_tool: Any = {"type": "function", "function": {"name": "other", "parameters": SCHEMA}}
-    allowed_tools = {
+    allowed = {
         "type": "allowed_tools",
         "allowed_tools": {"mode": "required", "tools": [named_tool]},
     }
-    for choosing in ("required", named_tool, allowed_tools):
+    for choosing in ("required", named_tool, allowed):
         forced_completion = client.chat.completions.create(
             model="direct",
             messages=messages[:1],
@@ -60,11 +60,9 @@ with OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0) as client:
     )
     assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
     assert response.usage and response.usage.output_tokens_details.reasoning_tokens >= 3
-    last_item = response.output[-1]
-    assert last_item.type == "function_call" and json.loads(last_item.arguments) == {
-        "city": "Paris"
-    }
-    result = {"type": "function_call_output", "call_id": last_item.call_id, "output": "sunny"}
+    last = response.output[-1]
+    assert last.type == "function_call" and json.loads(last.arguments) == {"city": "Paris"}
+    result = {"type": "function_call_output", "call_id": last.call_id, "output": "sunny"}
     history: Any = [{"role": "user", "content": "Weather?"}, *response.output, result]
     second_response = client.responses.create(model="scripted", input=history, tools=[FLAT_TOOL])
     assert second_response.output_text == "It is sunny.", second_response

@@ -27,10 +27,10 @@ class TritonPythonModel:
             for output in ("OUTPUT0", "OUTPUT1")
         ]
         replies = await asyncio.gather(*calls)
-        for reply in replies:
-            if reply.has_error():
+        for r in replies:
+            if r.has_error():
                 return pb_utils.InferenceResponse(
-                    [], error=pb_utils.TritonError(reply.error().message())
+                    [], error=pb_utils.TritonError(r.error().message())
                 )
-        parts = [reply.output_tensors()[0].as_numpy() for reply in replies]
+        parts = [r.output_tensors()[0].as_numpy() for r in replies]
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", parts[0] + parts[1])])

@@ -25,22 +25,21 @@ class TritonPythonModel:
 
     def execute(self, requests):
         commands = [self.command(request) for request in requests]
-        responses = [
+        answers = [
             self.respond(request, command)
             for request, command in zip(requests, commands, strict=True)
         ]
         for command in commands:
             self.obey(command)
         if "wrong_count" in commands:
-            return responses[:-1]
+            return answers[:-1]
         if "not_a_list" in commands:
             return 7
         if "not_a_response" in commands:
             return [
-                None if c == "not_a_response" else r
-                for c, r in zip(commands, responses, strict=True)
+                None if c == "not_a_response" else r for c, r in zip(commands, answers, strict=True)
             ]
-        return responses
+        return answers
 
     @staticmethod
     def command(request):

@@ -28,9 +28,7 @@ class TritonPythonModel:
                 "outputs": sorted(request.requested_output_names()),
                 "cancelled": request.is_cancelled(),
             }
-            tensor = pb_utils.Tensor(
-                "OUTPUT0", np.array([json.dumps(report).encode()], dtype=object)
-            )
+            y = pb_utils.Tensor("OUTPUT0", np.array([json.dumps(report).encode()], dtype=object))
             pb_utils.Logger.log_info("described a request")
-            responses.append(pb_utils.InferenceResponse([tensor], parameters={"answered": True}))
+            responses.append(pb_utils.InferenceResponse([y], parameters={"answered": True}))
         return responses

@@ -23,12 +23,10 @@ class TritonPythonModel:
     def execute(self, requests):
         """Report the requests to the gate, wait, and return the sums."""
         rows = [self.seen(request) for request in requests]
-        report = {
-            name: [row[name] for row in rows] for name in (*CONTROLS, "INPUT0", "shape", "id")
-        }
+        report = {name: [r[name] for r in rows] for name in (*CONTROLS, "INPUT0", "shape", "id")}
         report |= {"batch": report["INPUT0"], "rows": [1] * len(rows)}
         self.wait(report | {"pid": os.getpid(), "instance": int(self.name.rpartition("_")[2])})
-        return [self.response(row) for row in rows]
+        return [self.response(r) for r in rows]
 
     @staticmethod
     def seen(request):

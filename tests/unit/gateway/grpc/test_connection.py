@@ -35,10 +35,8 @@ def test_a_response_is_written_in_one_piece() -> None:
         ((raw, call),) = scene.calls
         assert raw == b"one" and call.time_remaining() is None
         call.finish(b"two")
-        kinds = [
-            (kind, flags, payload[-8:]) for kind, flags, _, payload in scene.transport.frames()
-        ]
-        assert [kind for kind, _, _ in kinds] == [HEADERS, DATA, HEADERS]
+        kinds = [(k, flags, payload[-8:]) for k, flags, _, payload in scene.transport.frames()]
+        assert [k for k, _, _ in kinds] == [HEADERS, DATA, HEADERS]
         assert kinds[1][2] == message(b"two") and kinds[2][1] & END_STREAM
         call.finish(b"again")
         call.fail(StatusCode.INTERNAL, "late")
@@ -370,7 +368,7 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
         tracemalloc.start()
         for piece in (
             *messages[:1000],
-            *(data[offset : offset + 999] for offset in range(0, len(data), 999)),
+            *(data[at : at + 999] for at in range(0, len(data), 999)),
         ):
             scene.send(frame(DATA, 0, 1, piece))
         traced_bytes = tracemalloc.get_traced_memory()[0]
@@ -422,11 +420,9 @@ def test_reading_messages_enlarges_the_window() -> None:
             sent_size += len(request_frames)
             for _ in range(3):
                 await asyncio.sleep(0)
-            window_updates = [
-                payload for kind, *_, payload in scene.transport.frames() if kind == WINDOW
-            ]
-            updates += len(window_updates)
-            granted_credit += sum(int.from_bytes(increment, "big") for increment in window_updates)
+            sizes = [payload for kind, *_, payload in scene.transport.frames() if kind == WINDOW]
+            updates += len(sizes)
+            granted_credit += sum(int.from_bytes(increment, "big") for increment in sizes)
             assert sent_size - window // 4 - len(request_frames) <= granted_credit <= sent_size
         assert 0 < updates <= 4 * sent_size // window
 

@@ -20,7 +20,7 @@ from shmserve.ipc.tensors.inference import Inferred, pack_inferred
 from tests.rigs.gateway_rig import Rig, Scheduler, echo, end, error, identity_config, rig
 from tests.support.waiting import until
 
-REPEAT_MODEL = {
+REPEAT = {
     **identity_config("repeat", "INT32", [-1]),
     "model_transaction_policy": {"decoupled": True},
 }
@@ -38,7 +38,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 def scheduler(gateway: Rig) -> Scheduler:
     scheduler = gateway.scheduler(echo)
     scheduler.holds_responses = True
-    gateway.publish(REPEAT_MODEL, scheduler)
+    gateway.publish(REPEAT, scheduler)
     return scheduler
 
 
@@ -106,12 +106,10 @@ def take(stream: Stream, number: int) -> list[Any]:
 def test_responses_of_many_requests_are_interleaved(scheduler: Scheduler, stream: Stream) -> None:
     stream.send_request("a")
     stream.send_request("b")
-    (peer, first_id), (_, second_id) = first_requests(scheduler, 2)
-    scheduler.send(
-        peer, response(second_id, 1), response(first_id, 2), response(second_id, 3, final=True)
-    )
+    (peer, first), (_, second) = first_requests(scheduler, 2)
+    scheduler.send(peer, response(second, 1), response(first, 2), response(second, 3, final=True))
     assert values(take(stream, 3)) == [("b", 1, False), ("a", 2, False), ("b", 3, True)]
-    scheduler.send(peer, *(response(first_id, value) for value in range(10)), end(first_id))
+    scheduler.send(peer, *(response(first, value) for value in range(10)), end(first))
     stream.end()
     assert values(list(stream.call)) == [("a", value, False) for value in range(10)]
 
@@ -197,15 +195,15 @@ def _message_key(message: Any) -> Any:
 
 def test_a_disconnect_cancels_all_requests(gateway: Rig, scheduler: Scheduler) -> None:
     stream = Stream(gateway)
-    for number in range(3):
-        stream.send_request(str(number))
-    waiting_requests = first_requests(scheduler, 3)
-    scheduler.send(waiting_requests[0][0], response(waiting_requests[0][1], 1))
+    for n in range(3):
+        stream.send_request(str(n))
+    waiting = first_requests(scheduler, 3)
+    scheduler.send(waiting[0][0], response(waiting[0][1], 1))
     take(stream, 1)
     stream.call.cancel()
     until(
         "all are cancelled",
-        lambda: _cancelled_ids(scheduler) == {number for _, number in waiting_requests},
+        lambda: _cancelled_ids(scheduler) == {n for _, n in waiting},
     )
     stream.close()
 
@@ -223,9 +221,7 @@ def wait_for_credit(scheduler: Scheduler, number: int, min_credit: int) -> None:
     until("there is credit", lambda: granted_credit(scheduler, number) >= min_credit)
 
 
-def test_credit_is_returned_for_responses_that_are_read(
-    scheduler: Scheduler, stream: Stream
-) -> None:
+def test_credit_is_returned_for_read_responses(scheduler: Scheduler, stream: Stream) -> None:
     """Each of 1,000 responses is sent within the credit that there is."""
     stream.send_request("a")
     ((peer, number),) = first_requests(scheduler, 1)
@@ -236,14 +232,12 @@ def test_credit_is_returned_for_responses_that_are_read(
 
     reader = threading.Thread(target=read)
     reader.start()
-    sent_count = 0
-    while sent_count < 1000:
-        credit = FIRST_CREDIT + granted_credit(scheduler, number) - sent_count
-        scheduler.send(
-            peer, *(response(number, sent_count + k) for k in range(min(credit, 1000 - sent_count)))
-        )
-        sent_count += min(credit, 1000 - sent_count)
-        wait_for_credit(scheduler, number, sent_count - FIRST_CREDIT + 1)
+    sent = 0
+    while sent < 1000:
+        credit = FIRST_CREDIT + granted_credit(scheduler, number) - sent
+        scheduler.send(peer, *(response(number, sent + k) for k in range(min(credit, 1000 - sent))))
+        sent += min(credit, 1000 - sent)
+        wait_for_credit(scheduler, number, sent - FIRST_CREDIT + 1)
     scheduler.send(peer, end(number))
     stream.end()
     reader.join(20)
@@ -283,32 +277,28 @@ def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: 
     arena = Arena(8 << 20)
     data = bytes(range(200)) * 200
 
-    def large_response(number: int) -> m.Responded:
+    def large(number: int) -> m.Responded:
         memory_range = arena.allocate(len(data))
         arena.view(memory_range)[:] = data
         answer = Inferred((TensorRef("OUT", "INT32", (len(data) // 4,), memory_range),))
         return m.Responded(number, "", "", *pack_inferred(answer), False)
 
     def count_releases() -> int:
-        releases = [
-            message for message in scheduler.notifications if isinstance(message, m.Release)
-        ]
+        releases = [sent for sent in scheduler.notifications if isinstance(sent, m.Release)]
         return sum(len(release.offsets) for release in releases)
 
     stream.send_request("a")
     ((peer, call_number),) = first_requests(scheduler, 1)
-    scheduler.send(
-        peer, large_response(call_number), large_response(call_number), response(call_number, 1)
-    )
-    first_response, second_response, _ = take(stream, 3)
-    assert [r.infer_response.raw_output_contents[0] for r in (first_response, second_response)] == [
+    scheduler.send(peer, large(call_number), large(call_number), response(call_number, 1))
+    first, second, _ = take(stream, 3)
+    assert [r.infer_response.raw_output_contents[0] for r in (first, second)] == [
         data,
         data,
     ]
     until("they are released", lambda: count_releases() == 2)
     stream.call.cancel()
     until("it is cancelled", lambda: call_number in _cancelled_ids(scheduler))
-    scheduler.send(peer, large_response(call_number), end(call_number))
+    scheduler.send(peer, large(call_number), end(call_number))
     until("what comes late is released", lambda: count_releases() == 3)
     arena.close()
 

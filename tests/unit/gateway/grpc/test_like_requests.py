@@ -162,12 +162,10 @@ def test_ids_and_values_are_cut_anywhere(monkeypatch: pytest.MonkeyPatch, gatewa
     request_count = 0
     for request_id in ("", "7", "\x1a\x011", "12", "\x3a\x01x", "é") * 3:
         for value in (b"x", b"\x1a", b":"):
-            built_request = inferences._decode(
-                _encode_request(request_id, value), {}, streamed=False
-            )
+            built = inferences._decode(_encode_request(request_id, value), {}, streamed=False)
             request_count += 1
-            assert built_request.infer_request.id == request_id
-            (tensor,) = inference_of(built_request).inputs
+            assert built.infer_request.id == request_id
+            (tensor,) = inference_of(built).inputs
             assert tensor.data == value
     assert split.count < request_count / 3
     broken_message = _encode_request("7", b"x").replace(b"\x017", b"\x01\xff")
@@ -185,7 +183,7 @@ def test_ids_and_contents_are_not_confused(gateway: Any, first_index: int) -> No
     plain_request.inputs.add(name="IN", datatype="INT8", shape=[1])
     two_contents = plain_request.SerializeToString() + b"\x3a\x01i" + b"\x3a\x01x"
     assert len(with_id) == len(two_contents)
-    template_cache = TemplateCache(gateway.models)
+    cache = TemplateCache(gateway.models)
     requests = [SimpleNamespace(ids=[], contents=[]) for _ in range(2)]
     for iteration in range(4):
         for index in (first_index, 1 - first_index):
@@ -200,14 +198,12 @@ def test_ids_and_contents_are_not_confused(gateway: Any, first_index: int) -> No
                     )
                 )
             )
-            matched = template_cache.find_by_layout(raw) or template_cache.find_by_fingerprint(
-                raw, parts
-            )
+            matched = cache.find_by_layout(raw) or cache.find_by_fingerprint(raw, parts)
             assert (matched is not None) == bool(iteration)
             if matched is None:
                 request = InferRequest(parts.identity.request_id, [], [])
                 model: Any = gateway.models.find()
-                template_cache.store(parts, request, model, template)
+                cache.store(parts, request, model, template)
     assert requests[0].contents == [[b"x"]] * 3
     assert requests[1].contents == [[b"i", b"x"]] * 3
 
@@ -227,12 +223,12 @@ def test_each_grpc_response_has_its_own_id(grpc_rig: Rig) -> None:
         inputs[-1].set_data_from_numpy(np.ones((1, 16), np.int32))
     with grpc_client.InferenceServerClient(f"127.0.0.1:{grpc_rig.port}") as client:
         for request_id, sequence, start, end in REQUEST_IDENTITIES * 3:
-            sequence_parameters = {
+            parameters = {
                 "sequence_id": sequence,
                 "sequence_start": start,
                 "sequence_end": end,
             }
-            result = client.infer("simple", inputs, request_id=request_id, **sequence_parameters)
+            result = client.infer("simple", inputs, request_id=request_id, **parameters)
             assert result.get_response().id == request_id
             assert result.as_numpy("OUTPUT0").tolist() == [[2] * 16]
             submit = scheduler.submits[-1]

@@ -51,17 +51,15 @@ def assemble(pieces: Sequence[bytes], sinks: Sinks | None = None) -> list[Receiv
     st.lists(st.tuples(st.binary(max_size=200), st.booleans()), max_size=6),
     st.lists(st.integers(1, 300), min_size=1, max_size=10),
 )
-def test_messages_are_assembled_for_any_split(
-    sent_messages: list[tuple[bytes, bool]], steps: list[int]
-) -> None:
-    stream = b"".join(message(data, compressed=flag) for data, flag in sent_messages)
+def test_messages_of_any_split_are_whole(sent: list[tuple[bytes, bool]], steps: list[int]) -> None:
+    stream = b"".join(message(data, compressed=flag) for data, flag in sent)
     pieces: list[bytes] = []
     offset = 0
     while offset < len(stream):
         step = steps[len(pieces) % len(steps)]
         pieces.append(stream[offset : offset + step])
         offset += step
-    assert assemble(pieces) == [(data, flag, 0) for data, flag in sent_messages]
+    assert assemble(pieces) == [(data, flag, 0) for data, flag in sent]
 
 
 @given(
@@ -187,18 +185,16 @@ def test_large_messages_are_received_by_a_sink() -> None:
         sinks.append(KeepingSink())
         return sinks[-1]
 
-    sent_messages = [
+    sent = [
         b"small",
         bytes(LARGE_MESSAGE_BYTES),
         b"x" * (LARGE_MESSAGE_BYTES + 1),
         b"y" * (2 * LARGE_MESSAGE_BYTES),
     ]
-    stream = b"".join(map(message, sent_messages)) + message(
-        bytes(LARGE_MESSAGE_BYTES), compressed=True
-    )
+    stream = b"".join(map(message, sent)) + message(bytes(LARGE_MESSAGE_BYTES), compressed=True)
     pieces = [stream[offset : offset + 1000] for offset in range(0, len(stream), 1000)]
     parts: list[Any] = [received.data for received in assemble(pieces, find)]
-    assert parts == [*sent_messages, bytes(LARGE_MESSAGE_BYTES)]
+    assert parts == [*sent, bytes(LARGE_MESSAGE_BYTES)]
     assert pending_calls == [LARGE_MESSAGE_BYTES, LARGE_MESSAGE_BYTES + 1, 2 * LARGE_MESSAGE_BYTES]
     assert [len(sink.data) for sink in sinks] == [LARGE_MESSAGE_BYTES, 2 * LARGE_MESSAGE_BYTES]
     assert not any(sink.dropped for sink in sinks)

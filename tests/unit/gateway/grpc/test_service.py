@@ -15,14 +15,8 @@ from shmserve.gateway.inference.request import ANONYMOUS, RequestIdentity
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto import health_pb2
 
-SERVICES = [
-    service
-    for file in (pb.DESCRIPTOR, health_pb2.DESCRIPTOR)
-    for service in file.services_by_name.values()
-]
-ALL_RPCS = {
-    f"/{service.full_name}/{method.name}" for service in SERVICES for method in service.methods
-}
+SERVICES = [s for f in (pb.DESCRIPTOR, health_pb2.DESCRIPTOR) for s in f.services_by_name.values()]
+ALL_RPCS = {f"/{s.full_name}/{m.name}" for s in SERVICES for m in s.methods}
 
 
 def test_every_rpc_has_a_scope() -> None:

@@ -50,24 +50,22 @@ def rpcs(module: Any) -> list[tuple[object, ...]]:
 
 def test_the_service_is_that_of_triton() -> None:
     """Both live in this process, and have the same messages, fields, numbers and RPCs."""
-    own_types, triton_types = (
-        m.DESCRIPTOR.message_types_by_name.values() for m in (ours, triton_pb2)
-    )
-    assert fields(own_types) == fields(triton_types) and len(fields(own_types)) > 100
+    own_types, tritons = (m.DESCRIPTOR.message_types_by_name.values() for m in (ours, triton_pb2))
+    assert fields(own_types) == fields(tritons) and len(fields(own_types)) > 100
     assert rpcs(ours) == rpcs(triton_pb2)
 
 
 def request(**parameters: object) -> ours.ModelInferRequest:
-    infer_request = ours.ModelInferRequest(model_name="m")
+    built = ours.ModelInferRequest(model_name="m")
     for key, value in parameters.items():
         kind, _, expected = str(value).partition(":")
-        typed_value = {"bool": expected == "True", "string": expected}.get(kind)
+        typed = {"bool": expected == "True", "string": expected}.get(kind)
         setattr(
-            infer_request.parameters[key],
+            built.parameters[key],
             f"{kind}_param",
-            int(expected) if typed_value is None else typed_value,
+            int(expected) if typed is None else typed,
         )
-    return infer_request
+    return built
 
 
 def test_parameters() -> None:
@@ -156,22 +154,20 @@ POSITIONS = st.fixed_dictionaries(
 
 @example("", {"sequence_id": "string:" + "\U00010000" * 32})
 @given(st.text(max_size=200), POSITIONS)
-def test_the_identity_is_not_part_of_the_fingerprint(
-    request_id: str, identity_fields: dict[str, str]
-) -> None:
+def test_the_identity_is_not_part_of_the_fingerprint(name: str, fields: dict[str, str]) -> None:
     """Its id and its position in a sequence are read from each message."""
     plain_request = request(own="int64:1")
     plain_request.inputs.add(name="x", datatype="INT8", shape=[1])
     plain_request.raw_input_contents.append(b"1")
-    infer_request = request(own="int64:1", **identity_fields)
-    infer_request.id = request_id
+    infer_request = request(own="int64:1", **fields)
+    infer_request.id = name
     infer_request.inputs.extend(plain_request.inputs)
     infer_request.raw_input_contents.append(b"1")
     parts, expected = (
         split_message(infer_request.SerializeToString()),
         split_message(plain_request.SerializeToString()),
     )
-    if len(identity_fields.get("sequence_id", "").encode()) > len("string:") + 127:
+    if len(fields.get("sequence_id", "").encode()) > len("string:") + 127:
         assert parts is None  # the message may be overlong, so it is parsed completely
         return
     assert parts is not None and expected is not None
@@ -206,26 +202,19 @@ def test_varints_decode_as_in_protobuf(value: int) -> None:
 
 def test_messages_of_a_stream() -> None:
     response = ours.ModelInferResponse(id="7", model_name="m" * 300)
-    stream_response = triton_pb2.ModelStreamInferResponse.FromString(
+    sent = triton_pb2.ModelStreamInferResponse.FromString(
         encode_streamed(response.SerializeToString())
     )
-    assert (
-        stream_response.infer_response.id == "7"
-        and stream_response.infer_response.model_name == "m" * 300
-    )
-    assert stream_response.infer_response.parameters["triton_final_response"].bool_param
-    failed_response = triton_pb2.ModelStreamInferResponse.FromString(
-        encode_stream_error("why", "7")
-    )
-    assert (failed_response.error_message, failed_response.infer_response.id) == ("why", "7")
-    assert not failed_response.infer_response.parameters
-    anonymous_error = triton_pb2.ModelStreamInferResponse.FromString(
-        encode_stream_error("", "7", "m")
-    )
-    assert anonymous_error.error_message  # or it would be a success
-    assert anonymous_error.infer_response.id == "7"
-    assert anonymous_error.infer_response.model_name == "m"
-    assert anonymous_error.infer_response.parameters["triton_final_response"].bool_param
+    assert sent.infer_response.id == "7" and sent.infer_response.model_name == "m" * 300
+    assert sent.infer_response.parameters["triton_final_response"].bool_param
+    failed = triton_pb2.ModelStreamInferResponse.FromString(encode_stream_error("why", "7"))
+    assert (failed.error_message, failed.infer_response.id) == ("why", "7")
+    assert not failed.infer_response.parameters
+    anonymous = triton_pb2.ModelStreamInferResponse.FromString(encode_stream_error("", "7", "m"))
+    assert anonymous.error_message  # or it would be a success
+    assert anonymous.infer_response.id == "7"
+    assert anonymous.infer_response.model_name == "m"
+    assert anonymous.infer_response.parameters["triton_final_response"].bool_param
 
 
 @given(
@@ -237,9 +226,7 @@ def test_a_filled_template_equals_an_encoded_response(
     request_id: str, contents: list[bytes], parameters: dict[str, Any]
 ) -> None:
     model: Any = SimpleNamespace(name="m", version="1")
-    outputs = [
-        TensorRef(f"Y{number}", "UINT8", (len(data),), data) for number, data in enumerate(contents)
-    ]
+    outputs = [TensorRef(f"Y{n}", "UINT8", (len(data),), data) for n, data in enumerate(contents)]
     template = GrpcResponseTemplate(model, Inferred(tuple(outputs), parameters), ())
     inverted_contents = [bytes(byte ^ 255 for byte in data) for data in contents]
     for data_parts in (contents, inverted_contents):
@@ -253,16 +240,14 @@ def test_a_filled_template_equals_an_encoded_response(
         )
 
 
-@pytest.mark.parametrize("datatype", ["UINT8", "BYTES"])
-@pytest.mark.parametrize("placed_outputs", [(), ("Y", "Z")])
+@pytest.mark.parametrize("kind", ["UINT8", "BYTES"])
+@pytest.mark.parametrize("placed", [(), ("Y", "Z")])
 @pytest.mark.parametrize("data", [[], [b"a"], [b"a", b"b", b"c"], [b"a", 5], [b"a", None]])
-def test_a_template_rejects_other_data(
-    datatype: str, placed_outputs: tuple[str, ...], data: list[Any]
-) -> None:
+def test_a_template_rejects_other_data(kind: str, placed: tuple[str, ...], data: list[Any]) -> None:
     model: Any = SimpleNamespace(name="m", version="1")
-    outputs = tuple(TensorRef(name, datatype, (1,), b"a") for name in ("Y", "Z"))
-    template = GrpcResponseTemplate(model, Inferred(outputs), placed_outputs)
+    outputs = tuple(TensorRef(name, kind, (1,), b"a") for name in ("Y", "Z"))
+    template = GrpcResponseTemplate(model, Inferred(outputs), placed)
     filled_response = template.fill("7", data)
     assert filled_response is None or (
-        placed_outputs and len(data) == 2
+        placed and len(data) == 2
     )  # a memory range may be invalid here

@@ -133,7 +133,7 @@ def test_server_time_does_not_count_against_a_body(make_clock: Callable[[], Cloc
         clock = make_clock()
         client = Client()
         resources = make_resources(arena)
-        (memory_range,) = resources.allocate([MIB])
+        (block,) = resources.allocate([MIB])
         client.content.feed_data(bytes(100))
         with client.body.arrival.registered_block(resources.release):
             await client.body.next()
@@ -141,9 +141,7 @@ def test_server_time_does_not_count_against_a_body(make_clock: Callable[[], Cloc
             with pytest.raises(Unavailable):
                 make_resources(arena).allocate([MIB])
             client.content.feed_data(bytes(100))
-            assert await client.body.read_tensors(
-                arriving_tensors([arena.view(memory_range)[:100]])
-            )
+            assert await client.body.read_tensors(arriving_tensors([arena.view(block)[:100]]))
         resources.release()
 
     with open_arena(MIB) as arena:
@@ -222,7 +220,7 @@ def test_a_tensor_in_pieces_is_copied_between_requests(monkeypatch: pytest.Monke
 
     assert asyncio.run(build_while_copying()) == "built"
     assert copied_states == [b"ab", b"abc", b"abcde", b"abcdef"]
-    assert [(tensor.data, tensor.binary_size) for tensor in request.inputs] == [
+    assert [(t.data, t.binary_size) for t in request.inputs] == [
         (None, 5),
         (None, 1),
     ]

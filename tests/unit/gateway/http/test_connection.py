@@ -78,11 +78,9 @@ class AnsweringApp(App):
         begun_request, request.begun_request = request.begun_request, None
         if begun_request is None:
             self.active += 1
-        response = await (
-            self.answer(request) if begun_request is None else begun_request.response()
-        )
-        response.on_sent = self.decrement
-        return response
+        reply = await (self.answer(request) if begun_request is None else begun_request.response())
+        reply.on_sent = self.decrement
+        return reply
 
 
 def echo(request: HttpRequest, body: bytes) -> HttpResponse:
@@ -162,10 +160,8 @@ class RepeatingHandler:
         return await repeat(request)
 
 
-def pack_request(
-    method: str, path: str, lines: tuple[str, ...], body: bytes, body_framing: str
-) -> bytes:
-    if body_framing == "chunked":
+def pack_request(method: str, path: str, lines: tuple[str, ...], body: bytes, way: str) -> bytes:
+    if way == "chunked":
         framing = "Transfer-Encoding: chunked"
         framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n"
     else:
@@ -248,7 +244,7 @@ def parse_replies(written: bytes) -> list[Any]:
     ),
 )
 def test_every_request_receives_its_own_response(
-    sent_requests: list[SentRequest],
+    sent: list[SentRequest],
     cuts: list[tuple[int, int]],
     separate_bodies: list[bool],
     turns: int,
@@ -257,10 +253,8 @@ def test_every_request_receives_its_own_response(
     """Cut anywhere, and more than one at a time; by the connection's task or without it."""
     turns_at: dict[int, int] = {}  # where a piece ends, and the turns after it
     stream = b""
-    for (head, body, body_framing), is_separate in zip(
-        sent_requests, separate_bodies, strict=False
-    ):
-        raw = pack_request(*head, body, body_framing)
+    for (head, body, framing), is_separate in zip(sent, separate_bodies, strict=False):
+        raw = pack_request(*head, body, framing)
         if is_separate:
             turns_at[len(stream) + raw.index(b"\r\n\r\n") + 4] = turns
         stream += raw
@@ -273,10 +267,10 @@ def test_every_request_receives_its_own_response(
         start = end
     expected = [
         [method, path, 50 * len(lines), body.decode("latin-1")]
-        for (method, path, lines), body, _ in sent_requests
+        for (method, path, lines), body, _ in sent
     ]
     assert (
-        asyncio.run(collect_answers(pieces, len(sent_requests), RepeatingHandler(*request_turns)))
+        asyncio.run(collect_answers(pieces, len(sent), RepeatingHandler(*request_turns)))
         == expected
     )
 
@@ -316,15 +310,11 @@ def test_upgrade_offers_lose_no_request(
         connection.connection_lost(None)
         return transport.written
 
-    before_close, close_header, after_close = uvloop.run(send_stream()).partition(
-        b"Connection: close\r\n"
-    )
-    answers = parse_replies(before_close + after_close)
-    expected = [
-        [method, path, 0, body.decode("latin-1")] for (method, path, _), body in sent_requests
-    ]
+    before, header, after = uvloop.run(send_stream()).partition(b"Connection: close\r\n")
+    answers = parse_replies(before + after)
+    expected = [[m, path, 0, body.decode("latin-1")] for (m, path, _), body in sent_requests]
     assert answers == expected[: len(answers)]
-    assert close_header or len(answers) == len(expected)
+    assert header or len(answers) == len(expected)
 
 
 def test_only_an_identical_head_is_reused() -> None:
@@ -376,9 +366,9 @@ KNOWN_REQUEST = pack_request("POST", "/a", (), b"{}", "length")
 
 
 async def begin_request(
-    turns_and_wholeness: tuple[int, bool],
+    case: tuple[int, bool],
 ) -> tuple[HttpConnection, Transport, TasklessRequest]:
-    repeats = RepeatingHandler(turns_and_wholeness)
+    repeats = RepeatingHandler(case)
     connection, transport = connect(repeats)
     await turn_loop()
     for _ in range(3):
@@ -445,23 +435,17 @@ async def test_a_client_that_does_not_read_is_disconnected_without_a_task() -> N
     assert bool(repeats.begun)
 
 
-@pytest.mark.parametrize("turns_between", [0, 20])
+@pytest.mark.parametrize("turns", [0, 20])
 @pytest.mark.parametrize("separately", [False, True])
-def test_known_heads_inside_a_request_are_ignored(separately: bool, turns_between: int) -> None:
+def test_known_heads_inside_a_request_are_ignored(separately: bool, turns: int) -> None:
     """Half a head behind a request, or while that is answered: what follows is the rest of it."""
-    known_request = pack_request("POST", "/a", (), b"{}", "length")
-    half_head = b"POST /b HTTP/1.1\r\nX-Long: "
-    pieces = [(known_request, 20), (known_request, 20)]
-    pieces += (
-        [(known_request, turns_between), (half_head, 20)]
-        if separately
-        else [(known_request + half_head, 20)]
-    )
-    pieces.append((known_request, 20))
-    first_response = ["POST", "/a", 0, "{}"]
-    assert asyncio.run(collect_answers(pieces, 4)) == [first_response] * 3 + [
-        ["POST", "/b", 16, "{}"]
-    ]
+    known = pack_request("POST", "/a", (), b"{}", "length")
+    half = b"POST /b HTTP/1.1\r\nX-Long: "
+    pieces = [(known, 20), (known, 20)]
+    pieces += [(known, turns), (half, 20)] if separately else [(known + half, 20)]
+    pieces.append((known, 20))
+    first = ["POST", "/a", 0, "{}"]
+    assert asyncio.run(collect_answers(pieces, 4)) == [first] * 3 + [["POST", "/b", 16, "{}"]]
 
 
 async def test_pipelined_requests_yield_to_other_connections() -> None:

@@ -75,12 +75,10 @@ def stack() -> Iterator[contextlib.ExitStack]:
 
 def connect_from(gateway: Rig, address: str, stack: contextlib.ExitStack) -> PeerConnections:
     """Yield clients with one address at a listener for other hosts."""
-    destination, source = ("127.0.0.1", gateway.port), (address, 0)
-    peer_connections = PeerConnections(
-        lambda: socket.create_connection(destination, 20, source_address=source)
-    )
-    stack.callback(peer_connections.close)
-    return peer_connections
+    target, source = ("127.0.0.1", gateway.port), (address, 0)
+    found = PeerConnections(lambda: socket.create_connection(target, 20, source_address=source))
+    stack.callback(found.close)
+    return found
 
 
 def test_an_address_has_a_quota(folder: Path, stack: contextlib.ExitStack) -> None:
@@ -145,22 +143,18 @@ def test_a_user_has_a_quota(folder: Path, stack: contextlib.ExitStack) -> None:
         sock.connect(str(path))
         return sock
 
-    user_connections = {
+    users = {
         uid: PeerConnections(lambda uid=uid: as_user(uid, connect))  # type: ignore[misc]
         for uid in (os.geteuid(), ALICE, BOB)
     }
-    for connections in user_connections.values():
+    for connections in users.values():
         stack.callback(connections.close)
-    user_connections[os.geteuid()].open(4)
-    user_connections[ALICE].open(4)
-    user_connections[BOB].open(3 * MAX_CONNECTIONS)
-    user_connections[BOB].connect_again()
-    assert (
-        user_connections[os.geteuid()].count_answered()
-        == user_connections[ALICE].count_answered()
-        == 4
-    )
-    assert ADDRESS_SHARE // 2 <= user_connections[BOB].count_answered() <= ADDRESS_SHARE
+    users[os.geteuid()].open(4)
+    users[ALICE].open(4)
+    users[BOB].open(3 * MAX_CONNECTIONS)
+    users[BOB].connect_again()
+    assert users[os.geteuid()].count_answered() == users[ALICE].count_answered() == 4
+    assert ADDRESS_SHARE // 2 <= users[BOB].count_answered() <= ADDRESS_SHARE
 
 
 @pytest.mark.parametrize(

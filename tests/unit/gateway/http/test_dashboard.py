@@ -42,9 +42,7 @@ def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     async def collect(*_: Any) -> list[dict[str, Any]]:
         pending_calls.append(0)
         reports = {"a": report(len(pending_calls)), "still": report()}
-        return [
-            {"name": n, "version": "1", "shmserve": snapshot} for n, snapshot in reports.items()
-        ]
+        return [{"name": n, "version": "1", "shmserve": figures} for n, figures in reports.items()]
 
     monkeypatch.setattr(management, "collect_reports", collect)
     monkeypatch.setattr(live, "_SNAPSHOT_INTERVAL_S", 0.01)
@@ -81,17 +79,15 @@ def run(run_dir: Path, scenario: Callable[[live.LiveFigures], Any]) -> None:
     """Run a test beside a publisher of events, and check that nothing remains at its end."""
 
     async def run_with_publisher() -> None:
-        feed_holder: list[EventFeed] = []
+        feeds: list[EventFeed] = []
         publisher = EventPublisher()
         publisher.open(
             endpoints.events(run_dir),
-            lambda *next_events: feed_holder[0].on_subscription(*next_events),
+            lambda *change: feeds[0].on_subscription(*change),
         )
         states = {("a", "1"): ("READY", ""), ("b", "2"): ("UNAVAILABLE", "no such file")}
         healthy = HealthChanged(live=True, ready=True, exiting=False)
-        feed_holder.append(
-            EventFeed(publisher, lambda: states, list, list, lambda: healthy, no_counters)
-        )
+        feeds.append(EventFeed(publisher, lambda: states, list, list, lambda: healthy, no_counters))
         publisher.publish(m.ProcessEnded(7, "worker a.0 cpu", "signal SIGKILL"))
         own_events = asyncio.all_tasks()
         try:

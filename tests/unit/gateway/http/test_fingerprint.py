@@ -38,11 +38,9 @@ def test_the_position_in_a_sequence_is_cut_out(space: str, sequence: int | str) 
         for end in (False, True):
             parameters = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
             text = header(json.dumps(parameters, separators=("," + space, ":" + space))[1:-1])
-            key, identity = cut_identity(text)
-            assert identity is not None and identity.is_identity_of(
-                parse_request(loads(text), 1, "m", LIMIT)
-            )
-            assert identity == RequestIdentity("", sequence, start | end * 2)
+            key, cut = cut_identity(text)
+            assert cut is not None and cut.is_identity_of(parse_request(loads(text), 1, "m", LIMIT))
+            assert cut == RequestIdentity("", sequence, start | end * 2)
             keys.add(key)
     (key,) = keys
     assert json.loads(key)["parameters"] == {"sequence_id": 0, "own": 1}
@@ -71,8 +69,8 @@ def test_the_id_is_cut_out(request_id: str) -> None:
 def test_id_and_position_are_cut_out_together() -> None:
     position_members = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
     text = b'{"id":"7",' + header(position_members)[1:]
-    key, identity = cut_identity(text)
-    assert identity == RequestIdentity("7", 5, 1) and identity.is_identity_of(
+    key, found = cut_identity(text)
+    assert found == RequestIdentity("7", 5, 1) and found.is_identity_of(
         parse_request(loads(text), 1, "m", LIMIT)
     )
     assert key == text.replace(b'"7"', b"0").replace(position_members.encode(), b'"sequence_id":0')
@@ -103,10 +101,8 @@ def test_sequence_members_of_other_objects_are_kept() -> None:
     position_members = '"sequence_id":5,"sequence_start":true,"sequence_end":false'
     other_members = b'"binary_data_size":1,' + position_members.encode()
     text = header('"other":2').replace(b'"binary_data_size":1', other_members)
-    _, identity = cut_identity(text)
-    assert identity is not None and not identity.is_identity_of(
-        parse_request(loads(text), 1, "m", LIMIT)
-    )
+    _, found = cut_identity(text)
+    assert found is not None and not found.is_identity_of(parse_request(loads(text), 1, "m", LIMIT))
 
 
 class FilledRequest(bytes):
@@ -154,7 +150,7 @@ def fill_from_cache(cache: Cache, text: bytes, plan: BytesTemplate | None = None
     return known_template
 
 
-def one_tensor_body(data: str, prefix: str = "", suffix: str = "") -> bytes:
+def one_tensor(data: str, prefix: str = "", suffix: str = "") -> bytes:
     text = '{%s"inputs": [{"name": "A", "datatype": "INT32", "shape": [2], "data": %s}]%s}'
     return (text % (prefix, data, suffix)).encode()
 
@@ -208,23 +204,20 @@ def test_different_requests_have_different_fingerprints(data: bytes, suffix: byt
     """The request equals a known one except for some bytes."""
     cache = new_cache()
     for known_data in ("[1, 2]", "[3, 4]"):
-        fill_from_cache(cache, one_tensor_body(known_data))
-    assert fill_from_cache(cache, one_tensor_body("[5, 6]")) == parse_fully(
-        one_tensor_body("[5, 6]")
-    )
-    text = one_tensor_body("[1, 2]").replace(b"[1, 2]", data).replace(b"}]", suffix + b"}]")
+        fill_from_cache(cache, one_tensor(known_data))
+    assert fill_from_cache(cache, one_tensor("[5, 6]")) == parse_fully(one_tensor("[5, 6]"))
+    text = one_tensor("[1, 2]").replace(b"[1, 2]", data).replace(b"}]", suffix + b"}]")
     template = fill_from_cache(cache, text)
     assert template is None or template == parse_fully(text)
 
 
 def test_a_request_is_repeated_from_its_third_occurrence() -> None:
     cache = new_cache()
-    templates = [
-        fill_from_cache(cache, one_tensor_body(text))
-        for text in ("[1, 2]", "[3, 4]", "[5, 6]", "[-7, 8]")
+    filled = [
+        fill_from_cache(cache, one_tensor(t)) for t in ("[1, 2]", "[3, 4]", "[5, 6]", "[-7, 8]")
     ]
-    assert [template is not None for template in templates] == [False, False, True, True]
-    assert templates[3] == parse_fully(one_tensor_body("[-7, 8]"))
+    assert [template is not None for template in filled] == [False, False, True, True]
+    assert filled[3] == parse_fully(one_tensor("[-7, 8]"))
 
 
 @pytest.mark.parametrize(
@@ -237,18 +230,18 @@ def test_a_request_is_repeated_from_its_third_occurrence() -> None:
 def test_invalid_requests_are_parsed_for_their_error(text: str) -> None:
     cache = new_cache()
     for known_data in ("[1, 2]", "[3, 4]"):
-        fill_from_cache(cache, one_tensor_body(known_data))
-    assert fill_from_cache(cache, one_tensor_body(text)) is None
-    assert fill_from_cache(cache, one_tensor_body("[5, 6]")) is not None
+        fill_from_cache(cache, one_tensor(known_data))
+    assert fill_from_cache(cache, one_tensor(text)) is None
+    assert fill_from_cache(cache, one_tensor("[5, 6]")) is not None
 
 
 def test_the_text_of_a_fingerprint_is_no_request() -> None:
     """The text of a fingerprint has no arrays, but the key of a request that has."""
     cache = new_cache()
     for known_data in ("[1, 2]", "[3, 4]"):
-        fill_from_cache(cache, one_tensor_body(known_data))
-    without_data = one_tensor_body("[1, 2]").replace(b'"data": [1, 2]', b"\0")
-    assert Fingerprint(without_data, 0).key == Fingerprint(one_tensor_body("[1, 2]"), 0).key
+        fill_from_cache(cache, one_tensor(known_data))
+    without_data = one_tensor("[1, 2]").replace(b'"data": [1, 2]', b"\0")
+    assert Fingerprint(without_data, 0).key == Fingerprint(one_tensor("[1, 2]"), 0).key
     assert not Fingerprint(without_data, 0).arrays
     assert fill_from_cache(cache, without_data) is None
 
@@ -256,7 +249,7 @@ def test_the_text_of_a_fingerprint_is_no_request() -> None:
 def test_other_arrays_of_numbers_are_not_tensors() -> None:
     """An array of numbers elsewhere, and the tensor's own written so that it is not seen."""
     cache = new_cache()
-    nested_array = one_tensor_body("[1, 2]", '"more": {"data": [1, 2]}, ').replace(
+    nested_array = one_tensor("[1, 2]", '"more": {"data": [1, 2]}, ').replace(
         b'32", "shape": [2], "data":', b'32", "shape": [2], "data" :'
     )
     assert len(Fingerprint(nested_array, 0).arrays) == 1
@@ -271,15 +264,15 @@ def test_other_arrays_of_numbers_are_not_tensors() -> None:
 def test_datatypes_without_numbers_are_parsed(datatype: str) -> None:
     cache = new_cache()
     data = json.dumps(["1", "2"] if datatype == "BYTES" else [True, False])
-    text = one_tensor_body(data).replace(b"INT32", datatype.encode())
+    text = one_tensor(data).replace(b"INT32", datatype.encode())
     assert [fill_from_cache(cache, text) for _ in range(3)] == [None] * 3
 
 
 def test_leniently_parsed_headers_are_not_cached() -> None:
     cache = new_cache()
     for text in (
-        b"\xef\xbb\xbf" + one_tensor_body("[1, 2]"),
-        one_tensor_body("[1, 2]", '"parameters": {"p": NaN}, '),
+        b"\xef\xbb\xbf" + one_tensor("[1, 2]"),
+        one_tensor("[1, 2]", '"parameters": {"p": NaN}, '),
     ):
         for _ in range(3):
             assert fill_from_cache(cache, text) is None
@@ -288,18 +281,16 @@ def test_leniently_parsed_headers_are_not_cached() -> None:
 def test_changed_regions_invalidate_a_template() -> None:
     cache, stale_regions = new_cache(), BytesTemplate()
     for text in ("[1, 2]", "[3, 4]"):
-        fill_from_cache(cache, one_tensor_body(text), stale_regions)
+        fill_from_cache(cache, one_tensor(text), stale_regions)
     stale_regions.unchanged = False
-    assert fill_from_cache(cache, one_tensor_body("[5, 6]")) is None
-    assert fill_from_cache(cache, one_tensor_body("[5, 6]")) == parse_fully(
-        one_tensor_body("[5, 6]")
-    )
+    assert fill_from_cache(cache, one_tensor("[5, 6]")) is None
+    assert fill_from_cache(cache, one_tensor("[5, 6]")) == parse_fully(one_tensor("[5, 6]"))
 
 
 def test_the_cache_of_templates_is_bounded() -> None:
     cache = new_cache()
     for number in range(2000):
-        fill_from_cache(cache, one_tensor_body("[1, 2]", suffix=f', "id": "{number // 2}"'))
+        fill_from_cache(cache, one_tensor("[1, 2]", suffix=f', "id": "{number // 2}"'))
     assert 0 < len(cache) <= 256
-    long_body = one_tensor_body("[1, 2]", suffix=', "id": "%s"' % ("x" * 3000))
+    long_body = one_tensor("[1, 2]", suffix=', "id": "%s"' % ("x" * 3000))
     assert [fill_from_cache(cache, long_body) for _ in range(3)] == [None] * 3

@@ -154,14 +154,12 @@ def test_a_response_has_its_outputs_in_the_order_of_their_names() -> None:
         (tensor("IO", 2), b"[1,2]"),
         (tensor("E", 0), b"[]"),
     ]
-    encoded_response = encode_response(InferRequest("x1", [], []), "gen", "1", outputs, {"k": 1})
-    assert encoded_response == (
+    encoded = encode_response(InferRequest("x1", [], []), "gen", "1", outputs, {"k": 1})
+    assert encoded == (
         b'{"E":[],"IO":[1,2],"SAW":"a","id":"x1","model_name":"gen","model_version":"1","k":1}'
     )
-    encoded_response = encode_response(
-        InferRequest("", [], []), "gen", "1", [(tensor("N"), b"[7]")], {}
-    )
-    assert encoded_response == b'{"N":7,"model_name":"gen","model_version":"1"}'
+    encoded = encode_response(InferRequest("", [], []), "gen", "1", [(tensor("N"), b"[7]")], {})
+    assert encoded == b'{"N":7,"model_name":"gen","model_version":"1"}'
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=8), st.booleans())

@@ -74,13 +74,13 @@ def simple_scheduler(gateway: Rig) -> Scheduler:
 
 
 def send(
-    connection: socket.socket, model: str, body: bytes, size: int = 0, header_size: int = 0
+    connection: socket.socket, model: str, body: bytes, length: int = 0, header: int = 0
 ) -> None:
     """Send an inference; `size` is the body's when only a part of it is sent."""
     head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nHost: localhost\r\n"
-    head += f"Content-Length: {size or len(body)}\r\n"
-    if header_size:
-        head += f"Inference-Header-Content-Length: {header_size}\r\n"
+    head += f"Content-Length: {length or len(body)}\r\n"
+    if header:
+        head += f"Inference-Header-Content-Length: {header}\r\n"
     connection.sendall(head.encode() + b"\r\n" + body)
 
 
@@ -105,11 +105,11 @@ class WaitingClient(threading.Thread):
 
 
 def held_client(
-    gateway: Rig, scheduler: Scheduler, model: str, body: Any, headers: Any = None
+    gateway: Rig, scheduler: Scheduler, model: str, body: Any, fields: Any = None
 ) -> WaitingClient:
     """Return a client whose request the scheduler has received and does not answer."""
     scheduler.holds_responses = True
-    caller = WaitingClient(gateway.port, model, body, headers)
+    caller = WaitingClient(gateway.port, model, body, fields)
     until("the request is there", lambda: scheduler.unanswered_submits)
     return caller
 
@@ -164,18 +164,15 @@ def test_repeated_json_with_other_numbers(gateway: Rig, simple_scheduler: Schedu
     binary_output = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}, {"name": "OUTPUT1"}]
     for members in ({}, {"outputs": one_output}, {"outputs": binary_output, "id": "7"}):
         for _ in range(5):
-            minuends, subtrahends = rng.integers(2, 2**30, (2, 16))
-            reply = infer_sums(minuends.tolist(), subtrahends.tolist(), **members)
-            response_tensors = reply.tensors()
-            assert (
-                response_tensors.pop("OUTPUT1").ravel().tolist()
-                == (minuends - subtrahends).tolist()
-            )
+            first, second = rng.integers(2, 2**30, (2, 16))
+            reply = infer_sums(first.tolist(), second.tolist(), **members)
+            tensors = reply.tensors()
+            assert tensors.pop("OUTPUT1").ravel().tolist() == (first - second).tolist()
             assert all(
-                received.ravel().tolist() == (minuends + subtrahends).tolist()
-                for received in response_tensors.values()
+                received.ravel().tolist() == (first + second).tolist()
+                for received in tensors.values()
             )
-            assert len(response_tensors) == (members.get("outputs") is not one_output)
+            assert len(tensors) == (members.get("outputs") is not one_output)
         refusal = infer_sums([2] * 15 + [2.5], [3] * 16, **members)
         assert "attempt to access JSON non-signed-integer as signed-integer" in refusal.error
 
@@ -186,9 +183,7 @@ def test_a_full_queue_sends_retry_after(gateway: Rig, simple_scheduler: Schedule
     assert (caller.reply().status, caller.reply().headers["Retry-After"]) == (503, "3")
 
 
-def test_a_malformed_response_is_an_internal_error(
-    gateway: Rig, simple_scheduler: Scheduler
-) -> None:
+def test_malformed_responses_are_internal_errors(gateway: Rig, simple_scheduler: Scheduler) -> None:
     caller = held_client(gateway, simple_scheduler, "simple", simple_body())
     peer, submit = simple_scheduler.unanswered_submits.pop()
     simple_scheduler.send(peer, Finished(submit.id + 1, b"", []))
@@ -200,7 +195,7 @@ def test_a_malformed_response_is_an_internal_error(
 
 
 def test_an_output_of_wrong_size_is_internal(gateway: Rig, simple_scheduler: Scheduler) -> None:
-    simple_scheduler.compute = lambda request: Inferred(
+    simple_scheduler.compute = lambda _: Inferred(
         (TensorRef("OUTPUT0", "INT32", (1, 16), b"xxxx"),)
     )
     reply = gateway.http.infer("simple", simple_body())
@@ -250,9 +245,7 @@ def test_a_connection_responds_in_order(gateway: Rig, simple_scheduler: Schedule
     body = [simple_body(id=f"r{number}") for number in range(40)]
     head = b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
     with raw_connection(gateway.port) as connection:
-        connection.sendall(
-            b"".join(head % len(request_body) + request_body for request_body in body)
-        )
+        connection.sendall(b"".join(head % len(part) + part for part in body))
         stream = connection.makefile("rb")
         for number in range(40):
             size = 0
@@ -273,12 +266,10 @@ def test_a_disconnect_cancels_the_request(gateway: Rig, simple_scheduler: Schedu
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body(id="leaves"))
         until("the second request is there", lambda: len(simple_scheduler.unanswered_submits) == 2)
-    leaving_submit = next(
-        submit for _, submit in simple_scheduler.unanswered_submits if submit.request_id == "leaves"
-    )
-    until("it is cancelled", lambda: Cancel(leaving_submit.id) in simple_scheduler.notifications)
+    leaving = next(s for _, s in simple_scheduler.unanswered_submits if s.request_id == "leaves")
+    until("it is cancelled", lambda: Cancel(leaving.id) in simple_scheduler.notifications)
     assert [notice for notice in simple_scheduler.notifications if isinstance(notice, Cancel)] == [
-        Cancel(leaving_submit.id)
+        Cancel(leaving.id)
     ]
     simple_scheduler.answer_all()
     assert remaining_call.reply().ok().json()["id"] == "stays"
@@ -287,16 +278,16 @@ def test_a_disconnect_cancels_the_request(gateway: Rig, simple_scheduler: Schedu
 def test_outputs_of_cancelled_calls_are_released(gateway: Rig, simple_scheduler: Scheduler) -> None:
     simple_scheduler.holds_responses = True
     arena = Arena(MIB)
-    memory_range = arena.allocate(64)
+    place = arena.allocate(64)
     with raw_connection(gateway.port) as connection:
         send(connection, "simple", simple_body())
         until("the request is there", lambda: simple_scheduler.unanswered_submits)
     until("it is cancelled", lambda: simple_scheduler.notifications)
     simple_scheduler.compute = lambda request: Inferred(
-        (TensorRef("OUTPUT0", "INT32", (1, 16), memory_range),)
+        (TensorRef("OUTPUT0", "INT32", (1, 16), place),)
     )
     simple_scheduler.answer_all()
-    until_released(simple_scheduler, memory_range)
+    until_released(simple_scheduler, place)
     arena.close()
 
 
@@ -359,9 +350,7 @@ def test_a_withdrawn_model_finishes_its_requests(gateway: Rig, simple_scheduler:
     http.infer("simple", simple_body()).ok()
 
 
-def test_a_moved_scheduler_receives_later_requests(
-    gateway: Rig, simple_scheduler: Scheduler
-) -> None:
+def test_a_moved_scheduler_gets_later_requests(gateway: Rig, simple_scheduler: Scheduler) -> None:
     http = gateway.http
     http.infer("simple", simple_body()).ok()
     moved_scheduler = gateway.serve(SIMPLE_CONFIG, add_sub)
@@ -474,17 +463,17 @@ def test_a_block_is_kept_until_the_scheduler_responds(gateway: Rig, any_size: Sc
 
 def test_tensors_larger_than_the_arena_are_refused(gateway: Rig, any_size: Scheduler) -> None:
     http = gateway.http
-    refusal = http.infer("large", *large_body(ARENA + 8 * MIB))
-    assert refusal.status == 400
-    assert refusal.error == (
+    found = http.infer("large", *large_body(ARENA + 8 * MIB))
+    assert found.status == 400
+    assert found.error == (
         f"server memory for tensors is too small: {ARENA + 8 * MIB} bytes are needed, "
         f"--arena-byte-size allows {ARENA}"
     )
     body, headers = large_body(ARENA + 8 * MIB)
     chunks = (body[offset : offset + MIB] for offset in range(0, len(body), MIB))
-    refusal = http.infer("large", chunks, headers)
-    assert refusal.status == 400
-    assert refusal.error.endswith(
+    found = http.infer("large", chunks, headers)
+    assert found.status == 400
+    assert found.error.endswith(
         f"the {ARENA} bytes of server memory for tensors (--arena-byte-size)"
     )
     http.infer("large", *large_body(MIB)).ok()
@@ -632,10 +621,8 @@ def region_scheduler(gateway: Rig) -> Scheduler:
     return scheduler
 
 
-def region_request(
-    name: str = "r", size: int = 40, offset: int = 8, **output: Any
-) -> dict[str, Any]:
-    output_parameters = output or in_region(name, 40, 96)
+def region_request(name: str = "r", size: int = 40, offset: int = 8, **out: Any) -> dict[str, Any]:
+    output_parameters = out or in_region(name, 40, 96)
     return {
         "inputs": [shm_input("IN", "FP32", [10], name, size, offset)],
         "outputs": [{"name": "OUT", "parameters": output_parameters}],
@@ -648,13 +635,13 @@ def test_tensors_in_regions_are_passed_as_ranges(gateway: Rig, region_scheduler:
     assert reply.json()["outputs"] == [{"name": "OUT", "datatype": "FP32", "shape": [10]}]
     (submit,) = region_scheduler.submits
     inference = inference_of(submit)
-    for memory_range, offset in (
+    for place, offset in (
         (inference.inputs[0].data, 8),
         (inference.outputs[0].memory_range, 96),
     ):
-        assert isinstance(memory_range, Range)
-        assert (memory_range.offset, memory_range.byte_size) == (4096 + offset, 40)
-        memory = memory_range.memory
+        assert isinstance(place, Range)
+        assert (place.offset, place.byte_size) == (4096 + offset, 40)
+        memory = place.memory
         assert (memory.id, memory.pid, memory.fd, memory.inode) == (5, os.getpid(), 3, 77)
         assert (memory.byte_size, memory.sealed) == (5096, False)
 
@@ -681,8 +668,12 @@ def test_a_range_must_lie_in_its_region(
     gateway: Rig, region_scheduler: Scheduler, size: int, offset: int, text: str
 ) -> None:
     gateway.apply(region("r", 5))
-    reply = gateway.http.infer("m", region_request(size=size, offset=offset))
-    assert (reply.status, reply.error) == (400, text)
+    requests = [region_request(size=size, offset=offset)]
+    if "input" not in text:
+        requests.append(region_request(**in_region("r", size, offset)))
+    for request in requests:
+        reply = gateway.http.infer("m", request)
+        assert (reply.status, reply.error) == (400, text)
     gateway.apply(lambda number: m.RegionWithdrawn("r", 5, number))
     until("it holds nothing", lambda: RegionReleased(5) in gateway.received)
 
@@ -737,13 +728,13 @@ def test_a_region_lasts_as_long_as_its_requests(gateway: Rig, region_scheduler: 
     )
 
 
-@pytest.mark.parametrize("request_kind", ["in the region", "as JSON"])
+@pytest.mark.parametrize("kind", ["in the region", "as JSON"])
 def test_a_changed_region_invalidates_templates(
-    gateway: Rig, region_scheduler: Scheduler, request_kind: str
+    gateway: Rig, region_scheduler: Scheduler, kind: str
 ) -> None:
     """The same request again and again is not read anew, unless a name means something else."""
     body = region_request()
-    if request_kind == "as JSON":
+    if kind == "as JSON":
         numbers = [1.5] * 10
         body["inputs"] = [{"name": "IN", "datatype": "FP32", "shape": [10], "data": numbers}]
     for memory_id in (5, 6):
@@ -753,10 +744,8 @@ def test_a_changed_region_invalidates_templates(
             gateway.http.infer("m", body).ok()
         gateway.apply(lambda number: m.RegionWithdrawn("r", memory_id, number))  # noqa: B023
     until("both are released", lambda: len(gateway.received_of(RegionReleased)) == 2)
-    memory_ranges = [
-        inference_of(submit).outputs[0].memory_range for submit in region_scheduler.submits
-    ]
-    memory_ids = [memory_range and memory_range.memory.id for memory_range in memory_ranges]
+    ranges = [inference_of(s).outputs[0].memory_range for s in region_scheduler.submits]
+    memory_ids = [memory_range and memory_range.memory.id for memory_range in ranges]
     assert memory_ids == [5] * 3 + [6] * 3
 
 
@@ -791,18 +780,18 @@ def test_a_disconnect_does_not_free_memory_in_use_by_a_worker(
 def test_overlapping_outputs_are_logged(gateway: Rig, region_scheduler: Scheduler) -> None:
     gateway.apply(region("r", 5))
     region_scheduler.holds_responses = True
-    callers = [
-        WaitingClient(gateway.port, "m", region_request(**in_region("r", 40, 96 + shift)))
-        for shift in (0, 40)
+    pair = [
+        WaitingClient(gateway.port, "m", region_request(**in_region("r", 40, 96 + by)))
+        for by in (0, 40)
     ]
     until("the requests are there", lambda: len(region_scheduler.unanswered_submits) == 2)
     assert "overlapping" not in gateway.log
-    callers.append(WaitingClient(gateway.port, "m", region_request(**in_region("r", 40, 100))))
-    callers.append(WaitingClient(gateway.port, "m", region_request(**in_region("r", 40, 100))))
+    pair.append(WaitingClient(gateway.port, "m", region_request(**in_region("r", 40, 100))))
+    pair.append(WaitingClient(gateway.port, "m", region_request(**in_region("r", 40, 100))))
     until("the requests are there", lambda: len(region_scheduler.unanswered_submits) == 4)
     until("it is logged", lambda: "overlapping" in gateway.log)
     region_scheduler.answer_all()
-    for caller in callers:
+    for caller in pair:
         caller.reply().ok()
     assert gateway.log.count("overlapping") == 1
 

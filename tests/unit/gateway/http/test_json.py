@@ -196,14 +196,14 @@ def test_arbitrary_bytes_are_parsed_or_refused(raw: bytes) -> None:
     )
 )
 def test_arbitrary_requests_are_parsed_or_refused(header: Any) -> None:
-    for candidate in (
+    for body in (
         header,
         {"inputs": header},
         {"inputs": [header]},
         one_input_request(parameters=header),
     ):
         with contextlib.suppress(InvalidArgument, JsonFault, Unsupported):
-            parse_request(candidate, 0, "m", LIMIT)
+            parse_request(body, 0, "m", LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -266,25 +266,25 @@ def test_parameters_are_assigned_to_their_fields() -> None:
     assert (request.id, request.correlation_id, request.flags) == ("7", "s", 3)
     assert (request.priority, request.timeout_us, request.binary) == (2, 9, True)
     assert request.parameters == {"a": 1, "b": "x", "c": False, "d": 0.5}
-    assert [(output.name, output.binary) for output in request.outputs] == [
+    assert [(o.name, o.binary) for o in request.outputs] == [
         ("Y", False),
         ("Z", True),
     ]
 
 
 def test_a_sequence_has_an_id_of_bounded_length() -> None:
-    def parse_value(value: Any) -> Any:
-        header = one_input_request() | {"parameters": {"sequence_id": value}}
+    def parse(v: Any) -> Any:
+        header = one_input_request() | {"parameters": {"sequence_id": v}}
         return parse_request(header, 0, "m", LIMIT).correlation_id
 
-    assert [parse_value(value) for value in (0, 2**64 - 1, "", "x" * 128)] == [
+    assert [parse(v) for v in (0, 2**64 - 1, "", "x" * 128)] == [
         0,
         2**64 - 1,
         "",
         "x" * 128,
     ]
     with pytest.raises(Unsupported, match="string correlation ID cannot be longer than 128 chara"):
-        parse_value("x" * 129)
+        parse("x" * 129)
 
 
 def test_integers_beyond_int64_become_doubles() -> None:
@@ -428,14 +428,12 @@ def test_lists_may_be_nested_or_flat(nested: list[Any]) -> None:
         tensors.decode(nested, "INT32", 5, "A")
 
 
-@pytest.mark.parametrize("datatype", ["FP16", "BF16"])
-def test_fp16_and_bf16_have_no_json_representation(datatype: str) -> None:
-    with pytest.raises(
-        InvalidArgument, match=f"receiving {datatype} data via JSON is not supported"
-    ):
-        tensors.decode([1.0], datatype, 1, "A")
-    with pytest.raises(InvalidArgument, match=f"sending {datatype} data via JSON is not supported"):
-        tensors.encode(b"\0\0", datatype, (1,), "A")
+@pytest.mark.parametrize("kind", ["FP16", "BF16"])
+def test_fp16_and_bf16_have_no_json_representation(kind: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"receiving {kind} data via JSON is not supported"):
+        tensors.decode([1.0], kind, 1, "A")
+    with pytest.raises(InvalidArgument, match=f"sending {kind} data via JSON is not supported"):
+        tensors.encode(b"\0\0", kind, (1,), "A")
 
 
 def test_single_precision_is_written_as_the_double_it_equals() -> None:
@@ -605,13 +603,13 @@ def test_long_strings_are_encoded_in_parts() -> None:
     parts = list(tensors.encode_parts(memoryview(raw), "BYTES", (50_000,), "A"))
     assert len(parts) > 3
     assert json.loads(b"".join(parts)) == texts
-    for shape, broken_data in (
+    for shape, broken in (
         ((50_001,), raw),
         ((50_000,), raw[:-1]),
         ((50_000,), raw[:-10] + b"1"),
     ):
         with pytest.raises(Internal, match="internal error"):
-            list(tensors.encode_parts(broken_data, "BYTES", shape, "A"))
+            list(tensors.encode_parts(broken, "BYTES", shape, "A"))
 
 
 # --- binary ---------------------------------------------------------------------------------
@@ -675,7 +673,7 @@ def test_a_response_contains_the_requested_outputs() -> None:
     region = RegionRange("r", 0, 2)
     wire = InferRequest("", [], [InferOutput("A", True), InferOutput("C", False, region)])
     template = JsonResponseTemplate(wire, "m", "1", answer)
-    assert [(output.name, output.binary) for output in template.outputs] == [
+    assert [(o.name, o.binary) for o in template.outputs] == [
         ("A", True),
         ("B", False),
     ]
@@ -725,9 +723,7 @@ def test_the_encoding_with_the_highest_weight_is_used(header: str, expected_enco
 
 def inflate(raw: bytes, limit: int = LIMIT, step: int = 7) -> bytes:
     inflater = Inflater(limit)
-    pieces = [
-        p for offset in range(0, len(raw), step) for p in inflater.feed(raw[offset : offset + step])
-    ]
+    pieces = [p for at in range(0, len(raw), step) for p in inflater.feed(raw[at : at + step])]
     inflater.finish()
     return b"".join(pieces)
 

@@ -19,17 +19,13 @@ from shmserve.ipc.engine_settings import IGNORED_PARAMETERS, UNSUPPORTED_PARAMET
 from shmserve.workers.backends.llm.parameters import parse
 
 
-def select(
-    body: dict[str, Any], known_fields: frozenset[str] = CHAT_FIELDS, refuse: bool = False
-) -> Any:
-    return select_supported_fields(body, known_fields, refuse)
+def select(body: dict[str, Any], known: frozenset[str] = CHAT_FIELDS, refuse: bool = False) -> Any:
+    return select_supported_fields(body, known, refuse)
 
 
-def refusal(
-    body: dict[str, Any], known_fields: frozenset[str] = CHAT_FIELDS, refuse: bool = False
-) -> str:
+def refusal(body: dict[str, Any], known: frozenset[str] = CHAT_FIELDS, refuse: bool = False) -> str:
     with pytest.raises(InvalidArgument) as caught:
-        select_supported_fields(body, known_fields, refuse)
+        select_supported_fields(body, known, refuse)
     return caught.value.message
 
 
@@ -161,7 +157,7 @@ def test_unknown_fields_are_logged_once_or_refused(
             assert select({"nobody_knows": 1, "stream_options": {"odd": 1}}) == {
                 "stream_options": {"odd": 1}
             }
-    assert [record.args for record in caplog.records] == [
+    assert [r.args for r in caplog.records] == [
         ("nobody_knows",),
         ("stream_options.odd",),
     ]

@@ -82,17 +82,15 @@ def test_an_invalid_request_is_refused(repeated: RepeatedConnection) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "message"), [("UNAVAILABLE", 503, "no"), ("INTERNAL", 500, "why")]
+    ("code", "status", "text"), [("UNAVAILABLE", 503, "no"), ("INTERNAL", 500, "why")]
 )
-def test_a_failure_is_reported(
-    repeated: RepeatedConnection, code: str, status: int, message: str
-) -> None:
+def test_failures_are_sent(repeated: RepeatedConnection, code: str, status: int, text: str) -> None:
     repeated.hold_request(30)
     ((peer, submit),) = repeated.scheduler.unanswered_submits
     repeated.scheduler.unanswered_submits.clear()
-    repeated.scheduler.send(peer, Failed(submit.id, code, message, 0, False))
+    repeated.scheduler.send(peer, Failed(submit.id, code, text, 0, False))
     reply = read_reply(repeated.connection)
-    assert (reply.status, reply.error) == (status, message)
+    assert (reply.status, reply.error) == (status, text)
     assert repeated.is_right(31)
 
 
@@ -163,10 +161,8 @@ def test_pipelined_requests_are_answered_in_order(repeated: RepeatedConnection) 
         documents = [_next_json(stream) for _ in range(3)]
         repeated.connection.sendall(pack_request(63)[50:])
         documents.append(_next_json(stream))
-    (first_answer, second_answer, model, last_answer) = documents
-    assert [
-        answer["outputs"][0]["data"][0] for answer in (first_answer, second_answer, last_answer)
-    ] == [122, 124, 126]
+    (first, second, model, last) = documents
+    assert [a["outputs"][0]["data"][0] for a in (first, second, last)] == [122, 124, 126]
     assert model["name"] == "simple"
 
 

@@ -56,11 +56,9 @@ class Request(SimpleNamespace):
         client = SimpleNamespace(
             find_access_error=refuse, find_host_error=refuse_host, listener=listener
         )
-        header_dict = CIMultiDict(
-            {name.replace("_", "-"): value for name, value in headers.items()}
-        )
+        fields = CIMultiDict({name.replace("_", "-"): value for name, value in headers.items()})
         super().__init__(
-            method=method, target=target, headers=header_dict, route_match=None, begun_request=None
+            method=method, target=target, headers=fields, route_match=None, begun_request=None
         )
         self.connection, self.repeat = SimpleNamespace(client=client), succeed
 
@@ -136,7 +134,7 @@ def parse_headers(response: HttpResponse) -> dict[str, str]:
 
 
 def test_an_unknown_path_has_the_form_of_its_api() -> None:
-    for target, error_type in (
+    for target, kind in (
         ("/v1/nowhere", dict),
         ("/v1", dict),
         ("/v2/x", str),
@@ -144,8 +142,8 @@ def test_an_unknown_path_has_the_form_of_its_api() -> None:
     ):
         response = handle(Request("GET", target))
         assert response.status == 404
-        assert type(json.loads(b"".join(response.pieces))["error"]) is error_type
-        assert ("x-request-id" in parse_headers(response)) is (error_type is dict)
+        assert type(json.loads(b"".join(response.pieces))["error"]) is kind
+        assert ("x-request-id" in parse_headers(response)) is (kind is dict)
 
 
 @pytest.mark.parametrize(
@@ -195,21 +193,19 @@ def test_pages_of_allowed_origins_may_use_it(origins: tuple[str, ...], is_allowe
 
 def test_other_origins_have_no_permission() -> None:
     cors = Cors(["*"])
-    preflight_headers: dict[str, Any] = {"Origin": PAGE, "Access_Control_Request_Method": "POST"}
+    preflight: dict[str, Any] = {"Origin": PAGE, "Access_Control_Request_Method": "POST"}
     for request, status in (
         (Request("OPTIONS", "/v1/chat/bad", Unauthenticated("who"), Origin=PAGE), 401),
         (Request("OPTIONS", "/v1/chat/bad", Unauthenticated("who")), 401),
-        (Request("OPTIONS", "/v1/chat/bad", kind=ListenerKind.UNIX, **preflight_headers), 403),
-        (Request("OPTIONS", "/v1/chat/bad", MisdirectedHost("no"), **preflight_headers), 421),
+        (Request("OPTIONS", "/v1/chat/bad", kind=ListenerKind.UNIX, **preflight), 403),
+        (Request("OPTIONS", "/v1/chat/bad", MisdirectedHost("no"), **preflight), 421),
     ):
         assert handle(request, cors=cors).status == status
     plain_headers = parse_headers(handle(Request("POST", "/v1/chat/bad"), cors=cors))
     assert not [name for name in plain_headers if name.startswith("access-control")]
-    preflight_headers["Access_Control_Request_Headers"] = "x\r\ny"
-    foreign_headers = parse_headers(
-        handle(Request("OPTIONS", "/v1/chat/bad", **preflight_headers), cors=cors)
-    )
-    assert "access-control-allow-headers" not in foreign_headers
+    preflight["Access_Control_Request_Headers"] = "x\r\ny"
+    foreign = parse_headers(handle(Request("OPTIONS", "/v1/chat/bad", **preflight), cors=cors))
+    assert "access-control-allow-headers" not in foreign
 
 
 @pytest.mark.parametrize(
@@ -222,7 +218,7 @@ def test_other_origins_have_no_permission() -> None:
         ("POST", "/v2/models/m/infer", 200, b""),
     ],
 )
-def test_the_metrics_listener_has_its_own_routes(
+def test_the_metrics_port_has_its_routes(
     method: str, target: str, status: int, body: bytes
 ) -> None:
     class Exporter:

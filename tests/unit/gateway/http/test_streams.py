@@ -212,11 +212,9 @@ def test_each_response_is_an_event_in_a_chunk(send: Any) -> None:
         raw += call.connection.recv(65536)
     head, _, body = raw.partition(b"\r\n\r\n")
     assert b"Transfer-Encoding: chunked" in head and b"Content-Length" not in head
-    first_event = b'data: {"OUT":7,"id":"x1","model_name":"repeat","model_version":"1"}\n\n'
-    second_event = b'data: {"OUT":[8,9],"id":"x1","model_name":"repeat","model_version":"1"}\n\n'
-    chunks = b"".join(
-        b"%x\r\n%b\r\n" % (len(event), event) for event in (first_event, second_event)
-    )
+    first = b'data: {"OUT":7,"id":"x1","model_name":"repeat","model_version":"1"}\n\n'
+    second = b'data: {"OUT":[8,9],"id":"x1","model_name":"repeat","model_version":"1"}\n\n'
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in (first, second))
     assert body == chunks + b"0\r\n\r\n"
 
 

@@ -83,25 +83,23 @@ def _describe_state(engine: Engine) -> Any:
     st.binary(max_size=8),
     st.lists(st.integers(1, 60), min_size=1, max_size=8),
 )
-def test_events_are_equal_for_any_split(
-    sent_frames: list[bytes], incomplete_frame: bytes, steps: list[int]
-) -> None:
+def test_events_are_equal_for_any_split(sent: list[bytes], rest: bytes, steps: list[int]) -> None:
     """Nor how many frames are handled in a turn."""
-    stream = wire.CLIENT_OPENING + b"".join(sent_frames) + incomplete_frame
+    stream = wire.CLIENT_OPENING + b"".join(sent) + rest
     limits = Limits(frame=16384, window=70000)
     whole_engine = Engine(limits).take(stream)
-    split_engine, limited_engine = (
+    split, limited = (
         Engine(limits),
         Engine(Limits(frame=16384, window=70000, frames=1)),
     )
     offset = count = 0
     while offset < len(stream):
         step = steps[count % len(steps)]
-        split_engine.take(stream[offset : offset + step])
+        split.take(stream[offset : offset + step])
         offset, count = offset + step, count + 1
-    limited_engine.take(stream)
-    assert _describe_state(split_engine) == _describe_state(whole_engine)
-    assert _describe_state(limited_engine) == _describe_state(whole_engine)
+    limited.take(stream)
+    assert _describe_state(split) == _describe_state(whole_engine)
+    assert _describe_state(limited) == _describe_state(whole_engine)
 
 
 @given(st.binary(max_size=200))

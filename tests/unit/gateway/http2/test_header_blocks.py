@@ -52,29 +52,29 @@ blocks = st.builds(
 @settings(max_examples=300)
 @given(st.lists(blocks, min_size=1, max_size=4), st.lists(st.integers(0, 11), max_size=25))
 def test_cached_blocks_equal_decoded_blocks(known_blocks: list[bytes], order: list[int]) -> None:
-    own_decoder, hpack_decoder = (
+    own, hpack = (
         HeaderDecoder(RequestFields, _MAX_LIST_SIZE),
         Decoder(_MAX_LIST_SIZE),
     )
     for number in order:
         block, change = known_blocks[number % len(known_blocks)], number % 3
         try:
-            expected = list(hpack_decoder.decode(block, raw=True))
+            expected = list(hpack.decode(block, raw=True))
         except HPACKError:
             with pytest.raises(ConnectionFault):
-                own_decoder.decode_request(block)
+                own.decode_request(block)
             return
         if change == 1:
-            own_decoder.skip_block(block)
+            own.skip_block(block)
             continue
         try:
             fields = list(validate_request(expected))
         except StreamFault:
             with pytest.raises(StreamFault):
-                own_decoder.decode_request(block)
+                own.decode_request(block)
         else:
-            assert list(own_decoder.decode_request(block)) == fields
-        own_table, hpack_table = own_decoder._decoder.header_table, hpack_decoder.header_table
+            assert list(own.decode_request(block)) == fields
+        own_table, hpack_table = own._decoder.header_table, hpack.header_table
         assert list(own_table.dynamic_entries) == list(hpack_table.dynamic_entries)
 
 

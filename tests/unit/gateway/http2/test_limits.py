@@ -35,7 +35,7 @@ from tests.support.wire.http2_engine import Engine
 PADDED_FLAG, UNKNOWN_TYPE = 0x8, 0x16
 REQUEST = b"\x83\x86\x84"
 RESPONSE_BLOCKS = ResponseBlocks(b"\x88", b"\x88")
-SMALL_LIMITS = Limits(resets=20, resets_per_s=2, control=30, control_per_s=4, streams=16)
+LIMITS = Limits(resets=20, resets_per_s=2, control=30, control_per_s=4, streams=16)
 _FLOOD_SIZE = 200  # more frames than any small limit allows
 
 
@@ -65,7 +65,7 @@ CLIENT_RESETS: dict[str, Callable[[int], bytes]] = {
     "less data than is said": lambda n: begin(n, end=True,
         block=REQUEST + encode_block([(b"content-length", b"1")])),
     "more data than was granted": lambda n: (begin(n) + frame(DATA, 0, n,
-        bytes(SMALL_LIMITS.window)) + frame(DATA, 0, n, b"1")),
+        bytes(LIMITS.window)) + frame(DATA, 0, n, b"1")),
     "a malformed request": lambda n: begin(n, block=REQUEST[:2]),
     "malformed trailers": lambda n: begin(n) + begin(n, end=True, block=REQUEST),
     "trailers that end nothing": lambda n: begin(n) + begin(n, block=b""),
@@ -75,9 +75,9 @@ CLIENT_RESETS: dict[str, Callable[[int], bytes]] = {
 @pytest.mark.parametrize("name", CLIENT_RESETS)
 def test_too_many_stream_resets_end_the_connection(name: str) -> None:
     """By the client, or by us because it has us do so: a number of them at once ends it."""
-    engine = Engine(SMALL_LIMITS, Clock()).take(CLIENT_OPENING)
+    engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING)
     streams = iter(range(1, 100_000, 2))
-    for _ in range(SMALL_LIMITS.resets):
+    for _ in range(LIMITS.resets):
         engine.take(CLIENT_RESETS[name](next(streams)))
         assert engine.gone is None and not engine.http2.streams
     engine.take(CLIENT_RESETS[name](next(streams)))
@@ -87,16 +87,16 @@ def test_too_many_stream_resets_end_the_connection(name: str) -> None:
 def test_resets_are_refilled_over_time() -> None:
     """A client that resets streams more slowly stays connected."""
     clock = Clock()
-    engine = Engine(SMALL_LIMITS, clock).take(CLIENT_OPENING)
+    engine = Engine(LIMITS, clock).take(CLIENT_OPENING)
     for number in range(1, 1000, 2):
         engine.take(CLIENT_RESETS["rapid reset"](number))
-        clock.now += 1 / SMALL_LIMITS.resets_per_s
+        clock.now += 1 / LIMITS.resets_per_s
     assert engine.gone is None
 
 
 def test_responses_earn_stream_resets() -> None:
     """As clients with deadlines do, at any rate; and when their ends cross ours."""
-    engine = Engine(SMALL_LIMITS, Clock()).take(CLIENT_OPENING)
+    engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING)
     for number in range(1, 4000, 4):
         engine.take(begin(number, end=True))
         engine.http2.sending.send_response(engine.stream(number), RESPONSE_BLOCKS, (b"12345",))
@@ -138,9 +138,7 @@ CONTROL: dict[str, Callable[[int], bytes]] = {
 def test_floods_end_the_connection(name: str) -> None:
     """The answers are bounded by the received frames."""
     clock = Clock()
-    engine = Engine(SMALL_LIMITS, clock).take(
-        CLIENT_OPENING + begin(1) + begin(3, end=True) + begin(5)
-    )
+    engine = Engine(LIMITS, clock).take(CLIENT_OPENING + begin(1) + begin(3, end=True) + begin(5))
     engine.http2.sending.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     engine.flush()
@@ -148,27 +146,25 @@ def test_floods_end_the_connection(name: str) -> None:
     for number in range(_FLOOD_SIZE):
         engine.take(CONTROL[name](2 * number))
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
-    assert len(engine.sent) - sent_before <= SMALL_LIMITS.control + 1
+    assert len(engine.sent) - sent_before <= LIMITS.control + 1
 
 
 @pytest.mark.parametrize("name", CONTROL)
 def test_control_frames_of_an_honest_client_are_permitted(name: str) -> None:
     """Such frames are permitted at a low rate or together with calls."""
     clock = Clock()
-    engine = Engine(SMALL_LIMITS, clock).take(
-        CLIENT_OPENING + begin(1) + begin(3, end=True) + begin(5)
-    )
+    engine = Engine(LIMITS, clock).take(CLIENT_OPENING + begin(1) + begin(3, end=True) + begin(5))
     engine.http2.sending.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     for number in range(_FLOOD_SIZE):
         engine.take(CONTROL[name](2 * number))
-        clock.now += 1 / SMALL_LIMITS.control_per_s
+        clock.now += 1 / LIMITS.control_per_s
     assert engine.gone is None
 
 
 def test_calls_earn_control_frames() -> None:
     """A PING and a WINDOW_UPDATE for each call, as some clients send, at any rate."""
-    engine = Engine(SMALL_LIMITS, Clock()).take(CLIENT_OPENING)
+    engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING)
     for number in range(1, 2000, 2):
         control_frames = frame(PING, 0, 0, bytes(8)) + window(0, 5) + frame(PING, ACK, 0, bytes(8))
         engine.take(begin(number, end=True) + control_frames)
@@ -177,7 +173,7 @@ def test_calls_earn_control_frames() -> None:
 
 
 def test_sent_data_earns_window_updates() -> None:
-    engine = Engine(SMALL_LIMITS, Clock()).take(CLIENT_OPENING + begin(1))
+    engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING + begin(1))
     for _ in range(1000):
         engine.http2.sending.send_data(engine.stream(1), b"token")
         engine.take(window(0, 5) + window(1, 5))
@@ -186,14 +182,14 @@ def test_sent_data_earns_window_updates() -> None:
 
 def test_messages_in_one_frame_earn_window_updates_each() -> None:
     """A client may grant more for each message that its program takes, when all have come."""
-    engine = Engine(SMALL_LIMITS, Clock()).take(
+    engine = Engine(LIMITS, Clock()).take(
         CLIENT_OPENING + window(0, 1 << 20) + begin(1) + window(1, 1 << 20)
     )
     engine.http2.sending.send_data(engine.stream(1), b"a message of thirty-two bytes..." * 5000)
     for _ in range(5000):
         engine.take(window(1, 32))
     assert engine.gone is None
-    for _ in range(SMALL_LIMITS.control + 200):
+    for _ in range(LIMITS.control + 200):
         engine.take(window(1, 32))
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
 
@@ -241,21 +237,21 @@ def test_many_small_fields_are_refused() -> None:
 
 def test_too_many_streams_are_refused() -> None:
     """A client that continues to open streams is disconnected."""
-    engine = Engine(SMALL_LIMITS, Clock()).take(CLIENT_OPENING)
+    engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING)
     for number in range(1, 1000, 2):
         engine.take(begin(number))
-    assert len(engine.requests) == SMALL_LIMITS.streams
+    assert len(engine.requests) == LIMITS.streams
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
-    assert len(engine.resets) == SMALL_LIMITS.resets
+    assert len(engine.resets) == LIMITS.resets
 
 
 def test_data_beyond_the_window_is_refused() -> None:
     """Data beyond the granted window ends the stream."""
-    engine = Engine(SMALL_LIMITS, Clock()).take(CLIENT_OPENING + begin(1))
-    for _ in range(SMALL_LIMITS.window // 16384 + 1):
+    engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING + begin(1))
+    for _ in range(LIMITS.window // 16384 + 1):
         engine.take(frame(DATA, 0, 1, bytes(16384)))
     assert engine.resets == {1: FaultCode.FLOW_CONTROL_ERROR}
-    assert len(engine.requests[1].data) <= SMALL_LIMITS.window
+    assert len(engine.requests[1].data) <= LIMITS.window
 
 
 def test_incomplete_frames_are_bounded() -> None:
@@ -271,7 +267,7 @@ def test_incomplete_frames_are_bounded() -> None:
 
 def test_a_client_that_does_not_read_is_bounded() -> None:
     """The queued bytes are bounded for any number of calls that are answered at once."""
-    engine = Engine(SMALL_LIMITS, Clock()).take(CLIENT_OPENING)
+    engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING)
     engine.http2.sending.paused = True
     sent_before = len(engine.sent)
     for number in range(1, 1000, 2):
@@ -279,7 +275,7 @@ def test_a_client_that_does_not_read_is_bounded() -> None:
         if number in engine.requests:
             engine.http2.sending.send_head(engine.stream(number), b"\x88", end=True)
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
-    assert len(engine.sent) - sent_before <= SMALL_LIMITS.resets + 1
+    assert len(engine.sent) - sent_before <= LIMITS.resets + 1
 
 
 # --- work

@@ -186,10 +186,8 @@ def test_streams_share_the_window_of_the_connection_in_turns() -> None:
     sent_before = {number: engine.stream(number).sent_bytes for number in (1, 3, 5, 7)}
     for _ in range(40):
         engine.take(window(0, 100))
-    gained_bytes = [
-        engine.stream(number).sent_bytes - sent_bytes for number, sent_bytes in sent_before.items()
-    ]
-    assert gained_bytes == [1000] * 4
+    gained = [engine.stream(number).sent_bytes - sent for number, sent in sent_before.items()]
+    assert gained == [1000] * 4
 
 
 def test_a_long_response_does_not_block_other_streams() -> None:

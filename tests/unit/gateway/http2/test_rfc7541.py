@@ -19,21 +19,17 @@ def headers_frame(block: bytes, stream: int = 1) -> bytes:
 
 
 def broken_case(section: str, title: str, *blocks: bytes) -> Case:
-    sent_frames = b"".join(
-        headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks)
-    )
-    return Case(section, title, sent_frames, ends=BROKEN)
+    sent = b"".join(headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks))
+    return Case(section, title, sent, ends=BROKEN)
 
 
 def valid_case(section: str, title: str, *blocks: bytes) -> Case:
-    sent_frames = b"".join(
-        headers_frame(block, 2 * index + 1) for index, block in enumerate(blocks)
-    )
+    sent = b"".join(headers_frame(block, 2 * n + 1) for n, block in enumerate(blocks))
     return Case(
         section,
         title,
-        sent_frames,
-        served=tuple((2 * index + 1, b"") for index in range(len(blocks))),
+        sent,
+        served=tuple((2 * n + 1, b"") for n in range(len(blocks))),
     )
 
 

@@ -194,8 +194,6 @@ def test_a_drain_sends_two_goaways_with_descending_stream_ids() -> None:
     engine.http2.send_goaway(final=True)
     assert 5 not in engine.requests
     engine.take(frame(PING, 0, 0))
-    last_stream_ids = [
-        struct.unpack_from(">I", item.payload)[0] for item in engine.sent if item.kind == GO_AWAY
-    ]
-    assert last_stream_ids == [2**31 - 1, 3, 3, 3]
+    last_ids = [struct.unpack_from(">I", i.payload)[0] for i in engine.sent if i.kind == GO_AWAY]
+    assert last_ids == [2**31 - 1, 3, 3, 3]
     assert engine.resets[5] is FaultCode.REFUSED_STREAM

@@ -257,7 +257,7 @@ def test_a_response_may_overlap_its_request() -> None:
     sending.send_data(stream, b"more")
     sending.send_trailers(stream, b"\x88")
     sent_frames = engine.flush()
-    assert [(item.kind, item.payload) for item in sent_frames] == [
+    assert [(i.kind, i.payload) for i in sent_frames] == [
         (DATA, b"more"),
         (HEADERS, b"\x88"),
     ]
@@ -292,10 +292,8 @@ def test_padding_is_returned_to_the_window() -> None:
 def test_the_window_of_the_connection_is_refilled() -> None:
     """6.9.1: what streams are granted is all that holds a client back."""
     engine = Engine(Limits(frame=2**20, window=2**20))
-    window_updates = [item for item in engine.sent if item.kind == WINDOW]
-    assert [(item.stream, item.payload) for item in window_updates] == [
-        (0, struct.pack(">I", 2**31 - 65536))
-    ]
+    updates = [i for i in engine.sent if i.kind == WINDOW]
+    assert [(i.stream, i.payload) for i in updates] == [(0, struct.pack(">I", 2**31 - 65536))]
     engine.take(CLIENT_OPENING + BEGUN)
     piece = frame(DATA, 0, 1, bytes(2**20))
     for _ in range(1100):
@@ -303,7 +301,7 @@ def test_the_window_of_the_connection_is_refilled() -> None:
         engine.take(piece)
         engine.requests[1].data = b""
     assert engine.gone is None
-    assert len([item for item in engine.sent if item.kind == WINDOW and not item.stream]) == 2
+    assert len([i for i in engine.sent if i.kind == WINDOW and not i.stream]) == 2
 
 
 def test_acknowledgements_are_no_requests() -> None:

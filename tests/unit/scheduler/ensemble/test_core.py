@@ -21,7 +21,7 @@ from tests.support.messages import inference_of, inferred_of
 from tests.support.texts import Beginning
 
 CHAIN = [step("a", {"X": "IN"}, "m"), step("b", {"X": "m"}, "OUT")]
-FORKED_STEPS = [
+FORK = [
     step("a", {"X": "IN"}, "m"),
     step("b", {"X": "IN"}, "n"),
     step("c", {"X": "m", "Z": "n"}, "OUT"),
@@ -63,7 +63,7 @@ def test_every_step_has_the_priority_of_the_request() -> None:
 
 def test_an_error_waits_for_the_steps_that_run() -> None:
     """The error is sent once all running steps have ended; no new step begins."""
-    rig = EnsembleRig(FORKED_STEPS, MODELS)
+    rig = EnsembleRig(FORK, MODELS)
     rig.submit()
     running_steps = rig.take_submits()
     rig.from_step("a", m.Failed(running_steps["a"], "INTERNAL", "boom", 0, False))
@@ -88,7 +88,7 @@ def test_the_error_of_a_steps_full_queue_reaches_the_client() -> None:
 
 
 def test_the_first_error_counts() -> None:
-    rig = EnsembleRig(FORKED_STEPS, MODELS)
+    rig = EnsembleRig(FORK, MODELS)
     rig.submit()
     running_steps = rig.take_submits()
     for name in ("b", "a"):
@@ -252,7 +252,7 @@ def test_a_stream_receives_credit_as_its_client_reads() -> None:
 
 def test_a_steps_stream_is_read_to_its_end_after_its_request_failed() -> None:
     """Its responses waited for an output of the failed step, so they are discarded."""
-    rig = EnsembleRig(FORKED_STEPS, [model("a", decoupled=True), model("b"), model("c")])
+    rig = EnsembleRig(FORK, [model("a", decoupled=True), model("b"), model("c")])
     rig.submit()
     running_steps = rig.take_submits()
     for index in range(FIRST_CREDIT):
@@ -306,18 +306,14 @@ def test_an_input_that_a_step_returns_is_not_written_again() -> None:
     assert output.memory_range is not None and output.may_reuse_input
     rig.from_step("a", m.Finished(first_step.id, *place_output(output.memory_range)))
     ((_, second_step),) = rig.take_sent()
-    (last_output,) = inference_of(second_step).outputs
-    assert (
-        last_output.memory_range not in (None, output.memory_range) and last_output.may_reuse_input
-    )
+    (last,) = inference_of(second_step).outputs
+    assert last.memory_range not in (None, output.memory_range) and last.may_reuse_input
     rig.from_step("b", m.Finished(second_step.id, *place_output(output.memory_range)))
     (final_output,) = inferred_of(only_message(rig.take_client_messages(), m.Finished)).outputs
     assert final_output.data == output.memory_range
     assert 0 < rig.memory.used < 8 * elements
-    memory_range = output.memory_range
-    rig.from_client(
-        m.Release(memory_range.memory.pid, [memory_range.offset], memory_range.memory.id)
-    )
+    freed = output.memory_range
+    rig.from_client(m.Release(freed.memory.pid, [freed.offset], freed.memory.id))
     assert rig.memory.used == 0
 
 

@@ -25,14 +25,14 @@ CHAIN = [
 ]
 
 
-def gpu_model(name: str, gpus: tuple[int, ...] = (0,), **fields: Any) -> dict[str, Any]:
+def gpu(name: str, gpus: tuple[int, ...] = (0,), **fields: Any) -> dict[str, Any]:
     group = {"kind": "KIND_GPU", "count": 1, "gpus": list(gpus)}
     config = model(name, dims=(SIZE,))
     return {**config, "backend": "pytorch", "instance_group": [group], **fields}
 
 
 def cpu_model(name: str) -> dict[str, Any]:
-    return gpu_model(name, instance_group=[{"kind": "KIND_CPU", "count": 1, "gpus": []}])
+    return gpu(name, instance_group=[{"kind": "KIND_CPU", "count": 1, "gpus": []}])
 
 
 def last_submitted(rig: EnsembleRig) -> tuple[str, m.Submit, Range | None]:
@@ -55,7 +55,7 @@ def make_rig(*models: dict[str, Any], exporting: CudaExporter | None = None) -> 
 
 def test_tensors_between_steps_on_one_device_stay_there() -> None:
     cuda = FakeCuda()
-    rig = make_rig(gpu_model("a"), gpu_model("b"), cpu_model("c"), exporting=cuda.exporting())
+    rig = make_rig(gpu("a"), gpu("b"), cpu_model("c"), exporting=cuda.exporting())
     rig.submit(data=bytes(4 * SIZE))
     endpoint, submit, memory_range = last_submitted(rig)
     assert memory_range is not None and memory_range.memory.cuda is not None
@@ -83,7 +83,7 @@ def test_tensors_between_steps_on_one_device_stay_there() -> None:
 
 def test_a_worker_frees_memory_when_the_ensemble_has_exited() -> None:
     cuda = FakeCuda()
-    rig = make_rig(gpu_model("a"), gpu_model("b"), gpu_model("c"), exporting=cuda.exporting())
+    rig = make_rig(gpu("a"), gpu("b"), gpu("c"), exporting=cuda.exporting())
     rig.submit(data=bytes(4 * SIZE))
     _, _, memory_range = last_submitted(rig)
     assert memory_range is not None
@@ -97,25 +97,23 @@ def test_a_worker_frees_memory_when_the_ensemble_has_exited() -> None:
 @pytest.mark.parametrize(
     "second_config",
     [
-        gpu_model("b", (1,)),
-        gpu_model("b", (0, 1)),
+        gpu("b", (1,)),
+        gpu("b", (0, 1)),
         cpu_model("b"),
-        gpu_model("b", backend="python"),
+        gpu("b", backend="python"),
     ],
 )
 def test_other_tensors_are_copied_through_the_host(second_config: dict[str, Any]) -> None:
     """The second model has another device, two, none, or its inputs in host memory."""
-    rig = make_rig(gpu_model("a"), second_config, gpu_model("c"))
+    rig = make_rig(gpu("a"), second_config, gpu("c"))
     rig.submit(data=bytes(4 * SIZE))
     _, _, memory_range = last_submitted(rig)
     assert memory_range is not None and memory_range.memory.cuda is None
 
 
 def test_a_python_model_receives_tensors_on_its_device() -> None:
-    parameters = {"FORCE_CPU_ONLY_INPUT_TENSORS": {"string_value": "no"}}
-    rig = make_rig(
-        gpu_model("a"), gpu_model("b", backend="python", parameters=parameters), gpu_model("c")
-    )
+    fields = {"FORCE_CPU_ONLY_INPUT_TENSORS": {"string_value": "no"}}
+    rig = make_rig(gpu("a"), gpu("b", backend="python", parameters=fields), gpu("c"))
     rig.submit(data=bytes(4 * SIZE))
     _, _, memory_range = last_submitted(rig)
     assert memory_range is not None and memory_range.memory.cuda is not None
@@ -128,9 +126,7 @@ def test_tensors_pass_the_host_without_cuda_or_space(caplog: pytest.LogCaptureFi
     full_cuda = FakeCuda().exporting()
     full_cuda.byte_limit = MB
     for cuda in (raise_unavailable, lambda: full_cuda):
-        rig = EnsembleRig(
-            CHAIN, [gpu_model("a"), gpu_model("b"), gpu_model("c")], dims=(SIZE,), cuda=cuda
-        )
+        rig = EnsembleRig(CHAIN, [gpu("a"), gpu("b"), gpu("c")], dims=(SIZE,), cuda=cuda)
         caplog.clear()
         for number in range(1, 4):
             rig.submit(number, data=bytes(4 * SIZE))

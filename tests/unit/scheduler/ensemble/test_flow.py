@@ -61,7 +61,7 @@ def respond(flow: Flow, firing: Firing, values: dict[str, Value]) -> None:
     flow.respond(
         firing.step,
         firing.response_index,
-        [(outputs[name], tensor) for name, tensor in values.items()],
+        [(outputs[name], t) for name, t in values.items()],
     )
 
 
@@ -85,10 +85,10 @@ def expected_results(graph: Graph, false_tensors: set[str]) -> tuple[set[int], s
 def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.DataObject) -> None:
     """In every order in which steps end, each value is released once."""
     tensor_names = sorted({"IN"}.union(*(step.outputs.values() for step in graph.steps)))
-    false_tensors = set(data.draw(st.lists(st.sampled_from(tensor_names), unique=True)))
-    freed_values: list[str] = []
+    falses = set(data.draw(st.lists(st.sampled_from(tensor_names), unique=True)))
+    freed: list[str] = []
     flow = Flow(plan(graph))
-    flow.begin([("IN", value("IN", freed_values, "IN" not in false_tensors))])
+    flow.begin([("IN", value("IN", freed, "IN" not in falses))])
     started_steps: list[int] = []
     created_tensors = ["IN"]
     running_firings: list[Firing] = []
@@ -99,26 +99,21 @@ def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.
             break
         firing = running_firings.pop(data.draw(st.integers(0, len(running_firings) - 1)))
         started_steps.append(firing.step.index)
-        routed_tensors = {
-            n: tensor for n, tensor in firing.step.outputs.items() if tensor in flow.plan.routes
-        }
-        created_tensors += routed_tensors.values()
+        routed = {n: t for n, t in firing.step.outputs.items() if t in flow.plan.routes}
+        created_tensors += routed.values()
         respond(
             flow,
             firing,
-            {
-                n: value(tensor, freed_values, tensor not in false_tensors)
-                for n, tensor in routed_tensors.items()
-            },
+            {n: value(t, freed, t not in falses) for n, t in routed.items()},
         )
         for used_value in firing.inputs.values():
             used_value.release()
-    expected_steps, outputs = expected_results(graph, false_tensors)
+    expected_steps, outputs = expected_results(graph, falses)
     assert sorted(started_steps) == sorted(expected_steps)
     (response,) = flow.responses
     assert response.keys() == outputs
     flow.close()
-    assert sorted(freed_values) == sorted(created_tensors)
+    assert sorted(freed) == sorted(created_tensors)
 
 
 STREAM = Graph(
@@ -137,12 +132,12 @@ STREAM = Graph(
 def test_a_stream_is_joined_with_single_tensors_in_any_order(order: list[str]) -> None:
     flow = Flow(plan(STREAM, stream_steps=(0,)))
     flow.begin([("IN", value("IN"))])
-    stream_firing, single_firing = sorted(flow.firings, key=lambda firing: firing.step.index)
+    stream, single = sorted(flow.firings, key=lambda firing: firing.step.index)
     flow.firings.clear()
     for index, source in enumerate(order):
         respond(
             flow,
-            stream_firing if source == "many" else single_firing,
+            stream if source == "many" else single,
             {"Y": value(f"{source}{index}")},
         )
     assert [firing.response_index for firing in flow.firings] == [0, 1, 2]
@@ -168,10 +163,8 @@ def test_a_step_that_waits_for_one_tensor_runs_in_the_order_of_the_outputs() -> 
 
 
 def test_a_skipped_stream_is_one_response_without_it() -> None:
-    graph = Graph(
-        "e", (StepNode(0, "many", "", {"X": "IN"}, {"Y": "OUT"}, "IN"),), ("IN",), ("OUT",)
-    )
-    flow = Flow(plan(graph, stream_steps=(0,)))
+    g = Graph("e", (StepNode(0, "many", "", {"X": "IN"}, {"Y": "OUT"}, "IN"),), ("IN",), ("OUT",))
+    flow = Flow(plan(g, stream_steps=(0,)))
     flow.begin([("IN", value("IN", holds_value=False))])
     assert (flow.firings, flow.responses) == ([], [{}])
 
@@ -191,9 +184,7 @@ def test_only_tensors_of_one_reader_stay_on_it(graph: Graph, devices: dict[int, 
     plan = Plan(graph, graph.outputs, models(devices=devices))
     for step in graph.steps:
         for tensor in step.outputs.values():
-            readers = [
-                reader.index for reader in plan.steps.values() if (tensor, True) in reader.reads
-            ]
+            readers = [r.index for r in plan.steps.values() if (tensor, True) in r.reads]
             devices_around = {devices.get(index) for index in readers}
             devices_around.add(devices.get(step.index) if step.index in plan.steps else None)
             leaves_device = tensor in graph.outputs or tensor in graph.conditions

@@ -123,12 +123,12 @@ def test_deadlines_of_completed_requests_are_removed() -> None:
 class WorkerArena:
     """A worker's arena with one output of a step, and the releases that the ensemble has sent."""
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, content: bytes) -> None:
         self.arena = Arena(1 << 16)
-        self.memory_range = self.arena.allocate(len(data))
-        self.arena.view(self.memory_range)[:] = data
+        self.memory_range = self.arena.allocate(len(content))
+        self.arena.view(self.memory_range)[:] = content
         self.packed = pack_inferred(
-            Inferred((TensorRef("Y", "FP32", (len(data) // 4,), self.memory_range),))
+            Inferred((TensorRef("Y", "FP32", (len(content) // 4,), self.memory_range),))
         )
         self.release = m.Release(
             self.memory_range.memory.pid, [self.memory_range.offset], self.memory_range.memory.id

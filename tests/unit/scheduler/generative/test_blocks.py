@@ -19,10 +19,10 @@ def seal_blocks(pool: BlockPool, count: int) -> list[int]:
 
 def test_only_the_single_holder_of_a_block_without_a_key_may_write_to_it() -> None:
     pool = BlockPool(4)
-    free_block, shared_block = pool.allocate(2)
-    pool.share([shared_block])
-    (keyed_block,) = seal_blocks(pool, 1)
-    assert [pool.writable(block) for block in (free_block, shared_block, keyed_block)] == [
+    free, shared = pool.allocate(2)
+    pool.share([shared])
+    (keyed,) = seal_blocks(pool, 1)
+    assert [pool.writable(block) for block in (free, shared, keyed)] == [
         True,
         False,
         False,

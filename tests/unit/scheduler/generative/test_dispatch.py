@@ -44,11 +44,9 @@ class FakeLlmWorker:
         self.open: dict[int, int] = {}
 
     def receive(self) -> list[Any]:
-        posted_messages = self.rig.workers.take()
-        self.rig.workers.posted_messages = [
-            item for item in posted_messages if item[0] != self.peer
-        ]
-        self.inbox += [message for peer, message in posted_messages if peer == self.peer]
+        posted = self.rig.workers.take()
+        self.rig.workers.posted_messages = [item for item in posted if item[0] != self.peer]
+        self.inbox += [message for peer, message in posted if peer == self.peer]
         return self.inbox
 
     def turn(self) -> bool:
@@ -71,25 +69,15 @@ class FakeLlmWorker:
         self.worker.prompts[request.key] = PROMPT
         self.worker.max_tokens_by_key[request.key] = self.most
         replays = self.replays and bool(message.resumed)
-        for resumed_sample in message.resumed if not replays else ():
-            self.worker.resumed_tokens[request.key, resumed_sample.sample] = array(
-                "i", resumed_sample.tokens
-            )
-        finished_count = (
-            0
-            if replays
-            else sum(bool(resumed_sample.finish_reason) for resumed_sample in message.resumed)
-        )
-        self.open[request.key] = self.samples - finished_count
-        prepared_message = g.Prepared(
-            request.key, PROMPT.tobytes(), self.most, self.samples, replays=replays
-        )
-        self.rig.worker(self.peer, prepared_message)
+        for resumed in message.resumed if not replays else ():
+            self.worker.resumed_tokens[request.key, resumed.sample] = array("i", resumed.tokens)
+        ended = 0 if replays else sum(bool(resumed.finish_reason) for resumed in message.resumed)
+        self.open[request.key] = self.samples - ended
+        done = g.Prepared(request.key, PROMPT.tobytes(), self.most, self.samples, replays=replays)
+        self.rig.worker(self.peer, done)
 
     def _step(self, message: g.Step) -> None:
-        known_sequences = {
-            begin.sequence: (begin.key, begin.sample) for begin in message.new_sequences
-        }
+        known_sequences = {new.sequence: (new.key, new.sample) for new in message.new_sequences}
         sequences = {
             n: (sequence.key, sequence.sample) for n, sequence in self.worker.sequences.items()
         } | known_sequences
@@ -111,20 +99,20 @@ class FakeLlmWorker:
 
 
 def engine_settings(**fields: Any) -> EngineSettings:
-    small_settings = {
+    small = {
         "block_size": 4,
         "kv_cache_blocks": 16,
         "max_waiting_requests": 3,
         "max_batch_size": 2,
     }
-    return EngineSettings.of({**small_settings, **fields})
+    return EngineSettings.of({**small, **fields})
 
 
-def make_rig(settings: EngineSettings) -> Rig:
+def make_rig(s: EngineSettings) -> Rig:
     return Rig(
         decoupled=True,
         backend="llm",
-        parameters={ENGINE_PARAMETER: settings.text},
+        parameters={ENGINE_PARAMETER: s.text},
         max_batch_size=0,
     )
 
@@ -251,11 +239,9 @@ def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, sam
     ended_before = take_ended(rig)
     rig.supervisor(ProcessExited(100, "killed"))
     successor = FakeLlmWorker(rig, settings, pid=101, samples=samples)
-    prepare_messages = [
-        message for message in successor.receive() if isinstance(message, g.Prepare)
-    ]
+    prepares = [message for message in successor.receive() if isinstance(message, g.Prepare)]
     if not ended_before:
-        (prepare,) = prepare_messages
+        (prepare,) = prepares
         for resumed_sample in prepare.resumed:
             expected, _ = generate_alone(PROMPT, resumed_sample.sample, llm.most)
             tokens = list(array("i", resumed_sample.tokens))
@@ -280,11 +266,9 @@ def test_restarted_samples_keep_their_tokens(first_turns: int, second_turns: int
     for pid, turns in enumerate((first_turns, second_turns, 10_000), 100):
         llm = FakeLlmWorker(rig, settings, pid=pid, most=20, samples=2, replays=True)
         for prepare in [message for message in llm.receive() if isinstance(message, g.Prepare)]:
-            for resumed_sample in prepare.resumed:
-                assert resumed_sample.tokens.startswith(
-                    known_tokens.get(resumed_sample.sample, b"")
-                )
-                known_tokens[resumed_sample.sample] = resumed_sample.tokens
+            for resumed in prepare.resumed:
+                assert resumed.tokens.startswith(known_tokens.get(resumed.sample, b""))
+                known_tokens[resumed.sample] = resumed.tokens
         for _ in range(turns):
             if not llm.turn():
                 break
@@ -318,17 +302,15 @@ def test_generations_of_a_dead_instance_are_spread_over_the_remaining_instances(
     submit(rig)
     rig.supervisor(RetireInstance(2))
     rig.workers.take()
-    first_requests = rig.start(3, 103)
+    first = rig.start(3, 103)
     submit(rig, 3)
-    assert {peer for peer, message in rig.workers.take() if isinstance(message, g.Prepare)} == {
-        first_requests
-    }
-    remaining_peers = [rig.start(index, 100 + index) for index in (0, 1)]
+    assert {peer for peer, sent in rig.workers.take() if isinstance(sent, g.Prepare)} == {first}
+    remaining = [rig.start(index, 100 + index) for index in (0, 1)]
     rig.supervisor(ProcessExited(103, "killed"))
-    peers = [peer for peer, message in rig.workers.take() if isinstance(message, g.Prepare)]
+    peers = [peer for peer, sent in rig.workers.take() if isinstance(sent, g.Prepare)]
     assert sorted(peers) in (
-        [*remaining_peers, remaining_peers[1]],
-        [remaining_peers[0], *remaining_peers],
+        [*remaining, remaining[1]],
+        [remaining[0], *remaining],
     )
 
 

@@ -130,22 +130,13 @@ def test_without_preemption_all_samples_must_fit_together() -> None:
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
 def test_no_sequence_overtakes_an_earlier_waiting_sequence(policy: str, mode: str) -> None:
     rig = make_rig(kv_cache_blocks=17, scheduling_policy=policy, preemption_mode=mode)
-    waiting_generations = [submit(rig, [2 + index, 1, 4, 1, 5], 18) for index in range(8)]
+    waiting = [submit(rig, [2 + index, 1, 4, 1, 5], 18) for index in range(8)]
     start_order: list[int] = []
     while rig.run_turn():
-        started_generations = [
-            generation for generation in waiting_generations if generation.sequences
-        ]
-        running_states = [
-            generation.sequences[0].status is SequenceStatus.RUNNING
-            for generation in started_generations
-        ]
-        assert running_states == sorted(running_states, reverse=True)
-        start_order += [
-            generation.key
-            for generation in started_generations
-            if generation.sequences[0].generated == 1
-        ]
+        started = [g for g in waiting if g.sequences]
+        running = [g.sequences[0].status is SequenceStatus.RUNNING for g in started]
+        assert running == sorted(running, reverse=True)
+        start_order += [g.key for g in started if g.sequences[0].generated == 1]
     assert start_order == sorted(start_order)
     assert rig.engine.counts.preemptions[mode]
 
@@ -161,16 +152,13 @@ def test_the_last_sequence_in_order_is_preempted() -> None:
 
 def test_a_step_that_preempted_admits_no_request() -> None:
     rig = make_rig(kv_cache_blocks=9, max_batch_size=2)
-    _, second_generation, third_generation = (
+    _, second, third_generation = (
         submit(rig, [token] * length, 12) for token, length in ((1, 12), (2, 16), (3, 4))
     )
     while rig.run_turn():
-        if (
-            second_generation.sequences
-            and second_generation.sequences[0].status is not SequenceStatus.RUNNING
-        ):
+        if second.sequences and second.sequences[0].status is not SequenceStatus.RUNNING:
             assert third_generation.sequences[0].status is SequenceStatus.WAITING
-    assert second_generation.preemptions
+    assert second.preemptions
 
 
 def test_sequences_of_the_running_step_are_not_preempted() -> None:
@@ -212,13 +200,10 @@ def test_prompts_do_not_delay_decoding_sequences() -> None:
 
 def test_prompts_are_cut_at_multiples_of_16() -> None:
     rig = make_rig(prefill_chunk_size=32, max_prefill_tokens=40)
-    first_generation, second_generation = submit(rig, [1] * 70, 1), submit(rig, [2] * 70, 1)
+    first, second = submit(rig, [1] * 70, 1), submit(rig, [2] * 70, 1)
     rig.run_turn()
-    computed_counts = [
-        submitted.sequences[0].computed_tokens
-        for submitted in (first_generation, second_generation)
-    ]
-    assert computed_counts == [
+    counts = [s.sequences[0].computed_tokens for s in (first, second)]
+    assert counts == [
         32,
         0,
     ]  # the remaining 8 tokens of the step are no multiple of the chunk
@@ -237,9 +222,9 @@ def test_a_latency_target_splits_prompts_beside_decoding_sequences() -> None:
     assert long_generation.sequences[0].computed_tokens == 16
 
 
-@pytest.mark.parametrize(("token_ms", "computed_count"), [(0.1, 200), (1.0, 64)])
+@pytest.mark.parametrize(("token_ms", "computed"), [(0.1, 200), (1.0, 64)])
 def test_chunks_beside_decoding_sequences_take_50_ms_or_have_64_tokens(
-    token_ms: float, computed_count: int
+    token_ms: float, computed: int
 ) -> None:
     rig = make_rig(prefill_chunk_size=512, max_prefill_tokens=512, max_tokens_per_batch=512)
     submit(rig, [1] * 5, 20)
@@ -247,7 +232,7 @@ def test_chunks_beside_decoding_sequences_take_50_ms_or_have_64_tokens(
     rig.engine.times._weights = [20.0, 1.0, token_ms, 0.0]
     long_generation = submit(rig, [2] * 200, 2)
     rig.run_turn()
-    assert long_generation.sequences[0].computed_tokens == computed_count
+    assert long_generation.sequences[0].computed_tokens == computed
 
 
 def test_a_finished_request_leaks_nothing_in_the_engine() -> None:
@@ -267,15 +252,12 @@ def test_a_finished_request_leaks_nothing_in_the_engine() -> None:
 
 def test_a_stream_of_short_requests_starves_no_long_one() -> None:
     rig = make_rig(scheduling_policy="sjf", max_batch_size=2, max_wait_time_ms=50.0)
-    long_generation = submit(rig, [1] * 40, 20)
+    long = submit(rig, [1] * 40, 20)
     for iteration in range(200):
         for _ in range(2):
             submit(rig, [2 + iteration % 40], 3)
         rig.run_turn()
-        if (
-            long_generation.sequences
-            and long_generation.sequences[0].status is SequenceStatus.RUNNING
-        ):
+        if long.sequences and long.sequences[0].status is SequenceStatus.RUNNING:
             assert iteration > 40
             break
     else:

@@ -58,15 +58,15 @@ def test_the_order_of_sequences(
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
 def test_ties_are_broken_by_arrival_then_by_number(policy: str) -> None:
     rank = ranking(EngineSettings.of({"scheduling_policy": policy, "max_wait_time_ms": 1}), NOW)
-    first_sequence, second_sequence, last_sequence = (
+    first, second, last = (
         sequence(3, 9, 2),
         sequence(1, 9, 1),
         sequence(2, 9, 1),
     )
-    assert sorted([last_sequence, second_sequence, first_sequence], key=rank) == [
-        first_sequence,
-        second_sequence,
-        last_sequence,
+    assert sorted([last, second, first], key=rank) == [
+        first,
+        second,
+        last,
     ]
 
 

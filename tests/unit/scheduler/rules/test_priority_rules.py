@@ -8,11 +8,11 @@ from shmserve.ipc.messages import inference as m
 from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 from tests.support.texts import EXPIRED_TEXT
 
-PRIORITY_LEVELS = {"priority_levels": 3, "default_priority_level": 2}
+LEVELS = {"priority_levels": 3, "default_priority_level": 2}
 DELAY_POLICY = {"timeout_action": "DELAY", "default_timeout_microseconds": 1000}
 
 
-def refusal_message(number: int, text: str, retry_s: int = 0) -> m.Failed:
+def refusal(number: int, text: str, retry_s: int = 0) -> m.Failed:
     return m.Failed(number, "UNAVAILABLE", text, retry_s, False)
 
 
@@ -34,23 +34,21 @@ def busy_rig(dynamic_batching: dict[str, Any], **settings: Any) -> tuple[Rig, by
 
 def test_higher_levels_run_first_and_no_level_is_the_default_level() -> None:
     """Level 1 is the highest. 0 and invalid levels mean the default level."""
-    rig = Rig(PRIORITY_LEVELS, max_batch_size=1)
+    rig = Rig(LEVELS, max_batch_size=1)
     for priority in (3, 0, 1, 2**40, 2, 3, 1):
         rig.submit(priority=priority)
     assert execution_order(rig, rig.start()) == [[3], [7], [2], [4], [5], [1], [6]]
 
 
 def test_a_batch_may_span_levels() -> None:
-    rig = Rig(PRIORITY_LEVELS, max_batch_size=4)
+    rig = Rig(LEVELS, max_batch_size=4)
     for priority in (3, 2, 1, 3, 2):
         rig.submit(priority=priority)
     assert execution_order(rig, rig.start()) == [[3, 2, 5, 1], [4]]
 
 
 def test_a_higher_arrival_changes_the_batch_that_is_being_formed() -> None:
-    rig, peer = ready_rig(
-        {**PRIORITY_LEVELS, "max_queue_delay_microseconds": 1000}, max_batch_size=4
-    )
+    rig, peer = ready_rig({**LEVELS, "max_queue_delay_microseconds": 1000}, max_batch_size=4)
     rig.submit(3, priority=3)
     assert rig.take_batches() == []
     rig.submit(batch_size=4, priority=1)
@@ -61,7 +59,7 @@ def test_a_higher_arrival_changes_the_batch_that_is_being_formed() -> None:
 
 def test_a_low_level_may_starve() -> None:
     """Priority is strict: waiting requests are not promoted."""
-    rig, peer, batch = busy_rig(PRIORITY_LEVELS, max_batch_size=1)
+    rig, peer, batch = busy_rig(LEVELS, max_batch_size=1)
     rig.submit(priority=3)
     for _ in range(50):
         rig.submit(priority=1)
@@ -75,7 +73,7 @@ def test_each_level_has_its_policy_and_its_own_bound() -> None:
     """Levels without a policy have the default one; running requests do not count."""
     policies = {"1": {"max_queue_size": 2}, "3": {"max_queue_size": 1}}
     dynamic_batching = {
-        **PRIORITY_LEVELS,
+        **LEVELS,
         "priority_queue_policy": policies,
         "default_queue_policy": {"max_queue_size": 3},
     }
@@ -84,9 +82,7 @@ def test_each_level_has_its_policy_and_its_own_bound() -> None:
         rig.submit(max_queued, priority=priority)
         assert rig.answers() == []
         (number,) = rig.submit(priority=priority, request_id="r")
-        assert rig.answers() == [
-            refusal_message(number, "[request id: r] Exceeds maximum queue size", 1)
-        ]
+        assert rig.answers() == [refusal(number, "[request id: r] Exceeds maximum queue size", 1)]
     rig.finish(peer, batch)
     rig.answers()
     rig.submit(priority=1)
@@ -106,23 +102,23 @@ def test_delayed_requests_count_towards_the_bound_of_their_level() -> None:
     rig.submit(1)
     (number,) = rig.submit()
     assert rig.answers() == [
-        refusal_message(number, "[request id: <id_unknown>] Exceeds maximum queue size", 1)
+        refusal(number, "[request id: <id_unknown>] Exceeds maximum queue size", 1)
     ]
 
 
 def test_a_timeout_counts_from_the_enqueue_and_by_level() -> None:
     policies = {"1": {"default_timeout_microseconds": 1000}}
     dynamic_batching = {
-        **PRIORITY_LEVELS,
+        **LEVELS,
         "priority_queue_policy": policies,
         "default_queue_policy": {"default_timeout_microseconds": 3000},
     }
     rig, _, _ = busy_rig(dynamic_batching)
     high_priority, low_priority = rig.submit(priority=1) + rig.submit(priority=3)
     rig.pass_time(MS + 1)
-    assert rig.answers() == [refusal_message(high_priority, EXPIRED_TEXT)]
+    assert rig.answers() == [refusal(high_priority, EXPIRED_TEXT)]
     rig.pass_time(2 * MS)
-    assert rig.answers() == [refusal_message(low_priority, EXPIRED_TEXT)]
+    assert rig.answers() == [refusal(low_priority, EXPIRED_TEXT)]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +148,7 @@ def test_a_requests_timeout_applies_if_allowed_and_shorter(
     rig.pass_time(limit_us * 1000)
     assert rig.answers() == []
     rig.pass_time(1)
-    assert rig.answers() == [refusal_message(number, EXPIRED_TEXT)]
+    assert rig.answers() == [refusal(number, EXPIRED_TEXT)]
 
 
 def test_a_request_rejected_by_timeout_is_unavailable_and_counts_as_rejected() -> None:
@@ -160,15 +156,13 @@ def test_a_request_rejected_by_timeout_is_unavailable_and_counts_as_rejected() -
     rig, _, _ = busy_rig({"default_queue_policy": {"default_timeout_microseconds": 1000}})
     (number,) = rig.submit(request_id="r")
     rig.pass_time(MS + 1)
-    assert rig.answers() == [refusal_message(number, EXPIRED_TEXT)]
+    assert rig.answers() == [refusal(number, EXPIRED_TEXT)]
     assert rig.report()["shmserve"]["failures"]["REJECTED"] == 1
 
 
 def test_delayed_requests_are_behind_their_level_and_before_the_next() -> None:
     """Delayed requests no longer time out."""
-    rig, peer, batch = busy_rig(
-        {**PRIORITY_LEVELS, "default_queue_policy": DELAY_POLICY}, max_batch_size=1
-    )
+    rig, peer, batch = busy_rig({**LEVELS, "default_queue_policy": DELAY_POLICY}, max_batch_size=1)
     rig.submit(2, priority=2)  # the requests 2 and 3 will be delayed
     rig.pass_time(MS + 1)
     rig.submit(priority=3)  # request 4
@@ -202,7 +196,7 @@ def test_a_requests_own_timeout_also_delays_it(limit_us: int, is_deadline: bool)
     rig.pass_time(MS)
     assert rig.answers() == []
     rig.pass_time(3_600_000 * MS)
-    assert rig.answers() == ([refusal_message(number, EXPIRED_TEXT)] if limit_us else [])
+    assert rig.answers() == ([refusal(number, EXPIRED_TEXT)] if limit_us else [])
 
 
 @pytest.mark.parametrize("is_deadline", [False, True])
@@ -213,7 +207,7 @@ def test_a_timeout_is_a_deadline_only_on_request(is_deadline: bool) -> None:
     rig.pass_time(MS)
     answers = rig.answers()
     text = "Request timeout expired (30 microseconds, from the request's parameter 'timeout')"
-    assert answers == ([refusal_message(number, text)] if is_deadline else [])
+    assert answers == ([refusal(number, text)] if is_deadline else [])
 
 
 @pytest.mark.parametrize(
@@ -233,7 +227,7 @@ def test_an_expired_request_names_the_limit_and_its_origin(
     rig, _, _ = busy_rig({"default_queue_policy": policy})
     (number,) = rig.submit(**fields)
     rig.pass_time(MS)
-    assert rig.answers() == [refusal_message(number, f"Request timeout expired ({text})")]
+    assert rig.answers() == [refusal(number, f"Request timeout expired ({text})")]
 
 
 def test_cancelling_a_delayed_request_removes_it() -> None:
@@ -253,9 +247,7 @@ def test_a_timeout_expires_while_the_instance_is_busy(policy: dict[str, Any]) ->
     number = rig.submit()[0]
     assert rig.wake_ns == rig.now + MS + 1
     rig.pass_time(MS + 1)
-    assert rig.answers() == (
-        [] if "timeout_action" in policy else [refusal_message(number, EXPIRED_TEXT)]
-    )
+    assert rig.answers() == ([] if "timeout_action" in policy else [refusal(number, EXPIRED_TEXT)])
 
 
 def test_a_timeout_expires_after_its_microseconds() -> None:
@@ -264,4 +256,4 @@ def test_a_timeout_expires_after_its_microseconds() -> None:
     rig.pass_time(7_000)
     assert rig.answers() == []
     rig.pass_time(1)
-    assert rig.answers() == [refusal_message(number, EXPIRED_TEXT)]
+    assert rig.answers() == [refusal(number, EXPIRED_TEXT)]

@@ -10,7 +10,7 @@ import pytest
 from shmserve.ipc.messages import inference as m
 from tests.rigs.sequence_rig import START, SequenceRig
 
-FEW_REQUESTS, MANY_REQUESTS = 200, 4_000
+FEW, MANY = 200, 4_000
 
 
 def count_operations(action: Callable[[], None]) -> int:
@@ -61,17 +61,14 @@ def test_a_cancellation_costs_no_more_with_many_waiting(adds_new: bool) -> None:
     """The last requests of the sequence are cancelled, so that no later request ends with them."""
     tail_slice = slice(None, -20, -1)
     few_cost, many_cost = (
-        cancellation_cost(tail_slice, count, count if adds_new else 0)
-        for count in (FEW_REQUESTS, MANY_REQUESTS)
+        cancellation_cost(tail_slice, count, count if adds_new else 0) for count in (FEW, MANY)
     )
     assert many_cost < few_cost * 1.1
 
 
 def test_cancelling_all_later_requests_takes_linear_time() -> None:
-    few_cost, many_cost = (
-        cancellation_cost(slice(0, 1), count) / count for count in (FEW_REQUESTS, MANY_REQUESTS)
-    )
-    assert many_cost < few_cost * 1.1
+    few, many = (cancellation_cost(slice(0, 1), count) / count for count in (FEW, MANY))
+    assert many < few * 1.1
 
 
 def test_an_instance_that_retires_costs_no_more_with_many_free_slots() -> None:

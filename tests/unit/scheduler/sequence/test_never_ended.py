@@ -36,11 +36,7 @@ class Table:
 
     def turn(self) -> None:
         """Execute all slots with a request, after sequences that were idle too long have ended."""
-        rows = [
-            (slot, sequence)
-            for slot, sequence in enumerate(self.slots.sequences)
-            if sequence and sequence.waiting
-        ]
+        rows = [(slot, s) for slot, s in enumerate(self.slots.sequences) if s and s.waiting]
         self.executed = self.sequences.start_rows(self.slots, rows)
         self.sequences.finish_batch(self.slots, self.now)
         self.now += IDLE_NS

@@ -240,7 +240,7 @@ def test_the_parameter_timeout_applies_in_the_backlog_only() -> None:
 def test_the_timeout_also_rejects_restarted_sequences() -> None:
     rig = SequenceRig(rows=1)
     rig.request(1, START)
-    numbers = [
+    ids = [
         rig.request(2, START),
         rig.request(2),
         rig.request(2, START),
@@ -248,7 +248,7 @@ def test_the_timeout_also_rejects_restarted_sequences() -> None:
     ]
     rig.pass_time(6 * MS)
     text = Beginning("timeout of the corresponding sequence has been expired")
-    assert rig.outcomes() == dict.fromkeys(numbers, text)
+    assert rig.outcomes() == dict.fromkeys(ids, text)
     rig.request(1, END)
     rig.finish_batch()
     rig.finish_batch()
@@ -359,20 +359,16 @@ def test_an_idle_sequence_ends_the_drain(rig: SequenceRig) -> None:
 def test_a_worker_that_dies_loses_the_state_of_its_sequences() -> None:
     """Begun sequences fail with this reason. Others wait for another slot, and new ones start."""
     rig = SequenceRig(rows=2, instances=2)
-    running_request = rig.request(1, START)
+    running = rig.request(1, START)
     rig.request(2, START)
     rig.finish_batch(1)
-    waiting_request = rig.request(1)
+    waiting = rig.request(1)
     unstarted_request = rig.request(3, START)  # not begun; assigned to slot 1 of the first instance
     rig.outcomes()
     rig.end_process(0)
     outcomes = rig.outcomes()
     text = "the state of sequence 1 is lost with it: begin the sequence again, with the START flag"
-    assert (
-        text in outcomes.pop(running_request)
-        and text in outcomes.pop(waiting_request)
-        and not outcomes
-    )
+    assert text in outcomes.pop(running) and text in outcomes.pop(waiting) and not outcomes
     rig.request(1)
     assert "the state of this one was lost when the model's worker died" in only_error(rig)
     # The other instance runs it at once.
@@ -510,11 +506,11 @@ def test_a_retiring_instance_keeps_its_open_sequences(strategy: str) -> None:
 
 
 def ended_slots(rig: SequenceRig) -> list[list[int]]:
-    sent_messages = rig.workers.take()
+    all_sent = rig.workers.take()
     rig.workers.posted_messages[:0] = [
-        item for item in sent_messages if not isinstance(item[1], m.EndSequences)
+        entry for entry in all_sent if not isinstance(entry[1], m.EndSequences)
     ]
-    return [message.slots for _, message in sent_messages if isinstance(message, m.EndSequences)]
+    return [message.slots for _, message in all_sent if isinstance(message, m.EndSequences)]
 
 
 def begin_sequence(rig: SequenceRig, flags: int = START) -> None:

@@ -186,9 +186,7 @@ def test_the_worked_example() -> None:
 
 
 @pytest.mark.parametrize(("fields", "slots"), [(CANDIDATES, 4), ({}, 2)])
-def test_the_slot_count_is_the_candidates_or_the_batch_size(
-    fields: dict[str, int], slots: int
-) -> None:
+def test_slots_are_the_candidates_or_the_batch_size(fields: dict[str, int], slots: int) -> None:
     rig = SequenceRig("oldest", rows=2, strategy_fields=fields)
     for sequence in range(1, 7):
         rig.request(sequence, START)

@@ -129,13 +129,13 @@ VERDICT_CASES: list[tuple[Callable[[Any], Verdict], Any, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("judge", "facts", "state", "expected_text"), VERDICT_CASES)
+@pytest.mark.parametrize(("judge", "facts", "state", "expected"), VERDICT_CASES)
 def test_a_check_judges_its_facts(
-    judge: Callable[[Any], Verdict], facts: Any, state: str, expected_text: str
+    judge: Callable[[Any], Verdict], facts: Any, state: str, expected: str
 ) -> None:
     verdict = judge(facts)
     assert verdict.state == state
-    assert expected_text in verdict.found
+    assert expected in verdict.found
     assert bool(verdict.fix) == (state != OK)
     lines = doctor.text("systemd units", verdict).splitlines()
     # Only a command is longer than 80 columns, because it is never broken.
@@ -173,18 +173,14 @@ def test_no_check_fails_on_this_machine(tmp_path: Path) -> None:
         port = listener.getsockname()[1]
         flags = (f"--http-port={port}", "--grpc-port=0", "--metrics-port=0")
         paths = (f"--run-dir={tmp_path}/run", str(tmp_path / "models"))
-        verdicts = {
-            check.name: verdict for check, verdict in table.run_checks(config(*flags, *paths))
-        }
-    assert not [
-        name for name, verdict in verdicts.items() if "cannot be inspected" in verdict.found
-    ]
-    assert verdicts["packages"].state == verdicts["HTTP parser"].state == OK
-    assert str(fd_limits.attainable()) in verdicts["open files"].found
-    assert verdicts["ports"].state == WRONG
-    assert f"pid {os.getpid()})" in verdicts["ports"].found
-    assert verdicts["run directory"] == ok(f"{tmp_path}/run")
-    assert verdicts["models"].found == f"{tmp_path}/models contains no model"
+        results = {check.name: result for check, result in table.run_checks(config(*flags, *paths))}
+    assert not [name for name, result in results.items() if "cannot be inspected" in result.found]
+    assert results["packages"].state == results["HTTP parser"].state == OK
+    assert str(fd_limits.attainable()) in results["open files"].found
+    assert results["ports"].state == WRONG
+    assert f"pid {os.getpid()})" in results["ports"].found
+    assert results["run directory"] == ok(f"{tmp_path}/run")
+    assert results["models"].found == f"{tmp_path}/models contains no model"
 
 
 def test_a_failing_check_is_reported() -> None:

@@ -29,7 +29,7 @@ def simulate_other_files(*names: str) -> access.PeerFacts:
 
 
 @pytest.mark.parametrize(
-    ("changed_facts", "peer_facts", "name", "state", "expected_text"),
+    ("changed", "peer_facts", "name", "state", "expected_text"),
     [
         ({}, simulate_other_files("/dev/shm"), "/dev/shm", WRONG,
          "cannot find regions by their keys"),
@@ -50,15 +50,13 @@ def simulate_other_files(*names: str) -> access.PeerFacts:
     ],
 )  # fmt: skip
 def test_a_check_judges_a_peer(
-    changed_facts: dict[str, Any],
+    changed: dict[str, Any],
     peer_facts: access.PeerFacts,
     name: str,
     state: str,
     expected_text: str,
 ) -> None:
-    verdict = dict(access.judge_peer(SERVER._replace(**changed_facts), peer_facts))[
-        f"peer's {name}"
-    ]
+    verdict = dict(access.judge_peer(SERVER._replace(**changed), peer_facts))[f"peer's {name}"]
     assert verdict.state == state
     assert expected_text in verdict.found
     assert bool(verdict.fix) == (state != OK)
@@ -69,14 +67,10 @@ def test_an_equal_process_passes_every_check() -> None:
 
 
 def test_a_process_of_the_same_user_is_inspected() -> None:
-    own_process, other_process = access.gather_peer(CONFIG, os.getppid())
-    assert not own_process.runs
-    assert (
-        other_process.identities["/dev/shm"]
-        == own_process.process.identities["/dev/shm"]
-        is not None
-    )
-    assert other_process.uid == os.getuid()
+    own, other = access.gather_peer(CONFIG, os.getppid())
+    assert not own.runs
+    assert other.identities["/dev/shm"] == own.process.identities["/dev/shm"] is not None
+    assert other.uid == os.getuid()
 
 
 def test_a_missing_process_is_reported() -> None:

@@ -228,12 +228,10 @@ def informed_policy(policy: ScalingPolicy) -> ScalingPolicy:
     return policy
 
 
-def sample_changes(
-    policy: ScalingPolicy, seconds: float, count: int, **fields: Any
-) -> list[Change]:
+def sample_changes(rule: ScalingPolicy, seconds: float, count: int, **fields: Any) -> list[Change]:
     """Return the changes after repeated samples of the same load for this time."""
     times_s = (0.2 + SAMPLE_EVERY_S * number for number in range(round(seconds / SAMPLE_EVERY_S)))
-    decisions = (policy.sample(load(at_s, **fields), count) for at_s in times_s)
+    decisions = (rule.sample(load(at_s, **fields), count) for at_s in times_s)
     return [change for change in decisions if change is not None]
 
 

@@ -42,15 +42,13 @@ def spec(config_dict: dict[str, Any], files: str = "") -> VersionSpec:
 
 def test_only_instances_and_the_policy_of_versions_change_in_place() -> None:
     """Changes of other settings cause a full reload."""
-    old_spec = spec(config(group("m_0", 1)))
-    assert differ_in_instances_only(old_spec, spec(config(group("m_0", 2), group("g", 1, 0))))
-    assert differ_in_instances_only(
-        old_spec, spec(config(group("m_0", 1), version_policy={"all": {}}))
-    )
-    assert not differ_in_instances_only(old_spec, spec(config(group("m_0", 2), max_batch_size=4)))
-    assert not differ_in_instances_only(old_spec, spec(config(group("m_0", 2)), files="others"))
+    old = spec(config(group("m_0", 1)))
+    assert differ_in_instances_only(old, spec(config(group("m_0", 2), group("g", 1, 0))))
+    assert differ_in_instances_only(old, spec(config(group("m_0", 1), version_policy={"all": {}})))
+    assert not differ_in_instances_only(old, spec(config(group("m_0", 2), max_batch_size=4)))
+    assert not differ_in_instances_only(old, spec(config(group("m_0", 2)), files="others"))
     assert not differ_in_instances_only(
-        old_spec, replace(spec(config(group("m_0", 2))), model_dir=Path("/other"))
+        old, replace(spec(config(group("m_0", 2))), model_dir=Path("/other"))
     )
 
 
@@ -78,19 +76,15 @@ def test_which_files_belong_to_a_version(tmp_path: Path) -> None:
 
 def test_instances_in_both_configurations_stay() -> None:
     """Instances match by name, then by kind, device and settings; failed ones are replaced."""
-    present_instances = expand_instances(ModelSpec.of(config(group("a", 2), group("g", 1, 0, 1))))
-    present_instances[1].state = InstanceState.FAILED
-    added_instances, removed_instances = find_changes(
-        present_instances, ModelSpec.of(config(group("b", 2), group("g", 1, 1)))
-    )
-    assert [(i.index, i.name) for i in added_instances] == [(4, "b_1")]
-    assert [i.name for i in removed_instances] == ["a_1", "g_gpu0_0"]
-    limited_group = group("b", 1, rate_limiter={"priority": 2})
-    added_instances, removed_instances = find_changes(
-        present_instances[:1], ModelSpec.of(config(limited_group))
-    )
-    assert [(i.index, i.name) for i in added_instances] == [(1, "b_0")]
-    assert removed_instances == present_instances[:1]
+    present = expand_instances(ModelSpec.of(config(group("a", 2), group("g", 1, 0, 1))))
+    present[1].state = InstanceState.FAILED
+    added, removed = find_changes(present, ModelSpec.of(config(group("b", 2), group("g", 1, 1))))
+    assert [(i.index, i.name) for i in added] == [(4, "b_1")]
+    assert [i.name for i in removed] == ["a_1", "g_gpu0_0"]
+    limited = group("b", 1, rate_limiter={"priority": 2})
+    added, removed = find_changes(present[:1], ModelSpec.of(config(limited)))
+    assert [(i.index, i.name) for i in added] == [(1, "b_0")]
+    assert removed == present[:1]
 
 
 groups = st.lists(
@@ -112,18 +106,14 @@ def test_an_update_has_the_new_configuration(old_groups: list[Any], new_groups: 
     def kinds_and_devices(instances: list[Instance]) -> list[tuple[str, int]]:
         return sorted((i.kind, i.device_id) for i in instances)
 
-    present_instances = expand_instances(ModelSpec.of(config(*old_groups)))
-    added_instances, removed_instances = find_changes(
-        present_instances, ModelSpec.of(config(*new_groups))
-    )
-    remaining = [i for i in present_instances if i not in removed_instances] + added_instances
+    present = expand_instances(ModelSpec.of(config(*old_groups)))
+    added, removed = find_changes(present, ModelSpec.of(config(*new_groups)))
+    remaining = [i for i in present if i not in removed] + added
     assert kinds_and_devices(remaining) == kinds_and_devices(
         expand_instances(ModelSpec.of(config(*new_groups)))
     )
-    assert len({i.index for i in present_instances + added_instances}) == len(
-        present_instances + added_instances
-    )
-    assert not set(kinds_and_devices(added_instances)) & set(kinds_and_devices(removed_instances))
+    assert len({i.index for i in present + added}) == len(present + added)
+    assert not set(kinds_and_devices(added)) & set(kinds_and_devices(removed))
 
 
 async def start_version(processes: Processes, count: int) -> ModelVersion:

@@ -41,11 +41,11 @@ def test_one_instance_for_each_count_and_accelerator() -> None:
             group("m_2", "KIND_GPU", 2, 0, 3),
         ]
     }
-    messages = [
+    rows = [
         (i.index, i.name, i.kind, i.device, i.device_id)
         for i in expand_instances(ModelSpec.of(config))
     ]
-    assert messages == [
+    assert rows == [
         (0, "m_0_0", "CPU", "cpu", 0),
         (1, "m_0_1", "CPU", "cpu", 0),
         (2, "m_1_0", "MODEL", "cpu", 0),
@@ -56,37 +56,33 @@ def test_one_instance_for_each_count_and_accelerator() -> None:
     ]
 
 
-def bounded_spec(count: int, *gpus: int, **bounds: str) -> ModelSpec:
-    parameters = {name: {"string_value": text} for name, text in bounds.items()}
+def bounded(count: int, *gpus: int, **bounds: str) -> ModelSpec:
+    more = {name: {"string_value": text} for name, text in bounds.items()}
     kind = "KIND_GPU" if gpus else "KIND_CPU"
-    return ModelSpec.of(
-        {"instance_group": [group("m_0", kind, count, *gpus)], "parameters": parameters}
-    )
+    return ModelSpec.of({"instance_group": [group("m_0", kind, count, *gpus)], "parameters": more})
 
 
 def test_a_group_with_bounds_has_its_minimum() -> None:
-    assert bounds_of(bounded_spec(1)) is None
-    assert bounds_of(bounded_spec(1, max_instances="4")) == (1, 4)
-    config = bounded_spec(1, min_instances="3", max_instances="4")
+    assert bounds_of(bounded(1)) is None
+    assert bounds_of(bounded(1, max_instances="4")) == (1, 4)
+    config = bounded(1, min_instances="3", max_instances="4")
     assert [i.name for i in expand_instances(config)] == ["m_0_0", "m_0_1", "m_0_2"]
-    assert len(expand_instances(bounded_spec(4, min_instances="3", max_instances="4"))) == 4
+    assert len(expand_instances(bounded(4, min_instances="3", max_instances="4"))) == 4
 
 
 def test_a_group_with_bounds_keeps_its_running_count() -> None:
     """The count is bounded by the maximum; groups without bounds have their configured count."""
     for configured, running_count, expected in ((1, 3, 3), (1, 7, 4), (3, 2, 3), (2, 0, 2)):
-        config = bounded_spec(configured, max_instances="4")
+        config = bounded(configured, max_instances="4")
         assert len(expand_instances(config, running_count)) == expected
-    assert len(expand_instances(bounded_spec(1), 3)) == 1
+    assert len(expand_instances(bounded(1), 3)) == 1
 
 
 def test_instances_are_spread_evenly_over_devices() -> None:
-    names = [i.name for i in expand_instances(with_count(bounded_spec(1, 0, 2), 3))]
+    names = [i.name for i in expand_instances(with_count(bounded(1, 0, 2), 3))]
     assert names == ["m_0_gpu0_0", "m_0_gpu0_1", "m_0_gpu2_0"]
-    assert [i.name for i in expand_instances(with_count(bounded_spec(2, 0, 2), 1))] == [
-        "m_0_gpu0_0"
-    ]
-    assert len(expand_instances(with_count(bounded_spec(1), 2))) == 2
+    assert [i.name for i in expand_instances(with_count(bounded(2, 0, 2), 1))] == ["m_0_gpu0_0"]
+    assert len(expand_instances(with_count(bounded(1), 2))) == 2
 
 
 def instance() -> Instance:
@@ -144,14 +140,12 @@ def stack_requests(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return pending_calls
 
 
-def run_scenario(
-    scenario: Callable[[Processes, ModelVersion], Awaitable[None]], *flags: str
-) -> None:
+def run_scenario(story: Callable[[Processes, ModelVersion], Awaitable[None]], *flags: str) -> None:
     async def run() -> None:
         processes = Processes(*flags)
         try:
             async with asyncio.timeout(10):
-                await scenario(processes, deployment(processes))
+                await story(processes, deployment(processes))
         finally:
             await processes.end()
 
@@ -199,10 +193,8 @@ def test_a_load_that_hangs_is_logged_with_pauses_that_grow(
         assert model.ready
 
     run_scenario(scenario)
-    reported_times = re.findall(
-        r"instance 'm_0_0' has been loading for (\S+) s; its stacks", caplog.text
-    )
-    assert reported_times == ["0.01", "0.03", "0.07"]
+    reported = re.findall(r"instance 'm_0_0' has been loading for (\S+) s; its stacks", caplog.text)
+    assert reported == ["0.01", "0.03", "0.07"]
     assert "| readinto (/usr/lib/python3.11/socket.py:706) < fetch (/tmp/1/model.py:12) < init" in (
         caplog.text
     )

@@ -282,17 +282,15 @@ def test_a_load_begins_after_the_end_of_an_abandoned_one() -> None:
 def test_an_ensemble_is_reloaded_after_a_step_of_new_shape(override: str, is_broken: bool) -> None:
     """The step's load is answered after the reload; an ensemble that does not fit fails."""
     rig = ensemble("e")
-    (version_before,) = rig.registry.models["e"].serving.values()
+    (before,) = rig.registry.models["e"].serving.values()
     rig.broken_models = {"e"} if is_broken else set()
     load = rig.lifecycle.load("s", LoadSource(override, {}))
     rig.execute_pending("read", "start s", "known")
     assert load.is_answered is (not override)
     rig.execute_pending(*ALL_EVENTS)
     assert load.is_answered and load.error is None
-    serving_versions = list(rig.registry.models["e"].serving.values())
-    assert serving_versions == (
-        [] if is_broken else rig.live_versions[-1:] if override else [version_before]
-    )
+    serving = list(rig.registry.models["e"].serving.values())
+    assert serving == ([] if is_broken else rig.live_versions[-1:] if override else [before])
     rig.broken_models = set()
     rig.lifecycle.load("s")
     rig.execute_pending(*ALL_EVENTS)

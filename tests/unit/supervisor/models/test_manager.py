@@ -226,7 +226,7 @@ class Gateway:
 def test_only_changed_publications_are_sent() -> None:
     gateway, publications = Gateway(), Publications()
 
-    def send_changes(published: list[ModelPublished], absent_versions: list[str]) -> list[Any]:
+    def changes(published: list[ModelPublished], absent_versions: list[str]) -> list[Any]:
         gateway.sent.clear()
         publications.update(
             gateway,
@@ -236,17 +236,15 @@ def test_only_changed_publications_are_sent() -> None:
         )
         return gateway.sent[:]
 
-    assert send_changes([], ["1"]) == [WITHDRAWN]
-    assert send_changes([], ["1"]) == []
-    assert send_changes([PUBLISHED], []) == [PUBLISHED]
-    assert send_changes([PUBLISHED], []) == []
-    assert send_changes([replace(PUBLISHED, ready=False)], []) == [
-        ReadinessChanged("m", "1", False)
-    ]
-    assert send_changes([PUBLISHED], []) == [ReadinessChanged("m", "1", True)]
+    assert changes([], ["1"]) == [WITHDRAWN]
+    assert changes([], ["1"]) == []
+    assert changes([PUBLISHED], []) == [PUBLISHED]
+    assert changes([PUBLISHED], []) == []
+    assert changes([replace(PUBLISHED, ready=False)], []) == [ReadinessChanged("m", "1", False)]
+    assert changes([PUBLISHED], []) == [ReadinessChanged("m", "1", True)]
     old_publication = replace(PUBLISHED, latest=False)
-    assert send_changes([SECOND_VERSION, old_publication], []) == [SECOND_VERSION, old_publication]
-    assert send_changes([SECOND_VERSION], []) == [WITHDRAWN]
+    assert changes([SECOND_VERSION, old_publication], []) == [SECOND_VERSION, old_publication]
+    assert changes([SECOND_VERSION], []) == [WITHDRAWN]
     assert list(publications.snapshot()) == [WITHDRAWN, SECOND_VERSION]
 
 
@@ -267,15 +265,13 @@ def test_a_model_on_demand_is_published_until_it_is_removed() -> None:
 
 def test_a_model_is_acknowledged_with_its_last_publication() -> None:
     """Readiness is not waited for."""
-    gateway, publications = Gateway(), Publications()
-    publications.update(gateway, "m", {"1": PUBLISHED, "2": SECOND_VERSION}, [])
+    gateway, sent = Gateway(), Publications()
+    sent.update(gateway, "m", {"1": PUBLISHED, "2": SECOND_VERSION}, [])
     gateway.acknowledged = 1
-    assert not publications.are_acknowledged(gateway, "m")
+    assert not sent.are_acknowledged(gateway, "m")
     gateway.acknowledged = 2
-    publications.update(
-        gateway, "m", {"1": PUBLISHED, "2": replace(SECOND_VERSION, ready=False)}, []
-    )
-    assert publications.are_acknowledged(gateway, "m")
-    publications.update(gateway, "m", {"2": SECOND_VERSION}, [])
-    assert not publications.are_acknowledged(gateway, "m")
-    assert publications.are_acknowledged(gateway, "other")
+    sent.update(gateway, "m", {"1": PUBLISHED, "2": replace(SECOND_VERSION, ready=False)}, [])
+    assert sent.are_acknowledged(gateway, "m")
+    sent.update(gateway, "m", {"2": SECOND_VERSION}, [])
+    assert not sent.are_acknowledged(gateway, "m")
+    assert sent.are_acknowledged(gateway, "other")

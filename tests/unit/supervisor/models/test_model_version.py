@@ -97,24 +97,22 @@ async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_en
     records: list[Any] = []
     monkeypatch.setattr(model.scheduler, "send", records.append)
     await model.start()
-    first_process = processes.children[0]
-    first_process.kill()
+    first = processes.children[0]
+    first.kill()
     await run_loop_turns(1)
     async with asyncio.timeout(10):
         await model.until_ready()
-    second_process = processes.children[-1]
-    assert records == [m.InstanceExpected(0, first_process.pid)] * 2 + [
-        m.InstanceExpected(0, second_process.pid)
-    ]
+    second = processes.children[-1]
+    assert records == [m.InstanceExpected(0, first.pid)] * 2 + [m.InstanceExpected(0, second.pid)]
     records.clear()
     processes.on_start = lambda child: child.kill(signal.SIGABRT)
-    second_process.kill()
+    second.kill()
     await run_loop_turns()
     text = "model 'm' failed: its instances are not restarted"
     assert records == [m.InstanceGone(0, text)] and model.instances.failure
     records.clear()
-    model.instances.introduce([second_process.pid])
-    assert records == [ProcessExited(second_process.pid, ""), m.InstanceGone(0, text)]
+    model.instances.introduce([second.pid])
+    assert records == [ProcessExited(second.pid, ""), m.InstanceGone(0, text)]
     await processes.end()
 
 
@@ -267,14 +265,12 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 
 
-def ensemble_steps(
-    *ready_models: str, labels: dict[str, list[str]] | None = None
-) -> EnsembleInstances:
+def ensemble_steps(*ready: str, labels: dict[str, list[str]] | None = None) -> EnsembleInstances:
     """Return an ensemble over "a" and "b" with labelled outputs Y; some models are ready."""
 
     def find(name: str, version: str) -> Any:
         instances = SimpleNamespace(labels={"Y": [name]})
-        return SimpleNamespace(instances=instances, problem="", ready=name in ready_models)
+        return SimpleNamespace(instances=instances, problem="", ready=name in ready)
 
     folder, unused = Path("/tmp"), MagicMock()
     spec = VersionSpec("e", "1", folder, folder, ModelSpec.of(CONFIG), labels or {})

@@ -53,32 +53,24 @@ def test_needed_and_pinned_models_are_not_unloaded(models: list[Resident], bound
 @given(residents(), BOUND_SIZES)
 def test_no_more_models_are_unloaded_than_needed(models: list[Resident], bound: int) -> None:
     names = select_unloads(models, bound, 10)
-    unloaded_names: set[str] = set()
-    resident_models = {resident.name: resident for resident in models}
+    unloaded: set[str] = set()
+    resident_models = {r.name: r for r in models}
 
     def is_over_bound() -> bool:
-        return (
-            bool(bound) and sum(resident.byte_size for resident in resident_models.values()) > bound
-        )
+        return bool(bound) and sum(r.byte_size for r in resident_models.values()) > bound
 
-    def is_idle(resident: Resident) -> bool:
-        return 0 < resident.idle_limit_ns <= 10 - resident.used_ns
+    def is_idle(r: Resident) -> bool:
+        return 0 < r.idle_limit_ns <= 10 - r.used_ns
 
     def free_residents() -> list[Resident]:
-        return [
-            resident
-            for resident in resident_models.values()
-            if not resident.must_stay and resident.users <= unloaded_names
-        ]
+        return [r for r in resident_models.values() if not r.must_stay and r.users <= unloaded]
 
     for name in names:
         assert is_over_bound() or is_idle(resident_models[name])
         if is_over_bound():
-            assert resident_models[name].used_ns == min(
-                resident.used_ns for resident in free_residents()
-            )
+            assert resident_models[name].used_ns == min(r.used_ns for r in free_residents())
         del resident_models[name]
-        unloaded_names.add(name)
+        unloaded.add(name)
     assert not (is_over_bound() and free_residents())
     assert not any(map(is_idle, free_residents()))
 

@@ -26,19 +26,15 @@ from tests.support.waiting import until_async
 
 def make_config(name: str, steps: list[str], marker: str) -> ModelSpec:
     """Return a model, or an ensemble of models; `marker` makes configurations differ."""
-    config: dict[str, Any] = {
-        **CONFIG,
-        "name": name,
-        "parameters": {"note": {"string_value": marker}},
-    }
+    fields: Any = {**CONFIG, "name": name, "parameters": {"note": {"string_value": marker}}}
     if steps:
-        config["instance_group"] = []
+        fields["instance_group"] = []
         step = [
             {"model_name": step_name, "model_version": -1, "input_map": {}, "output_map": {}}
             for step_name in steps
         ]
-        config["ensemble_scheduling"] = {"step": step}
-    return ModelSpec.of(config)
+        fields["ensemble_scheduling"] = {"step": step}
+    return ModelSpec.of(fields)
 
 
 class Repository:
@@ -136,9 +132,7 @@ class Server(Processes):
         return str(version.config.source["parameters"]["note"]["string_value"])
 
     def worker(self, name: str) -> Any:
-        return [
-            process for process in self.children if process.title.startswith(f"worker {name}.")
-        ][-1]
+        return [p for p in self.children if p.title.startswith(f"worker {name}.")][-1]
 
 
 def run_scenario(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -229,9 +223,7 @@ def test_of_two_orders_the_later_one_wins(is_slow: bool) -> None:
         if is_slow:
             server.loads_hang = True
             load_tasks.append(asyncio.ensure_future(server.load("t")))
-            await until_async(
-                lambda: any(child.title.startswith("worker t") for child in server.children)
-            )
+            await until_async(lambda: any(c.title.startswith("worker t") for c in server.children))
         loads = [
             asyncio.ensure_future(server.load("e", ["t"], "first")),
             asyncio.ensure_future(server.load("e", ["s"], "second")),
@@ -367,10 +359,7 @@ def test_unchanged_versions_are_not_published() -> None:
         server.worker("s").kill()
         await run_loop_turns(1)
         await until_async(lambda: version.ready)
-        assert server.sent == [
-            m.ReadinessChanged("s", "1", False),
-            m.ReadinessChanged("s", "1", True),
-        ]
+        assert server.sent == [m.ReadinessChanged("s", "1", ready) for ready in (False, True)]
         await server.end()
 
     run_scenario(scenario)
@@ -474,11 +463,8 @@ def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
 
 
 def pids(server: Server, name: str) -> dict[str, list[int]]:
-    serving_versions = server.registry.model(name).serving
-    return {
-        version: model_version.instances.pids()
-        for version, model_version in serving_versions.items()
-    }
+    serving = server.registry.model(name).serving
+    return {version: live.instances.pids() for version, live in serving.items()}
 
 
 def test_a_reload_touches_only_versions_that_differ() -> None:
@@ -497,9 +483,7 @@ def test_a_reload_touches_only_versions_that_differ() -> None:
         assert list(pids_after) == ["1", "2", "3", "4"]
         assert pids_after["1"] == pids_before["1"] and pids_after["2"] != pids_before["2"]
         assert server.registry.model("s").serving["1"] is kept_version
-        published = [
-            update.version for update in server.sent if isinstance(update, m.ModelPublished)
-        ]
+        published = [u.version for u in server.sent if isinstance(u, m.ModelPublished)]
         assert sorted(published) == ["2", "3", "4"]
         server.repository.versions = ["1", "3"]
         await server.load("s")

@@ -74,12 +74,12 @@ TABLE = [
 ]
 
 
-@pytest.mark.parametrize(("entry", "state", "reason", "expects_ready"), TABLE)
+@pytest.mark.parametrize(("entry", "state", "reason", "ready"), TABLE)
 def test_the_first_matching_status_is_reported(
-    entry: ModelEntry, state: str, reason: str, expects_ready: bool
+    entry: ModelEntry, state: str, reason: str, ready: bool
 ) -> None:
     assert statuses(entry) == {"1": (state, reason)}
-    assert ModelSummary.of(entry).is_ready is expects_ready
+    assert ModelSummary.of(entry).is_ready is ready
 
 
 def test_an_unloaded_model_on_demand_has_no_version() -> None:
@@ -89,12 +89,10 @@ def test_an_unloaded_model_on_demand_has_no_version() -> None:
 
 def test_an_unloaded_model_without_a_folder_is_not_in_the_index() -> None:
     folder = ModelFolder("m", Path("m"), Path())
-    unloaded_entry, failed_entry = (
-        model(outcomes={"1": outcome}) for outcome in (UNLOADED, LoadOutcome("broken"))
-    )
+    unloaded, failed = (model(outcomes={"1": end}) for end in (UNLOADED, LoadOutcome("broken")))
     shown_reasons = [
         [row["reason"] for row in index_rows("m", statuses(entry), model_folder, ready_only=False)]
-        for entry in (unloaded_entry, failed_entry)
+        for entry in (unloaded, failed)
         for model_folder in (folder, None)
     ]
     assert shown_reasons == [["unloaded"], [], ["broken"], ["broken"]]
@@ -132,23 +130,23 @@ def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture
     observers: list[Callable[[], None]] = []
     report = StartupReport(lambda: dict(current_states), observers)
 
-    def messages_after(**new_states: str) -> list[tuple[str, str]]:
+    def after(**new_states: str) -> list[tuple[str, str]]:
         caplog.clear()
         current_states.update(new_states)
         for notify in observers:
             notify()
         return [(record.levelname, record.getMessage().split(" (")[0]) for record in caplog.records]
 
-    assert messages_after(a="loading") == []
+    assert after(a="loading") == []
     with report:
-        assert messages_after(b="loading") == [
+        assert after(b="loading") == [
             ("INFO", "model a: loading"),
             ("INFO", "model b: loading"),
         ]
-        assert messages_after(b="ready") == [("INFO", "model b: ready")]
-        assert messages_after(a="failed: no") == [("ERROR", "model a: failed: no")]
-        assert messages_after() == []
-    assert messages_after(b="loading") == []
+        assert after(b="ready") == [("INFO", "model b: ready")]
+        assert after(a="failed: no") == [("ERROR", "model a: failed: no")]
+        assert after() == []
+    assert after(b="loading") == []
 
 
 @pytest.mark.parametrize(

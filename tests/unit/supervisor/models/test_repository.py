@@ -379,9 +379,9 @@ def test_an_override_becomes_an_ordinary_folder(tmp_path: Path) -> None:
     folder = find([path.parent], "m")
     assert folder is not None and folder.versions == (1,)
     assert read_config(folder)[0].parameters["P"].string_value == 'é\n"x'
-    other_path = materialise_override(base, "m", "{}", {"/1/model.py": b"", ".//1/a//b": b""})
-    assert other_path != path
-    assert sorted(file_path.name for file_path in other_path.glob("1/**/*")) == [
+    copy = materialise_override(base, "m", "{}", {"/1/model.py": b"", ".//1/a//b": b""})
+    assert copy != path
+    assert sorted(file_path.name for file_path in copy.glob("1/**/*")) == [
         "a",
         "b",
         "model.py",

@@ -283,13 +283,13 @@ class Workers:
         self.sent: list[tuple[int, CheckMemory]] = []
         self.handles = HandleCheck(2, lambda device: self._devices.get(device, []), self._send)
 
-    def _send(self, pid: int, message: CheckMemory) -> None:
-        self.sent.append((pid, message))
+    def _send(self, pid: int, check: CheckMemory) -> None:
+        self.sent.append((pid, check))
         code = self._answers[pid]
         if code is not None:
             loop = asyncio.get_running_loop()
             loop.call_soon(
-                self.handles.handle_response, pid, MemoryChecked(message.id, code, "reason")
+                self.handles.handle_response, pid, MemoryChecked(check.id, code, "reason")
             )
 
     def check(self, device: int, uuid: bytes = b"") -> None:
@@ -615,22 +615,22 @@ async def test_grpc() -> None:
     assert list(system.regions) == ["host"]
     with pytest.raises(NotFound, match="'host' is registered as system shared memory"):
         await call.cuda_status(pb.CudaSharedMemoryStatusRequest(name="host"))
-    request = pb.CudaSharedMemoryRegisterRequest(
+    sent = pb.CudaSharedMemoryRegisterRequest(
         name="r", raw_handle=HANDLE, device_id=1, byte_size=64
     )
-    await call.cuda_register(request)
+    await call.cuda_register(sent)
     owner_fields = (ME.uid, list(ME.groups))
     assert stub.sent == [RegisterCudaRegion(1, "r", HANDLE, 1, b"", 0, 64, *owner_fields, 0)]
     for changed_fields in ({"raw_handle": b"x"}, {"device_id": 2}, {"byte_size": 0}, {"name": ""}):
         bad_request = pb.CudaSharedMemoryRegisterRequest()
-        bad_request.CopyFrom(request)
+        bad_request.CopyFrom(sent)
         for field, value in changed_fields.items():
             setattr(bad_request, field, value)
         with pytest.raises(InvalidArgument, match=re.escape(f"{INVALID} (")):
             await call.cuda_register(bad_request)
     stub.settings = GatewaySettings()
     with pytest.raises(InvalidArgument, match="GPUs not supported"):
-        await call.cuda_register(request)
+        await call.cuda_register(sent)
     stub.shm = False
     assert not (await call.system_status(status_request)).regions
 

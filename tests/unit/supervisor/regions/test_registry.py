@@ -127,14 +127,11 @@ async def test_a_restarted_client_takes_over_its_name(key: str) -> None:
     posix_ipc.unlink_shared_memory(key)
     make_object()
     await rig.registry.register("r", key, 0, 8192, ME)
-    old_region, withdrawn_message, draining_region, new_region = rig.published
-    assert withdrawn_message == RegionWithdrawn(
-        "r", unpack_range(old_region.memory_range).memory.id, 1
-    )
-    assert draining_region == replace(old_region, draining=True)
+    old, withdrawn, draining_region, new = rig.published
+    assert withdrawn == RegionWithdrawn("r", unpack_range(old.memory_range).memory.id, 1)
+    assert draining_region == replace(old, draining=True)
     assert (
-        unpack_range(old_region.memory_range).memory.inode
-        != unpack_range(new_region.memory_range).memory.inode
+        unpack_range(old.memory_range).memory.inode != unpack_range(new.memory_range).memory.inode
     )
     rig.registry.draining.gateway_exited(7)
     assert len(rig.workers) == 1

@@ -47,39 +47,37 @@ async def linked_servers(
     """Return the two servers; the second one may have a lower limit of regions."""
     fds_before = len(os.listdir("/proc/self/fd"))
     link_ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    first_server, second_server = (
+    first, second = (
         RegionServer(link_ends[0]),
         RegionServer(link_ends[1], max_regions),
     )
-    yield first_server, second_server
-    for server in (first_server, second_server):
+    yield first, second
+    for server in (first, second):
         server.registry.close()
-    first_server.link.close()
-    await second_server.link.end_future
-    second_server.link.close()
+    first.link.close()
+    await second.link.end_future
+    second.link.close()
     assert len(os.listdir("/proc/self/fd")) == fds_before
 
 
 def test_servers_share_their_regions() -> None:
     async def scenario() -> None:
-        async with linked_servers() as (first_server, second_server):
-            await first_server.register("a", objects[0].key)
-            await second_server.register("b", objects[1].key)
-            assert first_server.names() == second_server.names() == ["a", "b"]
-            first_region, second_region = (
-                server.registry.active()[0] for server in (first_server, second_server)
-            )
-            assert first_region.shared is not None and second_region.shared is not None
-            assert first_region.shared.inode == second_region.shared.inode
-            assert first_region.key == second_region.key
-            assert first_region.owner == second_region.owner
-            assert [type(message) for message in second_server.published] == [RegionPublished] * 2
+        async with linked_servers() as (first, second):
+            await first.register("a", objects[0].key)
+            await second.register("b", objects[1].key)
+            assert first.names() == second.names() == ["a", "b"]
+            own, copy = (server.registry.active()[0] for server in (first, second))
+            assert own.shared is not None and copy.shared is not None
+            assert own.shared.inode == copy.shared.inode
+            assert own.key == copy.key
+            assert own.owner == copy.owner
+            assert [type(message) for message in second.published] == [RegionPublished] * 2
             # An equal registration at either server is accepted.
-            await second_server.register("a", objects[0].key)
-            await second_server.unregister("a")
-            assert first_server.names() == second_server.names() == ["b"]
-            await first_server.register("a", objects[1].key)
-            assert second_server.names() == ["b", "a"]
+            await second.register("a", objects[0].key)
+            await second.unregister("a")
+            assert first.names() == second.names() == ["b"]
+            await first.register("a", objects[1].key)
+            assert second.names() == ["b", "a"]
 
     with SharedObject(SIZE) as first_object, SharedObject(SIZE) as second_object:
         objects = first_object, second_object
@@ -90,24 +88,17 @@ def test_simultaneous_registrations_do_not_deadlock() -> None:
     """The servers do not wait for each other for ever; a name registered at both is one region."""
 
     async def scenario() -> None:
-        async with linked_servers() as (first_server, second_server):
-            registrations = [
-                server.register("same", shared_object.key)
-                for server in (first_server, second_server)
-            ]
-            registrations += [
-                first_server.register(f"{number}", shared_object.key) for number in range(20)
-            ]
-            registrations += [
-                second_server.register(f"{number}", shared_object.key) for number in range(20, 40)
-            ]
+        async with linked_servers() as (first, second):
+            registrations = [server.register("same", shared.key) for server in (first, second)]
+            registrations += [first.register(f"{n}", shared.key) for n in range(20)]
+            registrations += [second.register(f"{n}", shared.key) for n in range(20, 40)]
             await asyncio.wait_for(asyncio.gather(*registrations), 20)
-            assert sorted(first_server.names()) == sorted(second_server.names())
-            assert len(first_server.names()) == 41
-            await first_server.unregister("")
-            assert first_server.names() == second_server.names() == []
+            assert sorted(first.names()) == sorted(second.names())
+            assert len(first.names()) == 41
+            await first.unregister("")
+            assert first.names() == second.names() == []
 
-    with SharedObject(SIZE) as shared_object:
+    with SharedObject(SIZE) as shared:
         asyncio.run(scenario())
 
 

@@ -50,8 +50,6 @@ def generate(path: Path, prompt: list[int], **options: Any) -> list[int]:
     ids = torch.tensor([prompt])
     settings: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, **options}
     with torch.inference_mode():
-        generated_ids = reference(path).generate(
-            ids, attention_mask=torch.ones_like(ids), **settings
-        )
-    tokens: list[int] = generated_ids[0, len(prompt) :].tolist()
+        output = reference(path).generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens

@@ -56,18 +56,16 @@ def test_streams_send_each_token(scheduler: Scheduler, folder: Folder, stop: lis
     scheduler.add(1, stream=True, max_tokens=24, stop=stop, **GREEDY)
     scheduler.run()
     responses = scheduler.responses[1]
-    assert [len(response["token_ids"]) for response in responses] == [1] * 24
-    assert [""] in [response["text_output"] for response in responses]
+    assert [len(r["token_ids"]) for r in responses] == [1] * 24
+    assert [""] in [r["text_output"] for r in responses]
     assert scheduler.tokens(1) == greedy_tokens(folder, 24)
     assert scheduler.text(1) == TOKENIZER.decode(greedy_tokens(folder, 24))
-    assert [response["finish_reason"] for response in responses[:-1]] == [[""]] * (
-        len(responses) - 1
-    )
+    assert [r["finish_reason"] for r in responses[:-1]] == [[""]] * (len(responses) - 1)
     assert responses[-1]["finish_reason"] == ["length"]
     assert responses[-1]["usage"] == [
         {"prompt_tokens": 4, "completion_tokens": 24, "cached_tokens": 0, "samples": [24]}
     ]
-    characters = [response.characters for response in scheduler.responses_sent]
+    characters = [r.characters for r in scheduler.responses_sent]
     assert characters == sorted(characters) and characters[0] == len(responses[0]["text_output"][0])
 
 
@@ -89,17 +87,17 @@ def test_a_token_without_a_part_of_the_message_is_sent_if_it_is_shown(
 
 
 @pytest.mark.parametrize(
-    ("request_fields", "is_echoed"),
+    ("fields", "is_echoed"),
     [({}, True), ({"stream": True}, False), ({"exclude_input_in_output": True}, False)],
 )
 def test_a_text_begins_with_its_prompt_as_in_triton(
-    scheduler: Scheduler, request_fields: dict[str, Any], is_echoed: bool
+    scheduler: Scheduler, fields: dict[str, Any], is_echoed: bool
 ) -> None:
     settings = {
         "exclude_input_in_output": None,
         "temperature": 0,
         "max_tokens": 3,
-        **request_fields,
+        **fields,
     }
     scheduler.add(1, text_input="the quick", outputs=["text_output"], **settings)
     scheduler.run()
@@ -109,21 +107,16 @@ def test_a_text_begins_with_its_prompt_as_in_triton(
 
 
 def test_outputs_of_a_request_that_names_none(scheduler: Scheduler) -> None:
-    expected: tuple[dict[str, Any], ...] = (
-        {},
-        {"logprobs": 1},
-        {"prompt_logprobs": 0},
-        {"return_token_ids": True},
-    )
+    expected: Any = ({}, {"logprobs": 1}, {"prompt_logprobs": 0}, {"return_token_ids": True})
     for key, options in enumerate(expected):
         scheduler.add(key, input_ids=PROMPT, outputs=[], max_tokens=2, **options)
     scheduler.run()
-    keys = [scheduler.responses[key][0].keys() for key in range(len(expected))]
-    scored_outputs = {"text_output", "logprobs"}
-    assert keys == [
+    found = [scheduler.responses[key][0].keys() for key in range(len(expected))]
+    scored = {"text_output", "logprobs"}
+    assert found == [
         {"text_output"},
-        scored_outputs,
-        scored_outputs,
+        scored,
+        scored,
         {"text_output", "token_ids", "prompt_token_ids"},
     ]
 
@@ -245,7 +238,7 @@ def test_a_successor_continues_a_lost_workers_text(scheduler: Scheduler, sent_co
     settings |= {"n": 2, "ignore_eos": True}
     scheduler.add(1, **settings)
     scheduler.run()
-    full_texts = [scheduler.text(1, index) for index in range(2)]
+    texts = [scheduler.text(1, index) for index in range(2)]
     tokens = [
         [
             token
@@ -262,9 +255,7 @@ def test_a_successor_continues_a_lost_workers_text(scheduler: Scheduler, sent_co
     scheduler.add(2, resumed_samples, **settings)
     assert len(scheduler.running) == 1
     scheduler.run()
-    assert [scheduler.text(2, index) for index in range(2)] == [
-        text[sent_count:] for text in full_texts
-    ]
+    assert [scheduler.text(2, index) for index in range(2)] == [text[sent_count:] for text in texts]
     assert scheduler.responses[2][-1]["usage"][0]["samples"] == [30, 30]
 
 
@@ -277,13 +268,11 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
     settings |= {"ignore_eos": True, "logprobs": 1, "echo": True, "exclude_input_in_output": None}
     scheduler.add(1, **settings, seed=3)
     scheduler.run()
-    full_pieces = [text_and_entries(scheduler, 1, index) for index in (0, 1)]
-    tokens = [[entry["token_id"] for entry in content] for _, content in full_pieces]
-    first_entries = [entry for entry in scheduler.responses[1] if entry["index"] == [0]][
-        :count
-    ] * stream
-    characters = sum(len(entry["text_output"][0]) for entry in first_entries)
-    sent_count = sum(len(entry["token_ids"]) for entry in first_entries)
+    full = [entries_of(scheduler, 1, index) for index in (0, 1)]
+    tokens = [[entry["token_id"] for entry in content] for _, content in full]
+    first = [entry for entry in scheduler.responses[1] if entry["index"] == [0]][:count] * stream
+    characters = sum(len(entry["text_output"][0]) for entry in first)
+    sent_count = sum(len(entry["token_ids"]) for entry in first)
     resumed_samples = [
         g.Resumed(0, np.array(tokens[0][4 : 4 + 12], np.int32).tobytes(), characters, "", False,
                   sent_count),
@@ -291,35 +280,30 @@ def test_a_successor_reports_all_tokens_and_their_logprobs(
     ]  # fmt: skip
     scheduler.add(2, resumed_samples, **settings, seed=5)
     scheduler.run()
-    text, content = text_and_entries(scheduler, 2, 0)
-    content_count = sum(len(entry["logprobs"][0]["content"]) for entry in first_entries)
+    text, content = entries_of(scheduler, 2, 0)
+    content_count = sum(len(entry["logprobs"][0]["content"]) for entry in first)
     assert text.startswith(TOKENIZER.decode(tokens[0][:16]).rstrip("\ufffd")[characters:])
     known_entries = [*content[: 16 - content_count]]
     assert [entry["token_id"] for entry in known_entries] == tokens[0][content_count:16]
-    expected = [entry["logprob"] for entry in full_pieces[0][1][content_count:16]]
+    expected = [entry["logprob"] for entry in full[0][1][content_count:16]]
     assert [entry["logprob"] for entry in known_entries] == pytest.approx(expected, abs=1e-4)
     assert [entry["text_offset"] for entry in known_entries] == [
-        entry["text_offset"] for entry in full_pieces[0][1][content_count:16]
+        entry["text_offset"] for entry in full[0][1][content_count:16]
     ]
     assert len(content) == 24 - content_count
-    ended_pieces = text_and_entries(scheduler, 2, 1)
-    assert (
-        ended_pieces[0] == full_pieces[1][0]
-        and [entry["token_id"] for entry in ended_pieces[1]] == tokens[1]
-    )
+    ended = entries_of(scheduler, 2, 1)
+    assert ended[0] == full[1][0] and [entry["token_id"] for entry in ended[1]] == tokens[1]
     assert scheduler.responses[2][-1]["usage"][0]["samples"] == [20, 20]
 
 
-def text_and_entries(
-    scheduler: Scheduler, key: int, index: int
-) -> tuple[str, list[dict[str, Any]]]:
+def entries_of(scheduler: Scheduler, key: int, row: int) -> tuple[str, list[dict[str, Any]]]:
     content = [
         token
         for response in scheduler.responses[key]
-        if index in response["index"]
-        for token in response["logprobs"][response["index"].index(index)]["content"]
+        if row in response["index"]
+        for token in response["logprobs"][response["index"].index(row)]["content"]
     ]
-    return scheduler.text(key, index), content
+    return scheduler.text(key, row), content
 
 
 def test_logprobs_of_prompt_and_text(scheduler: Scheduler, folder: Folder) -> None:
@@ -449,7 +433,7 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_fields", "message"),
+    ("fields", "message"),
     [
         ({"text_input": "a", "temperature": -1}, "temperature: -1 is not a number from 0.0"),
         ({}, "exactly one of text_input, input_ids, messages is required, got none"),
@@ -474,9 +458,9 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
     ],
 )  # fmt: skip
 def test_an_error_ends_only_its_own_request(
-    scheduler: Scheduler, request_fields: dict[str, Any], message: str
+    scheduler: Scheduler, fields: dict[str, Any], message: str
 ) -> None:
-    scheduler.add(1, **request_fields)
+    scheduler.add(1, **fields)
     code, text = scheduler.errors[1]
     assert code == "INVALID_ARG" and message in text
     scheduler.add(2, max_tokens=1, **GREEDY)
@@ -639,20 +623,20 @@ def test_no_part_of_a_stop_string_is_sent() -> None:
         count = rng.randrange(1, 4)
         stop_strings = ["".join(rng.choice("abc") for _ in range(rng.randrange(1, 5)))
                  for _ in range(count)]  # fmt: skip
-        includes_stop = rng.random() < 0.5
-        filtered, given_text, emitted_text, position = (
-            StopStrings(stop_strings, includes_stop),
+        whole = rng.random() < 0.5
+        filtered, given, emitted, position = (
+            StopStrings(stop_strings, whole),
             "",
             "",
             0,
         )
-        while position < len(text) and not emitted_text:
+        while position < len(text) and not emitted:
             size = rng.randrange(1, 4)
-            piece, emitted_text = filtered.add(text[position : position + size])
-            given_text += piece
+            piece, emitted = filtered.add(text[position : position + size])
+            given += piece
             position += size
-        given_text += filtered.flush()
-        assert (given_text, emitted_text) == expected_text(text, stop_strings, includes_stop), (
+        given += filtered.flush()
+        assert (given, emitted) == expected_text(text, stop_strings, whole), (
             text,
             stop_strings,
         )

@@ -38,7 +38,7 @@ def edit(path: Path, name: str, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "message"),
+    ("name", "fields", "text"),
     [
         ("tokenizer_config.json", {"eos_token": ["x"]}, "eos_token: ['x'] is not a string or an"),
         ("tokenizer_config.json", {"additional_special_tokens": "<x>"}, "'<x>' is not a list"),
@@ -51,14 +51,14 @@ def edit(path: Path, name: str, **fields: Any) -> None:
     ],
 )
 def test_a_field_of_another_type_is_refused(
-    tmp_path: Path, name: str, fields: dict[str, Any], message: str
+    tmp_path: Path, name: str, fields: dict[str, Any], text: str
 ) -> None:
     path = write_folder(tmp_path / "m")
     edit(path, name, **fields)
     with pytest.raises(InvalidArgument) as caught:
         Checkpoint.open(path)
     assert f"{name}: {next(iter(fields))}: " in caught.value.message
-    assert message in caught.value.message
+    assert text in caught.value.message
 
 
 def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
@@ -168,13 +168,11 @@ def test_odd_checkpoints_are_refused(tmp_path: Path, fields: dict[str, Any], mes
 def test_fields_have_the_effects_and_defaults_of_transformers(
     family: str, overrides: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    fields = {
-        name: setting for name, setting in config(family, **overrides).items() if setting is not ...
-    }
+    fields = {key: value for key, value in config(family, **overrides).items() if value is not ...}
     problems: list[str] = []
     architecture = Architecture.of(fields, problems)
     assert architecture is not None, problems
-    assert {name: getattr(architecture, name) for name in expected} == expected
+    assert {key: getattr(architecture, key) for key in expected} == expected
 
 
 def test_the_error_of_an_empty_folder_names_the_missing_files(tmp_path: Path) -> None:
@@ -231,12 +229,10 @@ def test_sizes_that_contradict_are_refused(folder: Folder) -> None:
 
 def test_instances_on_a_device_share_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture = Checkpoint.open(folder()).architecture
-    weights = sum(math.prod(shape) for shape in architecture.weights().values()) * 4
+    size = sum(math.prod(shape) for shape in architecture.weights().values()) * 4
     # Tokens * (keys and values) * layers * heads * head size * bytes per element.
     block = 16 * 2 * 2 * 2 * 8 * 4
-    monkeypatch.setattr(
-        engine_file, "_available_bytes", lambda device: 3 * weights + 6 * 100 * block
-    )
+    monkeypatch.setattr(engine_file, "_available_bytes", lambda _: 3 * size + 6 * 100 * block)
     gpus = InstanceGroup(kind="KIND_GPU", count=2, gpus=(0, 1))
     groups = (InstanceGroup(count=2), InstanceGroup(), gpus)
     assert max_instances_per_device(groups) == 3

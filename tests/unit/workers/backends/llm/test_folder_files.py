@@ -45,14 +45,12 @@ def spaced_tokenizer() -> str:
     pieces = ["<unk>", "<s>", END, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *"thefox", "th", "the", "▁the", "fo", "fox", "▁fox"]
     merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("f", "o"), ("fo", "x"), ("▁", "fox")]
-    vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True)
-    )
-    tokenizer.normalizer = normalizers.Sequence(
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
-    tokenizer.decoder = decoders.Sequence(
+    made.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
             decoders.ByteFallback(),
@@ -60,8 +58,8 @@ def spaced_tokenizer() -> str:
             decoders.Strip(" ", 1, 0),
         ]
     )
-    tokenizer.add_special_tokens(["<unk>", "<s>", END])
-    return str(tokenizer.to_str())
+    made.add_special_tokens(["<unk>", "<s>", END])
+    return str(made.to_str())
 
 
 TRUNCATION = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
@@ -188,19 +186,17 @@ def test_tokens_equal_those_of_transformers(tmp_path: Path, spaces: bool, files:
         (path / "tokenizer.json").write_text(spaced_tokenizer())
     for name, fields in (SPACED_FILES if spaces else FILES)[files].items():
         edit(path, name, **fields)
-    reference, checkpoint = AutoTokenizer.from_pretrained(path), Checkpoint.open(path)
+    reference, own = AutoTokenizer.from_pretrained(path), Checkpoint.open(path)
     for text in TEXTS:
-        for adds_special in (False, True):
-            ids = reference.encode(text, add_special_tokens=adds_special)
-            assert checkpoint.tokenizer.encode(text, add_special_tokens=adds_special).ids == ids
-            decoded_text = reference.decode(ids, skip_special_tokens=adds_special)
-            assert (
-                checkpoint.tokenizer.decode(ids, skip_special_tokens=adds_special) == decoded_text
-            )
+        for special in (False, True):
+            ids = reference.encode(text, add_special_tokens=special)
+            assert own.tokenizer.encode(text, add_special_tokens=special).ids == ids
+            decoded_text = reference.decode(ids, skip_special_tokens=special)
+            assert own.tokenizer.decode(ids, skip_special_tokens=special) == decoded_text
     reference.chat_template = TOKEN_TEMPLATE
     expected = reference.apply_chat_template(MESSAGES, tokenize=False)
     assert (
-        ChatTemplate({"default": TOKEN_TEMPLATE}, checkpoint.special).render({"messages": MESSAGES})
+        ChatTemplate({"default": TOKEN_TEMPLATE}, own.special).render({"messages": MESSAGES})
         == expected
     )
 
@@ -211,7 +207,7 @@ def unigram_tokenizer() -> str:
         ("<unk>", 0.0),
         ("▁the", -1.0),
         ("▁fox", -1.0),
-        *((character, -5.0) for character in "▁thefox"),
+        *((c, -5.0) for c in "▁thefox"),
     ]
     tokenizer = Tokenizer(models.Unigram(pieces, 0))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -334,11 +330,9 @@ def test_the_end_of_a_long_text_has_the_same_tokens(tmp_path: Path, spaces: bool
     if spaces:
         (path / "tokenizer.json").write_text(spaced_tokenizer())
     reference = AutoTokenizer.from_pretrained(path)
-    word_text, unbroken = "the fox, it was 12 times " * 2000, "the" * 20_000
+    words, solid = "the fox, it was 12 times " * 2000, "the" * 20_000
     with llm_rig(tmp_path / "rig", path) as scheduler:
-        for key, text in enumerate(
-            (word_text, unbroken, f"{word_text}{unbroken}", f"{unbroken} {word_text}")
-        ):
+        for key, text in enumerate((words, solid, f"{words}{solid}", f"{solid} {words}")):
             scheduler.prepare(key, text_input=text, truncate_prompt_tokens=50, max_tokens=2)
             expected = reference.encode(text)[-50:]
             assert np.frombuffer(scheduler.prepared[key].prompt, np.int32).tolist() == expected

@@ -26,7 +26,7 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("names", "valid_names", "invalid_names"),
+    ("names", "valid", "invalid"),
     [
         ({"enum": ["x.y", "b c"]}, ["x.y", "b c"], ["xay", "x.yb"]),
         ({"enum": ["a", 2, None]}, ["a"], ["2", "null"]),
@@ -45,7 +45,7 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
     ],
 )
 def test_names_of_properties_follow_their_schema(
-    names: Any, valid_names: list[str], invalid_names: list[str]
+    names: Any, valid: list[str], invalid: list[str]
 ) -> None:
     colours = {"Colour": {"enum": ["red", "blue"], "type": "string"}}
     part = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}
@@ -56,10 +56,10 @@ def test_names_of_properties_follow_their_schema(
         ({"anyOf": [part, {"type": "null"}]}, lambda inner_schema: inner_schema),
     ):  # fmt: skip
         full_schema = {**schema, "$defs": colours}
-        assert accepts(full_schema, wrap_value(dict.fromkeys(valid_names, 1)))
+        assert accepts(full_schema, wrap_value(dict.fromkeys(valid, 1)))
         assert accepts(full_schema, wrap_value({}))
-        assert not accepts(full_schema, wrap_value({valid_names[0]: "a"}))
-        for name in invalid_names:
+        assert not accepts(full_schema, wrap_value({valid[0]: "a"}))
+        for name in invalid:
             assert not accepts(full_schema, wrap_value({name: 1})), name
 
 
@@ -215,12 +215,10 @@ TRAINERS: dict[str, Any] = {
 )  # fmt: skip
 def test_a_grammar_holds_for_vocabularies_of_every_kind(model: Any, decoder: Any) -> None:
     test_tokenizer = Tokenizer(model)
-    is_words = isinstance(model, models.WordPiece)
+    words = isinstance(model, models.WordPiece)
     suffix = getattr(model, "end_of_word_suffix", None)
     splitters: dict[bool, Any] = {True: pre_tokenizers.BertPreTokenizer()}
-    test_tokenizer.pre_tokenizer = splitters.get(
-        is_words or bool(suffix), pre_tokenizers.Metaspace()
-    )
+    test_tokenizer.pre_tokenizer = splitters.get(words or bool(suffix), pre_tokenizers.Metaspace())
     test_tokenizer.decoder = decoder
     trainer = TRAINERS[type(model).__name__](
         vocab_size=300,
@@ -229,20 +227,16 @@ def test_a_grammar_holds_for_vocabularies_of_every_kind(model: Any, decoder: Any
         **({"end_of_word_suffix": suffix} if suffix else {}),
     )
     test_tokenizer.train_from_iterator([TEXT] * 5, trainer)
-    if is_words and decoder.cleanup:  # like BERT's vocabulary
+    if words and decoder.cleanup:  # like BERT's vocabulary
         test_tokenizer.add_tokens([f"##{character}" for character in '{}[]":,a1nul'])
     texts = TokenTexts(test_tokenizer)
     grammars = Grammars(texts, test_tokenizer.get_vocab_size() + 5, (1,))
     matcher = grammars.matcher(("regex", "(a|b| ?the)+ x"))
     bitmask = matcher.compute_bitmask()
-    bits = [
-        token
-        for token in range(test_tokenizer.get_vocab_size())
-        if bitmask[token // 8] >> token % 8 & 1
-    ]
+    bits = [t for t in range(test_tokenizer.get_vocab_size()) if bitmask[t // 8] >> t % 8 & 1]
     first_letters = ("a", "b", "t", " ")
-    assert bits and all(texts.bytes_of(token).decode().startswith(first_letters) for token in bits)
-    if is_words and not decoder.cleanup:
+    assert bits and all(texts.bytes_of(t).decode().startswith(first_letters) for t in bits)
+    if words and not decoder.cleanup:
         with pytest.raises(InvalidArgument, match="f: the model's vocabulary cannot write JSON"):
             grammars.matcher(("json_schema", "{}"), name="f")
         return
@@ -250,10 +244,10 @@ def test_a_grammar_holds_for_vocabularies_of_every_kind(model: Any, decoder: Any
     tokens: list[int] = []
     while not matcher.is_stopped():
         bitmask = matcher.compute_bitmask()
-        token = next(token for token in range(300) if bitmask[token // 8] >> token % 8 & 1)
-        matcher.consume_token(token)
-        data += texts.bytes_of(token)
-        tokens.append(token)
+        t = next(t for t in range(300) if bitmask[t // 8] >> t % 8 & 1)
+        matcher.consume_token(t)
+        data += texts.bytes_of(t)
+        tokens.append(t)
     assert json.loads(data.removesuffix(b"</s>")) == {"a": [1, None]}
     detokenizer = Detokenizer(texts, True, test_tokenizer.encode("the fox").ids)
     pieces = [*map(detokenizer.add, tokens), detokenizer.flush()]

@@ -18,13 +18,13 @@ _ranges = st.lists(st.integers(0, 60), max_size=12, unique=True).map(
 
 @given(_ranges, _ranges)
 def test_the_difference_of_address_ranges(
-    ranges: list[tuple[int, int]], removed_ranges: list[tuple[int, int]]
+    first: list[tuple[int, int]], removed: list[tuple[int, int]]
 ) -> None:
     def addresses(bounds_list: list[tuple[int, int]]) -> set[int]:
         return {address for begin, end in bounds_list for address in range(begin, end)}
 
-    remaining = list(subtract_ranges(ranges, removed_ranges))
-    assert addresses(remaining) == addresses(ranges) - addresses(removed_ranges)
+    remaining = list(subtract_ranges(first, removed))
+    assert addresses(remaining) == addresses(first) - addresses(removed)
     assert all(begin < end for begin, end in remaining)
 
 

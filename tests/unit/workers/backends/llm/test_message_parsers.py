@@ -172,10 +172,8 @@ def test_malformed_calls_are_content(case: str, stream: bool) -> None:
 def test_calls_that_become_malformed_late(case: str) -> None:
     family, text = LATE_MISTAKES[case]
     assert parse_message(family, [text], stream=False) == (text, "", [])
-    streamed_results = {
-        repr(parse_message(family, split(text, seed), stream=True)) for seed in range(8)
-    }
-    assert len(streamed_results) == 1
+    results = {repr(parse_message(family, split(text, seed), stream=True)) for seed in range(8)}
+    assert len(results) == 1
     assert len(parse_message(family, [text], stream=True)[2]) == 1
 
 

@@ -87,7 +87,7 @@ def test_logits_equal_transformers(folder: Folder, family: str, fields: dict[str
     tokens = prompt(90)
     with torch.inference_mode():
         expected = reference(path)(torch.tensor([tokens])).logits[0]
-    lone_model = LoneModel(path)
+    lone = LoneModel(path)
     shuffled_blocks = random.Random(1).sample(range(128), 128)
     all_blocks, half_blocks = list(range(128)), [*range(10), *range(60, 128)]
     for size, table in (
@@ -97,19 +97,19 @@ def test_logits_equal_transformers(folder: Folder, family: str, fields: dict[str
         (7, shuffled_blocks),
         (1, half_blocks),
     ):
-        chunks = lone_model.run_chunks(tokens, size, table)
+        chunks = lone.run_chunks(tokens, size, table)
         assert torch.allclose(chunks, expected, atol=1e-4), (size, (chunks - expected).abs().max())
 
 
 def test_a_wrong_block_is_detected(folder: Folder) -> None:
     """A wrong block changes the logits, so the other tests would detect it."""
-    lone_model = LoneModel(folder())
+    lone = LoneModel(folder())
     tokens = prompt(41)
-    correct_logits = lone_model.run_chunks(tokens[:40], 16, list(range(20)))
+    correct_logits = lone.run_chunks(tokens[:40], 16, list(range(20)))
     assert correct_logits.argmax(-1).unique().numel() > 20
-    logits_before = lone_model.run_pass([(tokens[40:], 40, list(range(20)))])
-    lone_model.cache.copy([], [], [9, 3])
-    logits_after = lone_model.run_pass([(tokens[40:], 40, list(range(20)))])
+    logits_before = lone.run_pass([(tokens[40:], 40, list(range(20)))])
+    lone.cache.copy([], [], [9, 3])
+    logits_after = lone.run_pass([(tokens[40:], 40, list(range(20)))])
     assert (logits_before - logits_after).abs().max() > 0.01
 
 
@@ -151,51 +151,45 @@ def test_greedy_texts_equal_those_of_transformers(
 def test_logits_are_the_same_bits_in_any_company(folder: Folder) -> None:
     if not transformer.can_pack():
         pytest.fail("packed linears do not work here")
-    lone_model = LoneModel(folder())
+    lone = LoneModel(folder())
     tokens = prompt(48)
     tables = [list(range(16 * index, 16 * index + 16)) for index in range(8)]
-    lone_logits = lone_model.run_chunks(tokens, 48, tables[0])
+    lone_logits = lone.run_chunks(tokens, 48, tables[0])
     for size in (16, 32):
-        assert torch.equal(lone_model.run_chunks(tokens, size, tables[1]), lone_logits)
+        assert torch.equal(lone.run_chunks(tokens, size, tables[1]), lone_logits)
     shuffled_blocks = random.Random(2).sample(range(32, 128), 96)
-    assert torch.equal(lone_model.run_chunks(tokens, 48, shuffled_blocks), lone_logits)
-    single_logits = lone_model.run_pass([([7], 48, tables[0])])
+    assert torch.equal(lone.run_chunks(tokens, 48, shuffled_blocks), lone_logits)
+    single_logits = lone.run_pass([([7], 48, tables[0])])
     other_rows = [(prompt(5 + index, 9), 0, tables[index]) for index in range(2, 6)]
-    in_company = lone_model.run_pass([*other_rows, ([7], 48, tables[0]), ([8], 48, tables[1])])
+    in_company = lone.run_pass([*other_rows, ([7], 48, tables[0]), ([8], 48, tables[1])])
     row_index = sum(len(row[0]) for row in other_rows)
     assert torch.equal(in_company[row_index : row_index + 1], single_logits)
 
 
 @pytest.mark.parametrize("size", [16, 48, 64, 80, 128, 176])
 def test_logits_of_a_long_prompt_are_the_same_bits_for_any_split(folder: Folder, size: int) -> None:
-    lone_model = LoneModel(folder(), 16, 40)
+    lone = LoneModel(folder(), 16, 40)
     tokens, table = prompt(400), list(range(7, 32))
-    assert torch.equal(
-        lone_model.run_chunks(tokens, size, table), lone_model.run_chunks(tokens, 400, table)
-    )
+    assert torch.equal(lone.run_chunks(tokens, size, table), lone.run_chunks(tokens, 400, table))
 
 
 def test_logits_of_selected_rows_equal_those_of_all(folder: Folder) -> None:
-    lone_model = LoneModel(folder(), 16)
+    lone = LoneModel(folder(), 16)
     tokens, tables = prompt(90), [list(range(6)), list(range(6, 12)), list(range(12, 18))]
     parts = [tokens[:1], tokens[:33], tokens]
-    all_logits = lone_model.run_pass(
-        [(part, 0, table) for part, table in zip(parts, tables, strict=True)]
-    )
+    every = lone.run_pass([(part, 0, table) for part, table in zip(parts, tables, strict=True)])
     rows = Pass(16)
     for part, table in zip(parts, tables, strict=True):
         rows.add(part, 0, table, len(part) > 1)
     for expected in ([], [0], [33], [0, 122, 123], list(range(1, 34))):
         first_rows = rows.select(list(range(124)))
-        logits = lone_model.model.forward(
-            first_rows, lone_model.cache, lone_model.attention, expected
-        )
-        assert torch.equal(logits, all_logits[expected])
+        logits = lone.model.forward(first_rows, lone.cache, lone.attention, expected)
+        assert torch.equal(logits, every[expected])
 
 
 def test_rows_of_drafts_are_the_same_bits_as_single_rows(folder: Folder) -> None:
     """The rows of longer and shorter sequences in the same pass are bit-identical, too."""
-    lone_model = LoneModel(folder(), block_size=2, blocks=1024)
+    lone = LoneModel(folder(), block_size=2, blocks=1024)
     lengths = [1, 15, 16, 17, 130, 300, 301, 40]
     shuffled_blocks = random.Random(3).sample(range(1024), 1024)
     tables = [shuffled_blocks[128 * index : 128 * index + 128] for index in range(8)]
@@ -204,34 +198,28 @@ def test_rows_of_drafts_are_the_same_bits_as_single_rows(folder: Folder) -> None
     texts = [prompt(length, length) for length in lengths]
     lone_logits = []
     for text, table in zip(texts, tables, strict=True):
-        lone_model.run_chunks(text, 512, table)
+        lone.run_chunks(text, 512, table)
         rows = [([7 + index], len(text) + index, table) for index in range(3)]
-        lone_logits.append(torch.cat([lone_model.run_pass([row]) for row in rows]))
-    drafted_rows = [
-        ([7, 8, 9], len(text), table) for text, table in zip(texts, tables, strict=True)
-    ]
-    assert torch.equal(lone_model.run_pass(drafted_rows, drafted=True), torch.cat(lone_logits))
+        lone_logits.append(torch.cat([lone.run_pass([row]) for row in rows]))
+    drafted = [([7, 8, 9], len(text), table) for text, table in zip(texts, tables, strict=True)]
+    assert torch.equal(lone.run_pass(drafted, drafted=True), torch.cat(lone_logits))
 
 
 def test_copied_blocks_are_the_same_bits(folder: Folder) -> None:
-    lone_model = LoneModel(folder())
+    lone = LoneModel(folder())
     tokens = prompt(38)
     table = list(range(10))
-    lone_model.run_chunks(tokens, 16, table)
-    expected = lone_model.run_pass([([7], 38, table)])
+    lone.run_chunks(tokens, 16, table)
+    expected = lone.run_pass([([7], 38, table)])
     pairs = [block for table_block in table for block in (table_block, table_block + 3)]
-    lone_model.cache.copy(pairs, [], [])
-    lone_model.cache.pool.zero_()
-    swapped_out = [30, 50, 31, 70, 33, 90, 32, 12, 11, 10]
-    swapped_in = [
-        block
-        for source, target in zip(table, swapped_out, strict=True)
-        for block in (source + 3, target)
-    ]
-    lone_model.cache.copy([], swapped_in, [])
-    assert torch.equal(lone_model.run_pass([([7], 38, swapped_out)]), expected)
-    lone_model.cache.copy([], [], [10, 60])
-    assert torch.equal(lone_model.run_pass([([7], 38, [*swapped_out[:-1], 60])]), expected)
+    lone.cache.copy(pairs, [], [])
+    lone.cache.pool.zero_()
+    outside = [30, 50, 31, 70, 33, 90, 32, 12, 11, 10]
+    inside = [block for a, b in zip(table, outside, strict=True) for block in (a + 3, b)]
+    lone.cache.copy([], inside, [])
+    assert torch.equal(lone.run_pass([([7], 38, outside)]), expected)
+    lone.cache.copy([], [], [10, 60])
+    assert torch.equal(lone.run_pass([([7], 38, [*outside[:-1], 60])]), expected)
 
 
 def test_one_step_copies_out_then_back_then_within(folder: Folder) -> None:

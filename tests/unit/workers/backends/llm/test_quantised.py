@@ -36,11 +36,9 @@ def pack_bits(values: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> t
     return torch.where(packed_words >= 1 << 31, packed_words - (1 << 32), packed_words).int()
 
 
-def spread_scales(scales: torch.Tensor, shape: torch.Size, rows: int, columns: int) -> torch.Tensor:
+def spread_scales(scales: torch.Tensor, shape: torch.Size, rows: int, width: int) -> torch.Tensor:
     """Return a scale for each weight, given one for each block of `rows` x `columns` weights."""
-    return scales.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(columns, 1)[
-        :, : shape[1]
-    ]
+    return scales.repeat_interleave(rows, 0)[: shape[0]].repeat_interleave(width, 1)[:, : shape[1]]
 
 
 def draw_ints(rows: int, columns: int, limit: int, seed: int = 0, lowest: int = 0) -> torch.Tensor:
@@ -67,11 +65,11 @@ def fp8(
 
 
 def fp8_tensor(weight: torch.Tensor) -> QuantisedLayer:
-    quantised, exact_weight = fp8(weight, (1 << 20, 1 << 20), "weight_scale")
-    return quantised | {
-        "weight_scale": quantised["weight_scale"][0, 0],
+    q, exact = fp8(weight, (1 << 20, 1 << 20), "weight_scale")
+    return q | {
+        "weight_scale": q["weight_scale"][0, 0],
         "input_scale": torch.ones(1),
-    }, exact_weight
+    }, exact
 
 
 def exponents(weight: torch.Tensor) -> QuantisedLayer:
@@ -92,12 +90,10 @@ def plain_ints(
     values = draw_ints(rows, columns, half_range, lowest=-half_range)
     zero_points = draw_ints(*counts, half_range, 3, -half_range) * (not symmetric)
     scales = draw_scales(*counts, torch.bfloat16)
-    exact_weight = (values - spread_scales(zero_points, weight.shape, *block)).float()
-    exact_weight = exact_weight * spread_scales(scales.float(), weight.shape, *block)
+    exact = (values - spread_scales(zero_points, weight.shape, *block)).float()
+    exact = exact * spread_scales(scales.float(), weight.shape, *block)
     tensors = {"weight": values.to(torch.int8), "weight_scale": scales}
-    return tensors | (
-        {} if symmetric else {"weight_zero_point": zero_points.to(torch.int8)}
-    ), exact_weight
+    return tensors | ({} if symmetric else {"weight_zero_point": zero_points.to(torch.int8)}), exact
 
 
 def packed_ints(weight: torch.Tensor, bits: int, columns: int, symmetric: bool) -> QuantisedLayer:
@@ -118,15 +114,11 @@ def packed_ints(weight: torch.Tensor, bits: int, columns: int, symmetric: bool) 
 
 def ordered_ints(weight: torch.Tensor) -> QuantisedLayer:
     quantised, _ = packed_ints(weight, 4, GROUP, False)
-    column_order = (
-        torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1)) // GROUP
-    )
-    plain_tensors, _ = plain_ints(weight, (1, GROUP), False, 4)
-    exact_weight = (
-        plain_tensors["weight"].int() - plain_tensors["weight_zero_point"].int()[:, column_order]
-    ).float()
-    exact_weight = exact_weight * plain_tensors["weight_scale"].float()[:, column_order]
-    return quantised | {"weight_g_idx": column_order.int()}, exact_weight
+    order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1)) // GROUP
+    plain, _ = plain_ints(weight, (1, GROUP), False, 4)
+    exact = (plain["weight"].int() - plain["weight_zero_point"].int()[:, order]).float()
+    exact = exact * plain["weight_scale"].float()[:, order]
+    return quantised | {"weight_g_idx": order.int()}, exact
 
 
 def drop_tensors(tensors: Tensors, *names: str) -> Tensors:

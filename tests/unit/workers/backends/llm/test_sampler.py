@@ -130,15 +130,13 @@ def test_greedy_and_sampled_rows_share_a_batch() -> None:
 
 def test_logprobs_are_computed_from_the_models_logits() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
-    first_entry, second_entry = sampler.logprobs(logits, [4, 5], 3)
+    first_entry, second = sampler.logprobs(logits, [4, 5], 3)
     expected = logits.log_softmax(-1)
     assert first_entry.logprob == pytest.approx(expected[0, 4].item())
-    top_values = expected[1].topk(3)
-    assert second_entry.top == list(
-        zip(top_values.indices.tolist(), top_values.values.tolist(), strict=True)
-    )
+    top = expected[1].topk(3)
+    assert second.top == list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
     many_logits = logits.repeat(20, 1)
-    assert sampler.logprobs(many_logits, [4, 5] * 20, 3) == [first_entry, second_entry] * 20
+    assert sampler.logprobs(many_logits, [4, 5] * 20, 3) == [first_entry, second] * 20
     tokens, scores = sampler.candidates(logits[0], 4)
     assert scores == sorted(scores, reverse=True) and len(tokens) == 4
 

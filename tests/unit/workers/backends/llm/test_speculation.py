@@ -22,11 +22,9 @@ def test_a_draft_that_is_the_model_is_always_right(folder: Folder, tmp_path: Pat
                 key, input_ids=[key, 60, 7], temperature=temperature, max_tokens=41, seed=5
             )
         scheduler.run()
-        full_counts = [
-            len(result.tokens) for result in scheduler.results if result.draft_count == 3
-        ]
-        assert set(full_counts) == {4}  # the three proposed tokens, and one more
-        assert len(full_counts) == 30
+        full = [len(result.tokens) for result in scheduler.results if result.draft_count == 3]
+        assert set(full) == {4}  # the three proposed tokens, and one more
+        assert len(full) == 30
         assert scheduler.tokens(1) == generate(path, [1, 60, 7], max_new_tokens=41)
 
 
@@ -85,12 +83,10 @@ def test_deterministic_proposals_do_not_change_seeded_texts(folder: Folder, tmp_
 def test_an_end_among_accepted_tokens_is_the_end(folder: Folder, tmp_path: Path) -> None:
     path = folder()
     full_tokens = generate(path, [5, 77, 130], max_new_tokens=20)
-    end_token = full_tokens[7]
-    first_count = full_tokens.index(end_token) + 1
+    end = full_tokens[7]
+    first_count = full_tokens.index(end) + 1
     with llm_rig(tmp_path / "rig", path, draft_settings(path, 8), draft=8) as scheduler:
-        scheduler.add(
-            1, input_ids=[5, 77, 130], temperature=0, max_tokens=20, stop_token_ids=[end_token]
-        )
+        scheduler.add(1, input_ids=[5, 77, 130], temperature=0, max_tokens=20, stop_token_ids=[end])
         scheduler.run()
         assert scheduler.tokens(1) == full_tokens[:first_count]
         assert scheduler.responses[1][-1]["finish_reason"] == ["stop"]

@@ -59,11 +59,9 @@ def tokenize(tokenizer: Tokenizer, text: str) -> list[int]:
 def test_prompt_and_answer_decode_to_all_text(tokenizer: Tokenizer, skips_special: bool) -> None:
     texts, rng = TokenTexts(tokenizer), random.Random(0)
     full_tokens = tokenize(tokenizer, "the 😀 of é 東京, a")
-    plain_tokens = [token(tokenizer, piece) for piece in ("▁the", "▁", "▁of", "sea", "</s>", "▁a")]
-    plain_tokens = [piece for piece in plain_tokens if piece >= 0] or tokenizer.encode(
-        " a  b\tthe "
-    ).ids
-    drawn_prompts = [rng.choices(plain_tokens, k=9) for _ in range(100)]
+    plain = [token(tokenizer, piece) for piece in ("▁the", "▁", "▁of", "sea", "</s>", "▁a")]
+    plain = [piece for piece in plain if piece >= 0] or tokenizer.encode(" a  b\tthe ").ids
+    drawn_prompts = [rng.choices(plain, k=9) for _ in range(100)]
     for tokens in [full_tokens, *drawn_prompts]:
         for cut in range(len(tokens) + 1):
             prompt, answer = tokens[:cut], tokens[cut:]
@@ -176,17 +174,13 @@ def test_a_bad_word_that_no_text_contains_forbids_no_token() -> None:
     assert BadWords(["\ud800"], texts).forbidden_after([]) == []
 
 
-@pytest.mark.parametrize(
-    "forbidden_words", [["the"], ["a", " se"], ["é東", "😀"], ["ababa"], ["x" * 40]]
-)
-def test_the_forbidden_tokens_complete_a_bad_word(
-    tokenizer: Tokenizer, forbidden_words: list[str]
-) -> None:
+@pytest.mark.parametrize("words", [["the"], ["a", " se"], ["é東", "😀"], ["ababa"], ["x" * 40]])
+def test_the_forbidden_tokens_complete_a_bad_word(tokenizer: Tokenizer, words: list[str]) -> None:
     texts, rng = TokenTexts(tokenizer), random.Random(0)
-    bad_words = BadWords(forbidden_words, texts)
+    bad_words = BadWords(words, texts)
     letters = [token for token in tokenizer.get_vocab().values() if token not in texts.special]
-    likely_tokens = [
-        *tokenize(tokenizer, "".join(forbidden_words)),
+    likely = [
+        *tokenize(tokenizer, "".join(words)),
         *tokenize(tokenizer, "the sea abab"),
     ]
     emitted_tokens: list[int] = []
@@ -196,10 +190,10 @@ def test_the_forbidden_tokens_complete_a_bad_word(
         completing = {
             token
             for token in letters
-            if any(word.encode() in text + texts.bytes_of(token) for word in forbidden_words)
+            if any(word.encode() in text + texts.bytes_of(token) for word in words)
         }
         assert forbidden == completing
-        allowed_tokens = [token for token in likely_tokens if token not in forbidden]
+        allowed_tokens = [token for token in likely if token not in forbidden]
         emitted_tokens.append(rng.choice(allowed_tokens or sorted(set(letters) - forbidden)))
 
 

@@ -63,8 +63,8 @@ def grammar(
     assert formatted is not None
     text = formats.grammar(request, formatted, body=False)
     end_tokens = [model_tokenizer.token_to_id(END)]
-    wrapped_type: Any = llguidance.LLTokenizer
-    library = wrapped_type(
+    wrapped: Any = llguidance.LLTokenizer
+    library = wrapped(
         model_tokenizer.to_str(), n_vocab=model_tokenizer.get_vocab_size(), eos_token=end_tokens
     )
     matcher: Any = llguidance.LLMatcher(library, text)
@@ -72,19 +72,17 @@ def grammar(
     return matcher, formatted
 
 
-def random_text(
-    matcher: Any, model_tokenizer: Tokenizer, rng: random.Random, max_tokens: int = 400
-) -> str:
+def random_text(guide: Any, tokenizer: Tokenizer, rng: random.Random, max_tokens: int = 400) -> str:
     tokens: list[int] = []
-    while not matcher.is_stopped() and len(tokens) < max_tokens:
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    while not guide.is_stopped() and len(tokens) < max_tokens:
+        bits = np.frombuffer(guide.compute_bitmask(), np.uint8)
         token = rng.choice(np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist())
-        matcher.consume_token(token)
-        if token == model_tokenizer.token_to_id(END):
+        guide.consume_token(token)
+        if token == tokenizer.token_to_id(END):
             break
         tokens.append(token)
-    text: str = model_tokenizer.decode(tokens, skip_special_tokens=False)
-    return text if matcher.is_stopped() else ""
+    text: str = tokenizer.decode(tokens, skip_special_tokens=False)
+    return text if guide.is_stopped() else ""
 
 
 def parse_calls(text: str, message_format: Any) -> tuple[str, list[tuple[str, Any]]]:
@@ -133,14 +131,12 @@ WHOLE_SCHEMAS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", WHOLE_SCHEMAS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_validate_against_the_whole_schema(family: str, case: str) -> None:
-    schema, test_tokenizer, rng = WHOLE_SCHEMAS[case], tokenizer(), random.Random(3)
-    matcher, message_format = grammar(
-        family, test_tokenizer, [function("f", schema)], tool_choice="required"
-    )
-    texts = [random_text(matcher.deep_copy(), test_tokenizer, rng) for _ in range(12)]
+    schema, vocabulary, rng = WHOLE_SCHEMAS[case], tokenizer(), random.Random(3)
+    matcher, form = grammar(family, vocabulary, [function("f", schema)], tool_choice="required")
+    texts = [random_text(matcher.deep_copy(), vocabulary, rng) for _ in range(12)]
     assert any(texts)
     for text in filter(None, texts):
-        content, calls = parse_calls(text, message_format)
+        content, calls = parse_calls(text, form)
         assert calls and not content, text
         for _, arguments in calls:
             jsonschema_rs.validate(schema, arguments)
@@ -179,20 +175,18 @@ def test_a_grammar_of_xml_quotes_limited_texts_that_it_cannot_list(limits: dict[
 
 
 @pytest.mark.parametrize(
-    ("family", "schema", "expected_error"),
+    ("family", "schema", "error"),
     [
         ("pythonic", {"properties": {"a b": FLAG}, "required": ["a b"]}, "'a b'"),
         ("qwen3_coder", {"properties": {"a>b": FLAG}, "required": ["a>b"]}, "'a>b'"),
         ("qwen3_coder", {"anyOf": [{"required": ["a"]}], "minProperties": 1}, "anyOf, minProp"),
     ],
 )
-def test_schemas_that_a_format_cannot_enforce(
-    family: str, schema: dict[str, Any], expected_error: str
-) -> None:
+def test_schemas_that_no_format_enforces(family: str, schema: dict[str, Any], error: str) -> None:
     given_tools = [function("f", schema)]
     with pytest.raises(InvalidArgument) as caught:
         grammar(family, tokenizer(), given_tools, tool_choice="required")
-    assert f"the parameters of 'f': {expected_error}" in caught.value.message
+    assert f"the parameters of 'f': {error}" in caught.value.message
     optional = {**schema, "required": []}
     if "properties" in schema:  # an optional parameter is omitted instead
         grammar(family, tokenizer(), [function("f", optional)], tool_choice="required")
@@ -216,18 +210,16 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("special_tokens", [(), TAG_TOKENS], ids=["text", "tokens"])
+@pytest.mark.parametrize("special", [(), TAG_TOKENS], ids=["text", "tokens"])
 @pytest.mark.parametrize("family", EXAMPLES)
-def test_strict_calls_follow_a_grammar_from_their_tag_on(
-    family: str, special_tokens: tuple[str, ...]
-) -> None:
-    test_tokenizer = tokenizer(*special_tokens)
-    matcher, _ = grammar(family, test_tokenizer, [function("now", NOW, strict=True)])
+def test_strict_calls_follow_a_grammar_from_the_tag(family: str, special: tuple[str, ...]) -> None:
+    coder = tokenizer(*special)
+    matcher, _ = grammar(family, coder, [function("now", NOW, strict=True)])
 
     def is_accepted(text: str) -> bool:
         tokens = [
-            *test_tokenizer.encode(text, add_special_tokens=False).ids,
-            test_tokenizer.token_to_id(END),
+            *coder.encode(text, add_special_tokens=False).ids,
+            coder.token_to_id(END),
         ]
         return bool(matcher.deep_copy().try_consume_tokens(tokens) == len(tokens))
 
@@ -360,12 +352,12 @@ def test_tool_choices() -> None:
     free_tools = tools.take_tools(conversation)
     assert free_tools is not None and not free_tools.constrained and not free_tools.parallel
     assert conversation == {"tools": GIVEN_TOOLS}
-    some_tools = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
-    for choice in (
-        {"type": "allowed_tools", "allowed_tools": some_tools},
-        {"type": "allowed_tools", **some_tools},
+    some = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
+    for c in (
+        {"type": "allowed_tools", "allowed_tools": some},
+        {"type": "allowed_tools", **some},
     ):
-        conversation = {"tools": GIVEN_TOOLS, "tool_choice": choice}
+        conversation = {"tools": GIVEN_TOOLS, "tool_choice": c}
         taken_tools = tools.take_tools(conversation)
         assert taken_tools is not None and taken_tools.required
         assert [tool.name for tool in taken_tools.tools] == ["now"]
