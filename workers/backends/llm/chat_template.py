@@ -26,7 +26,10 @@ from shmserve.errors import Internal, InvalidArgument, clip
 # Variables that a request may set only if the template uses them, and their default values in
 # OpenAI's API. The defaults are always permitted, because agents send them. The names after a
 # default are variables of templates with the same purpose.
-_CHECKED_VARIABLES = {"documents": ([],), "reasoning_effort": ("medium", "enable_thinking")}
+_CHECKED_VARIABLES: Mapping[str, tuple[Any, ...]] = {
+    "documents": ([],),
+    "reasoning_effort": ("medium", "enable_thinking"),
+}
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _TYPE_TESTS = ("string", "iterable", "sequence", "mapping")
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning")
