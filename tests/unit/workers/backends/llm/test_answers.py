@@ -555,7 +555,7 @@ def test_a_text_ends_with_its_grammar(scheduler: Scheduler, options: dict[str, A
 def test_parameters_that_allow_no_token_are_an_error(
     scheduler: Scheduler, settings: dict[str, Any], temperature: float
 ) -> None:
-    options = {"allowed_token_ids": [Q], "temperature": temperature, "n": 2}
+    options: dict[str, Any] = {"allowed_token_ids": [Q], "temperature": temperature, "n": 2}
     scheduler.add(1, input_ids=PROMPT, **options, **settings)
     scheduler.run()
     code, message = scheduler.errors[1]
