@@ -11,10 +11,11 @@ import datetime
 import json
 import mmap
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.ext import Extension
@@ -287,6 +288,11 @@ def _replace_custom(members: dict[str, Any], name: str) -> None:
         members[name] = [_as_function(value, f"{name}[{index}]") for index, value in pairs]
 
 
+def is_tool_name(name: Any) -> TypeGuard[str]:
+    """Return whether a value may be the name of a tool."""
+    return isinstance(name, str) and bool(re.fullmatch(r"[\w.:/-]{1,256}", name))
+
+
 def _as_function(value: Any, position: str) -> Any:
     """Return a custom tool, the choice of one, or a call of one, as a function."""
     custom = value.get("custom") if isinstance(value, dict) else None
@@ -297,8 +303,8 @@ def _as_function(value: Any, position: str) -> Any:
     if "input" in custom:
         function = {"name": name, "arguments": _to_json({"input": custom["input"]})}
         return {**others, "type": "function", "function": function}
-    if not isinstance(name, str):
-        raise InvalidArgument(f"{position}.custom.name: {clip(repr(name))} is not a string")
+    if not is_tool_name(name):
+        raise InvalidArgument(f"{position}.custom.name: {clip(repr(name))} is not a name")
     if custom.get("format") not in (None, {"type": "text"}):
         raise InvalidArgument(f"{position}.custom.format: only the type 'text' is supported")
     members = {key: custom[key] for key in custom if key != "format"}

@@ -7,7 +7,6 @@ calls of strict tools from their opening tag.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from shmserve.errors import InvalidArgument, clip
+from shmserve.workers.backends.llm.chat_template import is_tool_name
 from shmserve.workers.backends.llm.grammars import NO_FORCING, SCHEMA_MAPS, resolve_reference
 from shmserve.workers.backends.llm.message_parsers import MessageFormat
 from shmserve.workers.backends.llm.token_texts import with_pauses
@@ -94,7 +94,7 @@ def _parse_tool(index: int, tool: Any) -> Tool:
         raise InvalidArgument(f"{field}: {clip(repr(tool))} is not a function with a name")
     field = f"{field}.function"
     name, schema = function.get("name"), function.get("parameters")
-    if not (isinstance(name, str) and re.fullmatch(r"[\w.:/-]{1,256}", name)):
+    if not is_tool_name(name):
         raise InvalidArgument(f"{field}.name: {clip(repr(name))} is not a name")
     _check_type(f"{field}.description", function.get("description"), str, "a string")
     strict = tool.get("strict") if function.get("strict") is None else function["strict"]
