@@ -143,7 +143,7 @@ class _HeldArena:
     def __init__(self, memory: Memory) -> None:
         self.pid = memory.pid
         self.memory = memory
-        self.users = 0
+        self.reference_count = 0
         self.owner_exited = False
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class _EnsembleMemory(EnsembleMemory):
     def hold(self, memory_range: Range) -> None:
         arena: Any = _HeldArena(memory_range.memory)
         held_arena: Any = self._held_arenas.setdefault(memory_range.memory.id, arena)
-        held_arena.users += 1
+        held_arena.reference_count += 1
 
 
 def _simulate_lent_memory(model: Model, process: Process, memory: SimulatedMemory) -> LentMemory:

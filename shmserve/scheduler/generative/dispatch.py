@@ -127,17 +127,16 @@ class GenerativeDispatch(Dispatcher):
 
     @property
     def _waiting_count(self) -> int:
-        """Return the number of requests and sequences that wait for others to end.
+        """Return the number of requests and sequences beyond those that the batches can hold.
 
-        Requests that have not been prepared yet do not count if the instances have free rows for
-        them.
+        Requests that have not been prepared yet, or that will begin with the next step, wait only
+        if the batches have no free rows for them.
         """
-        max_sequences = self._engine_settings.max_batch_size
         engines = [self._engine(slot) for slot in self._pool.ready()]
-        capacity = sum(max(max_sequences - engine.live_sequences, 0) for engine in engines)
+        capacity = self._engine_settings.max_batch_size * len(engines)
         unprepared = sum(item.generation is None for item in self._assigned_requests.values())
-        waiting_count = sum(engine.waiting_count for engine in engines)
-        return max(len(self._queue) + unprepared - capacity, 0) + waiting_count
+        live_count = sum(engine.live_sequences for engine in engines)
+        return max(len(self._queue) + unprepared + live_count - capacity, 0)
 
     def flush(self) -> None:
         """Do nothing: an engine never waits for further requests."""

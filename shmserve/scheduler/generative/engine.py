@@ -167,11 +167,6 @@ class Engine(Generic[T]):
         """Return the number of sequences with a status."""
         return sum(sequence.status is status for sequence in self._sequences.values())
 
-    @property
-    def waiting_count(self) -> int:
-        """Return the number of sequences that have not run yet, or must begin again."""
-        return self.count(SequenceStatus.WAITING)
-
     # --- plan
 
     def plan(self, now_ns: int) -> Step | None:

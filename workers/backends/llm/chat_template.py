@@ -25,8 +25,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shmserve.errors import Internal, InvalidArgument, clip
 
 # Variables that a request may set only if the template uses them, and their default values in
-# OpenAI's API. The defaults are always permitted, because agents send them.
-_CHECKED_VARIABLES = {"documents": [], "reasoning_effort": "medium"}
+# OpenAI's API. The defaults are always permitted, because agents send them. The names after a
+# default are variables of templates with the same purpose.
+_CHECKED_VARIABLES: Mapping[str, tuple[Any, ...]] = {
+    "documents": ([],),
+    "reasoning_effort": ("medium", "enable_thinking"),
+}
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _TYPE_TESTS = ("string", "iterable", "sequence", "mapping")
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning")
@@ -103,6 +107,9 @@ class ChatTemplate:
             if template.requires_tool_name:
                 _name_tool_messages(messages)
             last_text = _mark_end(chat["messages"][-1], messages[-1], template) if continues else ""
+            effort = variables.get("reasoning_effort")
+            if effort and "enable_thinking" in template.variables:  # as in vLLM
+                variables.setdefault("enable_thinking", effort != "none")
             _check_variables(variables, template)
             text = template.template.render(**{**variables, "messages": messages})
             text.encode()
@@ -187,8 +194,9 @@ class _CompiledTemplate(NamedTuple):
 
 def _check_variables(chat: Mapping[str, Any], template: _CompiledTemplate) -> None:
     """Raise InvalidArgument if a request has variables that the template would ignore."""
-    for name, default in _CHECKED_VARIABLES.items():
-        if chat.get(name) and chat[name] != default and name not in template.variables:
+    for name, (default, *other_names) in _CHECKED_VARIABLES.items():
+        is_used = not template.variables.isdisjoint((name, *other_names))
+        if chat.get(name) and chat[name] != default and not is_used:
             raise InvalidArgument(f"{name}: the model's chat template does not use it")
 
 
@@ -263,13 +271,14 @@ def conversation(text: str) -> dict[str, Any]:
         kind, description = _VARIABLE_TYPES[name]
         if not isinstance(chat[name], kind | None):
             raise InvalidArgument(f"{name}: {clip(repr(chat[name]))} is not {description}")
+    chat = {name: value for name, value in chat.items() if value is not None}
     if '"custom"' in text:
         for message in messages:
             _replace_custom(message, "tool_calls")
         _replace_custom(chat, "tools")
         if "tool_choice" in chat:
             chat["tool_choice"] = _as_function(chat["tool_choice"], "tool_choice")
-    return {**chat}
+    return chat
 
 
 def _replace_custom(members: dict[str, Any], name: str) -> None:

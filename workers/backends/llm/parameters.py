@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmserve.errors import InvalidArgument, clip
-from shmserve.ipc.engine_settings import IGNORED_PARAMETERS
+from shmserve.ipc.engine_settings import IGNORED_PARAMETERS, UNSUPPORTED_PARAMETERS
 from shmserve.logs import warn_once
 from shmserve.workers.backends.llm.token_texts import parse_json, with_pauses
 
@@ -55,13 +55,21 @@ _ALIASES = {
 }
 # Parameters of OpenAI's and vLLM's APIs that would change a text, and their values without effect.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(UNSUPPORTED_PARAMETERS, ({}, [])),
     "suffix": ("",),
-    "logits_processors": ([],),
     "detokenize": (True,),
+    "watermarking": (False,),
+    "truncation_side": ("left",),
     "cache_salt": (),
     "lora_name": ("",),
     "prompt_embeds": (),
 }
+# Members of a conversation, which the input `messages` contains.
+_CONVERSATION = (
+    *("tools", "tool_choice", "parallel_tool_calls", "chat_template", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message", "documents", "reasoning_effort"),
+    "include_reasoning",
+)
 _NO_GRAMMAR = ("", "")
 _OBJECT_SCHEMA = {"type": "object"}
 _MAX_CHOICES = 10_000
@@ -185,13 +193,15 @@ def parse(
     """
     problems: list[str] = []
     grammars: dict[str, tuple[str, str]] = {}
-    request_names = {_ALIASES.get(name, name): name for name in request}
+    request = {name: value for name, value in request.items() if value is not None}
     presets = {name: defaults[name] for name in _PRESETS if defaults.get(name) is not None}
+    request_names = {
+        **{_ALIASES.get(name, name): f"generation_config.json: {name}" for name in presets},
+        **{_ALIASES.get(name, name): name for name in request},
+    }
     values: dict[str, Any] = {"seed": secrets.randbits(63)}
     for name, value in {**_resolve_aliases(presets), **_resolve_aliases(request)}.items():
         parser = _PARSERS.get(name)
-        if value is None:
-            continue
         if parser is not None:
             try:
                 values |= parser(name, value)
@@ -199,6 +209,8 @@ def parse(
                 problems.append(f"{name}: {clip(repr(value))} is {error}")
         elif name in _IGNORED:
             continue
+        elif name in _CONVERSATION:
+            problems.append(f"{name}: only supported as a member of the input messages")
         elif name not in _UNSUPPORTED:
             warn_once(logger, "the unknown parameter '%s' of a generation is ignored", clip(name))
         elif value not in _UNSUPPORTED[name]:

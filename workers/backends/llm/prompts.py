@@ -464,8 +464,9 @@ def merged_parameters(request: Request, inputs: Mapping[str, Any]) -> tuple[dict
     text = inputs.get("sampling_parameters") or merged_values.pop("sampling_parameters", None)
     if text:
         try:
-            merged_values |= parse_json(text)
-        except (TypeError, ValueError):
+            settings = parse_json(text).items()
+            merged_values |= {name: value for name, value in settings if value is not None}
+        except (AttributeError, TypeError, ValueError):
             problem = f"sampling_parameters: {clip(repr(text))} is not a JSON object"
             raise InvalidArgument(problem) from None
     for name in ("stream", "exclude_input_in_output"):

@@ -121,6 +121,8 @@ FILES: dict[str, dict[str, dict[str, Any]]] = {
         "pad_token": {"content": "[PAD]", "lstrip": True}}},
     "added_tokens.json": {"added_tokens.json": THINK_TOKENS,
         "special_tokens_map.json": {"pad_token": "<think>"}},
+    "added_tokens.json beside an older list": {"added_tokens.json": {"<x>": SIZE, "<y>": SIZE + 1},
+        "special_tokens_map.json": {"additional_special_tokens": ["<x>"], "bos_token": "<y>"}},
     "split_special_tokens": {SETTINGS: {"split_special_tokens": True}},
     "no effect": {SETTINGS: {"add_bos_token": True, "add_eos_token": True, "add_prefix_space": True,
         "clean_up_tokenization_spaces": True, "model_max_length": 3, "padding_side": "left",
