@@ -64,22 +64,22 @@ class _Outbox:
 
     malformed_messages = 0
 
-    def __init__(self, endpoint: str = "", neighbours: InProcessLinks | None = None) -> None:
+    def __init__(self, endpoint: str = "", in_process_links: InProcessLinks | None = None) -> None:
         self.posted: deque[Any] = deque()
         self._endpoint = endpoint
-        self._neighbours = neighbours
+        self._in_process_links = in_process_links
 
     def post(self, *message: Any) -> None:
         """Queue a message."""
-        if self._neighbours is None or not self._neighbours.post(
+        if self._in_process_links is None or not self._in_process_links.post(
             message[0], self._endpoint, message[-1]
         ):
             self.posted.append(message[-1])
 
     def sender_of(self, peer: bytes) -> Callable[[Any], object]:
         """Return a function that queues a message for a peer."""
-        if self._neighbours is not None and self._neighbours.is_registered(peer):
-            return partial(self._neighbours.post, peer, self._endpoint)
+        if self._in_process_links is not None and self._in_process_links.is_registered(peer):
+            return partial(self._in_process_links.post, peer, self._endpoint)
         return partial(self.post, peer)
 
 
@@ -94,7 +94,7 @@ class Chain:
         """Create the ensemble and its steps; `ensemble_only`: the steps have no schedulers."""
         self.worker_ns = 0
         self._schemas = Schemas(RequestSchema)
-        self._neighbours = links = InProcessLinks()
+        self._in_process_links = links = InProcessLinks()
         self._clients = _Outbox()
         self._workers: list[tuple[BatchingCore, Front[Any], bytes, _Outbox]] = []
         self._active: dict[Front[Any], None] = {}
@@ -143,7 +143,7 @@ class Chain:
 
     def _add_instant(self, name: str, input_size: int, output_size: int) -> ModelSpec:
         """Add a step that responds at once."""
-        links = self._neighbours
+        links = self._in_process_links
 
         def respond(peer: bytes, message: Any) -> None:
             links.post(
@@ -166,17 +166,17 @@ class Chain:
         """Add a step with its scheduler and a worker."""
         index = len(self._workers)
         config = self._config(name, input_size, output_size)
-        clients, workers, control = _Outbox(name, self._neighbours), _Outbox(), _Outbox()
+        clients, workers, control = _Outbox(name, self._in_process_links), _Outbox(), _Outbox()
         settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
         fits = Schemas(Signature(ModelSpec.of(config), "1").fit)
         core = BatchingCore(settings, fits, workers, control, time.perf_counter_ns)
         front = Front(core, clients, control, time.time_ns, name)
 
-        def from_neighbour(peer: bytes, message: Any) -> None:
+        def from_in_process_peer(peer: bytes, message: Any) -> None:
             self._active[front] = None
             front.handle_client_message(peer, message, time.monotonic_ns())
 
-        self._neighbours.register(name, from_neighbour)
+        self._in_process_links.register(name, from_in_process_peer)
         peer, now_ns = b"0.%d" % (100 + index), time.monotonic_ns()
         front.handle_control_message(InstanceExpected(0, 100 + index), now_ns)
         core.results.handle(peer, m.InstanceReady(0, 100 + index), now_ns)
@@ -209,8 +209,8 @@ class Chain:
         self._clients.posted.clear()
 
     def _deliver(self) -> None:
-        while self._active or self._neighbours.queued_messages:
-            self._neighbours.deliver()
+        while self._active or self._in_process_links.queued_messages:
+            self._in_process_links.deliver()
             active = list(self._active)
             self._active.clear()
             for front in active:

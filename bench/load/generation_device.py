@@ -129,7 +129,7 @@ def main() -> None:
             architecture.hidden * architecture.heads * architecture.head_dim
             + 3 * architecture.hidden * architecture.intermediate
         )
-        weights = architecture.layers * per_layer + architecture.vocabulary * architecture.hidden
+        weights = architecture.layers * per_layer + architecture.vocab_size * architecture.hidden
         for rows in args.rows:
             steps(passes, rows)
             prefill, step = steps(passes, rows)

@@ -294,7 +294,7 @@ def merge_autocomplete(
                 conflicts += _merge_tensor(config.name, path, written_tensors[index], tensor)
             else:
                 written_tensors.add().CopyFrom(tensor)  # type: ignore[arg-type]
-    source.check(merged_config, conflicts)
+    source.raise_for_problems(merged_config, conflicts)
     return merged_config
 
 

@@ -58,7 +58,7 @@ class Source:
         problem = Problem(key, text, at=self.positions.get(key, ""))
         return replace(self, problems=(*self.problems, problem))
 
-    def check(
+    def raise_for_problems(
         self,
         config: ModelConfig,
         problems: Iterable[Problem] = (),

@@ -61,14 +61,14 @@ def parse_pbtxt(text: str, file_name: str = "config.pbtxt") -> ModelConfig:
             `file_name:LINE:COLUMN: key.path[0]: problem, value found, nearest known name`.
     """
     config, source = read_pbtxt(text, file_name)
-    source.check(config)
+    source.raise_for_problems(config)
     return config
 
 
 def from_json(value: str | dict[str, Any], origin: str = "config") -> ModelConfig:
     """Return the configuration in proto3 JSON; see `read_json` and `parse_pbtxt`."""
     config, source = read_json(value, origin)
-    source.check(config)
+    source.raise_for_problems(config)
     return config
 
 

@@ -99,7 +99,7 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _ESCAPE = re.compile(
-    rb"\\(?:([abfnrtv\\'\"?])|([0-7]{1,3})|[xX]([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|)"
+    rb"\\(?:([abfnrtv\\'\"?])|([0-7]{1,3})|[xX]([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[\s\S]?)"
 )
 _PLAIN = dict(zip(b"abfnrtv\\'\"?", b"\a\b\f\n\r\t\v\\'\"?", strict=True))
 _CLOSING = {"{": "}", "<": ">"}
@@ -250,7 +250,8 @@ class _Parser:
                     return bytes([code])
             elif 0 <= code < 0x110000 and not 0xD800 <= code < 0xE000:
                 return chr(code).encode()
-            raise Malformed(self._at(token.offset), "the string has an invalid escape sequence")
+            found = match[0].decode(errors="replace")
+            raise Malformed(self._at(token.offset), f"invalid escape '{found}' in the string")
 
         return _ESCAPE.sub(replace, token.text[1:-1].encode("utf-8", "surrogatepass"))
 

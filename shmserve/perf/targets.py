@@ -75,10 +75,10 @@ def connect(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
     model = data.read_interface(transport, args.model, args.model_version)
     options = data.DataOptions(args.input, args.shape, args.data, args.batch, args.text_length)
     items = data.read_requests(model, options)
-    sizes = data.output_sizes(model, args.batch, args.output_byte_size)
+    output_sizes = data.output_sizes(model, args.batch, args.output_byte_size)
     lane_factory: Any
     if address is None:
-        lane_factory = _open_native_lanes(args, run_dir, poller, model, sizes)
+        lane_factory = _open_native_lanes(args, run_dir, poller, model)
     else:
         lane_factory = _open_lanes(args, address, poller, model.decoupled)
     stack.callback(lane_factory.close)
@@ -86,7 +86,7 @@ def connect(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
     if args.shared_memory != "none" and address is not None:
         regions = stack.enter_context(Regions(transport, args.shared_memory))
         items = regions.inputs(items)
-    requests = partial(_slot_requests, args, lane_factory, items, sizes, regions)
+    requests = partial(_slot_requests, args, lane_factory, items, output_sizes, regions)
     _send_probe(args, poller, lane_factory, requests(1)(0)[0])
     models = (args.model, *model.steps)
     statistics = partial(measure.statistics_of, transport, models, args.model_version)
@@ -113,7 +113,6 @@ def _open_native_lanes(
     run_dir: Path | None,
     poller: Poller,
     model: data.ModelInterface,
-    sizes: dict[str, int],
 ) -> LaneFactory:
     from shmserve.protocols.native import NativeLaneFactory
 
@@ -152,12 +151,12 @@ def _slot_requests(
     args: Namespace,
     lane_factory: LaneFactory,
     items: Sequence[data.Inputs],
-    sizes: dict[str, int],
+    output_sizes: dict[str, int],
     regions: Regions | None,
     slots: int,
 ) -> Requests:
     """Return a function from a slot to its encoded requests, which slots share if possible."""
-    output_parts = regions.outputs(sizes, slots) if regions is not None and sizes else None
+    output_parts = regions.outputs(output_sizes, slots) if regions and output_sizes else None
     length = args.sequence_length
     first_sequence = random.getrandbits(62) + 1
 
@@ -325,14 +324,14 @@ class Regions:
             memory.write(part.offset, tensor.raw)
         return [[replace(tensor, raw=b"", part=part) for tensor, part in item] for item in assigned]
 
-    def outputs(self, sizes: Mapping[str, int], slots: int) -> list[dict[str, RegionPart]]:
+    def outputs(self, byte_sizes: Mapping[str, int], slots: int) -> list[dict[str, RegionPart]]:
         """Reserve space for the outputs of each slot. Raises Unavailable, TransportError."""
         name = self._name(f"out{slots}")
         output_parts: list[dict[str, RegionPart]] = []
         offset = 0
         for _ in range(slots):
             output_parts.append({})
-            for output, size in sizes.items():
+            for output, size in byte_sizes.items():
                 output_parts[-1][output] = RegionPart(name, offset, size)
                 offset += _aligned(size)
         self._region(name, offset)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-_KINDS = {0: np.float32, 3: np.int32}
+_KINDS = {0: np.float32, 3: np.int32, 16: np.complex64}
 
 
 def write(path: Path, inputs: list[dict[str, Any]], outputs: list[dict[str, Any]]) -> None:

@@ -19,9 +19,9 @@ class StepLinks:
         self._hosts = process.hosts
         self._links: dict[str, tuple[bytes, Link]] = {}
         self._take = take
-        self._neighbours = process.host.neighbours
+        self._in_process_links = process.host.in_process_links
         self.identity = b"%d.h%s" % (process.pid, process.endpoint.encode())
-        self._neighbours.register(self.identity, take)
+        self._in_process_links.register(self.identity, take)
 
     def _link(self, endpoint: str) -> Link:
         known_link = self._links.get(endpoint)
@@ -42,18 +42,19 @@ class StepLinks:
         return [link for _, link in self._links.values()]
 
     def open(self, endpoint: str) -> None:
-        if not self._neighbours.is_registered(endpoint):
+        if not self._in_process_links.is_registered(endpoint):
             if endpoint not in self._hosts:
                 raise Unavailable("cannot connect to a scheduler")
             self._link(endpoint)
 
     def queue(self, endpoint: str, message: m.Submit, byte_size: int) -> None:
-        if not self._neighbours.post(endpoint, self.identity, message):
+        if not self._in_process_links.post(endpoint, self.identity, message):
             self.open(endpoint)
             self._link(endpoint).post(message)
 
     def post(self, endpoint: str, message: Any) -> None:
-        if not self._neighbours.post(endpoint, self.identity, message) and endpoint in self._links:
+        is_sent = self._in_process_links.post(endpoint, self.identity, message)
+        if not is_sent and endpoint in self._links:
             self._link(endpoint).post(message)
 
     defer = post
@@ -72,7 +73,7 @@ class EnsembleProcess(SchedulerProcess):
 
     def die(self) -> None:
         super().die()
-        self.host.neighbours.remove(self.steps.identity)
+        self.host.in_process_links.remove(self.steps.identity)
 
     def links(self) -> list[Link]:
         return [*super().links(), *self.steps.links()]

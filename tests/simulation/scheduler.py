@@ -22,39 +22,39 @@ from tests.simulation.world import US, Link, Process, Violation, World
 
 
 class Host(Process):
-    """A process of schedulers (`neighbours`); the `due_schedulers` have the next turn."""
+    """A process of schedulers (`in_process_links`); the `due_schedulers` have the next turn."""
 
     def __init__(self, world: World, title: str) -> None:
         super().__init__(world, title)
-        self.neighbours = InProcessLinks()
+        self.in_process_links = InProcessLinks()
         self.schedulers: list[SchedulerProcess] = []
         self.due_schedulers: dict[SchedulerProcess, None] = {}
 
     def run_turns(self) -> None:
         """Run turns until none of the schedulers sends a message to another."""
-        while self.due_schedulers or self.neighbours.queued_messages:
-            self.neighbours.deliver()
+        while self.due_schedulers or self.in_process_links.queued_messages:
+            self.in_process_links.deliver()
             touched, self.due_schedulers = list(self.due_schedulers), {}
             for scheduler in touched:
                 scheduler.tick()
 
 
 class Outbox:
-    """The outbox of a core; some peers are `neighbours`, and `on_post` checks each message."""
+    """The outbox of a core; `in_process_links` reach some peers; `on_post` checks each message."""
 
     malformed_messages = 0
 
     def __init__(
-        self, endpoint: str, neighbours: InProcessLinks, on_post: Callable[[bytes, Any], None]
+        self, endpoint: str, in_process_links: InProcessLinks, on_post: Callable[[bytes, Any], None]
     ) -> None:
         self._endpoint = endpoint
-        self._neighbours = neighbours
+        self._in_process_links = in_process_links
         self._on_post = on_post
         self.links: dict[bytes, Link] = {}
 
     def post(self, peer: bytes, message: Any) -> None:
         self._on_post(peer, message)
-        if self._neighbours.post(peer, self._endpoint, message):
+        if self._in_process_links.post(peer, self._endpoint, message):
             return
         link = self.links.get(peer)
         if link is not None:
@@ -90,7 +90,7 @@ class SchedulerProcess(Process):
         self._number = number
         settings = Settings.read(ModelSpec.of(model.config), version, model.limits)
         self.trace = SchedulerTrace(world, model, settings, self.title)
-        self._clients = Outbox(self.endpoint, host.neighbours, self._sent_to_client)
+        self._clients = Outbox(self.endpoint, host.in_process_links, self._sent_to_client)
         self._workers = Outbox(self.endpoint, InProcessLinks(), self._record_sent)
         self._control = control
         self._timer_ns = NEVER
@@ -103,7 +103,7 @@ class SchedulerProcess(Process):
         self.core_scheduler = cores.Scheduler(
             model, version, self, memory, (self._clients, self._peers(), self), checkpoint, alive
         )
-        host.neighbours.register(self.endpoint, self._from_neighbour)
+        host.in_process_links.register(self.endpoint, self._from_in_process_peer)
         host.schedulers.append(self)
 
     @property
@@ -118,7 +118,7 @@ class SchedulerProcess(Process):
     def die(self) -> None:
         super().die()
         self.host.schedulers.remove(self)
-        self.host.neighbours.remove(self.endpoint)
+        self.host.in_process_links.remove(self.endpoint)
 
     # --- links ------------------------------------------------------------------------------------
 
@@ -183,10 +183,10 @@ class SchedulerProcess(Process):
 
     def _from_clients(self, peer: bytes, messages: list[Any]) -> None:
         for message in messages:
-            self._from_neighbour(peer, message)
+            self._from_in_process_peer(peer, message)
         self.run_turns()
 
-    def _from_neighbour(self, peer: bytes, message: Any) -> None:
+    def _from_in_process_peer(self, peer: bytes, message: Any) -> None:
         self.host.due_schedulers[self] = None
         self.world.note(peer, "->", self.title, message)
         self.trace.from_client(peer, message)

@@ -136,11 +136,11 @@ class OfflineModel:
     def _open(self, stack: contextlib.ExitStack, path: str, device_id: int) -> None:
         acl = self._acl
         self._check("acl.init", acl.init())
-        self._defer(stack, "acl.finalize", acl.finalize)
+        self._defer_release(stack, "acl.finalize", acl.finalize)
         self._check("acl.rt.set_device", acl.rt.set_device(device_id))
-        self._defer(stack, "acl.rt.reset_device", acl.rt.reset_device, device_id)
+        self._defer_release(stack, "acl.rt.reset_device", acl.rt.reset_device, device_id)
         context = self._check_result("acl.rt.create_context", acl.rt.create_context(device_id))
-        self._defer(stack, "acl.rt.destroy_context", acl.rt.destroy_context, context)
+        self._defer_release(stack, "acl.rt.destroy_context", acl.rt.destroy_context, context)
 
         workspace, weights, error = acl.mdl.query_size(path)
         self._check("acl.mdl.query_size", error)
@@ -149,10 +149,10 @@ class OfflineModel:
         memory = (base + workspace_offset, workspace, base + weights_offset, weights)
         load_result = acl.mdl.load_from_file_with_mem(path, *memory)
         self._model = self._check_result("acl.mdl.load_from_file_with_mem", load_result)
-        self._defer(stack, "acl.mdl.unload", acl.mdl.unload, self._model)
+        self._defer_release(stack, "acl.mdl.unload", acl.mdl.unload, self._model)
 
         description = acl.mdl.create_desc()
-        self._defer(stack, "acl.mdl.destroy_desc", acl.mdl.destroy_desc, description)
+        self._defer_release(stack, "acl.mdl.destroy_desc", acl.mdl.destroy_desc, description)
         self._check("acl.mdl.get_desc", acl.mdl.get_desc(description, self._model))
         self.inputs = self._tensors(description, "input")
         self.outputs = self._tensors(description, "output")
@@ -171,7 +171,7 @@ class OfflineModel:
     def _allocate(self, stack: contextlib.ExitStack, byte_size: int) -> int:
         result = self._acl.rt.malloc(byte_size, _HUGE_PAGES_FIRST)
         base: int = self._check_result(f"acl.rt.malloc of {byte_size} bytes", result)
-        self._defer(stack, "acl.rt.free", self._acl.rt.free, base)
+        self._defer_release(stack, "acl.rt.free", self._acl.rt.free, base)
         return base
 
     def _tensors(self, description: Any, side: str) -> tuple[OfflineTensor, ...]:
@@ -185,25 +185,25 @@ class OfflineModel:
         result = getattr(mdl, f"get_{side}_dims")(description, index)
         dims = tuple(self._check_result(f"acl.mdl.get_{side}_dims", result)["dims"])
         size = getattr(mdl, f"get_{side}_size_by_index")(description, index)
-        datatype = _DATATYPES.get(number)
-        if datatype is None:
-            raise InvalidArgument(f"{side} '{name}' has ACL's datatype {number}: no client has it")
+        if number not in _DATATYPES:
+            text = f"ACL's datatype {number} is none of {_DATATYPES}"
+            raise InvalidArgument(f"{side} '{name}': {text}")
         if any(dim < 1 for dim in dims) or not element_count(dims):
             raise InvalidArgument(
                 f"{side} '{name}' has the shape {list(dims)}: only static shapes are served, so "
                 "convert the model without dynamic dimensions"
             )
-        return OfflineTensor(name, datatype, dims, size)
+        return OfflineTensor(name, _DATATYPES[number], dims, size)
 
     def _dataset(
         self, stack: contextlib.ExitStack, tensors: Sequence[OfflineTensor], addresses: list[int]
     ) -> Any:
         acl = self._acl
         dataset = acl.mdl.create_dataset()
-        self._defer(stack, "acl.mdl.destroy_dataset", acl.mdl.destroy_dataset, dataset)
+        self._defer_release(stack, "acl.mdl.destroy_dataset", acl.mdl.destroy_dataset, dataset)
         for tensor, address in zip(tensors, addresses, strict=True):
             buffer = acl.create_data_buffer(address, tensor.byte_size)
-            self._defer(stack, "acl.destroy_data_buffer", acl.destroy_data_buffer, buffer)
+            self._defer_release(stack, "acl.destroy_data_buffer", acl.destroy_data_buffer, buffer)
             result = acl.mdl.add_dataset_buffer(dataset, buffer)
             self._check_result("acl.mdl.add_dataset_buffer", result)
         return dataset
@@ -239,7 +239,7 @@ class OfflineModel:
         if error:
             raise AclError(f"{call} failed with error {error}")
 
-    def _defer(
+    def _defer_release(
         self, stack: contextlib.ExitStack, call: str, release: Callable[..., int], *args: Any
     ) -> None:
         def release_and_log() -> None:

@@ -185,14 +185,14 @@ class BatchOutput(NamedTuple):
 
     name: str
     datatype: str
-    host: Any
-    device: torch.Tensor | None
+    host_batch: Any
+    device_batch: torch.Tensor | None
 
     @property
-    def shape(self) -> Sequence[int]:
+    def shape(self) -> Shape:
         """Return the shape of the whole batch."""
-        batch_shape: Sequence[int] = (self.host if self.device is None else self.device).shape
-        return batch_shape
+        batch: Any = self.host_batch if self.device_batch is None else self.device_batch
+        return tuple(batch.shape)
 
     def part(self, request: Request, rows: slice = _ALL_ROWS, shape: Shape | None = None) -> Output:
         """Return the part of a request.
@@ -208,11 +208,11 @@ class BatchOutput(NamedTuple):
         return Output(self.name, self.datatype, batch if rows is _ALL_ROWS else batch[rows])
 
     def _batch_for(self, request: Request) -> Any:
-        if self.device is not None and (
-            self.host is None or requires_device_memory(request, self.name)
+        if self.device_batch is not None and (
+            self.host_batch is None or requires_device_memory(request, self.name)
         ):
-            return self.device
-        return self.host
+            return self.device_batch
+        return self.host_batch
 
 
 def requires_device_memory(request: Request, name: str) -> bool:
@@ -420,11 +420,11 @@ class Runner:
             and (datatype := _protocol_datatype(output))
         ):
             readers = [request for request in requests if name in request.requested]
-            host: torch.Tensor | None = None
+            host_batch: torch.Tensor | None = None
             if not all(requires_device_memory(request, name) for request in readers):
                 self._copy_counter.outputs += output.nbytes
-                host = self._device.fetch(output)
-            return BatchOutput(name, datatype, host, output)
+                host_batch = self._device.fetch(output)
+            return BatchOutput(name, datatype, host_batch, output)
         name, datatype, data = self._fetch_host(name, output, requests)
         return BatchOutput(name, datatype, data, None)
 
@@ -462,7 +462,7 @@ class Runner:
 
     def _split(self, output: BatchOutput, requests: Sequence[Request]) -> list[Output]:
         """Return the parts of an output for the requests."""
-        shape = tuple(output.shape)
+        shape = output.shape
         shapes = self._ragged and self._ragged.part_shapes(output.name, requests, shape)
         if shapes:
             elements = _adjacent_slices(map(element_count, shapes))

@@ -105,61 +105,62 @@ class File:
     is_editable: bool = False
 
 
-def files(host: Installation) -> list[File]:
+def files(installation: Installation) -> list[File]:
     """Return all files that may be installed, in the order of writing."""
-    settings_file = host.settings / "shmserve.yaml"
+    settings_file = installation.settings / "shmserve.yaml"
     files = []
-    for path, purpose, body in _bodies(host):
+    for path, purpose, body in _bodies(installation):
         is_settings = path == settings_file
         contents = None if body is None else stamp(body, is_settings)
         files.append(File(path, purpose, contents, is_settings))
     return files
 
 
-def _bodies(host: Installation) -> Iterator[tuple[Path, str, str | None]]:
-    user = host.home is not None
-    models = json.dumps(str(host.models), ensure_ascii=False)
+def _bodies(installation: Installation) -> Iterator[tuple[Path, str, str | None]]:
+    user = installation.home is not None
+    models = json.dumps(str(installation.models), ensure_ascii=False)
     group = "" if user else "# Its members may share memory with the server.\nshm-group: shmclients"
     config = _render("config.yaml", models=models, group=group)
-    yield host.settings / "shmserve.yaml", "the server's flags", config
-    yield host.units / SERVICES[0], "the server", _service(host, instance=False)
-    purpose = f"further servers: shmserve@NAME has the flags of {host.settings}/NAME.yaml"
-    yield host.units / SERVICES[1], purpose, _service(host, instance=True)
+    yield installation.settings / "shmserve.yaml", "the server's flags", config
+    yield installation.units / SERVICES[0], "the server", _service(installation, instance=False)
+    purpose = f"further servers: shmserve@NAME has the flags of {installation.settings}/NAME.yaml"
+    yield installation.units / SERVICES[1], purpose, _service(installation, instance=True)
     for unit, (name, port, path) in _SOCKETS.items():
         listen = _listen(f"127.0.0.1:{port}" if port else "", path, user)
-        yield host.units / unit, f"the {name} listener", _socket(name, listen, "")
+        yield installation.units / unit, f"the {name} listener", _socket(name, listen, "")
         purpose = f"the {name} listener of shmserve@NAME, if it is enabled; a drop-in adds ports"
         listen = _listen("", f"%i-{name}.sock", user)
-        yield host.units / _TEMPLATES[unit], purpose, _socket(name, listen, "@%i")
+        yield installation.units / _TEMPLATES[unit], purpose, _socket(name, listen, "@%i")
     limits = "the resource limits of all servers together"
-    yield host.units / UNITS[-1], limits, _render("slice.conf")
+    yield installation.units / UNITS[-1], limits, _render("slice.conf")
     for service in SERVICES:
-        folder = host.units / f"{service}.d"
+        folder = installation.units / f"{service}.d"
         for device in DEVICES:
-            text = None if user or device != host.device else _render(f"{device}.conf")
+            text = None if user or device != installation.device else _render(f"{device}.conf")
             yield folder / f"10-{device}.conf", f"the devices of a host ({device})", text
-        text = _render("token.conf", credential=_credential(user)) if host.has_token else None
+        has_token = installation.has_token
+        text = _render("token.conf", credential=_credential(user)) if has_token else None
         yield folder / "20-token.conf", "the tokens that clients must send", text
     if user:
-        text = _render("user-tmpfiles.conf", models=quote(str(host.models)))
+        text = _render("user-tmpfiles.conf", models=quote(str(installation.models)))
     else:
         text = _render("tmpfiles.conf")
         yield SYSUSERS, "the user shmserve, the group shmclients", _render("sysusers.conf")
-    yield host.tmpfiles, "the required folders", text
+    yield installation.tmpfiles, "the required folders", text
 
 
-def _service(host: Installation, instance: bool) -> str:
-    user = host.home is not None
+def _service(installation: Installation, instance: bool) -> str:
+    user = installation.home is not None
     sockets = " ".join(_SOCKETS)
     name = "shmserve" if user else "shmserve/server"
     return _render(
         "service.conf",
         title=" %i" if instance else "",
-        type=_TYPE_RELOAD if host.systemd_version >= _MIN_RELOAD_VERSION else _TYPE_SIGNAL,
-        program=" ".join(map(quote, host.program)),
+        type=_TYPE_RELOAD if installation.systemd_version >= _MIN_RELOAD_VERSION else _TYPE_SIGNAL,
+        program=" ".join(map(quote, installation.program)),
         config="%i" if instance else "shmserve",
         run_dir=f"{name}-%i" if instance else name,
-        stop_timeout_s=host.exit_timeout_s + _STOP_MARGIN_S,
+        stop_timeout_s=installation.exit_timeout_s + _STOP_MARGIN_S,
         system="" if user else _render("system.conf"),
         sockets="" if instance else f"Sockets={sockets}\n",
         target="default.target" if user else "multi-user.target",
@@ -240,17 +241,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.user and arguments.root:
         raise InvalidArgument("--root: an image has no user's manager; leave out --user")
     root = Path(arguments.root or "/")
-    host = _target(arguments, root)
+    installation = _select_installation(arguments, root)
     if arguments.verb == "show":
-        for file in files(host):
+        for file in files(installation):
             if file.text is not None:
                 print(f"## {file.path}: {file.purpose}\n{file.text}")
         return 0
     with convert_os_errors(f"systemd {arguments.verb}: cannot change the files"):
-        return _Change(host, root, arguments).run(arguments.verb)
+        return _Change(installation, root, arguments).run(arguments.verb)
 
 
-def _target(arguments: argparse.Namespace, root: Path) -> Installation:
+def _select_installation(arguments: argparse.Namespace, root: Path) -> Installation:
     home = None
     if arguments.user:
         config, data = (
@@ -258,14 +259,13 @@ def _target(arguments: argparse.Namespace, root: Path) -> Installation:
             for name, default in (("CONFIG", ".config"), ("DATA", ".local/share"))
         )
         home = (config, data)
-    has_gpu = (root / "dev/nvidiactl").exists()
     installation = Installation((), home)
     if arguments.verb == "remove":  # removal must succeed even if the installation is broken
         return installation
     return Installation(
         program=_program(arguments, arguments.verb == "show" or arguments.dry_run),
         home=home,
-        device=arguments.device or ("nvidia" if has_gpu else "cpu"),
+        device=arguments.device or ("nvidia" if (root / "dev/nvidiactl").exists() else "cpu"),
         has_token=_path_in(root, installation.settings / "token").exists(),
         systemd_version=_systemd_version(root),
         exit_timeout_s=_exit_timeout_s(_path_in(root, installation.settings / "shmserve.yaml")),
@@ -321,25 +321,26 @@ def _path_in(root: Path, path: Path) -> Path:
 class _Change:
     """The installation or removal of files on a host, and the lines printed about it."""
 
-    def __init__(self, host: Installation, root: Path, arguments: argparse.Namespace) -> None:
-        self._target = host
+    def __init__(self, installation: Installation, root: Path, options: argparse.Namespace) -> None:
+        self._installation = installation
+        self._units = _path_in(root, installation.units)
         self._root = root
-        self._dry_run = arguments.dry_run
-        self._force = arguments.force
-        self._manager = ("systemctl", "--user") if arguments.user else ("systemctl",)
-        runtime_dir = Path(os.environ.get("XDG_RUNTIME_DIR", "/") if arguments.user else "/run")
-        self._has_manager = arguments.root is None and (runtime_dir / "systemd/private").exists()
+        self._dry_run = options.dry_run
+        self._force = options.force
+        self._manager = ("systemctl", "--user") if options.user else ("systemctl",)
+        runtime_dir = Path(os.environ.get("XDG_RUNTIME_DIR", "/") if options.user else "/run")
+        self._has_manager = options.root is None and (runtime_dir / "systemd/private").exists()
         self._kept_files: list[File] = []
         self._has_failed = False
 
     def run(self, verb: str) -> int:
-        installed = files(self._target)
+        installed = files(self._installation)
         if verb == "install":
             for file in installed:
                 self._install(file)
         else:
             if not any(_path_in(self._root, file.path).exists() for file in installed):
-                print(f"No units are installed in {_path_in(self._root, self._target.units)}.")
+                print(f"No units are installed in {self._units}.")
             else:
                 self._command(*self._manager, "stop", *_STOPPED_UNITS, may_fail=True)
             for file in installed:
@@ -411,7 +412,7 @@ class _Change:
 
     def _remove_links(self) -> None:
         # Links made by `systemctl enable`, including those of shmserve@NAME.
-        for link in sorted(_path_in(self._root, self._target.units).glob("*.wants/shmserve[.@-]*")):
+        for link in sorted(self._units.glob("*.wants/shmserve[.@-]*")):
             if link.is_symlink():
                 self._report("removed", str(link))
                 if not self._dry_run:
@@ -419,8 +420,8 @@ class _Change:
 
     def _remove_folders(self) -> None:
         # The empty folders created by tmpfiles.d.
-        models = self._target.models
-        for folder in (models, models.parent, *(() if self._target.home else (_RUN_ROOT,))):
+        models = self._installation.models
+        for folder in (models, models.parent, *(() if self._installation.home else (_RUN_ROOT,))):
             path = _path_in(self._root, folder)
             if not self._dry_run and path.is_dir() and not any(path.iterdir()):
                 self._report("removed", str(path))
@@ -429,18 +430,18 @@ class _Change:
     def _finish(self, verb: str) -> None:
         if verb == "remove":
             print("Not removed: models, tokens, other drop-ins, the user and the group.")
-        elif self._target.home is None:
-            self._command("systemd-sysusers", str(SYSUSERS))
-            self._command("systemd-tmpfiles", "--create", str(self._target.tmpfiles))
         else:
-            self._command("systemd-tmpfiles", "--user", "--create", str(self._target.tmpfiles))
+            if self._installation.home is None:
+                self._command("systemd-sysusers", str(SYSUSERS))
+            scope = ("--user",) if self._installation.home else ()
+            self._command("systemd-tmpfiles", *scope, "--create", str(self._installation.tmpfiles))
         self._command(*self._manager, "daemon-reload")
         if verb == "install" and not self._dry_run:
             manager = " ".join(self._manager)
             command = f"{manager} enable --now shmserve.service"
-            print(f"Models go to {self._target.models}. Then: {command}")
-            if not self._target.has_token:
-                token = self._target.settings / "token"
+            print(f"Models go to {self._installation.models}. Then: {command}")
+            if not self._installation.has_token:
+                token = self._installation.settings / "token"
                 print(
                     f"No {token}: any client that reaches the sockets is served. "
                     "Write the file and install again."

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shmserve.client.memory.cuda import DeviceSegment
-from shmserve.client.memory.segments import AnySegment
+from shmserve.client.memory.segments import AnySegment, Segment
 from shmserve.client.memory.views import MemoryLease, noop
 from shmserve.client.request.arrays import dtype_of, to_torch
 from shmserve.client.request.prepare import PackedRequest
@@ -190,6 +190,11 @@ def _map_output(
     packed = reader.packed_request
     segment = _segment(packed, memory_range.memory)
     if segment is None or ref.datatype == "BYTES":
+        if isinstance(segment, DeviceSegment):
+            raise Unsupported(
+                f"output '{ref.name}': strings cannot be read from device memory; request the "
+                "output without memory for it"
+            )
         return _decode(packed, ref, _copy_output(reader, memory_range, segment))
     lease = lease or _region_lease(packed, segment)
     array = segment.view(memory_range.offset, ref.shape, ref.datatype, lease)
@@ -211,13 +216,8 @@ def _region_lease(packed: PackedRequest, segment: AnySegment) -> MemoryLease:
     return MemoryLease(noop)
 
 
-def _copy_output(reader: Reader, memory_range: Range, segment: AnySegment | None) -> bytearray:
+def _copy_output(reader: Reader, memory_range: Range, segment: Segment | None) -> bytearray:
     if segment is not None:
-        if isinstance(segment, DeviceSegment):
-            raise Unsupported(
-                "strings cannot be read from device memory; request this output "
-                "without memory for it"
-            )
         start = memory_range.offset
         return bytearray(segment.bytes[start : start + memory_range.byte_size])
     try:

@@ -87,7 +87,6 @@ _TAIL_HINT = " (with binary_data_size, Inference-Header-Content-Length is the si
 _RAW_TOO_LARGE = "Raw input" + TOO_LARGE
 _CUT_SHORT = "the request body ended early"
 _NUMBER = re.compile(r"-?[0-9]+")
-_NO_HEADERS: dict[str, str] = {}
 
 
 class BrokenBody(InvalidArgument):
@@ -323,23 +322,23 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     """
     headers = request.headers
     pattern = gateway.settings.http_header_forward_pattern
-    forwarded = select_forwarded_headers(pattern, headers.items()) if pattern else _NO_HEADERS
+    forwarded_headers = select_forwarded_headers(pattern, headers.items()) if pattern else {}
     header_length = headers.get(HEADER_LENGTH)
     content = request.content
     if type(content) is WholeBody and CONTENT_ENCODING not in headers:
         body, content.data = content.data, b""
     else:
-        read = await _read(gateway, model, request, header_length, forwarded)
+        read = await _read(gateway, model, request, header_length, forwarded_headers)
         if isinstance(read, BuiltRequest):
             return read
         body = read
     size = header_size(header_length, len(body))
     if not size:
-        return _raw(gateway, model, body, forwarded)
+        return _raw(gateway, model, body, forwarded_headers)
     limit = gateway.settings.max_input_size
     fingerprint = Fingerprint(body[:size], len(body) - size)
     # Forwarded headers are parameters that the body does not contain.
-    if size <= limit and not forwarded:
+    if size <= limit and not forwarded_headers:
         repeated = fill_known_template(model.templates, fingerprint, body, size)
         if repeated is not None:
             return repeated
@@ -351,8 +350,8 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
         if b"binary_data_size" in body and (header_length is None or "UTF-8" in error.message):
             raise JsonFault(error.message + _TAIL_HINT) from None
         raise
-    infer_request.parameters |= forwarded
-    if forwarded or not is_worth_caching(model.templates, fingerprint):
+    infer_request.parameters |= forwarded_headers
+    if forwarded_headers or not is_worth_caching(model.templates, fingerprint):
         return build_request(gateway, model, infer_request, body, size)
     built_request, template = build_with_template(gateway, model, infer_request, body, size)
     if template is not None:
@@ -385,13 +384,13 @@ async def body_limit_us(gateway: Gateway, request: HttpRequest) -> int:
 
 
 def _raw(
-    gateway: Gateway, model: GatewayModel, body: bytes, forwarded: dict[str, str]
+    gateway: Gateway, model: GatewayModel, body: bytes, forwarded_headers: dict[str, str]
 ) -> BuiltRequest:
     limit = gateway.settings.max_input_size
     if len(body) > limit:
         raise InvalidArgument(_RAW_TOO_LARGE.format(size=len(body), limit=limit))
     infer_request, body = raw_request(model.signature, body)
-    infer_request.parameters |= forwarded
+    infer_request.parameters |= forwarded_headers
     return build_request(gateway, model, infer_request, body)
 
 
@@ -400,7 +399,7 @@ async def _read(
     model: GatewayModel,
     request: HttpRequest,
     header_length: str | None,
-    forwarded: dict[str, str],
+    forwarded_headers: dict[str, str],
 ) -> bytes | BuiltRequest:
     """Return a body that is compressed or still arriving, or the request if it is large."""
     body = Body(request, gateway.settings, gateway.body_budget)
@@ -418,7 +417,7 @@ async def _read(
     tail_size = body.declared_size - size if size else 0
     if tail_size > INLINE_LIMIT:
         try:
-            return await _receive(gateway, model, request, body, size, forwarded)
+            return await _receive(gateway, model, request, body, size, forwarded_headers)
         finally:
             body.arrival.release_budget()
     return await body.read(limit + tail_size, JSON_TOO_LARGE if size else _RAW_TOO_LARGE)
@@ -430,7 +429,7 @@ async def _receive(
     request: HttpRequest,
     body: Body,
     size: int,
-    forwarded: dict[str, str],
+    forwarded_headers: dict[str, str],
 ) -> BuiltRequest:
     """Read the header, which has `size` bytes, and receive the tensors into the arena."""
     limit = gateway.settings.max_input_size
@@ -440,7 +439,7 @@ async def _receive(
     if len(start) < size:
         raise InvalidArgument(_CUT_SHORT)
     infer_request = await _parse(start[:size], body.declared_size - size, model, limit)
-    infer_request.parameters |= forwarded
+    infer_request.parameters |= forwarded_headers
     arriving = reserve_tensors(gateway, model, infer_request, body.declared_size)
     try:
         if arriving.built_request.regions:

@@ -107,7 +107,7 @@ def validate(
     of_file = [*_file_problems(config, complete), *parameter_problems(config, complete=complete)]
     problems = [*of_file, *_load_problems(config, gpu_count, complete, model_dir)]
     kind = InvalidArgument if of_file or source.problems else LoadProblem
-    source.check(config, problems, kind)
+    source.raise_for_problems(config, problems, kind)
 
 
 def _file_problems(config: ModelConfig, complete: bool) -> Iterator[Problem]:

@@ -259,14 +259,14 @@ class StepSchedulers(Links):
     """
 
     _waiter: DescriptorWaiter
-    _neighbours: InProcessLinks
+    _in_process_links: InProcessLinks
     _identity: bytes
     _receive_message: Callable[[str, Any], None]
 
     def __post_init__(self) -> None:
         name = f"{os.getpid()}.{secrets.token_hex(8)}"
         self._links = LinkTable(name, self._watch, self._waiter.unwatch)
-        self._neighbours.register(self._identity, self._receive_message)
+        self._in_process_links.register(self._identity, self._receive_message)
 
     def _watch(self, fd: int) -> None:
         self._waiter.watch(fd, partial(self._receive, fd))
@@ -278,15 +278,15 @@ class StepSchedulers(Links):
             self._receive_message(link.endpoint, message)
 
     def open(self, endpoint: str) -> None:
-        if not self._neighbours.is_registered(endpoint):
+        if not self._in_process_links.is_registered(endpoint):
             self._links.open(endpoint)
 
     def queue(self, endpoint: str, message: Submit, byte_size: int) -> None:
-        if not self._neighbours.call(endpoint, self._identity, message):
+        if not self._in_process_links.call(endpoint, self._identity, message):
             self._links.queue(endpoint, message, byte_size or message_size(message))
 
     def post(self, endpoint: str, message: Cancel | Credit | Release) -> None:
-        if not self._neighbours.call(endpoint, self._identity, message):
+        if not self._in_process_links.call(endpoint, self._identity, message):
             self._links.post(endpoint, message)
 
     defer = post  # all queued messages are sent at the end of the turn
@@ -305,5 +305,5 @@ class StepSchedulers(Links):
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close every link."""
-        self._neighbours.remove(self._identity)
+        self._in_process_links.remove(self._identity)
         self._links.close_all()

@@ -81,7 +81,7 @@ class StepKind(NamedTuple):
         schema: The schema of the requests.
         schema_reusing_input: The schema of requests whose outputs may stay in an input's memory.
         placed: The outputs that have memory ranges: their names in the model and the ensemble.
-        sizes: The byte size of each output that the ensemble allocates, and its CUDA device.
+        allocations: The byte size of each output that the ensemble allocates, and its CUDA device.
         to_client: The outputs that are written to the client's memory.
         responses: The unpacked schemas of the responses.
     """
@@ -89,7 +89,7 @@ class StepKind(NamedTuple):
     schema: bytes
     schema_reusing_input: bytes
     placed: tuple[tuple[str, str], ...]
-    sizes: dict[str, tuple[int, int | None]]
+    allocations: dict[str, tuple[int, int | None]]
     to_client: frozenset[str]
     responses: Schemas[StepResponse]
 
@@ -178,7 +178,7 @@ class StepMessages:
         if kind is None:
             kind = self._new_kind(request, firing, target)
             firing.step.kinds.store(key, kind)
-        blocks = self._allocate(kind) if kind.sizes else {}
+        blocks = self._allocate(kind) if kind.allocations else {}
         data: list[Any] = []
         override: dict[str, Any] | None = None
         for value in firing.inputs.values():
@@ -251,7 +251,7 @@ class StepMessages:
     def _allocate(self, kind: StepKind) -> dict[str, Block]:
         blocks: dict[str, Block] = {}
         try:
-            for name, (byte_size, device) in kind.sizes.items():
+            for name, (byte_size, device) in kind.allocations.items():
                 blocks[name] = self._memory.allocate(byte_size, device)
         except BaseException:
             for block in blocks.values():

@@ -87,12 +87,12 @@ class BlockPool:
                 break
             blocks.append(previous)
         if len(blocks) < count:
-            blocks += self._take_free(count - len(blocks))
+            blocks += self._take_free_blocks(count - len(blocks))
         for block in blocks:
             self.references[block] = 1
         return blocks
 
-    def _take_free(self, count: int) -> Iterator[int]:
+    def _take_free_blocks(self, count: int) -> Iterator[int]:
         """Yield `count` free blocks, taken from as few extents as possible."""
         while self._cached_blocks and max(self._length_by_start.values(), default=0) < count:
             if self._free_count >= 4 * count:

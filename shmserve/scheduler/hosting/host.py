@@ -119,7 +119,7 @@ class HostedScheduler(ABC):
         self,
         start: SchedulerStart,
         waiter: DescriptorWaiter,
-        neighbours: InProcessLinks,
+        in_process_links: InProcessLinks,
         active: dict[HostedScheduler, None],
     ) -> None:
         number, run_dir = start.number, start.run_dir
@@ -131,7 +131,7 @@ class HostedScheduler(ABC):
         self._active_schedulers = active
         self._start = start
         self._waiter = waiter
-        self._neighbours = neighbours
+        self._in_process_links = in_process_links
         self._settings = Settings.read(start.config, start.version, start.limits)
         self._control = Dealer(endpoints.control(run_dir), f"{start.kind}.{number}.{os.getpid()}")
         self._client_router = PeerCredRouter(self.endpoint, leading_pid)
@@ -155,7 +155,7 @@ class HostedScheduler(ABC):
         }
         for fd, handler in self._handlers_by_fd.items():
             waiter.watch(fd, handler)
-        neighbours.register(self.endpoint, self._handle_neighbour_message)
+        in_process_links.register(self.endpoint, self._handle_in_process_message)
         self._control.send(SchedulerReady(os.getpid()))
         active[self] = None
 
@@ -201,7 +201,7 @@ class HostedScheduler(ABC):
             else:
                 front.count_unexpected()
 
-    def _handle_neighbour_message(self, peer: bytes, message: Any) -> None:
+    def _handle_in_process_message(self, peer: bytes, message: Any) -> None:
         self._active_schedulers[self] = None
         self.front.handle_client_message(peer, message, time.monotonic_ns())
 
@@ -234,8 +234,8 @@ class HostedScheduler(ABC):
         """
         if leading_pid(peer) >= FIRST_LOCAL_CLIENT:
             return partial(self._send_to_local_client, peer)
-        if self._neighbours.is_registered(peer):
-            return partial(self._neighbours.post, peer, self.endpoint)
+        if self._in_process_links.is_registered(peer):
+            return partial(self._in_process_links.post, peer, self.endpoint)
         return partial(self._client_router.post, peer)
 
     def _send_to_local_client(self, peer: bytes, message: Any) -> None:
@@ -254,7 +254,7 @@ class HostedScheduler(ABC):
 
     def close(self) -> None:
         """Close every link; its last messages have a moment to be delivered."""
-        self._neighbours.remove(self.endpoint)
+        self._in_process_links.remove(self.endpoint)
         for fd in self._handlers_by_fd:
             self._waiter.unwatch(fd)
         for outbox in self.outboxes:
@@ -311,7 +311,7 @@ class EnsembleScheduler(HostedScheduler):
         def memory_dropped(memory_id: int) -> None:
             control.post(MemoryDropped(memory_id))
 
-        steps = StepSchedulers(self._waiter, self._neighbours, identity, handle_step_message)
+        steps = StepSchedulers(self._waiter, self._in_process_links, identity, handle_step_message)
         self._memory = EnsembleMemory(self._lent_memory, memory_dropped)
         core = EnsembleCore(self._settings, start.config, steps, control, self._memory, self._cache)
         # Steps before clients, so that a step has received a message before its cause is answered.
@@ -364,7 +364,7 @@ class Host:
 
     def __init__(self, start: HostStart) -> None:
         self._waiter = DescriptorWaiter()
-        self._neighbours = InProcessLinks()
+        self._in_process_links = InProcessLinks()
         self._schedulers: list[HostedScheduler] = []
         # Schedulers with received messages, in the order of their next turns.
         self._active_schedulers: dict[HostedScheduler, None] = {}
@@ -397,16 +397,16 @@ class Host:
 
         `wake_ns` is the earliest turn that a scheduler has asked for (monotonic ns).
         """
-        active, neighbours = self._active_schedulers, self._neighbours
+        active, in_process_links = self._active_schedulers, self._in_process_links
         now_ns = time.monotonic_ns()
         if now_ns >= wake_ns:
             due = (scheduler for scheduler in self._schedulers if now_ns >= scheduler.wake_ns)
             active.update(dict.fromkeys(due))
         turned_schedulers: list[HostedScheduler] = []  # a scheduler may occur twice
-        while active or neighbours.queued_messages:
+        while active or in_process_links.queued_messages:
             # Delivered first, so that an ensemble and its steps handle messages in the same turn.
-            if neighbours.queued_messages:
-                neighbours.deliver()
+            if in_process_links.queued_messages:
+                in_process_links.deliver()
                 now_ns = time.monotonic_ns()
             schedulers = list(active)
             active.clear()
@@ -451,7 +451,7 @@ class Host:
     def _open_scheduler(self, start: SchedulerStart) -> None:
         try:
             scheduler = KINDS[start.kind](
-                start, self._waiter, self._neighbours, self._active_schedulers
+                start, self._waiter, self._in_process_links, self._active_schedulers
             )
         except (ShmserveError, OSError) as error:
             # No descriptor or memory is left; the other schedulers continue.

@@ -312,7 +312,7 @@ class Instances:
         if not self._is_needed(instance):  # the process may have started after the stop
             if instance.child is not None:
                 instance.child.kill()
-            raise Unavailable("the model is unloaded")
+            raise Unavailable(f"instance '{instance.name}' was stopped while it was loading")
 
     def _announce(self, instance: Instance) -> None:
         """Notify the scheduler of an instance that will attach, and of its process, if any."""

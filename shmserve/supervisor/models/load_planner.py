@@ -246,7 +246,7 @@ class LoadPlanner:
         try:
             composed = model_config.compose(config, steps, completed["has_any_version"])
         except GraphProblem as error:
-            source.check(config, [Problem(error.key, error.message)], GraphProblem)
+            source.raise_for_problems(config, [Problem(error.key, error.message)], GraphProblem)
             raise
         return ModelSpec.of(model_config.to_dict(composed))
 

@@ -118,7 +118,7 @@ class ModelVersion:
     def fatal_problem(self) -> str:
         """Return the reason why this version will not become ready, or empty."""
         if self._lifetime.is_retiring or self._lifetime.is_stopping:
-            return self.problem or "the model is unloaded"
+            return self.problem or "the model was unloaded while it was loading"
         has_failed = self._failed_starts >= _MAX_FAILED_STARTS
         return self.problem or ("no scheduler could be started" if has_failed else "")
 

@@ -394,7 +394,7 @@ class ReadinessCheck:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + PATIENCE_S
-        pending_outcomes = {self._outcome(pid) for pid in pids}
+        pending_outcomes = {self._request_readiness(pid) for pid in pids}
         any_ready = False
         while pending_outcomes:
             completed, pending_outcomes = await asyncio.wait(
@@ -410,7 +410,7 @@ class ReadinessCheck:
                 break
         return any_ready
 
-    def _outcome(self, pid: int) -> asyncio.Future[bool | None]:
+    def _request_readiness(self, pid: int) -> asyncio.Future[bool | None]:
         check = self._in_flight.get(pid)
         if check is None:
             outcome: asyncio.Future[bool | None] = asyncio.get_running_loop().create_future()

@@ -160,7 +160,7 @@ class VersionScheduler:
         await wait_any(ready_future, hosted.close_future, hosted.child.exited)
         if self._lifetime.is_stopping:
             await context.hosts.close(hosted)
-            raise Unavailable("the model is unloaded")
+            raise Unavailable("the model was unloaded while it was loading")
         if not ready_future.done():
             await context.hosts.close(hosted)
             ended = hosted.child.exited

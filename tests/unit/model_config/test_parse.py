@@ -276,7 +276,7 @@ instance_group: 5
     ("text", "expected"),
     [
         ("input {", '1:8: expected "}" (for "{" at 1:7) or a field name, found the end of'),
-        ("name: '\\q'", "1:7: the string has an invalid escape sequence"),
+        ("name: '\\q'", "1:7: invalid escape '\\q' in the string"),
         ('name: "m', "1:7: the string is not closed on its line"),
         ("name 3", '1:6: expected ":" or "{" after "name", found "3"'),
         ("name: }", '1:7: expected a value, found "}"'),

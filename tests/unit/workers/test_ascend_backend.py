@@ -109,11 +109,16 @@ def test_a_configuration_that_promises_too_much(
         AscendBackend(worker.context).load(ModelSpec.of(fields))
 
 
-def test_dynamic_shapes_are_refused(acl: FakeAcl, worker: Rig) -> None:
-    shape = {"type": 0, "dims": [-1, 3]}
+@pytest.mark.parametrize(
+    ("number", "dims", "text"),
+    [(0, [-1, 3], "only static shapes are served"), (16, [3], "'x': ACL's datatype 16 is none of")],
+)
+def test_unsupported_tensors_are_refused(
+    acl: FakeAcl, worker: Rig, number: int, dims: list[int], text: str
+) -> None:
     path = worker.context.version_dir / "model.om"
-    write(path, [{"name": "x", **shape}], [{"name": "y", **shape}])
-    with pytest.raises(InvalidArgument, match="only static shapes are served"):
+    write(path, [{"name": "x", "type": number, "dims": dims}], [])
+    with pytest.raises(InvalidArgument, match=text):
         OfflineModel(path, 0)
     assert not acl.alive
 

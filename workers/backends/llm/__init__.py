@@ -121,7 +121,7 @@ class LlmBackend(Backend):
                 "engine.yaml: weights: int8 is supported on CPUs only; use fp32 or bf16 on "
                 f"{self.context.device}"
             )
-        parse({}, checkpoint.defaults, checkpoint.architecture.vocabulary)
+        parse({}, checkpoint.defaults, checkpoint.architecture.vocab_size)
         self._passes = self._make_passes(checkpoint, settings, settings.swap_blocks)
         self._propose = self._find_proposer(settings)
         self._engine_settings = settings
@@ -194,7 +194,7 @@ class LlmBackend(Backend):
             return propose_ngrams
         draft = Checkpoint.open(self._draft_folder(speculation.draft_model))
         target = self._checkpoint
-        is_same = draft.architecture.vocabulary == target.architecture.vocabulary
+        is_same = draft.architecture.vocab_size == target.architecture.vocab_size
         if not is_same or draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
             raise InvalidArgument(
                 f"speculative_decoding.draft_model: '{speculation.draft_model}' has a different "

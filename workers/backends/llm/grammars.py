@@ -28,20 +28,20 @@ class Grammars:
     created before there are streams.
     """
 
-    def __init__(self, texts: TokenTexts, vocabulary: int, end_tokens: tuple[int, ...]) -> None:
+    def __init__(self, texts: TokenTexts, vocab_size: int, end_tokens: tuple[int, ...]) -> None:
         import llguidance
 
         self._end_tokens, self._tokenizer, self._default_message = end_tokens, None, ""
         self._has_quotes = True  # whether a token can end a string of JSON without a space
         # The library's type hints lack the list of end tokens.
         wrapped: Any = llguidance.LLTokenizer
-        settings = {"n_vocab": vocabulary, "eos_token": [*end_tokens]}
+        settings = {"n_vocab": vocab_size, "eos_token": [*end_tokens]}
         if not end_tokens:
             return
         try:
             self._tokenizer = wrapped(texts.tokenizer.to_str(), **settings)
         except ValueError:  # the library does not support the tokenizer's decoder
-            pieces = _TokenBytes(texts, vocabulary, end_tokens)
+            pieces = _TokenBytes(texts, vocab_size, end_tokens)
             self._tokenizer = wrapped(pieces, **settings)
             self._has_quotes = any(piece.startswith(b'"') for piece in pieces.tokens)
             # The bytes of tokens may differ from the text that they decode to: force no text.
@@ -99,9 +99,9 @@ class _TokenBytes:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, texts: TokenTexts, vocabulary: int, end_tokens: tuple[int, ...]) -> None:
+    def __init__(self, texts: TokenTexts, vocab_size: int, end_tokens: tuple[int, ...]) -> None:
         self.eos_token_id = end_tokens[0]
-        self.tokens = [texts.bytes_of(token) for token in range(vocabulary)]
+        self.tokens = [texts.bytes_of(token) for token in range(vocab_size)]
         self.special_token_ids = sorted(texts.special)
         self._tokenizer = texts.tokenizer
 

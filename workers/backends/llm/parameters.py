@@ -176,7 +176,7 @@ class GenerationParameters:
 
 
 def parse(
-    request: Mapping[str, Any], defaults: Mapping[str, Any], vocabulary: int
+    request: Mapping[str, Any], defaults: Mapping[str, Any], vocab_size: int
 ) -> GenerationParameters:
     """Return the parameters of a request.
 
@@ -185,7 +185,7 @@ def parse(
     Args:
         request: The parameters of the request.
         defaults: The content of generation_config.json.
-        vocabulary: The number of tokens of the model.
+        vocab_size: The number of tokens of the model.
 
     Raises:
         InvalidArgument: Parameters are invalid. The message names each parameter, the value found
@@ -222,7 +222,7 @@ def parse(
         problems.append(f"{names}: at most one grammar is allowed")
     values = _combine(values, grammars)
     values["grammar_name"] = next((request_names.get(name, name) for name in grammars), "tools")
-    problems += _find_contradictions(values, vocabulary)
+    problems += _find_contradictions(values, vocab_size)
     if values.get("use_beam_search"):
         problems += _find_unsupported({**_resolve_aliases(request), **grammars})
     if problems:
@@ -251,9 +251,9 @@ def _combine(values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]) ->
     return values
 
 
-def _find_contradictions(values: Mapping[str, Any], vocabulary: int) -> list[str]:
+def _find_contradictions(values: Mapping[str, Any], vocab_size: int) -> list[str]:
     problems: list[str] = []
-    largest = vocabulary - 1
+    largest = vocab_size - 1
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
         tokens = with_pauses(values.get(name, ()))
         invalid = next((token for token in tokens if not 0 <= token <= largest), None)

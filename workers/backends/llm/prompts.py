@@ -195,14 +195,14 @@ class PromptReader:
         self._texts = texts
         self._max_length = settings.max_model_len
         self._chat = ChatTemplate(checkpoint.templates, checkpoint.special_tokens)
-        self._vocabulary = checkpoint.architecture.vocabulary
+        self._vocab_size = checkpoint.architecture.vocab_size
         added_tokens = self._tokenizer.get_added_tokens_decoder().items()
         self._special_tokens = {text.content: token for token, text in added_tokens if text.special}
         pieces = self._tokenizer.get_vocab()
         # Tokenizers may have more tokens than the model.
-        vocabulary = max(self._vocabulary, 1 + max(pieces.values(), default=0))
+        vocab_size = max(self._vocab_size, 1 + max(pieces.values(), default=0))
         Thread(target=self._start_threads).start()
-        self._grammars = Grammars(texts, vocabulary, checkpoint.end_tokens)
+        self._grammars = Grammars(texts, vocab_size, checkpoint.end_tokens)
         names = settings.tool_parser, settings.reasoning_parser
         self._formats = MessageFormats(*names, self._tokenizer)
         longest_piece = max(map(len, pieces), default=1)
@@ -226,7 +226,7 @@ class PromptReader:
             InvalidArgument: An input or a parameter is wrong.
         """
         settings, echoes = merged_parameters(request, inputs)
-        parameters = parse(settings, self._checkpoint.defaults, self._vocabulary)
+        parameters = parse(settings, self._checkpoint.defaults, self._vocab_size)
         scores_prompt = echoes and parameters.logprobs >= 0 and "messages" not in inputs
         message_format, message_grammar = None, ""
         if "messages" in inputs:
@@ -289,9 +289,9 @@ class PromptReader:
         requested = {item.name for item in request.schema.outputs} or {"text_output", "token_ids"}
         if name == "input_ids":
             tokens = inputs["input_ids"]
-            wrong = tokens[(tokens < 0) | (tokens >= self._vocabulary)]
+            wrong = tokens[(tokens < 0) | (tokens >= self._vocab_size)]
             if wrong.size:
-                last_token = self._vocabulary - 1
+                last_token = self._vocab_size - 1
                 problem = f"tokens: {wrong[0]} is not a token; allowed are 0 to {last_token}"
                 raise InvalidArgument(problem)
             # The method releases the GIL, unlike `decode`.
@@ -300,7 +300,7 @@ class PromptReader:
         else:
             settings, _ = merged_parameters(request, inputs)
             settings = {"add_special_tokens": settings.get("add_special_tokens")}
-            special = parse(settings, {}, self._vocabulary).add_special_tokens
+            special = parse(settings, {}, self._vocab_size).add_special_tokens
             text = self._render(inputs[name]).text if name == "messages" else inputs[name]
             text = read_whole("prompt", text)
             self._check_length("prompt", text, max(self._max_length, _MAX_TOKENIZED))
@@ -336,7 +336,7 @@ class PromptReader:
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens; texts do not contain them."""
         tokens = [self._special_tokens[stop] for stop in stops if stop in self._special_tokens]
-        return [token for token in tokens if token < self._vocabulary]
+        return [token for token in tokens if token < self._vocab_size]
 
     def _prompt_text(
         self, inputs: Mapping[str, Any], parameters: GenerationParameters, has_offsets: bool
@@ -435,7 +435,7 @@ class PromptReader:
         return count
 
     def _check_tokens(self, name: str, tokens: list[int]) -> None:
-        largest = self._vocabulary - 1
+        largest = self._vocab_size - 1
         wrong = next((token for token in tokens if not 0 <= token <= largest), None)
         if wrong is None:
             return

@@ -235,10 +235,10 @@ def _nucleus_min_logits(
     The nucleus of top-p (Holtzman et al., 2020) is looked for in the `width` likeliest tokens, then
     in all tokens.
     """
-    vocabulary, device = scaled.shape[1], scaled.device
-    width = min(width, vocabulary)
+    vocab_size, device = scaled.shape[1], scaled.device
+    width = min(width, vocab_size)
     values = scaled.topk(width).values
-    counts = torch.tensor([row.top_k or vocabulary for row in parameters], device=device)
+    counts = torch.tensor([row.top_k or vocab_size for row in parameters], device=device)
     # A disabled limit keeps all tokens, regardless of rounding.
     top_p = [row.top_p if row.top_p < 1 else math.inf for row in parameters]
     beyond_top_k = torch.arange(width, device=device) >= counts.unsqueeze(1)
@@ -248,11 +248,11 @@ def _nucleus_min_logits(
     mass_before = probabilities.cumsum(-1) - probabilities
     is_kept = (mass_before < torch.tensor(top_p, device=device).unsqueeze(1)) & ~beyond_top_k
     kept_counts = is_kept.sum(-1).clamp_min(1)
-    if width < vocabulary and any(
+    if width < vocab_size and any(
         count == width and row.top_p < 1 and not row.top_k
         for count, row in zip(kept_counts.tolist(), parameters, strict=True)
     ):
-        return _nucleus_min_logits(scaled, parameters, vocabulary)
+        return _nucleus_min_logits(scaled, parameters, vocab_size)
     min_logits = values.gather(1, kept_counts.unsqueeze(1) - 1).squeeze(1)
     unlimited = [not row.top_k and row.top_p >= 1 for row in parameters]
     return min_logits.masked_fill(torch.tensor(unlimited, device=device), -math.inf)

@@ -238,10 +238,10 @@ def _symbol_sizes(tensors: Mapping[str, FileTensor], inputs: Mapping[str, Array]
     }
 
 
-def _predict_shape(tensor: FileTensor, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+def _predict_shape(tensor: FileTensor, symbol_sizes: Mapping[str, int]) -> tuple[int, ...] | None:
     """Return the shape of an output in a call, or None if it is not known before the call."""
     pairs = zip(tensor.dims, tensor.symbols, strict=True)
-    shape = [sizes.get(symbol, -1) if dim == -1 else dim for dim, symbol in pairs]
+    shape = [symbol_sizes.get(symbol, -1) if dim == -1 else dim for dim, symbol in pairs]
     return None if -1 in shape else tuple(shape)
 
 

@@ -201,7 +201,7 @@ class TemplateCache:
         self._cache: BoundedCache[Key, _CachedTemplate] = BoundedCache(_MAX_CACHED)
         # Layouts by the size of the message.
         self._layouts: BoundedCache[int, _Layout] = BoundedCache(_MAX_CACHED)
-        self._layout_count = 0  # an upper bound of the number of templates in all layouts
+        self._layout_template_count = 0  # an upper bound of the number of templates in all layouts
 
     def find_by_layout(self, message: bytes) -> BuiltRequest | None:
         """Return the request in a message with a known layout, or None.
@@ -282,9 +282,9 @@ class TemplateCache:
         if sizes is None:
             return
         struct = Struct("<" + "".join([f"{size}s" for size in sizes]))
-        if self._layout_count >= _MAX_CACHED:
+        if self._layout_template_count >= _MAX_CACHED:
             self._layouts.clear()
-            self._layout_count = 0
+            self._layout_template_count = 0
         has_id = bool(parts.identity.request_id)
         layout = self._layouts.find(len(message))
         if layout is None:
@@ -294,7 +294,7 @@ class TemplateCache:
         # replacing it would cost more than it saves.
         if layout.struct.format == struct.format and layout.has_id == has_id:
             layout.templates[struct.unpack(message)[::2]] = cached
-            self._layout_count += 1
+            self._layout_template_count += 1
 
 
 def _part_sizes(message: bytes, parts: SplitMessage) -> list[int] | None:

@@ -291,9 +291,9 @@ class _Packer:
         count = len(value) if isinstance(value, list) else 1
         return self._pack("json", count, text) if len(text) > _PIECE else value
 
-    def _pack(self, kind: str, count: int, data: bytes, fault: int | None = None) -> str:
+    def _pack(self, kind: str, count: int, data: bytes, fault_index: int | None = None) -> str:
         name = f"{self._token}.{len(self.packed)}"
-        self.packed[name] = kind, count, len(data), fault
+        self.packed[name] = kind, count, len(data), fault_index
         self.pieces.append(data)
         return name
 

@@ -147,7 +147,7 @@ def _loads_lenient(json_text: bytes, strict: orjson.JSONDecodeError) -> Any:
         value = json.loads(
             with_infinity,
             parse_float=_parse_finite,
-            parse_int=_parse_integer,
+            parse_int=_parse_int_or_float,
             object_pairs_hook=members,
         )
         orjson.dumps(value)  # raises for a half surrogate pair, which is not text
@@ -171,7 +171,7 @@ def _parse_finite(text: str) -> float:
     return value
 
 
-def _parse_integer(text: str) -> int | float:
+def _parse_int_or_float(text: str) -> int | float:
     value = int(text) if len(text) < 32 else float(text)
     return value if -(2**63) <= value <= MAX_UINT64 else float(value)
 

@@ -264,7 +264,7 @@ def test_unreadable_configurations_are_refused_without_the_servers_paths(tmp_pat
         config, source = read_config(scan([tmp_path])[name])
         assert config.name == name
         with pytest.raises(InvalidArgument) as caught:
-            source.check(config)
+            source.raise_for_problems(config)
         assert caught.value.message.startswith(expected)
     (make_folder(tmp_path, "bytes") / "config.pbtxt").write_bytes(b"\xff\xfe")
     make_folder(tmp_path, "gone")
@@ -276,7 +276,7 @@ def test_unreadable_configurations_are_refused_without_the_servers_paths(tmp_pat
         assert caught.value.message == f"{name}/config.pbtxt: {expected}"
     config, source = read_config(models["bytes"], '{"name": "x"}')
     with pytest.raises(InvalidArgument, match="config:1:2: name: unexpected directory name"):
-        source.check(config)
+        source.raise_for_problems(config)
 
 
 @given(

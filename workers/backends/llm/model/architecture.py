@@ -154,7 +154,7 @@ class Architecture:
     heads: int
     kv_heads: int
     head_dim: int
-    vocabulary: int
+    vocab_size: int
     epsilon: float
     positions: int
     tied_embeddings: bool
@@ -244,11 +244,11 @@ class Architecture:
         """Return the shape of each weight by its name in the files."""
         hidden = self.hidden
         shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (self.vocabulary, hidden),
+            "model.embed_tokens.weight": (self.vocab_size, hidden),
             "model.norm.weight": (hidden,),
         }
         if not self.tied_embeddings:
-            shapes["lm_head.weight"] = (self.vocabulary, hidden)
+            shapes["lm_head.weight"] = (self.vocab_size, hidden)
         for layer in range(self.layers):
             for name, shape in self._layer().items():
                 shapes[f"model.layers.{layer}.{name}"] = shape

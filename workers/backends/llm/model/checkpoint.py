@@ -170,7 +170,7 @@ class Checkpoint:
         special = _special_tokens(settings)
         eos = tokenizer.token_to_id(special.get("eos_token", ""))
         # The tokenizer may have more tokens than the model.
-        known_ends = (end for end in end_tokens + _token_ids(eos) if end < architecture.vocabulary)
+        known_ends = (end for end in end_tokens + _token_ids(eos) if end < architecture.vocab_size)
         end_tokens = tuple(dict.fromkeys(known_ends))
         _warn_ineffective(defaults)
         parts = architecture, tokenizer, stored_tensors, quantisation

@@ -247,7 +247,7 @@ class Transformer:
             selection = SelectedRows(logit_rows + padding, selected_attend)
         extended = self.states(*rows.tensors(), cache, attend, selection)
         if not logit_rows:
-            return extended.new_empty(0, self.architecture.vocabulary)
+            return extended.new_empty(0, self.architecture.vocab_size)
         return self.logits(extended)[: len(logit_rows)]
 
     def states(
