@@ -198,7 +198,7 @@ def unpack_memory(packed: bytes) -> Memory:
     except Exception as error:  # msgpack and unpacking raise many types for malformed bytes
         raise MalformedMessage(f"malformed memory descriptor: {error}") from error
     if any(type(number) is not int for number in numbers):
-        raise MalformedMessage("a memory descriptor has a number that is no integer")
+        raise MalformedMessage(f"a memory descriptor has numbers that are not integers: {numbers}")
     return memory
 
 

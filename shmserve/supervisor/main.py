@@ -97,9 +97,9 @@ def _serve(config: ServerConfig, read_config: Callable[[], ServerConfig] | None)
     offer = Offer.of(configured_run_directory(config)) if config.take_over else None
     with contextlib.closing(Listeners(offer)) as listeners:
         _open_listeners(config, listeners)
-        signals = defer_signals()
+        early_signals = defer_signals()
         run_dir = _run_directory(config)
-        return run_composed(config, run_dir, listeners, signals, Supervisor.run, read_config)
+        return run_composed(config, run_dir, listeners, early_signals, Supervisor.run, read_config)
 
 
 def _run_directory(config: ServerConfig) -> RunDirectory:
@@ -113,7 +113,7 @@ def run_composed(
     config: ServerConfig,
     run_dir: RunDirectory,
     listeners: Listeners,
-    signals: list[int],
+    early_signals: list[int],
     main: Callable[[Supervisor], Coroutine[Any, Any, int]],
     read_config: Callable[[], ServerConfig] | None = None,
 ) -> int:
@@ -124,7 +124,7 @@ def run_composed(
     """
 
     async def run() -> int:
-        return await main(compose(config, run_dir, listeners, signals, read_config))
+        return await main(compose(config, run_dir, listeners, early_signals, read_config))
 
     with asyncio.Runner() as runner:  # the runner handles signals until the folder is removed
         try:
@@ -178,12 +178,12 @@ def compose(
     config: ServerConfig,
     run_dir: RunDirectory,
     listeners: Listeners,
-    signals: list[int],
+    early_signals: list[int],
     read_config: Callable[[], ServerConfig] | None,
 ) -> Supervisor:
     """Compose the parts of a server in the running event loop. No process is started yet.
 
-    `signals` is the list that `defer_signals` has returned.
+    `early_signals` is the list that `defer_signals` has returned.
 
     Raises:
         ShmserveError: InvalidArgument or Unavailable, with a message for the operator.
@@ -246,7 +246,7 @@ def compose(
 
     return Supervisor(
         listeners=listeners,
-        signals=signals,
+        early_signals=early_signals,
         end_signals=end_signals,
         context=context,
         processes=processes,

@@ -67,12 +67,12 @@ _SAME_SIGNAL_S = 1.0
 class Supervisor:
     """The owner of the process tree.
 
-    `signals` are the signals that were received before `run`. `end_signals` queues the numbers of
-    signals that end the server.
+    `early_signals` are the signals that were received before `run`. `end_signals` queues the
+    numbers of signals that end the server.
     """
 
     listeners: Listeners
-    signals: list[int]
+    early_signals: list[int]
     end_signals: asyncio.Queue[int]
     context: SupervisorContext
     processes: ProcessTable
@@ -152,7 +152,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in handled_signals():
             loop.add_signal_handler(number, self._signal, number)
-        for number in self.signals:
+        for number in self.early_signals:
             self._signal(number)
         # The parent may have blocked signals, so that exits and the end would not be detected.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())

@@ -187,7 +187,7 @@ class EngineRig:
             (self.engine.pool, [s.table for s in live]),
             (self.engine.host, [s.host for s in live]),
         ):
-            reference_counts = [0] * pool.count
+            reference_counts = [0] * pool.block_count
             for block in itertools.chain.from_iterable(held):
                 reference_counts[block] += 1
             assert reference_counts == pool.references
@@ -216,7 +216,7 @@ class EngineRig:
     def check_emptied(self) -> None:
         """Check that all blocks form one free extent once the cache is evicted."""
         for pool in self.pools:
-            assert pool.allocate(pool.count) == list(range(pool.count))
+            assert pool.allocate(pool.block_count) == list(range(pool.block_count))
 
     def verify(self, generation: Generation[None], samples: Iterable[int]) -> None:
         """Check that each ended sample has the tokens that it has when it runs alone."""

@@ -370,7 +370,7 @@ class InstanceLink:
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
-        self._timer = Timer(_MAX_HOLD_NS, self._flush_held)
+        self._timer = Timer(_MAX_HOLD_NS, self._flush_held_messages)
 
     # --- the socket
 
@@ -425,7 +425,7 @@ class InstanceLink:
                 self._timer.start()
             return self.connected
 
-    def _flush_held(self) -> None:
+    def _flush_held_messages(self) -> None:
         with self.lock:
             if self._is_holding:
                 self.flush()

@@ -252,7 +252,7 @@ class DeviceMemory:
         try:
             cuda.unpin(address, device)
         except CudaError as error:
-            logger.warning("a region cannot be unpinned: %s", error)
+            logger.warning("a region (at %#x) cannot be unpinned: %s", address, error)
 
     def write(self, destination: torch.Tensor, source: torch.Tensor, device: int) -> int:
         """Copy a tensor from any device to a client's memory, and return the bytes copied.

@@ -251,7 +251,7 @@ class Cors:
         if (refusal := request.connection.client.find_host_error(headers)) is not None:
             raise refusal
         if not self.allows(request):
-            raise PermissionDenied("pages of this origin are not allowed (--cors-allow-origin)")
+            raise PermissionDenied(f"--cors-allow-origin does not allow {headers[_ORIGIN]!r:.80}")
         header_lines = ["Access-Control-Allow-Methods: GET, POST", "Access-Control-Max-Age: 600"]
         requested_headers = headers.get(self._HEADERS, "")
         if self._PLAIN_HEADERS.fullmatch(requested_headers):

@@ -87,7 +87,7 @@ class Engine(Generic[T]):
         concurrent = 1 if preempted else min(generation.rows, seats)
         needed_blocks = shared_blocks + concurrent * (max_blocks - shared_blocks) + (concurrent > 1)
         has_seats = generation.beams is None or generation.rows <= seats
-        return needed_blocks <= self.pool.count and has_seats
+        return needed_blocks <= self.pool.block_count and has_seats
 
     def add(self, generation: Generation[T], resumed: dict[int, array[int]] | None = None) -> None:
         """Register a generation.
@@ -328,7 +328,8 @@ class Engine(Generic[T]):
             seats -= sequence.seat_count
             if seats < 0 or plan.token_budget < 1:
                 return
-            free_blocks = self.pool.available - reserved - (len(admitted) and self.pool.count // 64)
+            headroom = self.pool.block_count // 64 if admitted else 0
+            free_blocks = self.pool.available - reserved - headroom
             if sequence.status is SequenceStatus.SWAPPED:
                 is_admitted = self._swap_in(plan, sequence, free_blocks)
             else:

@@ -43,14 +43,14 @@ class BlockPool:
     `references` counts the tables that hold each block.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.references = [0] * count
+    def __init__(self, block_count: int) -> None:
+        self.block_count = block_count
+        self.references = [0] * block_count
         # Free extents by their starts.
-        self._length_by_start: dict[int, int] = {0: count} if count else {}
+        self._length_by_start: dict[int, int] = {0: block_count} if block_count else {}
         # Free extents by their ends.
-        self._start_by_end: dict[int, int] = {count - 1: 0} if count else {}
-        self._free_count = count
+        self._start_by_end: dict[int, int] = {block_count - 1: 0} if block_count else {}
+        self._free_count = block_count
         self._keys: dict[int, bytes] = {}
         self._by_key: dict[bytes, int] = {}
         # Cached blocks without references, least recently used first.
@@ -69,7 +69,7 @@ class BlockPool:
     @property
     def used(self) -> int:
         """Return the number of referenced blocks."""
-        return self.count - self.available
+        return self.block_count - self.available
 
     # --- allocation
 

@@ -180,7 +180,7 @@ class LoadPlanner:
             raise NotFound(f"the model repositories contain no folder '{name}'")
         if folder.problem:
             raise InvalidArgument(folder.problem)
-        if not (self._config.auto_complete or folder.config_path or folder.file or override):
+        if not (self._config.auto_complete or folder.config_path or folder.class_file or override):
             raise NotFound(f"there is no {CONFIG_FILE}, and --disable-auto-complete-config is set")
         return folder
 

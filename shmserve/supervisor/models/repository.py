@@ -50,7 +50,7 @@ class ModelFolder:
         versions: The version numbers, ascending.
         problem: The reason why the model cannot be loaded, or empty.
         class_name: The class of a model that is given as a class in a file, see `inline_model`.
-        file: The file of this class.
+        class_file: The file of this class.
         settings: The parameters of this class by name.
     """
 
@@ -61,7 +61,7 @@ class ModelFolder:
     versions: tuple[int, ...] = ()
     problem: str = ""
     class_name: str = ""
-    file: Path | None = None
+    class_file: Path | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def files(self, version: int) -> list[str]:
@@ -134,7 +134,7 @@ def read_config(folder: ModelFolder, override: str = "") -> tuple[ModelConfig, S
     source = UNWRITTEN
     if override:
         config, source = read_json(override)
-    elif folder.file is not None:
+    elif folder.class_file is not None:
         config = _inline_config(folder)
     elif folder.config_path is not None:
         text = _read_text(folder.config_path)
@@ -274,9 +274,10 @@ def version_fingerprint(folder: ModelFolder, version: int) -> str:
 
 
 def _all_lines(folder: ModelFolder) -> list[bytes]:
-    if folder.file is None:
+    if folder.class_file is None:
         return list(_file_lines(folder.path))
-    files = {folder.file, *folder.file.parent.glob("*.py")}  # a class may import modules beside it
+    # A class may import modules beside it.
+    files = {folder.class_file, *folder.class_file.parent.glob("*.py")}
     return [_file_line(file.name, file) for file in files]
 
 
@@ -386,8 +387,8 @@ def _read_text(path: Path) -> str:
 
 
 def _inline_config(folder: ModelFolder) -> ModelConfig:
-    assert folder.file is not None
-    config = ModelConfig(backend="native", default_model_filename=folder.file.name)
+    assert folder.class_file is not None
+    config = ModelConfig(backend="native", default_model_filename=folder.class_file.name)
     for name, value in {**folder.settings, "class": folder.class_name}.items():
         config.parameters[name].string_value = value
     return config

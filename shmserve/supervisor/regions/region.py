@@ -74,7 +74,7 @@ class OpenRegion:
     offset: int
     byte_size: int
     owner: Ownership
-    users: set[int] = field(default_factory=set)  # pids of gateways that use the retired region
+    user_pids: set[int] = field(default_factory=set)  # gateways that use the retired region
     is_retired: bool = False  # whether every gateway has acknowledged that the region is retired
     is_listed: bool = False  # whether gateways show the withdrawn region in listings
     blocks: int = 0  # allocated blocks of the object at registration

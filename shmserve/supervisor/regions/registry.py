@@ -92,7 +92,7 @@ class DrainingRegions:
         self.retired[region.memory_id] = region
         await self._processes.publish(partial(RegionRetired, region.memory_id), "gateway")
         region.is_retired = True
-        if not region.users:
+        if not region.user_pids:
             await self.drain(region)
 
     def record_use(self, pid: int, memory_id: int, is_used: bool) -> None:
@@ -100,15 +100,15 @@ class DrainingRegions:
         region = self.retired.get(memory_id)
         if region is None:
             return
-        (region.users.add if is_used else region.users.discard)(pid)
-        if region.is_retired and not region.users:
+        (region.user_pids.add if is_used else region.user_pids.discard)(pid)
+        if region.is_retired and not region.user_pids:
             in_background(self.drain(region), self._tasks)
 
     async def drain(self, region: OpenRegion) -> None:
         """Withdraw a region, and wait until no gateway accepts its name any more."""
         self.retired.pop(region.memory_id, None)
         self._regions[region.memory_id] = region
-        region.users = set(self._processes.pids("gateway"))
+        region.user_pids = set(self._processes.pids("gateway"))
         withdrawn = partial(RegionWithdrawn, region.name, region.memory_id)
         await self._processes.publish(withdrawn, "gateway")
         self._close_unused(region)
@@ -120,7 +120,7 @@ class DrainingRegions:
         """Record that no request of gateway `pid` uses the region any more."""
         region = self._regions.get(memory_id)
         if region is not None:
-            region.users.discard(pid)
+            region.user_pids.discard(pid)
             self._close_unused(region)
 
     def gateway_exited(self, pid: int) -> None:
@@ -131,7 +131,7 @@ class DrainingRegions:
             self.record_release(pid, memory_id)
 
     def _close_unused(self, region: OpenRegion) -> None:
-        if region.users or self._regions.pop(region.memory_id, None) is None:
+        if region.user_pids or self._regions.pop(region.memory_id, None) is None:
             return
         self._processes.broadcast(MemoryDropped(region.memory_id), "worker")
         self._opener.close(region)
