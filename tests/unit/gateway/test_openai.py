@@ -288,7 +288,7 @@ def test_requests_are_handled_while_texts_are_embedded(monkeypatch: pytest.Monke
     monkeypatch.setattr(models, "_compute_vectors", compute)
     monkeypatch.setattr(models, "find_embedder", lambda model: models.Embedder("a", "b", (), 4))
     answer, turn_count = run_and_count_turns(embed(1000))
-    assert turn_count > 1250  # of 250 batches and 1000 vectors
+    assert turn_count >= 1250  # of 250 batches and 1000 vectors
     expected_values = [*vector[:2].tolist(), None]
     assert [entry["embedding"] for entry in answer["data"]] == [expected_values] * 1000
     assert [entry["index"] for entry in answer["data"]] == list(range(1000))

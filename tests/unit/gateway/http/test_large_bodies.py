@@ -126,7 +126,7 @@ def test_only_named_fields_are_packed_as_prompts() -> None:
 )
 def test_messages_are_json_first_without_a_role(messages: Any, fault_index: int) -> None:
     packed_messages = parse({"messages": messages}, "messages")["messages"]
-    assert (packed_messages.kind, packed_messages.fault) == ("messages", fault_index)
+    assert (packed_messages.kind, packed_messages.fault_index) == ("messages", fault_index)
     assert json.loads(b"".join(packed_messages.pieces)) == packed_messages.value() == messages
 
 
@@ -199,4 +199,5 @@ def test_the_process_imports_modules_with_a_low_priority(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     convert = importlib.import_module("priority").convert
-    assert asyncio.run(parse_large([b"{}"], {}, [], convert=convert)) == {"nice": os.nice(0) + 10}
+    nice = min(19, os.nice(0) + 10)
+    assert asyncio.run(parse_large([b"{}"], {}, [], convert=convert)) == {"nice": nice}
