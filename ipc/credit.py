@@ -37,7 +37,7 @@ class SendWindow:
         self._unread_bytes = 0
 
     @property
-    def unread(self) -> int:
+    def unread_count(self) -> int:
         """Return the number of responses sent and not credited yet."""
         return len(self._unread)
 

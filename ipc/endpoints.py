@@ -129,8 +129,7 @@ class Capabilities:
         if len(number) != 9 or not number.isdigit() or int(number) < FIRST_LOCAL_CLIENT:
             return 0
         token = token_and_link.partition(b".")[0]
-        is_valid = hmac.compare_digest(token, self.token(int(number)).encode())
-        return int(number) if is_valid else 0
+        return int(number) if hmac.compare_digest(token, self.token(int(number)).encode()) else 0
 
     def memory_id(self, client_number: int, *description: int) -> int:
         """Return the id of a local client's memory: 62 bits that cannot be guessed.

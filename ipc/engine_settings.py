@@ -20,6 +20,16 @@ PROMPT_TOO_LONG = "the prompt is longer than the model's context"
 # Parameters of requests that are accepted and do not affect the generated text.
 IGNORED_PARAMETERS = (
     *("user", "metadata", "request_id", "spaces_between_special_tokens", "guided_decoding_backend"),
+    *("guided_backend", "session_id", "stream_interval", "service_tier"),
+    # Members of vLLM's sampling parameters that have an effect in Python only, or on its cache.
+    *("flat_logprobs", "output_kind", "skip_clone", "skip_reading_prefix_cache"),
+)
+# Parameters of vLLM that are refused unless their value is empty.
+UNSUPPORTED_PARAMETERS = (
+    *("logits_processors", "mm_processor_kwargs", "media_io_kwargs", "kv_transfer_params"),
+    *("vllm_xargs", "extra_args", "repetition_detection", "thinking_token_budget", "lora_request"),
+    *("logprob_token_ids", "prompt_logprob_token_ids", "prompt_logprob_start"),
+    *("ec_transfer_params", "trace_decode_token_ids"),
 )
 SCHEDULING_POLICIES = ("fcfs", "sjf", "priority")
 PREEMPTION_MODES = ("swap", "recompute", "auto")

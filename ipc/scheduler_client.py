@@ -378,7 +378,7 @@ class SchedulerClient(Generic[R]):
         try:
             self.handle(endpoint, message)
         except Exception:  # the remaining requests must still be resubmitted after any exception
-            logger.exception("a %s could not be handled", type(message).__name__)
+            logger.exception("the message %s could not be handled", type(message).__name__)
 
     def withdraw(self, endpoint: str) -> list[R]:
         """Remove the requests of a scheduler that has exited or whose link was disconnected.

@@ -224,7 +224,7 @@ class Problems(InvalidArgument):
         super().__init__("; ".join(self.problems))
 
 
-class Collected:
+class Collector:
     """A collector of errors from several calls, which are reported together."""
 
     def __init__(self) -> None:

@@ -263,7 +263,7 @@ def configure(role: str, settings: LogSettings) -> None:
 def apply(settings: LogSettings) -> None:
     """Apply settings that a client has changed, if `configure` has configured the logging."""
     _use(settings)
-    logger.debug("%s", settings)
+    logger.debug("the log settings have changed: %s", settings)
 
 
 def _use(settings: LogSettings) -> None:

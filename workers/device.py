@@ -78,8 +78,7 @@ class Accelerator(Device):
 
     def host_buffer(self, byte_size: int) -> memoryview:
         torch = self._torch
-        buffer = torch.empty(byte_size, dtype=torch.uint8, pin_memory=True)
-        return memoryview(buffer.numpy())
+        return memoryview(torch.empty(byte_size, dtype=torch.uint8, pin_memory=True).numpy())
 
     def put(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
@@ -126,7 +125,7 @@ def open_device(name: str) -> Device:
     if kind == "cpu":
         return Device("cpu")
     if not number.isdecimal():
-        raise InvalidArgument(f"'{name}' is not a device")
+        raise InvalidArgument(f"'{name}' is not a device (allowed: 'cpu', 'cuda:0', 'npu:0')")
     torch = import_torch(f"device '{name}'")
     _import_support(kind, name)
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -223,5 +223,5 @@ def _extract(archive: Path, root: Path) -> None:
 def _path_inside(root: Path, name: str) -> Path:
     path = os.path.normpath(name.lstrip("/"))
     if path.split("/")[0] == "..":
-        raise tarfile.TarError(f"'{name}' is outside of the archive")
+        raise tarfile.TarError(f"'{name}' would be unpacked outside of the environment")
     return root / path

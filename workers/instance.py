@@ -170,7 +170,7 @@ class WorkerInstance:
             case BaseException():
                 raise message  # a thread of the model has detected the loss of the device
             case _:
-                logger.warning("dropped a %s from the supervisor", type(message).__name__)
+                logger.warning("unexpected %s from the supervisor", type(message).__name__)
 
     def _handle_released(self, message: ReleaseOutputs | ReaderExited) -> None:
         match message:

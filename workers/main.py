@@ -135,7 +135,7 @@ class _Worker:
                     case Attach() | MemoryDropped() | ProcessExited():
                         pass  # nothing is attached or mapped yet
                     case message:
-                        logger.warning("dropped a %s from the supervisor", type(message).__name__)
+                        logger.warning("unexpected %s from the supervisor", type(message).__name__)
 
     def _complete_config(self, config: ModelSpec) -> None:
         completed = self._make_backend(config).complete_config(config.source)

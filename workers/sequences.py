@@ -135,7 +135,7 @@ class StateSpec(Record):
 
     Attributes:
         shape: The initial shape, with the batch dimension if there is one.
-        initial: The initial bytes.
+        initial_value: The initial bytes.
         same_buffer: Whether the model receives the buffer itself, and may write its output there.
     """
 
@@ -143,7 +143,7 @@ class StateSpec(Record):
     output_name: str
     datatype: str
     shape: tuple[int, ...]
-    initial: bytes
+    initial_value: bytes
     same_buffer: bool
 
 
@@ -164,7 +164,7 @@ class States:
     def __init__(self, specs: list[StateSpec], copy_states: bool) -> None:
         self._specs = specs
         self._copy_states = copy_states
-        self._by_slot: dict[int, dict[str, _StateValue]] = {}
+        self._values_by_slot: dict[int, dict[str, _StateValue]] = {}
         self.outputs = tuple(spec.output_name for spec in specs)
 
     def add_inputs(self, request: Request, row: SequenceRow) -> tuple[tuple[int, ...], ...]:
@@ -173,11 +173,11 @@ class States:
             return ()
         if row.flags & SEQUENCE_START:
             self.release(row.slot)
-        values = self._by_slot.setdefault(row.slot, {})
+        values = self._values_by_slot.setdefault(row.slot, {})
         for spec in self._specs:
             value = values.get(spec.input_name)
             if value is None:
-                raw = memoryview(bytearray(spec.initial))
+                raw = memoryview(bytearray(spec.initial_value))
                 value = values[spec.input_name] = _StateValue(spec.datatype, spec.shape, raw)
             request.inputs[spec.input_name] = self._input(spec, value)
         request.states = self.outputs
@@ -193,15 +193,15 @@ class States:
 
     def __len__(self) -> int:
         """Return the number of sequences with state."""
-        return len(self._by_slot)
+        return len(self._values_by_slot)
 
     def release(self, slot: int) -> None:
         """Release the state of the sequence in a slot, if it has any."""
-        self._by_slot.pop(slot, None)
+        self._values_by_slot.pop(slot, None)
 
     def clear(self) -> None:
         """Release the states of all sequences."""
-        self._by_slot.clear()
+        self._values_by_slot.clear()
 
     def store(self, row: SequenceRow, response: Response, client_outputs: frozenset[str]) -> None:
         """Store the states of a response; the old value of a missing state is kept.
@@ -210,7 +210,7 @@ class States:
         """
         if not self._specs or response.error is not None:
             return
-        values = self._by_slot[row.slot]
+        values = self._values_by_slot[row.slot]
         outputs = {output.name: output for output in (*response.outputs, *response.states)}
         for spec in self._specs:
             output = outputs.get(spec.output_name)
@@ -317,7 +317,7 @@ class SequenceExecutor(Executor):
         self._controls = read_controls(config)
         self._supports_batching = config.max_batch_size > 0
         # Always copies, because requests of sequences are not retried with copies.
-        self._policy.copies = True
+        self._policy.copies_inputs = True
         states = read_states(config, self._context.model_dir)
         self._states = States(states, self._backend.read_only_inputs)
         # The outputs that are also sent to clients.

@@ -56,10 +56,10 @@ def generated_names(config: ModelSpec) -> frozenset[str]:
 def _padding_inputs(config: ModelSpec) -> Iterator[TensorSpec]:
     padded = config.padding
     for pad in padded.pads.values() if padded else ():
-        if pad.lengths:
-            yield TensorSpec(pad.lengths, "INT64", (len(pad.dims),))
-        if pad.mask:
-            yield TensorSpec(pad.mask, "BOOL", pad.dims)
+        if pad.lengths_input:
+            yield TensorSpec(pad.lengths_input, "INT64", (len(pad.dims),))
+        if pad.mask_input:
+            yield TensorSpec(pad.mask_input, "BOOL", pad.dims)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,9 +60,9 @@ def check_ready(model: Any, run_coroutine: Callable[[Coroutine[Any, Any, Any]], 
     return is_ready
 
 
-def source_location(error: BaseException, folder: Path) -> str:
+def source_location(error: BaseException, model_dir: Path) -> str:
     """Return ` (FILE:LINE)` of the last frame in the model's folder, or "" if there is none."""
-    roots = {folder, folder.resolve()}
+    roots = {model_dir, model_dir.resolve()}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         file = Path(frame.filename)
         if roots.intersection(file.parents):
@@ -70,12 +70,12 @@ def source_location(error: BaseException, folder: Path) -> str:
     return ""
 
 
-def model_traceback(error: BaseException, folder: Path) -> str:
+def model_traceback(error: BaseException, model_dir: Path) -> str:
     """Return the traceback of `format_error` without its last line, or "" if there is no frame.
 
     The traceback of a SyntaxError shows the line with the error.
     """
-    report = _model_report(error, folder)
+    report = _model_report(error, model_dir)
     if isinstance(error, SyntaxError):  # the lines before the last one show its position
         message_lines = 1
     elif report.stack:
@@ -85,40 +85,40 @@ def model_traceback(error: BaseException, folder: Path) -> str:
     return "\n".join("".join(report.format()).splitlines()[:-message_lines])
 
 
-def format_error(error: BaseException, folder: Path) -> str:
+def format_error(error: BaseException, model_dir: Path) -> str:
     """Return an exception with its traceback, or "" if no frame is the model's.
 
     The server's frames before the model's first one and those of the import system are left out.
     The folder of a model given by its file is a link in the run directory: the user's own path is
     shown.
     """
-    report = _model_report(error, folder)
+    report = _model_report(error, model_dir)
     return "".join(report.format()).rstrip("\n") if report.stack else ""
 
 
-def _model_report(error: BaseException, folder: Path) -> traceback.TracebackException:
-    user_folder = _user_path(folder)
+def _model_report(error: BaseException, model_dir: Path) -> traceback.TracebackException:
+    user_folder = _user_path(model_dir)
     report = traceback.TracebackException.from_exception(error)
     chained: traceback.TracebackException | None = report
     while chained is not None:
         frames = itertools.dropwhile(_is_server_frame, chained.stack)
         chained.stack[:] = [frame for frame in frames if not frame.filename.startswith("<frozen")]
         for frame in chained.stack:
-            frame.filename = frame.filename.replace(f"{folder}/", f"{user_folder}/")
+            frame.filename = frame.filename.replace(f"{model_dir}/", f"{user_folder}/")
         if getattr(chained, "filename", None):  # a SyntaxError has a file name
-            chained.filename = chained.filename.replace(f"{folder}/", f"{user_folder}/")
+            chained.filename = chained.filename.replace(f"{model_dir}/", f"{user_folder}/")
         chained = chained.__cause__ or chained.__context__
     return report
 
 
-def traceback_line(text: str, model: str, folder: Path) -> str:
+def traceback_line(text: str, model: str, model_dir: Path) -> str:
     """Return the traceback line of the first position that an error names, or ""."""
-    match = re.search(rf"\b{re.escape(f'{model}/{folder.name}')}/([^\s:]+):(\d+)", text)
-    return f'  File "{_user_path(folder)}/{match[1]}", line {match[2]}' if match else ""
+    match = re.search(rf"\b{re.escape(f'{model}/{model_dir.name}')}/([^\s:]+):(\d+)", text)
+    return f'  File "{_user_path(model_dir)}/{match[1]}", line {match[2]}' if match else ""
 
 
-def _user_path(folder: Path) -> str:
-    return os.readlink(folder) if folder.is_symlink() else str(folder)
+def _user_path(model_dir: Path) -> str:
+    return os.readlink(model_dir) if model_dir.is_symlink() else str(model_dir)
 
 
 def _is_server_frame(frame: traceback.FrameSummary) -> bool:

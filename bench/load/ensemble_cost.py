@@ -124,7 +124,7 @@ class Chain:
 
         def from_step(endpoint: str, message: Any) -> None:
             self._active[self._ensemble] = None
-            core.from_step(endpoint, message, time.monotonic_ns())
+            core.handle_step_message(endpoint, message, time.monotonic_ns())
 
         steps = StepSchedulers(DescriptorWaiter(), links, _IDENTITY, from_step)
         memory = EnsembleMemory(LentMemory(1 << 26), lambda memory_id: None)
@@ -139,7 +139,7 @@ class Chain:
         ):
             spec = add(name, input_size, output_size)
             published = ModelPublished(name, "1", spec, {}, name, True, True, 0.0, 0)
-            core.from_control(published, time.monotonic_ns())
+            core.handle_control_message(published, time.monotonic_ns())
 
     def _add_instant(self, name: str, input_size: int, output_size: int) -> ModelSpec:
         """Add a step that responds at once."""
@@ -174,11 +174,11 @@ class Chain:
 
         def from_neighbour(peer: bytes, message: Any) -> None:
             self._active[front] = None
-            front.from_client(peer, message, time.monotonic_ns())
+            front.handle_client_message(peer, message, time.monotonic_ns())
 
         self._neighbours.register(name, from_neighbour)
         peer, now_ns = b"0.%d" % (100 + index), time.monotonic_ns()
-        front.from_control(InstanceExpected(0, 100 + index), now_ns)
+        front.handle_control_message(InstanceExpected(0, 100 + index), now_ns)
         core.results.handle(peer, m.InstanceReady(0, 100 + index), now_ns)
         self._workers.append((core, front, peer, workers))
         return ModelSpec.of(config)
@@ -190,7 +190,7 @@ class Chain:
         now_ns = time.monotonic_ns()
         packed = pack_inference(Inference((tensor,), ()))
         self._active[self._ensemble] = None
-        self._ensemble.from_client(
+        self._ensemble.handle_client_message(
             _GATEWAY, m.Submit(self._last_id, *packed, now_ns, 0, 0, 0), now_ns
         )
         while not self._clients.posted:

@@ -84,7 +84,7 @@ class BusyQueue:
         self._last_id = 0
         self._live_count = queued + 2 * _BATCH
         self._queued_ids: list[int] = []
-        self.scheduler.from_control(InstanceExpected(0, 100), self._now_ns)
+        self.scheduler.handle_control_message(InstanceExpected(0, 100), self._now_ns)
         self._peer = b"0.100"
         self.core.results.handle(self._peer, m.InstanceReady(0, 100), self._now_ns)
         for _ in range(self._live_count):
@@ -99,7 +99,7 @@ class BusyQueue:
         while self.scheduler.live_requests < self._live_count:
             self._submit()
             arrived += 1
-        self.scheduler.from_client(_GATEWAY, m.Cancel(self._draw_queued()), self._now_ns)
+        self.scheduler.handle_client_message(_GATEWAY, m.Cancel(self._draw_queued()), self._now_ns)
         batch = self._worker.batches.popleft()
         times = (self._now_ns - 4, self._now_ns - 3, self._now_ns - 1, self._now_ns)
         replies = [m.Reply(work.key, "", "") for work in batch.requests]
@@ -114,7 +114,7 @@ class BusyQueue:
         message = m.Submit(
             self._last_id, b"", [], self._now_ns, 0, timeout_us, priority, f"r{self._last_id}"
         )
-        self.scheduler.from_client(_GATEWAY, message, self._now_ns)
+        self.scheduler.handle_client_message(_GATEWAY, message, self._now_ns)
         self._queued_ids.append(self._last_id)
 
     def _draw_queued(self) -> int:

@@ -37,12 +37,12 @@ class FreeList:
         # (offset, size) of each free hole, sorted by offset.
         self._holes: list[tuple[int, int]] = [(0, self.capacity)]
         self._block_sizes: dict[int, int] = {}
-        self.used = 0  # number of allocated bytes
+        self.used_bytes = 0
 
     def allocate(self, byte_size: int) -> int | None:
         """Return the offset of a new block of at least `byte_size` bytes, or None if none fits."""
         size = (byte_size + _ALIGNMENT - 1) & -_ALIGNMENT or _ALIGNMENT
-        if size > self.capacity - self.used:
+        if size > self.capacity - self.used_bytes:
             return None
         for index, (offset, free_size) in enumerate(self._holes):
             if free_size >= size:
@@ -51,7 +51,7 @@ class FreeList:
                 else:
                     self._holes[index] = (offset + size, free_size - size)
                 self._block_sizes[offset] = size
-                self.used += size
+                self.used_bytes += size
                 return offset
         return None
 
@@ -62,7 +62,7 @@ class FreeList:
             return False
         # No call in between, so that an interrupted program finds both changes or neither.
         del self._block_sizes[offset]
-        self.used -= size
+        self.used_bytes -= size
         holes = self._holes
         first_hole = end_hole = bisect(holes, (offset, 0))
         if first_hole:
@@ -102,14 +102,14 @@ class Arena:
             ) from None
         self._view = memoryview(self._map)
         self._free_list = FreeList(capacity)
-        self._committed = 0
+        self._committed_bytes = 0
         number, inode = int.from_bytes(os.urandom(8)) >> 2, os.fstat(self._fd).st_ino
         self.memory = Memory(number, os.getpid(), self._fd, inode, capacity, sealed=True)
 
     @property
     def used_bytes(self) -> int:
         """Return the number of allocated bytes."""
-        return self._free_list.used
+        return self._free_list.used_bytes
 
     def allocate(self, byte_size: int) -> Range:
         """Allocate a block of `byte_size` bytes, aligned to 64 bytes.
@@ -122,13 +122,13 @@ class Arena:
         if offset is None:
             raise self._out_of_space(byte_size)
         end = offset + byte_size
-        if end > self._committed:
+        if end > self._committed_bytes:
             try:
-                os.posix_fallocate(self._fd, self._committed, end - self._committed)
+                os.posix_fallocate(self._fd, self._committed_bytes, end - self._committed_bytes)
             except OSError as error:
                 self._free_list.free(offset)
-                raise Unavailable("server memory for tensors is full") from error
-            self._committed = end
+                raise Unavailable(f"server memory for tensors is full: {error.strerror}") from error
+            self._committed_bytes = end
         return Range(self.memory, offset, byte_size)
 
     def _out_of_space(self, byte_size: int) -> ShmserveError:
@@ -140,7 +140,7 @@ class Arena:
             )
         return Unavailable(
             f"server memory for tensors is full: {byte_size} bytes were needed, "
-            f"{capacity - self._free_list.used} of {capacity} are free (--arena-byte-size)"
+            f"{capacity - self._free_list.used_bytes} of {capacity} are free (--arena-byte-size)"
         )
 
     def view(self, memory_range: Range) -> memoryview:
@@ -151,11 +151,11 @@ class Arena:
         """Free the block at `offset`; an offset that is not allocated is ignored."""
         if (
             self._free_list.free(offset)
-            and self._committed > _KEPT_BYTES
-            and not self._free_list.used
+            and self._committed_bytes > _KEPT_BYTES
+            and not self._free_list.used_bytes
         ):
             self._map.madvise(mmap.MADV_REMOVE, _KEPT_BYTES, self._map.size() - _KEPT_BYTES)
-            self._committed = _KEPT_BYTES
+            self._committed_bytes = _KEPT_BYTES
 
     def close(self) -> None:
         """Unmap and close the arena; the mappings of readers stay valid."""

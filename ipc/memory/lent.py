@@ -33,19 +33,19 @@ class Token:
     The creator has the first reference. Each reference is either released or passed on.
     """
 
-    __slots__ = ("_users",)
+    __slots__ = ("_reference_count",)
 
     def __init__(self) -> None:
-        self._users = 1
+        self._reference_count = 1
 
     def acquire(self) -> None:
         """Add a reference."""
-        self._users += 1
+        self._reference_count += 1
 
     def release(self) -> None:
         """Release a reference; the last release frees the memory."""
-        self._users -= 1
-        if not self._users:
+        self._reference_count -= 1
+        if not self._reference_count:
             self._free()
 
     def _free(self) -> None:
@@ -54,7 +54,7 @@ class Token:
     @property
     def is_used(self) -> bool:
         """Return whether there are still references."""
-        return self._users > 0
+        return self._reference_count > 0
 
 
 class Holding(Token):
@@ -76,7 +76,7 @@ class Block(Token):
     __slots__ = ("_free_range", "memory_range")
 
     def __init__(self, free_range: FreeRange, memory_range: Range) -> None:
-        self._users = 1
+        self._reference_count = 1
         self._free_range = free_range
         self.memory_range = memory_range
 
@@ -157,7 +157,7 @@ class LentMemory:
         return len(self._readers)
 
     @property
-    def used(self) -> int:
+    def used_bytes(self) -> int:
         """Return the number of allocated bytes of the arena."""
         return 0 if self._arena is None else self._arena.used_bytes
 

@@ -95,7 +95,8 @@ class _HostMapping:
                     self.map = mmap.mmap(self.fd, memory.byte_size)
                 except (OSError, ValueError) as error:
                     # The owner has sealed the memory against writing, or truncated it just now.
-                    raise Unavailable("the memory of a tensor cannot be mapped") from error
+                    text = f"the memory of a tensor cannot be mapped: {error}"
+                    raise Unavailable(text) from error
                 self.view = memoryview(self.map)
                 if memory.pinned and pin is not None:
                     self._unpin = pin(self.view)
@@ -218,14 +219,14 @@ class Mappings:
                 count = os.pwrite(mapping.fd, remaining, offset)
             except OSError as error:
                 # Pages that were allocated at registration may have been freed since.
-                raise Unavailable("shared memory is full") from error
+                raise Unavailable(f"shared memory is full: {error.strerror}") from error
             remaining, offset = remaining[count:], offset + count
 
     def _open(self, memory: Memory) -> Mapping:
         if memory.cuda is None:
             return _HostMapping(memory, self._pin)
         if self._open_device is None:
-            raise Unavailable("the memory of a tensor is on a device, which is not used here")
+            raise Unavailable("this process cannot read a tensor in device memory")
         if memory.id in self._unmapped_ids:
             # The request arrived after the report of its client's exit, so no later report would
             # unmap it.

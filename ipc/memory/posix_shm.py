@@ -85,7 +85,8 @@ def open_object(key: str) -> SharedObject:
     # ValueError: the system call returned EINVAL, as for a folder.
     except (OSError, ValueError) as error:
         if getattr(error, "errno", 0) in (errno.ENFILE, errno.EMFILE):
-            raise Unavailable("the server has no descriptor left for another region") from None
+            text = f"no descriptor is free for shared memory '{key}': raise ulimit -n"
+            raise Unavailable(text) from None
         raise Internal(f"Unable to open shared memory region: '{key}'") from None
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

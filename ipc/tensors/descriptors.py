@@ -162,10 +162,10 @@ def unpack_range(packed_range: Any) -> Range:
     except KeyError:
         pass  # the range was not used before
     except (TypeError, ValueError) as error:
-        raise MalformedMessage(f"not a memory range: {error}") from error
+        raise MalformedMessage(f"malformed memory range: {error}") from error
     memory = _MEMORY_CACHE[packed_memory]
     if not is_within(offset, byte_size, memory.byte_size):
-        raise MalformedMessage("a memory range exceeds its memory")
+        raise MalformedMessage(f"a memory range exceeds the {memory.byte_size} bytes of its memory")
     if len(_RANGE_CACHE) >= _MAX_CACHED_RANGES:
         _RANGE_CACHE.clear()
     memory_range = _RANGE_CACHE[packed_memory, offset, byte_size] = Range(memory, offset, byte_size)
@@ -179,14 +179,14 @@ def unpack_memory(packed: bytes) -> Memory:
         MalformedMessage: The bytes are not a packed memory.
     """
     if type(packed) is not bytes or len(packed) > _MAX_PACKED_MEMORY_SIZE:
-        raise MalformedMessage("a memory is not encoded as bytes, or is too long")
+        raise MalformedMessage("a memory descriptor is not bytes, or is too long")
     try:
         memory_id, pid, byte_size, *location = msgpack.unpackb(packed)
         if len(location) == 3:
             device, handle, uuid = location
             numbers: tuple[Any, ...] = (memory_id, pid, byte_size, device)
             if type(handle) is not bytes or type(uuid) is not bytes:
-                raise MalformedMessage("a memory on a device is malformed")
+                raise MalformedMessage("a device memory's handle or UUID is not bytes")
             memory = Memory.on_device(memory_id, byte_size, CudaHandle(handle, device, uuid), pid)
         else:
             fd, inode, sealed, copied, pinned = location
@@ -196,9 +196,9 @@ def unpack_memory(packed: bytes) -> Memory:
     except MalformedMessage:
         raise
     except Exception as error:  # msgpack and unpacking raise many types for malformed bytes
-        raise MalformedMessage(f"not a memory: {error}") from error
+        raise MalformedMessage(f"malformed memory descriptor: {error}") from error
     if any(type(number) is not int for number in numbers):
-        raise MalformedMessage("a memory contains a value that is not an integer")
+        raise MalformedMessage("a memory descriptor has a number that is no integer")
     return memory
 
 

@@ -32,8 +32,8 @@ class Pad(Record):
         dims: The configured dimensions.
         value: The value of padding elements.
         buckets: The padded shapes, ascending by size; empty to pad to the largest of the batch.
-        lengths: The name of the input that receives the true lengths; "" for none.
-        mask: The name of the input that receives the padding mask; "" for none.
+        lengths_input: The name of the input that receives the true lengths; "" for none.
+        mask_input: The name of the input that receives the padding mask; "" for none.
         max_waste: The largest fraction of padding elements with which a request joins a batch.
     """
 
@@ -41,8 +41,8 @@ class Pad(Record):
     dims: Shape
     value: float
     buckets: tuple[Shape, ...]
-    lengths: str
-    mask: str
+    lengths_input: str
+    mask_input: str
     max_waste: float
 
     def padded_shape(self, largest: Shape) -> Shape | None:

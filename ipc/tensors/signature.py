@@ -238,8 +238,7 @@ def stopping_text(request_id: str, *, of_sequence: bool = False) -> str:
 def shapes_match(first_shape: Sequence[int], second_shape: Sequence[int]) -> bool:
     """Return whether two shapes match; -1 in either of them matches any size."""
     pairs = zip(first_shape, second_shape, strict=True)
-    is_equal_rank = len(first_shape) == len(second_shape)
-    return is_equal_rank and all(a == b or -1 in (a, b) for a, b in pairs)
+    return len(first_shape) == len(second_shape) and all(a == b or -1 in (a, b) for a, b in pairs)
 
 
 def reshape(

@@ -362,7 +362,7 @@ def unpack(frame: bytes, max_array_len: int = -1) -> list[Any]:
         if pauses_gc:
             gc.enable()
     if type(items) is not list or not items:
-        raise MalformedMessage("not a frame of messages")
+        raise MalformedMessage("a frame is not a list, or is empty")
     if items[0] != VERSION:
         raise VersionMismatch(items[0])
     del items[0]
@@ -374,9 +374,9 @@ def _decode_messages(items: list[Any]) -> list[Any]:
     messages: list[Any] = []
     for item in items:
         if type(item) is not list or not item or type(tag := item[0]) is not str:
-            raise MalformedMessage("not a message")
+            raise MalformedMessage("a message is not a list that begins with its name")
         if tag not in _CLASSES_BY_TAG:
-            raise MalformedMessage("unknown message")
+            raise MalformedMessage(f"unknown message {tag[:40]!r}")
         cls, field_types, required_count, element_checks, nested_fields = _TYPES_BY_TAG[tag]
         del item[0]
         item_types = list(map(type, item))

@@ -38,22 +38,23 @@ def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None
         if groups and title not in groups:
             continue
         group = parser.add_argument_group(title) if title else parser
-        target = group.add_mutually_exclusive_group() if any(f.exclusive for f in flags) else group
+        has_exclusive = any(flag.is_exclusive for flag in flags)
+        target = group.add_mutually_exclusive_group() if has_exclusive else group
         for flag in flags:
-            _add_flag(target if flag.exclusive else group, flag)
+            _add_flag(target if flag.is_exclusive else group, flag)
 
 
 def _add_flag(group: Any, flag: Flag) -> None:
     options: dict[str, Any] = {"type": flag.kind, "default": flag.default}
     if flag.kind is bool:
         options = {"action": "store_true"}
-    elif flag.repeat:
+    elif flag.is_repeatable:
         options = {"action": "append", "default": []}
     if flag.choices:
         options["choices"] = flag.choices
     if flag.metavar:
         options["metavar"] = flag.metavar
-    group.add_argument(f"--{flag.name}", help=flag.help, required=flag.required, **options)
+    group.add_argument(f"--{flag.name}", help=flag.help, required=flag.is_required, **options)
 
 
 def check_files(args: argparse.Namespace, *flags: str) -> None:

@@ -154,7 +154,7 @@ def run(arguments: Sequence[str]) -> int:
         create = servers.create_transport if is_inference else servers.create_admin_transport
         transport: Any = create(args)
         with contextlib.closing(transport):
-            prefix = f"{transport.location}: "
+            prefix = f"{transport.address_text}: "
             results = _infer(transport, args) if is_inference else _call(transport, name, args)
             for result in results:
                 print(json.dumps(result), flush=True)

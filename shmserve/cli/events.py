@@ -30,14 +30,14 @@ def run(args: argparse.Namespace) -> int:
                 print(format_event(received_event), flush=True)
         if args.follow:
             for received_event in reader.follow():
-                if received_event.lost:
+                if received_event.lost_count:
                     print(_format_loss(received_event, args.json), flush=True)
                 if received_event.event is not None:
                     print(format_event(received_event), flush=True)
     return 0
 
 
-def _time(received_event: ReceivedEvent) -> str:
+def _format_time(received_event: ReceivedEvent) -> str:
     time = datetime.fromtimestamp(received_event.time_ns / 1e9, UTC)
     return f"{time:%Y-%m-%dT%H:%M:%S}.{received_event.time_ns // 1_000_000 % 1000:03d}Z"
 
@@ -45,25 +45,25 @@ def _time(received_event: ReceivedEvent) -> str:
 def _as_json(received_event: ReceivedEvent) -> str:
     event = received_event.event
     kind = type(event)
-    fields = {"time": _time(received_event), "topic": m.TOPICS[kind], "event": kind.__name__}
+    fields = {"time": _format_time(received_event), "topic": m.TOPICS[kind], "event": kind.__name__}
     return json.dumps(fields | asdict(event))
 
 
 def _format_loss(received_event: ReceivedEvent, as_json: bool) -> str:
     if as_json:
-        time_text, topic = _time(received_event), received_event.topic
+        time_text, topic = _format_time(received_event), received_event.topic
         fields = {"time": time_text, "topic": topic, "event": "EventsLost"}
-        return json.dumps(fields | {"count": received_event.lost})
-    text = f"{received_event.lost} events of {received_event.topic} lost"
-    return f"{_time(received_event)} {text}: they were not read in time"
+        return json.dumps(fields | {"count": received_event.lost_count})
+    text = f"{received_event.lost_count} events of {received_event.topic} lost"
+    return f"{_format_time(received_event)} {text}: they were not read in time"
 
 
 def _as_text(received_event: ReceivedEvent) -> str:
-    line = f"{_time(received_event)} {_text(received_event.event)}"
+    line = f"{_format_time(received_event)} {_describe(received_event.event)}"
     return "".join(c if c.isprintable() else "?" for c in line)
 
 
-def _text(event: Any) -> str:
+def _describe(event: Any) -> str:
     match event:
         case m.ModelChanged(name, version, state, reason):
             subject = f"model {name}{f' version {version}' if version else ''}"

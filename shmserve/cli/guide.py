@@ -57,8 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _pages() -> dict[str, Callable[[], str]]:
     """Return, for each topic, the function that returns the text of its page."""
     files = sorted(Path(shmserve.__path__[0]).glob("**/*.md"))
-    file_pages = {file.stem.lower(): file.read_text for file in files}
-    return {**file_pages, **_GENERATED}
+    return {**{file.stem.lower(): file.read_text for file in files}, **_GENERATED}
 
 
 def page(topic: str) -> str:
@@ -255,7 +254,7 @@ def _flag_help(flag: Flag) -> list[str]:
     )
     default = "" if flag.default is None else f" [{str(flag.default).lower()}]"
     return [
-        f"  --{flag.name} {kind}{' (repeatable)' if flag.repeat else ''}",
+        f"  --{flag.name} {kind}{' (repeatable)' if flag.is_repeatable else ''}",
         *textwrap.wrap(
             flag.help + default, 92, initial_indent="      ", subsequent_indent="      "
         ),

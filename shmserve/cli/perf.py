@@ -52,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
             interrupted = True
     if not points:
         return 130
-    print(f"{args.model} at {target.location}\n{report.table(points)}")
+    print(f"{args.model} at {target.title}\n{report.table(points)}")
     if old_report is not None:
         print(f"\n{report.comparison(old_report, points)}")
-    _write_files(args, target.location, points)
+    _write_files(args, target.title, points)
     if interrupted:
         return 130
     return 0 if all(point.requests for point in points) else 1

@@ -106,10 +106,10 @@ class Top:
 
     def __init__(self) -> None:
         self.models: dict[str, Row] = {}
-        self.server: dict[str, Any] = {}
+        self.server_figures: dict[str, Any] = {}
         self.events: list[dict[str, Any]] = []
         self.problem = "connecting"
-        self.sort = "hurts"
+        self.sort_key = "hurts"
         self.selected_name = ""
         self.is_open = False
         self.is_ended = False
@@ -121,7 +121,7 @@ class Top:
         self.models |= figures["models"]
         for key in figures.get("gone", ()):
             self.models.pop(key, None)
-        self.server, self.problem = figures["server"], ""
+        self.server_figures, self.problem = figures["server"], ""
         self.events = [*self.events, *figures["events"]][-50:]
 
     def key(self, key: str) -> None:
@@ -130,7 +130,7 @@ class Top:
         if key in ("q", "\x03") or (key == "\x1b" and not self.is_open):
             self.is_ended = True
         elif key in _SORT_KEYS:
-            self.sort = _SORT_KEYS[key]
+            self.sort_key = _SORT_KEYS[key]
         elif key in _CURSOR_STEPS and keys:
             index = keys.index(self.selected_name) if self.selected_name in keys else 0
             self.selected_name = keys[min(max(index + _CURSOR_STEPS[key], 0), len(keys) - 1)]
@@ -139,9 +139,9 @@ class Top:
 
     def order(self) -> list[str]:
         """Return the models' keys in display order: names ascending, figures descending."""
-        if self.sort == "name":
+        if self.sort_key == "name":
             return sorted(self.models)
-        return sorted(self.models, key=lambda key: (-_number(self.models[key], self.sort), key))
+        return sorted(self.models, key=lambda key: (-_figure(self.models[key], self.sort_key), key))
 
     def page(self, height: int, width: int) -> list[RenderableType]:
         """Return the lines of a page: server, models or one model, the selected model's problem."""
@@ -168,10 +168,10 @@ class Top:
 
         if self.problem:
             return [Text(self.problem, "bold red")]
-        server, rows = self.server, self.models.values()
+        server, rows = self.server_figures, self.models.values()
         ready_count = sum(row["state"] == "READY" for row in rows)
         rate, failed_rate, waiting_count = (
-            sum(_number(row, key) for row in rows) for key in ("rate", "fail", "pending")
+            sum(_figure(row, key) for row in rows) for key in ("rate", "fail", "pending")
         )
         died, sequences = (
             sum(int(row.get(key) or 0) for row in rows) for key in ("workers_lost", "sequences")
@@ -203,7 +203,7 @@ class Top:
 
     def _columns(self, width: int) -> list[str]:
         """Return the columns that leave space for names: the sorted column, then the first ones."""
-        ranked_columns = sorted(_COLUMNS, key=lambda key: key not in ("name", self.sort))
+        ranked_columns = sorted(_COLUMNS, key=lambda key: key not in ("name", self.sort_key))
         shown_columns = ranked_columns[: max(width // _COLUMN_WIDTH - 1, 2)]
         return [key for key in _COLUMNS if key in shown_columns]
 
@@ -213,7 +213,7 @@ class Top:
         table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="reverse")
         columns = self._columns(width)
         for key in columns:
-            name = f"{_COLUMNS[key]}*" if key == self.sort else _COLUMNS[key]
+            name = f"{_COLUMNS[key]}*" if key == self.sort_key else _COLUMNS[key]
             sizing: dict[str, Any] = {"ratio": 1} if key == "name" else {"justify": "right"}
             table.add_column(name, no_wrap=True, overflow="ellipsis", **sizing)
         selected_row = keys.index(self.selected_name) if self.selected_name else 0
@@ -257,34 +257,34 @@ def details(row: Row) -> Iterator[tuple[str, str]]:
     if "success" not in row:
         return
     recent = row.get("recent", {})
-    yield "answered", f"{row['success']}, failed {_counts(row['failures']) or 0}"
-    yield "ms", _quantiles(recent.get("ms"))
-    yield "a request's ms", _counts(recent.get("phases", {}))
+    yield "answered", f"{row['success']}, failed {_format_counts(row['failures']) or 0}"
+    yield "ms", _format_quantiles(recent.get("ms"))
+    yield "a request's ms", _format_counts(recent.get("phases", {}))
     yield "executions", f"{row['execution_count']}, inferences {row['inference_count']}"
-    yield "batches up to", _counts(recent.get("sizes", {}))
-    yield "closed by", _counts(recent.get("closed", {}))
+    yield "batches up to", _format_counts(recent.get("sizes", {}))
+    yield "closed by", _format_counts(recent.get("closed", {}))
     if row["instances"]:
-        yield "instances", f"{_counts(row['instances'])}  died {row['workers_lost']}"
+        yield "instances", f"{_format_counts(row['instances'])}  died {row['workers_lost']}"
     if row["sequences"]:
         yield "sequences", f"open {row['sequences']}"
     if row.get("cache"):
         hits = {"hits": row["cache_hit"], "misses": row["cache_miss"]}
-        yield "cache", _counts(hits | row["cache"])
+        yield "cache", _format_counts(hits | row["cache"])
     if row.get("steps"):
         yield "steps", "  ".join(row["steps"])
     for name, value in row.get("generation", {}).items():
-        yield name, _counts(value) if isinstance(value, dict) else _format(value)
+        yield name, _format_counts(value) if isinstance(value, dict) else _format(value)
     if "tokens_rate" in recent:
         yield "tokens/s", _format(recent["tokens_rate"])
-        yield "first token ms", _quantiles(recent["first_token_ms"])
-        yield "next token ms", _quantiles(recent["inter_token_ms"])
+        yield "first token ms", _format_quantiles(recent["first_token_ms"])
+        yield "next token ms", _format_quantiles(recent["inter_token_ms"])
 
 
-def _quantiles(quantiles: list[float] | None) -> str:
-    return _counts(dict(zip(("p50", "p90", "p99"), quantiles or (), strict=False)))
+def _format_quantiles(quantiles: list[float] | None) -> str:
+    return _format_counts(dict(zip(("p50", "p90", "p99"), quantiles or (), strict=False)))
 
 
-def _counts(counts: dict[str, float]) -> str:
+def _format_counts(counts: dict[str, float]) -> str:
     return "  ".join(f"{name} {_format(count)}" for name, count in counts.items())
 
 
@@ -317,7 +317,7 @@ def _single_line(text: Text) -> Text:
     return text
 
 
-def _number(row: Row, key: str) -> float:
+def _figure(row: Row, key: str) -> float:
     recent = row.get("recent", {})
     ms = recent.get("ms") or (0.0, 0.0, 0.0)
     figures = {
@@ -338,7 +338,7 @@ def _cell(row: Row, key: str) -> str:
             return "-"  # an ensemble has no instances
         busy, idle = (row["instances"].get(state, 0) for state in ("busy", "idle"))
         return f"{busy}/{busy + idle}"
-    return _format(_number(row, key)) if "recent" in row or key == "pending" else "-"
+    return _format(_figure(row, key)) if "recent" in row or key == "pending" else "-"
 
 
 def _gib(size: int) -> str:

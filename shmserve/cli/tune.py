@@ -93,7 +93,7 @@ def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStac
     if not trials:
         return 130
     if args.plot:
-        title = f"{args.model} at {target.location}, p99 within {target_ms:g} ms"
+        title = f"{args.model} at {target.title}, p99 within {target_ms:g} ms"
         write_file("plot", args.plot, report.draw_trials(title, trials, target_ms))
     if best_trial is None:
         print(search.table(trials, target_ms))

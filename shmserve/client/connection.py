@@ -62,7 +62,7 @@ class ListenerLink:
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._numbers = itertools.count(1)
+        self._request_numbers = itertools.count(1)
         self._futures: dict[int, Future[Any]] = {}
 
     def connect(self, run_dir: Path, timeout_s: float) -> None:
@@ -118,7 +118,7 @@ class ListenerLink:
 
     def request(self) -> tuple[int, Future[Any]]:
         """Return the number of a new request, and the future of its response's payload."""
-        number, future = next(self._numbers), Future[Any]()
+        number, future = next(self._request_numbers), Future[Any]()
         self._futures[number] = future
         return number, future
 

@@ -43,31 +43,31 @@ class ReceivedEvent:
         topic: The event's topic.
         event: A message of shmserve.ipc.messages.publications; None if only a loss is reported.
         time_ns: Nanoseconds since the epoch.
-        lost: The number of lost events of the topic before this event.
+        lost_count: The number of lost events of the topic before this event.
     """
 
     topic: str
     event: Any
     time_ns: int
-    lost: int
+    lost_count: int
 
 
-class Gaps:
+class GapDetector:
     """A detector of lost events, by the sequence numbers of each topic (pure)."""
 
     def __init__(self) -> None:
-        self._latest: dict[str, int] = {}
+        self._latest_numbers: dict[str, int] = {}
 
     def count_before(self, topic: str, sequence: int) -> int:
         """Return the number of lost events between this event and the last one received."""
-        latest = self._latest.get(topic, sequence - 1)
-        self._latest[topic] = sequence
+        latest = self._latest_numbers.get(topic, sequence - 1)
+        self._latest_numbers[topic] = sequence
         return max(sequence - latest - 1, 0)
 
     def count_up_to(self, topic: str, sequence: int) -> int:
         """Return the number of lost events if the server's latest event is number `sequence`."""
-        latest = self._latest.get(topic, sequence)
-        self._latest[topic] = max(latest, sequence)
+        latest = self._latest_numbers.get(topic, sequence)
+        self._latest_numbers[topic] = max(latest, sequence)
         return max(sequence - latest, 0)
 
 
@@ -88,7 +88,7 @@ class EventReader:
         if not Path(endpoint.removeprefix("ipc://")).is_socket():
             raise Disconnected(f"no server publishes events at {endpoint}")
         self._topics = tuple(topics)
-        self._gaps = Gaps()
+        self._gaps = GapDetector()
         self._context = zmq.Context(io_threads=1)
         try:
             self._socket = self._context.socket(zmq.SUB)
@@ -109,7 +109,8 @@ class EventReader:
             while True:
                 publication = self._next(_SNAPSHOT_TIMEOUT_MS)
                 if publication is None:
-                    raise Disconnected("the server did not send its state in time")
+                    text = f"the server did not send its state within {_SNAPSHOT_TIMEOUT_MS} ms"
+                    raise Disconnected(text)
                 topic, header, events = publication
                 if topic == snapshot_topic:
                     return [ReceivedEvent(topic, event, header.time_ns, 0) for event in events]

@@ -170,7 +170,7 @@ class ServerState(ABC):
     Attributes:
         models: The available models.
         successors: For each endpoint of a lost scheduler, that of its successor, or "".
-        losses: The number of schedulers lost so far.
+        loss_count: The number of schedulers lost so far.
         alive: Whether the connection is alive.
         link_numbers: The numbers that identify the links of this connection.
     """
@@ -178,7 +178,7 @@ class ServerState(ABC):
     def __init__(self) -> None:
         self.models = ClientModels()
         self.successors = Successors()
-        self.losses = 0
+        self.loss_count = 0
         self.alive = True
         self.draining = False  # new requests must go to another server
         self.identity = ""
@@ -195,7 +195,7 @@ class ServerState(ABC):
     def on_scheduler_lost(self, endpoint: str, successor: str) -> None:
         """Record that the scheduler at `endpoint` is gone."""
         self.successors.add(endpoint, successor)
-        self.losses += 1
+        self.loss_count += 1
         self.wake_all()
 
     def copy_range(self, memory_range: Range) -> bytearray:

@@ -83,8 +83,7 @@ class Server:
         call = call_of(*args, **kwargs)
         waiter, packed = self._get_waiter(), None
         try:
-            packed = self._session.pack(waiter.connection, call)
-            return waiter.wait(waiter.submit(packed))
+            return waiter.wait(waiter.submit(self._session.pack(waiter.connection, call)))
         except TimedOut:
             raise
         except ShmserveError:

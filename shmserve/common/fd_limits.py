@@ -39,15 +39,15 @@ def raise_limit() -> None:
 
 def limit() -> int:
     """Return the current limit of descriptors."""
-    return _number(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    return _limit_as_count(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
 def attainable() -> int:
     """Return the limit of descriptors after `raise_limit`."""
-    return _number(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    return _limit_as_count(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
 
-def _number(limit: int) -> int:
+def _limit_as_count(limit: int) -> int:
     return _UNLIMITED if limit == resource.RLIM_INFINITY else limit
 
 

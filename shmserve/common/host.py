@@ -63,8 +63,8 @@ def available_memory() -> int:
     total, unavailable = memory_bytes()
     byte_limits = [total - unavailable]
     for folder, is_v1 in _cgroups("memory"):
-        limit = _number(folder / ("memory.limit_in_bytes" if is_v1 else "memory.max"))
-        used_bytes = _number(folder / ("memory.usage_in_bytes" if is_v1 else "memory.current"))
+        limit = _read_number(folder / ("memory.limit_in_bytes" if is_v1 else "memory.max"))
+        used_bytes = _read_number(folder / ("memory.usage_in_bytes" if is_v1 else "memory.current"))
         if limit is not None and used_bytes is not None:
             pages = _IDLE_PAGES.search((folder / "memory.stat").read_text())
             byte_limits.append(limit - used_bytes + (int(pages[1]) if pages else 0))
@@ -76,7 +76,7 @@ def cgroup_limit(controller: str, name: str, v1_name: str) -> int | None:
 
     The limit is in the file `name`, or `v1_name` if the controller's hierarchy is of cgroup v1.
     """
-    limits = (_number(group / (v1_name if v1 else name)) for group, v1 in _cgroups(controller))
+    limits = (_read_number(group / (v1_name if v1 else name)) for group, v1 in _cgroups(controller))
     return min((number for number in limits if number is not None), default=None)
 
 
@@ -93,7 +93,7 @@ def _cgroups(controller: str) -> Iterator[tuple[Path, bool]]:
                 yield folder, bool(controllers)
 
 
-def _number(file: Path) -> int | None:
+def _read_number(file: Path) -> int | None:
     number = re.match(r"\d{1,18}\b", file.read_text()) if file.is_file() else None
     return None if number is None else int(number[0])
 
@@ -150,7 +150,7 @@ def _process(folder: Path) -> Process:
     command_line = (folder / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
     title = command_line.decode(errors="replace")
     if not title.startswith(_TITLE):
-        raise ValueError("this is not a process of the server")
+        raise ValueError(f"{folder} is not a process of a server")
     # The command name in parentheses may contain any character, so fields are split after it.
     fields = (folder / "stat").read_text().rpartition(")")[2].split()
     return Process(

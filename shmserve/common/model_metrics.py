@@ -179,7 +179,7 @@ def _samples(name: str, kind: str, labels: Labels, value: Series) -> Iterable[st
         cumulative = 0.0
         for bound, count in zip((*value.buckets, float("inf")), counts, strict=True):
             cumulative += count
-            yield sample(f"{name}_bucket", (*labels, ("le", _number(bound))), cumulative)
+            yield sample(f"{name}_bucket", (*labels, ("le", _as_text(bound))), cumulative)
     else:
         number = state[0] + state[2] if kind == "GAUGE" else state[0]
         yield sample(name, labels, number)
@@ -193,7 +193,7 @@ def head_lines(name: str, description: str, kind: str) -> tuple[str, str]:
 def sample(name: str, labels: Iterable[tuple[str, str]], value: float) -> str:
     """Return the line of a sample, with labels in this order; integers have no decimal point."""
     pairs = ",".join(f'{label}="{_escape(text, quote=True)}"' for label, text in labels)
-    return f"{name}{{{pairs}}} {_number(value)}" if pairs else f"{name} {_number(value)}"
+    return f"{name}{{{pairs}}} {_as_text(value)}" if pairs else f"{name} {_as_text(value)}"
 
 
 def _escape(text: str, quote: bool = False) -> str:
@@ -201,7 +201,7 @@ def _escape(text: str, quote: bool = False) -> str:
     return text.replace('"', '\\"') if quote else text
 
 
-def _number(value: float) -> str:
+def _as_text(value: float) -> str:
     if value != value:
         return "NaN"
     if value in (float("inf"), float("-inf")):
@@ -210,14 +210,14 @@ def _number(value: float) -> str:
     return str(int(value)) if is_integer else repr(float(value))
 
 
-def total(snapshot: dict[str, Any]) -> dict[str, Any]:
+def sum_counters(snapshot: dict[str, Any]) -> dict[str, Any]:
     """Return a snapshot's table plus its base: the base of a successor. Raises KeyError."""
     table = {name: value for name, value in snapshot.items() if name not in _NOT_IN_BASE}
-    combined: dict[str, Any] = plus(table, snapshot["base"])
+    combined: dict[str, Any] = add_tables(table, snapshot["base"])
     return combined
 
 
-def plus(table: Any, base: Any) -> Any:
+def add_tables(table: Any, base: Any) -> Any:
     """Return the entries of `table` plus the counts of the same entries in `base`.
 
     A histogram whose bounds have changed starts at zero.
@@ -231,9 +231,9 @@ def plus(table: Any, base: Any) -> Any:
             return table
         return {
             # The bounds of a histogram are not counts.
-            key: value if key == "buckets" or key not in base else plus(value, base[key])
+            key: value if key == "buckets" or key not in base else add_tables(value, base[key])
             for key, value in table.items()
         }
     if isinstance(table, list):
-        return [plus(a, b) for a, b in zip(table, base, strict=True)]
+        return [add_tables(a, b) for a, b in zip(table, base, strict=True)]
     return table + base

@@ -126,7 +126,7 @@ def read_changes(settings: Mapping[str, Sequence[str] | None]) -> dict[str, Any]
         elif len(values) > 1:
             raise InvalidArgument(f"expect only 1 value for '{name}'")
         else:
-            changes[name] = _number(name, values[0])
+            changes[name] = _parse_number(name, values[0])
     return changes
 
 
@@ -141,7 +141,7 @@ def _level(values: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values))
 
 
-def _number(name: str, text: str) -> int:
+def _parse_number(name: str, text: str) -> int:
     if not _NUMBER.fullmatch(text):
         raise InvalidArgument(f"Unable to parse '{name}', got: {text}")
     number, allowed_range = int(text), _RANGES[name]
@@ -207,18 +207,18 @@ class Sampler:
 
     Attributes:
         settings: The trace settings.
-        remaining: The number of requests still to trace; -1: unlimited.
+        remaining_count: The number of requests still to trace; -1: unlimited.
         pending: Traces that are not written yet.
     """
 
     settings: TraceSettings
-    remaining: int = field(init=False)
+    remaining_count: int = field(init=False)
     pending: list[Any] = field(default_factory=list)
-    _seen: int = 0
+    _seen_count: int = 0
     _is_enabled: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.remaining, self._is_enabled = self.settings.trace_count, self.settings.on
+        self.remaining_count, self._is_enabled = self.settings.trace_count, self.settings.on
 
     def samples(self, decided: bool | None = None) -> bool:
         """Return whether to trace the next request.
@@ -229,12 +229,12 @@ class Sampler:
         if not self._is_enabled:
             return False
         if decided is None or self.settings.trace_mode != OPENTELEMETRY:
-            self._seen += 1
-            decided = not self._seen % self.settings.trace_rate
-        if not decided or not self.remaining:
+            self._seen_count += 1
+            decided = not self._seen_count % self.settings.trace_rate
+        if not decided or not self.remaining_count:
             return False
-        if self.remaining > 0:
-            self.remaining -= 1
+        if self.remaining_count > 0:
+            self.remaining_count -= 1
         return True
 
 

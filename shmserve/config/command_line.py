@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 
 from shmserve.config.flags import ACTED_ON, FLAGS, Flag, Value, find_flags
-from shmserve.errors import Collected, InvalidArgument, Problems, clip, convert_os_errors, nearest
+from shmserve.errors import Collector, InvalidArgument, Problems, clip, convert_os_errors, nearest
 
 _NULL = "tag:yaml.org,2002:null"
 
@@ -43,9 +43,9 @@ class FlagValues:
 
     def add(self, flag: Flag, value: Value) -> None:
         """Store a value of `flag`."""
-        if not flag.effect:
+        if not flag.has_effect:
             self.without_effect.append(flag.name)
-        elif flag.repeat:
+        elif flag.is_repeatable:
             self.repeated.setdefault(flag.name, []).append(f"{flag.prefix}{value}")
         else:
             self.values[flag.name] = value
@@ -88,7 +88,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
     after_boolean: dict[str, str] = {}
     remaining_words = list(arguments)
     bare_flag = ""  # the preceding boolean flag, if it has no value
-    collected = Collected()
+    collected = Collector()
     for word in remaining_words:
         collected(_check_text, word)
     while remaining_words:
@@ -116,9 +116,9 @@ def parse(arguments: Sequence[str]) -> Parsed:
     file_values = FlagValues() if file_path is None else collected(read, str(file_path))
     collected.check()
     on_command_line = {*flag_values.values, *flag_values.repeated}
-    defaults = {flag.name: flag.default for flag in ACTED_ON if not flag.repeat}
+    defaults = {flag.name: flag.default for flag in ACTED_ON if not flag.is_repeatable}
     values = {**defaults, **file_values.values, **flag_values.values}
-    repeated: dict[str, list[str]] = {flag.name: [] for flag in ACTED_ON if flag.repeat}
+    repeated: dict[str, list[str]] = {flag.name: [] for flag in ACTED_ON if flag.is_repeatable}
     repeated |= file_values.repeated | flag_values.repeated
     without_effect = file_values.without_effect + flag_values.without_effect
     positions = {k: v for k, v in file_values.positions.items() if k not in on_command_line}
@@ -211,7 +211,7 @@ def _flag_of(name: str) -> Flag:
 def _texts(flag: Flag, value: yaml.Node) -> list[str]:
     """Return the texts that a YAML value gives for a flag; raise InvalidArgument."""
     is_list = isinstance(value, yaml.SequenceNode)
-    if is_list and not flag.repeat:
+    if is_list and not flag.is_repeatable:
         raise InvalidArgument("takes one value, not a list")
     texts = []
     for node in value.value if is_list else [value]:

@@ -39,12 +39,12 @@ class Flag:
         low: The lowest number allowed.
         high: The highest number allowed.
         choices: All the values allowed, if not empty.
-        repeat: Whether the flag may be repeated.
-        effect: False for a flag that is accepted with a warning and has no effect.
-        words: Whether true and false stand for 1 and 0.
+        is_repeatable: Whether the flag may be repeated.
+        has_effect: False for a flag that is accepted with a warning and has no effect.
+        allows_words: Whether true and false stand for 1 and 0.
         metavar: The name of the value in help texts of client commands.
-        exclusive: Whether only one flag of its group may be set (client commands).
-        required: Whether the flag must be set (client commands).
+        is_exclusive: Whether only one flag of its group may be set (client commands).
+        is_required: Whether the flag must be set (client commands).
         prefix: For an older name of a flag, the text before its value in the newer flag ("rate=").
     """
 
@@ -55,12 +55,12 @@ class Flag:
     low: float = 0
     high: float = 2**63 - 1
     choices: tuple[str, ...] = ()
-    repeat: bool = False
-    effect: bool = True
-    words: bool = False
+    is_repeatable: bool = False
+    has_effect: bool = True
+    allows_words: bool = False
     metavar: str = ""
-    exclusive: bool = False
-    required: bool = False
+    is_exclusive: bool = False
+    is_required: bool = False
     prefix: str = ""
 
     def parse(self, text: str) -> Value:
@@ -77,7 +77,7 @@ class Flag:
                 message = f"--{self.name}: '{text}' is not one of {allowed_choices}{similar}"
                 raise InvalidArgument(message)
             return by_text.get(text.lower(), text)
-        if self.words and text.lower() in ("true", "false"):
+        if self.allows_words and text.lower() in ("true", "false"):
             return int(text.lower() == "true")
         if not _NUMBER[self.kind].fullmatch(text):
             kind = "an integer" if self.kind is int else "a number"
@@ -107,8 +107,8 @@ _HEADING = re.compile(r"\[(.+)\]")
 _ROW = re.compile(
     r"(?P<name>[a-z0-9-]+) (?P<kind>[\w|]+)(?::(?P<metavar>\S+?))?"
     r"(?: (?P<low>[\d.]+?)\.\.(?P<high>\d*))?(?: = (?P<default>\S+?))?"
-    r"(?P<repeat>, repeats)?(?P<words>, words)?(?P<exclusive>, exclusive)?"
-    r"(?P<required>, required)?"
+    r"(?P<is_repeatable>, repeats)?(?P<allows_words>, words)?(?P<is_exclusive>, exclusive)?"
+    r"(?P<is_required>, required)?"
 )
 _KINDS: dict[str, type] = {"text": str, "bool": bool, "int": int, "float": float}
 
@@ -132,7 +132,7 @@ def _flag(line: str) -> Flag:
     row = _ROW.fullmatch(line)
     assert row, line
     kind = _KINDS.get(row["kind"], str)
-    names = ("repeat", "words", "exclusive", "required")
+    names = ("is_repeatable", "allows_words", "is_exclusive", "is_required")
     options: dict[str, Any] = {name: bool(row[name]) for name in names}
     choices = () if row["kind"] in _KINDS else tuple(row["kind"].split("|"))
     flag = Flag(row["name"], kind=kind, choices=choices, metavar=row["metavar"] or "", **options)
@@ -161,7 +161,7 @@ IDLE_BACKEND_SETTINGS = frozenset(
 )
 # Flags of tritonserver without a counterpart, by the reason or the alternative.
 IDLE: dict[str, tuple[Flag, ...]] = {
-    alternative: tuple(replace(flag, help=alternative, effect=False) for flag in flags)
+    alternative: tuple(replace(flag, help=alternative, has_effect=False) for flag in flags)
     for alternative, flags in _read_table("ignored_flags.txt").items()
 }
 ACCEPTED: tuple[Flag, ...] = tuple(flag for flags in IDLE.values() for flag in flags)

@@ -32,7 +32,7 @@ from shmserve.config.flags import (
     served_name,
     workspace_byte_sizes,
 )
-from shmserve.errors import Collected, InvalidArgument, Problems, convert_os_errors
+from shmserve.errors import Collector, InvalidArgument, Problems, convert_os_errors
 from shmserve.gateway.settings import GatewaySettings, GrpcSettings, Tls, check_file
 from shmserve.ipc.messages.supervision import SchedulingLimits
 from shmserve.logs import LogSettings
@@ -150,7 +150,7 @@ def from_flags(
     Raises:
         Problems: Each line names the flag and, if a file sets it, its position there.
     """
-    collected = Collected()
+    collected = Collector()
     config = _from_flags(parsed, environment, needs_models, collected)
     if collected.problems:
         raise Problems(map(parsed.located, collected.problems))
@@ -158,7 +158,7 @@ def from_flags(
 
 
 def _from_flags(
-    parsed: Parsed, environment: Mapping[str, str], needs_models: bool, collected: Collected
+    parsed: Parsed, environment: Mapping[str, str], needs_models: bool, collected: Collector
 ) -> ServerConfig:
     value: dict[str, Any] = parsed.values
     if value["reload"]:
@@ -313,7 +313,7 @@ def _group(name: str | None) -> int:
         raise InvalidArgument(f"--shm-group: there is no group '{name}' here") from None
 
 
-def _models(parsed: Parsed, are_needed: bool, collected: Collected) -> tuple[list[Path], list[str]]:
+def _models(parsed: Parsed, are_needed: bool, collected: Collector) -> tuple[list[Path], list[str]]:
     for text in (*parsed.repeated["model-repository"], *parsed.positional):
         collected(_check_local, text)
     repositories = [Path(text) for text in parsed.repeated["model-repository"]]

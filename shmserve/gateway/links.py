@@ -73,7 +73,7 @@ class GatewaySupervisorLink:
             try:
                 self._handle_message(message)
             except Exception:
-                logger.exception("a %s could not be handled", type(message).__name__)
+                logger.exception("the message %s could not be handled", type(message).__name__)
 
     def close(self) -> None:
         """Close the link."""
@@ -229,7 +229,7 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
             try:
                 self.handle(endpoint, message)
             except Exception:
-                logger.exception("a %s could not be handled", type(message).__name__)
+                logger.exception("the message %s could not be handled", type(message).__name__)
         if not link.connected:
             self._drop_unused(link)
 

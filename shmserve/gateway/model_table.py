@@ -56,7 +56,7 @@ class GatewayModel:
         ensemble = publication.config.ensemble_scheduling
         self.steps = [step.model_name for step in ensemble.step] if ensemble else []
         # The prefix of error messages.
-        self.prefix = f"in ensemble '{self.name}', " if ensemble else ""
+        self.error_prefix = f"in ensemble '{self.name}', " if ensemble else ""
         # A key with a character that labels exclude would make the whole page of metrics invalid.
         tags = publication.config.metric_tags.items()
         self.tags = {"_" + _NON_LABEL_CHARACTER.sub("_", key): value for key, value in tags}

@@ -255,7 +255,7 @@ class _Process:
                 self._accept_received.set()
                 self._stop_received.set()
             case _:
-                logger.warning("the supervisor sent a %s", type(message).__name__)
+                logger.warning("unexpected %s from the supervisor", type(message).__name__)
         if number := getattr(message, "acknowledge", 0):
             gateway.supervisor.post(Acknowledged(number))
 

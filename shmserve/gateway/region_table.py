@@ -26,7 +26,7 @@ class GatewayRegion:
     """One generation of a region; its name may later be registered again with other memory.
 
     Attributes:
-        requests: The number of requests in flight that use the region.
+        request_count: The number of requests in flight that use the region.
         written_ranges: The ranges that requests in flight write to; all regions of one memory
             object share them.
     """
@@ -39,7 +39,7 @@ class GatewayRegion:
         self.byte_size = registered_range.byte_size
         self.memory = registered_range.memory
         self.owner = Ownership(message.uid, message.group, registered_range.memory.copied)
-        self.requests = 0
+        self.request_count = 0
         # Whether the region was unregistered; requests may use it until it is withdrawn.
         self.retired = False
         self.withdrawn = False
@@ -90,16 +90,16 @@ class WrittenRanges:
     """An interval set of the ranges of a shared memory object that requests in flight write to.
 
     The ranges are sorted by their start and do not overlap, so that checking the two neighbours
-    suffices. `regions` counts the registered regions of the object. `warned` is set once an overlap
+    suffices. `region_count` counts the registered regions. `has_warned` is set once an overlap
     was logged.
     """
 
-    __slots__ = ("ranges", "regions", "warned")
+    __slots__ = ("has_warned", "ranges", "region_count")
 
     def __init__(self) -> None:
-        self.regions = 0
+        self.region_count = 0
         self.ranges: list[tuple[int, int]] = []
-        self.warned = False
+        self.has_warned = False
 
     def add(self, span: tuple[int, int]) -> bool:
         """Add a range; return False, and add nothing, if it overlaps another range."""
@@ -145,7 +145,7 @@ class RegionReferences:
         memory_range = region.memory_range(requested)
         if region not in self.regions:
             self.regions.append(region)
-            region.requests += 1
+            region.request_count += 1
             if region.retired:
                 self._table.report_first_use(region)
         span = (memory_range.offset, memory_range.offset + memory_range.byte_size)
@@ -165,8 +165,8 @@ class RegionReferences:
                 f"an output in shared memory region '{region.name}' overlaps one of a request in "
                 "flight"
             )
-        if not region.written_ranges.warned:
-            region.written_ranges.warned = True
+        if not region.written_ranges.has_warned:
+            region.written_ranges.has_warned = True
             text = "requests in flight write to overlapping parts of shared memory region '%s'"
             logger.warning(text, region.name)
 
@@ -188,7 +188,7 @@ class RegionReferences:
         uses = cls(table)
         uses.regions += regions
         for region in regions:
-            region.requests += 1
+            region.request_count += 1
             if region.retired:
                 table.report_first_use(region)
         try:
@@ -207,8 +207,8 @@ class RegionReferences:
         self._writes = []
         regions, self.regions = self.regions, []
         for region in regions:
-            region.requests -= 1
-            if not region.requests and (region.retired or region.withdrawn):
+            region.request_count -= 1
+            if not region.request_count and (region.retired or region.withdrawn):
                 self._table.report_unused(region)
 
 
@@ -260,7 +260,7 @@ class RegionTable:
             # Two names of one object share the ranges written to it.
             shared_object = region.memory.object
             region.written_ranges = self._spans.setdefault(shared_object, region.written_ranges)
-            region.written_ranges.regions += 1
+            region.written_ranges.region_count += 1
             self._by_name[message.name] = region
             self.version += 1
 
@@ -269,12 +269,12 @@ class RegionTable:
         region = self._by_id.get(memory_id)
         if region is not None:
             region.retired = True
-            if region.requests:
+            if region.request_count:
                 self._report(RegionInUse(memory_id, True))
 
     def report_first_use(self, region: GatewayRegion) -> None:
         """Report a retired region that was unused until this request."""
-        if region.requests == 1:
+        if region.request_count == 1:
             self._report(RegionInUse(region.memory.id, True))
 
     def withdraw(self, memory_id: int) -> None:
@@ -287,7 +287,7 @@ class RegionTable:
         self.version += 1
         if self._by_name.get(region.name) is region:
             del self._by_name[region.name]
-        if not region.requests:
+        if not region.request_count:
             self.report_unused(region)
 
     def remove_drained(self, memory_id: int) -> None:
@@ -300,8 +300,8 @@ class RegionTable:
             self._report(RegionInUse(region.memory.id, False))
             return
         if self._by_id.pop(region.memory.id, None) is not None:
-            region.written_ranges.regions -= 1
-            if not region.written_ranges.regions:
+            region.written_ranges.region_count -= 1
+            if not region.written_ranges.region_count:
                 del self._spans[region.memory.object]
         self._report(RegionReleased(region.memory.id))
 

@@ -75,7 +75,7 @@ class Source:
         rows = [f"{position_text(origin, p.at)} {key_text(p.key)}: {p.text}" for p in self.problems]
         gaps = _Gaps(self)
         for problem in problems:
-            if not any(map(gaps.concern, (problem.key, *problem.related_keys))):
+            if not any(map(gaps.concerns, (problem.key, *problem.related_keys))):
                 prefix = self._prefix(problem.key, config)
                 rows.append(f"{prefix}{key_text(problem.key)}: {problem.text}")
         if rows:
@@ -114,7 +114,7 @@ class _Gaps:
         # An unknown name may be a misspelling of any field that its message lacks.
         self._misspelt_in = {key[:-1] for key in self._unread if key not in source.positions}
 
-    def concern(self, key: Key) -> bool:
+    def concerns(self, key: Key) -> bool:
         """Check whether the unread parts of the text may contain a value for `key`."""
         enclosing = (key[:end] for end in range(1, len(key) + 1))
         is_unread = key in self._incomplete or not self._unread.isdisjoint(enclosing)

@@ -104,7 +104,7 @@ class Builder:
 
     def _set(self, message: Message, target: FieldDescriptor, entry: Entry, path: Key) -> None:
         is_message = target.message_type is not None
-        if not is_message and not entry.colon:
+        if not is_message and not entry.has_colon:
             self._problem(entry.at, path, 'expected ":" between the name and its value')
             return
         if is_map(target):

@@ -45,14 +45,14 @@ class Scalar:
 class Entry:
     """A field of a message: `name: value`.
 
-    Only a `listed` entry (in brackets) may have several values, or none. `colon` is whether a colon
-    follows the name.
+    Only a `listed` entry (in brackets) may have several values, or none. `has_colon` is
+    whether a colon follows the name.
     """
 
     name: str
     values: list[Scalar | MessageValue]
     listed: bool
-    colon: bool
+    has_colon: bool
     at: str
 
 
@@ -162,7 +162,7 @@ class _Parser:
         token = self._peek()
         return token.kind == "mark" and token.text in marks
 
-    def _error(self, expected: str) -> Malformed:
+    def _expected(self, expected: str) -> Malformed:
         token = self._peek()
         token_text = token.text if token.kind == "end" else f'"{clip(token.text)}"'
         return Malformed(self._at(token.offset), f"expected {expected}, found {token_text}")
@@ -170,18 +170,18 @@ class _Parser:
     def _entry(self, depth: int) -> Entry:
         name = self._peek()
         if name.kind != "word":
-            raise self._error("a field name")
+            raise self._expected("a field name")
         self._take()
-        colon = self._is_mark(":")
-        if colon:
+        has_colon = self._is_mark(":")
+        if has_colon:
             self._take()
         elif not self._is_mark("{", "<", "["):
-            raise self._error(f'":" or "{{" after "{clip(name.text)}"')
+            raise self._expected(f'":" or "{{" after "{clip(name.text)}"')
         is_list = self._is_mark("[")
         values = self._list(depth) if is_list else [self._value(depth)]
         if self._is_mark(",", ";"):
             self._take()
-        return Entry(name.text, values, is_list, colon, self._at(name.offset))
+        return Entry(name.text, values, is_list, has_colon, self._at(name.offset))
 
     def _list(self, depth: int) -> list[Scalar | MessageValue]:
         self._take()
@@ -192,7 +192,7 @@ class _Parser:
                 self._take()
                 values.append(self._value(depth))
         if not self._is_mark("]"):
-            raise self._error('"," or "]" in the list')
+            raise self._expected('"," or "]" in the list')
         self._take()
         return values
 
@@ -209,12 +209,12 @@ class _Parser:
         at = self._at(token.offset)
         sign = "-" if negative else ""
         if value.kind == "number":
-            number = self._number(value)
+            number = self._parse_number(value)
             return Scalar("number", -number if negative else number, sign + value.text, at)
         if value.kind == "word" and not (negative and not _is_float_word(value.text)):
             return Scalar("word", sign + value.text, sign + value.text, at)
         self._next_index -= value.kind != "end"
-        raise self._error("a value")
+        raise self._expected("a value")
 
     def _block(self, depth: int) -> MessageValue:
         opening = self._take()
@@ -225,7 +225,7 @@ class _Parser:
         while not self._is_mark(closing):
             if self._peek().kind != "word":
                 expected_text = f'"{closing}" (for "{opening.text}" at {block.at}) or a field name'
-                raise self._error(expected_text)
+                raise self._expected(expected_text)
             block.entries.append(self._entry(depth + 1))
         self._take()
         return block
@@ -254,10 +254,10 @@ class _Parser:
 
         return _ESCAPE.sub(replace, token.text[1:-1].encode("utf-8", "surrogatepass"))
 
-    def _number(self, token: _Token) -> int | float:
+    def _parse_number(self, token: _Token) -> int | float:
         text = token.text.lower()
         if len(text) > _MAX_DIGITS:
-            raise Malformed(self._at(token.offset), "the number is too long")
+            raise Malformed(self._at(token.offset), f"number longer than {_MAX_DIGITS} characters")
         if text.startswith("0x"):
             return int(text, 16)
         if text.isdigit():

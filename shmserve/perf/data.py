@@ -40,7 +40,7 @@ class ModelInterface:
     Attributes:
         inputs: The inputs by name.
         outputs: Datatype and row shape of each output; -1 is any size.
-        batches: Whether the model batches.
+        supports_batching: Whether the model batches.
         decoupled: Whether the model is decoupled.
         steps: The models of an ensemble's steps.
         config_error: Why the server sent no configuration, without which `batches` and `steps` are
@@ -49,7 +49,7 @@ class ModelInterface:
 
     inputs: Mapping[str, ModelTensor]
     outputs: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
-    batches: bool = False
+    supports_batching: bool = False
     decoupled: bool = False
     steps: tuple[str, ...] = ()
     config_error: str = ""
@@ -100,7 +100,7 @@ def read_requests(interface: ModelInterface, options: DataOptions) -> list[Input
     Raises:
         InvalidArgument: The data does not fit the model, or a file is invalid.
     """
-    if options.batch > 1 and not interface.batches:
+    if options.batch > 1 and not interface.supports_batching:
         message = f"--batch: {options.batch} rows, but the model does not support batches"
         raise InvalidArgument(message)
     shapes = dict(_parse_shape(text, interface) for text in options.shapes)
@@ -138,7 +138,7 @@ class _TensorMaker:
     def shape(self, name: str, row_shape: Sequence[int] | None = None) -> tuple[int, ...]:
         """Return the shape of an input as sent; `row_shape` is the shape of a row, if known."""
         tensor = self.tensor(name)
-        row = tensor.shape[1:] if self.model.batches else tensor.shape
+        row = tensor.shape[1:] if self.model.supports_batching else tensor.shape
         row = self.shapes.get(name, row) if row_shape is None else tuple(row_shape)
         if -1 in row:
             dims = ",".join(map(str, row))
@@ -152,7 +152,7 @@ class _TensorMaker:
                 f"Choose them with --shape {name}:{dims.replace('-1', 'N')}"
                 f"{remark if reason else ''}"
             )
-        return (self.options.batch, *row) if self.model.batches else row
+        return (self.options.batch, *row) if self.model.supports_batching else row
 
     def generate(self, name: str) -> InputTensor:
         """Return an input with generated content: zeros, or random numbers or letters."""
@@ -270,6 +270,6 @@ def output_sizes(interface: ModelInterface, batch: int, default_size: int) -> di
     sizes = {}
     for name, (datatype, dims) in interface.outputs.items():
         is_fixed = ITEM_SIZE[datatype] and -1 not in dims
-        rows = batch if interface.batches else 1
+        rows = batch if interface.supports_batching else 1
         sizes[name] = rows * element_count(dims) * ITEM_SIZE[datatype] if is_fixed else default_size
     return sizes

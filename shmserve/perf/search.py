@@ -71,7 +71,7 @@ class Trial(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Space:
+class SearchSpace:
     """The search space.
 
     Attributes:
@@ -95,7 +95,7 @@ class Search:
 
     _measure: Callable[[Candidate], Trial]
     _target_ms: float
-    _space: Space
+    _space: SearchSpace
     _max_runs: int
     trials: dict[Candidate, Trial] = field(init=False, default_factory=dict)
 
@@ -230,7 +230,7 @@ def current_candidate(config: Config) -> Candidate:
 
 def search_space(
     config: Config, target_ms: float, processors: int, most_instances: int, largest_batch: int
-) -> Space:
+) -> SearchSpace:
     """Return the search space of a model, with at most `most_instances` instances.
 
     `largest_batch` bounds the batch size; 0: the configuration's maximum. `processors` bounds the
@@ -249,7 +249,7 @@ def search_space(
         variants += [{"depth": depth} for depth in _DEPTHS]
     if config.get("backend") in _THREAD_PARAMETERS:
         variants += [{"threads": number} for number in _ladder(processors)]
-    return Space(_ladder(most_instances), variants, (largest_batch or batch) if batch else 0)
+    return SearchSpace(_ladder(most_instances), variants, (largest_batch or batch) if batch else 0)
 
 
 def with_candidate(config: Config, candidate: Candidate, target_ms: float) -> dict[str, Any]:

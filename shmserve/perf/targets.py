@@ -50,14 +50,14 @@ class LoadTarget:
         requests: For a number of slots, returns a function from a slot to its encoded requests.
         statistics: Returns the server's statistics by model.
         streams: Whether the model is decoupled.
-        location: The target's name in reports.
+        title: The target's name in reports.
     """
 
     lane_factory: LaneFactory
     requests: Callable[[int], Requests]
     statistics: Callable[[], dict[str, Mapping[str, Any]]]
     streams: bool
-    location: str
+    title: str
 
 
 def connect(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
@@ -90,8 +90,8 @@ def connect(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
     _send_probe(args, poller, lane_factory, requests(1)(0)[0])
     models = (args.model, *model.steps)
     statistics = partial(measure.statistics_of, transport, models, args.model_version)
-    location = address.location if address else str(run_dir)
-    return LoadTarget(lane_factory, requests, statistics, lane_factory.streams, location)
+    title = address.address_text if address else str(run_dir)
+    return LoadTarget(lane_factory, requests, statistics, lane_factory.streams, title)
 
 
 def _describing_transport(args: Namespace, address: Address | None) -> Any:
@@ -119,7 +119,7 @@ def _open_native_lanes(
 
     assert run_dir is not None
     device = {"none": "", "system": "cpu", "cuda": "cuda:0"}[args.shared_memory]
-    rows = (args.batch,) if model.batches else ()
+    rows = (args.batch,) if model.supports_batching else ()
     specs = {
         name: (
             (args.output_byte_size // ITEM_SIZE[datatype],) if -1 in dims else (*rows, *dims),
@@ -170,7 +170,7 @@ def _slot_requests(
                     *(args.model, args.model_version, "", 0, items[number % len(items)]),
                     list(parts),
                     first_sequence + slot if length else 0,
-                    start=bool(length) and number % length == 0,
+                    is_start=bool(length) and number % length == 0,
                     end=bool(length) and number % length == length - 1,
                     parts=parts,
                 )
@@ -213,8 +213,8 @@ def _open_openai(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarge
     lane_factory = OpenAILaneFactory(address, credentials, poller, OPENAI_PATHS[args.openai])
     requests = [lane_factory.encode(OpenAIRequest(body)) for body in _bodies(args)]
     _send_probe(args, poller, lane_factory, requests[0])
-    location = address.location + lane_factory.route
-    return LoadTarget(lane_factory, lambda slots: partial(_rotated, requests), dict, True, location)
+    title = address.address_text + lane_factory.route
+    return LoadTarget(lane_factory, lambda slots: partial(_rotated, requests), dict, True, title)
 
 
 def _bodies(args: Namespace) -> Iterator[dict[str, Any]]:

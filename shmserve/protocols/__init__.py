@@ -85,14 +85,14 @@ class OutgoingRequest:
     inputs: list[InputTensor]
     outputs: list[str]
     sequence: int | str = ""
-    start: bool = False
+    is_start: bool = False
     end: bool = False
     parts: Mapping[str, RegionPart] = field(default_factory=dict)
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
     def request_parameters(self) -> dict[str, Parameter]:
         """Return the parameters, including the sequence's, as protocols name them."""
-        sequence = {"sequence_id": self.sequence, "sequence_start": self.start}
+        sequence = {"sequence_id": self.sequence, "sequence_start": self.is_start}
         sequence["sequence_end"] = self.end
         return {**self.parameters, **{name: value for name, value in sequence.items() if value}}
 
@@ -122,10 +122,10 @@ class Address:
     """The address of a listener.
 
     `protocol` is "http" or "grpc". `target` is HOST:PORT unless `unix_socket` is set. Errors name
-    the listener by `location`.
+    the listener by `address_text`.
     """
 
-    location: str
+    address_text: str
     protocol: str
     target: str = ""
     tls: bool = False
@@ -133,9 +133,9 @@ class Address:
 
 
 class Transport(Protocol):
-    """A blocking client for inference. Its errors name the server by `location`."""
+    """A blocking client for inference. Its errors name the server by `address_text`."""
 
-    location: str
+    address_text: str
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
         """Return the inputs of a model by name. Raises TransportError."""

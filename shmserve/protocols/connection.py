@@ -98,7 +98,7 @@ class ClientConnection:
             self._sock = connect(address, tls, _CONNECT_TIMEOUT_S)
         except OSError as error:
             reason = error.strerror or str(error)
-            raise Unavailable(f"{address.location} cannot be reached: {reason}") from None
+            raise Unavailable(f"{address.address_text} cannot be reached: {reason}") from None
         self._sock.setblocking(False)
         self._uses_tls = tls is not None
         self._poller = poller

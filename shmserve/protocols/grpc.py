@@ -58,7 +58,7 @@ class GrpcTransport:
     """A blocking client of a gRPC server."""
 
     def __init__(self, address: Address, credentials: Credentials) -> None:
-        self.location = address.location
+        self.address_text = address.address_text
         self._metadata = [(name.lower(), value) for name, value in credentials.headers]
         self._channel = (
             grpc.secure_channel(address.target, _channel_credentials(credentials), _UNLIMITED)
@@ -272,23 +272,23 @@ class GrpcLane:
         self._lane_factory = lane_factory
         self._number = number
         self._connection = lane_factory.connection(number)
-        self._stream = 0
+        self._stream_id = 0
         self._is_busy = False
-        self._messages = bytearray()
+        self._received_data = bytearray()
 
     def send(self, message: bytes) -> None:
         """Send a request."""
         self._is_busy = True
-        if not self._stream:
+        if not self._stream_id:
             self._connection = self._lane_factory.connection(self._number)
-            self._stream = self._connection.start(self, self._lane_factory.head)
-        self._connection.send(self._stream, message, is_last=not self._lane_factory.streams)
+            self._stream_id = self._connection.start(self, self._lane_factory.head)
+        self._connection.send(self._stream_id, message, is_last=not self._lane_factory.streams)
 
     def receive_data(self, payload: bytes) -> None:
         """Parse the messages in a DATA frame, which may be partial."""
         if not self._lane_factory.streams:
             return
-        messages = self._messages
+        messages = self._received_data
         messages += payload
         position, received_size = 0, len(messages)
         while received_size - position >= _MESSAGE_PREFIX_SIZE:
@@ -318,8 +318,8 @@ class GrpcLane:
 
     def handle_end(self, error: str) -> None:
         """Handle the end of the call or of the stream."""
-        self._stream = 0
-        self._messages.clear()
+        self._stream_id = 0
+        self._received_data.clear()
         was_busy, self._is_busy = self._is_busy, False
         if was_busy:
             end_text = "the server ended the stream" if self._lane_factory.streams else ""
@@ -351,10 +351,10 @@ class Http2Client:
         # Data that waits for window updates: the stream, the bytes, whether they are the last.
         self._waiting_messages: deque[tuple[int, memoryview, bool]] = deque()
         self._window = self._initial_window = h2.DEFAULT_WINDOW
-        self._read = 0
+        self._unacknowledged_bytes = 0
         self._max_frame_size = h2.SMALLEST_FRAME
         self._partial_frame = b""
-        self._block = b""
+        self._header_block = b""
         # This client announces a header table of size 0, so equal blocks mean the same headers.
         self._decoder = Decoder()
         self._decoder.header_table_size = 0
@@ -446,7 +446,7 @@ class Http2Client:
             case h2.DATA:
                 self._handle_data(stream, payload)
             case h2.HEADERS | h2.CONTINUATION:
-                self._block += payload
+                self._header_block += payload
                 if flags & h2.END_HEADERS:
                     self._handle_headers(stream, flags)
             case h2.SETTINGS | h2.PING if not flags & h2.ACK:
@@ -467,10 +467,10 @@ class Http2Client:
 
     def _handle_data(self, stream: int, payload: bytes) -> None:
         size = len(payload)
-        self._read += size
-        if self._read > _WINDOW_REFILL_BYTES:
-            self._queue_output(_encode_window_update(0, self._read))
-            self._read = 0
+        self._unacknowledged_bytes += size
+        if self._unacknowledged_bytes > _WINDOW_REFILL_BYTES:
+            self._queue_output(_encode_window_update(0, self._unacknowledged_bytes))
+            self._unacknowledged_bytes = 0
         outgoing = self._streams.get(stream)
         if outgoing is not None:
             outgoing.unacknowledged_bytes += size
@@ -480,7 +480,7 @@ class Http2Client:
             outgoing.lane.receive_data(payload)
 
     def _handle_headers(self, stream: int, flags: int) -> None:
-        block, self._block = self._block, b""
+        block, self._header_block = self._header_block, b""
         error = self._errors_by_block.get(block)
         if error is None:
             error = self._errors_by_block[block] = _response_error(self._decoder.decode(block))

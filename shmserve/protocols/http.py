@@ -70,7 +70,7 @@ class HttpTransport:
     """A blocking client of an HTTP server."""
 
     def __init__(self, address: Address, credentials: Credentials) -> None:
-        self.location = address.location
+        self.address_text = address.address_text
         self._headers = dict(credentials.headers)
         self._connect = partial(_Exchange, address, credentials.tls() if address.tls else None)
 
@@ -216,8 +216,7 @@ def _encode_inference(request: OutgoingRequest, binary: bool) -> tuple[str, str,
     """Return the method, path, body and JSON header length of an inference request."""
     header = json.dumps(encode_inference_header(request, binary)).encode()
     body = b"".join([header, *(tensor.raw for tensor in request.inputs)])
-    path = f"{model_path(request.model, request.version)}/infer"
-    return "POST", path, body, len(header)
+    return "POST", f"{model_path(request.model, request.version)}/infer", body, len(header)
 
 
 def _region_path(kind: str, name: str) -> str:

@@ -41,7 +41,7 @@ class NativeTransport:
     """A transport to the server of a run directory. Raises Disconnected if there is no server."""
 
     def __init__(self, run_dir: Path) -> None:
-        self.location = str(run_dir)
+        self.address_text = str(run_dir)
         self._session = Session(run_dir, _MAX_MEMORY_BYTES, _WELCOME_TIMEOUT_S)
         self._server = Server(self._session)
 
@@ -85,7 +85,7 @@ class NativeTransport:
 def _options(request: OutgoingRequest) -> dict[str, Any]:
     timeout_s = request.timeout_us / 1e6 if request.timeout_us else None
     options = {"version": request.version, "timeout": timeout_s, "request_id": request.id}
-    sequence = {"sequence": request.sequence or 0, "start": request.start, "end": request.end}
+    sequence = {"sequence": request.sequence or 0, "start": request.is_start, "end": request.end}
     return {**options, **sequence, "parameters": request.parameters}
 
 

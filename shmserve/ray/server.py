@@ -158,11 +158,11 @@ class Node:
             return JSONResponse({"error": reason}, 501)
         try:
             response = await self._server.request(
-                request.method, path, passed_on(request.headers.items()), request.body
+                request.method, path, end_to_end_headers(request.headers.items()), request.body
             )
         except aiohttp.ClientConnectionError:
             return JSONResponse({"error": "the server of this node has exited"}, 503)
-        headers = dict(passed_on(response.headers.items()))
+        headers = dict(end_to_end_headers(response.headers.items()))
         return StreamingResponse(_parts(response), response.status, headers)
 
     def __del__(self) -> None:
@@ -205,6 +205,6 @@ def refusal(path: str) -> str:
     return ""
 
 
-def passed_on(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+def end_to_end_headers(headers: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     """Return the headers without those that apply to a single connection."""
     return [(name, value) for name, value in headers if name.lower() not in _HOP_BY_HOP]

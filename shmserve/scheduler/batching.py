@@ -1,8 +1,8 @@
 """The core of a batching scheduler: the queue, the batcher and the pool of instances.
 
-    admit, cancel, ...   messages of clients, from the front
-    from_control         messages of the supervisor (`results` handles those of workers)
-    tick                 expire, dispatch, release
+    admit, cancel, ...       messages of clients, from the front
+    handle_control_message   messages of the supervisor (`results` handles those of workers)
+    tick                     expire, dispatch, release
 
 Messages to send are posted to outboxes, which the event loop flushes once per iteration.
 """
@@ -79,8 +79,8 @@ class BatchingCore(Core[ScheduledRequest]):
         clock: Callable[[], int],
         cache: ResponseCache | None = None,
     ) -> None:
-        self._to_workers = workers
-        self._to_control = control
+        self._workers = workers
+        self._control = control
         self._name = settings.name
         self._fits = fits
         self._preserves_order = settings.preserve_ordering
@@ -132,7 +132,7 @@ class BatchingCore(Core[ScheduledRequest]):
             raise Unavailable(self._pool.failure)
         queue, dispatch = self._queue, self._dispatch
         may_be_full = queue.in_order.count >= queue.least_bound
-        if may_be_full and self._pool.free and queue.is_full(submit.priority):
+        if may_be_full and self._pool.free_slots and queue.is_full(submit.priority):
             self._expire(now_ns)
             dispatch.run(now_ns)
         fits, schema = self._fits, submit.schema
@@ -161,13 +161,13 @@ class BatchingCore(Core[ScheduledRequest]):
         if self._report_calls_ns == NEVER:
             self._report_calls_ns = now_ns + _CALL_REPORT_NS
         if self._tickets is not None:
-            self._to_control.post(CheckHolders(request.key, sorted({pid for pid, _ in callers})))
+            self._control.post(CheckHolders(request.key, sorted({pid for pid, _ in callers})))
 
     def _report_calls(self, now_ns: int) -> None:
         """Report calls that have waited for long to the supervisor, which detects deadlocks."""
         calls = self._queue.calls()
         self._report_calls_ns = now_ns + _CALL_REPORT_NS if calls else NEVER
-        occupants = self._pool.occupants()
+        occupants = self._pool.executions_by_peer()
         occupants_by_instance: list[list[int]] = list(occupants.values())
         unbound: list[Any] = []
         waits: list[Any] = []
@@ -185,7 +185,7 @@ class BatchingCore(Core[ScheduledRequest]):
         elif unbound:
             waits.append([unbound, occupants_by_instance])
         if waits or self._calls_reported:
-            self._to_control.post(CallsWaiting(self._name, waits))
+            self._control.post(CallsWaiting(self._name, waits))
         self._calls_reported = bool(waits)
 
     def _fail_held_call(self, request: ScheduledRequest, reason: str, now_ns: int) -> None:
@@ -280,7 +280,7 @@ class BatchingCore(Core[ScheduledRequest]):
 
     # --- supervisor -------------------------------------------------------------------
 
-    def from_control(self, message: SupervisorToBatching, now_ns: int) -> None:
+    def handle_control_message(self, message: SupervisorToBatching, now_ns: int) -> None:
         match message:
             case InstanceExpected():
                 self.executions.announce(message.index, message.process)
@@ -309,8 +309,8 @@ class BatchingCore(Core[ScheduledRequest]):
                 assert_never(message)
 
     def _release_retired(self) -> None:
-        for process in self._pool.take_retired(self._dispatch.needs):
-            self._to_control.post(InstanceRetired(process))
+        for process in self._pool.take_retired(self._dispatch.has_work):
+            self._control.post(InstanceRetired(process))
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         self.results.process_exited(pid, reason, now_ns)
@@ -348,7 +348,7 @@ class BatchingCore(Core[ScheduledRequest]):
             self._report_calls(now_ns)
         if self._tickets is not None:
             self._tickets.end_turn()
-        if pool.retiring:
+        if pool.retiring_slots:
             self._release_retired()
         if self._preserves_order:
             self._responses.release(now_ns)
@@ -389,9 +389,9 @@ class BatchingCore(Core[ScheduledRequest]):
     def gauges(self) -> dict[str, Any]:
         return {
             "pending": len(self._queue),
-            "executing": self._pool.executing,
+            "executing": self._pool.executing_count,
             "instances": self._pool.counts(),
             "open_sequences": self._dispatch.open_sequences,
             "generation": self._dispatch.gauges(),
-            "malformed": self._to_workers.malformed_messages + self.results.unexpected_messages,
+            "malformed": self._workers.malformed_messages + self.results.unexpected_messages,
         }

@@ -102,7 +102,7 @@ class Reports:
     _statistics: Statistics
     _control: ControlLink
     _wall_clock: Callable[[], int]
-    _gauges: Callable[[], dict[str, Any]]
+    _read_gauges: Callable[[], dict[str, Any]]
     _metrics: ModelMetrics = field(default_factory=ModelMetrics)
     unexpected: int = 0
 
@@ -119,7 +119,7 @@ class Reports:
         client.post(StatisticsReported(request_number, report))
 
     def _count_malformed(self) -> dict[str, Any]:
-        gauges = self._gauges()
+        gauges = self._read_gauges()
         self._statistics.malformed = gauges.pop("malformed") + self.unexpected
         return gauges
 
@@ -149,7 +149,7 @@ class Reports:
             self._metrics.restore(metrics, alive)
             self.unexpected = self._statistics.malformed
         except (AttributeError, KeyError, TypeError, ValueError):
-            logger.exception("a predecessor's statistics cannot be read")
+            logger.exception("the statistics of the previous scheduler cannot be read")
 
     def metrics_reported(self, pid: int, message: MetricsReported) -> None:
         """Record the metrics that the model of an instance has reported."""
@@ -247,7 +247,7 @@ class Core(Protocol[R]):
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         """Handle the exit of a process of the server, whose memory and executions are lost."""
 
-    def from_control(self, message: Any, now_ns: int) -> None:
+    def handle_control_message(self, message: Any, now_ns: int) -> None:
         """Handle a message of the supervisor that only this kind of scheduler receives."""
 
     def tick(self, now_ns: int) -> int:
@@ -291,7 +291,7 @@ class Front(Generic[R]):
     _wall_clock: Callable[[], int]
     _model: str
     _cache: ResponseCache | None = None
-    _dead: dict[int, None] = field(default_factory=dict)  # pids of exited processes, oldest first
+    _exited_pids: dict[int, None] = field(default_factory=dict)  # oldest first
     _is_draining: bool = False
     _is_drained: bool = False
     stopped: bool = False
@@ -300,7 +300,7 @@ class Front(Generic[R]):
         self._clients: ClientTable[R] = ClientTable(self._links)
         self._overload = OverloadLog(self._model)
         statistics = self._core.statistics
-        self._reports = Reports(statistics, self._control, self._wall_clock, self._gauges)
+        self._reports = Reports(statistics, self._control, self._wall_clock, self._collect_gauges)
 
     @property
     def live_requests(self) -> int:
@@ -309,10 +309,10 @@ class Front(Generic[R]):
 
     # --- clients ----------------------------------------------------------------------------------
 
-    def from_client(self, peer: bytes, message: ClientToScheduler, now_ns: int) -> None:
+    def handle_client_message(self, peer: bytes, message: ClientToScheduler, now_ns: int) -> None:
         """Handle a client's message; the message of an exited process is dropped."""
         client = self._clients[peer]
-        if client.pid in self._dead:
+        if client.pid in self._exited_pids:
             del self._clients[peer]
             self.count_unexpected()
             return
@@ -378,7 +378,7 @@ class Front(Generic[R]):
 
     # --- supervisor -------------------------------------------------------------------------------
 
-    def from_control(self, message: Any, now_ns: int) -> None:
+    def handle_control_message(self, message: Any, now_ns: int) -> None:
         """Handle a message of the supervisor: a `SupervisorToScheduler`, or one for the core."""
         match message:
             case ProcessExited():
@@ -397,7 +397,7 @@ class Front(Generic[R]):
             case Stop():
                 self._stop(now_ns)
             case _:
-                self._core.from_control(message, now_ns)
+                self._core.handle_control_message(message, now_ns)
 
     def _process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         self._core.process_exited(pid, reason, now_ns)
@@ -405,9 +405,9 @@ class Front(Generic[R]):
             self._cache.process_exited(pid)
         self._reports.process_exited(pid)
         # Stored, because frames of the exited process may still arrive.
-        self._dead[pid] = None
-        if len(self._dead) > REMEMBERED_EXITS:
-            del self._dead[next(iter(self._dead))]
+        self._exited_pids[pid] = None
+        if len(self._exited_pids) > REMEMBERED_EXITS:
+            del self._exited_pids[next(iter(self._exited_pids))]
         for client in self._clients.of_process(pid):
             del self._clients[client.peer]
             self._core.disconnect(client, now_ns)
@@ -424,7 +424,7 @@ class Front(Generic[R]):
         pid = trailing_pid(peer)  # the pid of the instance's InstanceReady
         if not (pid and peer.partition(b".")[0].isdigit()):
             self.count_unexpected()
-        elif pid not in self._dead:
+        elif pid not in self._exited_pids:
             self._reports.metrics_reported(pid, message)
 
     # --- time and counts --------------------------------------------------------------------------
@@ -460,7 +460,7 @@ class Front(Generic[R]):
         """Count a dropped message that its sender may never send, or not at this time."""
         self._reports.unexpected += 1
 
-    def _gauges(self) -> dict[str, Any]:
+    def _collect_gauges(self) -> dict[str, Any]:
         gauges = self._core.gauges()
         gauges["live"] = self._core.live_requests
         gauges["cache"] = {} if self._cache is None else self._cache.gauges()

@@ -171,7 +171,7 @@ class ResponseCache:
         memory = memory_range.memory
         clients = memory.pid == self._start.supervisor_pid
         if memory.cuda is not None or memory.copied or not memory.sealed or clients:
-            raise Unavailable("this memory is not read by schedulers")
+            raise Unavailable("the cache stores no tensors in device memory or memory of clients")
         view: memoryview = self._mappings.view(memory_range)
         return view
 

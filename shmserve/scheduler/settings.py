@@ -123,7 +123,7 @@ class Settings:
     execution_limit_ns: int
     # A test hook: the numbers of queued requests and of backlogged sequences at which dispatch
     # starts.
-    hold: tuple[int, int] = (0, 0)
+    hold_thresholds: tuple[int, int] = (0, 0)
     sequences: Sequencing | None = None
     timeout_is_deadline: bool = False  # whether a request's `timeout` ends it
     decoupled: bool = False  # a request may have any number of responses
@@ -159,7 +159,7 @@ class Settings:
             # The responses of a decoupled model may never end, so that no order can be kept.
             preserve_ordering=preserves_order and not config.decoupled,
             execution_limit_ns=round(limit_s * _NS_PER_S),
-            hold=_hold(config, limits),
+            hold_thresholds=_hold_thresholds(config, limits),
             timeout_is_deadline=limits.request_timeout_is_deadline,
             sequences=_sequencing(config, limits),
             decoupled=config.decoupled,
@@ -180,8 +180,7 @@ def _strategy(config: ModelSpec, dynamic: DynamicBatching, padding: Padding | No
             return replace(rules, delay_ns=0)
         case Strategy.ADAPTIVE:
             target = config.parameters.get(model_spec.TARGET_PARAMETER, "")
-            target_ms = model_spec.parse_target_ms(target)
-            return replace(rules, target_ns=round((target_ms or 0) * 1e6))
+            return replace(rules, target_ns=round((model_spec.parse_target_ms(target) or 0) * 1e6))
         case _:
             return rules
 
@@ -211,8 +210,8 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
     )
 
 
-def _hold(config: ModelSpec, limits: SchedulingLimits) -> tuple[int, int]:
-    """Return the value of `Settings.hold`. As in Triton, the default scheduler holds nothing."""
+def _hold_thresholds(config: ModelSpec, limits: SchedulingLimits) -> tuple[int, int]:
+    """Return `Settings.hold_thresholds`. As in Triton, the default scheduler holds nothing."""
     if config.sequence_batching is not None:
         return limits.delay_scheduler, limits.backlog_delay_scheduler
     return (0 if config.dynamic_batching is None else limits.delay_scheduler), 0

@@ -57,7 +57,7 @@ from enum import StrEnum
 from operator import sub
 from typing import Any
 
-from shmserve.common.model_metrics import plus, total
+from shmserve.common.model_metrics import add_tables, sum_counters
 from shmserve.ipc.messages.inference import ExecutionResponded, Reply
 from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.requests.request import Timing
@@ -155,7 +155,7 @@ class Statistics(Table):
         """
         for name in ("success", "execution_count"):  # these keys are in every table
             int(base[name])
-        plus(self.table(), base)
+        add_tables(self.table(), base)
         self._base = base
 
     def count_execution(
@@ -238,8 +238,7 @@ class Statistics(Table):
         self.cache_miss_ns += lookup_ns + insert_ns
         self.success_ns += insert_ns
         if self._quantiles:
-            took_us = (lookup_ns + insert_ns) // _NS_PER_US
-            self._quantiles["cache_miss"].observe(took_us, now_ns)
+            self._quantiles["cache_miss"].observe((lookup_ns + insert_ns) // _NS_PER_US, now_ns)
 
     def count_response(
         self, request: CountedRequest, response: ExecutionResponded | Reply, now_ns: int
@@ -300,7 +299,7 @@ class Statistics(Table):
             "batch_stats": executions.by_size(),
             "memory_usage": [],
             "shmserve": {
-                **total(self.snapshot(brief=True)),
+                **sum_counters(self.snapshot(brief=True)),
                 "quantiles": {
                     name: sketch.report(self._reported_quantiles, now_ns)
                     for name, sketch in self._quantiles.items()

@@ -41,8 +41,7 @@ class SupervisorContext:
     """The shared objects of the supervisor.
 
     `front_zygote` forks gateways and schedulers. `worker_zygote`, which has imported torch, forks
-    workers. `numbers` yields the numbers of new schedulers. A reload replaces `config`, so no other
-    object may store it.
+    workers. A reload replaces `config`, so no other object may store it.
     """
 
     config: ServerConfig
@@ -59,7 +58,7 @@ class SupervisorContext:
     tickets: Tickets
     workspaces: Workspaces
     hosts: SchedulerHosts
-    numbers: itertools.count[int] = field(default_factory=partial(itertools.count, 1))
+    scheduler_ids: itertools.count[int] = field(default_factory=partial(itertools.count, 1))
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     @property

@@ -100,7 +100,7 @@ class ControlApi:
             case m.WantModel(name=name, patience_s=patience_s):
                 await self._models.on_demand.load(name, patience_s)
             case m.FindModel(name=name, version=version, patience_s=patience_s):
-                self._context.control.calls(pid)
+                self._context.control.add_caller(pid)
                 await self._models.on_demand.load(name, patience_s)
                 return self._registry.find(name, version)
             case m.AskReady(name=name, version=version):

@@ -108,7 +108,7 @@ class Handover:
         except OSError:
             raise Unavailable(_LOST_PREDECESSOR) from None
         self._listeners.shared_sockets = offer.shared
-        count = len(self._regions.active())
+        count = len(self._regions.active_regions())
         logger.info("registrations of regions received from the previous server: %d", count)
         accepted_wait = asyncio.ensure_future(self._accepted_event.wait())
         await wait_any(accepted_wait, predecessor.end_future)
@@ -160,7 +160,7 @@ class Handover:
     def _offer(self, link: socket.socket) -> Offer:
         listeners, local = self._listeners, self._local_clients.connections
         sockets = {"http": listeners.http, "grpc": listeners.grpc, "metrics": listeners.metrics}
-        sockets["local"] = local.shared()
+        sockets["local"] = local.shared_sockets()
         return Offer(link, sockets, listeners.shared_sockets, local.client_listener)
 
     async def _await_successor_exit(self, successor: HandoverLink) -> None:
@@ -175,7 +175,7 @@ class Handover:
         successor = self._successor
         assert successor is not None
         self._kept.mirror_to(successor)
-        for region in self._regions.active():
+        for region in self._regions.active_regions():
             self._kept.mirror(region)
             await successor.until_done()
         if not successor.end_future.done():

@@ -85,7 +85,7 @@ class Snapshot:
 
     def regions(self) -> list[OpenRegion]:
         """Return every active region, and the memory of local clients."""
-        return [*self._regions.active(), *self._memory.all()]
+        return [*self._regions.active_regions(), *self._memory.all()]
 
     def for_local_client(self) -> Iterator[Any]:
         """Yield the messages for a new local client: models, and finally the health."""
@@ -108,11 +108,11 @@ class Watchdog:
 
     _control: ControlSocket
     _processes: ProcessTable
-    _manager: ServiceManager
+    _service_manager: ServiceManager
 
     async def run(self) -> None:
         """Send signs of life until the task is cancelled."""
-        limit_s, acknowledgements = self._manager.watchdog_s, self._control.acknowledgements
+        limit_s, acknowledgements = self._service_manager.watchdog_s, self._control.acknowledgements
         while limit_s:
             number = self._control.announce(Ping, "gateway", "host")
             try:
@@ -126,7 +126,7 @@ class Watchdog:
                 logger.error(text, limit_s, ", ".join(self._missing_peers(number)))
                 await acknowledgements.until_acknowledged(number)
                 logger.warning("all processes respond again")
-            self._manager.alive()
+            self._service_manager.notify_alive()
             await asyncio.sleep(limit_s / 2)
 
     def _missing_peers(self, number: int) -> list[str]:

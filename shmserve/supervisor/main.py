@@ -189,7 +189,7 @@ def compose(
         ShmserveError: InvalidArgument or Unavailable, with a message for the operator.
     """
     # The first step, since it removes variables from the environment that processes would inherit.
-    manager = ServiceManager.from_environment(os.environ)
+    service_manager = ServiceManager.from_environment(os.environ)
     accelerators = host.accelerators(visible=config.visible_devices)
     planner = LoadPlanner(config, run_dir.path, accelerators)
     registry = ModelRegistry()
@@ -199,7 +199,7 @@ def compose(
     control = ControlSocket(endpoints.control(run_dir.path))
     handles = HandleCheck(accelerators.count, registry.workers_on, control.send)
     opener = RegionOpener(config.shm, handles if accelerators.kind == "cuda" else None)
-    kept = KeptRegions(manager)
+    kept = KeptRegions(service_manager)
     regions = RegionRegistry(control, opener, events.publish, kept)
     regions.restore(listeners.stored_fds)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
@@ -222,8 +222,8 @@ def compose(
         return progress_line(registry.progress())
 
     observers: list[Callable[[], None]] = [feed.models_changed, partial(announce, context, health)]
-    if manager.is_present:
-        observers.append(lambda: manager.status(state()))
+    if service_manager.is_present:
+        observers.append(lambda: service_manager.notify_status(state()))
     parts = (context, planner, registry, publications, observers)
     models = ModelManager(LifecycleExecutor(*parts))
     readiness = ReadinessCheck(control.send)
@@ -232,7 +232,7 @@ def compose(
     ControlApi(context, regions, kept, handles, models, registry, readiness)
 
     def refusal_reason() -> str:
-        if manager.is_present:
+        if service_manager.is_present:
             return "a service manager started the server and must restart it (systemctl restart)"
         if health.exiting or not health.has_started:
             return "the server is starting or stopping"
@@ -262,10 +262,10 @@ def compose(
         health=health,
         feed=feed,
         progress=StartupReport(registry.progress, observers),
-        manager=manager,
+        service_manager=service_manager,
         handover=handover,
-        watchdog=Watchdog(control, processes, manager),
-        reload=read_config and Reload(context, opener, poller, manager, read_config, state),
+        watchdog=Watchdog(control, processes, service_manager),
+        reload=read_config and Reload(context, opener, poller, service_manager, read_config, state),
     )
 
 
@@ -347,7 +347,7 @@ def _create_tickets(config: ServerConfig, control: ControlSocket) -> Tickets:
     resources = {(name, device): count for name, device, count in config.rate_limit_resources}
     tickets = Tickets(config.rate_limit == "execution_count", resources, control.send)
     control.serve((AskTicket, CheckHolders, TicketReturned), tickets.handle)
-    call_waits = CallWaits(tickets.holders)
+    call_waits = CallWaits(tickets.find_holders)
 
     def on_calls_waiting(scheduler: Address, message: CallsWaiting) -> None:
         deadlock = call_waits.report(scheduler, message, time.monotonic_ns())

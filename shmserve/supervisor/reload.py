@@ -62,7 +62,7 @@ class RepositoryPoller:
         try:
             folders = await asyncio.to_thread(self._planner.scan)
         except ShmserveError as error:
-            logger.error("%s", error.message)
+            logger.error("the model repositories could not be scanned: %s", error.message)
             return []
         except Exception:
             logger.exception("the model repositories could not be scanned")
@@ -133,16 +133,16 @@ RELOADABLE = frozenset({_TOKENS_FLAG, *_SERVER_FIELDS, *_LOG_FIELDS, *_SHM_FIELD
 class Reload:
     """The task that reloads the settings.
 
-    `_read_config()` returns the current settings as at a start. `_state()` returns the status for
-    the service manager.
+    `_read_config()` returns the current settings as at a start. `_describe_state()` returns the
+    status for the service manager.
     """
 
     _context: SupervisorContext
     _opener: RegionOpener
     _poller: RepositoryPoller
-    _manager: ServiceManager
+    _service_manager: ServiceManager
     _read_config: Callable[[], ServerConfig]
-    _state: Callable[[], str]
+    _describe_state: Callable[[], str]
     _request_event: asyncio.Event = field(init=False, default_factory=asyncio.Event)
 
     def request(self) -> None:
@@ -154,16 +154,16 @@ class Reload:
         while True:
             await self._request_event.wait()
             self._request_event.clear()
-            self._manager.report_reloading()
-            waited_for = asyncio.ensure_future(self._manager.keep_waiting())
+            self._service_manager.report_reloading()
+            waited_for = asyncio.ensure_future(self._service_manager.keep_waiting())
             try:
                 await self._reload()
             finally:
                 await end_all(waited_for)
-            self._manager.ready(self._state())
+            self._service_manager.notify_ready(self._describe_state())
 
     async def _reload(self) -> None:
-        logger.info("reloading")
+        logger.info("reloading the configuration and the model repositories")
         try:
             config = await asyncio.to_thread(self._read_config)
         except ShmserveError as error:

@@ -88,7 +88,7 @@ class Supervisor:
     health: Health
     feed: EventFeed
     progress: StartupReport
-    manager: ServiceManager
+    service_manager: ServiceManager
     handover: Handover
     watchdog: Watchdog
     reload: Reload | None
@@ -177,7 +177,7 @@ class Supervisor:
         gateways = asyncio.ensure_future(self.gateways.start())
         with self.progress:
             loading = asyncio.ensure_future(self._load())
-            waited_for = asyncio.ensure_future(self.manager.keep_waiting())
+            waited_for = asyncio.ensure_future(self.service_manager.keep_waiting())
             try:
                 started = asyncio.gather(loading, gateways)
                 has_loaded, _ = await self.handover.run_beside_predecessor(started)
@@ -206,7 +206,7 @@ class Supervisor:
         state = "is ready" if self.health.current().ready else "serves requests, but is not ready,"
         logger.info("the server %s after %.2f s", state, time.monotonic() - started_at)
         self._log_first_steps()
-        self.manager.ready(progress_line(self.registry.progress()))
+        self.service_manager.notify_ready(progress_line(self.registry.progress()))
         _trim_heap()
         self.context.background(self.watchdog.run())
         self.context.background(self.autoscaler.run())
@@ -225,7 +225,7 @@ class Supervisor:
             logger.info("dashboard: %s/", metrics)
         if http.startswith("http"):
             logger.info("API: %s/docs", http)
-        ready_models = [version.config for version in self.registry.live if version.loaded]
+        ready_models = [version.config for version in self.registry.live_versions if version.loaded]
         if http and (command := example_command(ready_models, http)):
             logger.info("try: %s", command)
 
@@ -300,8 +300,8 @@ class Supervisor:
         A signal within a second of the first one does not count.
         """
         context = self.context
-        self.manager.report_stopping("finishing requests in flight")
-        waited_for = asyncio.ensure_future(self.manager.keep_waiting())
+        self.service_manager.report_stopping("finishing requests in flight")
+        waited_for = asyncio.ensure_future(self.service_manager.keep_waiting())
         if not self.handover.has_successor:  # otherwise its clients use the successor
             self.health.exiting = True
         self.gateways.retire()
@@ -324,7 +324,7 @@ class Supervisor:
         self.handover.close()
         self.processes.close()
         await end_all(waited_for)
-        self.manager.close()
+        self.service_manager.close()
         logger.info("the server has stopped")
 
     async def _finish(self) -> None:
@@ -336,7 +336,7 @@ class Supervisor:
         is_unfinished = not drain_task.done()
         await end_all(drain_task, second_signal)
         if is_unfinished:
-            logger.warning("not all requests in flight were finished")
+            logger.warning("requests did not finish within %g s, and are rejected", limit_s)
             rejection_task = asyncio.ensure_future(self._reject_unfinished())
             await asyncio.wait({rejection_task}, timeout=rejection_s)
             await end_all(rejection_task)
@@ -355,7 +355,7 @@ class Supervisor:
             async with asyncio.timeout(sequences_s):
                 await self.models.finish_sequences()
         except TimeoutError:
-            logger.warning("not every open sequence has ended")
+            logger.warning("open sequences have not ended within %g s", sequences_s)
         await asyncio.gather(
             self.handover.let_successor_accept(),
             self._drain_gateways(),

@@ -27,7 +27,7 @@ from shmserve.gateway.http.json.fingerprint import (
     store_template,
 )
 from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
-from shmserve.gateway.http.json.parser import Numbers, loads, loads_large
+from shmserve.gateway.http.json.parser import NumberArray, loads, loads_large
 from shmserve.gateway.http.routes import ROUTES
 from shmserve.gateway.inference.prepare import raw_request
 from shmserve.gateway.inference.request import InferRequest, RegionRange, RequestIdentity
@@ -160,7 +160,7 @@ def _same_in_steps(body: bytes, tail_size: int, wire: InferRequest) -> None:
     reparsed = parse_request(loads_large(body), tail_size, "m", _LIMIT)
     assert (reparsed.id, len(reparsed.inputs)) == (wire.id, len(wire.inputs))
     for original_input, reparsed_input in zip(wire.inputs, reparsed.inputs, strict=True):
-        if isinstance(reparsed_input.data, Numbers) and reparsed_input.count:
+        if isinstance(reparsed_input.data, NumberArray) and reparsed_input.count:
             arguments = (reparsed_input.datatype, reparsed_input.count, reparsed_input.name)
             pieces = tensors.decode_parts(reparsed_input.data.parts(), *arguments)
             assert b"".join(pieces) == tensor_bytes(original_input)

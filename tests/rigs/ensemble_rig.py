@@ -144,15 +144,15 @@ class EnsembleRig:
         self.from_client(m.Submit(number, *work, self.now_ns, deadline_ns, 0, priority))
 
     def from_client(self, message: Any) -> None:
-        self.ensemble.from_client(GATEWAY, message, self.now_ns)
+        self.ensemble.handle_client_message(GATEWAY, message, self.now_ns)
         self.ensemble.tick(self.now_ns)
 
     def from_control(self, message: Any) -> None:
-        self.ensemble.from_control(message, self.now_ns)
+        self.ensemble.handle_control_message(message, self.now_ns)
         self.ensemble.tick(self.now_ns)
 
     def from_step(self, endpoint: str, message: Any) -> None:
-        self.core.from_step(endpoint, message, self.now_ns)
+        self.core.handle_step_message(endpoint, message, self.now_ns)
         self.ensemble.tick(self.now_ns)
 
     def pass_ms(self, ms: int) -> None:

@@ -91,7 +91,7 @@ class Host:
                 counts = executed, executed, queueing_s, executed, execution_s
                 load = LoadSample(at_s, *counts, len(queue), ready, min(ready, len(busy)))
                 change = self.policy.sample(load, self.count)
-                if change is not None and not starting and change.total > self.count:
+                if change is not None and not starting and change.instance_count > self.count:
                     starting, changes = 1, at_s + START_S
                 elif change is not None and not starting:
                     ready -= 1

@@ -66,11 +66,13 @@ class Guest:
 
 
 @contextlib.contextmanager
-def memfd(size: int = 4096, full: bool = True, seals: int = fcntl.F_SEAL_SHRINK) -> Iterator[int]:
+def memfd(
+    size: int = 4096, reserve: bool = True, seals: int = fcntl.F_SEAL_SHRINK
+) -> Iterator[int]:
     fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
-        if full:
+        if reserve:
             os.posix_fallocate(fd, 0, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         yield fd

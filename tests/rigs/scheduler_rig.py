@@ -135,18 +135,18 @@ class Rig:
                 "priority": 0,
                 "request_id": "",
             }
-            self.scheduler.from_client(peer, m.Submit(**{**defaults, **fields}), self.now)
+            self.scheduler.handle_client_message(peer, m.Submit(**{**defaults, **fields}), self.now)
             numbers.append(self._ids)
         self.pass_time(0)
         return numbers
 
     def client(self, message: Any, peer: bytes = GATEWAY) -> None:
-        self.scheduler.from_client(peer, message, self.now)
+        self.scheduler.handle_client_message(peer, message, self.now)
         self.pass_time(0)
 
     def supervisor(self, *messages: Any) -> None:
         for message in messages:
-            self.scheduler.from_control(message, self.now)
+            self.scheduler.handle_control_message(message, self.now)
         self.pass_time(0)
 
     def worker(self, peer: bytes, message: Any) -> None:

@@ -32,7 +32,7 @@ _MAX_ENTRIES = {
     "ClientTable": 1024,
     "Schemas": 256,
     "LruCache._entries": 1 << 20,
-    "Front._dead": REMEMBERED_EXITS,
+    "Front._exited_pids": REMEMBERED_EXITS,
     "Sequences._lost_ids": 4096,
     "Sequences._free_slots": 1 << 20,
     "Timers._heap": 1100,
@@ -41,7 +41,7 @@ _MAX_ENTRIES = {
     "PriorityQueue._order": 1,
     "Pool._slots": 64,
     "Pool._by_peer": 64,
-    "Pool.free": 64,
+    "Pool.free_slots": 64,
     "SequenceDispatch._slots": 64,
     "Executions._early_releases": 64,
     "Executions._unknown_releases": 4096,
@@ -54,7 +54,7 @@ _MAX_ENTRIES = {
     "SchedulerClient.successors": 4096,
     "EnsembleCore._endpoints": 10,
     "Targets._versions": 10,
-    "Targets._latest": 10,
+    "Targets._latest_versions": 10,
     "Targets._by_step": 10,
     "EnsembleCore._plans": 64,
     "StepRunner._waiting_firings": 10,
@@ -98,7 +98,7 @@ class Scheduler:
         if model.steps:
             ensemble_memory = _EnsembleMemory(lent, memory)
             core = EnsembleCore(settings, spec, peers, control, ensemble_memory, cache)
-            self.from_peer: Any = core.from_step
+            self.from_peer: Any = core.handle_step_message
         else:
             fits = Schemas(model.fit)
             core = BatchingCore(settings, fits, peers, control, lambda: world.now_ns, cache)
@@ -143,7 +143,7 @@ class _HeldArena:
     def __init__(self, memory: Memory) -> None:
         self.pid = memory.pid
         self.memory = memory
-        self.users = 0
+        self.reference_count = 0
         self.owner_exited = False
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class _EnsembleMemory(EnsembleMemory):
     def hold(self, memory_range: Range) -> None:
         arena: Any = _HeldArena(memory_range.memory)
         held_arena: Any = self._held_arenas.setdefault(memory_range.memory.id, arena)
-        held_arena.users += 1
+        held_arena.reference_count += 1
 
 
 def _simulate_lent_memory(model: Model, process: Process, memory: SimulatedMemory) -> LentMemory:

@@ -192,7 +192,7 @@ class EngineRig:
                 reference_counts[block] += 1
             assert reference_counts == pool.references
             assert pool.used == sum(map(bool, reference_counts))
-        seats = [s.seats for s in live if s.status is SequenceStatus.RUNNING]
+        seats = [s.seat_count for s in live if s.status is SequenceStatus.RUNNING]
         assert sum(seats) <= self.settings.max_batch_size
         for s in live:
             blocks = -(-s.computed_tokens // self.settings.block_size)
@@ -362,7 +362,7 @@ class Schedule:
 
     def _stop(self, sequence: Sequence[None]) -> None:
         generation = sequence.generation
-        if generation.beams is not None or not sequence.generated:
+        if generation.beams is not None or not sequence.generated_tokens:
             return
         self.rig.engine.stop_sequence(sequence.number)
         self._samples[generation.key].discard(sequence.sample)

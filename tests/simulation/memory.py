@@ -87,8 +87,8 @@ class SimulatedArena:
         self._list = FreeList(capacity)
 
     @property
-    def used(self) -> int:
-        return self._list.used
+    def used_bytes(self) -> int:
+        return self._list.used_bytes
 
     def allocate(self, byte_size: int) -> Range:
         """Allocate a block; raise Unavailable if the arena is full."""

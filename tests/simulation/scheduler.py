@@ -190,7 +190,7 @@ class SchedulerProcess(Process):
         self.host.due_schedulers[self] = None
         self.world.note(peer, "->", self.title, message)
         self.trace.from_client(peer, message)
-        self.core_scheduler.front.from_client(peer, message, self.world.now_ns)
+        self.core_scheduler.front.handle_client_message(peer, message, self.world.now_ns)
         self.trace.record_handled(peer, message)
         if isinstance(message, m.Release) and not self.model.steps and message.pid != self.pid:
             for offset in message.offsets:
@@ -233,7 +233,7 @@ class SchedulerProcess(Process):
                 self.trace.retiring.update(peers)
             elif isinstance(message, supervision.Stop):
                 self.trace.check_before_stop()
-            self.core_scheduler.front.from_control(message, self.world.now_ns)
+            self.core_scheduler.front.handle_control_message(message, self.world.now_ns)
             if isinstance(message, ProcessExited):
                 self.trace.process_exited(message.process)
         self.run_turns()

@@ -11,4 +11,4 @@ def check_integrity(free_list: FreeList) -> None:
         assert offset == expected_offset and size > 0, blocks_and_holes
         expected_offset += size
     assert expected_offset == free_list.capacity, blocks_and_holes
-    assert free_list.used == sum(free_list._block_sizes.values())
+    assert free_list.used_bytes == sum(free_list._block_sizes.values())

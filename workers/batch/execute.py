@@ -48,7 +48,7 @@ class InputPolicy:
     """The decision whether a model receives copies of its inputs, based on its failures."""
 
     def __init__(self) -> None:
-        self.copies = False
+        self.copies_inputs = False
         self._retry_count = 0
         self._skips_left = 0
 
@@ -63,7 +63,7 @@ class InputPolicy:
 
     def record_retry(self, succeeded: bool) -> None:
         """Record whether a retry with copies of the inputs has succeeded."""
-        self.copies = self.copies or succeeded
+        self.copies_inputs = self.copies_inputs or succeeded
         self._retry_count += 1
         if self._retry_count >= _RETRIES_IN_A_ROW:
             self._skips_left = _SKIPPED_RETRIES
@@ -170,7 +170,7 @@ class Executor:
         part: list[WorkerRequest] = []
         unpacked: list[Request] = []
         byte_size = 0
-        copy_inputs = copy_inputs or self._policy.copies
+        copy_inputs = copy_inputs or self._policy.copies_inputs
         with self._link.lock:
             for index, open_request in enumerate(requests):
                 failure: ShmserveError = _CANCELLED
@@ -286,7 +286,7 @@ class Executor:
             replies += self._run(open_requests, requests)
             if copy_inputs:
                 self._policy.record_retry(succeeded=not replies[0].code)
-                if self._policy.copies:
+                if self._policy.copies_inputs:
                     text = "model '%s' writes into its inputs, so that they are copied from now on"
                     logger.warning(text, self._context.model_name)
         return replies

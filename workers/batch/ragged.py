@@ -181,13 +181,14 @@ class Padder:
             self._copy_counter.inputs += sum(len(item.raw) for item in inputs)
             padded_bytes = _padded_batch(pad, inputs, target)
             _replace_inputs(requests, inputs, name, inputs[0].datatype, padded_bytes, target)
-            if pad.lengths:
+            if pad.lengths_input:
                 rows = [item.shape[0] for item in inputs]
                 lengths = _byte_view(np.repeat(np.array(shapes, np.int64), rows, axis=0))
-                _replace_inputs(requests, inputs, pad.lengths, "INT64", lengths, (len(target),))
-            if pad.mask:
+                shape = (len(target),)
+                _replace_inputs(requests, inputs, pad.lengths_input, "INT64", lengths, shape)
+            if pad.mask_input:
                 mask = _byte_view(_true_mask(inputs, target))
-                _replace_inputs(requests, inputs, pad.mask, "BOOL", mask, target)
+                _replace_inputs(requests, inputs, pad.mask_input, "BOOL", mask, target)
         return padded
 
     def cut(self, responses: Sequence[Response], padded: PaddedInputs) -> None:

@@ -68,12 +68,12 @@ class StreamBlsCall(BlsCall):
     Attributes:
         abandoned: Whether the caller ignores further responses.
         first_response: A future that the first response completes; None if no coroutine awaits it.
-        items: The responses and errors received and not taken yet.
+        outcomes: The responses and errors received and not taken yet.
         received_all: Whether the last response has been received.
         window: The flow-control window of the reader.
     """
 
-    __slots__ = ("abandoned", "first_response", "items", "received_all", "window")
+    __slots__ = ("abandoned", "first_response", "outcomes", "received_all", "window")
     accepts_stream = True
 
     def __init__(
@@ -83,7 +83,7 @@ class StreamBlsCall(BlsCall):
         first_response: asyncio.Future[None] | None = None,
     ) -> None:
         super().__init__(router, request)
-        self.items: deque[Outcome] = deque()
+        self.outcomes: deque[Outcome] = deque()
         self.received_all = False
         self.abandoned = False
         self.first_response = first_response
@@ -108,7 +108,7 @@ class StreamBlsCall(BlsCall):
             self._add(outcome, True)
 
     def _add(self, outcome: Outcome, final: bool) -> None:
-        self.items.append(outcome)
+        self.outcomes.append(outcome)
         self.received_all = self.received_all or final
         self.router.shared_wait.wake()
         future, self.first_response = self.first_response, None
@@ -117,7 +117,7 @@ class StreamBlsCall(BlsCall):
 
     def has_next(self) -> bool:
         """Return whether `take` would not block."""
-        return bool(self.items) or self.received_all or self.abandoned
+        return bool(self.outcomes) or self.received_all or self.abandoned
 
     def wait(self) -> None:
         """Wait until `has_next()` is true."""
@@ -127,13 +127,13 @@ class StreamBlsCall(BlsCall):
     @property
     def is_finished(self) -> bool:
         """Return whether every response has been taken."""
-        return not self.items and (self.received_all or self.abandoned)
+        return not self.outcomes and (self.received_all or self.abandoned)
 
     def take(self) -> Outcome | None:
         """Wait for the next response and return it; None after the last one."""
         self.wait()
         try:
-            outcome = self.items.popleft()
+            outcome = self.outcomes.popleft()
         except IndexError:
             return None
         outputs = outcome.outputs if isinstance(outcome, CallResponse) else ()

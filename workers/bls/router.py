@@ -88,11 +88,11 @@ class SharedWait:
         self._has_sleeper = False
         self._epoll = select.epoll()
         # Not in the epoll set: an event loop that read it would take the sleeping thread's wake-up.
-        self._recheck = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._notification = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._recheck_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._notification_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._notified = False
         self._loops: Counter[asyncio.AbstractEventLoop] = Counter()
-        self.add(self._notification)
+        self.add(self._notification_fd)
 
     def add(self, fd: int) -> None:
         """Add a descriptor. Threads that are waiting already are woken by it, too."""
@@ -105,8 +105,8 @@ class SharedWait:
     def close(self) -> None:
         """Close the descriptors. No thread may be waiting."""
         self._epoll.close()
-        os.close(self._recheck)
-        os.close(self._notification)
+        os.close(self._recheck_fd)
+        os.close(self._notification_fd)
 
     # --- waiting
 
@@ -124,8 +124,8 @@ class SharedWait:
                     return
                 self._has_sleeper = True
             try:
-                readable(self._epoll.fileno(), self._recheck)
-                _reset(self._recheck)
+                readable(self._epoll.fileno(), self._recheck_fd)
+                _reset(self._recheck_fd)
             finally:
                 with self._condition:
                     self._has_sleeper = False
@@ -149,7 +149,7 @@ class SharedWait:
     def _handle_messages(self) -> None:
         if self._notified:
             self._notified = False
-            _reset(self._notification)
+            _reset(self._notification_fd)
         self._handle_received()
 
     # --- waking
@@ -158,11 +158,11 @@ class SharedWait:
         """Wake up every waiting thread to check its condition. Must be called with `lock` held."""
         self._condition.notify_all()
         if self._has_sleeper:
-            os.eventfd_write(self._recheck, 1)
+            os.eventfd_write(self._recheck_fd, 1)
 
     def notify(self) -> None:
         """Wake a waiting thread or event loop, or the next one that waits, to handle messages."""
-        os.eventfd_write(self._notification, 1)
+        os.eventfd_write(self._notification_fd, 1)
         self._notified = True  # set after the write: otherwise the eventfd could remain unread
 
 
@@ -328,7 +328,7 @@ class CallRouter:
     @property
     def free_bytes(self) -> int:
         """Return the number of free bytes in the memory for large inputs."""
-        return self._memory.byte_size - self._memory.used
+        return self._memory.byte_size - self._memory.used_bytes
 
     # --- sending
 

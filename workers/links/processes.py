@@ -478,7 +478,7 @@ class InstanceLink:
             case ReleaseOutputs() | ReaderExited():
                 self._on_released(message)
             case _:
-                logger.warning("dropped a %s from the scheduler", type(message).__name__)
+                logger.warning("unexpected %s from the scheduler", type(message).__name__)
 
     def _disconnect(self) -> None:
         """Cancel all requests of a scheduler that has disconnected."""

@@ -107,8 +107,8 @@ class LeasedWorkspace:
         in_loop = _in_event_loop()
         if self._workspace.coroutine_count and in_loop:
             raise Internal(
-                "another coroutine of this model has a workspace, which could not continue while "
-                "this one waits: use 'async with'"
+                "'with' would block the event loop while another coroutine of this model has a "
+                "workspace: use 'async with'"
             )
         return self._enter(self._workspace.ask(self._byte_size), in_loop)
 

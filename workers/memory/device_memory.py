@@ -228,7 +228,7 @@ class DeviceMemory:
             try:
                 self._cuda.close(pointer, device)
             except CudaError as error:
-                logger.warning("closing a client's memory on device %d: %s", device, error)
+                logger.warning("a client's memory on device %d cannot be closed: %s", device, error)
 
     def pin(self, view: memoryview, device: int) -> Callable[[], None]:
         """Pin a mapping of a client's region for a device, and return the function that unpins it.
@@ -252,7 +252,7 @@ class DeviceMemory:
         try:
             cuda.unpin(address, device)
         except CudaError as error:
-            logger.warning("unpinning a region: %s", error)
+            logger.warning("a region cannot be unpinned: %s", error)
 
     def write(self, destination: torch.Tensor, source: torch.Tensor, device: int) -> int:
         """Copy a tensor from any device to a client's memory, and return the bytes copied.

@@ -29,7 +29,7 @@ class _Output(Token):
     __slots__ = ("_memory", "memory_range", "reader")
 
     def __init__(self, memory: OutputMemory, memory_range: Range, reader: int) -> None:
-        self._users = 1
+        self._reference_count = 1
         self._memory = memory
         self.memory_range = memory_range
         self.reader = reader

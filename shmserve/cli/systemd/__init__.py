@@ -50,17 +50,17 @@ class Installation:
         program: The command line that starts shmserve.
         home: The folders of the user's configuration and data; None: the system's manager.
         device: An entry of DEVICES, whose device files the units permit.
-        token: Whether clients need a token.
+        has_token: Whether clients need a token.
         exit_timeout_s: The server's exit timeout.
-        version: The version of systemd; 0: unknown.
+        systemd_version: The version of systemd; 0: unknown.
     """
 
     program: tuple[str, ...]
     home: tuple[Path, Path] | None = None
     device: str = "cpu"
-    token: bool = False
+    has_token: bool = False
     exit_timeout_s: int = 30
-    version: int = 0
+    systemd_version: int = 0
 
     @property
     def units(self) -> Path:
@@ -138,7 +138,7 @@ def _bodies(host: Installation) -> Iterator[tuple[Path, str, str | None]]:
         for device in DEVICES:
             text = None if user or device != host.device else _render(f"{device}.conf")
             yield folder / f"10-{device}.conf", f"the devices of a host ({device})", text
-        text = _render("token.conf", credential=_credential(user)) if host.token else None
+        text = _render("token.conf", credential=_credential(user)) if host.has_token else None
         yield folder / "20-token.conf", "the tokens that clients must send", text
     if user:
         text = _render("user-tmpfiles.conf", models=quote(str(host.models)))
@@ -155,7 +155,7 @@ def _service(host: Installation, instance: bool) -> str:
     return _render(
         "service.conf",
         title=" %i" if instance else "",
-        type=_TYPE_RELOAD if host.version >= _MIN_RELOAD_VERSION else _TYPE_SIGNAL,
+        type=_TYPE_RELOAD if host.systemd_version >= _MIN_RELOAD_VERSION else _TYPE_SIGNAL,
         program=" ".join(map(quote, host.program)),
         config="%i" if instance else "shmserve",
         run_dir=f"{name}-%i" if instance else name,
@@ -266,8 +266,8 @@ def _target(arguments: argparse.Namespace, root: Path) -> Installation:
         program=_program(arguments, arguments.verb == "show" or arguments.dry_run),
         home=home,
         device=arguments.device or ("nvidia" if has_gpu else "cpu"),
-        token=_path_in(root, installation.settings / "token").exists(),
-        version=_version(root),
+        has_token=_path_in(root, installation.settings / "token").exists(),
+        systemd_version=_systemd_version(root),
         exit_timeout_s=_exit_timeout_s(_path_in(root, installation.settings / "shmserve.yaml")),
     )
 
@@ -299,7 +299,7 @@ def _program(arguments: argparse.Namespace, preview: bool) -> tuple[str, ...]:
     return program
 
 
-def _version(root: Path) -> int:
+def _systemd_version(root: Path) -> int:
     """Return the system's systemd version, from the name of its library; 0 if unknown."""
     versions = [
         re.search(r"-shared-(\d+)", path.name)
@@ -439,7 +439,7 @@ class _Change:
             manager = " ".join(self._manager)
             command = f"{manager} enable --now shmserve.service"
             print(f"Models go to {self._target.models}. Then: {command}")
-            if not self._target.token:
+            if not self._target.has_token:
                 token = self._target.settings / "token"
                 print(
                     f"No {token}: any client that reaches the sockets is served. "

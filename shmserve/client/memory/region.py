@@ -81,7 +81,7 @@ class Region(Mapping[str, Any]):
         else:
             self._block = block = memories.add(make(byte_size))
         assert not block.offset  # the block of a region is a whole segment
-        self._start = offset
+        self._start_offset = offset
         self.segment: Any = block.segment
         self.lease = MemoryLease(partial(memories.withdraw_block, block))
         self.memories = memories
@@ -125,7 +125,7 @@ class Region(Mapping[str, Any]):
         from multiprocessing.reduction import DupFd
 
         shared = DupFd(self.fileno())
-        return _receive_region, (shared, self.specs, self._start, self.segment.pin)
+        return _receive_region, (shared, self.specs, self._start_offset, self.segment.pin)
 
     def __getitem__(self, name: str) -> Any:
         return self.view(name)
@@ -220,7 +220,7 @@ def attach_region(
     fd = _descriptor(source)
     try:
         if isinstance(source, Region):
-            offset += source._start
+            offset += source._start_offset
             tensors = source.specs if tensors is None else tensors
         if tensors is None:
             tensors = {"data": ([max(0, os.fstat(fd).st_size - offset)], "UINT8")}

@@ -57,7 +57,7 @@ class Segment(RegisteredMemory):
         try:
             self.fd = os.memfd_create("shmserve-client", flags)
         except OSError as error:  # there are no huge pages, or no free descriptor
-            raise Unavailable("shared memory cannot be allocated") from error
+            raise Unavailable(f"shared memory cannot be allocated: {error}") from error
         page = os.fstatvfs(self.fd).f_bsize
         self.size = -(-byte_size // page) * page
         try:
@@ -121,7 +121,7 @@ class AttachedSegment(Segment):
         except OSError:
             raise InvalidArgument("only a memfd or an object in /dev/shm can be attached") from None
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
-            raise InvalidArgument("the memory must be open for reading and writing")
+            raise InvalidArgument("the memory's descriptor is not open for reading and writing")
         if self.size < max(1, byte_size):
             text = f"the memory has {self.size} bytes, and the tensors need {byte_size}"
             raise InvalidArgument(text)
@@ -208,7 +208,7 @@ class Memories:
                 block = self._allocate_shared(byte_size)
             if block is not None:
                 return block
-            used_bytes = self._used()
+            used_bytes = self._used_bytes()
             # A larger segment also serves later requests.
             grown_size = max(_SMALLEST, min(used_bytes, _LARGEST_SHARED))
             preferred_size = min(grown_size, self._limit - used_bytes)
@@ -234,7 +234,7 @@ class Memories:
         Returns:
             Whether the owners were asked.
         """
-        if self._used() + byte_size <= self._limit:
+        if self._used_bytes() + byte_size <= self._limit:
             return False
         for reference in self._block_owners.keyrefs():
             owner = reference()
@@ -258,7 +258,7 @@ class Memories:
             if segment.counted:
                 self._free_idle(segment.size)
                 try:
-                    self._check_limit(self._used(), segment.size)
+                    self._check_limit(self._used_bytes(), segment.size)
                 except Unavailable:
                     segment.close()
                     raise
@@ -266,7 +266,7 @@ class Memories:
         self._notify(segment)
         return block
 
-    def _used(self) -> int:
+    def _used_bytes(self) -> int:
         return sum(segment.size for segment in self._segments if segment.counted)
 
     def _check_limit(self, used_bytes: int, size: int) -> None:
@@ -314,7 +314,7 @@ class Memories:
             while self.recycled:
                 segment, offset = self.recycled.popleft()
                 segment.free_list.free(offset)
-                if not segment.free_list.used and segment in self._segments:
+                if not segment.free_list.used_bytes and segment in self._segments:
                     self._segments.remove(segment)
                     self._withdraw(segment)
                     segment.close()

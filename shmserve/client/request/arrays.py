@@ -110,13 +110,13 @@ def _from_lists(value: Any, expected_datatype: str) -> tuple[Array, str]:
         return np.asarray(value, dtype_of(expected_datatype) if expected_datatype else None), ""
     array = np.asarray(value)
     if array.size and array.dtype.kind not in "biuf":
-        raise ValueError("some of its elements are not numbers of at most 64 bits")
+        raise ValueError("an element is not a number of at most 64 bits")
     with np.errstate(over="ignore"):
         if expected_datatype == "BF16":
             return to_bf16(np.asarray(array, np.float32)), expected_datatype
         converted = np.asarray(value, dtype_of(expected_datatype))
     if converted.dtype.kind != "f" and not np.array_equal(converted, array):
-        raise ValueError("some of its elements would change their value")
+        raise ValueError(f"an element has no exact value in {expected_datatype}")
     return converted, ""
 
 

@@ -240,7 +240,7 @@ class RequestChannel:
         self.schedulers: SchedulerClient[ClientRequest] = SchedulerClient(
             self._links, self._find, server.successors
         )
-        self._numbers = itertools.count(1)
+        self._request_ids = itertools.count(1)
         self._loss_count = 0
         self.waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closed = False
@@ -291,7 +291,7 @@ class RequestChannel:
                 f"{MAX_REQUEST_BYTES}"
             )
         pending.submit = make_submit(
-            next(self._numbers),
+            next(self._request_ids),
             packed.schema,
             packed.data,
             time.monotonic_ns(),
@@ -338,7 +338,7 @@ class RequestChannel:
         """Handle the messages at the readable descriptors and send the queued replies."""
         if self.waker in readable:
             self._reset_waker()  # reset before `_check_server`, so that a later `wake` is not lost
-        if self._loss_count != self.server.losses or not self.server.alive:
+        if self._loss_count != self.server.loss_count or not self.server.alive:
             self._check_server()
         for fd in readable:
             link = self._links.by_fd(fd)
@@ -364,7 +364,7 @@ class RequestChannel:
         if not server.alive:
             self._fail_all()
             return
-        self._loss_count = server.losses
+        self._loss_count = server.loss_count
         endpoints = [link.endpoint for link in self._links]
         for lost_endpoint in [name for name in endpoints if name in server.successors]:
             self.schedulers.handle_loss(lost_endpoint)

@@ -68,18 +68,18 @@ def options_of(
     is_plain = not request_id and not parameters and not priority
     if is_plain and timeout_s is None and not sequence and not flags and not traceparent:
         return PLAIN
-    timeout_us = _timeout_us(timeout_s)
+    timeout_us = _as_timeout_us(timeout_s)
     deadline_ns = time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0
-    name, values = _text("request_id", request_id or ""), _parameters(parameters)
-    timing = (_priority(priority), timeout_us, deadline_ns)
-    number_or_name, trace = _sequence(sequence), _trace(traceparent, parameters)
+    name, values = _check_text("request_id", request_id or ""), _check_parameters(parameters)
+    timing = (_check_priority(priority), timeout_us, deadline_ns)
+    number_or_name, trace = _check_sequence(sequence), _trace(traceparent, parameters)
     return Options(name, values, *timing, number_or_name, flags, trace)
 
 
 def _trace(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
     """Return the trace context of a request that is traced or explained; otherwise ""."""
     if traceparent:
-        caller = TraceContext.of_header(_text("traceparent", traceparent))
+        caller = TraceContext.of_header(_check_text("traceparent", traceparent))
         if caller is None:
             raise InvalidArgument(
                 f"traceparent must have W3C's format 00-TRACE-SPAN-FLAGS, got {traceparent!r:.80}"
@@ -89,9 +89,9 @@ def _trace(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
     return TraceContext.new().message if explain_requested else ""
 
 
-def _sequence(sequence: int | str) -> int | str:
+def _check_sequence(sequence: int | str) -> int | str:
     if isinstance(sequence, str):
-        text = _text("sequence", sequence)
+        text = _check_text("sequence", sequence)
         if len(text) <= LONGEST_CORRELATION_ID:
             return text
     else:
@@ -105,7 +105,7 @@ def _sequence(sequence: int | str) -> int | str:
     )
 
 
-def _timeout_us(timeout_s: float | None) -> int:
+def _as_timeout_us(timeout_s: float | None) -> int:
     if timeout_s is None:
         return 0
     if not isinstance(timeout_s, Real) or math.isnan(timeout_s):
@@ -115,7 +115,7 @@ def _timeout_us(timeout_s: float | None) -> int:
     return max(1, round(timeout_s * 1e6)) if timeout_s < _FOREVER_S else 0
 
 
-def _priority(priority: int) -> int:
+def _check_priority(priority: int) -> int:
     try:
         number = operator.index(priority)
     except TypeError:
@@ -125,7 +125,7 @@ def _priority(priority: int) -> int:
     return number
 
 
-def _text(name: str, value: Any) -> str:
+def _check_text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise InvalidArgument(f"{name} must be a string, got {value!r:.80}")
     try:
@@ -135,17 +135,18 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
-def _parameters(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _check_parameters(parameters: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if not parameters:
         return None
     if not isinstance(parameters, Mapping):
         raise InvalidArgument(f"parameters must be a mapping, got {parameters!r:.80}")
-    return {_text("the name of a parameter", n): _value(n, parameters[n]) for n in parameters}
+    label = "the name of a parameter"
+    return {_check_text(label, n): _check_parameter(n, parameters[n]) for n in parameters}
 
 
-def _value(name: str, value: Any) -> Any:
+def _check_parameter(name: str, value: Any) -> Any:
     if isinstance(value, str):
-        return _text(f"parameter '{name}'", value)
+        return _check_text(f"parameter '{name}'", value)
     if isinstance(value, bool | float) or (isinstance(value, int) and value in _INTEGERS):
         return value
     raise InvalidArgument(
@@ -205,7 +206,7 @@ def prepare(
     as_torch = False
     can_use_template = not isinstance(outputs, Mapping)
     if can_use_template and outputs is not None and type(outputs) not in (list, tuple):
-        outputs = _names(outputs)
+        outputs = _output_names(outputs)
     byte_size = 0
     specs = model.signature.inputs
     for name, value in inputs.items():
@@ -234,7 +235,7 @@ def prepare(
     return _fill_template(model, template, arrays, options, as_torch)
 
 
-def _names(outputs: Any) -> tuple[str, ...]:
+def _output_names(outputs: Any) -> tuple[str, ...]:
     if isinstance(outputs, str) or not isinstance(outputs, Iterable):
         raise InvalidArgument(
             "outputs must be names, a region, or a mapping of names to arrays of a region, got "

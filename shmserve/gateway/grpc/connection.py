@@ -405,9 +405,9 @@ class ConnectionLifetime:
         self._checked_frames = 0  # received frames at the last check
         self._pings_sent = 0  # pings that were sent since the last data
         self._counted_data_frames = 0
-        self._pings = 0
+        self._counted_pings = 0
         self._last_ping = float("-inf")
-        self._strikes = 0
+        self._strike_count = 0
         self.shutting_down = False
         # Whether the connection must call `record_received`, which counts pings.
         self.counts_received = bool(self._settings.max_ping_strikes)
@@ -470,17 +470,17 @@ class ConnectionLifetime:
 
     def _count_pings(self) -> None:
         http2, settings = self._connection.http2, self._settings
-        new_pings, self._pings = http2.ping_count - self._pings, http2.ping_count
+        new_pings, self._counted_pings = http2.ping_count - self._counted_pings, http2.ping_count
         if not new_pings:
             return
         if http2.sending.data_frames != self._counted_data_frames:
-            self._counted_data_frames, self._strikes = http2.sending.data_frames, 0
+            self._counted_data_frames, self._strike_count = http2.sending.data_frames, 0
             self._last_ping = float("-inf")
         now = self._loop.time()
         is_early = now - self._last_ping < settings.min_ping_interval_ms / 1000
-        self._strikes += new_pings if is_early else new_pings - 1
+        self._strike_count += new_pings if is_early else new_pings - 1
         self._last_ping = now
-        if self._strikes > settings.max_ping_strikes:
+        if self._strike_count > settings.max_ping_strikes:
             http2.fail(FaultCode.ENHANCE_YOUR_CALM, "too_many_pings")
 
     # --- ends

@@ -39,7 +39,7 @@ from shmserve.gateway.http.json.parser import (
     LARGE,
     MAX_OBJECTS,
     JsonFault,
-    Numbers,
+    NumberArray,
     has_many_objects,
     loads,
     loads_large,
@@ -467,7 +467,7 @@ def header_size(header_length: str | None, body_size: int) -> int:
     """
     if header_length is None:
         return body_size
-    size = _number(header_length)
+    size = _parse_integer(header_length)
     if not 0 <= size <= body_size:
         text = f"inference header size should be in range (0, {body_size}), got: {header_length}"
         raise InvalidArgument(text)
@@ -475,7 +475,7 @@ def header_size(header_length: str | None, body_size: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _number(text: str) -> int:
+def _parse_integer(text: str) -> int:
     if _NUMBER.fullmatch(text) is None:
         raise InvalidArgument(f"Unable to parse Inference-Header-Content-Length, got: {text}")
     if len(text) > 11 or not -(2**31) <= int(text) < 2**31:
@@ -496,7 +496,7 @@ async def _parse(header: bytes, tail_size: int, model: GatewayModel, limit: int)
     infer_request = parse_request(loads_large(header), tail_size, model.name, limit)
     for tensor in infer_request.inputs:
         data = tensor.data
-        if isinstance(data, Numbers):
+        if isinstance(data, NumberArray):
             tensor.data = await _read_parts(data.parts(), tensor)
         elif type(data) is list and tensor.count:
             tensor.data = await _read_parts(tensors.split_values(data), tensor)

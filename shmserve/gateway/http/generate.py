@@ -92,8 +92,7 @@ async def _start_generation(
 ) -> _Generation:
     arrived_ns = time.monotonic_ns()
     model = await resolve_model(gateway, name, version or "")
-    encodings = request.headers.getall(CONTENT_ENCODING, ())
-    if any(encoding != "identity" for encoding in encodings):
+    if any(encoding != "identity" for encoding in request.headers.getall(CONTENT_ENCODING, ())):
         raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
     tensors = model.metadata.get("inputs", ())
     inputs = {t["name"]: (t["datatype"], t["shape"]) for t in tensors}
@@ -101,6 +100,8 @@ async def _start_generation(
     try:
         parse = parse_large if generates_text(model) else None
         body = await read_json(gateway, request, required=True, parse_large=parse)
+        if generates_text(model):
+            body = _without_nulls(body)
         infer_request = parse_generate(body, inputs, model.stateful)
     except DuplicateKey as fault:
         if fault.name in inputs:
@@ -142,6 +143,17 @@ class _Generation:
         model = self._model
         request = self.responses.request.built_request.infer_request
         return encode_response(request, model.name, model.version, outputs, inferred.parameters)
+
+
+def _without_nulls(body: Any) -> Any:
+    """Return a body without the parameters whose value is null, as in OpenAI's API."""
+    if type(body) is not dict:
+        return body
+    return {
+        key: _without_nulls(value) if key == _NESTED_MEMBER else value
+        for key, value in body.items()
+        if value is not None
+    }
 
 
 _NESTED_MEMBER = "parameters"

@@ -249,7 +249,7 @@ class Http2Connection(FrameReader[HeadT]):
         """
         self._check_not_idle(stream_id, "a frame")
         if stream is not None or stream_id not in self._reset_streams:
-            raise ConnectionFault(FaultCode.STREAM_CLOSED, "a frame on a closed stream")
+            raise ConnectionFault(FaultCode.STREAM_CLOSED, f"a frame on closed stream {stream_id}")
 
     def _handle_window_update(self, stream_id: int, payload: bytes) -> None:
         increment = frames.parse_uint32(payload, "WINDOW_UPDATE") & STREAM_BITS
@@ -292,7 +292,8 @@ class Http2Connection(FrameReader[HeadT]):
 
     def _check_not_idle(self, stream_id: int, frame_name: str) -> None:
         if stream_id > self.last_stream_id or not stream_id & 1:
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, f"{frame_name} on an idle stream")
+            text = f"{frame_name} on idle stream {stream_id}"
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, text)
 
     def _handle_settings(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id:
@@ -329,7 +330,7 @@ class Http2Connection(FrameReader[HeadT]):
         self._resets.take_token()
         stream = self.streams.get(stream_id)
         if stream_id > self.last_stream_id:
-            raise ConnectionFault(code, "a malformed frame on an idle stream")
+            raise ConnectionFault(code, f"a malformed frame on idle stream {stream_id}")
         if stream is None:
             self._record_reset(stream_id)
             self._queue_reset(stream_id, code)

@@ -119,7 +119,8 @@ class HeaderDecoder(Generic[ConvertedHead]):
         try:
             fields: Fields = list(self._decoder.decode(block, raw=True))
         except OversizedHeaderListError:
-            raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "header list too large") from None
+            text = f"header list of more than {self._decoder.max_header_list_size} bytes"
+            raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, text) from None
         except HPACKError:
             raise ConnectionFault(FaultCode.COMPRESSION_ERROR, "a malformed header block") from None
         if is_update or len(entries) != count or (entries[0] if entries else None) is not newest:
@@ -137,7 +138,8 @@ def _check_updates(block: bytes) -> None:
     while position < len(block) and block[position] & _SIZE_UPDATE_MASK == _SIZE_UPDATE:
         count += 1
         if count > _MAX_UPDATES:
-            raise ConnectionFault(FaultCode.COMPRESSION_ERROR, "a malformed header block")
+            text = f"more than {_MAX_UPDATES} table size updates in a header block"
+            raise ConnectionFault(FaultCode.COMPRESSION_ERROR, text)
         is_continued = block[position] & ~_SIZE_UPDATE_MASK == _LONG_UPDATE
         position += 1
         while is_continued and position < len(block):

@@ -116,7 +116,8 @@ class Budget:
                 self._refilled_at = now
                 self.tokens = min(self.tokens + refilled, self._capacity)
             if self.tokens < 0:
-                raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, f"too many {self._event_name}")
+                text = f"too many {self._event_name} (allowed: {self._per_s:g} per second)"
+                raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, text)
 
     def add_tokens(self, count: int) -> None:
         """Add tokens for useful work of the client, up to the capacity."""
@@ -288,7 +289,7 @@ class FrameReader(ABC, Generic[HeadT]):
 
     def _read_preface(self, data: Bytes) -> int:
         if not PREFACE.startswith(bytes(data[: len(PREFACE)])):
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "not HTTP/2")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "no connection preface of HTTP/2")
         if len(data) < len(PREFACE):
             self._needed_bytes = len(PREFACE)
             return 0
@@ -296,19 +297,23 @@ class FrameReader(ABC, Generic[HeadT]):
         return len(PREFACE)
 
     def _check_size(self, frame_type: int, size: int) -> None:
-        if size > self._limits.frame or frame_type not in (HEADERS, CONTINUATION):
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, f"frame too large: {size} bytes")
-        if size > self._limits.header_block:
-            raise ConnectionFault(
-                FaultCode.ENHANCE_YOUR_CALM, f"header block too large: {size} bytes"
-            )
+        is_block = frame_type in (HEADERS, CONTINUATION)
+        limit = self._limits.frame if is_block else _MAX_CONTROL_BYTES
+        if size > limit:
+            raise length_fault(f"frame of type {frame_type}", size, f"at most {limit}")
+        self._check_block_size(size)
+
+    def _check_block_size(self, size: int) -> None:
+        if size > (limit := self._limits.header_block):
+            text = f"header block of {size} bytes (maximum: {limit})"
+            raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, text)
 
     # --- data
 
     def _start_data(self, stream_id: int, flags: int, size: int, data: Bytes, position: int) -> int:
         """Process the header of a DATA frame; return the size of its padding length field."""
         if size > self._limits.frame:
-            raise ConnectionFault(FaultCode.FRAME_SIZE_ERROR, f"frame too large: {size} bytes")
+            raise length_fault("DATA", size, f"at most {self._limits.frame}")
         padding = padding_field = 0
         if flags & PADDED:
             if not size:
@@ -357,11 +362,10 @@ class FrameReader(ABC, Generic[HeadT]):
             )
         self._block += payload
         self._block_frames += 1
-        if (
-            self._block_frames > self._limits.continuations
-            or len(self._block) > self._limits.header_block
-        ):
-            raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, "header block too large")
+        if self._block_frames > (limit := self._limits.continuations):
+            text = f"header block in more than {limit} CONTINUATION frames"
+            raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, text)
+        self._check_block_size(len(self._block))
         if flags & END_HEADERS:
             block, self._block = bytes(self._block), None
             self._handle_headers(self._block_stream, self._block_flags, block)

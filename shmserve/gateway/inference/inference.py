@@ -98,7 +98,8 @@ def submit(
             model.stateful and request.correlation_id and not request.flags & SEQUENCE_START
         )
         if gateway.refusing and not is_continuation:
-            raise Unavailable(model.prefix + stopping_text(request.id, of_sequence=model.stateful))
+            text = stopping_text(request.id, of_sequence=model.stateful)
+            raise Unavailable(model.error_prefix + text)
         if built_request.regions:
             authorise(built_request.regions, client.peer())
         if not model.is_published:

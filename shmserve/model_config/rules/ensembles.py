@@ -21,7 +21,7 @@ _CONDITION = re.compile(r"step\[([0-9]+)\]\.condition")
 
 def ensemble_problems(config: ModelConfig) -> list[Problem]:
     """Return the problems that are visible in an ensemble's own configuration."""
-    return list(_own_problems(config)) or list(_connections(config))
+    return list(_own_problems(config)) or list(_connection_problems(config))
 
 
 def _own_problems(config: ModelConfig) -> Iterator[Problem]:
@@ -47,11 +47,11 @@ def _own_problems(config: ModelConfig) -> Iterator[Problem]:
             if not getattr(step, field):
                 text = f"must specify '{field}' in step {index} of ensemble '{name}'"
                 yield Problem((*_STEP, index, field), text)
-    yield from _conditions(config)
-    yield from _links(config)
+    yield from _condition_problems(config)
+    yield from _link_problems(config)
 
 
-def _links(config: ModelConfig) -> Iterator[Problem]:
+def _link_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of tensors with several sources, and of unconnected inputs and outputs."""
     name, steps = config.name, config.ensemble_scheduling.step
     read_tensors = _read_tensors(config)
@@ -73,8 +73,8 @@ def _links(config: ModelConfig) -> Iterator[Problem]:
                 f"ensemble input '{tensor}' can not appear in an output map for ensemble '{name}'"
             )
             yield Problem(key, text, (("input",),))
-    yield from _unused(config, "input", config.input, read_tensors)
-    yield from _unused(config, "output", config.output, set(written_tensors.values()))
+    yield from _unused_problems(config, "input", config.input, read_tensors)
+    yield from _unused_problems(config, "output", config.output, set(written_tensors.values()))
 
 
 def _read_tensors(config: ModelConfig) -> set[str]:
@@ -90,7 +90,7 @@ def conditions(config: ModelConfig) -> dict[int, str]:
     return {int(match[1]): value.string_value for match, value in matches if match}
 
 
-def _conditions(config: ModelConfig) -> Iterator[Problem]:
+def _condition_problems(config: ModelConfig) -> Iterator[Problem]:
     name, steps = config.name, config.ensemble_scheduling.step
     tensors = {io.name for io in config.input}
     tensors |= {tensor for step in steps for tensor in step.output_map.values()}
@@ -115,7 +115,7 @@ def _conditions(config: ModelConfig) -> Iterator[Problem]:
             yield Problem(path, text, (_STEP,))
 
 
-def _connections(config: ModelConfig) -> Iterator[Problem]:
+def _connection_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of outputs that cannot be computed and of tensors that no output needs."""
     name, steps = config.name, config.ensemble_scheduling.step
     conditional = conditions(config)
@@ -154,7 +154,7 @@ def _connections(config: ModelConfig) -> Iterator[Problem]:
                 yield Problem((*_STEP, index, "output_map", member(output_name)), text)
 
 
-def _unused(
+def _unused_problems(
     config: ModelConfig, kind: str, tensors: Sequence[ModelInput | ModelOutput], linked: set[str]
 ) -> Iterator[Problem]:
     for index, io in enumerate(tensors):

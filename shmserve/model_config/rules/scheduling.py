@@ -46,7 +46,7 @@ def dynamic_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem
         if levels > 1:
             text = f"Only one priority level is allowed when 'preserve_ordering' is true for {name}"
             yield Problem(levels_at, text)
-        for key in _delays(batching):
+        for key in _find_delays(batching):
             text = (
                 "Queue policy can not have DELAY as timeout action when 'preserve_ordering' is "
                 f"true for {name}"
@@ -68,7 +68,7 @@ def _preferred_problems(
             yield Problem(key, text, (("max_batch_size",),))
 
 
-def _delays(batching: ModelDynamicBatching) -> Iterator[Key]:
+def _find_delays(batching: ModelDynamicBatching) -> Iterator[Key]:
     """Yield the keys of queue policies that keep a request in the queue after its timeout."""
     path = (*_DYNAMIC, "default_queue_policy")
     policies: dict[Key, ModelQueuePolicy] = {path: batching.default_queue_policy}
@@ -92,9 +92,9 @@ def sequence_problems(config: ModelConfig, *, complete: bool) -> Iterator[Proble
         title = _Control.Kind.Name(kind)
         text = f"sequence batching specifies multiple {title} tensors for {name}"
         yield Problem(key, text, (first,))
-    yield from _names(config)
+    yield from _name_problems(config)
     for path, control in controls:
-        yield from _control(path, control, name)
+        yield from _control_problems(path, control, name)
     subject, sizes = "sequence batching preferred batch size", batching.oldest.preferred_batch_size
     yield from _preferred_problems(config, (*_SEQUENCE, "oldest"), sizes, subject, complete)
     if not 0 <= batching.direct.minimum_slot_utilization <= 1:
@@ -105,10 +105,10 @@ def sequence_problems(config: ModelConfig, *, complete: bool) -> Iterator[Proble
         key = (*_SEQUENCE, "oldest", "max_candidate_sequences")
         yield Problem(key, f"sequence batching max candidate sequences must be >= 0 for {name}")
     for index, state in enumerate(batching.state):
-        yield from _state((*_SEQUENCE, "state", index), state, name)
+        yield from _state_problems((*_SEQUENCE, "state", index), state, name)
 
 
-def _names(config: ModelConfig) -> Iterator[Problem]:
+def _name_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of control inputs that have no name, or several kinds."""
     name = config.name
     names: list[tuple[Key, str]] = []
@@ -131,7 +131,7 @@ def _two_kinds_text(tensor: str, name: str) -> str:
     )
 
 
-def _control(path: Key, control: ModelSequenceBatching.Control, name: str) -> Iterator[Problem]:
+def _control_problems(path: Key, control: _Control, name: str) -> Iterator[Problem]:
     kind = _Control.Kind.Name(control.kind)
     related_keys = ((*path, "kind"),)
     set_fields = [field for field in _FALSE_TRUE if len(getattr(control, field))]
@@ -164,7 +164,7 @@ def _control(path: Key, control: ModelSequenceBatching.Control, name: str) -> It
             yield Problem((*path, field), text, related_keys)
 
 
-def _state(path: Key, state: ModelSequenceBatching.State, name: str) -> Iterator[Problem]:
+def _state_problems(path: Key, state: ModelSequenceBatching.State, name: str) -> Iterator[Problem]:
     tensor = state.input_name
     for field in ("input_name", "output_name", "data_type", "dims"):
         if not getattr(state, field):
@@ -190,10 +190,10 @@ def initial_state_problems(config: ModelConfig) -> Iterator[Problem]:
             )
             yield Problem((*path, "initial_state"), text)
         for index, initial in enumerate(state.initial_state):
-            yield from _initial_state(path, (*path, "initial_state", index), state, initial)
+            yield from _initial_problems(path, (*path, "initial_state", index), state, initial)
 
 
-def _initial_state(
+def _initial_problems(
     state_at: Key,
     path: Key,
     state: ModelSequenceBatching.State,

@@ -24,14 +24,15 @@ def tensor_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]
     """Yield the problems of inputs and outputs; `complete` as for `validate`."""
     for index, io in enumerate(config.input):
         path: Key = ("input", index)
-        yield from _tensor(path, io, "model input ", config.max_batch_size, complete)
+        yield from _io_problems(path, io, "model input ", config.max_batch_size, complete)
         if io.format in _FORMATS and io.dims and len(io.dims) != 3:
             dims = (*path, "dims")
             yield Problem((*path, "format"), "model input NHWC/NCHW require 3 dims", (dims,))
     for index, out in enumerate(config.output):
-        yield from _tensor(("output", index), out, "model output ", config.max_batch_size, complete)
-    yield from _repeated_names("input", config.input)
-    yield from _repeated_names("output", config.output)
+        path = ("output", index)
+        yield from _io_problems(path, out, "model output ", config.max_batch_size, complete)
+    yield from _repeat_problems("input", config.input)
+    yield from _repeat_problems("output", config.output)
 
 
 def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
@@ -42,15 +43,15 @@ def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
     for index, batch_input in enumerate(config.batch_input):
         path: Key = ("batch_input", index)
         kind = BatchInput.Kind.Name(batch_input.kind)
-        yield from _sources(path, batch_input.source_input, f"batch input kind '{kind}'", inputs)
+        yield from _source_problems(path, batch_input, f"batch input kind '{kind}'", inputs)
         if batch_input.data_type not in (DataType.TYPE_INT32, DataType.TYPE_FP32):
             text = "batch input data type must be TYPE_INT32 or TYPE_FP32"
             yield Problem((*path, "data_type"), text)
-        yield from _targets(path, batch_input.target_name, inputs)
+        yield from _target_problems(path, batch_input.target_name, inputs)
     for index, batch_output in enumerate(config.batch_output):
         path = ("batch_output", index)
         kind = BatchOutput.Kind.Name(batch_output.kind)
-        yield from _sources(path, batch_output.source_input, f"batch output kind '{kind}'", inputs)
+        yield from _source_problems(path, batch_output, f"batch output kind '{kind}'", inputs)
         source = batch_output.source_input[0] if batch_output.source_input else ""
         names = enumerate(batch_output.target_name)
         targets: dict[Key, str] = {(*path, "target_name", i): name for i, name in names}
@@ -61,15 +62,14 @@ def batch_io_problems(config: ModelConfig) -> Iterator[Problem]:
                 text = f"target output '{name}' must have as many dims as source input '{source}'"
                 yield Problem(key, text, (("output",), ("input",)))
         for key, name, first in find_repeats(targets.items()):
-            text = f"target output name '{name}' can only be specified once"
-            yield Problem(key, text, (first,))
+            yield Problem(key, f"target output name '{name}' can only be specified once", (first,))
 
 
 def _model_rank(io: ModelInput | ModelOutput) -> int:
     return len(io.reshape.shape if io.HasField("reshape") else io.dims)
 
 
-def _targets(path: Key, names: Sequence[str], inputs: set[str]) -> Iterator[Problem]:
+def _target_problems(path: Key, names: Sequence[str], inputs: set[str]) -> Iterator[Problem]:
     if not names:
         yield Problem((*path, "target_name"), "batch input must specify 'target_name'")
     for index, name in enumerate(names):
@@ -80,8 +80,10 @@ def _targets(path: Key, names: Sequence[str], inputs: set[str]) -> Iterator[Prob
             yield Problem((*path, "target_name", index), text, (("input",),))
 
 
-def _sources(path: Key, names: Sequence[str], subject: str, inputs: set[str]) -> Iterator[Problem]:
-    key = (*path, "source_input")
+def _source_problems(
+    path: Key, tensor: BatchInput | BatchOutput, subject: str, inputs: set[str]
+) -> Iterator[Problem]:
+    key, names = (*path, "source_input"), tensor.source_input
     if len(names) != 1:
         text = f"{subject} expects 1 source input, got {len(names)}"
         yield Problem(key, text, ((*path, "kind"),))
@@ -90,13 +92,13 @@ def _sources(path: Key, names: Sequence[str], subject: str, inputs: set[str]) ->
             yield Problem((*key, index), f"unknown source input name '{name}'", (("input",),))
 
 
-def _repeated_names(field: str, tensors: Sequence[ModelInput | ModelOutput]) -> Iterator[Problem]:
+def _repeat_problems(field: str, tensors: Sequence[ModelInput | ModelOutput]) -> Iterator[Problem]:
     names = (((field, i, "name"), io.name) for i, io in enumerate(tensors) if io.name)
     for key, name, first in find_repeats(names):
         yield Problem(key, f"model {field} '{name}' is specified more than once", (first,))
 
 
-def _tensor(
+def _io_problems(
     path: Key, io: ModelInput | ModelOutput, kind: str, max_batch_size: int, complete: bool
 ) -> Iterator[Problem]:
     if not io.name:
@@ -111,7 +113,7 @@ def _tensor(
     for index in _invalid_dims(io.dims):
         yield Problem((*dims, index), f"{subject}dimension {_ALLOWED_DIMS}")
     if io.HasField("reshape") and io.dims:
-        for problem in _reshape(path, io.dims, io.reshape.shape, max_batch_size):
+        for problem in _reshape_problems(path, io.dims, io.reshape.shape, max_batch_size):
             yield problem._replace(text=f"{subject}{problem.text}")
     if io.is_shape_tensor:
         text = "shape tensors are only supported for TensorRT platform"
@@ -121,7 +123,7 @@ def _tensor(
         yield Problem((*path, "is_non_linear_format_io"), text)
 
 
-def _reshape(
+def _reshape_problems(
     path: Key, dims: Sequence[int], shape: Sequence[int], max_batch_size: int
 ) -> Iterator[Problem]:
     key, related_keys = (*path, "reshape", "shape"), ((*path, "dims"),)

@@ -122,23 +122,23 @@ class WaitingChoice:
         self._other_interval = _INITIAL_OTHER_INTERVAL
         self._next_other_epoch = 2 * _INITIAL_OTHER_INTERVAL
         self._mean_ns: dict[bool, float] = {}
-        self._other_misses = 0  # misses in the last epoch that used the other choice
+        self._other_miss_count = 0  # misses in the last epoch that used the other choice
         self._epoch_count = 0
         self._start()
 
     def _start(self) -> None:
-        self._batches = self._request_count = self._sum_ns = self._misses = 0
+        self._batch_count = self._request_count = self._sum_ns = self._miss_count = 0
 
     def record_batch(self, latencies_ns: Sequence[int], misses: int) -> None:
         """Record the latencies of a batch and the number of its misses."""
-        self._batches += 1
-        self._misses += misses
+        self._batch_count += 1
+        self._miss_count += misses
         if misses and self.waits is not self._waiting_is_better:
             self._account.subtract_misses(misses)
-        if self._batches > _SETTLING_BATCHES:
+        if self._batch_count > _SETTLING_BATCHES:
             self._request_count += len(latencies_ns)
             self._sum_ns += sum(latencies_ns)
-        if self._batches >= _EPOCH_BATCHES:
+        if self._batch_count >= _EPOCH_BATCHES:
             self._end_epoch()
 
     def _end_epoch(self) -> None:
@@ -146,7 +146,7 @@ class WaitingChoice:
         before_ns = self._mean_ns.get(self.waits, mean_ns)
         self._mean_ns[self.waits] = before_ns + (mean_ns - before_ns) * _EPOCH_WEIGHT
         if self.waits is not self._waiting_is_better:
-            self._other_misses = self._misses
+            self._other_miss_count = self._miss_count
         self._start()
         self._epoch_count += 1
         if len(self._mean_ns) < 2:
@@ -162,7 +162,7 @@ class WaitingChoice:
         self.waiting_clearly_pays = with_ns < _CLEAR_RATIO * without_ns
         if (
             self._epoch_count >= self._next_other_epoch
-            and self._other_misses <= self._account.credit
+            and self._other_miss_count <= self._account.credit
         ):
             self.waits = not waiting_is_better
             self._other_interval = min(self._other_interval * 2, _MAX_OTHER_INTERVAL)
@@ -262,7 +262,7 @@ class AdaptiveBatcher(Batcher):
 
     def __init__(self, rules: Batching) -> None:
         self._rules = rules
-        self._time = SizeTimes(rules.max_batch_size)
+        self._size_times = SizeTimes(rules.max_batch_size)
         self._arrivals = Arrivals()
         self._load = Load()
         self._account = Account()
@@ -278,25 +278,25 @@ class AdaptiveBatcher(Batcher):
     # --- learning -----------------------------------------------------------------------
 
     def record_arrival(self, now_ns: int, in_flight: int) -> None:
-        self._arrivals.record_arrival(now_ns, in_flight, self._time.setup_ns)
+        self._arrivals.record_arrival(now_ns, in_flight, self._size_times.setup_ns)
         self._load.in_flight = in_flight
 
     def record_batch(
         self, now_ns: int, in_flight: int, units: int, took_ns: int, latencies_ns: Sequence[int]
     ) -> None:
         count, target = len(latencies_ns), self._rules.target_ns
-        self._arrivals.record_batch(now_ns, in_flight, self._time.setup_ns)
+        self._arrivals.record_batch(now_ns, in_flight, self._size_times.setup_ns)
         self._load.record_batch(now_ns, in_flight, count, units, took_ns)
         misses = 0
         for latency_ns in latencies_ns:
             if latency_ns > target:
                 misses += 1
         out_of_reach = self._is_out_of_reach and self._load.is_steady and misses > 0
-        self._time.observe(units, took_ns, out_of_reach=out_of_reach)
+        self._size_times.observe(units, took_ns, out_of_reach=out_of_reach)
         self._sizes.record_batch(units, took_ns, count, in_flight, misses)
-        if self._load.batches > LEARNING:
+        if self._load.batch_count > LEARNING:
             self._waiting_choice.record_batch(latencies_ns, misses)
-        elif self._load.batches == LEARNING:
+        elif self._load.batch_count == LEARNING:
             self._account.end_learning()
         self._adjust_aim(count - misses, self._account.subtract_trial_misses(misses))
 
@@ -330,16 +330,16 @@ class AdaptiveBatcher(Batcher):
         # wait therefore ends when the first request is gone, not with the decision.
         if not any(request is self._first_request for request in head.requests):
             self._first_request = head.requests[0]
-            self._wait_end_ns = now_ns + int(self._time.setup_ns)
+            self._wait_end_ns = now_ns + int(self._size_times.setup_ns)
         batch = closed_batch(head)
-        if self._is_draining or not self._time.can_compare:
+        if self._is_draining or not self._size_times.can_compare:
             return batch or Batch(len(head.requests), CloseReason.IDLE)
         trial_count = self._start_trial(now_ns, head)
         if trial_count:
             return Batch(trial_count, CloseReason.PREFERRED)
         if batch is not None:
             return self._shrink_to_best(head, batch)
-        if not self._time.is_known:
+        if not self._size_times.is_known:
             return self._shrink_to_best(head, Batch(len(head.requests), CloseReason.IDLE))
         if head.flush_by_ns - reserve_ns <= now_ns:
             return self._shrink_to_best(head, Batch(len(head.requests), CloseReason.DEADLINE))
@@ -375,7 +375,7 @@ class AdaptiveBatcher(Batcher):
         return self._excess_misses > _HOPELESS_MISSES
 
     def _best_size(self, units: int) -> int:
-        return self._time.best_size(units, out_of_reach=self._is_out_of_reach)
+        return self._size_times.best_size(units, out_of_reach=self._is_out_of_reach)
 
     def _shrink_to_best(self, head: QueueHead, batch: Batch) -> Batch:
         """Return the batch, or its first requests if a smaller batch has a higher rate."""
@@ -390,7 +390,7 @@ class AdaptiveBatcher(Batcher):
         Returns:
             The time, and whether the larger batch would end sooner than a batch without the wait.
         """
-        time, units, count = self._time, head.units, len(head.requests)
+        time, units, count = self._size_times, head.units, len(head.requests)
         best_size = time.best_size(units)
         now_ns = time.expected_ns(best_size)
         rows_per_request = units / count
@@ -407,10 +407,10 @@ class AdaptiveBatcher(Batcher):
 
     def _start_trial(self, now_ns: int, head: QueueHead) -> int:
         """Return the number of queued requests to run as a trial of a new batch size, or 0."""
-        batches = self._load.batches
+        batches = self._load.batch_count
         if not self._sizes.is_due(batches):
             return 0
-        size, worst_ns = self._time.find_trial(head.units)
+        size, worst_ns = self._size_times.find_trial(head.units)
         if not size:
             return 0
         state = self._trial_state(now_ns, head.oldest_ns)
@@ -419,11 +419,11 @@ class AdaptiveBatcher(Batcher):
         return _count_fitting(head.requests, size)
 
     def _trial_state(self, now_ns: int, oldest_ns: int) -> TrialState:
-        time, load, target = self._time, self._load, self._rules.target_ns
+        time, load, target = self._size_times, self._load, self._rules.target_ns
         best_size = self._best_size(self._rules.max_batch_size)
         best_ns = time.expected_ns(best_size)
         row_ns = best_ns / best_size
-        spare_ns = target - load.waiting * row_ns - best_ns
+        spare_ns = target - load.waiting_rows * row_ns - best_ns
         is_overloaded = load.rows_per_ns * row_ns > _FULL_UTILISATION and spare_ns < target / 2
         if spare_ns < 0 and self._is_out_of_reach:
             # In this case a steady load means that clients wait for responses, or a full instance.
@@ -440,7 +440,7 @@ class AdaptiveBatcher(Batcher):
             oldest_ns: The time at which this request was enqueued.
             units: The size of the batch in rows.
         """
-        return int(oldest_ns + self._aim_ns - self._time.p99_ns(units))
+        return int(oldest_ns + self._aim_ns - self._size_times.p99_ns(units))
 
     def _count_on_time(self, now_ns: int, requests: list[Pending]) -> int:
         """Return how many requests at the head of the queue to run now so that all meet the target.
@@ -460,7 +460,7 @@ class AdaptiveBatcher(Batcher):
             rows, oldest = prefixes[count - 1]
             if now_ns > self._start_by(oldest, rows):
                 continue
-            if now_ns + self._time.p99_ns(rows) <= self._start_by(later_oldest, later_rows):
+            if now_ns + self._size_times.p99_ns(rows) <= self._start_by(later_oldest, later_rows):
                 return count
         return 0
 

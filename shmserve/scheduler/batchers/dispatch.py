@@ -52,14 +52,14 @@ class Dispatcher(ABC):
     _tickets: InstanceTickets | None
 
     def __post_init__(self) -> None:
-        self._holds_batches = any(self._settings.hold)
+        self._holds_batches = any(self._settings.hold_thresholds)
 
     def _is_held(self, waiting: int, backlog: int = 0) -> bool:
         """Check whether batches are held until more requests wait, by a hook of Triton's tests.
 
         The hook is TRITONSERVER_DELAY_SCHEDULER and TRITONSERVER_BACKLOG_DELAY_SCHEDULER.
         """
-        min_waiting, min_backlog = self._settings.hold
+        min_waiting, min_backlog = self._settings.hold_thresholds
         self._holds_batches = waiting < min_waiting or backlog < min_backlog
         return self._holds_batches
 
@@ -109,7 +109,7 @@ class Dispatcher(ABC):
         """
         return False
 
-    def from_worker(self, slot: Slot, message: Any, now_ns: int) -> bool:
+    def handle_worker_message(self, slot: Slot, message: Any, now_ns: int) -> bool:
         """Handle a message that only workers of this kind of scheduling send.
 
         Return False if the message is not expected now.
@@ -132,7 +132,7 @@ class Dispatcher(ABC):
         """Return the error text of a request that expired in the queue."""
         return queue_expired_text(request, now_ns)
 
-    def needs(self, slot: Slot) -> bool:
+    def has_work(self, slot: Slot) -> bool:
         """Check whether a retiring instance still has work to do."""
         return False
 
@@ -175,20 +175,20 @@ class Dispatch(Dispatcher):
         executions, batcher, pool = self._executions, self._batcher, self._pool
         wake_ns = NEVER
         while in_order.count or retries:
-            slot, send_ahead = None, not pool.free
+            slot, send_ahead = None, not pool.free_slots
             if send_ahead:
                 # A retry runs alone and waits for an instance without other batches.
                 # A call that is sent ahead could wait behind the execution that makes it.
-                can_send = in_order.count and not (queue.from_models and queue.calls())
+                can_send = in_order.count and not (queue.model_requests and queue.calls())
                 if self._may_send_ahead and can_send:
                     times = executions.service_time
                     slot = pool.least_busy(times.pipeline_depth, times.has_short_batches)
                 if slot is None:
                     break
             elif tickets is not None:
-                slot = tickets.find(pool.free)
+                slot = tickets.find(pool.free_slots)
                 if slot is None and self._would_run(now_ns):
-                    tickets.request_tickets(pool.free, len(queue))
+                    tickets.request_tickets(pool.free_slots, len(queue))
                     break
             if retries and not send_ahead:
                 executions.start([queue.take_retry()], CloseReason.RETRY, now_ns, slot)

@@ -142,15 +142,15 @@ class QueueHead(Record):
     """The first requests of the queue that may run together, with `units` in all.
 
     The first `preferred_count` of them (0: none) reach the largest preferred size, or come closest
-    to it. The next request does not fit (`is_full`), or has other shapes (`other_shape`); otherwise
-    there is no next request. `oldest_ns` is the earliest enqueueing of a request.
+    to it. The next request does not fit (`is_full`), or has other shapes
+    (`has_other_shape`); otherwise there is no next request. `oldest_ns` is the earliest enqueueing.
     """
 
     requests: list[Pending]
     units: int
     preferred_count: int
     is_full: bool
-    other_shape: bool
+    has_other_shape: bool
     oldest_ns: int
     flush_by_ns: int
 
@@ -165,7 +165,7 @@ def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
     preferred = rules.preferred
     requests: list[Pending] = []
     total = preferred_count = 0
-    is_full = other_shape = False
+    is_full = has_other_shape = False
     shape_key = b""
     padded_batch = None if rules.padding is None else rules.padding.batch()
     oldest = flush_by = NEVER
@@ -182,7 +182,7 @@ def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
                 if padded_batch is None
                 else not padded_batch.may_join(request.shape_key, request.units)
             ):
-                other_shape = True
+                has_other_shape = True
                 break
         else:
             shape_key = request.shape_key
@@ -201,7 +201,7 @@ def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
             break
     if not requests:
         return None
-    return QueueHead(requests, total, preferred_count, is_full, other_shape, oldest, flush_by)
+    return QueueHead(requests, total, preferred_count, is_full, has_other_shape, oldest, flush_by)
 
 
 def closed_batch(head: QueueHead | None) -> Batch | None:
@@ -210,7 +210,7 @@ def closed_batch(head: QueueHead | None) -> Batch | None:
         return None
     if head.is_full:
         return Batch(len(head.requests), CloseReason.FULL)
-    if head.other_shape and not head.preferred_count:
+    if head.has_other_shape and not head.preferred_count:
         return Batch(len(head.requests), CloseReason.SHAPE)
     return None
 
@@ -233,7 +233,7 @@ def decide(
         )
     if head.is_full:
         return Batch(count, CloseReason.FULL)
-    if head.other_shape:
+    if head.has_other_shape:
         return Batch(count, CloseReason.SHAPE)
     if waited_enough:
         return Batch(count, CloseReason.DELAY)

@@ -50,15 +50,15 @@ class _Size:
     def __init__(self, mean: float, execution: int) -> None:
         self.mean = mean
         self.weight = 1.0
-        self._recent_count, self._last_execution = 1.0, execution
+        self._decayed_count, self._last_execution = 1.0, execution
 
-    def recent_count(self, execution: int) -> float:
+    def decayed_count(self, execution: int) -> float:
         """Return the number of batches of this size, decayed up to execution number `execution`."""
-        return self._recent_count * _WEIGHT_DECAY ** (execution - self._last_execution)
+        return self._decayed_count * _WEIGHT_DECAY ** (execution - self._last_execution)
 
     def record_execution(self, execution: int) -> None:
         """Count a batch of this size, which was execution number `execution`."""
-        self._recent_count, self._last_execution = self.recent_count(execution) + 1, execution
+        self._decayed_count, self._last_execution = self.decayed_count(execution) + 1, execution
 
 
 class SizeTimes:
@@ -78,7 +78,7 @@ class SizeTimes:
         self._sizes: dict[int, _Size] = {}
         self._observed: list[int] = []  # the indices of the observed sizes
         self._last_index = _index(largest)
-        self._level = 1.0
+        self._time_scale = 1.0
         self._setup_ns = self._slope_ns = (
             0.0  # the fitted line of duration by size, at a level of 1
         )
@@ -112,13 +112,13 @@ class SizeTimes:
         """Return the fixed duration of an execution, fitted to the recent sizes."""
         if self._is_stale:
             self._refresh()
-        return self._setup_ns * self._level
+        return self._setup_ns * self._time_scale
 
     def expected_ns(self, units: int) -> float:
         """Return the mean duration of a batch of this size."""
         if self._is_stale:
             self._refresh()
-        return self._times[min(_index(units), self._last_index)] * self._level
+        return self._times[min(_index(units), self._last_index)] * self._time_scale
 
     def p99_ns(self, units: int) -> float:
         """Return the duration of a batch at about the 99th percentile."""
@@ -151,7 +151,7 @@ class SizeTimes:
         if not self._observation_count:
             return
         index = min(_index(units), self._last_index)
-        duration = max(took_ns, 1.0) / self._level
+        duration = max(took_ns, 1.0) / self._time_scale
         size = self._sizes.get(index)
         if size is None:
             self._sizes[index] = _Size(duration, self._observation_count)
@@ -177,7 +177,7 @@ class SizeTimes:
         """
         ratio = duration / size.mean
         if not 1 / _MIN_CHANGE < ratio < _MIN_CHANGE:
-            self._outliers.append((self._level * ratio, size))
+            self._outliers.append((self._time_scale * ratio, size))
             if len(self._outliers) == _CHANGE_LENGTH and self._has_changed():
                 return size.mean
         elif self._outliers:
@@ -186,7 +186,7 @@ class SizeTimes:
             # Noisier sizes contribute less to the drift (the gain of a Kalman filter). The mean
             # ratio is 1, whereas the mean logarithm of skewed durations is not 0.
             noise = max(1.0, self._spread / _INITIAL_SPREAD)
-            self._level *= 1 + (min(max(ratio, 0.5), 2.0) - 1) * _SHARED_GAIN / noise
+            self._time_scale *= 1 + (min(max(ratio, 0.5), 2.0) - 1) * _SHARED_GAIN / noise
         deviation = abs(ratio - 1)
         max_deviation = _MAX_SPREADS * max(self._spread, 2 * _MIN_SPREAD)
         gain = max(_SHARED_GAIN, 1 / self._observation_count)
@@ -203,7 +203,7 @@ class SizeTimes:
         sizes = {id(size) for _, size in self._outliers}
         if len(sizes) < 2 or levels[-1] > levels[0] * _MAX_DISAGREEMENT:
             return False
-        self._level, self._spread = levels[_CHANGE_LENGTH // 2], _INITIAL_SPREAD
+        self._time_scale, self._spread = levels[_CHANGE_LENGTH // 2], _INITIAL_SPREAD
         self._outliers.clear()
         self._is_stale = True
         return True
@@ -251,7 +251,7 @@ class SizeTimes:
             # The larger a size beyond all observed sizes is, the longer a batch may take.
             candidate = _middle(lower, last_index)
             worst_duration = times[last_index] * candidate / _size(lower)
-        return candidate, worst_duration * self._level * (1 + 3 * self._spread)
+        return candidate, worst_duration * self._time_scale * (1 + 3 * self._spread)
 
     def _refresh(self) -> None:
         self._is_stale = False
@@ -340,7 +340,7 @@ class SizeTimes:
         total = mean_x = mean_y = sum_xx = sum_xy = 0.0
         for index in self._observed:
             size = self._sizes[index]
-            weight = size.recent_count(self._observation_count)
+            weight = size.decayed_count(self._observation_count)
             total += weight
             delta_x, delta_y = _size(index) - mean_x, size.mean - mean_y
             mean_x += delta_x * weight / total
@@ -499,13 +499,13 @@ class Load:
     """
 
     def __init__(self) -> None:
-        self.batches = 0
+        self.batch_count = 0
         self.in_flight = 0  # requests that are not completed
         self._in_flight_before = self._returned_ns = 0  # values at the end of the last batch
         # Averages of the values between the ends of two batches.
         self._arrived_rows = self._completed_rows = self._execution_ns = 0.0
         self._interval_ns = 1.0
-        self._rows_per_request = self._instances = 1.0
+        self._rows_per_request = self._busy_instances = 1.0
         self._max_in_flight = 0.0
 
     def record_batch(
@@ -520,8 +520,8 @@ class Load:
             units: The number of rows in the batch.
             took_ns: The duration of its execution.
         """
-        if self.batches:
-            gain = max(_RATE_GAIN, 1 / self.batches)
+        if self.batch_count:
+            gain = max(_RATE_GAIN, 1 / self.batch_count)
             self._rows_per_request += (units / count - self._rows_per_request) * gain
             self._arrived_rows += (
                 max(in_flight - self._in_flight_before + count, 0) * self._rows_per_request
@@ -531,15 +531,15 @@ class Load:
             self._execution_ns += (took_ns - self._execution_ns) * gain
             self._interval_ns += (now_ns - self._returned_ns - self._interval_ns) * gain
             busy_instances = self._execution_ns / max(self._interval_ns, 1.0)
-            self._instances = max(self._instances * _MAXIMUM_DECAY, busy_instances, 1.0)
+            self._busy_instances = max(self._busy_instances * _MAXIMUM_DECAY, busy_instances, 1.0)
         self._max_in_flight = max(in_flight + count, self._max_in_flight * _MAXIMUM_DECAY)
         self._returned_ns, self._in_flight_before, self.in_flight = now_ns, in_flight, in_flight
-        self.batches += 1
+        self.batch_count += 1
 
     @property
     def rows_per_ns(self) -> float:
         """Return the rows that arrive per ns."""
-        return self._arrived_rows / max(self._interval_ns, 1.0) / self._instances
+        return self._arrived_rows / max(self._interval_ns, 1.0) / self._busy_instances
 
     @property
     def row_ns(self) -> float:
@@ -547,14 +547,14 @@ class Load:
         return self._interval_ns / self._arrived_rows if self._arrived_rows else 0.0
 
     @property
-    def waiting(self) -> float:
+    def waiting_rows(self) -> float:
         """Return the rows that are not completed."""
-        return self.in_flight * self._rows_per_request / self._instances
+        return self.in_flight * self._rows_per_request / self._busy_instances
 
     @property
     def max_in_flight(self) -> float:
         """Return the recent maximum of requests that were not completed."""
-        return self._max_in_flight / self._instances
+        return self._max_in_flight / self._busy_instances
 
     @property
     def is_steady(self) -> bool:

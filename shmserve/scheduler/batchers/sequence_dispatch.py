@@ -46,9 +46,9 @@ class SequenceDispatch(Dispatcher):
             settings.name, rules.idle_ns, rules.max_waiting, rules.spec.iterative_sequence
         )
         self._slots: dict[bytes, InstanceSlots] = {}
-        self._numbers = itertools.count()
-        self._members = -1  # the value of `Pool.members` at the last turn
-        self._own_ids = itertools.count(1)
+        self._order_numbers = itertools.count()
+        self._checked_changes = -1  # the value of `Pool.membership_changes` at the last turn
+        self._generated_ids = itertools.count(1)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ class SequenceDispatch(Dispatcher):
         correlation_id: int | str = message.correlation_text or message.correlation_id
         flags = message.flags
         if not correlation_id and self._rules.spec.iterative_sequence:
-            correlation_id = next(i for i in self._own_ids if not self._sequences.is_open(i))
+            correlation_id = next(i for i in self._generated_ids if not self._sequences.is_open(i))
             flags |= SEQUENCE_START
         if fit.batch_size != self._rows:
             text = f"{model} must specify batch-size 1 due to requirements of sequence batcher"
@@ -140,8 +140,8 @@ class SequenceDispatch(Dispatcher):
 
     def run(self, now_ns: int) -> int:
         sequences = self._sequences
-        if self._members != self._pool.members:
-            self._members = self._pool.members
+        if self._checked_changes != self._pool.membership_changes:
+            self._checked_changes = self._pool.membership_changes
             self._update_slots(now_ns)
         instances = [(slots, self._pool.by_peer(peer)) for peer, slots in self._slots.items()]
         for slots, instance in instances:
@@ -172,13 +172,13 @@ class SequenceDispatch(Dispatcher):
         for instance in sorted(ready_instances.values(), key=attrgetter("index")):
             peer = instance.peer
             if peer not in self._slots:
-                order = (instance.index, next(self._numbers))
+                order = (instance.index, next(self._order_numbers))
                 self._slots[peer] = InstanceSlots(peer, order, self._rules.slots)
                 self._sequences.join(self._slots[peer])
             if instance.retiring:
                 self._sequences.close(self._slots[peer])
 
-    def needs(self, slot: Slot) -> bool:
+    def has_work(self, slot: Slot) -> bool:
         slots = self._slots.get(slot.peer)
         return slots is not None and not slots.is_empty
 

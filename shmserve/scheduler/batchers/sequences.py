@@ -171,7 +171,7 @@ class InstanceSlots:
         self.running_sequences: list[StatefulSequence] = []
         self.closed = False  # whether new sequences are rejected
         # Sequences that may run, by slot, in the order in which they became ready.
-        self.ready: OrderedDict[int, StatefulSequence] = OrderedDict()
+        self.ready_sequences: OrderedDict[int, StatefulSequence] = OrderedDict()
 
     @property
     def is_empty(self) -> bool:
@@ -180,12 +180,12 @@ class InstanceSlots:
 
     def mark_ready(self, sequence: StatefulSequence) -> None:
         """Mark a sequence as ready: its first waiting request may run."""
-        self.ready[sequence.slot] = sequence
+        self.ready_sequences[sequence.slot] = sequence
 
     def mark_not_ready(self, sequence: StatefulSequence) -> None:
         """Mark a sequence as not ready."""
-        if self.ready.get(sequence.slot) is sequence:
-            del self.ready[sequence.slot]
+        if self.ready_sequences.get(sequence.slot) is sequence:
+            del self.ready_sequences[sequence.slot]
 
 
 def decide(
@@ -202,18 +202,18 @@ def decide(
     Returns:
         None if no sequence is ready.
     """
-    if not slots.ready:
+    if not slots.ready_sequences:
         return None
     if rules.oldest_rules is None:
-        return _direct(now_ns, slots, rules, reserve_ns)
-    return _oldest(now_ns, slots, rules.oldest_rules, reserve_ns)
+        return _decide_direct(now_ns, slots, rules, reserve_ns)
+    return _decide_oldest(now_ns, slots, rules.oldest_rules, reserve_ns)
 
 
-def _direct(
+def _decide_direct(
     now_ns: int, slots: InstanceSlots, rules: Sequencing, reserve_ns: int
 ) -> Rows | WaitUntil:
-    ready_slots = sorted(slots.ready)
-    heads = {slot: slots.ready[slot].waiting.first for slot in ready_slots}
+    ready_slots = sorted(slots.ready_sequences)
+    heads = {slot: slots.ready_sequences[slot].waiting.first for slot in ready_slots}
     oldest_slot = min(ready_slots, key=lambda slot: (heads[slot].enqueued_ns, slot))
     reason = CloseReason.FULL if len(ready_slots) == rules.slots else CloseReason.IDLE
     if rules.delay_ns and len(ready_slots) < rules.spec.minimum_slot_utilization * rules.slots:
@@ -229,19 +229,19 @@ def _direct(
     ]
     for slot in ready_slots:
         if heads[slot].shape_key == shape_key:
-            rows[slot] = slot, slots.ready[slot]
+            rows[slot] = slot, slots.ready_sequences[slot]
         else:
             reason = CloseReason.SHAPE
     return Rows(rows, reason)
 
 
-def _oldest(
+def _decide_oldest(
     now_ns: int, slots: InstanceSlots, rules: Batching, reserve_ns: int
 ) -> Rows | WaitUntil | None:
-    heads = (sequence.waiting.first for sequence in slots.ready.values())
+    heads = (sequence.waiting.first for sequence in slots.ready_sequences.values())
     decision = dynamic.decide(now_ns, heads, rules, reserve_ns)
     if isinstance(decision, Batch):
-        return Rows(list(islice(slots.ready.items(), decision.count)), decision.reason)
+        return Rows(list(islice(slots.ready_sequences.items(), decision.count)), decision.reason)
     return decision
 
 
@@ -322,7 +322,7 @@ class Sequences:
         self.backlog = Backlog()
         # Idle sequences in the order in which they became idle.
         self._idle_sequences: OrderedDict[StatefulSequence, int] = OrderedDict()
-        self._unended: dict[InstanceSlots, list[int]] = {}
+        self._unended_slots: dict[InstanceSlots, list[int]] = {}
         self._lost_ids: OrderedDict[int | str, None] = OrderedDict()
 
     @property
@@ -490,7 +490,7 @@ class Sequences:
     def _end_early(self, sequence: StatefulSequence) -> None:
         """End a sequence whose instance has not executed an END."""
         if sequence.has_state and sequence.instance_slots is not None:
-            self._unended.setdefault(sequence.instance_slots, []).append(sequence.slot)
+            self._unended_slots.setdefault(sequence.instance_slots, []).append(sequence.slot)
         self._release(sequence)
 
     def take_unended(self) -> dict[InstanceSlots, list[int]]:
@@ -498,7 +498,7 @@ class Sequences:
 
         Their instances must be notified before another sequence begins there.
         """
-        unended, self._unended = self._unended, {}
+        unended, self._unended_slots = self._unended_slots, {}
         return unended
 
     def _release(self, sequence: StatefulSequence) -> None:

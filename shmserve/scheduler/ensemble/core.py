@@ -1,8 +1,9 @@
 """The core of an ensemble, a scheduler to its clients and a client of its steps' schedulers.
 
-admit, cancel, ...        a client's message, from the front
-from_step, from_control   a message of a step's scheduler, or of the supervisor
-tick                      run steps, respond, expire
+admit, cancel, ...       a client's message, from the front
+handle_step_message      a message of a step's scheduler
+handle_control_message   a message of the supervisor
+tick                     run steps, respond, expire
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self._decoupled = settings.decoupled
         self._timeout_is_deadline = settings.timeout_is_deadline
         self._plans: dict[tuple[str, ...], Plan] = {}  # plans by the names of the requested outputs
-        self._plans_version = 0  # the value of `Targets.changes` when the plans were made
+        self._planned_changes = 0  # the value of `Targets.change_count` when the plans were made
         self._schemas: Schemas[RequestProperties] = Schemas(self._derive)
         self._planned_bytes = 0  # memory between the steps of one request
         self._control = control
@@ -112,7 +113,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self, client: Client[EnsembleRequest], submit: Submit, lookup: Lookup | None, now_ns: int
     ) -> None:
         self.check(submit, now_ns)
-        if 0 < self._max_waiting <= self._steps.waiting:
+        if 0 < self._max_waiting <= self._steps.waiting_count:
             raise QueueFull(f"{id_prefix(submit.request_id)}Exceeds maximum queue size")
         try:
             request = self._request(client, submit, lookup, now_ns)
@@ -198,9 +199,9 @@ class EnsembleCore(Core[EnsembleRequest]):
         Raises:
             Unavailable: The model of a step is not served.
         """
-        if self._plans_version != self._targets.changes or len(self._plans) >= _MAX_PLANS:
+        if self._planned_changes != self._targets.change_count or len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
-            self._plans_version = self._targets.changes
+            self._planned_changes = self._targets.change_count
         plan = self._plans.get(outputs)
         if plan is None:
             plan = self._plans[outputs] = Plan(self._graph, outputs, self._targets.find)
@@ -234,11 +235,11 @@ class EnsembleCore(Core[EnsembleRequest]):
 
     # --- steps and supervisor ---------------------------------------------------------------------
 
-    def from_step(self, endpoint: str, message: SchedulerToClient, now_ns: int) -> None:
+    def handle_step_message(self, endpoint: str, message: SchedulerToClient, now_ns: int) -> None:
         """Handle a message of the scheduler at `endpoint`."""
         self._steps.receive(endpoint, message, now_ns)
 
-    def from_control(self, message: SupervisorToEnsemble, now_ns: int) -> None:
+    def handle_control_message(self, message: SupervisorToEnsemble, now_ns: int) -> None:
         match message:
             case ModelPublished():
                 self._handle_published(message)
@@ -328,7 +329,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             self._steps.drop_waiting(request)
         elif self._decoupled:
             requests.relay(request, now_ns)
-        if request.running or request.waiting:
+        if request.running or request.waiting_count:
             return
         if request.state is RUNNING:
             if self._decoupled:

@@ -358,10 +358,10 @@ class Flow:
                     if reader.is_once or not route.is_once:
                         self._fire(reader, response_index)
                     else:
-                        for ready_number in self._numbers(reader):
-                            self._fire(reader, ready_number)
+                        for ready_index in self._find_response_indices(reader):
+                            self._fire(reader, ready_index)
 
-    def _numbers(self, reader: TensorReader) -> Iterable[int]:
+    def _find_response_indices(self, reader: TensorReader) -> Iterable[int]:
         """Return the numbers of the responses for which a reader may now have all its tensors."""
         for tensor, is_once in reader.reads:
             if not is_once:
@@ -467,15 +467,15 @@ class Targets:
     """The models of an ensemble by name and version.
 
     Attributes:
-        changes: The number of changes so far that have made earlier plans invalid.
+        change_count: The number of changes so far that have made earlier plans invalid.
     """
 
     def __init__(self, graph: Graph) -> None:
         self._names = frozenset(step.model for step in graph.steps)
         self._versions: dict[str, dict[str, Target]] = {}
-        self._latest: dict[str, str] = {}
+        self._latest_versions: dict[str, str] = {}
         self._by_step: dict[int, Target] = {}  # a cache by step, cleared by each publication
-        self.changes = 0
+        self.change_count = 0
 
     def publish(self, message: ModelPublished) -> None:
         """Register a version that is served, or its new endpoint."""
@@ -486,12 +486,12 @@ class Targets:
         target = versions.get(message.version)
         if target is None or target.config != message.config:
             versions[message.version] = Target.from_message(message)
-            self.changes += 1
+            self.change_count += 1
         else:
             versions[message.version] = replace(target, endpoint=message.endpoint)
-        if message.latest and self._latest.get(message.name) != message.version:
-            self._latest[message.name] = message.version
-            self.changes += 1
+        if message.latest and self._latest_versions.get(message.name) != message.version:
+            self._latest_versions[message.name] = message.version
+            self.change_count += 1
 
     def replace_scheduler(self, endpoint: str, successor: str) -> None:
         """Replace the scheduler at `endpoint` by its successor; "": its versions are removed.
@@ -507,7 +507,7 @@ class Targets:
                     versions[version] = replace(target, endpoint=successor)
                 else:
                     del versions[version]
-                    self.changes += 1
+                    self.change_count += 1
 
     def find(self, step: StepNode) -> Target:
         """Return the target that runs a step now.
@@ -522,7 +522,7 @@ class Targets:
 
     def _find(self, step: StepNode) -> Target:
         versions = self._versions.get(step.model, {})
-        target = versions.get(step.version or self._latest.get(step.model, ""))
+        target = versions.get(step.version or self._latest_versions.get(step.model, ""))
         if target is None:
             version = f" version {step.version}" if step.version else ""
             raise Unavailable(f"model '{step.model}'{version} is not at ready state")

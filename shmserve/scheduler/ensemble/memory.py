@@ -96,7 +96,7 @@ class Value(Token):
         override: dict[str, Any] | None = None,
         held_credits: tuple[Token, ...] = (),
     ) -> None:
-        self._users = 1
+        self._reference_count = 1
         self.kind = kind
         self.data = data
         self.memory = memory
@@ -117,8 +117,8 @@ class Value(Token):
         return block if isinstance(block, Block) and block.memory_range == memory_range else None
 
     def release(self) -> None:
-        self._users -= 1
-        if not self._users and (self.memory is not None or self.held_credits):
+        self._reference_count -= 1
+        if not self._reference_count and (self.memory is not None or self.held_credits):
             self._free()
 
     def _free(self) -> None:
@@ -129,7 +129,7 @@ class Value(Token):
 
     @property
     def is_used(self) -> bool:
-        return self._users > 0 and bool(self.memory or self.held_credits)
+        return self._reference_count > 0 and bool(self.memory or self.held_credits)
 
 
 def overrides(values: Iterable[Value]) -> dict[str, Any]:
@@ -155,17 +155,17 @@ class EnsembleMemory:
 
     lent: LentMemory
     _on_dropped: Callable[[int], None]  # called with the id of an arena that is no longer held
-    _cuda: Callable[[], CudaExporter] = Driver
+    _create_driver: Callable[[], CudaExporter] = Driver
     _held_arenas: dict[int, _HeldArena] = field(default_factory=dict)
     _mappings: Mappings = field(default_factory=Mappings)
 
     def __post_init__(self) -> None:
-        self._on_devices = DeviceBlocks(self.lent.byte_size, self._cuda)
+        self._on_devices = DeviceBlocks(self.lent.byte_size, self._create_driver)
 
     @property
-    def used(self) -> int:
+    def used_bytes(self) -> int:
         """Return the number of bytes in use, in the arena and on devices."""
-        return self._on_devices.used_bytes + self.lent.used
+        return self._on_devices.used_bytes + self.lent.used_bytes
 
     def allocate(self, byte_size: int, device: int | None = None) -> Block:
         """Return a block on a CUDA device, or of the arena if the device has no free space.
@@ -199,16 +199,16 @@ class EnsembleMemory:
         arena = self._held_arenas.get(memory.id)
         if arena is None:
             arena = self._held_arenas[memory.id] = _HeldArena(memory)
-        arena.users += 1
+        arena.reference_count += 1
 
     def end_hold(self, memory_range: Range) -> None:
         """Release a range that `hold` kept."""
         arena = self._held_arenas[memory_range.memory.id]
-        arena.users -= 1
-        if arena.owner_exited and not arena.users:
+        arena.reference_count -= 1
+        if arena.owner_exited and not arena.reference_count:
             self._close(memory_range.memory.id)
 
-    def passed_on(self, memory_range: Range) -> Range:
+    def make_durable(self, memory_range: Range) -> Range:
         """Return a memory range in a form that is readable after its writer has exited."""
         arena = self._held_arenas.get(memory_range.memory.id)
         return memory_range if arena is None else replace(memory_range, memory=arena.memory)
@@ -219,14 +219,14 @@ class EnsembleMemory:
         Raises:
             Unavailable: The ensemble's arena is full.
         """
-        return self.lent.write(self._mappings.view(self.passed_on(memory_range)))
+        return self.lent.write(self._mappings.view(self.make_durable(memory_range)))
 
     def process_exited(self, pid: int) -> None:
         """Close the arena of a process that has exited once nothing uses it."""
         for memory_id, arena in list(self._held_arenas.items()):
             if arena.pid == pid:
                 arena.owner_exited = True
-                if not arena.users:
+                if not arena.reference_count:
                     self._close(memory_id)
         self._mappings.unmap_process(pid)
 
@@ -263,7 +263,7 @@ class _HeldArena:
 
     def __init__(self, memory: Memory) -> None:
         self.pid = memory.pid
-        self.users = 0
+        self.reference_count = 0
         self.owner_exited = False  # whether the worker that owns the arena has exited
         self._fd = open_memory(memory)
         self.memory = replace(memory, pid=os.getpid(), fd=self._fd)
@@ -286,7 +286,7 @@ class DeviceBlocks:
             cuda: Returns the driver. Raises Unavailable if there is none.
         """
         self._byte_size = byte_size
-        self._make_driver = cuda
+        self._create_driver = cuda
         self._cuda: CudaExporter | None = None
         self._segments: dict[int, _Segment] = {}  # allocations by the id of their memory
         self._full_devices: set[int] = set()  # devices on which an allocation has failed
@@ -294,7 +294,7 @@ class DeviceBlocks:
     @property
     def used_bytes(self) -> int:
         """Return the number of bytes in use."""
-        return sum(segment.free.used for segment in self._segments.values())
+        return sum(segment.free_list.used_bytes for segment in self._segments.values())
 
     def allocate(self, device: int, byte_size: int) -> Block | None:
         """Return a block on a device, or None if there is no free space.
@@ -303,24 +303,24 @@ class DeviceBlocks:
         """
         for segment in self._segments.values():
             if segment.device == device:
-                offset = segment.free.allocate(byte_size)
+                offset = segment.free_list.allocate(byte_size)
                 if offset is not None:
                     return Block(self.free, Range(segment.memory, offset, byte_size))
         new_segment = self._grow(device, byte_size)
         if new_segment is None:
             return None
-        offset = new_segment.free.allocate(byte_size)
+        offset = new_segment.free_list.allocate(byte_size)
         assert offset is not None
         return Block(self.free, Range(new_segment.memory, offset, byte_size))
 
     def _grow(self, device: int, byte_size: int) -> _Segment | None:
-        capacity = sum(s.free.capacity for s in self._segments.values() if s.device == device)
+        capacity = sum(s.free_list.capacity for s in self._segments.values() if s.device == device)
         size = min(max(byte_size, _SEGMENT_SIZE), self._byte_size - capacity)
         if size < byte_size or device in self._full_devices:
             return None
         try:
             if self._cuda is None:
-                self._cuda = self._make_driver()
+                self._cuda = self._create_driver()
             segment = _Segment(self._cuda, device, size)
         except ShmserveError as error:
             self._full_devices.add(device)
@@ -331,7 +331,7 @@ class DeviceBlocks:
 
     def free(self, memory_range: Range) -> None:
         """Free a block; called by `Block.release`."""
-        self._segments[memory_range.memory.id].free.free(memory_range.offset)
+        self._segments[memory_range.memory.id].free_list.free(memory_range.offset)
 
 
 class _Segment:
@@ -340,7 +340,7 @@ class _Segment:
     def __init__(self, cuda: CudaExporter, device: int, byte_size: int) -> None:
         self._allocation = DeviceAllocation(cuda, device, byte_size)
         self.device = device
-        self.free = FreeList(self._allocation.size)
+        self.free_list = FreeList(self._allocation.size)
         handle = self._allocation.handle
         size = self._allocation.size
         self.memory = Memory.on_device(secrets.randbits(62), size, handle, os.getpid())

@@ -126,7 +126,7 @@ class EnsembleRequest:
         memory_ranges: The ranges of the client's memory for outputs, by the output's name.
         lookup: The result of the lookup in the response cache, if there was one.
         running: The numbers of the steps' requests in flight.
-        waiting: The number of steps that wait because of `max_inflight_requests`.
+        waiting_count: The number of steps that wait because of `max_inflight_requests`.
         failure: The error, once the request has failed.
         input_ns: The sum of the steps' input phases; `infer_ns` and `output_ns` likewise.
         spans: The spans of the steps.
@@ -149,7 +149,7 @@ class EnsembleRequest:
     units: int
     running: set[int] = field(default_factory=set)
     state: EnsembleState = RUNNING
-    waiting: int = 0
+    waiting_count: int = 0
     failure: Failed | None = None
     input_ns: int = 0
     infer_ns: int = 0

@@ -44,7 +44,7 @@ class StepRunner:
     """The steps of all requests: they wait while too many are in flight, are submitted, and end.
 
     Attributes:
-        waiting: The number of steps that wait because of `max_inflight_requests`.
+        waiting_count: The number of steps that wait because of `max_inflight_requests`.
         malformed_messages: The number of responses of steps that could not be read.
     """
 
@@ -53,8 +53,8 @@ class StepRunner:
     _links: Links
     _memory: EnsembleMemory
     _requests: EnsembleRequests
-    _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
-    waiting: int = 0
+    _submit_numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
+    waiting_count: int = 0
     malformed_messages: int = 0
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class StepRunner:
             self._requests.changed_requests[step.request] = None
             self._respond(step, message, now_ns)  # type: ignore[arg-type]
             self._end_step(step, now_ns)
-        if self._messages.events:
+        if self._messages.step_events:
             self._handle_events(now_ns)
 
     def resubmit(self, endpoint: str, successor: str, now_ns: int) -> None:
@@ -100,7 +100,7 @@ class StepRunner:
 
     def _handle_events(self, now_ns: int) -> None:
         """Handle the events of steps; a step that is submitted meanwhile may fail and add more."""
-        events = self._messages.events
+        events = self._messages.step_events
         while events:
             step, message = events.pop(0)
             self._requests.changed_requests[step.request] = None
@@ -191,19 +191,19 @@ class StepRunner:
             index = firing.step.index
             if max_inflight and in_flight[index] >= max_inflight:
                 self._waiting_firings[index].append((request, firing))
-                request.waiting += 1
-                self.waiting += 1
+                request.waiting_count += 1
+                self.waiting_count += 1
             else:
                 self._submit(request, firing, now_ns)
-        if self._messages.events:
+        if self._messages.step_events:
             self._handle_events(now_ns)
 
     def _run_waiting(self, index: int, now_ns: int) -> None:
         waiting_firings = self._waiting_firings[index]
         while waiting_firings and self._in_flight[index] < self._graph.max_inflight:
             request, firing = waiting_firings.popleft()
-            request.waiting -= 1
-            self.waiting -= 1
+            request.waiting_count -= 1
+            self.waiting_count -= 1
             self._requests.changed_requests[request] = None
             if request.state is RUNNING:
                 self._submit(request, firing, now_ns)
@@ -211,7 +211,7 @@ class StepRunner:
                 firing.release()
 
     def _submit(self, request: EnsembleRequest, firing: Firing, now_ns: int) -> None:
-        number = next(self._numbers)
+        number = next(self._submit_numbers)
         try:
             target = self._targets.find(firing.step.step)
             step = self._messages.request(number, request, firing, target, now_ns)
@@ -233,7 +233,7 @@ class StepRunner:
 
     def drop_waiting(self, request: EnsembleRequest) -> None:
         """Remove the waiting steps of a request, which will not run."""
-        if not request.waiting:
+        if not request.waiting_count:
             return
         for index, waiting_firings in enumerate(self._waiting_firings):
             firings = [firing for owner, firing in waiting_firings if owner is request]
@@ -243,8 +243,8 @@ class StepRunner:
                 )
             for firing in firings:
                 firing.release()
-        self.waiting -= request.waiting
-        request.waiting = 0
+        self.waiting_count -= request.waiting_count
+        request.waiting_count = 0
 
 
 @dataclass(eq=False)

@@ -51,8 +51,8 @@ class StepRequest(InflightRequest):
         kind: The common part of the requests with these inputs.
         blocks: The ensemble's blocks that the outputs are written to, until a response uses them.
         override: The sequence parameters in the responses that contained the inputs.
-        events: The events of requests: a response, or None when no worker has the request's memory
-            any more. The runner handles these events.
+        step_events: The events of requests: a response, or None when no worker has the request's
+            memory any more. The runner handles these events.
         has_outputs: Whether there has been a response with outputs.
     """
 
@@ -61,17 +61,17 @@ class StepRequest(InflightRequest):
     kind: StepKind
     blocks: dict[str, Block]
     override: dict[str, Any] | None
-    events: list[tuple[StepRequest, Response | None]]
+    step_events: list[tuple[StepRequest, Response | None]]
     has_outputs: bool = False
 
     def is_awaited(self) -> bool:
         return self.request.state is RUNNING
 
     def respond(self, message: Response) -> None:
-        self.events.append((self, message))
+        self.step_events.append((self, message))
 
     def free(self) -> None:
-        self.events.append((self, None))
+        self.step_events.append((self, None))
 
 
 class StepKind(NamedTuple):
@@ -152,13 +152,13 @@ class StepMessages:
     """The converter of steps to requests, and of the responses to values in the data flow.
 
     Attributes:
-        events: See `StepRequest`.
+        step_events: See `StepRequest`.
     """
 
     _graph: Graph
     _memory: EnsembleMemory
     _schedulers: SchedulerClient[StepRequest]
-    events: list[tuple[StepRequest, Response | None]] = field(default_factory=list)
+    step_events: list[tuple[StepRequest, Response | None]] = field(default_factory=list)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class StepMessages:
         for value in firing.inputs.values():
             content: Any = value.data
             if type(content) is not bytes:
-                content = pack_range(memory.passed_on(content))
+                content = pack_range(memory.make_durable(content))
             data.append(content)
             if value.override:
                 override = {**(override or {}), **value.override}
@@ -219,7 +219,7 @@ class StepMessages:
             TraceContext.of(client_request.trace).child().message if client_request.trace else "",
             callers=client_request.callers,
         )
-        return StepRequest(submit, request, firing, kind, blocks, override, self.events)
+        return StepRequest(submit, request, firing, kind, blocks, override, self.step_events)
 
     def _new_kind(self, request: EnsembleRequest, firing: Firing, target: Target) -> StepKind:
         used_outputs = _used_outputs(request, firing.step)

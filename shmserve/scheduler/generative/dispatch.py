@@ -113,7 +113,7 @@ class GenerativeDispatch(Dispatcher):
         # The requests at instances by their key.
         self._assigned_requests: dict[int, AssignedRequest] = {}
         self._unassigned_requests: list[AssignedRequest] = []
-        self._numbers = itertools.count(1)
+        self._sequence_ids = itertools.count(1)
 
     # --- admission
 
@@ -127,17 +127,16 @@ class GenerativeDispatch(Dispatcher):
 
     @property
     def _waiting_count(self) -> int:
-        """Return the number of requests and sequences that wait for others to end.
+        """Return the number of requests and sequences beyond those that the batches can hold.
 
-        Requests that have not been prepared yet do not count if the instances have free rows for
-        them.
+        Requests that have not been prepared yet, or that will begin with the next step, wait only
+        if the batches have no free rows for them.
         """
-        max_sequences = self._engine_settings.max_batch_size
         engines = [self._engine(slot) for slot in self._pool.ready()]
-        capacity = sum(max(max_sequences - engine.live_sequences, 0) for engine in engines)
+        capacity = self._engine_settings.max_batch_size * len(engines)
         unprepared = sum(item.generation is None for item in self._assigned_requests.values())
-        waiting_count = sum(engine.waiting for engine in engines)
-        return max(len(self._queue) + unprepared - capacity, 0) + waiting_count
+        live_count = sum(engine.live_sequences for engine in engines)
+        return max(len(self._queue) + unprepared + live_count - capacity, 0)
 
     def flush(self) -> None:
         """Do nothing: an engine never waits for further requests."""
@@ -161,8 +160,8 @@ class GenerativeDispatch(Dispatcher):
 
     def _engine(self, slot: Slot) -> Engine[AssignedRequest]:
         if slot.engine is None:
-            callbacks = (self._on_sequence_end, self._on_search_end)
-            slot.engine = Engine(self._engine_settings, self._counts, self._numbers, *callbacks)
+            handlers = (self._on_sequence_end, self._on_search_end)
+            slot.engine = Engine(self._engine_settings, self._counts, self._sequence_ids, *handlers)
         engine: Engine[AssignedRequest] = slot.engine
         return engine
 
@@ -212,7 +211,7 @@ class GenerativeDispatch(Dispatcher):
 
     # --- workers
 
-    def from_worker(self, slot: Slot, message: Any, now_ns: int) -> bool:
+    def handle_worker_message(self, slot: Slot, message: Any, now_ns: int) -> bool:
         report: GenerationReport = message
         engine = self._engine(slot)
         match report:
@@ -284,7 +283,7 @@ class GenerativeDispatch(Dispatcher):
         try:
             engine.finish_step(message)
         except ValueError as error:
-            logger.error("an instance of process %d returned %s", slot.pid, error)
+            logger.error("process %d returned an invalid result of a step: %s", slot.pid, error)
             return False
         self._executions.step_done(slot, message, len(running_step.rows), now_ns)
         for sequence, row in running_step.rows.values():

@@ -45,12 +45,12 @@ class Engine(Generic[T]):
     """The sequences and blocks of an instance.
 
     `on_sequence_end` is called with each sequence that needs no more steps and its finish reason,
-    `on_search_end` with each complete beam search. `numbers` yields the sequences' numbers.
+    `on_search_end` with each complete beam search. `sequence_ids` yields their numbers.
     """
 
     settings: EngineSettings
     counts: GenerationStats
-    numbers: Iterator[int]
+    sequence_ids: Iterator[int]
     on_sequence_end: Callable[[Sequence[T], str], None]
     on_search_end: Callable[[Generation[T], Beams[T]], None]
     times: StepTimes = field(default_factory=StepTimes)
@@ -80,7 +80,7 @@ class Engine(Generic[T]):
         The pool must hold all sequences that must run together.
         """
         block_size = self.settings.block_size
-        shared_blocks = generation.shared // block_size
+        shared_blocks = generation.shared_tokens // block_size
         max_blocks = -(-generation.max_computed // block_size)
         preempted = self.settings.enable_preemption and generation.beams is None
         seats = self.settings.max_batch_size
@@ -100,7 +100,8 @@ class Engine(Generic[T]):
         count = 1 if forked else generation.samples
         samples = resumed or dict.fromkeys(range(count), array("i"))
         for sample, tokens in samples.items():
-            sequence = Sequence(next(self.numbers), generation, sample, generation.prompt + tokens)
+            number, all_tokens = next(self.sequence_ids), generation.prompt + tokens
+            sequence = Sequence(number, generation, sample, all_tokens)
             if resumed is None and generation.beams is None:
                 sequence.forks = generation.samples - count
             self._enter(sequence, NewSequence(sequence.number, generation.key, sample))
@@ -166,11 +167,6 @@ class Engine(Generic[T]):
         """Return the number of sequences with a status."""
         return sum(sequence.status is status for sequence in self._sequences.values())
 
-    @property
-    def waiting(self) -> int:
-        """Return the number of sequences that have not run yet, or must begin again."""
-        return self.count(SequenceStatus.WAITING)
-
     # --- plan
 
     def plan(self, now_ns: int) -> Step | None:
@@ -185,10 +181,10 @@ class Engine(Generic[T]):
             elif not sequence.is_held:
                 waiting_sequences.append(sequence)
         admitted.sort(key=rank)
-        decoding = [sequence for sequence in admitted if sequence.missing == 1]
-        plan.decoding = max(len(decoding), 1)
+        decoding = [sequence for sequence in admitted if sequence.missing_tokens == 1]
+        plan.decoding_count = max(len(decoding), 1)
         self._add_rows(plan, decoding, admitted)
-        self._add_rows(plan, [sequence for sequence in admitted if sequence.missing > 1], admitted)
+        self._add_rows(plan, [s for s in admitted if s.missing_tokens > 1], admitted)
         waiting_sequences.sort(key=rank)
         if waiting_sequences and not plan.preempted:
             self._admit(plan, waiting_sequences, admitted)
@@ -231,11 +227,11 @@ class Engine(Generic[T]):
 
     def _plan_share(self, plan: StepPlan, sequence: Sequence[T]) -> tuple[int, int]:
         """Return a sequence's numbers of missing tokens and drafts within the remaining budgets."""
-        missing_blocks, forks = sequence.missing, sequence.forks
+        missing_blocks, forks = sequence.missing_tokens, sequence.forks
         missing_blocks -= forks > 0
         if missing_blocks > 1 or forks:
-            limit = min(self.settings.prefill_chunk_size, plan.prompt_tokens, plan.tokens)
-            if plan.load.decoded:  # the latency of decoding sequences limits it
+            limit = min(self.settings.prefill_chunk_size, plan.prompt_budget, plan.token_budget)
+            if plan.load.decoded_tokens:  # the latency of decoding sequences limits it
                 target = self.settings.target_itl_ms
                 target_ms = target or _DEFAULT_ITL_MS
                 chunk = self.times.fitting_tokens(plan.load, sequence.computed_tokens, target_ms)
@@ -243,21 +239,21 @@ class Engine(Generic[T]):
             if limit < missing_blocks:
                 limit -= limit % self._cut_multiple
             return max(min(missing_blocks, limit), 0), 0
-        count = min(missing_blocks, plan.tokens)
+        count = min(missing_blocks, plan.token_budget)
         drafts = self._draft_count(sequence, plan)
-        return count, min(drafts, plan.tokens - count) if drafts else 0
+        return count, min(drafts, plan.token_budget - count) if drafts else 0
 
     def _draft_count(self, sequence: Sequence[T], plan: StepPlan) -> int:
         """Return the number of draft tokens after a sequence's last token."""
         speculation, generation = self.settings.speculative_decoding, sequence.generation
-        if not (speculation.enabled and generation.drafts) or generation.beams is not None:
+        if not (speculation.enabled and generation.allows_drafts) or generation.beams is not None:
             return 0
-        max_drafts = min(speculation.num_spec_tokens, sequence.remaining - 1)
+        max_drafts = min(speculation.num_spec_tokens, sequence.remaining_tokens - 1)
         acceptance = self._acceptance.setdefault(generation.key, Acceptance())
         if speculation.adaptive_length and max_drafts > 0:
             if not plan.step.step % PROBE_STEPS:
                 return 0  # a step without drafts measures their benefit
-            max_drafts = self.times.draft_length(plan.decoding, acceptance.rate, max_drafts)
+            max_drafts = self.times.draft_length(plan.decoding_count, acceptance.rate, max_drafts)
         return acceptance.length(max(max_drafts, 0), speculation.accept_threshold)
 
     def _reserve(self, plan: StepPlan, sequence: Sequence[T], count: int) -> bool:
@@ -329,8 +325,8 @@ class Engine(Generic[T]):
         reserved = sum(self._blocks_needed(sequence) for sequence in admitted)
         while waiting_sequences:
             sequence = waiting_sequences[0]
-            seats -= sequence.seats
-            if seats < 0 or plan.tokens < 1:
+            seats -= sequence.seat_count
+            if seats < 0 or plan.token_budget < 1:
                 return
             free_blocks = self.pool.available - reserved - (len(admitted) and self.pool.count // 64)
             if sequence.status is SequenceStatus.SWAPPED:
@@ -342,7 +338,7 @@ class Engine(Generic[T]):
             admitted.append(waiting_sequences.pop(0))
             sequence.status = SequenceStatus.RUNNING
             blocks_needed, available_before = self._blocks_needed(sequence), self.pool.available
-            if sequence.forks and sequence.missing == 1:
+            if sequence.forks and sequence.missing_tokens == 1:
                 self._fork(sequence)
             self._add_rows(plan, [sequence], [sequence])
             # `blocks_needed` includes the samples that the sequence has forked.
@@ -350,7 +346,7 @@ class Engine(Generic[T]):
 
     def _free_seats(self, sequences: list[Sequence[T]]) -> int:
         """Return how many rows of a step are free beside the running sequences in `sequences`."""
-        taken_seats = sum(s.seats for s in sequences if s.status is SequenceStatus.RUNNING)
+        taken_seats = sum(s.seat_count for s in sequences if s.status is SequenceStatus.RUNNING)
         return self.settings.max_batch_size - taken_seats
 
     def _blocks_needed(self, sequence: Sequence[T]) -> int:
@@ -362,11 +358,11 @@ class Engine(Generic[T]):
         if self.settings.enable_preemption:
             return max(-(-len(sequence.tokens) // block_size) - len(sequence.table), 0)
         max_blocks = -(-generation.max_computed // block_size)
-        shared = generation.shared // block_size
+        shared = generation.shared_tokens // block_size
         # Beams share blocks (copy-on-write).
         own_blocks = sum(self.pool.references[block] == 1 for block in sequence.table[shared:])
         held_blocks = min(len(sequence.table), shared) + own_blocks
-        return max(shared + sequence.seats * (max_blocks - shared) - held_blocks, 0)
+        return max(shared + sequence.seat_count * (max_blocks - shared) - held_blocks, 0)
 
     def _begin_prompt(self, sequence: Sequence[T], free_blocks: int) -> bool:
         """Assign a sequence the cached blocks of the beginning of its prompt.
@@ -389,7 +385,7 @@ class Engine(Generic[T]):
         sequence.sealed_blocks = len(cached)
         self.counts.prefix_queries += len(sequence.tokens)
         self.counts.prefix_hits += sequence.computed_tokens
-        if not sequence.generated:
+        if not sequence.generated_tokens:
             sequence.generation.cached_tokens = sequence.computed_tokens
         return True
 
@@ -412,7 +408,7 @@ class Engine(Generic[T]):
         step.ended.extend(self._to_end)
         self._to_begin, self._to_end = [], []
         copies = (len(step.swap_out) + len(step.swap_in)) // 2
-        self.running = RunningStep(step.step, plan.rows, plan.load, copies, plan.drafts)
+        self.running = RunningStep(step.step, plan.rows, plan.load, copies, plan.draft_count)
         return step
 
     # --- results of steps
@@ -421,11 +417,11 @@ class Engine(Generic[T]):
         """Handle the results of the running step; raise ValueError for results of another step."""
         running = self.running
         if running is None or message.step != running.step:
-            raise ValueError("the result of another step")
+            raise ValueError(f"step {message.step} is not the running step")
         results = {result.sequence: result for result in message.results}
         sampled = {number for number, (_, row) in running.rows.items() if row.samples}
         if results.keys() != sampled - {*message.skipped}:
-            raise ValueError("results for rows that are not in the step")
+            raise ValueError("the results are not those of the step's rows")
         self.running = None
         running.observe(message, self.times, self.counts)
         for number in running.rows.keys() & message.skipped:
@@ -438,7 +434,7 @@ class Engine(Generic[T]):
         sequence.computed_tokens = row.start + row.count
         if result is None:
             self._seal(sequence)
-            if sequence.forks and sequence.missing == 1:
+            if sequence.forks and sequence.missing_tokens == 1:
                 self._fork(sequence)
         elif sequence.generation.beams is None:
             self._add_tokens(sequence, row, result)
@@ -454,7 +450,7 @@ class Engine(Generic[T]):
     def _add_tokens(self, sequence: Sequence[T], row: Row, result: RowResult) -> None:
         tokens = result.tokens
         if not 1 <= len(tokens) <= row.draft_count + 1:
-            raise ValueError("no tokens, or more than requested")
+            raise ValueError(f"{len(tokens)} tokens, expected 1 to {row.draft_count + 1}")
         sequence.tokens.extend(tokens)
         sequence.computed_tokens += len(tokens) - 1
         self._seal(sequence)
@@ -479,7 +475,7 @@ class Engine(Generic[T]):
     def _add_child(
         self, parent: Sequence[T], sample: int, token: int = -1, has_seat: bool = True
     ) -> Sequence[T]:
-        child = Sequence(next(self.numbers), parent.generation, sample, parent.tokens[:])
+        child = Sequence(next(self.sequence_ids), parent.generation, sample, parent.tokens[:])
         if token >= 0:
             child.tokens.append(token)
         child.keys, child.sampled_ns = parent.keys[:], parent.sampled_ns

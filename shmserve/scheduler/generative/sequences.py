@@ -50,7 +50,7 @@ class BlockPool:
         self._length_by_start: dict[int, int] = {0: count} if count else {}
         # Free extents by their ends.
         self._start_by_end: dict[int, int] = {count - 1: 0} if count else {}
-        self._free = count
+        self._free_count = count
         self._keys: dict[int, bytes] = {}
         self._by_key: dict[bytes, int] = {}
         # Cached blocks without references, least recently used first.
@@ -59,7 +59,7 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Return the number of free blocks and of cached blocks without a reference."""
-        return self._free + len(self._cached_blocks)
+        return self._free_count + len(self._cached_blocks)
 
     @property
     def cached(self) -> int:
@@ -95,7 +95,7 @@ class BlockPool:
     def _take_free(self, count: int) -> Iterator[int]:
         """Yield `count` free blocks, taken from as few extents as possible."""
         while self._cached_blocks and max(self._length_by_start.values(), default=0) < count:
-            if self._free >= 4 * count:
+            if self._free_count >= 4 * count:
                 break
             self._evict(next(iter(self._cached_blocks)))
         while count:
@@ -121,7 +121,7 @@ class BlockPool:
         del self._start_by_end[extent_end - 1]
         self._add_extent(start, first_block)
         self._add_extent(first_block + block_count, extent_end)
-        self._free -= block_count
+        self._free_count -= block_count
 
     def _add_extent(self, start: int, end: int) -> None:
         if start < end:
@@ -137,7 +137,7 @@ class BlockPool:
             end += self._length_by_start.pop(end)
             del self._start_by_end[end - 1]
         self._add_extent(start, end)
-        self._free += 1
+        self._free_count += 1
 
     # --- references
 
@@ -211,7 +211,7 @@ class Generation(Generic[T]):
     samples: int = 1
     priority: int = 0
     ignores_prefix_cache: bool = False
-    drafts: bool = True
+    allows_drafts: bool = True
     beams: BeamSearch | None = None
     preemptions: int = 0
     cached_tokens: int = 0  # tokens of the prompt that were found in the prefix cache
@@ -223,7 +223,7 @@ class Generation(Generic[T]):
         return self.beams.width if self.beams is not None else self.samples
 
     @property
-    def shared(self) -> int:
+    def shared_tokens(self) -> int:
         """Return the number of computed tokens that its samples share.
 
         Each sample computes the last token of the prompt itself.
@@ -264,25 +264,25 @@ class Sequence(Generic[T]):
     sealed_blocks: int = 0  # blocks of its table that were offered to the prefix cache
 
     @property
-    def seats(self) -> int:
+    def seat_count(self) -> int:
         """Return the number of rows for the sequence and for the samples that it will fork."""
         search = self.generation.beams
-        return search.width if search is not None and not self.generated else 1 + self.forks
+        return search.width if search is not None and not self.generated_tokens else 1 + self.forks
 
     @property
-    def missing(self) -> int:
+    def missing_tokens(self) -> int:
         """Return the number of tokens to compute before the next token is sampled."""
         return len(self.tokens) - self.computed_tokens
 
     @property
-    def generated(self) -> int:
+    def generated_tokens(self) -> int:
         """Return the number of tokens that were generated after the prompt."""
         return len(self.tokens) - len(self.generation.prompt)
 
     @property
-    def remaining(self) -> int:
+    def remaining_tokens(self) -> int:
         """Return the number of tokens that may still follow."""
-        return self.generation.max_tokens - self.generated
+        return self.generation.max_tokens - self.generated_tokens
 
     def prefix_keys(self, block_size: int, blocks: int) -> list[bytes]:
         """Return the keys of its first `blocks` blocks, all of which are full."""
@@ -354,12 +354,11 @@ def _score_by_arrival(sequence: Sequence[Any], waited_s: float) -> float:
 
 
 def _score_by_length(sequence: Sequence[Any], waited_s: float) -> float:
-    return sequence.missing + sequence.remaining - _TOKENS_PER_SECOND * waited_s
+    return sequence.missing_tokens + sequence.remaining_tokens - _TOKENS_PER_SECOND * waited_s
 
 
 def _score_by_level(sequence: Sequence[Any], waited_s: float) -> float:
-    level = sequence.generation.priority
-    return _TOKENS_PER_LEVEL * level + _score_by_length(sequence, waited_s)
+    return _TOKENS_PER_LEVEL * sequence.generation.priority + _score_by_length(sequence, waited_s)
 
 
 _SCORES: Mapping[str, Callable[[Sequence[Any], float], float]] = {
@@ -411,7 +410,7 @@ class Beams(Generic[T]):
         by_score = sorted(self._candidates, key=attrgetter("score"), reverse=True)
         best_candidates = by_score[: 2 * search.width]
         self._candidates = []
-        generated = best_candidates[0].parent.generated + 1
+        generated = best_candidates[0].parent.generated_tokens + 1
         continuing: list[BeamCandidate[T]] = []
         for rank, candidate in enumerate(best_candidates):
             if candidate.token in search.end_tokens:

@@ -9,6 +9,7 @@ prior (ridge regression; the active set of Lawson and Hanson, "Solving Least Squ
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,14 +38,15 @@ _MIN_DRAFT_SPEEDUP = 1.15  # the least expected speedup of drafts: estimates are
 class StepWork(NamedTuple):
     """The work of a step: decoded tokens, prompt tokens, and (query, key) pairs."""
 
-    decoded: int = 0
-    prefilled: int = 0
-    pairs: int = 0
+    decoded_tokens: int = 0
+    prefilled_tokens: int = 0
+    attention_pairs: int = 0
 
     @property
     def terms(self) -> tuple[float, float, float, float]:
         """Return the work as the four terms of the linear model of durations."""
-        return (1.0, float(self.decoded), float(self.prefilled), self.pairs / _PAIRS_UNIT)
+        decoded, prefilled, pairs = self
+        return 1.0, float(decoded), float(prefilled), pairs / _PAIRS_UNIT
 
 
 def _fit_weights(products: list[list[float]], right_sides: list[float]) -> list[float]:
@@ -109,7 +111,7 @@ class StepTimes:
 
     def observe(self, load: StepWork, took_ms: float) -> None:
         """Learn from the duration of a step; a step without work is ignored."""
-        if not (load.decoded or load.prefilled):
+        if not (load.decoded_tokens or load.prefilled_tokens):
             return
         certainty = (_RELATIVE_NOISE * max(took_ms, 1.0)) ** -2
         for row, (sums, term) in enumerate(zip(self._products, load.terms, strict=True)):
@@ -148,7 +150,7 @@ class StepTimes:
         square = self._weights[3] / _PAIRS_UNIT
         linear = self.prompt_token_ms + square * start
         count = int(2 * budget_ms / (linear + math.sqrt(linear * linear + 4 * square * budget_ms)))
-        return max(count // CHUNK * CHUNK, 0 if load.prefilled else CHUNK)
+        return max(count // CHUNK * CHUNK, 0 if load.prefilled_tokens else CHUNK)
 
     def draft_length(self, decoding: int, acceptance: float, max_length: int) -> int:
         """Return the number of draft tokens per sequence with the highest token rate, possibly 0.
@@ -209,14 +211,14 @@ class RunningStep(NamedTuple):
         rows: Its sequences and rows, by the sequence's number.
         load: Its work.
         copies: The number of block copies.
-        drafts: The number of draft tokens.
+        draft_count: The number of draft tokens.
     """
 
     step: int
     rows: dict[int, tuple[Sequence[Any], Row]]
     load: StepWork
     copies: int
-    drafts: int
+    draft_count: int
 
     def observe(self, message: Stepped, times: StepTimes, counts: GenerationStats) -> None:
         """Learn from the duration of the step and count it."""
@@ -225,10 +227,10 @@ class RunningStep(NamedTuple):
             times.observe_copies(self.copies, message.gather_ns / 1e6)
         else:
             took_ms += message.gather_ns / 1e6
-        if self.drafts:
-            times.observe_drafts(self.drafts, message.draft_ns / 1e6)
+        if self.draft_count:
+            times.observe_drafts(self.draft_count, message.draft_ns / 1e6)
         times.observe(load, took_ms - message.draft_ns / 1e6)
-        counts.batch_tokens.observe(load.decoded + load.prefilled)
+        counts.batch_tokens.observe(load.decoded_tokens + load.prefilled_tokens)
         counts.iteration_seconds.observe(message.gather_ns + message.forward_ns + message.sample_ns)
         phases = counts.phases
         phases["gather"] += message.gather_ns - message.draft_ns
@@ -236,8 +238,8 @@ class RunningStep(NamedTuple):
         phases["sample"] += message.sample_ns
         phases["draft"] += message.draft_ns
         phases["text"] += message.text_ns
-        counts.prefilled += load.prefilled
-        counts.decoded += load.decoded
+        counts.prefilled += load.prefilled_tokens
+        counts.decoded += load.decoded_tokens
 
 
 class StepPlan:
@@ -245,12 +247,12 @@ class StepPlan:
 
     def __init__(self, number: int, settings: EngineSettings) -> None:
         self.step = Step(number, [])
-        self.tokens = settings.max_tokens_per_batch
-        self.prompt_tokens = settings.max_prefill_tokens
+        self.token_budget = settings.max_tokens_per_batch
+        self.prompt_budget = settings.max_prefill_tokens
         self.rows: dict[int, tuple[Sequence[Any], Row]] = {}
         self.load = StepWork()
-        self.decoding = 1  # the number of decoding sequences
-        self.drafts = 0
+        self.decoding_count = 1
+        self.draft_count = 0
         self.preempted = False
 
     def add(self, sequence: Sequence[Any], count: int, drafts: int) -> None:
@@ -258,18 +260,16 @@ class StepPlan:
 
         Charge the budgets.
         """
-        start, samples = sequence.computed_tokens, count == sequence.missing
+        start, samples = sequence.computed_tokens, count == sequence.missing_tokens
         blocks = sequence.table[sequence.sent_blocks :]
         row = Row(sequence.number, start, count, sequence.sent_blocks, blocks, drafts, samples)
         sequence.sent_blocks = len(sequence.table)
         self.step.rows.append(row)
         self.rows[sequence.number] = (sequence, row)
-        self.tokens -= count + drafts
+        self.token_budget -= count + drafts
         decodes = samples and count == 1
         if not decodes:
-            self.prompt_tokens -= count
-        load = self.load
-        decoded, prefilled = (count + drafts, 0) if decodes else (0, count)
-        pairs = load.pairs + count * (start + count)
-        self.load = StepWork(load.decoded + decoded, load.prefilled + prefilled, pairs)
-        self.drafts = max(self.drafts, drafts)
+            self.prompt_budget -= count
+        tokens = (count + drafts, 0) if decodes else (0, count)
+        self.load = StepWork(*map(operator.add, self.load, (*tokens, count * (start + count))))
+        self.draft_count = max(self.draft_count, drafts)

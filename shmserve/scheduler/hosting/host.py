@@ -91,17 +91,17 @@ _MAX_READS = 1024
 Outbox = Dealer | PeerCredRouter | UntrustedRouter | StepSchedulers
 
 
-class Parts(NamedTuple):
+class SchedulerParts(NamedTuple):
     """The parts of a scheduler that differ by kind.
 
     Attributes:
         core: The core.
-        inboxes: The handlers of its own peers' messages, by descriptor.
+        handlers_by_fd: The handlers of its own peers' messages, by descriptor.
         outboxes: All links, in the order of flushing.
     """
 
     core: Core[Any]
-    inboxes: dict[int, ReadableHandler]
+    handlers_by_fd: dict[int, ReadableHandler]
     outboxes: tuple[Outbox, ...]
 
 
@@ -147,25 +147,25 @@ class HostedScheduler(ABC):
         if start.snapshot:
             self.front.restore(start.snapshot, start.worker_pids)
         # The supervisor first: it reports exits and announces instances.
-        self._inboxes: dict[int, ReadableHandler] = {
-            self._control.fd: self._from_control,
+        self._handlers_by_fd: dict[int, ReadableHandler] = {
+            self._control.fd: self._read_control,
             **peers,
-            self._client_router.fd: self._from_clients,
-            self._local_clients.link.fd: self._from_local_clients,
+            self._client_router.fd: self._read_clients,
+            self._local_clients.link.fd: self._read_local_clients,
         }
-        for fd, handler in self._inboxes.items():
+        for fd, handler in self._handlers_by_fd.items():
             waiter.watch(fd, handler)
-        neighbours.register(self.endpoint, self._from_neighbour)
+        neighbours.register(self.endpoint, self._handle_neighbour_message)
         self._control.send(SchedulerReady(os.getpid()))
         active[self] = None
 
     @abstractmethod
-    def _create_parts(self) -> Parts:
-        """Create the core, inboxes and outboxes of this kind of scheduler."""
+    def _create_parts(self) -> SchedulerParts:
+        """Create the core, handlers and outboxes of this kind of scheduler."""
 
     # --- received messages
 
-    def _from_control(self) -> None:
+    def _read_control(self) -> None:
         self._active_schedulers[self] = None
         front, now_ns = self.front, time.monotonic_ns()
         for message in self._control.receive():
@@ -177,7 +177,7 @@ class HostedScheduler(ABC):
             if type(message) is SetTracing:
                 self._traces.use(message)
             elif type(message) in self.allowed:
-                front.from_control(message, now_ns)
+                front.handle_control_message(message, now_ns)
             else:
                 front.count_unexpected()
         self.stopped = front.stopped
@@ -190,22 +190,22 @@ class HostedScheduler(ABC):
             if not readable_fds:
                 return
             for fd in readable_fds:
-                self._inboxes[fd]()
+                self._handlers_by_fd[fd]()
 
-    def _from_clients(self) -> None:
+    def _read_clients(self) -> None:
         self._active_schedulers[self] = None
         front, now_ns = self.front, time.monotonic_ns()
         for peer, message in self._client_router.receive():
             if type(message) in _FROM_CLIENT:
-                front.from_client(peer, message, now_ns)
+                front.handle_client_message(peer, message, now_ns)
             else:
                 front.count_unexpected()
 
-    def _from_neighbour(self, peer: bytes, message: Any) -> None:
+    def _handle_neighbour_message(self, peer: bytes, message: Any) -> None:
         self._active_schedulers[self] = None
-        self.front.from_client(peer, message, time.monotonic_ns())
+        self.front.handle_client_message(peer, message, time.monotonic_ns())
 
-    def _from_local_clients(self) -> None:
+    def _read_local_clients(self) -> None:
         self._active_schedulers[self] = None
         front, now_ns = self.front, time.monotonic_ns()
         local_clients = self._local_clients
@@ -218,7 +218,7 @@ class HostedScheduler(ABC):
                 continue
             if self._traces.active and type(valid_message) is Submit:
                 valid_message = self._traces.start_trace(peer, valid_message)
-            front.from_client(peer, valid_message, now_ns)
+            front.handle_client_message(peer, valid_message, now_ns)
 
     # --- links to clients (see `ClientLinks`)
 
@@ -233,12 +233,12 @@ class HostedScheduler(ABC):
         The client is a program on this host, a scheduler in this process, a gateway or a worker.
         """
         if leading_pid(peer) >= FIRST_LOCAL_CLIENT:
-            return partial(self._to_local_client, peer)
+            return partial(self._send_to_local_client, peer)
         if self._neighbours.is_registered(peer):
             return partial(self._neighbours.post, peer, self.endpoint)
         return partial(self._client_router.post, peer)
 
-    def _to_local_client(self, peer: bytes, message: Any) -> None:
+    def _send_to_local_client(self, peer: bytes, message: Any) -> None:
         if self._traces.measured_requests:
             self._traces.end_trace(peer, message)
         if type(message) is not Finished and getattr(message, "code", None):
@@ -255,7 +255,7 @@ class HostedScheduler(ABC):
     def close(self) -> None:
         """Close every link; its last messages have a moment to be delivered."""
         self._neighbours.remove(self.endpoint)
-        for fd in self._inboxes:
+        for fd in self._handlers_by_fd:
             self._waiter.unwatch(fd)
         for outbox in self.outboxes:
             outbox.close(_LINGER_S)
@@ -267,14 +267,14 @@ class BatchingScheduler(HostedScheduler):
 
     allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToBatching))
 
-    def _create_parts(self) -> Parts:
+    def _create_parts(self) -> SchedulerParts:
         endpoint = endpoints.instances(self._start.run_dir, self._start.number)
         workers = PeerCredRouter(endpoint, trailing_pid)
         fits = Schemas(self._signature.fit)
         clock = time.perf_counter_ns
         core = BatchingCore(self._settings, fits, workers, self._control, clock, self._cache)
 
-        def from_workers() -> None:
+        def read_workers() -> None:
             self._active_schedulers[self] = None
             now_ns = time.monotonic_ns()
             for peer, message in workers.receive():
@@ -286,7 +286,7 @@ class BatchingScheduler(HostedScheduler):
                     self.front.count_unexpected()
 
         outboxes = (self._control, workers, self._client_router, self._local_clients.link)
-        return Parts(core, {workers.fd: from_workers}, outboxes)
+        return SchedulerParts(core, {workers.fd: read_workers}, outboxes)
 
 
 class EnsembleScheduler(HostedScheduler):
@@ -297,25 +297,26 @@ class EnsembleScheduler(HostedScheduler):
 
     allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToEnsemble))
 
-    def _create_parts(self) -> Parts:
+    def _create_parts(self) -> SchedulerParts:
         start, control = self._start, self._control
         identity = b"%d.%d" % (os.getpid(), start.number)
 
-        def from_step(endpoint: str, message: Any) -> None:
+        def handle_step_message(endpoint: str, message: Any) -> None:
             self._active_schedulers[self] = None
             if type(message) in _FROM_STEP:
-                core.from_step(endpoint, message, time.monotonic_ns())
+                core.handle_step_message(endpoint, message, time.monotonic_ns())
             else:
                 self.front.count_unexpected()
 
         def memory_dropped(memory_id: int) -> None:
             control.post(MemoryDropped(memory_id))
 
-        steps = StepSchedulers(self._waiter, self._neighbours, identity, from_step)
+        steps = StepSchedulers(self._waiter, self._neighbours, identity, handle_step_message)
         self._memory = EnsembleMemory(self._lent_memory, memory_dropped)
         core = EnsembleCore(self._settings, start.config, steps, control, self._memory, self._cache)
         # Steps before clients, so that a step has received a message before its cause is answered.
-        return Parts(core, {}, (steps, self._client_router, self._local_clients.link, control))
+        outboxes = (steps, self._client_router, self._local_clients.link, control)
+        return SchedulerParts(core, {}, outboxes)
 
     def close(self) -> None:
         super().close()
@@ -369,7 +370,7 @@ class Host:
         self._active_schedulers: dict[HostedScheduler, None] = {}
         self._is_stopped = False
         self._control = Dealer(endpoints.control(start.run_dir), f"host.{os.getpid()}")
-        self._waiter.watch(self._control.fd, self._from_supervisor)
+        self._waiter.watch(self._control.fd, self._read_supervisor)
         self._control.send(Started())
 
     def run(self) -> None:
@@ -427,12 +428,12 @@ class Host:
                 scheduler.close()
                 self._control.send(SchedulerClosed(scheduler.number, ""))
 
-    def _from_supervisor(self) -> None:
+    def _read_supervisor(self) -> None:
         for message in self._control.receive():
             if type(message) in _FROM_SUPERVISOR:
                 self._handle(message)
             else:
-                logger.warning("dropped a %s from the supervisor", type(message).__name__)
+                logger.warning("unexpected %s from the supervisor", type(message).__name__)
 
     def _handle(self, message: SupervisorToHost) -> None:
         match message:

@@ -187,9 +187,9 @@ class LocalClientRules:
 
     def _local_schema(self, packed_schema: bytes) -> _LocalSchema:
         schema = RequestSchema(packed_schema)
-        for value in schema.parameters.values():
+        for name, value in schema.parameters.items():
             if type(value) not in (str, int, bool, float):
-                raise MalformedMessage("a parameter has the wrong type")
+                raise MalformedMessage(f"parameter '{name}' is a {type(value).__name__}")
         try:
             self._signature.fit(packed_schema)
         except InvalidArgument:

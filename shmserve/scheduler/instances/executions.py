@@ -52,7 +52,7 @@ class ServiceTime:
     _mean_ns: float = 0.0
     _deviation_ns: float = 0.0
     _busy_ns: float = 0.0
-    _requests: float = 0.0
+    _mean_requests: float = 0.0
     _observation_count: int = 0
     # The number of batches that a worker may have at a time. It is above one if batches are so
     # short that the worker would otherwise wait for messages as long as it computes.
@@ -71,17 +71,17 @@ class ServiceTime:
             requests: The number of requests.
         """
         self._observation_count += 1
-        if self._requests:
+        if self._mean_requests:
             self._busy_ns += (busy_ns - self._busy_ns) / 8
             error = duration_ns - self._mean_ns
             self._mean_ns += error / 8
             deviation_ns = error if error > 0 else -error
             self._deviation_ns += (deviation_ns - self._deviation_ns) / 4
-            self._requests += (requests - self._requests) / 8
+            self._mean_requests += (requests - self._mean_requests) / 8
         else:
             self._mean_ns = duration_ns
             self._deviation_ns = duration_ns / 2
-            self._requests = requests
+            self._mean_requests = requests
             self._busy_ns = busy_ns
         self.reserve_ns = int(self._mean_ns + 4 * self._deviation_ns) + _MARGIN_NS
         if self._observation_count >= _MIN_OBSERVATIONS:
@@ -91,9 +91,9 @@ class ServiceTime:
 
     def drain_s(self, waiting: int, instances: int) -> int:
         """Return the whole seconds, at least 1, until `waiting` requests are completed."""
-        if not self._requests:
+        if not self._mean_requests:
             return 1
-        executions = waiting / self._requests / max(instances, 1)
+        executions = waiting / self._mean_requests / max(instances, 1)
         seconds = executions * self._mean_ns / _NS_PER_S
         return max(1, min(_MAX_RETRY_S, int(seconds + 0.999)))
 
@@ -182,9 +182,9 @@ class Executions:
 
         The credit is at most the number of responses sent.
         """
-        newly_read = min(responses, request.responses - request.credited)
+        newly_read = min(responses, request.responses - request.credited_responses)
         if newly_read > 0 and request.worker is not None:
-            request.credited += newly_read
+            request.credited_responses += newly_read
             self._workers.post(request.worker.peer, CreditExecution(request.key, newly_read))
 
     def release(self, client_pid: int, message: Release) -> None:

@@ -147,7 +147,7 @@ class InstanceTickets:
 
     def __init__(self, control: ControlLink) -> None:
         self._control = control
-        self._numbers = itertools.count(1)
+        self._ticket_numbers = itertools.count(1)
         self._requested_tickets: dict[int, int] = {}
         self._granted_tickets: dict[int, int] = {}
         self._used_tickets: dict[int, int] = {}
@@ -170,7 +170,7 @@ class InstanceTickets:
         for slot in itertools.islice(slots, max_count):
             is_requested = slot.index in self._requested_tickets
             if not is_requested and slot.index not in self._granted_tickets:
-                ticket = self._requested_tickets[slot.index] = next(self._numbers)
+                ticket = self._requested_tickets[slot.index] = next(self._ticket_numbers)
                 self._control.post(AskTicket(ticket, slot.index, slot.pid))
 
     def use(self, slot: Slot) -> None:
@@ -220,11 +220,11 @@ class Pool:
     _by_peer: dict[bytes, Slot] = field(default_factory=dict)
     # Registrations of unannounced processes by pid.
     _registrations: dict[int, Worker] = field(default_factory=dict)
-    free: deque[Slot] = field(default_factory=deque)
+    free_slots: deque[Slot] = field(default_factory=deque)
     failure: str = ""
     _last_failure: str = ""  # the reason of the last `instance_failed`
-    retiring: list[Slot] = field(default_factory=list)
-    members: int = 0  # counts joins, exits and retirements
+    retiring_slots: list[Slot] = field(default_factory=list)
+    membership_changes: int = 0  # counts joins, exits and retirements
     due_ns: int = NEVER
 
     def __post_init__(self) -> None:
@@ -279,10 +279,10 @@ class Pool:
         slot = self._slot(index)
         if not slot.retiring:
             slot.retiring = True
-            self.retiring.append(slot)
-            self.members += 1
-            if slot in self.free:
-                self.free.remove(slot)
+            self.retiring_slots.append(slot)
+            self.membership_changes += 1
+            if slot in self.free_slots:
+                self.free_slots.remove(slot)
 
     def take_retired(self, is_needed: Callable[[Slot], bool]) -> list[int]:
         """Remove the retiring instances that have nothing to do and are not `is_needed`.
@@ -290,7 +290,7 @@ class Pool:
         Return the pid of each instance's process, or 0 if it has none.
         """
         removed_pids: list[int] = []
-        for slot in self.retiring[:]:
+        for slot in self.retiring_slots[:]:
             has_work = slot.requests or slot.state in (SlotState.BUSY, SlotState.DOOMED)
             if not has_work and not is_needed(slot):
                 removed_pids.append(slot.pid or slot.awaited_pid)
@@ -327,8 +327,8 @@ class Pool:
         slot.registration = None
         self._by_peer[slot.peer] = slot
         if not slot.retiring:
-            self.free.append(slot)
-        self.members += 1
+            self.free_slots.append(slot)
+        self.membership_changes += 1
         return slot
 
     def _remove(self, slot: Slot) -> LostWork:
@@ -343,15 +343,15 @@ class Pool:
         slot.executions.clear()
         slot.requests.clear()
         self._by_peer.pop(slot.peer, None)
-        self.members += 1
-        if slot in self.free:
-            self.free.remove(slot)
+        self.membership_changes += 1
+        if slot in self.free_slots:
+            self.free_slots.remove(slot)
         if slot.awaited_pid == slot.pid:
             slot.awaited_pid = 0
         slot.peer, slot.pid, slot.worker, slot.has_served = b"", 0, None, False
         slot.engine = None  # its successor's memory is empty, also if it has the same pid
         if slot.retiring:
-            self.retiring.remove(slot)
+            self.retiring_slots.remove(slot)
             del self._slots[slot.index]
             self._update_failure()
         return lost_work
@@ -384,14 +384,14 @@ class Pool:
         The instance is `required_slot`, which is idle or has credit, or else the longest free one.
         """
         if required_slot is None:
-            slot = self.free.popleft()
+            slot = self.free_slots.popleft()
             slot.transition("assign")
         elif required_slot.state is SlotState.BUSY:
             slot = required_slot
         else:
             slot = required_slot
-            if slot in self.free:
-                self.free.remove(slot)
+            if slot in self.free_slots:
+                self.free_slots.remove(slot)
             if self._tickets is not None:
                 self._tickets.use(slot)
             slot.transition("assign")
@@ -428,10 +428,10 @@ class Pool:
 
     def update_free(self, slot: Slot) -> None:
         """Update `free` after an execution or an open request of an instance has ended."""
-        if slot.state is not SlotState.IDLE or slot.retiring or slot in self.free:
+        if slot.state is not SlotState.IDLE or slot.retiring or slot in self.free_slots:
             return
         if not self._max_open or len(slot.requests) < self._max_open:
-            self.free.append(slot)
+            self.free_slots.append(slot)
 
     def are_blocked(
         self,
@@ -454,7 +454,7 @@ class Pool:
         ]
         return any(occupied) if any_suffices else bool(occupied) and all(occupied)
 
-    def occupants(self) -> dict[bytes, list[int]]:
+    def executions_by_peer(self) -> dict[bytes, list[int]]:
         """Return the process of each instance and the keys of the requests that it runs.
 
         Returns:
@@ -505,7 +505,7 @@ class Pool:
         return len(self._by_peer)
 
     @property
-    def executing(self) -> int:
+    def executing_count(self) -> int:
         """Return the number of requests that instances have."""
         return sum(len(slot.requests) for slot in self._by_peer.values())
 

@@ -96,7 +96,7 @@ class Results:
                 slot = self._pool.by_peer(peer)
                 if slot is None:
                     self.unexpected_messages += 1
-                elif not self._dispatcher.from_worker(slot, message, now_ns):
+                elif not self._dispatcher.handle_worker_message(slot, message, now_ns):
                     self.unexpected_messages += 1
                     self._kill_untrusted(slot, now_ns)
 

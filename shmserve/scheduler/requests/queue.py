@@ -54,8 +54,8 @@ class Timers(Generic[R]):
     def __init__(self, has_ended: Callable[[R], bool]) -> None:
         self._has_ended = has_ended
         self._heap: list[tuple[int, int, R]] = []
-        self._numbers = itertools.count()
-        self._sweep_at = _MAX_STALE
+        self._tie_breakers = itertools.count()
+        self._sweep_size = _MAX_STALE
         self.due_ns = NEVER
 
     def __len__(self) -> int:
@@ -64,9 +64,9 @@ class Timers(Generic[R]):
     def add(self, until_ns: int, request: R) -> None:
         """Start a timer of a request that expires at `until_ns`."""
         heap = self._heap
-        if len(heap) >= self._sweep_at:
+        if len(heap) >= self._sweep_size:
             self._sweep()
-        heapq.heappush(heap, (until_ns, next(self._numbers), request))
+        heapq.heappush(heap, (until_ns, next(self._tie_breakers), request))
         # A timer expires once its time has strictly passed.
         self.due_ns = heap[0][0] + 1
 
@@ -84,7 +84,7 @@ class Timers(Generic[R]):
         heap, has_ended = self._heap, self._has_ended
         heap[:] = [timer for timer in heap if not has_ended(timer[2])]
         heapq.heapify(heap)
-        self._sweep_at = 2 * len(heap) + _MAX_STALE
+        self._sweep_size = 2 * len(heap) + _MAX_STALE
 
 
 class _Level:
@@ -104,7 +104,7 @@ class _Level:
             return chain(self.in_time.values(), self.delayed_requests.values())
         return iter(self.in_time.values())
 
-    def part(self, request: ScheduledRequest) -> OrderedDict[int, ScheduledRequest]:
+    def requests_like(self, request: ScheduledRequest) -> OrderedDict[int, ScheduledRequest]:
         """Return the in-time part or the delayed part of the level, whichever a request is in."""
         return self.delayed_requests if request.delayed else self.in_time
 
@@ -158,7 +158,7 @@ class PriorityQueue:
 
         A delayed request is queued before the delayed requests only.
         """
-        part = self._levels[request.level].part(request)
+        part = self._levels[request.level].requests_like(request)
         part[request.key] = request
         part.move_to_end(request.key, last=False)
         self.count += 1
@@ -172,7 +172,7 @@ class PriorityQueue:
     def remove(self, request: ScheduledRequest) -> bool:
         """Remove a request; return False if it is not in the queue."""
         level = self._levels.get(request.level)
-        if level is None or level.part(request).pop(request.key, None) is None:
+        if level is None or level.requests_like(request).pop(request.key, None) is None:
             return False
         self.count -= 1
         if not level:
@@ -223,7 +223,7 @@ class RequestQueue:
         self._settings = settings
         self.in_order = PriorityQueue()
         self.retries: OrderedDict[int, ScheduledRequest] = OrderedDict()
-        self.from_models: list[ScheduledRequest] = []
+        self.model_requests: list[ScheduledRequest] = []
         self.timers: Timers[ScheduledRequest] = Timers(_has_ended)
         self._next_key = itertools.count(1).__next__
         policies = settings.policies
@@ -284,15 +284,15 @@ class RequestQueue:
             return request
         self.in_order.append(request)
         if message.callers:
-            self.from_models.append(request)
+            self.model_requests.append(request)
         if timeout_ns:
             self.timers.add(request.queue_limit_ns, request)
         return request
 
     def calls(self) -> list[ScheduledRequest]:
         """Return the waiting requests that executing models have sent and wait for."""
-        waiting_calls = [call for call in self.from_models if call.state is State.QUEUED]
-        self.from_models = waiting_calls
+        waiting_calls = [call for call in self.model_requests if call.state is State.QUEUED]
+        self.model_requests = waiting_calls
         return waiting_calls
 
     def _level(self, priority: int) -> tuple[int, LevelPolicy]:

@@ -221,7 +221,7 @@ class ScheduledRequest:
         delayed: Whether its timeout has moved it behind the others of its level.
         worker: The last worker.
         responses: The number of responses that a decoupled model has sent.
-        credited: The number of responses that the client has read.
+        credited_responses: The number of responses that the client has read.
         responded_ns: The time of the last response.
         sequence: The sequence, if any.
         flags: The request's flags in its sequence.
@@ -247,7 +247,7 @@ class ScheduledRequest:
     worker: Worker | None = None
     responses: int = 0
     responded_ns: int = 0
-    credited: int = 0
+    credited_responses: int = 0
     timing: Timing | None = None  # the phases of the execution, once it has returned
     sequence: Any = None  # a `batchers.sequences.StatefulSequence`
     flags: int = 0

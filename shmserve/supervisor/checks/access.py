@@ -96,7 +96,7 @@ class PortFacts(NamedTuple):
     that use the port. `server_pid` is the pid of the server that uses the run directory, or 0.
     """
 
-    free: tuple[str, ...]
+    free_endpoints: tuple[str, ...]
     refused: tuple[tuple[str, str, tuple[int, ...]], ...] = ()
     server_pid: int = 0
 
@@ -124,7 +124,7 @@ def judge_ports(ports: PortFacts) -> Verdict:
         fix = "stop the process that listens there, or choose another port"
         return wrong("; ".join(problems), fix)
     in_use = [endpoint for endpoint, *_ in ports.refused]
-    states = {"free": ports.free, f"in use by the running server (pid {server})": in_use}
+    states = {"free": ports.free_endpoints, f"in use by the running server (pid {server})": in_use}
     parts = [f"{', '.join(endpoints)}: {state}" for state, endpoints in states.items() if endpoints]
     return ok("; ".join(parts) or "all listeners are disabled")
 

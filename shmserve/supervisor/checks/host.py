@@ -160,8 +160,7 @@ def judge_tasks(limit: int) -> Verdict:
     if 0 <= limit < _MIN_TASKS:
         fix = "raise TasksMax= in the unit, ulimit -u, or docker run --pids-limit"
         models = limit // _TASKS_PER_MODEL
-        finding = f"at most {limit} processes and threads, enough for {models} models"
-        return warning(finding, fix)
+        return warning(f"at most {limit} processes and threads, enough for {models} models", fix)
     return ok("no limit" if limit < 0 else f"at most {limit} processes and threads")
 
 

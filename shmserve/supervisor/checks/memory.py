@@ -49,8 +49,8 @@ class ShmFolder(NamedTuple):
     filesystem: str = ""
     options: str = ""
     mode: int = 0
-    size: int = 0
-    free: int = 0
+    total_bytes: int = 0
+    free_bytes: int = 0
     writable: bool = False
 
 
@@ -85,10 +85,11 @@ def judge_shm(shm: ShmFolder) -> Verdict:
     if not shm.writable:
         fix = f"chmod 1777 /dev/shm, or {_MOUNT_COMMAND}"
         return wrong("this user cannot create an object in it", fix)
-    finding = f"{megabytes(shm.size)}, {megabytes(shm.free)} free"
+    finding = f"{megabytes(shm.total_bytes)}, {megabytes(shm.free_bytes)} free"
     if shm.mode != 0o1777:
         return warning(f"has mode {shm.mode:04o}; {finding}", "chmod 1777 /dev/shm")
-    if shm.size <= _TOO_SMALL_BYTES or shm.free < max(_TOO_SMALL_BYTES, shm.size // 20):
+    least_free_bytes = max(_TOO_SMALL_BYTES, shm.total_bytes // 20)
+    if shm.total_bytes <= _TOO_SMALL_BYTES or shm.free_bytes < least_free_bytes:
         return warning(f"{finding}, which is too little for clients' regions", _ENLARGE_COMMANDS)
     return ok(f"{finding}{', noexec' if 'noexec' in shm.options.split(',') else ''}")
 

@@ -200,10 +200,10 @@ class EventFeed:
     """
 
     _publisher: EventPublisher
-    _models: Callable[[], States]
-    _processes: Callable[[], list[Child]]
-    _regions: Callable[[], list[OpenRegion]]
-    _health: Callable[[], Any]
+    _read_states: Callable[[], States]
+    _list_processes: Callable[[], list[Child]]
+    _list_regions: Callable[[], list[OpenRegion]]
+    _read_health: Callable[[], Any]
     _request_counters: Callable[[], None]
     _published_states: States = field(init=False, default_factory=dict)
     _timer: asyncio.TimerHandle | None = None
@@ -221,17 +221,17 @@ class EventFeed:
 
     def models_changed(self) -> None:
         """Publish the changes of models' states since the last call."""
-        old_states, self._published_states = self._published_states, self._models()
+        old_states, self._published_states = self._published_states, self._read_states()
         for event in changes(old_states, self._published_states):
             self._publisher.publish(event)
 
     def snapshot(self) -> Iterator[Any]:
         """Yield the server's state as events."""
-        yield self._health()
-        yield from changes({}, self._models())
-        for child in self._processes():
+        yield self._read_health()
+        yield from changes({}, self._read_states())
+        for child in self._list_processes():
             yield ProcessStarted(child.pid, child.title)
-        for region in self._regions():
+        for region in self._list_regions():
             yield region.registration_event()
 
     def _tick(self) -> None:

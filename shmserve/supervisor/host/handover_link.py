@@ -142,7 +142,7 @@ class HandoverLink:
         self._request_numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[None]] = {}
         self._requests: asyncio.Queue[tuple[int, str, str, list[int]]] = asyncio.Queue()
-        self._executor = asyncio.ensure_future(self._execute_requests())
+        self._execution_task = asyncio.ensure_future(self._execute_requests())
         self.end_future: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(link.fileno(), self._read)
 
@@ -211,4 +211,4 @@ class HandoverLink:
     def close(self) -> None:
         """Close the connection."""
         self._end()
-        self._executor.cancel()
+        self._execution_task.cancel()

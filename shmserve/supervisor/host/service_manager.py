@@ -69,7 +69,7 @@ class ServiceManager:
         watchdog_s = int(variables["USEC"]) / 1e6 if required else 0.0
         return cls(environment.pop("NOTIFY_SOCKET", None), watchdog_s)
 
-    def ready(self, state: str) -> None:
+    def notify_ready(self, state: str) -> None:
         """Report that the server has started; `state` is its status line."""
         self._state = state
         self._notify("READY=1", f"STATUS={state}")
@@ -79,7 +79,7 @@ class ServiceManager:
         now_us = time.monotonic_ns() // 1000
         self._notify("RELOADING=1", f"MONOTONIC_USEC={now_us}", "STATUS=reloading")
 
-    def alive(self) -> None:
+    def notify_alive(self) -> None:
         """Notify the service manager's watchdog that the server is alive."""
         self._notify_unless_queued("WATCHDOG=1")
 
@@ -88,7 +88,7 @@ class ServiceManager:
         self._stopping = True
         self._notify("STOPPING=1", f"STATUS={state}")
 
-    def status(self, state: str) -> None:
+    def notify_status(self, state: str) -> None:
         """Report the status line for `systemctl status` if it has changed."""
         if state != self._state and not self._stopping:
             self._state = state

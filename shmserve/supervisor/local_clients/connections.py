@@ -179,7 +179,7 @@ class LocalClientConnections:
         self._on_message = on_message
         self._on_disconnect = on_disconnect
         self._clients: dict[int, LocalClient] = {}
-        self._numbers = itertools.count(FIRST_LOCAL_CLIENT)
+        self._client_numbers = itertools.count(FIRST_LOCAL_CLIENT)
         self._loop = asyncio.get_running_loop()
         self._max_clients = min(_MAX_CLIENTS, fd_limits.local_clients_share())
         path = endpoints.listener(run_dir)
@@ -200,7 +200,7 @@ class LocalClientConnections:
     def __contains__(self, number: int) -> bool:
         return number in self._clients
 
-    def welcomed(self) -> list[LocalClient]:
+    def welcomed_clients(self) -> list[LocalClient]:
         """Return the welcomed clients."""
         return [client for client in self._clients.values() if client.welcomed]
 
@@ -224,7 +224,7 @@ class LocalClientConnections:
         """Return the listener at the path in the run directory; `shared` returns the others."""
         return self._client_listener.sock
 
-    def shared(self) -> list[socket.socket]:
+    def shared_sockets(self) -> list[socket.socket]:
         """Return the listeners that another server uses, too."""
         return [listener.sock for listener in self._shared_listeners]
 
@@ -261,7 +261,7 @@ class LocalClientConnections:
             except OSError:  # the program has exited, or no descriptor is free
                 disconnect(link)
                 continue
-            client = LocalClient(next(self._numbers), pid, uid, link, pidfd)
+            client = LocalClient(next(self._client_numbers), pid, uid, link, pidfd)
             self._clients[client.number] = client
             self._loop.add_reader(link.fileno(), self._read, client)
             if pidfd >= 0:

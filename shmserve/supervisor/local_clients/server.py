@@ -23,7 +23,6 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +83,7 @@ class LocalMemory:
     _opener: RegionOpener
     _processes: Processes
     _publish_event: Callable[[Any], None]
-    _names: itertools.count[int] = field(init=False, default_factory=partial(itertools.count, 1))
-    _serials: itertools.count[int] = field(init=False, default_factory=partial(itertools.count, 1))
+    _memory_numbers: itertools.count[int] = field(init=False, default_factory=itertools.count)
     _regions: dict[int, OpenRegion] = field(init=False, default_factory=dict)
 
     def __len__(self) -> int:
@@ -103,7 +101,7 @@ class LocalMemory:
     def share(self, client: LocalClient, byte_size: int, pin: bool, fds: list[int]) -> bytes:
         """Share memory that a client has opened, and take its descriptor out of `fds`."""
         if len(fds) != 1:
-            raise InvalidArgument("one descriptor must come with the memory to share")
+            raise InvalidArgument(f"expected 1 descriptor with the memory, got {len(fds)}")
         (fd,) = fds
         number, uid = client.number, client.uid
         shared = check_memory(fd, byte_size, trusted=uid in (0, os.geteuid()))
@@ -124,7 +122,10 @@ class LocalMemory:
         """
         handle = CudaHandle(request.handle, request.device_id, request.device_uuid)
         if len(handle.raw) != HANDLE_SIZE or len(handle.uuid) not in (0, 16):
-            raise InvalidArgument("a handle has 64 bytes, the UUID of a device 16 (or 0)")
+            raise InvalidArgument(
+                f"expected a handle of {HANDLE_SIZE} bytes and a device UUID of 16 or 0, got "
+                f"{len(handle.raw)} and {len(handle.uuid)}"
+            )
         size = require_integer(request.byte_size, "byte_size")
         if not size or handle.device < 0:
             raise InvalidArgument(
@@ -132,14 +133,16 @@ class LocalMemory:
                 f"{handle.device}"
             )
         number, uid = client.number, client.uid
-        memory_id = self._capabilities.device_memory_id(number, next(self._serials), size, handle)
+        memory_id = self._capabilities.device_memory_id(
+            number, next(self._memory_numbers), size, handle
+        )
         memory = Memory.on_device(memory_id, size, handle)
         name = self._name(client)
         self._add_region(await self._opener.adopt_cuda(name, memory, Peer(uid), number))
         return memory.packed
 
     def _name(self, client: LocalClient) -> str:
-        return f"shmserve.client {client.pid}.{next(self._names)}"
+        return f"shmserve.client {client.pid}.{next(self._memory_numbers)}"
 
     def _add_region(self, region: OpenRegion) -> None:
         self._regions[region.memory_id] = region
@@ -270,7 +273,7 @@ class LocalClientServer:
 
     def numbers(self) -> list[int]:
         """Return the numbers of the welcomed clients."""
-        return [client.number for client in self.connections.welcomed()]
+        return [client.number for client in self.connections.welcomed_clients()]
 
     def announce(self, message: Any) -> None:
         """Send a message that every local client has to acknowledge within a second."""
@@ -283,7 +286,7 @@ class LocalClientServer:
     def broadcast(self, message: Any) -> None:
         """Send a message to every local client."""
         data = self._packet(message, logging.WARNING)
-        for client in self.connections.welcomed():
+        for client in self.connections.welcomed_clients():
             self.connections.send(client, data)
 
     def _packet(self, message: Any, level: int = logging.DEBUG) -> bytes:

@@ -138,7 +138,8 @@ class Autoscaler:
         before, now_s = version.instances.count, time.monotonic()
         if now_s < state.next_change_s:
             return
-        missing = state.capacity.missing_resources(change.total) if change.total > before else ""
+        count = change.instance_count
+        missing = state.capacity.missing_resources(count) if count > before else ""
         if missing:
             state.next_change_s = now_s + _RETRY_S
             text = "model '%s' keeps %d instances although %s: %s"
@@ -150,7 +151,7 @@ class Autoscaler:
     async def _change(self, version: ModelVersion, state: _ScalingState, change: Change) -> None:
         before, name = version.instances.count, version.spec.name
         try:
-            await version.instances.resize(change.total)
+            await version.instances.resize(change.instance_count)
         except ShmserveError as error:
             state.next_change_s = time.monotonic() + _RETRY_S
             text = "model '%s' keeps %d instances: %s"
@@ -190,9 +191,9 @@ class LoadSample(NamedTuple):
         queueing_s: The total queueing time of executed requests in seconds.
         executions: The number of executions (batches).
         execution_s: The total execution time in seconds.
-        pending: The current number of requests in the queue.
-        ready: The current number of instances.
-        busy: The current number of executing instances.
+        queued_count: The current number of requests in the queue.
+        ready_count: The current number of instances.
+        busy_count: The current number of executing instances.
     """
 
     at_s: float
@@ -201,9 +202,9 @@ class LoadSample(NamedTuple):
     queueing_s: float
     executions: int
     execution_s: float
-    pending: int
-    ready: int
-    busy: int
+    queued_count: int
+    ready_count: int
+    busy_count: int
 
     @classmethod
     def of(cls, statistics: Mapping[str, Any], at_s: float, decoupled: bool = False) -> Self:
@@ -221,16 +222,16 @@ class LoadSample(NamedTuple):
             queueing_s=statistics["queue_ns"] / 1e9,
             executions=compute["count"],
             execution_s=compute["sum"],
-            pending=statistics["pending"],
-            ready=ready,
-            busy=min(ready, statistics["executing"]) if decoupled else instances["busy"],
+            queued_count=statistics["pending"],
+            ready_count=ready,
+            busy_count=min(ready, statistics["executing"]) if decoupled else instances["busy"],
         )
 
 
 class Change(NamedTuple):
     """A new number of instances, and the reason for it."""
 
-    total: int
+    instance_count: int
     reason: str
 
 
@@ -307,7 +308,7 @@ class ScalingPolicy:
             gain = max(1 / 16, min(1.0, executions / 16)) if self._mean_execution_s else 1.0
             self._mean_request_s += (execution_s / executed - self._mean_request_s) * gain
             self._mean_execution_s += (execution_s / executions - self._mean_execution_s) * gain
-        if executions or not previous.pending:
+        if executions or not previous.queued_count:
             self._last_progress_s = load.at_s
 
     @property
@@ -323,8 +324,8 @@ class ScalingPolicy:
         allowed_s = self._allowed_s
         if not allowed_s:
             return ""  # nothing has been executed yet
-        if load.pending and load.ready and load.busy == load.ready:
-            wait_s = load.pending * self._mean_request_s / load.ready
+        if load.queued_count and load.ready_count and load.busy_count == load.ready_count:
+            wait_s = load.queued_count * self._mean_request_s / load.ready_count
             wait_s = max(wait_s, load.at_s - self._last_progress_s)
             if wait_s > _P99_RATIO * allowed_s:
                 self._window_start_s = load.at_s
@@ -340,8 +341,8 @@ class ScalingPolicy:
     def _catches_up(self, load: LoadSample) -> bool:
         """Check whether the queue will be empty soon."""
         earlier = self._loads[-min(4, len(self._loads))]
-        elapsed_s, dequeued = load.at_s - earlier.at_s, earlier.pending - load.pending
-        return dequeued > 0 and load.pending / dequeued * elapsed_s < _CATCH_UP_S
+        elapsed_s, dequeued = load.at_s - earlier.at_s, earlier.queued_count - load.queued_count
+        return dequeued > 0 and load.queued_count / dequeued * elapsed_s < _CATCH_UP_S
 
     def _remove_idle(self, load: LoadSample, count: int) -> Change | None:
         at_s, start_s = load.at_s, self._loads[0].at_s
@@ -356,7 +357,8 @@ class ScalingPolicy:
 
     def _max_mean_busy(self) -> float:
         """Return the highest mean number of busy instances in any half second of the samples."""
-        busy, size = [sample.busy for sample in self._loads], round(_BUSY_WINDOW_S / SAMPLE_EVERY_S)
+        size = round(_BUSY_WINDOW_S / SAMPLE_EVERY_S)
+        busy = [load.busy_count for load in self._loads]
         ends = range(size, len(busy) + 1, size)  # the ends of the windows
         return max((fmean(busy[end - size : end]) for end in ends), default=math.inf)
 

@@ -95,7 +95,7 @@ class Instances:
     _scheduler: VersionScheduler
     _lifetime: Lifetime
     _on_change: Callable[[], None]  # called when an instance becomes ready, dies or has failed
-    _complete: ConfigCompleter
+    _complete_config: ConfigCompleter
     config: ModelSpec = field(init=False)
     labels: dict[str, list[str]] = field(init=False)
     reported_config: dict[str, Any] = field(init=False, default_factory=dict)
@@ -187,7 +187,7 @@ class Instances:
         await self._spawn(first, self._spec.config, len(self._instances))
         self._send(first, m.CompleteConfig(self._spec.config))
         self.reported_config = (await self._loaded_response(first, m.ConfigCompleted)).config
-        self.config = self._complete(self._spec, self.reported_config)
+        self.config = self._complete_config(self._spec, self.reported_config)
         instances = expand_instances(self.config, self._replaced_count)
         if [i.device for i in instances] == [i.device for i in self._instances]:
             first.rate_limit = instances[0].rate_limit
@@ -222,7 +222,7 @@ class Instances:
         endpoint = self._scheduler.instances_endpoint
         self._send(instance, m.LoadInstance(config, endpoint))
         message = await self._loaded_response(instance, m.InstanceLoaded)
-        instance.loaded(message.checks_ready, message.device_byte_size)
+        instance.mark_loaded(message.checks_ready, message.device_byte_size)
         current = self._scheduler.instances_endpoint
         # The scheduler may have been replaced while the model loaded.
         if current != endpoint and not self.defers_attach:

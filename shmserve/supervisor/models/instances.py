@@ -178,7 +178,7 @@ class Instance:
         except KeyError:
             raise IllegalTransition(f"{event} in state {self.state}") from None
 
-    def loaded(self, checks_ready: bool, device_byte_size: int) -> None:
+    def mark_loaded(self, checks_ready: bool, device_byte_size: int) -> None:
         """Become ready with the properties that the worker reported."""
         self.checks_ready, self.device_byte_size = checks_ready, device_byte_size
         self.transition("loaded")

@@ -60,7 +60,7 @@ class Lifecycle:
         self._open_orders: list[Order] = []  # orders that were not answered yet
         self._is_running = self._has_changed = False
         self._changed_models: set[str] = set()  # the models whose status may have changed
-        self._steps: Mapping[OrderPhase, Callable[[Order], bool]] = {
+        self._phase_steps: Mapping[OrderPhase, Callable[[Order], bool]] = {
             OrderPhase.QUEUED: self._begin,
             OrderPhase.WAITING: self._advance_waiting,
             OrderPhase.STARTING: self._cancel_hanging,
@@ -376,7 +376,7 @@ class Lifecycle:
 
     def _execute_step(self, order: Order) -> bool:
         """Execute the next step of an order, and return whether it could be executed."""
-        step = self._steps.get(order.phase)
+        step = self._phase_steps.get(order.phase)
         return step is not None and step(order)
 
     def _begin(self, order: Order) -> bool:

@@ -46,8 +46,8 @@ class LoadPlanner:
     def __init__(self, config: ServerConfig, run_dir: Path, accelerators: Accelerators) -> None:
         """Create a planner; raise InvalidArgument if a model given as a file is invalid."""
         self._config = config
-        self._overrides = run_dir / "overrides"
-        self._environments = endpoints.environments(run_dir)
+        self._overrides_dir = run_dir / "overrides"
+        self._environments_dir = endpoints.environments(run_dir)
         self._accelerators = accelerators
         self._inline: dict[str, ModelFolder] = {}
         for spec in config.model_files:
@@ -136,7 +136,7 @@ class LoadPlanner:
         for version in repository.missing_versions(config, folder.versions):
             logger.error(text, version, name)
         if not versions:
-            text = f"load failed for model '{name}': {repository.no_version(folder)}\n"
+            text = f"load failed for model '{name}': {repository.missing_version_text(folder)}\n"
             raise InvalidArgument(text)
         if fault:
             lines = _format_unavailable(versions, fault)
@@ -155,25 +155,25 @@ class LoadPlanner:
 
     def has_environments(self) -> bool:
         """Check whether an archive of an environment was unpacked."""
-        return self._environments.is_dir()
+        return self._environments_dir.is_dir()
 
     def remove_unused_environments(self) -> None:
         """Remove the unpacked archives of environments that no worker has locked."""
-        for file in self._environments.glob("*.lock"):
+        for file in self._environments_dir.glob("*.lock"):
             with file.open() as lock, contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for folder in (file.with_suffix(""), file.with_suffix(".part")):
                     shutil.rmtree(folder, ignore_errors=True)
 
     def _remove(self, folder: Path) -> None:
-        if folder.is_relative_to(self._overrides):
+        if folder.is_relative_to(self._overrides_dir):
             shutil.rmtree(folder.parent, ignore_errors=True)
 
     def _folder(self, name: str, override: str, files: dict[str, bytes]) -> ModelFolder:
         if files:
             if not override:
                 raise InvalidArgument("override files are given without a 'config' override")
-            path = materialise_override(self._overrides, name, override, files)
+            path = materialise_override(self._overrides_dir, name, override, files)
             return repository.scan([path.parent])[name]
         folder = self._find(name)
         if folder is None:

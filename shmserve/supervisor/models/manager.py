@@ -172,8 +172,8 @@ class LifecycleExecutor(LifecycleActions):
         self._publications = publications
         self._observers = observers
         self._audience: Audience = context
-        self._answered: dict[Order, asyncio.Event] = {}
-        self._starts: dict[ModelVersion, asyncio.Task[None]] = {}
+        self._answer_events: dict[Order, asyncio.Event] = {}
+        self._start_tasks: dict[ModelVersion, asyncio.Task[None]] = {}
         hosted = context.config.ensemble_scheduling == "hosted"
         self.lifecycle = Lifecycle(registry, self, hosted)
         self.on_demand = OnDemand(context, registry, self.lifecycle, self.wait_for, observers)
@@ -182,7 +182,7 @@ class LifecycleExecutor(LifecycleActions):
     async def wait_for(self, order: Order) -> None:
         """Wait until an order is answered; raise the ShmserveError with which it failed."""
         if not order.is_answered:
-            await self._answered.setdefault(order, asyncio.Event()).wait()
+            await self._answer_events.setdefault(order, asyncio.Event()).wait()
         if order.error is not None:
             raise order.error
 
@@ -190,7 +190,7 @@ class LifecycleExecutor(LifecycleActions):
         if order.kind is OrderKind.LOAD and order.error is not None:
             self.registry.failed_loads += 1
             self.context.events.publish(LoadRefused(order.model.name, order.error.message))
-        event = self._answered.pop(order, None)
+        event = self._answer_events.pop(order, None)
         if event is not None:
             event.set()
 
@@ -250,7 +250,7 @@ class LifecycleExecutor(LifecycleActions):
         return LoadPlan(fingerprint, specs, steps)
 
     def discard(self, specs: Iterable[VersionSpec]) -> None:
-        used_folders = {version.spec.model_dir for version in self.registry.live}
+        used_folders = {version.spec.model_dir for version in self.registry.live_versions}
         for spec in {spec.model_dir: spec for spec in specs}.values():
             if spec.model_dir not in used_folders:
                 self.planner.discard(spec)
@@ -271,7 +271,7 @@ class LifecycleExecutor(LifecycleActions):
         return ModelVersion(self.context, spec, group, self.registry.serving, *events)
 
     def start(self, version: ModelVersion) -> None:
-        self._starts[version] = self.context.background(self._start(version))
+        self._start_tasks[version] = self.context.background(self._start(version))
 
     async def _start(self, version: ModelVersion) -> None:
         error: Exception | None = None
@@ -283,7 +283,7 @@ class LifecycleExecutor(LifecycleActions):
             error = raised
             if not isinstance(raised, ShmserveError):
                 logger.exception("model '%s': loading failed", version.spec.name)
-        del self._starts[version]
+        del self._start_tasks[version]
         self.lifecycle.version_started(version, error)
 
     @_in_background
@@ -315,7 +315,7 @@ class LifecycleExecutor(LifecycleActions):
 
     @_in_background
     async def kill(self, version: ModelVersion) -> None:
-        start_task = self._starts.get(version)
+        start_task = self._start_tasks.get(version)
         await version.kill()
         if start_task is not None:
             await asyncio.wait({start_task})
@@ -417,8 +417,7 @@ class ModelManager:
     async def index(self, ready_only: bool) -> list[dict[str, Any]]:
         """Return the repository index: the models of the repositories and the loaded models."""
         # In a thread: a file system that does not respond must not block the process table.
-        folders = await asyncio.to_thread(self._planner.scan)
-        return self._registry.index(folders, ready_only)
+        return self._registry.index(await asyncio.to_thread(self._planner.scan), ready_only)
 
     async def list_generative_aliases(self) -> dict[str, list[str]]:
         """Return the aliases of each unloaded on-demand model that generates text, by name."""
@@ -460,7 +459,7 @@ class ModelManager:
 
     async def finish_sequences(self) -> None:
         """Reject new sequences and wait until the open sequences have ended."""
-        await asyncio.gather(*(version.finish_sequences() for version in self._registry.live))
+        await asyncio.gather(*(v.finish_sequences() for v in self._registry.live_versions))
 
     async def stop(self) -> None:
         """Drain and stop every version; loads are cancelled."""
@@ -472,11 +471,11 @@ class ModelManager:
                 tasks[version] = asyncio.ensure_future(_stop(version, [*map(stop, ensembles)]))
             return tasks[version]
 
-        await asyncio.gather(*map(stop, self._registry.live))
+        await asyncio.gather(*map(stop, self._registry.live_versions))
 
     async def kill(self) -> None:
         """End every version at once; the requests in flight are rejected."""
-        live = self._registry.live
+        live = self._registry.live_versions
         await asyncio.gather(*(version.kill() for version in live))
         for version in live:
             self._context.broadcast(SchedulerLost(version.endpoint, ""), "gateway", LOCAL_CLIENT)

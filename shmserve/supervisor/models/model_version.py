@@ -79,7 +79,7 @@ class ModelVersion:
         self.loaded_ns = 0
         self._context = context
         self._on_change = on_change
-        self._complete = complete
+        self._complete_config = complete
         self._state_changed = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
         self.scheduler = VersionScheduler(context, spec, group, lifetime, self._on_message)
@@ -194,7 +194,7 @@ class ModelVersion:
         if not differ_in_instances_only(self.spec, spec):
             return None
         try:
-            config = self._complete(spec, self.instances.reported_config)
+            config = self._complete_config(spec, self.instances.reported_config)
         except ShmserveError:
             return None  # the load of the new version reports the error
         if config.immutable_config != self.config.immutable_config:
@@ -289,7 +289,7 @@ class ModelVersion:
             try:
                 await self._start_scheduler()
             except ShmserveError as error:
-                logger.error("%s", error.message)
+                logger.error("model '%s' has no scheduler: %s", self.spec.name, error.message)
                 pause_s = self._backoff.pause_s(0)
                 self._failed_starts += 1
                 self.report_change()
@@ -324,7 +324,7 @@ class ModelVersion:
             case MemoryDropped():  # an ensemble's memory, which its steps' workers unmap
                 self._context.broadcast(message, "worker")
             case _:
-                logger.warning("dropped a %s from a scheduler", type(message).__name__)
+                logger.warning("unexpected %s from a scheduler", type(message).__name__)
 
     # --- end
 
@@ -386,15 +386,14 @@ class EnsembleInstances(Instances):
 
     async def complete_config(self) -> None:
         """Validate the ensemble against the models that serve now; raise InvalidArgument."""
-        self.config = self._complete(self._spec, {})
+        self.config = self._complete_config(self._spec, {})
         self.labels = {**_inherited_labels(self.config, self._models), **self._spec.labels}
 
     def introduce(self, worker_pids: list[int]) -> None:
         """Send the ensemble's scheduler the endpoints of the steps' models."""
         for step, model in zip(self._spec.steps, self._models, strict=True):
             if model is not None:
-                latest = self.find(step.name, "") is model
-                self._scheduler.send(model.publication(latest))
+                self._scheduler.send(model.publication(self.find(step.name, "") is model))
 
 
 def _inherited_labels(config: ModelSpec, models: list[ModelVersion | None]) -> dict[str, list[str]]:

@@ -223,7 +223,7 @@ class OnDemand:
         """Unload models that are idle or exceed the memory limit, until the task is cancelled."""
         while True:
             if self._context.config.max_loaded_byte_size:
-                await self._memory.measure(self._registry.live, refresh=True)
+                await self._memory.measure(self._registry.live_versions, refresh=True)
             await self.free_memory()
             await asyncio.sleep(_CHECK_EVERY_S)
 
@@ -237,7 +237,7 @@ class OnDemand:
                 self._lifecycle.unload(name, on_demand=True)
             try:
                 async with asyncio.timeout(_UNLOAD_TIMEOUT_S):
-                    while not unloading.isdisjoint(self._registry.live):
+                    while not unloading.isdisjoint(self._registry.live_versions):
                         self._status_changed.clear()
                         await self._status_changed.wait()
             except TimeoutError:
@@ -247,7 +247,7 @@ class OnDemand:
     async def _due_names(self) -> list[str]:
         max_bytes = self._context.config.max_loaded_byte_size
         if max_bytes:
-            await self._memory.measure(self._registry.live)
+            await self._memory.measure(self._registry.live_versions)
         if not select_unloads(self._residents(), max_bytes, time.monotonic_ns()):
             return []  # newer reports can only show more recent use
         await self._update_usages()

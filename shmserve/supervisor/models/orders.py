@@ -337,8 +337,7 @@ class Order:
         self.model.failure_is_temporary = all(isinstance(error, Unavailable) for error in errors)
         graph_problem = next((e for e in errors if isinstance(e, GraphProblem)), None)
         if graph_problem is not None:
-            text = f"load failed for model '{name}': {graph_problem.message}\n"
-            return LoggedFailure(text)
+            return LoggedFailure(f"load failed for model '{name}': {graph_problem.message}\n")
         lines = (f"version {n} is at UNAVAILABLE state: {why};\n" for n, why in reasons.items())
         return LoggedFailure(f"load failed for model '{name}': {''.join(lines)}")
 

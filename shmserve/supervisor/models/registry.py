@@ -58,13 +58,13 @@ class ModelRegistry:
     # --- versions
 
     @property
-    def live(self) -> list[ModelVersion]:
+    def live_versions(self) -> list[ModelVersion]:
         """Return the versions that may have a process, serving or not."""
         return [version for model in self.models.values() for version in model.versions]
 
     def workers_on(self, device_id: int) -> list[int]:
         """Return the worker processes that serve on a GPU."""
-        return [pid for version in self.live for pid in version.instances.pids_on(device_id)]
+        return [pid for v in self.live_versions for pid in v.instances.pids_on(device_id)]
 
     def serving(self, name: str, version: str) -> ModelVersion | None:
         """Return the published version of a model, or None; version "" is the latest."""
@@ -384,7 +384,7 @@ class ReadinessCheck:
     def __init__(self, send: Callable[[int, Any], None]) -> None:
         """Create a check; `send(pid, message)` sends a message to a worker."""
         self._send = send
-        self._numbers = itertools.count(1)
+        self._check_numbers = itertools.count(1)
         self._in_flight: dict[int, _Check] = {}
 
     async def check(self, pids: Sequence[int]) -> bool:
@@ -414,7 +414,7 @@ class ReadinessCheck:
         check = self._in_flight.get(pid)
         if check is None:
             outcome: asyncio.Future[bool | None] = asyncio.get_running_loop().create_future()
-            check = self._in_flight[pid] = _Check(next(self._numbers), outcome)
+            check = self._in_flight[pid] = _Check(next(self._check_numbers), outcome)
             self._send(pid, CheckReady(check.number))
         return check.outcome
 

@@ -244,7 +244,7 @@ def ignored_folders(folder: ModelFolder) -> dict[str, str]:
     return {name: leading_zeros if re.fullmatch(r"0\d*", name) else no_integer for name in ignored}
 
 
-def no_version(folder: ModelFolder) -> str:
+def missing_version_text(folder: ModelFolder) -> str:
     """Return the error text for a model without a version to load; it names misnamed versions."""
     if folder.versions:
         hint = f"it excludes version {', '.join(map(str, folder.versions))}"

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from shmserve.common.model_metrics import total
+from shmserve.common.model_metrics import sum_counters
 from shmserve.common.tasks import resolve_future, wait_any
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
@@ -72,7 +72,7 @@ class CarriedCounters:
         base = self._base_counters
         if self.snapshot:
             counters = self.snapshot[0]
-            base = total({**counters, "base": base or counters["base"]})
+            base = sum_counters({**counters, "base": base or counters["base"]})
         if base:
             self._successor._set_base(base)
 
@@ -102,7 +102,7 @@ class VersionScheduler:
         self._spec = spec
         self._lifetime = lifetime
         self._on_message = on_message
-        self.number = next(context.numbers)  # number of the serving scheduler, or of the first one
+        self.number = next(context.scheduler_ids)  # of the serving scheduler, or of the first one
         self._latest: HostedHandle | None = None  # the scheduler that was started last
         self._serving_scheduler: HostedHandle | None = None  # the scheduler at `endpoint`
         loop = asyncio.get_running_loop()
@@ -149,7 +149,7 @@ class VersionScheduler:
             Unavailable: The scheduler ended while starting, or the version is being unloaded.
         """
         context = self._context
-        number = self.number if is_first else next(context.numbers)
+        number = self.number if is_first else next(context.scheduler_ids)
         ready_future = self._ready = asyncio.get_running_loop().create_future()
         start = self._start_record(number, spec, worker_pids)
         on_message = partial(self._on_scheduler_message, self.counters)

@@ -318,7 +318,7 @@ class Zygote:
     _environment: Mapping[str, str]
 
     def __post_init__(self) -> None:
-        self._numbers = itertools.count(1)
+        self._fork_numbers = itertools.count(1)
         self._pending_forks: dict[int, asyncio.Future[int]] = {}
         self._slots = asyncio.Semaphore(_MAX_REQUESTS)
         self._serving_zygote: _ZygoteProcess | None = None
@@ -476,7 +476,7 @@ class Zygote:
         try:
             self.start()
         except Unavailable as error:
-            logger.error("%s: %s", self._title, error.message)
+            logger.error("%s could not be restarted: %s", self._title, error.message)
             self._loop.call_later(_RETRY_PAUSE_S, self._restart)
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Sequence[int] = ()) -> Child:
@@ -512,7 +512,7 @@ class Zygote:
     async def _fork(self, entry: str, start: bytes, fds: Sequence[int]) -> int:
         """Fork a process; return its pid, or 0 if the zygote has exited."""
         async with self._slots:
-            number = next(self._numbers)
+            number = next(self._fork_numbers)
             waiter: asyncio.Future[int] = self._loop.create_future()
             self._pending_forks[number] = waiter
             try:

@@ -77,13 +77,13 @@ class Acknowledgements:
     """
 
     def __init__(self) -> None:
-        self._numbers = itertools.count(1)
+        self._message_numbers = itertools.count(1)
         self._missing_peers: dict[int, set[Hashable]] = {}
         self._complete = asyncio.Event()
 
     def begin(self, peers: Iterable[Hashable]) -> int:
         """Return the number of a new change that is sent to these peers."""
-        number = next(self._numbers)
+        number = next(self._message_numbers)
         missing_peers = set(peers)
         if missing_peers:
             self._missing_peers[number] = missing_peers
@@ -162,7 +162,7 @@ class ControlSocket:
             self._early_messages.remove(item)
             self._handle_enrolled(*item)
 
-    def calls(self, address: Address) -> None:
+    def add_caller(self, address: Address) -> None:
         """Grant a worker that calls models the role "caller", which receives changes of models."""
         if address in self._enrolled_peers:
             self._callers.add(address)
@@ -235,7 +235,7 @@ class ControlSocket:
             else:
                 peer.handler(message)
         except Exception:
-            logger.exception("a message could not be handled: %s", type(message).__name__)
+            logger.exception("the message %s could not be handled", type(message).__name__)
 
     # --- out
 

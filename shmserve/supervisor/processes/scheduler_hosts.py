@@ -122,10 +122,10 @@ class SchedulerHosts:
             if len(group.names) > 1:
                 host.names = group.names
             self._hosts.append(host)
-            self._control.enrol(child.pid, "host", partial(self._from_host, host))
+            self._control.enrol(child.pid, "host", partial(self._handle_host_message, host))
             return host
 
-    def _from_host(self, host: _Host, message: Any) -> None:
+    def _handle_host_message(self, host: _Host, message: Any) -> None:
         self._logging.on_message(host.child.pid, message)
         match message:
             case m.Started():

@@ -164,12 +164,12 @@ class RegionQuota:
 
 @dataclass(eq=False)
 class HandleCheck:
-    """The check of CUDA handles by the workers of a device, which `_workers(device_id)` returns."""
+    """The check of CUDA handles by the workers of a device, from `_find_workers(device_id)`."""
 
     device_count: int
-    _workers: Callable[[int], list[int]]
+    _find_workers: Callable[[int], list[int]]
     _send: Callable[[int, Any], None]
-    _numbers: itertools.count[int] = field(init=False, default_factory=partial(itertools.count, 1))
+    _check_numbers: itertools.count[int] = field(init=False, default_factory=itertools.count)
     _open_checks: dict[int, _OpenCheck] = field(init=False, default_factory=dict)
 
     async def check(self, memory: Memory) -> None:
@@ -184,10 +184,10 @@ class HandleCheck:
         if handle.device >= self.device_count:
             text = f"{CUDA_INVALID} (the server has {self.device_count} CUDA devices)"
             raise InvalidArgument(text)
-        workers = list(self._workers(handle.device))
+        workers = list(self._find_workers(handle.device))
         if not workers:
             return
-        number = next(self._numbers)
+        number = next(self._check_numbers)
         future: asyncio.Future[MemoryChecked] = asyncio.get_running_loop().create_future()
         self._open_checks[number] = workers, future
         size = memory.byte_size

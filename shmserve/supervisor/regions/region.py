@@ -140,8 +140,8 @@ Admission = Callable[[OpenRegion, posix_shm.SharedObject], None]
 class KeptRegions:
     """The registrations that the service manager and the other server of a handover keep."""
 
-    def __init__(self, manager: ServiceManager) -> None:
-        self._manager = manager
+    def __init__(self, service_manager: ServiceManager) -> None:
+        self._service_manager = service_manager
         self._other_server: HandoverLink | None = None
 
     def mirror_to(self, other_server: HandoverLink | None) -> None:
@@ -154,7 +154,7 @@ class KeptRegions:
             return
         region.kept_name = secrets.token_hex(8)
         with _description(region) as description:
-            self._manager.keep(region.kept_name, [region.shared.fd, description])
+            self._service_manager.keep(region.kept_name, [region.shared.fd, description])
         self.mirror(region)
 
     def mirror(self, region: OpenRegion) -> None:
@@ -166,14 +166,14 @@ class KeptRegions:
     def remove(self, region: OpenRegion) -> None:
         """Remove a region that has been unregistered from the kept registrations."""
         if region.kept_name:
-            self._manager.drop(region.kept_name)
+            self._service_manager.drop(region.kept_name)
             if self._other_server is not None:
                 self._other_server.ask(DROP, region.kept_name)
             region.kept_name = ""
 
     async def flush(self) -> None:
         """Wait until the service manager and the other server have received all changes."""
-        await self._manager.wait_until_flushed()
+        await self._service_manager.wait_until_flushed()
         if self._other_server is not None:
             await self._other_server.until_done()
 
@@ -192,7 +192,7 @@ class KeptRegions:
                 logger.warning(text, error)
                 for fd in fds:
                     os.close(fd)
-                self._manager.drop(name)
+                self._service_manager.drop(name)
             else:
                 region.kept_name = name
                 yield region
@@ -213,7 +213,7 @@ def _description(region: OpenRegion) -> Iterator[int]:
 def _reopen(fds: list[int], admit: Admission) -> OpenRegion:
     are_sealed = [fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS for fd in fds]
     if sorted(are_sealed) != [False, True]:
-        raise ValueError("not an object and its description")
+        raise ValueError("expected one shared memory object and one sealed description")
     description = fds[are_sealed.index(True)]
     shared = posix_shm.describe_object(fds[are_sealed.index(False)])
     fields = json.loads(os.pread(description, _MAX_DESCRIPTION_BYTES, 0))

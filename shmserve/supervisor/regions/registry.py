@@ -184,7 +184,7 @@ class RegionRegistry:
         """
         async with self._lock:
             if verb == DROP:
-                for region in self.active():
+                for region in self.active_regions():
                     if region.kept_name == kept_name:
                         await self._withdraw(region, retire=True)
             elif verb == KEEP:
@@ -202,7 +202,7 @@ class RegionRegistry:
         self._publish_event(region.registration_event())
         await self._processes.publish(region.publication, "gateway")
 
-    def active(self) -> list[OpenRegion]:
+    def active_regions(self) -> list[OpenRegion]:
         """Return every active region."""
         return list(self._active_regions.values())
 
@@ -260,7 +260,7 @@ class RegionRegistry:
             region = await self._opener.open_object(name, key, offset, byte_size, peer, pin=pin)
             region.lease_holder = lease_holder
             if existing_region is not None:
-                logger.info("region replaced: the object behind its name was removed")
+                logger.info("region '%s' replaced: its old object was removed from /dev/shm", name)
                 await self._withdraw(existing_region, _OBJECT_REMOVED)
             self._kept_regions.add(region)
             await self._activate(region)
@@ -340,7 +340,7 @@ class RegionRegistry:
         """
         async with self._lock:
             regions = [self._active_regions[name]] if name in self._active_regions else []
-            for region in regions if name else self.active():
+            for region in regions if name else self.active_regions():
                 admitted = peer.uid == EVERYONE or region.owner.admits(peer)
                 if admitted and (region.cuda is not None) == cuda:
                     await self._withdraw(region, retire=True)
@@ -348,7 +348,7 @@ class RegionRegistry:
     async def withdraw_leased(self, lease_holder: int, memory_id: int = 0) -> None:
         """Withdraw a leased region, or with `memory_id` 0 all regions with this lease holder."""
         async with self._lock:
-            for region in self.active():
+            for region in self.active_regions():
                 if region.lease_holder == lease_holder and memory_id in (0, region.memory_id):
                     await self._withdraw(region)
 
@@ -358,7 +358,7 @@ class RegionRegistry:
         The next request that uses one fails, since the name is unknown.
         """
         async with self._lock:
-            for region in [*self.active(), *self.draining.retired.values()]:
+            for region in [*self.active_regions(), *self.draining.retired.values()]:
                 if not region.owner.copied and region.has_shrunk():
                     blamed = region.report_truncation()
                     self._publish_event(blamed)

@@ -64,12 +64,12 @@ class CallWaits:
     """The calls that wait, as reported by all schedulers.
 
     Args:
-        holders: Returns which of the given processes hold resources that a scheduler's model needs;
-            none if an instance could run while they hold them.
+        find_holders: Returns which of the given processes hold resources that a scheduler's model
+            needs; none if an instance could run while they hold them.
     """
 
-    def __init__(self, holders: Callable[[Address, set[int]], set[int]]) -> None:
-        self._holders = holders
+    def __init__(self, find_holders: Callable[[Address, set[int]], set[int]]) -> None:
+        self._find_holders = find_holders
         self._reports: dict[Address, _Report] = {}
         self._suspicions: dict[Address, _Suspicion] = {}
 
@@ -120,7 +120,7 @@ class CallWaits:
 
     def _is_stuck(self, wait: _Wait, executions: set[_Execution], pids: set[int]) -> bool:
         return bool(wait.instances) and all(
-            not occupants.isdisjoint(executions) or self._holders(wait.scheduler, pids)
+            not occupants.isdisjoint(executions) or self._find_holders(wait.scheduler, pids)
             for _, occupants in wait.instances
         )
 
@@ -147,7 +147,7 @@ class CallWaits:
     def _awaited_executions(self, wait: _Wait, stuck: list[_Wait]) -> set[_Execution]:
         """Return the executions that must end before a call of this wait can run."""
         executions = {caller for stuck_wait in stuck for caller in stuck_wait.callers()}
-        holders = self._holders(wait.scheduler, {pid for pid, _ in executions})
+        holders = self._find_holders(wait.scheduler, {pid for pid, _ in executions})
         occupants = {occupant for _, occupying in wait.instances for occupant in occupying}
         return occupants | {execution for execution in executions if execution[0] in holders}
 

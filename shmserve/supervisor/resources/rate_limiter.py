@@ -108,7 +108,7 @@ class RateLimiter:
         self._pending: list[_PendingRequest] = []
         self._used_resources: Counter[Resource] = Counter()
         self._capacity: dict[Resource, int] = {}
-        self._numbers = itertools.count()
+        self._request_numbers = itertools.count()
 
     def used(self) -> dict[Resource, int]:
         """Return the granted amount of each resource."""
@@ -227,7 +227,7 @@ class RateLimiter:
         if record is None or instance is None or ticket in record.instance_by_ticket:
             return []
         instance.pid = pid
-        self._pending.append(_PendingRequest(member, ticket, instance, next(self._numbers)))
+        self._pending.append(_PendingRequest(member, ticket, instance, next(self._request_numbers)))
         return self._grant()
 
     def release(self, member: Hashable, ticket: Hashable, executed: bool) -> list[GrantedTicket]:
@@ -253,7 +253,7 @@ class RateLimiter:
                 instance.executions -= 1
         return self._grant()
 
-    def holders(self, member: Hashable, pids: Container[int]) -> set[int]:
+    def find_holders(self, member: Hashable, pids: Container[int]) -> set[int]:
         """Return which of these processes hold resources that instances of a member need.
 
         Returns:
@@ -375,18 +375,18 @@ class Tickets:
             granted = self._limiter.ask(member, message.index, message.ticket, message.pid)
             self._send_granted(granted)
         elif isinstance(message, CheckHolders):
-            if self._limiter.holders(member, message.pids):
+            if self._limiter.find_holders(member, message.pids):
                 self._send(scheduler, ResourcesHeld(message.key))
         else:
             self._send_granted(self._limiter.release(member, message.ticket, message.executed))
 
-    def holders(self, scheduler: Address, pids: set[int]) -> set[int]:
+    def find_holders(self, scheduler: Address, pids: set[int]) -> set[int]:
         """Return which processes hold resources that a scheduler's instances need.
 
         Returns:
             The processes; none if an instance could run while they hold their tickets.
         """
-        return self._limiter.holders(self._members.get(scheduler), pids)
+        return self._limiter.find_holders(self._members.get(scheduler), pids)
 
     def _send_granted(self, granted: Sequence[GrantedTicket]) -> None:
         for member, ticket in granted:

@@ -70,17 +70,17 @@ class WorkspacePool:
         self.capacity = capacity
         self.memory: Memory | None = None
         self._open = False
-        self._free = FreeList(capacity)
+        self._free_list = FreeList(capacity)
         self._owners: dict[int, int] = {}  # the owner of each lease by the lease's offset
         self._requests: deque[_LeaseRequest] = deque()
 
     @property
-    def used(self) -> int:
+    def used_bytes(self) -> int:
         """Return the number of leased bytes."""
-        return self._free.used
+        return self._free_list.used_bytes
 
     @property
-    def waiting(self) -> int:
+    def waiting_count(self) -> int:
         """Return the number of requests without a lease."""
         return len(self._requests)
 
@@ -92,7 +92,7 @@ class WorkspacePool:
     def close(self) -> None:
         """End all leases, because the memory is lost. Requests keep waiting."""
         self._open = False
-        self._free = FreeList(self.capacity)
+        self._free_list = FreeList(self.capacity)
         self._owners.clear()
 
     def ask(self, owner: int, ticket: int, byte_size: int) -> list[GrantedLease]:
@@ -114,14 +114,14 @@ class WorkspacePool:
         if self._owners.get(offset) != owner:
             return []
         del self._owners[offset]
-        self._free.free(offset)
+        self._free_list.free(offset)
         return self._grant()
 
     def drop(self, owner: int) -> list[GrantedLease]:
         """End all leases and lease requests of a process that has exited."""
         for offset in [offset for offset, lessee in self._owners.items() if lessee == owner]:
             del self._owners[offset]
-            self._free.free(offset)
+            self._free_list.free(offset)
         self._requests = deque(request for request in self._requests if request.owner != owner)
         return self._grant()
 
@@ -129,7 +129,7 @@ class WorkspacePool:
         granted: list[GrantedLease] = []
         while self._requests and self._open:
             request = self._requests[0]
-            offset = self._free.allocate(request.byte_size)
+            offset = self._free_list.allocate(request.byte_size)
             if offset is None:
                 break
             self._requests.popleft()

@@ -40,7 +40,7 @@ def events(server: Server) -> Iterator[EventReader]:
 def read_until(events: EventReader, is_last: Callable[[Any], bool]) -> list[Any]:
     received_events: list[Any] = []
     for entry in events.follow():
-        assert not entry.lost
+        assert not entry.lost_count
         received_events.append(entry.event)
         if is_last(entry.event):
             return received_events

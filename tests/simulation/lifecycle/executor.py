@@ -107,7 +107,7 @@ class SimulatedExecutor(LifecycleExecutor):
             tickets=Tickets(False, {}, do_nothing),
             workspaces=Workspaces(config.workspace_byte_sizes, do_nothing),
             hosts=SchedulerHosts(fake, fake, _FOLDER, logging),
-            numbers=itertools.count(1),
+            scheduler_ids=itertools.count(1),
         )
 
     def resize(self) -> None:

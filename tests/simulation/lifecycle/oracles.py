@@ -380,7 +380,7 @@ class LifecycleOracles:
         serving: set[Any] = {
             v for m in executor.registry.models.values() for v in self._serving_of(m).values()
         }
-        if serving != {*executor.live_versions} or serving != {*executor.registry.live}:
+        if serving != {*executor.live_versions} or serving != {*executor.registry.live_versions}:
             self.report_violation(f"5: {executor.live_versions} are alive, and {serving} serve")
         for model in executor.registry.models.values():
             if model.orders or model.incoming or model.dropping or model.retiring or model.draining:

@@ -101,7 +101,7 @@ def test_a_loss_during_a_check_wakes_the_waiter_again(
 ) -> None:
     with contextlib.closing(RequestChannel(connection, lambda _: None, lambda _: None)) as channel:
         channel.wake()
-        connection.losses += 1  # something is, or it would not look
+        connection.loss_count += 1  # something is, or it would not look
 
         def wake_waiter() -> None:
             channel.wake()  # another thread, as soon as it has looked

@@ -308,7 +308,7 @@ def test_completed_prepared_requests_keep_no_memory(memories: Memories) -> None:
     first_request.release_memory()
     late_request.release_memory()
     memories.free_recycled()
-    assert memories._used() == 0
+    assert memories._used_bytes() == 0
 
 
 def test_a_region_keeps_no_templates_of_reloaded_models(memories: Memories) -> None:

@@ -66,7 +66,7 @@ def test_both_spellings_of_every_flag_mean_the_same(name: str) -> None:
     joined_form = command_line.parse([f"--{name}={value}", "folder"])
     assert joined_form == command_line.parse([f"--{name}", value, "folder"])
     assert joined_form.positional == ["folder"]
-    assert joined_form.without_effect == ([] if flags.FLAGS[name].effect else [name])
+    assert joined_form.without_effect == ([] if flags.FLAGS[name].has_effect else [name])
 
 
 def test_a_boolean_flag_may_omit_its_value_and_accepts_tritons_values() -> None:
@@ -149,7 +149,7 @@ def test_the_flags_of_tritonserver_are_all_known() -> None:
     """Each flag is known in both spellings; a flag without effect names its replacement."""
     known_flags = TRITON_FLAGS.split()
     assert set(known_flags) <= set(flags.FLAGS)
-    ignored_flags = [name for name in known_flags if not flags.FLAGS[name].effect]
+    ignored_flags = [name for name in known_flags if not flags.FLAGS[name].has_effect]
     values = {name: "true" if flags.FLAGS[name].kind is bool else "x" for name in ignored_flags}
     for arguments in (
         [f"--{name}={word}" for name, word in values.items()],

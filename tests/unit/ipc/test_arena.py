@@ -32,7 +32,7 @@ def test_blocks_and_holes_always_tile_the_arena(steps: list[tuple[bool, int]]) -
         check_integrity(free_list)
     for offset in offsets:
         assert free_list.free(offset)
-    assert free_list.used == 0
+    assert free_list.used_bytes == 0
     assert free_list.allocate(16384) == 0, "all holes have joined again"
 
 

@@ -39,9 +39,9 @@ def test_a_block_is_free_when_its_last_user_releases_it(memory: LentMemory) -> N
     block = memory.write(b"x" * 100)
     block.acquire()
     block.release()
-    assert memory.used >= 100
+    assert memory.used_bytes >= 100
     block.release()
-    assert memory.used == 0
+    assert memory.used_bytes == 0
 
 
 def test_only_its_reader_releases_a_block(memory: LentMemory) -> None:
@@ -49,9 +49,9 @@ def test_only_its_reader_releases_a_block(memory: LentMemory) -> None:
     memory_id, offset = memory_range.memory.id, memory_range.offset
     assert not memory.release(OTHER_READER, memory_id, [offset])
     assert not memory.release(READER, memory_id + 1, [offset])
-    assert not memory.release(READER, memory_id, [offset + 64]) and memory.used
+    assert not memory.release(READER, memory_id, [offset + 64]) and memory.used_bytes
     assert memory.release(READER, memory_id, [offset, offset])
-    assert (memory.used, len(memory)) == (0, 0)
+    assert (memory.used_bytes, len(memory)) == (0, 0)
     assert not memory.release(READER, memory_id, [offset])
 
 
@@ -62,7 +62,7 @@ def test_all_blocks_of_an_exited_reader_are_freed(memory: LentMemory) -> None:
     assert len(memory) == 1
     memory.drop_reader(OTHER_READER)
     memory.drop_reader(OTHER_READER)
-    assert memory.used == 0
+    assert memory.used_bytes == 0
 
 
 def test_a_block_lent_twice_is_returned_twice(memory: LentMemory) -> None:
@@ -71,7 +71,7 @@ def test_a_block_lent_twice_is_returned_twice(memory: LentMemory) -> None:
     memory.lend(READER, block.memory_range, block)
     for is_used in (True, False):
         memory.release(READER, block.memory_range.memory.id, [block.memory_range.offset])
-        assert bool(memory.used) == is_used
+        assert bool(memory.used_bytes) == is_used
 
 
 def test_full_memory_is_an_error(memory: LentMemory) -> None:

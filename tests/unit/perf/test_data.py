@@ -15,7 +15,7 @@ from shmserve.protocols import TransportError
 from shmserve.protocols.tensors import ModelTensor
 
 BATCHED = ModelInterface(
-    {"X": ModelTensor("X", "INT32", (-1, 2))}, {"Y": ("FP32", (3,))}, batches=True
+    {"X": ModelTensor("X", "INT32", (-1, 2))}, {"Y": ("FP32", (3,))}, supports_batching=True
 )
 ALONE = ModelInterface(
     {"X": ModelTensor("X", "FP32", (-1, 2)), "T": ModelTensor("T", "BYTES", (1,))}

@@ -11,7 +11,7 @@ import pytest
 from shmserve.errors import InvalidArgument
 from shmserve.model_config import normalise, parse_pbtxt, to_dict, validate
 from shmserve.perf import report, search
-from shmserve.perf.search import Candidate, Search, Space, Trial
+from shmserve.perf.search import Candidate, Search, SearchSpace, Trial
 
 TARGET_MS = 30.0
 MAX_BATCH = 64
@@ -20,7 +20,7 @@ VARIANTS: tuple[Mapping[str, Any], ...] = (
     {"strategy": "prefer_batch", "delay_us": 600, "depth": 1},
     {"strategy": "prefer_batch", "delay_us": 3000, "depth": 1},
 )
-SEARCH_SPACE = Space((1, 2, 3, 4, 6, 8), VARIANTS, MAX_BATCH)
+SEARCH_SPACE = SearchSpace((1, 2, 3, 4, 6, 8), VARIANTS, MAX_BATCH)
 START_CANDIDATE = Candidate(1, 8, "prefer_latency")
 
 
@@ -89,7 +89,7 @@ def test_the_search_stays_below_a_cliff_of_execution_time() -> None:
 
 
 def test_models_without_batching_get_more_instances() -> None:
-    space = Space((1, 2, 4, 8), [{"depth": depth} for depth in (1, 2, 4)], 0)
+    space = SearchSpace((1, 2, 4, 8), [{"depth": depth} for depth in (1, 2, 4)], 0)
     search = Search(model(4, 1, 4), TARGET_MS, space, 40)
     best_trial = search.run(Candidate(1, 0))
     assert best_trial is not None
@@ -138,7 +138,7 @@ def test_a_best_run_that_is_slower_when_repeated_is_not_preferred() -> None:
     def measure(candidate: Candidate) -> Trial:
         return Trial(candidate, rates.get(candidate.batch, [0.0]).pop(0), 1.0)
 
-    best_trial = Search(measure, TARGET_MS, Space((1,), (), 16), 60).run(Candidate(1, 4))
+    best_trial = Search(measure, TARGET_MS, SearchSpace((1,), (), 16), 60).run(Candidate(1, 4))
     assert best_trial is not None
     assert (best_trial.candidate.batch, best_trial.per_second) == (8, 200.0)
 

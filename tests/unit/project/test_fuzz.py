@@ -88,7 +88,7 @@ def test_an_unexplained_difference_is_a_finding() -> None:
         "ngh2", "SETTINGS over: - | PROTOCOL_ERROR SETTINGS: unexpected ACK"
     )
     assert explanation is not None and explanation.why
-    closed_stream_error = "DATA over: STREAM_CLOSED a frame on a closed stream | -"
+    closed_stream_error = "DATA over: STREAM_CLOSED a frame on closed stream 1 | -"
     assert find_known_difference("h2", closed_stream_error) is not None
     assert find_known_difference("h2", f"{closed_stream_error} behind a reset") is None
 

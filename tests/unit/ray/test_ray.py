@@ -7,7 +7,7 @@ import pytest
 import shmserve.ray
 from shmserve.errors import InvalidArgument
 from shmserve.ray import server
-from shmserve.ray.server import passed_on, path_of, refusal
+from shmserve.ray.server import end_to_end_headers, path_of, refusal
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_headers_of_a_connection_are_not_passed_on() -> None:
         *(("Host", "a"), ("Connection", "close"), ("Transfer-Encoding", "chunked")),
         *(("Authorization", "Bearer x"), ("traceparent", "y"), ("Content-Encoding", "gzip")),
     ]
-    assert passed_on(headers) == headers[3:]
+    assert end_to_end_headers(headers) == headers[3:]
 
 
 def test_flags_equal_those_of_the_command_line() -> None:

@@ -268,7 +268,7 @@ def test_expired_requests_are_removed_from_a_full_queue() -> None:
     rig = Rig(max_queue_size=1)
     (expiring_id,) = rig.submit(timeout_ns=5 * MS)
     rig.now += 6 * MS
-    rig.core.from_control(InstanceExpected(0, 100), rig.now)
+    rig.core.handle_control_message(InstanceExpected(0, 100), rig.now)
     rig.core.results.handle(b"0.100", m.InstanceReady(0, 100), rig.now)
     (number,) = rig.submit()
     assert rig.answers() == [failure(expiring_id, "UNAVAILABLE", EXPIRED_TEXT)]

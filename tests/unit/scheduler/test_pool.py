@@ -35,16 +35,16 @@ def counts(pool: Pool) -> dict[str, int]:
 
 def test_an_instance_is_counted_once_announced_and_registered(pool: Pool) -> None:
     pool.announce(0, 100)
-    assert not pool.free and counts(pool) == {"expected": 1}
+    assert not pool.free_slots and counts(pool) == {"expected": 1}
     pool.register_worker(0, b"0.100", 100)
-    assert pool.free and counts(pool) == {"idle": 1}
+    assert pool.free_slots and counts(pool) == {"idle": 1}
 
 
 def test_an_offer_ahead_of_its_announcement_is_kept(pool: Pool) -> None:
     pool.register_worker(0, b"0.100", 100)
-    assert not pool.free
+    assert not pool.free_slots
     pool.announce(0, 100)
-    assert pool.free
+    assert pool.free_slots
 
 
 def test_a_successors_offer_ahead_of_the_exit_is_kept(pool: Pool) -> None:
@@ -52,16 +52,16 @@ def test_a_successors_offer_ahead_of_the_exit_is_kept(pool: Pool) -> None:
     batch = execution()
     pool.assign(batch)
     pool.register_worker(0, b"0.101", 101)
-    assert not pool.free and pool.process_exited(100) == LostWork([batch], [])
+    assert not pool.free_slots and pool.process_exited(100) == LostWork([batch], [])
     pool.announce(0, 101)
-    assert pool.by_peer(b"0.101") is not None and pool.free
+    assert pool.by_peer(b"0.101") is not None and pool.free_slots
 
 
 def test_a_registration_of_an_exited_process_is_discarded(pool: Pool) -> None:
     pool.register_worker(0, b"0.100", 100)
     assert pool.process_exited(100) is None
     pool.announce(0, 100)
-    assert not pool.free
+    assert not pool.free_slots
 
 
 def test_only_announced_instances_are_registered() -> None:
@@ -70,21 +70,21 @@ def test_only_announced_instances_are_registered() -> None:
     pool.register_worker(0, b"0.500", 500)
     pool.announce(0, 0)
     pool.register_worker(0, b"0.500", 500)
-    assert not pool.free
+    assert not pool.free_slots
     pool.announce(0, 100)
     pool.register_worker(0, b"0.501", 501)
-    assert not pool.free
+    assert not pool.free_slots
     pool.register_worker(0, b"0.100", 100)
     assert pool.by_peer(b"0.100") is not None
     # A registration is also ignored after the accepted or the announced process has exited.
     pool.register_worker(0, b"0.502", 502)
     pool.process_exited(100)
     pool.announce(0, 0)
-    assert not pool.free
+    assert not pool.free_slots
     pool.announce(0, 101)
     pool.process_exited(101)
     pool.register_worker(0, b"0.101", 101)
-    assert not pool.free
+    assert not pool.free_slots
 
 
 def test_repeated_offers_and_announcements_change_nothing(pool: Pool) -> None:
@@ -92,7 +92,7 @@ def test_repeated_offers_and_announcements_change_nothing(pool: Pool) -> None:
     register_instance(pool)
     pool.assign(execution())
     register_instance(pool)
-    assert not pool.free and pool.by_peer(peer) is not None
+    assert not pool.free_slots and pool.by_peer(peer) is not None
 
 
 def test_batches_go_to_the_longest_idle_instance(pool: Pool) -> None:
@@ -103,7 +103,7 @@ def test_batches_go_to_the_longest_idle_instance(pool: Pool) -> None:
     slot.requests.clear()
     assert pool.assign(execution(2)).peer == second_worker
     assert pool.assign(execution(3)).peer == first_worker
-    assert not pool.free and pool.executing == 2
+    assert not pool.free_slots and pool.executing_count == 2
 
 
 def test_an_exit_returns_the_batch_and_frees_nothing(pool: Pool) -> None:
@@ -113,12 +113,12 @@ def test_an_exit_returns_the_batch_and_frees_nothing(pool: Pool) -> None:
     assert pool.process_exited(999) is None
     assert pool.process_exited(100) == LostWork([batch], [])
     assert pool.process_exited(100) is None
-    assert pool.by_peer(peer) is None and not pool.free and counts(pool) == {"expected": 1}
+    assert pool.by_peer(peer) is None and not pool.free_slots and counts(pool) == {"expected": 1}
 
 
 def test_an_idle_instance_that_exits_receives_no_more_batches(pool: Pool) -> None:
     register_instance(pool)
-    assert pool.process_exited(100) == LostWork([], []) and not pool.free
+    assert pool.process_exited(100) == LostWork([], []) and not pool.free_slots
 
 
 def test_a_doomed_instance_keeps_its_batch_and_gets_no_other(pool: Pool) -> None:
@@ -126,7 +126,7 @@ def test_a_doomed_instance_keeps_its_batch_and_gets_no_other(pool: Pool) -> None
     slot = pool.assign(execution())
     slot.transition("doom")
     pool.finish(slot, NOW)
-    assert not pool.free and counts(pool) == {"doomed": 1}
+    assert not pool.free_slots and counts(pool) == {"doomed": 1}
 
 
 def test_the_limit_counts_from_the_start_of_the_batch() -> None:
@@ -190,19 +190,20 @@ def test_a_busy_instance_takes_as_many_batches_as_its_credits() -> None:
     slot = pool.assign(first_execution)
     assert not pool.least_busy(1) and pool.least_busy(2)
     assert pool.assign(second_execution, pool.least_busy(2)) is slot and not pool.least_busy(2)
-    assert slot.execution is first_execution and pool.executing == 2 and not pool.free
+    assert slot.execution is first_execution and pool.executing_count == 2 and not pool.free_slots
     pool.finish(slot, NOW + 70)
-    assert slot.execution is second_execution and slot.state is SlotState.BUSY and not pool.free
+    assert slot.execution is second_execution and slot.state is SlotState.BUSY
+    assert not pool.free_slots
     assert second_execution.started_ns == NOW + 70, "its time begins when it is the first"
     pool.finish(slot, NOW + 90)
-    assert slot.execution is None and pool.free
+    assert slot.execution is None and pool.free_slots
 
 
 def test_a_batch_ahead_is_sent_to_the_least_busy_instance(pool: Pool) -> None:
     register_instance(pool, 0, 100), register_instance(pool, 1, 101)
     slots = []
     for number in range(6):
-        prefetch_slot = None if pool.free else pool.least_busy(4)
+        prefetch_slot = None if pool.free_slots else pool.least_busy(4)
         slots.append(pool.assign(execution(number), prefetch_slot).index)
     assert slots == [0, 1, 0, 1, 0, 1]
 
@@ -220,9 +221,9 @@ def test_an_exit_returns_open_requests_separately(pool: Pool) -> None:
     first_execution, second_execution = execution(1), execution(2)
     pool.finish(pool.assign(first_execution), NOW)
     pool.assign(second_execution)
-    assert pool.executing == 2
+    assert pool.executing_count == 2
     assert pool.process_exited(100) == LostWork([second_execution], first_execution.requests)
-    assert pool.executing == 0
+    assert pool.executing_count == 0
 
 
 def take_retired(pool: Pool) -> list[int]:
@@ -233,14 +234,14 @@ def test_a_retiring_instance_finishes_its_work_and_receives_no_more(pool: Pool) 
     peer = register_instance(pool)
     slot = pool.assign(execution())
     pool.retire(0)
-    assert not pool.free and not pool.least_busy(2) and take_retired(pool) == []
+    assert not pool.free_slots and not pool.least_busy(2) and take_retired(pool) == []
     pool.finish(slot, NOW)
-    assert not pool.free
+    assert not pool.free_slots
     assert take_retired(pool) == []  # the open request of a decoupled model prevents the retirement
     slot.requests.clear()
     assert pool.take_retired(lambda slot: True) == []  # the open sequences prevent the retirement
     assert take_retired(pool) == [100]
-    assert pool.by_peer(peer) is None and counts(pool) == {} and not pool.retiring
+    assert pool.by_peer(peer) is None and counts(pool) == {} and not pool.retiring_slots
 
 
 def test_an_instance_that_retires_before_its_start_is_removed_at_once(pool: Pool) -> None:
@@ -256,10 +257,10 @@ def test_an_instance_that_exits_while_it_retires_is_removed(pool: Pool) -> None:
     pool.assign(batch)
     pool.retire(0)
     assert pool.process_exited(100) == LostWork([batch], [])
-    assert not pool.retiring and counts(pool) == {}
+    assert not pool.retiring_slots and counts(pool) == {}
     pool.announce(0, 101)
     pool.register_worker(0, b"0.101", 101)
-    assert pool.free
+    assert pool.free_slots
 
 
 def test_an_instance_at_its_request_limit_is_not_free() -> None:
@@ -270,11 +271,11 @@ def test_an_instance_at_its_request_limit_is_not_free() -> None:
         slot = pool.assign(batch)
         pool.finish(slot, 0)
     assert len(slot.requests) == 2 and slot.idle
-    assert not pool.free and pool.least_busy(9) is None
+    assert not pool.free_slots and pool.least_busy(9) is None
     slot.requests.popitem()
     pool.update_free(slot)
     pool.update_free(slot)
-    assert list(pool.free) == [slot]
+    assert list(pool.free_slots) == [slot]
 
 
 def test_an_offer_of_a_withdrawn_instance_is_dropped_with_its_process(pool: Pool) -> None:

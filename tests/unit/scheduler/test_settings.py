@@ -47,7 +47,7 @@ def test_every_setting_is_read() -> None:
     level = LevelPolicy("REJECT", 50, True, 10)
     assert settings.policies == QueuePolicies(level, 2, 1, {1: LevelPolicy(max_queue_size=1)}, True)
     assert settings.timeout_is_deadline and settings.preserve_ordering
-    assert settings.execution_limit_ns == 250_000_000 and settings.hold == (4, 0)
+    assert settings.execution_limit_ns == 250_000_000 and settings.hold_thresholds == (4, 0)
 
 
 def test_a_priority_that_is_no_level_is_the_default_level() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.common.model_metrics import plus, total
+from shmserve.common.model_metrics import add_tables, sum_counters
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import (
     BaseCounters,
@@ -204,7 +204,7 @@ def test_a_successor_continues_the_counts() -> None:
     report = rig.report()
     assert report["shmserve"]["copied_bytes"] == {"in": 5, "out": 6}
     (snapshot,) = [sent for _, sent in rig.control.take() if type(sent) is StatisticsSnapshot]
-    assert total(snapshot.statistics).items() <= report["shmserve"].items()
+    assert sum_counters(snapshot.statistics).items() <= report["shmserve"].items()
 
     successor = Rig({})
     successor.scheduler.restore([snapshot.statistics, snapshot.metrics], [100])
@@ -226,15 +226,15 @@ def test_the_successor_of_a_version_continues_its_metrics_only() -> None:
     old_report = last_snapshot(old_rig)
     assert old_report["inference_count"] == 0
     new_rig = Rig({})
-    new_rig.supervisor(BaseCounters(total(old_report)))
+    new_rig.supervisor(BaseCounters(sum_counters(old_report)))
     new_rig.finish(new_rig.start(), run_one(new_rig))
     old_rig.pass_time(MS)
     old_rig.finish(peer, batch)
-    new_rig.supervisor(BaseCounters(total(last_snapshot(old_rig))))
+    new_rig.supervisor(BaseCounters(sum_counters(last_snapshot(old_rig))))
     report = new_rig.report()
     assert report["inference_count"] == 1
     snapshot = last_snapshot(new_rig)
-    totals = total(snapshot)
+    totals = sum_counters(snapshot)
     assert totals.items() <= report["shmserve"].items()
     assert totals["inference_count"] == 3 and totals["success"] == 3
     assert totals["batch_size"]["counts"][:2] == [1, 1]
@@ -244,12 +244,12 @@ def test_the_successor_of_a_version_continues_its_metrics_only() -> None:
     # A successor after a death or a planned replacement continues from both snapshots.
     after_a_death = Rig({})
     after_a_death.scheduler.restore([snapshot, [[]]], [])
-    assert total(after_a_death.snapshot()) == totals
+    assert sum_counters(after_a_death.snapshot()) == totals
     after_a_reload = Rig({})
     after_a_reload.supervisor(BaseCounters(totals))
-    assert total(after_a_reload.snapshot()) == totals
+    assert sum_counters(after_a_reload.snapshot()) == totals
     after_a_reload.supervisor(BaseCounters({"nonsense": 1}))
-    assert total(after_a_reload.snapshot()) == totals
+    assert sum_counters(after_a_reload.snapshot()) == totals
 
 
 def test_a_histogram_with_changed_bounds_restarts() -> None:
@@ -259,9 +259,9 @@ def test_a_histogram_with_changed_bounds_restarts() -> None:
         peer = rig.start()
         rig.submit()
         rig.respond(peer, rig.execute()[1].requests[0].key)
-        reports.append(total(rig.snapshot()))
+        reports.append(sum_counters(rig.snapshot()))
     assert reports[0]["first_response_ms"]["counts"] == [1, 0, 0]
-    same_sum, changed_sum = (plus(later_report, reports[0]) for later_report in reports[1:])
+    same_sum, changed_sum = (add_tables(later_report, reports[0]) for later_report in reports[1:])
     assert same_sum["first_response_ms"]["counts"] == [2, 0, 0]
     assert changed_sum["first_response_ms"]["counts"] == [1, 0]
 

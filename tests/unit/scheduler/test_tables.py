@@ -135,7 +135,7 @@ def test_counts_are_carried_to_the_next_scheduler() -> None:
     first_report, first_snapshot = rig.report(), rig.snapshot()
     send_response(rig, peer, key, MS, 1, final=True)
     rig.control.take()
-    rig.scheduler.from_control(SnapshotStatistics(), rig.now)
+    rig.scheduler.handle_control_message(SnapshotStatistics(), rig.now)
     ((_, snapshot),) = rig.control.take()
     assert "responses" not in snapshot.statistics
     assert snapshot.statistics.keys() == first_snapshot.keys() - {"responses"}

@@ -27,7 +27,7 @@ def report(model: str, *waits: tuple[list[Call], list[list[int]]]) -> CallsWaiti
 
 class CallGraph:
     def __init__(self, tickets: Tickets | None = None) -> None:
-        self.waits = CallWaits((tickets or Tickets(False, {}, lambda *_: None)).holders)
+        self.waits = CallWaits((tickets or Tickets(False, {}, lambda *_: None)).find_holders)
         self.now_ns = 0
 
     def run_rounds(self, reports: dict[int, CallsWaiting], count: int = 4) -> list[tuple[int, Any]]:

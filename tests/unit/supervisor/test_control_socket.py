@@ -65,7 +65,7 @@ async def test_only_workers_that_call_models_receive_news_of_schedulers(tmp_path
         control.broadcast(m.Stop(), "worker", "caller")
         control.flush()
         received.append(receive_arrived(worker))
-        control.calls(os.getpid())
+        control.add_caller(os.getpid())
     worker.close()
     control.close()
     assert received == [[stop_message], [lost_message, stop_message]]

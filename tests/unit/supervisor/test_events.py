@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.cli.events import _as_json, _as_text
-from shmserve.client.events import TOPICS, EventReader, Gaps, ReceivedEvent
+from shmserve.client.events import TOPICS, EventReader, GapDetector, ReceivedEvent
 from shmserve.errors import Disconnected
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import publications
@@ -111,7 +111,7 @@ async def test_a_missing_run_directory_is_reported(
 
 @given(st.sets(st.integers(1, 60), min_size=1))
 def test_missing_events_are_counted(arrived: set[int]) -> None:
-    gaps = Gaps()
+    gaps = GapDetector()
     lost_counts = [gaps.count_before("models", number) for number in sorted(arrived)]
     assert lost_counts[0] == 0  # events before the first received one are not counted as lost
     assert sum(lost_counts) == max(arrived) - min(arrived) + 1 - len(arrived)
@@ -125,7 +125,7 @@ def _count_events(reader: EventReader, total: int = 0) -> tuple[int, int]:
     read_count = lost_count = 0
     for received_event in reader.follow():
         read_count += received_event.event is not None
-        lost_count += received_event.lost
+        lost_count += received_event.lost_count
         if read_count + lost_count == total or getattr(received_event.event, "pid", 0) == -1:
             return read_count, lost_count
     raise AssertionError

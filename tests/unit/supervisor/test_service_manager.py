@@ -37,17 +37,17 @@ def test_each_state_is_notified_once(address_and_socket: tuple[str, socket.socke
     manager = ServiceManager.from_environment(environment)
     assert environment == {"OTHER": "1"}
     for state in ("a", "a", "b"):
-        manager.status(state)
-    manager.ready("c")
-    manager.status("c")
-    manager.alive()
+        manager.notify_status(state)
+    manager.notify_ready("c")
+    manager.notify_status("c")
+    manager.notify_alive()
     before_us = time.monotonic_ns() // 1000
     manager.report_reloading()
-    manager.ready("c")
+    manager.notify_ready("c")
     manager.report_stopping("d")
-    manager.status("e")
+    manager.notify_status("e")
     manager.close()
-    manager.status("f")
+    manager.notify_status("f")
     notifications = [sock.recv(1000) for _ in range(7)]
     reloading = notifications.pop(4).decode().split()
     assert before_us <= int(reloading.pop(1).removeprefix("MONOTONIC_USEC="))
@@ -104,7 +104,7 @@ def test_notifications_queue_up_without_watchdog_messages(
         for number, fd in enumerate(files):
             manager.keep(str(number), [fd])
             os.close(fd)  # the waiting descriptor is a duplicate
-            manager.alive()
+            manager.notify_alive()
         while not received or received[-1][0] != names[-1]:
             await asyncio.sleep(0)
             try:
@@ -115,7 +115,7 @@ def test_notifications_queue_up_without_watchdog_messages(
                 continue
             received.append((data.decode(), (os.fstat(fd).st_dev, os.fstat(fd).st_ino)))
             os.close(fd)
-        manager.alive()
+        manager.notify_alive()
         manager.close()
         return received
 
@@ -154,7 +154,7 @@ def test_a_flush_ends_when_no_message_waits(address_and_socket: tuple[str, socke
 @pytest.mark.parametrize("address", [None, "", "/nowhere/notify"])
 def test_without_a_service_manager_nothing_is_sent(address: str | None) -> None:
     manager = ServiceManager(address)
-    manager.ready("a")
+    manager.notify_ready("a")
     asyncio.run(asyncio.wait_for(manager.wait_until_flushed(), 1))
     asyncio.run(asyncio.wait_for(manager.keep_waiting(), 5))
 

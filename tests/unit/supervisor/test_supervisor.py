@@ -29,7 +29,7 @@ def supervisor() -> Any:
     parts["gateways"] = MagicMock(drain=AsyncMock(), stop=AsyncMock())
     shutdown_calls = {"finish_sequences": AsyncMock(), "stop": AsyncMock(), "kill": AsyncMock()}
     parts["models"] = MagicMock(**shutdown_calls)
-    parts["manager"] = ServiceManager(None)
+    parts["service_manager"] = ServiceManager(None)
     return Supervisor(**parts)
 
 

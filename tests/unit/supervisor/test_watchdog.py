@@ -39,7 +39,7 @@ def test_an_unresponsive_process_is_named_without_pings(caplog: pytest.LogCaptur
         )
         for signs in range(2):
             number = await control.pings.get()
-            assert manager.alive.call_count == signs
+            assert manager.notify_alive.call_count == signs
             control.answer(number, 7, 8)
         number = await control.pings.get()
         control.answer(number, 7)
@@ -48,10 +48,10 @@ def test_an_unresponsive_process_is_named_without_pings(caplog: pytest.LogCaptur
         ):
             await asyncio.sleep(0)
         assert caplog.text.strip().endswith("these processes do not respond: b (pid 8)")
-        assert (manager.alive.call_count, control.pings.qsize()) == (2, 0)
+        assert (manager.notify_alive.call_count, control.pings.qsize()) == (2, 0)
         control.answer(number, 8)
         await control.pings.get()
-        assert manager.alive.call_count == 3
+        assert manager.notify_alive.call_count == 3
         watching.cancel()
 
     asyncio.run(asyncio.wait_for(watch(), 20))

@@ -34,8 +34,8 @@ DEVICE = "cuda:1"
 
 def check_leases(pool: WorkspacePool) -> None:
     """Assert that leases and holes tile the pool, and that each lease has an owner."""
-    check_integrity(pool._free)
-    assert pool._free._block_sizes.keys() == pool._owners.keys()
+    check_integrity(pool._free_list)
+    assert pool._free_list._block_sizes.keys() == pool._owners.keys()
 
 
 def device_memory(number: int) -> Memory:
@@ -242,12 +242,12 @@ def test_leases_are_disjoint_ordered_and_all_released(steps: list[Step]) -> None
             waiting_requests = deque(lease for lease in waiting_requests if lease[0] != worker)
             take(pool.drop(worker))
         check_leases(pool)
-        assert pool.waiting == len(waiting_requests)
+        assert pool.waiting_count == len(waiting_requests)
         assert leases or not waiting_requests  # if nothing is leased, no request waits
     while leases:
         offset, (owner, _) = leases.popitem()
         take(pool.release(owner, offset))
-    assert not waiting_requests and pool.used == 0
+    assert not waiting_requests and pool.used_bytes == 0
     assert pool.ask(9, 0, POOL_SIZE) == [GrantedLease(9, 0, 0)]  # the pool is one free range again
 
 
@@ -261,18 +261,18 @@ def test_many_leases_of_mixed_sizes_leave_no_fragments() -> None:
     for ticket in range(100_000):
         sizes[ticket] = min(POOL_SIZE, int(2 ** rng.uniform(0, 12.1)))
         granted_leases = pool.ask(ticket, ticket, sizes[ticket])
-        while granted_leases or pool.waiting > 8:
+        while granted_leases or pool.waiting_count > 8:
             leased_ranges += [(owner, offset) for owner, _, offset in granted_leases]
             granted_count += len(granted_leases)
             granted_leases = []
-            if pool.waiting > 8:
+            if pool.waiting_count > 8:
                 granted_leases = pool.release(*leased_ranges.pop(rng.randrange(len(leased_ranges))))
     while leased_ranges:
         granted_leases = pool.release(*leased_ranges.pop())
         granted_count += len(granted_leases)
         leased_ranges += [(owner, offset) for owner, _, offset in granted_leases]
     check_leases(pool)
-    assert granted_count == 100_000 and pool.used == 0
+    assert granted_count == 100_000 and pool.used_bytes == 0
     assert pool.ask(1, 1, POOL_SIZE)
 
 
@@ -294,7 +294,7 @@ def test_a_request_for_a_workspace_waits_for_its_allocation() -> None:
     assert pool.ask(1, 7, POOL_SIZE) == [] and pool.open() == [GrantedLease(1, 7, 0)]
     assert pool.ask(2, 8, 64) == pool.ask(3, 9, 64) == []
     pool.close()
-    assert (pool.used, pool.waiting) == (0, 2)
+    assert (pool.used_bytes, pool.waiting_count) == (0, 2)
     assert pool.release(1, 0) == pool.drop(2) == []
     check_leases(pool)
     assert pool.open() == [GrantedLease(3, 9, 0)]

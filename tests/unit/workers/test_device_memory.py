@@ -224,7 +224,7 @@ def test_a_worker_checks_a_handle(cuda: FakeCuda) -> None:
 
 def test_handles_without_cuda_are_refused() -> None:
     region = FakeCuda().export(64).memory()
-    with pytest.raises(Unavailable, match="not used here"):
+    with pytest.raises(Unavailable, match="in device memory"):
         Mappings().view(Range(region, 0, 1))
     if not torch.cuda.is_available():
         with pytest.raises(Unavailable, match="CUDA shared memory needs"):

@@ -22,9 +22,9 @@ def test_only_views_can_be_at_fault() -> None:
 def test_a_copy_that_fixed_an_error_is_remembered() -> None:
     policy = InputPolicy()
     policy.record_retry(succeeded=False)
-    assert not policy.copies
+    assert not policy.copies_inputs
     policy.record_retry(succeeded=True)
-    assert policy.copies
+    assert policy.copies_inputs
 
 
 def test_a_model_with_frequent_errors_is_not_retried_for_a_while() -> None:

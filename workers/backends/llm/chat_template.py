@@ -25,8 +25,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from shmserve.errors import Internal, InvalidArgument, clip
 
 # Variables that a request may set only if the template uses them, and their default values in
-# OpenAI's API. The defaults are always permitted, because agents send them.
-_CHECKED_VARIABLES = {"documents": [], "reasoning_effort": "medium"}
+# OpenAI's API. The defaults are always permitted, because agents send them. The names after a
+# default are variables of templates with the same purpose.
+_CHECKED_VARIABLES: Mapping[str, tuple[Any, ...]] = {
+    "documents": ([],),
+    "reasoning_effort": ("medium", "enable_thinking"),
+}
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _TYPE_TESTS = ("string", "iterable", "sequence", "mapping")
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning")
@@ -58,12 +62,12 @@ class ChatTemplate:
 
     Attributes:
         sources: The templates by name.
-        special: The texts of special tokens by their names in templates, such as "eos_token".
+        special_tokens: The texts of special tokens by their names in templates ("eos_token").
     """
 
-    def __init__(self, sources: Mapping[str, str], special: Mapping[str, str]) -> None:
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         self.sources = sources
-        self.special = special
+        self.special_tokens = special_tokens
         extensions = [GenerationTag, "jinja2.ext.loopcontrols"]
         self._environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=extensions
@@ -88,7 +92,7 @@ class ChatTemplate:
         if not self.sources:
             text = "messages: the model has no chat template; send text_input instead"
             raise InvalidArgument(text)
-        variables = {"tools": None, "documents": None, **self.special, **chat}
+        variables = {"tools": None, "documents": None, **self.special_tokens, **chat}
         variables |= variables.pop("chat_template_kwargs", None) or {}
         name = self._select_name(variables.pop("chat_template", None), variables["tools"])
         continues = variables.pop("continue_final_message", None)
@@ -103,6 +107,9 @@ class ChatTemplate:
             if template.requires_tool_name:
                 _name_tool_messages(messages)
             last_text = _mark_end(chat["messages"][-1], messages[-1], template) if continues else ""
+            effort = variables.get("reasoning_effort")
+            if effort and "enable_thinking" in template.variables:  # as in vLLM
+                variables.setdefault("enable_thinking", effort != "none")
             _check_variables(variables, template)
             text = template.template.render(**{**variables, "messages": messages})
             text.encode()
@@ -134,7 +141,7 @@ class ChatTemplate:
             parsed_template = self._environment.parse(source)
             self._compiled_templates[name] = _CompiledTemplate(
                 self._environment.from_string(source),
-                any(_names(loop.iter, "content") for loop in parsed_template.find_all(nodes.For)),
+                any(_reads(loop.iter, "content") for loop in parsed_template.find_all(nodes.For)),
                 any(test.name in _TYPE_TESTS for test in parsed_template.find_all(nodes.Test)),
                 any(
                     constant.value == "developer"
@@ -143,7 +150,7 @@ class ChatTemplate:
                 "content" in source,
                 any(map(_checks_content, parsed_template.find_all((nodes.Test, nodes.Compare)))),
                 any(
-                    test.name == "none" and _names(test.node, "content")
+                    test.name == "none" and _reads(test.node, "content")
                     for test in parsed_template.find_all(nodes.Test)
                 ),
                 _takes_argument_text(parsed_template),
@@ -187,12 +194,13 @@ class _CompiledTemplate(NamedTuple):
 
 def _check_variables(chat: Mapping[str, Any], template: _CompiledTemplate) -> None:
     """Raise InvalidArgument if a request has variables that the template would ignore."""
-    for name, default in _CHECKED_VARIABLES.items():
-        if chat.get(name) and chat[name] != default and name not in template.variables:
+    for name, (default, *other_names) in _CHECKED_VARIABLES.items():
+        is_used = not template.variables.isdisjoint((name, *other_names))
+        if chat.get(name) and chat[name] != default and not is_used:
             raise InvalidArgument(f"{name}: the model's chat template does not use it")
 
 
-def _names(node: nodes.Node, name: str) -> bool:
+def _reads(node: nodes.Node, name: str) -> bool:
     """Return whether an expression is the variable `name`, or a member of that name."""
     if isinstance(node, nodes.Getitem):
         return isinstance(node.arg, nodes.Const) and node.arg.value == name
@@ -203,7 +211,7 @@ def _takes_argument_text(parsed_template: nodes.Template) -> bool:
     """Return whether a template writes `arguments` as they are: without a filter or type test."""
     names = {"arguments"}
     for assign in parsed_template.find_all(nodes.Assign):
-        if _names(assign.node, "arguments") and isinstance(assign.target, nodes.Name):
+        if _reads(assign.node, "arguments") and isinstance(assign.target, nodes.Name):
             names.add(assign.target.name)
     written_nodes: list[nodes.Node] = []
     for sum_node in parsed_template.find_all(nodes.Add):
@@ -213,16 +221,16 @@ def _takes_argument_text(parsed_template: nodes.Template) -> bool:
     for concatenation in parsed_template.find_all(nodes.Concat):
         written_nodes += concatenation.nodes
     tested = (test.node for test in parsed_template.find_all(nodes.Test))
-    tests_type = any(_names(node, name) for node in tested for name in names)
-    return not tests_type and any(_names(node, name) for node in written_nodes for name in names)
+    tests_type = any(_reads(node, name) for node in tested for name in names)
+    return not tests_type and any(_reads(node, name) for node in written_nodes for name in names)
 
 
 def _requires_name(branch: nodes.If) -> bool:
     """Return whether a branch rejects messages that have no `name`, as in templates of Hermes."""
     tests = [branch.test, *branch.test.find_all(nodes.Test)]
     calls = (call for part in branch.body for call in part.find_all(nodes.Call))
-    checks_name = any(isinstance(test, nodes.Test) and _names(test.node, "name") for test in tests)
-    return checks_name and any(_names(call.node, "raise_exception") for call in calls)
+    checks_name = any(isinstance(test, nodes.Test) and _reads(test.node, "name") for test in tests)
+    return checks_name and any(_reads(call.node, "raise_exception") for call in calls)
 
 
 def _name_tool_messages(messages: list[dict[str, Any]]) -> None:
@@ -237,7 +245,7 @@ def _name_tool_messages(messages: list[dict[str, Any]]) -> None:
 
 def _checks_content(node: nodes.Node) -> bool:
     if isinstance(node, nodes.Test):
-        return node.name in ("defined", "undefined") and _names(node.node, "content")
+        return node.name in ("defined", "undefined") and _reads(node.node, "content")
     compared = getattr(node, "expr", None)
     return isinstance(compared, nodes.Const) and compared.value == "content"
 
@@ -263,13 +271,14 @@ def conversation(text: str) -> dict[str, Any]:
         kind, description = _VARIABLE_TYPES[name]
         if not isinstance(chat[name], kind | None):
             raise InvalidArgument(f"{name}: {clip(repr(chat[name]))} is not {description}")
+    chat = {name: value for name, value in chat.items() if value is not None}
     if '"custom"' in text:
         for message in messages:
             _replace_custom(message, "tool_calls")
         _replace_custom(chat, "tools")
         if "tool_choice" in chat:
             chat["tool_choice"] = _as_function(chat["tool_choice"], "tool_choice")
-    return {**chat}
+    return chat
 
 
 def _replace_custom(members: dict[str, Any], name: str) -> None:
@@ -532,7 +541,7 @@ def render_in_process(
             command, stdin=pipe, stdout=pipe, text=True, pass_fds=[file.fileno()]
         ) as process:
             try:
-                chat = _exchange(process, [template.sources, template.special])
+                chat = _exchange(process, [template.sources, template.special_tokens])
                 options = take_options(chat)
                 size = _exchange(process, chat)["size"]
             finally:

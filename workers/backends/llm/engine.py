@@ -8,6 +8,7 @@ The file has the prompts and sequences, the methods that propose draft tokens (s
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from shmserve.workers.backends.llm.sampler import (
     verify,
 )
 
-_NO_ALLOWED_TOKEN = "the other parameters forbid all tokens that the grammar allows"
+_NO_ALLOWED_TOKEN = "the other parameters forbid all tokens that it allows"
 _MAX_NGRAM, _MIN_NGRAM = 4, 2  # the longest and the shortest n-gram, in tokens
 _MAX_DRAFT_INPUT = 512  # tokens of a sequence that a draft model reads per step
 
@@ -433,13 +434,29 @@ class WorkerEngine:
         raw_logits = _copy_raw(row_logits, sampled)
         process(row_logits, sampled)
         accepted_tokens = verify(row_logits, sampled, checks)
-        parts = zip(plans, checks, accepted_tokens, strict=True)
+        parts = [
+            (plan, check, tokens)
+            for plan, check, tokens in zip(plans, checks, accepted_tokens, strict=True)
+            if self._are_allowed(plan, tokens, row_logits[check.first_row :])
+        ]
         outputs = [self._append_tokens(*part, raw_logits) for part in parts]
         self.emit(outputs)
         return [
             RowResult(o.sequence.number, o.tokens, o.finish_reason, len(check.proposal.tokens))
-            for o, check in zip(outputs, checks, strict=True)
+            for o, (_, check, _) in zip(outputs, parts, strict=True)
         ]
+
+    def _are_allowed(self, plan: RowPlan, tokens: list[int], logits: Tensor) -> bool:
+        """Return whether sampled tokens are allowed; fail the request if no token is allowed."""
+        prompt, parameters = plan.sequence.prompt, plan.sequence.prompt.parameters
+        is_restricted = parameters.restricted or plan.masks
+        if not is_restricted or logits[range(len(tokens)), tokens].min() > -math.inf:
+            return True
+        name = "allowed_token_ids" if parameters.allowed_token_ids else "bad_words"
+        name = parameters.grammar_name if plan.masks else name
+        self.fail({prompt.key}, InvalidArgument(f"{name}: {_NO_ALLOWED_TOKEN}"))
+        del self._sequences[plan.row.sequence]  # `step` reports the sequence as skipped
+        return False
 
     def _append_tokens(
         self, plan: RowPlan, check: Check, tokens: list[int], raw_logits: Tensor | None
@@ -453,10 +470,6 @@ class WorkerEngine:
         matcher = sequence.matcher
         if matcher is not None and not matcher.is_stopped():
             matcher.consume_tokens(tokens[:-1] if finish_reason else tokens)
-            is_end = finish_reason == "stop" and tokens[-1] in prompt.end_tokens
-            if is_end and not matcher.is_accepting():
-                name = prompt.parameters.grammar_name
-                self.fail({prompt.key}, InvalidArgument(f"{name}: {_NO_ALLOWED_TOKEN}"))
         scores: list[TokenLogprobs] = []
         if raw_logits is not None and prompt.parameters.logprobs >= 0:
             rows = raw_logits[check.first_row : check.first_row + len(tokens)]

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shmserve.errors import InvalidArgument, clip
-from shmserve.ipc.engine_settings import IGNORED_PARAMETERS
+from shmserve.ipc.engine_settings import IGNORED_PARAMETERS, UNSUPPORTED_PARAMETERS
 from shmserve.logs import warn_once
 from shmserve.workers.backends.llm.token_texts import parse_json, with_pauses
 
@@ -55,13 +55,21 @@ _ALIASES = {
 }
 # Parameters of OpenAI's and vLLM's APIs that would change a text, and their values without effect.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(UNSUPPORTED_PARAMETERS, ({}, [])),
     "suffix": ("",),
-    "logits_processors": ([],),
     "detokenize": (True,),
+    "watermarking": (False,),
+    "truncation_side": ("left",),
     "cache_salt": (),
     "lora_name": ("",),
     "prompt_embeds": (),
 }
+# Members of a conversation, which the input `messages` contains.
+_CONVERSATION = (
+    *("tools", "tool_choice", "parallel_tool_calls", "chat_template", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message", "documents", "reasoning_effort"),
+    "include_reasoning",
+)
 _NO_GRAMMAR = ("", "")
 _OBJECT_SCHEMA = {"type": "object"}
 _MAX_CHOICES = 10_000
@@ -185,20 +193,24 @@ def parse(
     """
     problems: list[str] = []
     grammars: dict[str, tuple[str, str]] = {}
-    request_names = {_ALIASES.get(name, name): name for name in request}
+    request = {name: value for name, value in request.items() if value is not None}
     presets = {name: defaults[name] for name in _PRESETS if defaults.get(name) is not None}
+    request_names = {
+        **{_ALIASES.get(name, name): f"generation_config.json: {name}" for name in presets},
+        **{_ALIASES.get(name, name): name for name in request},
+    }
     values: dict[str, Any] = {"seed": secrets.randbits(63)}
     for name, value in {**_resolve_aliases(presets), **_resolve_aliases(request)}.items():
         parser = _PARSERS.get(name)
-        if value is None:
-            continue
         if parser is not None:
             try:
                 values |= parser(name, value)
             except ValueError as error:
-                problems.append(f"{name}: {clip(repr(value))} is not {error}")
+                problems.append(f"{name}: {clip(repr(value))} is {error}")
         elif name in _IGNORED:
             continue
+        elif name in _CONVERSATION:
+            problems.append(f"{name}: only supported as a member of the input messages")
         elif name not in _UNSUPPORTED:
             warn_once(logger, "the unknown parameter '%s' of a generation is ignored", clip(name))
         elif value not in _UNSUPPORTED[name]:
@@ -289,7 +301,7 @@ def _find_unsupported(settings: Mapping[str, Any]) -> list[str]:
     ]
 
 
-# --- parsers of single parameters; they raise a ValueError with the allowed values
+# --- parsers of single parameters; they raise a ValueError: "not ALLOWED"
 
 
 def _parse_number(name: str, value: Any) -> dict[str, Any]:
@@ -300,10 +312,10 @@ def _parse_number(name: str, value: Any) -> dict[str, Any]:
         number = float(value)
         exact = int(value) if is_integer else number
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(allowed_text) from None
+        raise ValueError(f"not {allowed_text}") from None
     in_range = math.isfinite(number) and minimum <= exact <= maximum
     if isinstance(value, bool) or not in_range or (is_integer and number != float(exact)):
-        raise ValueError(allowed_text)
+        raise ValueError(f"not {allowed_text}")
     return {name: exact}
 
 
@@ -311,7 +323,7 @@ def _parse_flag(name: str, value: Any) -> dict[str, Any]:
     texts = {"true": True, "false": False}
     flag = texts.get(value.lower()) if isinstance(value, str) else value
     if not isinstance(flag, bool):
-        raise ValueError("true or false")
+        raise ValueError("not true or false")
     return {name: flag}
 
 
@@ -334,7 +346,7 @@ def _decode_json(value: Any, allowed_text: str) -> Any:
     try:
         return parse_json(value)
     except ValueError:
-        raise ValueError(allowed_text) from None
+        raise ValueError(f"not {allowed_text}") from None
 
 
 def _parse_stop(name: str, value: Any) -> dict[str, Any]:
@@ -342,7 +354,7 @@ def _parse_stop(name: str, value: Any) -> dict[str, Any]:
     stops = [value] if isinstance(value, str) else value
     is_valid = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
     if not is_valid or len(stops) > _MAX_STOPS:
-        raise ValueError(allowed_text)
+        raise ValueError(f"not {allowed_text}")
     return {name: tuple(stops)}
 
 
@@ -357,7 +369,7 @@ def _parse_stop_words(name: str, value: Any) -> dict[str, Any]:
 def _parse_bad_words(name: str, value: Any) -> dict[str, Any]:
     words: tuple[str, ...] = _parse_stop("stop", value)["stop"]
     if any(len(word) > _MAX_WORD_LENGTH for word in words):
-        raise ValueError(f"a list of strings of up to {_MAX_WORD_LENGTH} characters")
+        raise ValueError(f"not a list of strings of up to {_MAX_WORD_LENGTH} characters")
     return {name: words}
 
 
@@ -366,7 +378,7 @@ def _parse_tokens(name: str, value: Any) -> dict[str, Any]:
     tokens = _decode_json(value, allowed_text)
     is_list = isinstance(tokens, list) and all(type(token) is int for token in tokens)
     if not is_list or (name == "allowed_token_ids" and not tokens):
-        raise ValueError(allowed_text + (", not empty" if is_list else ""))
+        raise ValueError(f"not {'a non-empty list of tokens' if is_list else allowed_text}")
     return {name: tuple(tokens)}
 
 
@@ -374,20 +386,20 @@ def _parse_bias(name: str, value: Any) -> dict[str, Any]:
     allowed_text = "an object of tokens with numbers from -100 to 100"
     decoded = _decode_json(value, allowed_text)
     if not isinstance(decoded, dict):
-        raise ValueError(allowed_text)
+        raise ValueError(f"not {allowed_text}")
     try:
         biases = {int(token): float(bias) for token, bias in with_pauses(decoded.items())}
     except (TypeError, ValueError):
-        raise ValueError(allowed_text) from None
+        raise ValueError(f"not {allowed_text}") from None
     if not all(-100 <= bias <= 100 for bias in with_pauses(biases.values())):
-        raise ValueError(allowed_text)
+        raise ValueError(f"not {allowed_text}")
     return {name: biases}
 
 
 def _parse_early_stopping(name: str, value: Any) -> dict[str, Any]:
     text = str(value).lower()
     if text not in ("true", "false", "never"):
-        raise ValueError("one of true, false, 'never'")
+        raise ValueError("not one of true, false, 'never'")
     return {name: text}
 
 
@@ -410,7 +422,7 @@ def _parse_response_format(name: str, value: Any) -> dict[str, Any]:
             return _parse_regex(name, spec.get("regex", spec.get("pattern", spec.get("value"))))
         case "grammar":
             return _parse_grammar(name, spec.get("grammar"))
-    raise ValueError(allowed_text)
+    raise ValueError(f"not {allowed_text}")
 
 
 def _parse_structured_outputs(name: str, value: Any) -> dict[str, Any]:
@@ -418,17 +430,17 @@ def _parse_structured_outputs(name: str, value: Any) -> dict[str, Any]:
     allowed_text = f"an object with one of {', '.join(_CONSTRAINTS)}"
     members = _decode_json(value, allowed_text)
     if not isinstance(members, dict):
-        raise ValueError(allowed_text)
+        raise ValueError(f"not {allowed_text}")
     enabled = {key: option for key, option in members.items() if option not in (None, False)}
     kinds = [key for key in enabled if key in _CONSTRAINTS]
     unknown = [key for key in enabled if key not in _CONSTRAINTS and key not in _OPTIONS]
     if len(kinds) != 1 or unknown:
-        raise ValueError(allowed_text + f", and of the options {', '.join(_OPTIONS)}")
+        raise ValueError(f"not {allowed_text}, and of the options {', '.join(_OPTIONS)}")
     kind = kinds[0]
     grammar: tuple[str, str] = _CONSTRAINTS[kind](name, enabled[kind])["grammar"]
     for key in ("disable_any_whitespace", "disable_fallback"):
         if not isinstance(members.get(key), bool | None):
-            raise ValueError(f"{allowed_text}; {key} is true or false")
+            raise ValueError(f"not {allowed_text}; {key} is true or false")
     options: dict[str, Any] = {}
     if enabled.get("disable_any_whitespace"):
         options["whitespace_flexible"] = False
@@ -450,13 +462,13 @@ def _parse_schema(name: str, value: Any) -> dict[str, Any]:
     allowed_text = "a JSON schema"
     schema = _decode_json(value, allowed_text)
     if not isinstance(schema, (dict, bool)):
-        raise ValueError(allowed_text)
+        raise ValueError(f"not {allowed_text}")
     return {"grammar": ("json_schema", json.dumps(schema))}
 
 
 def _parse_json_object(name: str, value: Any) -> dict[str, Any]:
     if value is not True:
-        raise ValueError("true or false for json_object")
+        raise ValueError("not true or false for json_object")
     return _parse_schema(name, _OBJECT_SCHEMA)
 
 
@@ -477,7 +489,7 @@ def _parse_text(name: str, value: Any, kind: str = "") -> dict[str, Any]:
     """
     kind = kind or name
     if not isinstance(value, str) or not value:
-        raise ValueError(_TEXT_KINDS[kind])
+        raise ValueError(f"not {_TEXT_KINDS[kind]}")
     return {name: value} if kind == "whitespace_pattern" else {"grammar": (kind, value)}
 
 
@@ -490,7 +502,7 @@ def _parse_choice(name: str, value: Any) -> dict[str, Any]:
     choices = _decode_json(value, allowed_text)
     is_valid = isinstance(choices, list) and all(isinstance(c, str) and c for c in choices)
     if not is_valid or not 0 < len(choices) <= _MAX_CHOICES:
-        raise ValueError(allowed_text)
+        raise ValueError(f"not {allowed_text}")
     quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices)
     return {"grammar": ("grammar", f"start: {' | '.join(quoted)}")}
 

@@ -194,10 +194,10 @@ class PromptReader:
         self._tokenizer = checkpoint.tokenizer
         self._texts = texts
         self._max_length = settings.max_model_len
-        self._chat = ChatTemplate(checkpoint.templates, checkpoint.special)
+        self._chat = ChatTemplate(checkpoint.templates, checkpoint.special_tokens)
         self._vocabulary = checkpoint.architecture.vocabulary
         added_tokens = self._tokenizer.get_added_tokens_decoder().items()
-        self._special = {text.content: token for token, text in added_tokens if text.special}
+        self._special_tokens = {text.content: token for token, text in added_tokens if text.special}
         pieces = self._tokenizer.get_vocab()
         # Tokenizers may have more tokens than the model.
         vocabulary = max(self._vocabulary, 1 + max(pieces.values(), default=0))
@@ -335,7 +335,7 @@ class PromptReader:
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens; texts do not contain them."""
-        tokens = [self._special[stop] for stop in stops if stop in self._special]
+        tokens = [self._special_tokens[stop] for stop in stops if stop in self._special_tokens]
         return [token for token in tokens if token < self._vocabulary]
 
     def _prompt_text(
@@ -464,8 +464,9 @@ def merged_parameters(request: Request, inputs: Mapping[str, Any]) -> tuple[dict
     text = inputs.get("sampling_parameters") or merged_values.pop("sampling_parameters", None)
     if text:
         try:
-            merged_values |= parse_json(text)
-        except (TypeError, ValueError):
+            settings = parse_json(text).items()
+            merged_values |= {name: value for name, value in settings if value is not None}
+        except (AttributeError, TypeError, ValueError):
             problem = f"sampling_parameters: {clip(repr(text))} is not a JSON object"
             raise InvalidArgument(problem) from None
     for name in ("stream", "exclude_input_in_output"):

@@ -85,7 +85,7 @@ def parse_json(text: str) -> Any:
     try:
         return _PausingDecoder().decode(text) if len(text) > _LONG_JSON else json.loads(text)
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise ValueError("the JSON is nested too deeply") from None
 
 
 def token_entry(

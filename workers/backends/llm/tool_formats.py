@@ -66,11 +66,11 @@ class Lark:
     """A builder of a grammar in Lark's language, with llguidance's extensions.
 
     Attributes:
-        special: The special tokens by their texts.
+        special_tokens: The special tokens by their texts.
         rules: The rules that were added.
     """
 
-    special: Mapping[str, int]
+    special_tokens: Mapping[str, int]
     rules: list[str] = field(default_factory=list)
 
     def rule(self, body: str, lazy: bool = False) -> str:
@@ -81,15 +81,15 @@ class Lark:
 
     def text(self, text: str) -> str:
         """Return an expression for a text; special tokens in it are matched as tokens."""
-        names = "|".join(map(re.escape, self.special))
+        names = "|".join(map(re.escape, self.special_tokens))
         parts = re.split(f"({names})", text) if names else [text]
-        special = self.special
+        special = self.special_tokens
         tokens = (f"<[{special[p]}]>" if p in special else _quote(p) for p in parts if p)
         return " ".join(tokens) or '""'
 
     def any_text(self, end: str) -> str:
         """Return a rule for any text that ends with the first occurrence of `end`."""
-        if end in self.special:
+        if end in self.special_tokens:
             return self.rule(f"TEXT {self.text(end)}")
         return self.rule(f"TEXT {_quote(end)}", lazy=True)
 
@@ -238,7 +238,7 @@ def _read_mistral_call(parser: MessageParser) -> Reading[None]:
 
 def _mistral_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
     tag = "[TOOL_CALLS]"
-    if "[ARGS]" in lark.special:
+    if "[ARGS]" in lark.special_tokens:
         bodies = (f"{lark.text(t.name + '[ARGS]')} {lark.json(t.parameters)}" for t in tools)
         rest_rule = lark.alternatives(bodies)
         return CallGrammar([(tag, rest_rule)], "", f"{lark.text(tag)} {rest_rule}")

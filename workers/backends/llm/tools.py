@@ -95,7 +95,8 @@ def _parse_tool(index: int, tool: Any) -> Tool:
     field = f"{field}.function"
     name, schema = function.get("name"), function.get("parameters")
     if not is_tool_name(name):
-        raise InvalidArgument(f"{field}.name: {clip(repr(name))} is not a name")
+        text = f"{clip(repr(name))} is not 1 to 256 letters, digits or characters of _.:/-"
+        raise InvalidArgument(f"{field}.name: {text}")
     _check_type(f"{field}.description", function.get("description"), str, "a string")
     strict = tool.get("strict") if function.get("strict") is None else function["strict"]
     _check_type(f"{field}.strict", strict, bool, "true or false")
@@ -239,7 +240,7 @@ class MessageFormats:
         self._always_reasons = reasoning_parser == "deepseek_r1"
         added_tokens = tokenizer.get_added_tokens_decoder().items()
         self._added_tokens = {text.content: token for token, text in added_tokens}
-        self._special = {text.content for _, text in added_tokens if text.special}
+        self._special_tokens = {text.content for _, text in added_tokens if text.special}
 
     def make_format(
         self,
@@ -273,7 +274,7 @@ class MessageFormats:
             )
         family = family or FAMILIES["hermes"]
         is_opened = bool(reasoning) and (ending.endswith(begin) or self._always_reasons)
-        markers = {*family.markers, begin, end} & self._special
+        markers = {*family.markers, begin, end} & self._special_tokens
         return MessageFormat(
             family,
             {tool.name: tool.parameters for tool in request.tools} if request else {},

@@ -100,9 +100,9 @@ class NativeBackend(Backend):
         completed["output"] = config.get("output") or kept
         if not config.get("max_batch_size"):
             # Without inputs the number of rows of a batch is unknown.
-            most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.streams else 0
+            most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.yields else 0
             completed["max_batch_size"] = declaration.whole_number(model, "max_batch_size", most)
-        if predict.streams:
+        if predict.yields:
             completed["model_transaction_policy"] = {"decoupled": True}
             # The scheduler queues further requests.
             most = max(1, declaration.whole_number(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
@@ -123,14 +123,14 @@ class NativeBackend(Backend):
         predict = declaration.read_signature(model_class)
         signature = Signature(with_generated_tensors(config), context.version)
         _check(signature, predict)
-        if predict.streams != config.decoupled:
-            responses = "yields its responses" if predict.streams else "returns its one response"
+        if predict.yields != config.decoupled:
+            responses = "yields its responses" if predict.yields else "returns its one response"
             raise InvalidArgument(
                 f"'predict' of model '{signature.name}' {responses}, but its configuration has the "
                 f"'decoupled' transaction policy {str(config.decoupled).lower()}"
             )
         self._to_outputs = predict.to_outputs
-        numpy_inputs = frozenset(item.name for item in predict.parameters if item.numpy)
+        numpy_inputs = frozenset(item.name for item in predict.parameters if item.is_numpy)
         self.read_only_inputs = bool(numpy_inputs)
         self._runner = Runner(context, signature, self._device, numpy_inputs, Ragged(config))
         self._model = model_class()
@@ -148,10 +148,10 @@ class NativeBackend(Backend):
                     partial(context.workspace.lease, convert=_as_tensor),
                 )
             )
-        plan = None if predict.streams else self._runner.memory_plan(config, self._model)
+        plan = None if predict.yields else self._runner.memory_plan(config, self._model)
         if plan is not None:
             plan.log(signature.name)
-        if predict.streams:
+        if predict.yields:
             max_streams = int(config.parameters.get(MAX_STREAMS, _DEFAULT_MAX_STREAMS))
             self._streams = GeneratorStreams(self._model.predict, self._respond, max_streams)
         self.checks_ready = hasattr(self._model, "is_ready")

@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
-from shmserve.errors import Collected, Internal, InvalidArgument, nearest
+from shmserve.errors import Collector, Internal, InvalidArgument, nearest
 from shmserve.ipc.model_spec import (
     ENVIRONMENT,
     MAX_INSTANCES,
@@ -52,13 +52,13 @@ class Parameter:
     """A parameter of `predict`.
 
     Attributes:
-        numpy: Whether it takes a numpy array.
+        is_numpy: Whether it takes a numpy array.
         optional: Whether it has a default, which is used if a request lacks the input.
     """
 
     name: str
     type: TensorType
-    numpy: bool
+    is_numpy: bool
     optional: bool
 
 
@@ -70,13 +70,13 @@ class PredictSignature:
         parameters: The parameters after `self`, in order.
         outputs: The types of the outputs, by name.
         to_outputs: Converts a result, or a yielded value, to the arrays of the outputs by name.
-        streams: Whether `predict` returns an iterator of responses.
+        yields: Whether `predict` returns an iterator of responses.
     """
 
     parameters: tuple[Parameter, ...]
     outputs: dict[str, TensorType]
     to_outputs: Callable[[Any], Mapping[str, Any]]
-    streams: bool
+    yields: bool
 
 
 def no_position(name: str) -> str:
@@ -91,7 +91,7 @@ def read_signature(model: type, prefix_of: PositionPrefix = no_position) -> Pred
         InvalidArgument: The class has no ordinary method `predict`, or an annotation is not a
             tensor's. The message has a line for each wrong argument.
     """
-    collected = Collected()
+    collected = Collector()
     signature = collected(_collect_signature, model, prefix_of, collected)
     if collected.problems:
         raise InvalidArgument("\n".join(collected.problems))
@@ -99,7 +99,7 @@ def read_signature(model: type, prefix_of: PositionPrefix = no_position) -> Pred
 
 
 def _collect_signature(
-    model: type, prefix_of: PositionPrefix, collected: Collected
+    model: type, prefix_of: PositionPrefix, collected: Collector
 ) -> PredictSignature:
     predict = _with_position(prefix_of, "predict", _predict_method, model)
     hints = _with_position(prefix_of, "predict", _type_hints, model, predict)
@@ -246,8 +246,7 @@ def _outputs(
     if typing.get_origin(hint) is tuple:
         tensor_types = [_tensor_type(subject, item_hint)[1] for item_hint in typing.get_args(hint)]
         names = [f"output_{index}" for index in range(len(tensor_types))]
-        to_outputs = partial(_by_position, owner, names)
-        return dict(zip(names, tensor_types, strict=True)), to_outputs
+        return dict(zip(names, tensor_types, strict=True)), partial(_by_position, owner, names)
     record_type = typing.get_origin(hint) or hint  # the origin of a generic class
     is_typed_dict = typing.is_typeddict(record_type)
     if is_typed_dict or hasattr(record_type, "_fields") or dataclasses.is_dataclass(record_type):

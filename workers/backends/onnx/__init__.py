@@ -376,7 +376,7 @@ class OnnxBackend(Backend):
         check(signature, description, generated)
         self._signature = signature
         names = signature.inputs
-        self._scalars = {t.name for t in description.inputs if t.name in names and not t.dims}
+        self._scalar_inputs = {t.name for t in description.inputs if t.name in names and not t.dims}
         self._names = [tensor.name for tensor in description.outputs]
         run_options = import_onnxruntime().RunOptions()
         if _SHRINKAGE in config.parameters:
@@ -401,7 +401,7 @@ class OnnxBackend(Backend):
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Run the session once for the whole batch."""
-        inputs = as_scalars(self._runner.inputs(requests), self._scalars)
+        inputs = as_scalars(self._runner.inputs(requests), self._scalar_inputs)
         needed_names = {name for request in requests for name in request.requested}
         needed_names.update(requests[0].states)
         names = [name for name in self._names if name in needed_names] or self._names[:1]

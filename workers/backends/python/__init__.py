@@ -274,7 +274,7 @@ class PythonExecution:
         self._context = context
         self._model = model
         self._iterative = iterative
-        self._instance = context.instance_name
+        self._instance_name = context.instance_name
         self._lender = Lender(context.model_name, context.mappings, context.copy_counter)
         self._runner: asyncio.Runner | None = None
 
@@ -348,7 +348,7 @@ class PythonExecution:
             return [None] * len(received_requests)
         if not isinstance(returned, list):
             problem = f"Expected a list in the execute return, found type '{type(returned)}'."
-            raise _misuse_error(self._instance, problem)
+            raise _misuse_error(self._instance_name, problem)
         return returned
 
     def _response(self, request: ReceivedRequest, response: Any) -> Response:
@@ -364,7 +364,7 @@ class PythonExecution:
             "Expected an 'InferenceResponse' object in the execute function return list, found "
             f"type '{type(response)}'."
         )
-        return Response(error=_misuse_error(self._instance, problem))
+        return Response(error=_misuse_error(self._instance_name, problem))
 
     def _not_rescheduled(self, response: Any) -> Response:
         """Return the error of a request that its model must not reschedule but has rescheduled."""
@@ -374,7 +374,7 @@ class PythonExecution:
             "Expected a None object in the execute function return list for reschduled request, "
             f"found type '{type(response)}'."
         )
-        return Response(error=_misuse_error(self._instance, problem))
+        return Response(error=_misuse_error(self._instance_name, problem))
 
     def _await_senders(self, outboxes: Sequence[SingleResponse]) -> None:
         """Wait for responses that threads of the model, or tasks of its loop, send."""

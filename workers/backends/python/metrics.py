@@ -215,7 +215,7 @@ def _check_buckets(kind: MetricKind, buckets: Sequence[float] | None) -> tuple[f
     if buckets is None and kind is MetricKind.HISTOGRAM:
         raise TritonModelException(prefix + "Missing required buckets.")
     try:
-        bounds = tuple(map(_number, buckets or ()))
+        bounds = tuple(map(_as_float, buckets or ()))
     except TypeError:
         raise RuntimeError(NO_CAST) from None
     if list(bounds) != sorted(set(bounds)):
@@ -240,14 +240,14 @@ def _check_labels(kind: MetricKind, labels: dict[str, str] | None) -> Labels:
     return tuple(sorted(pairs))
 
 
-def _number(value: object) -> float:
+def _as_float(value: object) -> float:
     """Return a number, which may be numpy's, as a float.
 
     Raises:
         TypeError: The value is not a number.
     """
     if isinstance(value, str | bytes):
-        raise TypeError(f"must be a number, not {type(value)}")
+        raise TypeError(f"the value of a metric must be a number, not {type(value)}")
     return float(value)  # type: ignore[arg-type]
 
 
@@ -264,7 +264,7 @@ class Metric:
 
     def increment(self, value: float) -> None:
         """Add to a counter (0 or more) or a gauge."""
-        number = _number(value)
+        number = _as_float(value)
         self._require_kind("increment", "Increment", MetricKind.COUNTER, MetricKind.GAUGE)
         if self._owner.family.kind is MetricKind.COUNTER and number < 0:
             reason = (
@@ -277,14 +277,14 @@ class Metric:
 
     def set(self, value: float) -> None:
         """Set a gauge."""
-        number = _number(value)
+        number = _as_float(value)
         self._require_kind("set", "Set", MetricKind.GAUGE)
         with _locked_for_change():
             self._value.state[:] = (number, time.monotonic_ns(), 0)
 
     def observe(self, value: float) -> None:
         """Count a value in a histogram."""
-        number = _number(value)
+        number = _as_float(value)
         self._require_kind("observe", "Observe", MetricKind.HISTOGRAM)
         with _locked_for_change():
             self._value.state[0] += number

@@ -154,7 +154,7 @@ def current_server() -> ServerApi:
         TritonModelException: This process is not a worker.
     """
     if _server is None:
-        raise TritonModelException("this is only possible in a model that a server runs")
+        raise TritonModelException("this call is only possible in a model that a server runs")
     return _server
 
 

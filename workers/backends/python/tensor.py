@@ -107,8 +107,7 @@ class Lender:
 
 def _has_changed(source: Input, original: memoryview) -> bool:
     bytes_before = np.frombuffer(original, np.uint8)
-    bytes_after = np.frombuffer(source.raw, np.uint8)
-    return not np.array_equal(bytes_before, bytes_after)
+    return not np.array_equal(bytes_before, np.frombuffer(source.raw, np.uint8))
 
 
 def _count_references(source: Input, responses: Sequence[Response]) -> int:

@@ -105,11 +105,11 @@ class PytorchBackend(Backend):
         _set_options(config.parameters)
         program, description = self._open_program(config)
         self._arguments = ArgumentBinding(signature.name, list(signature.inputs), program.arguments)
-        _check_strings(signature, self._arguments.strings)
+        _check_strings(signature, self._arguments.string_inputs)
         self._results = ResultBinding(signature.name, list(signature.outputs), program.result_count)
         if description is not None:
             check(signature, description, self._arguments.by_position)
-        self._scalars = {
+        self._scalar_inputs = {
             name
             for position, name in (self._arguments.by_position if description else ())
             if not description.inputs[position].dims  # type: ignore[union-attr]
@@ -125,7 +125,7 @@ class PytorchBackend(Backend):
 
     def execute(self, requests: list[Request]) -> list[Response]:
         """Call the model once for the whole batch."""
-        inputs = as_scalars(self._runner.inputs(requests), self._scalars)
+        inputs = as_scalars(self._runner.inputs(requests), self._scalar_inputs)
         graphs = self._graphs
         with self._grad_free():
             with self._runner.detecting_writes():
@@ -138,7 +138,7 @@ class PytorchBackend(Backend):
 
     def _call_program(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         program = self._program
-        for name in self._arguments.strings & inputs.keys():
+        for name in self._arguments.string_inputs & inputs.keys():
             inputs = {**inputs, name: _decode_strings(inputs[name])}
         args, kwargs = ([inputs], {}) if program.single_dict else self._arguments.bind(inputs)
         try:

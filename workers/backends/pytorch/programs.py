@@ -53,13 +53,13 @@ class Argument:
         name: The name.
         required: Whether the argument has no default.
         by_name: Whether the argument is keyword-only.
-        strings: Whether the argument is a list of strings.
+        is_text: Whether the argument is a list of strings.
     """
 
     name: str
     required: bool = True
     by_name: bool = False
-    strings: bool = False
+    is_text: bool = False
 
 
 class ArgumentBinding:
@@ -91,10 +91,10 @@ class ArgumentBinding:
                     f"{_quoted_list(inputs)}"
                 )
         self.by_position = sorted(zip(positions, inputs, strict=True))
-        self.strings = frozenset(
+        self.string_inputs = frozenset(
             name
             for position, name in self.by_position
-            if arguments is not None and arguments[position].strings
+            if arguments is not None and arguments[position].is_text
         )
 
     @staticmethod
@@ -121,7 +121,7 @@ class ArgumentBinding:
                 args.append(inputs[name])
             elif argument is None:
                 raise InvalidArgument(
-                    f"input '{name}' cannot be given without those before it: the model takes its "
+                    f"input '{name}' needs the inputs before it, too: the model takes its "
                     "inputs by position"
                 )
             else:
@@ -274,7 +274,7 @@ def load_script(path: Path, device: Device) -> Program:
     schema = module.forward.schema
     inputs = schema.arguments[1:]
     arguments = [
-        Argument(a.name, not a.has_default_value(), strings=_is_strings(a.type)) for a in inputs
+        Argument(a.name, not a.has_default_value(), is_text=_is_strings(a.type)) for a in inputs
     ]
     single_dict = len(inputs) == 1 and isinstance(inputs[0].type, torch._C.DictType)
     call, count = module, None

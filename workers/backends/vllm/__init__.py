@@ -87,7 +87,7 @@ class VllmBackend(Backend):
         """
         refuse_batches(config, "vLLM forms the batches")
         if not config.decoupled:
-            raise InvalidArgument("model_transaction_policy: backend 'vllm' is decoupled")
+            raise InvalidArgument("model_transaction_policy: backend 'vllm' needs decoupled: true")
         devices = devices_of(self.context, config, self._arguments.engine)
         if devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = devices
@@ -167,7 +167,7 @@ class VllmBackend(Backend):
                 self._changed_metrics = reported = current
                 self.context.control.wake()  # wakes the main loop, which reports the metrics
             await asyncio.sleep(_CHECK_PERIOD_S)
-        raise Internal("vLLM's engine has ended")
+        raise Internal("vLLM's engine has failed; see the server's log")
 
     def _fail(self, stream: OutputStream, error: BaseException) -> None:
         if not self._engine.client.errored:  # otherwise the request fails with the process

@@ -65,14 +65,14 @@ class Packed:
             that is no prompt, as JSON.
         count: The number of elements of the tensor, or of the JSON value.
         byte_size: The number of bytes.
-        fault: The index of the first message without a role, or None.
+        fault_index: The index of the first message without a role, or None.
         pieces: The bytes.
     """
 
     kind: str
     count: int
     byte_size: int
-    fault: int | None = None
+    fault_index: int | None = None
     pieces: list[bytes] = field(default_factory=list)
 
     @property
@@ -317,7 +317,8 @@ def main(convert: Convert | None = None) -> None:
         warnings = [record.getMessage() for record in records.buffer]
         text = _encode_json({"body": body, "packed": packer.packed, "warnings": warnings})
         if len(text) > _MAX_OTHER_BYTES:
-            raise InvalidArgument(f"the fields have {len(text)} bytes, at most {_MAX_OTHER_BYTES}")
+            problem = f"the fields have {len(text)} bytes besides prompts and messages"
+            raise InvalidArgument(f"{problem}, allowed are at most {_MAX_OTHER_BYTES}")
     except ShmserveError as fault:
         text = _encode_json({"error": fault.message, "malformed": isinstance(fault, JsonFault)})
         packer.pieces.clear()

@@ -6,7 +6,7 @@ A value with as many members as colons therefore has no duplicate keys. Counting
 requests, which have members only in the objects that an inference request may contain.
 
 Nearly all bytes of a large body are numbers in `"data": [...]`. `loads_large` cuts these arrays
-out, and `Numbers.parts` parses them in slices, so that the event loop handles other requests in
+out, and `NumberArray.parts` parses them in slices, so that the event loop handles other requests in
 between.
 """
 
@@ -324,7 +324,7 @@ def _select_outside_strings(json_text: bytes, marks: bytes) -> NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class NumberArray:
     """The text of a JSON array of numbers, nested or flat."""
 
     text: bytes
@@ -364,17 +364,17 @@ class Numbers:
 
 
 def loads_large(body: bytes) -> Any:
-    """Parse JSON as `loads` does; large arrays of numbers under the key "data" become `Numbers`."""
+    """Parse JSON as `loads` does; large "data" arrays of numbers become `NumberArray`."""
     array_spans = list(_find_arrays(body))
     if not array_spans:
         return loads(body)
     token = secrets.token_hex(16)  # A client cannot guess the string that stands for a cut.
-    numbers_by_name: dict[str, Numbers] = {}
+    numbers_by_name: dict[str, NumberArray] = {}
     pieces: list[bytes] = []
     copied_until = 0
     for start, stop in array_spans:
         name = f"{token}.{len(numbers_by_name)}"
-        numbers_by_name[name] = Numbers(body, start, stop)
+        numbers_by_name[name] = NumberArray(body, start, stop)
         pieces += (body[copied_until:start], b'"', name.encode(), b'"')
         copied_until = stop
     pieces.append(body[copied_until:])
@@ -383,7 +383,7 @@ def loads_large(body: bytes) -> Any:
     return header
 
 
-def _insert_numbers(header: Any, numbers_by_name: dict[str, Numbers]) -> None:
+def _insert_numbers(header: Any, numbers_by_name: dict[str, NumberArray]) -> None:
     inputs = header.get("inputs") if type(header) is dict else None
     for tensor in inputs if type(inputs) is list else ():
         data = tensor.get("data") if type(tensor) is dict else None

@@ -336,6 +336,8 @@ async def parse_completion(gateway: Gateway, body: dict[str, Any]) -> TextReques
     is_single = type(value) is not list or are_tokens(value)
     prompts = [prompt(value)] if is_single else await _prompt_inputs(model, value)
     echo = check_member(fields, "echo", bool, False)
+    if "max_completion_tokens" in fields:  # the name that chats have
+        fields["max_tokens"] = fields.pop("max_completion_tokens")
     return _text_request(model, prompts, {**fields, "echo": echo})
 
 
@@ -372,7 +374,7 @@ def conversation_input(body: dict[str, Any], variables: dict[str, Any]) -> Infer
     if not messages:
         raise InvalidArgument("messages: at least one message is required")
     is_packed = type(messages) is Packed
-    index = messages.fault if is_packed else without_role(messages)
+    index = messages.fault_index if is_packed else without_role(messages)
     if index is not None:
         raise InvalidArgument(f"messages[{index}]: expected an object with a 'role'")
     if is_packed:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument, clip, suggestion
-from shmserve.ipc.engine_settings import IGNORED_PARAMETERS
+from shmserve.ipc.engine_settings import IGNORED_PARAMETERS, UNSUPPORTED_PARAMETERS
 from shmserve.logs import warn_once
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,9 @@ _GENERATION_FIELDS = _COMMON_FIELDS | _split_names(
     "early_stopping logprobs prompt_logprobs return_token_ids echo skip_special_tokens "
     "return_tokens_as_token_ids add_special_tokens truncate_prompt_tokens priority "
     "response_format structured_outputs lora_name guided_json guided_regex guided_choice "
-    # The last line has alternative names.
-    "guided_grammar guided_whitespace_pattern json_schema regex stop_words max_new_tokens"
+    "guided_grammar guided_whitespace_pattern json_schema "
+    # Alternative names.
+    "regex stop_words max_new_tokens max_completion_tokens"
 )
 # Variables of the chat template, and options of its message.
 CONVERSATION_FIELDS = _split_names(
@@ -55,8 +56,7 @@ _MAX_REPORTED = 16  # number of wrong fields of a body that are reported
 # --- ignored fields
 
 _IGNORED_FIELDS = frozenset(IGNORED_PARAMETERS) | _split_names(
-    "service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction session_id "
-    "guided_backend stream_interval "
+    "safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options prediction "
     # In vLLM, these fields affect only other kinds of requests.
     "return_token_offsets return_mm_kwargs mm_payload routed_experts_prompt_start"
 )
@@ -83,18 +83,17 @@ _REFUSED_FIELDS: Mapping[str, AllowedValues] = {
     **dict.fromkeys(
         _split_names("audio web_search_options moderation cache_salt prompt_embeds"), _UNSUPPORTED
     ),
+    **dict.fromkeys(UNSUPPORTED_PARAMETERS, _ONLY_EMPTY),
     **dict.fromkeys(
         _split_names(
-            "logits_processors mm_processor_kwargs media_io_kwargs kv_transfer_params vllm_xargs "
-            "repetition_detection thinking_token_budget lora_request logprob_token_ids "
-            "ec_transfer_params previous_input_messages"
+            "previous_input_messages context_management access_programs background_options"
         ),
         _ONLY_EMPTY,
     ),
 }
 
 COMPLETION_FIELDS = _GENERATION_FIELDS | {"prompt"}
-_CHAT_ONLY_FIELDS = {"messages", "max_completion_tokens", "top_logprobs"}
+_CHAT_ONLY_FIELDS = {"messages", "top_logprobs"}
 CHAT_FIELDS = (_GENERATION_FIELDS | CONVERSATION_FIELDS | _CHAT_ONLY_FIELDS) - {"echo"}
 TOKENIZE_FIELDS = CONVERSATION_FIELDS | _split_names(
     "model prompt messages add_special_tokens return_token_strs"
@@ -107,14 +106,56 @@ _RESPONSE_ONLY_FIELDS = _split_names(
     "background conversation previous_response_id prompt "
     "seed stop top_k min_p priority presence_penalty frequency_penalty chat_template_kwargs "
     "logit_bias include_reasoning skip_special_tokens include_stop_str_in_output ignore_eos "
-    "structured_outputs repetition_penalty stop_token_ids"
+    "structured_outputs repetition_penalty stop_token_ids min_tokens bad_words allowed_token_ids "
+    "guided_json guided_regex guided_choice guided_grammar guided_whitespace_pattern"
 )
 RESPONSE_FIELDS = _COMMON_FIELDS | _RESPONSE_ONLY_FIELDS
 EMBEDDING_FIELDS = _COMMON_FIELDS | {"input", "encoding_format", "dimensions"}
-_REFUSED_EMBEDDING_FIELDS: Mapping[str, AllowedValues] = {
-    "truncate_prompt_tokens": AllowedValues((-1,), "only -1 is supported"),
-    "additional_data": _UNSUPPORTED,
-    "add_special_tokens": AllowedValues((True,), "only true is supported"),
+_CHATS_ONLY = AllowedValues((False, 0, [], {}), "only supported by chats")
+_ONLY_ONE = AllowedValues((1,), "only 1 is supported")
+# Fields of chats, and the fields of responses with the same purpose.
+_NAMES_IN_RESPONSES = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+    "logprobs": "top_logprobs",
+    "messages": "input",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+# The fields that are refused, by route.
+_REFUSED_BY_ROUTE: Mapping[frozenset[str], Mapping[str, AllowedValues]] = {
+    EMBEDDING_FIELDS: {
+        **_REFUSED_FIELDS,
+        "truncate_prompt_tokens": AllowedValues((-1,), "only -1 is supported"),
+        "add_special_tokens": AllowedValues((True,), "only true is supported"),
+        "padding": AllowedValues(("do_not_pad",), "only 'do_not_pad' is supported"),
+        "embed_dtype": AllowedValues(("float32",), "only 'float32' is supported"),
+        "endianness": AllowedValues(("native", "little"), "only 'little' is supported"),
+        **dict.fromkeys(("additional_data", "use_activation", "messages"), _UNSUPPORTED),
+    },
+    COMPLETION_FIELDS: {
+        **_REFUSED_FIELDS,
+        **dict.fromkeys(
+            _split_names(
+                "messages tools documents chat_template_kwargs continue_final_message "
+                "reasoning_effort top_logprobs"
+            ),
+            _CHATS_ONLY,
+        ),
+    },
+    RESPONSE_FIELDS: {
+        **_REFUSED_FIELDS,
+        **dict.fromkeys(("n", "best_of"), _ONLY_ONE),
+        **{
+            name: AllowedValues((False, 0, {"type": "text"}), f"use {own_name} instead of {name}")
+            for name, own_name in _NAMES_IN_RESPONSES.items()
+        },
+        **dict.fromkeys(
+            _split_names(
+                "documents continue_final_message prompt_logprobs return_token_ids use_beam_search"
+            ),
+            _CHATS_ONLY,
+        ),
+    },
 }
 
 _STREAM_OPTIONS: Mapping[str, AllowedValues | None] = {
@@ -138,7 +179,8 @@ def select_supported_fields(
     Raises:
         InvalidArgument: Fields are refused. The message names the first of them.
     """
-    refused_fields = _REFUSED_EMBEDDING_FIELDS if supported is EMBEDDING_FIELDS else _REFUSED_FIELDS
+    is_listed = supported in _REFUSED_BY_ROUTE
+    refused_fields = _REFUSED_BY_ROUTE[supported] if is_listed else _REFUSED_FIELDS
     fields: dict[str, Any] = {}
     problems: list[str] = []
     unknown: list[str] = []

@@ -593,5 +593,4 @@ _EVENT_PREFIXES = {
 
 
 def _encode_event(event: dict[str, Any]) -> bytes:
-    event_line = b"event: %b\n" % event["type"].encode()
-    return event_line + SERVER_SENT_EVENTS.frame(orjson.dumps(event))
+    return b"event: %b\n" % event["type"].encode() + SERVER_SENT_EVENTS.frame(orjson.dumps(event))

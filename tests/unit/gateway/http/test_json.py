@@ -474,7 +474,7 @@ def tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decode_data(data: Any) -> list[Any]:
-    parts = data.parts() if isinstance(data, parser.Numbers) else [data]
+    parts = data.parts() if isinstance(data, parser.NumberArray) else [data]
     return [value for part in parts for value in tensors.flatten(part)]
 
 
@@ -485,7 +485,7 @@ def test_slices_have_the_same_values(values: list[Any], indent: int | None) -> N
     tensor = {"name": "data", "data": values, "datatype": '"data":[', "shape": []}
     body = json.dumps({"id": "x", "inputs": [tensor, {"data": values}]}, indent=indent).encode()
     header = loads_large(body)
-    assert isinstance(header["inputs"][1]["data"], parser.Numbers)
+    assert isinstance(header["inputs"][1]["data"], parser.NumberArray)
     for sliced in header["inputs"]:
         assert decode_data(sliced["data"]) == tensors.flatten(values)
         sliced["data"] = values

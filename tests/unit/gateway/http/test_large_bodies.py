@@ -126,7 +126,7 @@ def test_only_named_fields_are_packed_as_prompts() -> None:
 )
 def test_messages_are_json_first_without_a_role(messages: Any, fault_index: int) -> None:
     packed_messages = parse({"messages": messages}, "messages")["messages"]
-    assert (packed_messages.kind, packed_messages.fault) == ("messages", fault_index)
+    assert (packed_messages.kind, packed_messages.fault_index) == ("messages", fault_index)
     assert json.loads(b"".join(packed_messages.pieces)) == packed_messages.value() == messages
 
 

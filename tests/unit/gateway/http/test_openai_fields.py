@@ -12,8 +12,11 @@ from shmserve.gateway.http.openai.fields import (
     CHAT_FIELDS,
     COMPLETION_FIELDS,
     EMBEDDING_FIELDS,
+    RESPONSE_FIELDS,
     select_supported_fields,
 )
+from shmserve.ipc.engine_settings import IGNORED_PARAMETERS, UNSUPPORTED_PARAMETERS
+from shmserve.workers.backends.llm.parameters import parse
 
 
 def select(body: dict[str, Any], known: frozenset[str] = CHAT_FIELDS, refuse: bool = False) -> Any:
@@ -26,8 +29,8 @@ def refusal(body: dict[str, Any], known: frozenset[str] = CHAT_FIELDS, refuse: b
     return caught.value.message
 
 
-# The fields of requests of vLLM 0.32 to any of the three routes.
-VLLM = (
+# The fields of requests to any of the three routes.
+NAMES = (
     "model prompt echo frequency_penalty logit_bias logprobs max_tokens n presence_penalty seed "
     "stop stream stream_options suffix temperature top_p user use_beam_search top_k min_p "
     "repetition_penalty watermarking length_penalty stop_token_ids include_stop_str_in_output "
@@ -42,19 +45,35 @@ VLLM = (
     "chat_template chat_template_kwargs media_io_kwargs mm_processor_kwargs return_prompt_text "
     "background include input instructions max_output_tokens max_tool_calls metadata "
     "previous_response_id reasoning service_tier store text truncation prompt_cache_key "
-    "enable_response_messages previous_input_messages"
+    "enable_response_messages previous_input_messages "
+    # Further fields of OpenAI's API, and of vLLM's sampling parameters.
+    "store metadata modalities audio prediction verbosity web_search_options moderation "
+    "safety_identifier prompt_cache_retention prompt_cache_options functions function_call "
+    "context_management access_programs background_options conversation best_of "
+    "prompt_logprob_token_ids prompt_logprob_start flat_logprobs output_kind skip_clone "
+    "extra_args skip_reading_prefix_cache trace_decode_token_ids detokenize"
 )
 
 
-def test_each_field_of_vllm_is_known() -> None:
+def test_each_field_is_known() -> None:
     known_fields = (
         COMPLETION_FIELDS
         | CHAT_FIELDS
-        | fields.RESPONSE_FIELDS
+        | RESPONSE_FIELDS
         | fields._REFUSED_FIELDS.keys()
         | fields._IGNORED_FIELDS
     )
-    assert not set(VLLM.split()) - known_fields
+    assert not set(NAMES.split()) - known_fields
+
+
+def test_each_field_of_chats_and_completions_is_a_known_parameter(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    names = (COMPLETION_FIELDS | CHAT_FIELDS) - {"messages", "prompt", "stream_options"}
+    names |= {*UNSUPPORTED_PARAMETERS, *IGNORED_PARAMETERS, "watermarking", "truncation_side"}
+    with pytest.raises(InvalidArgument):
+        parse(dict.fromkeys(names, "?"), {}, 10)
+    assert not caplog.records
 
 
 def test_null_is_absent_for_every_field() -> None:
@@ -110,6 +129,10 @@ def test_vllms_benchmark_of_embeddings_requests_no_truncation() -> None:
         ({"functions": [{}]}, CHAT_FIELDS, "use tools instead"),
         ({"echo": True}, CHAT_FIELDS, "echo: True is refused"),
         ({"truncate_prompt_tokens": 3}, EMBEDDING_FIELDS, "3 is refused: only -1 is supported"),
+        ({"embed_dtype": "float16"}, EMBEDDING_FIELDS, "only 'float32' is supported"),
+        ({"tools": [{}]}, COMPLETION_FIELDS, "tools: [{}] is refused: only supported by chats"),
+        ({"n": 2}, RESPONSE_FIELDS, "n: 2 is refused: only 1 is supported"),
+        ({"max_tokens": 5}, RESPONSE_FIELDS, "5 is refused: use max_output_tokens instead of"),
         ({"audio": {}, "cache_salt": "s"}, CHAT_FIELDS,
          "audio: {} is refused: not supported; cache_salt: 's' is refused"),
         (

@@ -78,7 +78,7 @@ def test_tensors_between_steps_on_one_device_stay_there() -> None:
     (message,) = rig.take_client_messages()
     assert isinstance(message, m.Finished)
     rig.from_client(m.Release(step_output.memory.pid, [step_output.offset], step_output.memory.id))
-    assert rig.memory.used == 0
+    assert rig.memory.used_bytes == 0
 
 
 def test_a_worker_frees_memory_when_the_ensemble_has_exited() -> None:

@@ -154,7 +154,7 @@ def test_clients_read_memory_of_the_ensemble() -> None:
     assert bytes(mappings.view(output.data)) == b"abcd" * 5000
     mappings.unmap_all()
     rig.from_client(m.Release(os.getpid(), [output.data.offset], output.data.memory.id))
-    assert rig.memory.used == 0
+    assert rig.memory.used_bytes == 0
 
 
 def test_a_step_is_planned_by_the_shapes_of_its_own_inputs() -> None:
@@ -178,7 +178,7 @@ def test_tensors_between_two_steps_are_not_copied() -> None:
     data = inputs_of(submit)["X"]
     assert data.memory.id == worker_arena.memory_range.memory.id
     assert data.offset == worker_arena.memory_range.offset
-    assert rig.memory.used == 0
+    assert rig.memory.used_bytes == 0
     rig.finish("b", submit.id)
     assert rig.take_sent(m.Release) == [("a", worker_arena.release)]
 
@@ -190,4 +190,4 @@ def test_an_output_without_space_for_its_copy_fails_its_request() -> None:
     worker_arena = WorkerArena(b"abcd" * 5000)
     rig.from_step("a", m.Finished(rig.take_submits()["a"], *worker_arena.packed))
     assert rig.take_sent(m.Release) == [("a", worker_arena.release)]
-    assert only_failure(rig).code == "INVALID_ARG" and rig.memory.used == 0
+    assert only_failure(rig).code == "INVALID_ARG" and rig.memory.used_bytes == 0

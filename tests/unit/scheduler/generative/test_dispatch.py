@@ -211,6 +211,22 @@ def test_a_burst_fills_the_batch_and_the_queue() -> None:
     assert take_ended(rig) == dict.fromkeys(numbers[:6], "")
 
 
+def test_a_burst_during_a_step_fills_the_batch_and_the_queue() -> None:
+    settings = engine_settings(max_waiting_requests=4, max_batch_size=2)
+    rig = make_rig(settings)
+    llm = FakeLlmWorker(rig, settings)
+    submit(rig)
+    llm.turn()
+    submit(rig, 4)
+    llm.receive().sort(key=lambda message: isinstance(message, g.Step))
+    for _ in range(4):  # the requests are prepared while the step of the first one runs
+        llm.turn()
+    submit(rig)
+    assert take_ended(rig) == {}
+    (surplus_request,) = submit(rig)
+    assert take_ended(rig) == {surplus_request: "UNAVAILABLE"}
+
+
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("turns", range(1, 14))
 def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, samples: int) -> None:

@@ -136,7 +136,7 @@ def test_no_sequence_overtakes_an_earlier_waiting_sequence(policy: str, mode: st
         started = [g for g in waiting if g.sequences]
         running = [g.sequences[0].status is SequenceStatus.RUNNING for g in started]
         assert running == sorted(running, reverse=True)
-        start_order += [g.key for g in started if g.sequences[0].generated == 1]
+        start_order += [g.key for g in started if g.sequences[0].generated_tokens == 1]
     assert start_order == sorted(start_order)
     assert rig.engine.counts.preemptions[mode]
 
@@ -193,7 +193,7 @@ def test_prompts_do_not_delay_decoding_sequences() -> None:
     long_generation = submit(rig, [2] * 100, 2)
     for generated_count in range(2, 8):
         rig.run_turn()
-        assert first_generation.sequences[0].generated == generated_count
+        assert first_generation.sequences[0].generated_tokens == generated_count
     # Beside a decoded token, 15 tokens of the budget remain. A chunk below 16 may be cut anywhere.
     assert long_generation.sequences[0].computed_tokens == 6 * 15
 

@@ -75,7 +75,7 @@ def learn_step_times(steps: int = 400) -> StepTimes:
     step_times = StepTimes()
     for step in range(steps):
         load = StepWork(step % 9, step % 7 * 16, step % 5 * 1000)
-        step_times.observe(load, 4 + load.decoded + load.prefilled / 4)
+        step_times.observe(load, 4 + load.decoded_tokens + load.prefilled_tokens / 4)
     return step_times
 
 
@@ -139,7 +139,7 @@ def test_chunks_shrink_with_the_length_of_the_prefix() -> None:
     """At the end of the prompt, attention costs as much as the linear layers, as on a CPU."""
 
     def step_ms(load: StepWork) -> float:
-        return 5 + load.decoded + load.prefilled / 5 + load.pairs * 20e-5
+        return 5 + load.decoded_tokens + load.prefilled_tokens / 5 + load.attention_pairs * 20e-5
 
     step_times, chunks = StepTimes(), []
     for _ in range(2):  # the estimates are learned in the first round

@@ -118,7 +118,7 @@ def test_a_decision_costs_the_same_however_many_sequences_wait() -> None:
         rig = SequenceRig("oldest", rows=2)
         for sequence in range(1, waiting_count + 1):
             submit = m.Submit(*(sequence, schema_of(), [b"w"], 0, 0, 0, 0, "", START, sequence, ""))
-            rig.scheduler.from_client(b"7009.ab", submit, rig.now)
+            rig.scheduler.handle_client_message(b"7009.ab", submit, rig.now)
         rig.pass_time(0)
         rig._take()
         line_count = 0

@@ -396,7 +396,7 @@ def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.finish_batch()
     for sequence in range(2, 16_384 + 4):
-        rig.scheduler.from_client(b"7009.ab", submit_message(sequence), rig.now)
+        rig.scheduler.handle_client_message(b"7009.ab", submit_message(sequence), rig.now)
     refusals = [answer for answer in rig.answers() if isinstance(answer, m.Failed)]
     assert len(refusals) == 1 and refusals[0].retry_after_s
     assert refusals[0].message == (

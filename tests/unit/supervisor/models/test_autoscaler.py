@@ -211,9 +211,9 @@ def load(at_s: float, **sample_fields: Any) -> LoadSample:
         "queueing_s": 0.0,
         "executions": 100,
         "execution_s": 5.0,
-        "pending": 0,
-        "ready": 2,
-        "busy": 0,
+        "queued_count": 0,
+        "ready_count": 2,
+        "busy_count": 0,
         **sample_fields,
     }
     return LoadSample(at_s=at_s, **fields)
@@ -237,7 +237,7 @@ def sample_changes(rule: ScalingPolicy, seconds: float, count: int, **fields: An
 
 def test_an_instance_is_added_if_the_queue_is_too_long_twice() -> None:
     """Ten that wait for two instances of 50 ms each wait for 250 ms."""
-    queue = {"pending": 10, "busy": 2}
+    queue = {"queued_count": 10, "busy_count": 2}
     policy = informed_policy(ScalingPolicy(1, 4, target_s=0.2))
     assert policy.sample(load(0.2, **queue), 2) is None
     assert policy.sample(load(0.3, **queue), 2) == Change(
@@ -254,7 +254,7 @@ def test_no_scaling_while_the_queue_drains_soon() -> None:
     def final_change(queue_decrease: int) -> Change | None:
         policy = informed_policy(ScalingPolicy(1, 4, target_s=0.2))
         for number in range(7):
-            queue = load(0.2 + number / 10, pending=60 - queue_decrease * number, busy=2)
+            queue = load(0.2 + number / 10, queued_count=60 - queue_decrease * number, busy_count=2)
             change = policy.sample(queue, 2)
         return change
 
@@ -265,9 +265,9 @@ def test_no_scaling_while_the_queue_drains_soon() -> None:
 def test_no_instance_is_added_beside_a_free_one_or_for_a_missing_one() -> None:
     """Such requests wait for their batch to fill, or for a worker that restarts."""
     policy = informed_policy(ScalingPolicy(1, 4, target_s=0.2))
-    assert not sample_changes(policy, 1, 2, pending=10, busy=1)
+    assert not sample_changes(policy, 1, 2, queued_count=10, busy_count=1)
     assert not sample_changes(
-        informed_policy(ScalingPolicy(1, 4, target_s=0.2)), 1, 2, pending=10, ready=0
+        informed_policy(ScalingPolicy(1, 4, target_s=0.2)), 1, 2, queued_count=10, ready_count=0
     )
 
 
@@ -290,17 +290,18 @@ def sample_further(policy: ScalingPolicy, number: int) -> Change | None:
 
 def test_an_instance_is_added_when_executions_hang() -> None:
     policy = informed_policy(ScalingPolicy(1, 4, target_s=1.0))
-    assert not sample_changes(policy, 0.8, 2, pending=1, busy=2)
-    (first_change, *_) = sample_changes(policy, 2, 2, pending=1, busy=2)
-    assert first_change.total == 3
+    assert not sample_changes(policy, 0.8, 2, queued_count=1, busy_count=2)
+    (first_change, *_) = sample_changes(policy, 2, 2, queued_count=1, busy_count=2)
+    assert first_change.instance_count == 3
 
 
 def test_without_a_target_requests_may_wait_for_the_delay_or_an_execution() -> None:
-    queue = {"pending": 10, "busy": 2}  # 250 ms
+    queue = {"queued_count": 10, "busy_count": 2}  # 250 ms
     assert sample_changes(informed_policy(ScalingPolicy(1, 4, delay_s=0.05)), 0.3, 2, **queue)
     assert not sample_changes(informed_policy(ScalingPolicy(1, 4, delay_s=0.06)), 0.3, 2, **queue)
     assert sample_changes(informed_policy(ScalingPolicy(1, 4)), 0.3, 2, **queue)
-    assert not sample_changes(informed_policy(ScalingPolicy(1, 4)), 0.3, 2, pending=9, busy=2)
+    policy = informed_policy(ScalingPolicy(1, 4))
+    assert not sample_changes(policy, 0.3, 2, queued_count=9, busy_count=2)
     assert not sample_changes(ScalingPolicy(1, 4), 1, 2, **queue)  # nothing has been executed yet
 
 
@@ -308,8 +309,8 @@ def test_an_instance_idle_for_twenty_seconds_is_removed() -> None:
     assert not sample_changes(informed_policy(ScalingPolicy(1, 4)), 18, 2)
     (first_change, *_) = sample_changes(informed_policy(ScalingPolicy(1, 4)), 21, 2)
     assert first_change == Change(1, "at most 0.0 instances were busy for 20 s")
-    assert not sample_changes(informed_policy(ScalingPolicy(1, 4)), 21, 2, busy=1)
-    assert sample_changes(informed_policy(ScalingPolicy(1, 4)), 21, 3, busy=1)
+    assert not sample_changes(informed_policy(ScalingPolicy(1, 4)), 21, 2, busy_count=1)
+    assert sample_changes(informed_policy(ScalingPolicy(1, 4)), 21, 3, busy_count=1)
     assert not sample_changes(informed_policy(ScalingPolicy(2, 4)), 21, 2)
 
 
@@ -363,9 +364,9 @@ def test_the_count_changes_by_one_within_the_bounds(
             count,
         )
         if change is not None:
-            assert abs(change.total - count) == 1 and 2 <= change.total <= 5
-            policy.record_change(at_s, count, change.total)
-            count = change.total
+            assert abs(change.instance_count - count) == 1 and 2 <= change.instance_count <= 5
+            policy.record_change(at_s, count, change.instance_count)
+            count = change.instance_count
 
 
 def test_the_load_from_a_schedulers_report() -> None:
@@ -381,7 +382,7 @@ def test_the_load_from_a_schedulers_report() -> None:
     }
     expected = LoadSample(7.0, 11, 10, 0.5, 4, 0.25, 3, 3, 2)
     assert LoadSample.of(statistics, 7.0) == expected
-    assert LoadSample.of(statistics, 7.0, decoupled=True) == expected._replace(busy=3)
+    assert LoadSample.of(statistics, 7.0, decoupled=True) == expected._replace(busy_count=3)
 
 
 MIB = 2**20

@@ -20,8 +20,8 @@ from shmserve.supervisor.models.repository import (
     fingerprint,
     inline_model,
     lacks_version,
+    missing_version_text,
     missing_versions,
-    no_version,
     read_config,
     scan,
     versions_to_load,
@@ -78,7 +78,7 @@ def test_a_model_without_a_version_lists_misnamed_folders(
     tmp_path: Path, folders: list[str], text: str
 ) -> None:
     make_folder(tmp_path, "m", *folders)
-    message = no_version(scan([tmp_path])["m"])
+    message = missing_version_text(scan([tmp_path])["m"])
     assert message.startswith(
         "at least one version must be available under the version policy of m"
     )

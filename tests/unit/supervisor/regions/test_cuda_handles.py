@@ -98,7 +98,7 @@ async def test_register_and_unregister() -> None:
     assert memory.cuda == CudaHandle(HANDLE, 1, UUID)
     assert (extent.offset, extent.byte_size, memory.byte_size) == (100, 1000, 1100)
     await rig.registry.unregister("r", ME)
-    assert len(rig.registry.active()) == 1, "it is no system memory"
+    assert len(rig.registry.active_regions()) == 1, "it is no system memory"
     await rig.registry.unregister("r", ME, cuda=True)
     assert rig.published[1:] == [
         m.RegionRetired(memory.id, 1),
@@ -146,11 +146,11 @@ def test_both_kinds_of_regions_share_their_names() -> None:
             await registry.register_cuda("host", CudaHandle(HANDLE, 0), 0, 64, ME)
         await registry.unregister("host", ME, cuda=True)
         await registry.unregister("device", ME, cuda=False)
-        assert len(registry.active()) == 2
+        assert len(registry.active_regions()) == 2
         await registry.unregister("", ME, cuda=True)
-        assert [region.name for region in registry.active()] == ["host"]
+        assert [region.name for region in registry.active_regions()] == ["host"]
         await registry.unregister("", ME)
-        assert registry.active() == []
+        assert registry.active_regions() == []
         rig.registry.draining.gateway_exited(7)
 
     try:
@@ -170,9 +170,9 @@ async def test_a_region_belongs_to_its_user() -> None:
         await registry.register_cuda("r", handle, 0, 64, BOB)
     for name in ("r", ""):
         await registry.unregister(name, BOB, cuda=True)
-    assert len(registry.active()) == 1
+    assert len(registry.active_regions()) == 1
     await registry.unregister("", Peer(EVERYONE), cuda=True)
-    assert registry.active() == []
+    assert registry.active_regions() == []
 
 
 async def test_the_limits_of_a_user() -> None:
@@ -196,7 +196,7 @@ async def test_a_handle_that_no_worker_can_open_is_not_registered() -> None:
     rig = CudaRegionRig(check_fault=InvalidArgument("no"))
     with pytest.raises(InvalidArgument, match="no"):
         await rig.registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
-    assert rig.published == [] and rig.registry.active() == []
+    assert rig.published == [] and rig.registry.active_regions() == []
 
 
 async def test_a_slow_check_of_one_handle_delays_no_other_registration() -> None:
@@ -220,7 +220,7 @@ async def test_a_slow_check_of_one_handle_delays_no_other_registration() -> None
         await registry.unregister("mine", ME, cuda=True)
     was_answered.set()
     await asyncio.gather(*registrations)
-    assert [region.name for region in registry.active()] == ["theirs"]
+    assert [region.name for region in registry.active_regions()] == ["theirs"]
     usable_regions = [
         region
         for region in rig.published
@@ -259,7 +259,7 @@ async def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[
     await registry.unregister("r1", ME, cuda=True)
     exporters[0].kill()
     assert [await asyncio.wait_for(rig.withdrawn.get(), 10) for _ in range(2)] == [*("r1", "r0")]
-    assert [region.name for region in registry.active()] == ["r2", "of nobody known"]
+    assert [region.name for region in registry.active_regions()] == ["r2", "of nobody known"]
     assert rig.workers == [], "requests in flight finish"
     registry.draining.gateway_exited(7)
     assert len(rig.workers) == 2
@@ -301,7 +301,7 @@ def test_workers_on_the_device_check_the_handle() -> None:
     workers = Workers({0: [10, 11], 1: [12]}, {10: None, 11: "", 12: ""})
     workers.check(0, UUID)
     assert [pid for pid, _ in workers.sent] == [10, 11]
-    assert workers.sent[0][1] == CheckMemory(1, HANDLE, 0, UUID, 64)
+    assert workers.sent[0][1] == CheckMemory(0, HANDLE, 0, UUID, 64)
     workers.check(1)
     assert workers.sent[-1][0] == 12
     workers.handles.handle_response(

@@ -53,7 +53,7 @@ async def test_register_and_unregister(key: str) -> None:
     assert retired_message == RegionRetired(memory.id, 1)
     assert withdrawn_message == RegionWithdrawn("r", memory.id, 1)
     assert draining_region == replace(published, draining=True)
-    assert rig.registry.active() == []
+    assert rig.registry.active_regions() == []
     assert rig.workers == [], "a gateway may still have requests that use it"
     rig.registry.draining.record_release(7, memory.id)
     assert rig.workers == [MemoryDropped(memory.id)]
@@ -106,7 +106,7 @@ async def test_the_name_of_a_region_in_use_is_free(key: str) -> None:
     await rig.registry.register("r", key, 0, 8192, ME)
     rig.registry.draining.record_use(7, memory_id, False)
     await asyncio.sleep(0)
-    assert [region.byte_size for region in rig.registry.active()] == [8192]
+    assert [region.byte_size for region in rig.registry.active_regions()] == [8192]
     rig.registry.close()
 
 

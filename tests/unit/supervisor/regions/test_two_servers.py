@@ -37,7 +37,7 @@ class RegionServer(RegionRig):
         await self.kept_regions.flush()
 
     def names(self) -> list[str]:
-        return [region.name for region in self.registry.active()]
+        return [region.name for region in self.registry.active_regions()]
 
 
 @contextlib.asynccontextmanager
@@ -66,7 +66,7 @@ def test_servers_share_their_regions() -> None:
             await first.register("a", objects[0].key)
             await second.register("b", objects[1].key)
             assert first.names() == second.names() == ["a", "b"]
-            own, copy = (server.registry.active()[0] for server in (first, second))
+            own, copy = (server.registry.active_regions()[0] for server in (first, second))
             assert own.shared is not None and copy.shared is not None
             assert own.shared.inode == copy.shared.inode
             assert own.key == copy.key

@@ -135,7 +135,7 @@ class Checkpoint:
         eos: The tokenizer's end token; -1 if it has none.
         defaults: The content of generation_config.json.
         templates: The chat templates by name; the name of an unnamed template is "default".
-        special: The texts of special tokens by their names in templates, such as "eos_token".
+        special_tokens: The texts of special tokens by their names in templates ("eos_token").
     """
 
     architecture: Architecture
@@ -146,7 +146,7 @@ class Checkpoint:
     eos: int
     defaults: dict[str, Any] = field(default_factory=dict)
     templates: dict[str, str] = field(default_factory=dict)
-    special: dict[str, str] = field(default_factory=dict)
+    special_tokens: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: Path) -> Self:
@@ -243,7 +243,7 @@ def _read_tokenizer(
     if "added_tokens_decoder" not in settings:
         special_tokens_map = read_json(path / "special_tokens_map.json", problems, optional=True)
         added_tokens = read_json(path / "added_tokens.json", problems, optional=True)
-    _merge_special_tokens(settings, special_tokens_map)
+    listed_tokens = _merge_special_tokens(settings, special_tokens_map)
     try:
         tokenizer = Tokenizer.from_file(str(file))
         if tokenizer.padding:
@@ -257,7 +257,7 @@ def _read_tokenizer(
             pass  # transformers uses such a tokenizer.json unchanged
         elif kind in _SPECIAL_TOKENS:
             _replace_parts(tokenizer, settings, kind)
-        _add_tokens(tokenizer, settings, added_tokens, kind)
+        _add_tokens(tokenizer, settings, added_tokens, listed_tokens, kind)
     except Exception as error:  # the library raises a bare Exception
         problems.append(f"{file.name} cannot be read: {error}")
         return None
@@ -265,11 +265,14 @@ def _read_tokenizer(
     return tokenizer
 
 
-def _merge_special_tokens(settings: dict[str, Any], others: dict[str, Any]) -> None:
+def _merge_special_tokens(settings: dict[str, Any], others: dict[str, Any]) -> list[Any]:
     """Merge the special tokens of special_tokens_map.json into those of tokenizer_config.json.
 
     Named tokens of special_tokens_map.json have precedence. The list `additional_special_tokens`,
     the older name of `extra_special_tokens`, is used if no file has a list by the present name.
+
+    Returns:
+        The unnamed special tokens that are also special in added_tokens.json, as in transformers.
     """
     lists = [fields.pop("additional_special_tokens", None) for fields in (settings, others)]
     extra = settings.pop("extra_special_tokens", None) or lists[0]
@@ -281,10 +284,12 @@ def _merge_special_tokens(settings: dict[str, Any], others: dict[str, Any]) -> N
             settings |= tokens
         else:
             texts += tokens or []
+    listed_tokens = texts
     if not isinstance(extra, list) and not isinstance(more, list):
         texts = lists[1] or lists[0] or []
     settings |= settings.get("model_specific_special_tokens") or {}
     settings["extra_special_tokens"] = texts
+    return listed_tokens
 
 
 def _tokenizer_class(settings: dict[str, Any], config: dict[str, Any]) -> str:
@@ -363,15 +368,20 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
 
 
 def _add_tokens(
-    tokenizer: Tokenizer, settings: dict[str, Any], added_tokens: dict[str, int], kind: str
+    tokenizer: Tokenizer,
+    settings: dict[str, Any],
+    added_tokens: dict[str, int],
+    listed_tokens: list[Any],
+    kind: str,
 ) -> None:
     """Add the tokens of tokenizer_config.json and of added_tokens.json."""
     named_tokens = [settings[name] for name in _special_tokens(settings)]
     extra = settings["extra_special_tokens"]
     texts = [_content(token) for token in (*named_tokens, *extra)]
     known_tokens = tokenizer.get_added_tokens_decoder()
+    special_texts = {_content(token) for token in (*named_tokens, *listed_tokens)}
     declared: dict[Any, Any] = settings.get("added_tokens_decoder") or {
-        number: {"content": text, "special": text in texts}
+        number: {"content": text, "special": text in special_texts}
         for text, number in added_tokens.items()
         if number not in known_tokens
     }

@@ -120,7 +120,7 @@ def _make_int8(weight: Tensor, bias: Tensor | None) -> Linear:
     # FBGEMM is preferred: for up to 8 rows it is three times as fast as oneDNN.
     engines = torch.backends.quantized.supported_engines
     torch.backends.quantized.engine = "fbgemm" if "fbgemm" in engines else "onednn"
-    reduce_range = _saturates()
+    reduce_range = _products_saturate()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch deprecates its quantised tensors
         packed = _pack_int8(weight)
@@ -146,7 +146,7 @@ def _pack_int8(weight: Tensor) -> object:
 
 
 @functools.cache
-def _saturates() -> bool:
+def _products_saturate() -> bool:
     """Return whether sums of 8-bit products saturate (CPUs without VNNI); rows then have 7 bits."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(64, 256, generator=generator)

@@ -38,6 +38,7 @@ Folder = Callable[..., Path]
 PROMPT = [5, 77, 130, 200]
 GREEDY: dict[str, Any] = {"input_ids": PROMPT, "temperature": 0, "ignore_eos": True}
 TOKENIZER = Tokenizer.from_str(tokenizer_text())
+(Q,) = TOKENIZER.encode("q").ids
 
 
 @pytest.fixture
@@ -546,14 +547,21 @@ def test_a_text_ends_with_its_grammar(scheduler: Scheduler, options: dict[str, A
     assert re.fullmatch("[0-9]{3}", scheduler.text(1))
 
 
-def test_a_grammar_without_an_allowed_token_is_an_error(scheduler: Scheduler) -> None:
-    (letter,) = TOKENIZER.encode("q").ids
-    settings: dict[str, Any] = {"guided_regex": "[0-9]{3}", "allowed_token_ids": [letter]}
-    scheduler.add(1, input_ids=PROMPT, temperature=0, **settings)
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(
+    "settings",
+    [{"guided_regex": "[0-9]{3}"}, {"bad_words": ["q"]}, {"stop_token_ids": [Q], "min_tokens": 2}],
+)
+def test_parameters_that_allow_no_token_are_an_error(
+    scheduler: Scheduler, settings: dict[str, Any], temperature: float
+) -> None:
+    options: dict[str, Any] = {"allowed_token_ids": [Q], "temperature": temperature, "n": 2}
+    scheduler.add(1, input_ids=PROMPT, **options, **settings)
     scheduler.run()
     code, message = scheduler.errors[1]
     assert code == "INVALID_ARG"
-    assert message.startswith("guided_regex: the other parameters forbid all tokens")
+    name = "guided_regex" if "guided_regex" in settings else "allowed_token_ids"
+    assert message.startswith(f"{name}: the other parameters forbid all tokens")
 
 
 def test_a_grammar_that_fails_ends_its_request_with_an_error(

@@ -188,7 +188,9 @@ def test_which_file_sets_the_template_and_the_end_tokens(tmp_path: Path) -> None
     checkpoint = Checkpoint.open(path)
     assert (checkpoint.end_tokens, checkpoint.defaults["temperature"]) == ((0, 2), 0.5)
     chat_request = {"messages": [{"role": "user", "content": "ä"}]}
-    rendered_prompt = ChatTemplate(checkpoint.templates, checkpoint.special).render(chat_request)
+    rendered_prompt = ChatTemplate(checkpoint.templates, checkpoint.special_tokens).render(
+        chat_request
+    )
     assert rendered_prompt == "<|user|>ä<|end|><|model|>"
     (path / "chat_template.jinja").write_text("{{ messages[0].content | tojson }}")
     own_checkpoint = Checkpoint.open(path)

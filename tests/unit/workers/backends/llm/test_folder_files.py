@@ -121,6 +121,8 @@ FILES: dict[str, dict[str, dict[str, Any]]] = {
         "pad_token": {"content": "[PAD]", "lstrip": True}}},
     "added_tokens.json": {"added_tokens.json": THINK_TOKENS,
         "special_tokens_map.json": {"pad_token": "<think>"}},
+    "added_tokens.json beside an older list": {"added_tokens.json": {"<x>": SIZE, "<y>": SIZE + 1},
+        "special_tokens_map.json": {"additional_special_tokens": ["<x>"], "bos_token": "<y>"}},
     "split_special_tokens": {SETTINGS: {"split_special_tokens": True}},
     "no effect": {SETTINGS: {"add_bos_token": True, "add_eos_token": True, "add_prefix_space": True,
         "clean_up_tokenization_spaces": True, "model_max_length": 3, "padding_side": "left",
@@ -194,7 +196,7 @@ def test_tokens_equal_those_of_transformers(tmp_path: Path, spaces: bool, files:
     reference.chat_template = TOKEN_TEMPLATE
     expected = reference.apply_chat_template(MESSAGES, tokenize=False)
     assert (
-        ChatTemplate({"default": TOKEN_TEMPLATE}, own.special).render({"messages": MESSAGES})
+        ChatTemplate({"default": TOKEN_TEMPLATE}, own.special_tokens).render({"messages": MESSAGES})
         == expected
     )
 
@@ -409,9 +411,11 @@ def test_prompts_equal_those_of_transformers(folder: Folder, name: str) -> None:
         messages, chat_template=template, tokenize=False, add_generation_prompt=prompted, **options
     )
     variables = {"messages": messages, **options}
-    assert ChatTemplate({"default": template}, checkpoint.special).render(variables) == expected
+    assert (
+        ChatTemplate({"default": template}, checkpoint.special_tokens).render(variables) == expected
+    )
     nested = {"messages": messages, "chat_template_kwargs": options}
-    assert ChatTemplate({"default": template}, checkpoint.special).render(nested) == expected
+    assert ChatTemplate({"default": template}, checkpoint.special_tokens).render(nested) == expected
 
 
 def test_a_text_becomes_a_part_if_a_template_takes_only_parts() -> None:
@@ -525,7 +529,7 @@ def test_one_of_several_templates_is_used(
         else:
             (path / name).write_text(content)
     checkpoint = Checkpoint.open(path)
-    chat = ChatTemplate(checkpoint.templates, checkpoint.special)
+    chat = ChatTemplate(checkpoint.templates, checkpoint.special_tokens)
     assert chat.render({"messages": MESSAGES, **options}) == text
 
 

@@ -73,7 +73,7 @@ def test_valid_parameters_are_accepted(parameters: dict[str, Any], field: str, v
         ({"max_tokens": 1.5}, "max_tokens: 1.5 is not an integer"),
         ({"max_completion_tokens": -1}, "max_completion_tokens: -1 is not an integer"),
         ({"max_new_tokens": 0, "min_tokens": 0}, "max_new_tokens: 0 generates nothing"),
-        ({"allowed_token_ids": []}, "allowed_token_ids: [] is not a list of tokens"),
+        ({"allowed_token_ids": []}, "allowed_token_ids: [] is not a non-empty list of tokens"),
         ({"n": True}, "n: True is not an integer from 1 to 128"),
         ({"top_p": 0}, "top_p: 0.0 is not a number above 0"),
         ({"stop": [""]}, "stop: [''] is not a string or a list"),
@@ -96,6 +96,8 @@ def test_valid_parameters_are_accepted(parameters: dict[str, Any], field: str, v
         ({"bad_words": [""]}, "bad_words: [''] is not a string or a list"),
         ({"allowed_token_ids": [100]}, "allowed_token_ids: 100 is not a token"),
         ({"suffix": "!"}, "suffix: '!' is not supported"),
+        ({"logprob_token_ids": [3]}, "logprob_token_ids: [3] is not supported"),
+        ({"tools": [{}]}, "tools: only supported as a member of the input messages"),
         ({"n": 3, "best_of": 2}, "best_of: 2 is less than n 3"),
         ({"best_of": 2, "stream": True}, "stream: the best of 2 samples are known only when"),
         ({"use_beam_search": True, "n": 2, "logit_bias": {"3": 1}},
@@ -125,6 +127,11 @@ def test_a_model_has_defaults_and_seeds_differ() -> None:
     defaults = {"temperature": 0.3, "top_k": 5, "max_new_tokens": 9, "eos_token_id": 3}
     parameters = parse({"top_k": 2}, defaults, 100)
     assert (parameters.temperature, parameters.top_k, parameters.max_tokens) == (0.3, 2, 9)
+    with pytest.raises(InvalidArgument, match=r"^generation_config\.json: max_new_tokens: -1 is"):
+        parse({}, {"max_new_tokens": -1}, 100)
+    nulls = {"max_tokens": 7, "temperature": None, "max_completion_tokens": None}
+    parameters = parse(nulls, defaults, 100)
+    assert (parameters.temperature, parameters.max_tokens) == (0.3, 7)
     assert settings().seed != settings().seed
 
 
