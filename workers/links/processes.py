@@ -54,7 +54,7 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 
 
 class Follower(Protocol):
-    """An object that waits for this link's descriptors while the model calls other models."""
+    """An object that polls this link's descriptors while the model calls other models."""
 
     def add(self, fd: int) -> None:
         """Add a descriptor."""
@@ -144,7 +144,7 @@ class SupervisorLink:
         """Set the callback for changes of other models, or remove it with None.
 
         The callback runs in the thread that reads the message, with the lock held. The `follower`
-        waits for the descriptors of this link and is notified of cancelled requests.
+        polls the descriptors of this link, and is notified of cancelled requests.
         """
         self._on_models_changed = on_change or _ignore
         self._follower = follower

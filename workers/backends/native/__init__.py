@@ -167,7 +167,7 @@ class NativeBackend(Backend):
             return self._runner.responses(requests, self._to_outputs(result))
 
     def execute_decoupled(self, streams: list[OutputStream]) -> None:
-        """Call `predict` once for each request; the iterators outlast this call."""
+        """Start or queue each request; the iterators that `predict` returns outlast this call."""
         assert self._streams is not None
         for stream in streams:
             self._streams.start(stream, self._runner.own_inputs(stream.request))
