@@ -184,7 +184,7 @@ class LevelPolicy(Record):
 
     @property
     def delays(self) -> bool:
-        """Return whether a request stays queued after its timeout, behind its level's others."""
+        """Return whether a request that times out stays queued, behind the rest of its level."""
         return self.timeout_action == "DELAY"
 
     def own_timeout_us(self, timeout_us: int) -> int:
@@ -197,7 +197,7 @@ class LevelPolicy(Record):
 
 
 class DynamicBatching(Record):
-    """The dynamic batcher; also the batching of the oldest requests by the sequence batcher."""
+    """The settings of the dynamic batcher, or of the sequence batcher's strategy `oldest`."""
 
     preferred_batch_size: tuple[int, ...] = ()
     max_queue_delay_microseconds: int = 0
@@ -338,7 +338,7 @@ class GraphShape(Record):
 
 
 class Optimization(Record):
-    """The effective part of `optimization`; a key of accelerators is their field's name."""
+    """The effective part of `optimization`; accelerators are by the name of their field in it."""
 
     graph_level: int = _config_field("graph.level", 0)
     cuda_graphs: bool = _config_field("cuda.graphs", False)

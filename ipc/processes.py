@@ -180,7 +180,7 @@ class BusyPoll:
     `cores` is the number of usable cores, by default the kernel's.
 
     Attributes:
-        should_spin: Whether to spin while no request is in flight, and while some are.
+        should_spin: A pair: whether to spin while no request is in flight, and while some are.
     """
 
     def __init__(self, cores: int = 0) -> None:

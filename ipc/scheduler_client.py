@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 class Successors(dict[str, str]):
     """The successors of lost schedulers, by endpoint; "" if there is no successor.
 
-    Only the last 4,096 losses are kept. Memory lent before these losses is no longer read.
+    Only the last 4,096 losses are kept. Memory that was lent before them has long been read.
     """
 
     def add(self, endpoint: str, successor: str) -> None:

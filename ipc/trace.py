@@ -74,7 +74,7 @@ class TraceContext(NamedTuple):
 
     @property
     def message(self) -> str:
-        """Return the `trace` field of messages: a `traceparent` with `tensors`, the parent's id."""
+        """Return the `trace` field of messages: `traceparent` with `tensors`, then `parent_id`."""
         flags = f"{self.tensors:d}{self.sampled:d}"
         return f"00-{self.trace_id}-{self.span_id}-{flags}-{self.parent_id}"
 

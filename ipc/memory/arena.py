@@ -21,7 +21,7 @@ from shmserve.ipc.tensors.descriptors import Memory, Range
 
 _ALIGNMENT = 64  # a cache line, and the alignment of vector loads
 _KEPT_BYTES = 64 * 1024 * 1024  # an empty arena returns memory above this to the system
-# The seals of a memfd.
+# The seals that fix the size of a memfd.
 FIXED_SIZE_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 

@@ -192,7 +192,7 @@ class LentMemory:
         self._readers.lend((reader, memory_range.memory.id), memory_range.offset, token)
 
     def release(self, reader: int, memory: int, offsets: Iterable[int]) -> bool:
-        """Release blocks of a memory; return False if none of them was lent here."""
+        """Release blocks of a memory; return whether at least one was lent to the reader."""
         return self._readers.release((reader, memory), offsets)
 
     def drop_reader(self, reader: int) -> None:

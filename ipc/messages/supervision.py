@@ -46,7 +46,7 @@ class SchedulingLimits:
 class CacheStart:
     """A model version's share of the response cache, in bytes (0: no cache).
 
-    The process `supervisor_pid` holds the memory that clients have shared.
+    The process `supervisor_pid` holds the memory of clients, which the cache does not read.
     """
 
     byte_size: int = 0

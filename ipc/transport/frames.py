@@ -69,7 +69,7 @@ class _RecordType(type):
 
 
 class Record(metaclass=_RecordType):
-    """The base class of records."""
+    """The base class of records, which are sent between processes."""
 
     __slots__ = ()
 

@@ -129,7 +129,7 @@ def _open_spare_descriptor() -> int:
 class Router:
     """The bound end of links from many `Dealer`s, which are identified by their identity.
 
-    A second connection with a connected identity is rejected.
+    A second connection with the identity of a connected dealer is rejected.
     """
 
     max_array_len = -1

@@ -217,7 +217,7 @@ class ReferenceTemplate(NamedTuple):
 
     Attributes:
         table: The table of regions.
-        version: The version of the table in which the names have the same meaning.
+        version: The version of the table; in a later version, names may be of other regions.
         regions: The regions.
         spans: The ranges of the outputs.
     """

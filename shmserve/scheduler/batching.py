@@ -60,7 +60,7 @@ from shmserve.scheduler.statistics import Reason, Statistics
 
 logger = logging.getLogger(__name__)
 
-_CALL_REPORT_NS = 200_000_000  # the wait of a call before it is reported, and between reports
+_CALL_REPORT_NS = 200_000_000  # time until a waiting call is reported, and between its reports
 
 
 class BatchingCore(Core[ScheduledRequest]):

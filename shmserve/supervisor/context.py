@@ -67,7 +67,7 @@ class SupervisorContext:
         return self.logging.settings
 
     def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
-        """Route messages from `address` to `handler`; a first message is answered with settings."""
+        """Route messages from `address` to `handler`, and send settings in reply to the first."""
 
         def handle(message: Any) -> None:
             self.logging.on_message(address, message)

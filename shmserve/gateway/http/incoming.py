@@ -94,7 +94,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._malformed_head = b""  # the received bytes of the malformed request; b"": unknown
         # The received part of an incomplete head; None: unknown.
         self._partial_head: bytes | None = None
-        self._ends_request = False  # whether the received bytes end with a head or with chunks
+        self._ends_request = False  # whether the last received bytes end a head or a chunked body
         # The incomplete head of a chunked request with a Content-Length.
         self._conflicting_head = b""
         self.closes_next = False  # whether the connection ends with the next request

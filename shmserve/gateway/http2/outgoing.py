@@ -94,8 +94,8 @@ class Outgoing:
         self.initial_window = frames.DEFAULT_WINDOW
         self.largest_frame = SMALLEST_FRAME
         self.waiting_streams: dict[Stream, None] = {}  # streams with unsent data, in turn
-        self.data_frames = 0  # number of data frames
-        self.data_bytes = 0  # number of data bytes
+        self.data_frames = 0  # number of sent DATA frames
+        self.data_bytes = 0  # number of bytes in these frames
         self.window_grown = False  # whether a window has grown, so that `resume` must be called
 
     # --- called by the receiver of calls

@@ -148,7 +148,7 @@ def _begin_trace(gateway: Gateway, built: BuiltRequest, arrived_ns: int, tracepa
     if trace is None:
         return ""
     if trace.explained:
-        # No templates, because every response has an explanation of its own.
+        # No templates, because each response contains the durations of its own request.
         built.responses = None
     return trace.scheduler.message
 

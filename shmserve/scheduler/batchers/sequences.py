@@ -170,7 +170,7 @@ class InstanceSlots:
         self.sequences: list[StatefulSequence | None] = [None] * slots
         self.running_sequences: list[StatefulSequence] = []
         self.closed = False  # whether new sequences are rejected
-        # Sequences that may run, by slot, in the order of their offers.
+        # Sequences that may run, by slot, in the order in which they became ready.
         self.ready_sequences: OrderedDict[int, StatefulSequence] = OrderedDict()
 
     @property

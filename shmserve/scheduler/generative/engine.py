@@ -126,7 +126,7 @@ class Engine(Generic[T]):
         self._acceptance.pop(generation.key, None)
 
     def stop_sequence(self, number: int) -> None:
-        """End a sequence whose text has ended; the running step may still have its last token."""
+        """End a sequence whose text has ended, after the running step if that computes it."""
         sequence = self._sequences.get(number)
         if sequence is None:
             return

@@ -3,8 +3,8 @@
 The state machine decides; `LifecycleActions` executes the decisions and reports back by events.
 
 load:    read -> the step models are loaded -> versions that differ start, or instances are added ->
-         published -> every client has them as ready -> they serve, the replaced versions retire
-         -> ensembles with the model reload if its shape, its immutable configuration, has changed
+         published -> every client has acknowledged them as ready -> they serve, old versions
+         retire -> ensembles with the model reload if its shape (immutable configuration) changed
 unload:  loads that have begun end, unless they hang -> ensembles with the model are unloaded ->
          every client has acknowledged the withdrawal -> the versions retire, and are finalized
 """

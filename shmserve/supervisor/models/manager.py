@@ -147,7 +147,7 @@ def _in_background(
 
 
 class LifecycleExecutor(LifecycleActions):
-    """The `LifecycleActions` of a server."""
+    """The implementation of `LifecycleActions`, which reads files and controls processes."""
 
     def __init__(
         self,
@@ -345,7 +345,7 @@ class ModelManager:
         self._wait_for, self.on_demand = executor.wait_for, executor.on_demand
 
     async def start(self) -> bool:
-        """Load the models of the control mode, or publish them as loaded on demand.
+        """Load the models that the control mode selects, and publish those on demand.
 
         Returns:
             Whether every model could be loaded.

@@ -395,7 +395,7 @@ class Tickets:
 
 
 class CacheShares:
-    """The equal shares of the response cache's `byte_size` (0: no cache) that model versions have.
+    """The equal shares of model versions in the response cache's `byte_size` (0: no cache).
 
     Each scheduler keeps its own entries, so that no process can access another model's memory. Only
     the bound is shared, and it changes whenever a version with a cache joins or is removed.

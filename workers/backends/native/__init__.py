@@ -13,8 +13,8 @@ to evaluation mode; without `predict`, its annotated `forward` is used.
 
 A `predict` that yields its responses, annotated as `Iterator[...]` or `AsyncIterator[...]`, makes
 the model decoupled. It receives one request with its own arrays, and `max_batch_size` defaults to
-0. Up to `max_streams` (64) iterators run concurrently. Others wait in the scheduler's queue, or in
-the worker if the last batch had too many. A generator runs in a thread of its own. Asynchronous
+0. Up to `max_streams` (64) iterators run concurrently. Further requests wait in the scheduler or,
+if the last batch had too many, in the worker. A generator runs in a thread of its own. Asynchronous
 generators share one event loop. When its client disconnects, a generator is closed at its next
 `yield` (GeneratorExit), and an asynchronous one is cancelled. `shmserve.model.Context.cancelled`
 reports the disconnect earlier.
@@ -167,7 +167,7 @@ class NativeBackend(Backend):
             return self._runner.responses(requests, self._to_outputs(result))
 
     def execute_decoupled(self, streams: list[OutputStream]) -> None:
-        """Call `predict` once for each request; the iterators outlast this call."""
+        """Start or queue each request; the iterators that `predict` returns outlast this call."""
         assert self._streams is not None
         for stream in streams:
             self._streams.start(stream, self._runner.own_inputs(stream.request))

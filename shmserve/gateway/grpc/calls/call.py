@@ -272,7 +272,7 @@ class GrpcCall(ABC):
         self._connection.http2.send_window_update(self._stream, assembly.permit_rest())
 
     def check_message(self) -> None:  # noqa: B027
-        """Check the message once the data that arrived with the head was handled."""
+        """Start the time limit of a message that did not arrive with the head, if there is one."""
 
     def await_message(self) -> ArrivingMessage:
         """Start the time limit of a message that is incomplete or missing."""

@@ -327,7 +327,7 @@ class Choices:
         return {**{name: fields[name] for name in fields if name not in ids}, "usage": usage}
 
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
-        """Store further members of a model's response; return the members for a chunk's choice."""
+        """Store `Delta.extra_members`, and return those that belong to the choice in a chunk."""
         members = dict(fields)
         if self.form.is_chat:
             prompt = members.keys() & {"prompt_token_ids", "prompt_logprobs"}

@@ -400,7 +400,7 @@ class ResponseObject:
 
     @cached_property
     def _calls(self) -> dict[str, tuple[str, dict[str, str]]]:
-        """Return the item type and the names of custom tools, and of functions of namespaces."""
+        """Return the type and names of a call's item, by custom tool or function of a namespace."""
         calls: dict[str, tuple[str, dict[str, str]]] = {}
         tools = self.body.get("tools") or []
         for tool in tools if type(tools) is list else orjson.loads(orjson.dumps(tools)):
