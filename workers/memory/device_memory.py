@@ -156,9 +156,10 @@ class DeviceMemory:
             self._cuda = self._create_driver()
         allocation = self._allocation(self._cuda, handle)
         if memory.byte_size > allocation.capacity:
+            text = f"a shared memory region of {memory.byte_size} bytes has {allocation.capacity}"
             del allocation
             self.close_unused()
-            raise InvalidArgument("a shared memory region is larger than the allocation behind it")
+            raise InvalidArgument(f"{text} bytes of device memory")
         try:
             view = self._as_tensor(allocation)
         except Exception as error:  # starting torch's CUDA fails in many ways

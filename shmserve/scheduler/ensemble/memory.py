@@ -160,12 +160,12 @@ class EnsembleMemory:
     _mappings: Mappings = field(default_factory=Mappings)
 
     def __post_init__(self) -> None:
-        self._on_devices = DeviceBlocks(self.lent.byte_size, self._create_driver)
+        self._device_blocks = DeviceBlocks(self.lent.byte_size, self._create_driver)
 
     @property
     def used_bytes(self) -> int:
         """Return the number of bytes in use, in the arena and on devices."""
-        return self._on_devices.used_bytes + self.lent.used_bytes
+        return self._device_blocks.used_bytes + self.lent.used_bytes
 
     def allocate(self, byte_size: int, device: int | None = None) -> Block:
         """Return a block on a CUDA device, or of the arena if the device has no free space.
@@ -174,7 +174,7 @@ class EnsembleMemory:
             Unavailable: The arena is full.
         """
         if device is not None:
-            block = self._on_devices.allocate(device, byte_size)
+            block = self._device_blocks.allocate(device, byte_size)
             if block is not None:
                 return block
         return self.lent.allocate(byte_size)

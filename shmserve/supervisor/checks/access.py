@@ -174,14 +174,14 @@ class PeerFacts(NamedTuple):
 class ServerFacts(NamedTuple):
     """The facts about the running server, or about this process if no server runs.
 
-    `runs` is whether a server runs. `group` is its --shm-group (-1: none), `devices` the number of
-    its CUDA devices.
+    `runs` is whether a server runs. `group` is its --shm-group (-1: none). `device_count` is the
+    number of its CUDA devices.
     """
 
     process: PeerFacts
     runs: bool
     group: int
-    devices: int
+    device_count: int
 
 
 def gather_peer(config: ServerConfig, pid: int) -> tuple[ServerFacts, PeerFacts]:
@@ -286,7 +286,7 @@ def _judge_peer_network(different_kinds: set[str]) -> Verdict:
 
 
 def _judge_peer_devices(server: ServerFacts, peer: PeerFacts, different_kinds: set[str]) -> Verdict:
-    if not server.devices:
+    if not server.device_count:
         return ok("the server has no CUDA device")
     if spaces := " and ".join(sorted(different_kinds & {"ipc", "pid"})):
         fix = "run both with docker run --ipc=host --pid=host"

@@ -276,8 +276,7 @@ def version_fingerprint(folder: ModelFolder, version: int) -> str:
 def _all_lines(folder: ModelFolder) -> list[bytes]:
     if folder.class_file is None:
         return list(_file_lines(folder.path))
-    # A class may import modules beside it.
-    files = {folder.class_file, *folder.class_file.parent.glob("*.py")}
+    files = {folder.class_file, *folder.class_file.parent.glob("*.py")}  # and modules it may import
     return [_file_line(file.name, file) for file in files]
 
 

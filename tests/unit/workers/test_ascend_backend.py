@@ -109,17 +109,12 @@ def test_a_configuration_that_promises_too_much(
         AscendBackend(worker.context).load(ModelSpec.of(fields))
 
 
-@pytest.mark.parametrize(
-    ("number", "dims", "text"),
-    [(0, [-1, 3], "only static shapes are served"), (16, [3], "'x': ACL's datatype 16 is none of")],
-)
-def test_unsupported_tensors_are_refused(
-    acl: FakeAcl, worker: Rig, number: int, dims: list[int], text: str
-) -> None:
+def test_unsupported_tensors_are_refused(acl: FakeAcl, worker: Rig) -> None:
     path = worker.context.version_dir / "model.om"
-    write(path, [{"name": "x", "type": number, "dims": dims}], [])
-    with pytest.raises(InvalidArgument, match=text):
-        OfflineModel(path, 0)
+    for number, dims, text in ((0, [-1, 3], "only static shapes"), (16, [3], "16 is none of")):
+        write(path, [{"name": "x", "type": number, "dims": dims}], [])
+        with pytest.raises(InvalidArgument, match=text):
+            OfflineModel(path, 0)
     assert not acl.alive
 
 

@@ -250,8 +250,7 @@ def _element_type(datatype: str) -> Any:
 
 
 def _address(array: Array) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address
+    return int(array.__array_interface__["data"][0])
 
 
 def _as_strings(name: str, array: Array) -> Array:

@@ -355,7 +355,7 @@ class PythonExecution:
         if request.rescheduled:
             if self._iterative and response is None:
                 return Response(rescheduled=True)
-            return self._not_rescheduled(response)
+            return self._reschedule_error(response)
         if request.outbox is not None and request.outbox.response is not None:
             return request.outbox.response
         if isinstance(response, InferenceResponse):
@@ -366,7 +366,7 @@ class PythonExecution:
         )
         return Response(error=_misuse_error(self._instance_name, problem))
 
-    def _not_rescheduled(self, response: Any) -> Response:
+    def _reschedule_error(self, response: Any) -> Response:
         """Return the error of a request that its model must not reschedule but has rescheduled."""
         if response is None:
             return Response(error=Internal(_NOT_ITERATIVE))

@@ -17,7 +17,7 @@ FILE_IDENTITIES: dict[str, tuple[int, int] | None] = {
     **{kind: (4, number) for number, kind in enumerate(("user", "net", "ipc", "pid"))},
 }
 PEER = access.PeerFacts(1000, frozenset({1000}), FILE_IDENTITIES)
-SERVER = access.ServerFacts(PEER, runs=True, group=-1, devices=1)
+SERVER = access.ServerFacts(PEER, runs=True, group=-1, device_count=1)
 CONFIG = server.from_flags(
     command_line.parse(["--run-dir=/nowhere/shmserve"]), {}, needs_models=False
 )
@@ -46,7 +46,7 @@ def simulate_other_files(*names: str) -> access.PeerFacts:
         ({}, simulate_other_files("ipc", "pid"), "devices", WARNING,
          "different ipc and pid namespace"),
         ({}, PEER._replace(visible_devices="1"), "devices", WARNING, "is 1, the server's None"),
-        ({"devices": 0}, simulate_other_files("ipc"), "devices", OK, "no CUDA device"),
+        ({"device_count": 0}, simulate_other_files("ipc"), "devices", OK, "no CUDA device"),
     ],
 )  # fmt: skip
 def test_a_check_judges_a_peer(
