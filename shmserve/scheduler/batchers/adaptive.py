@@ -99,7 +99,7 @@ class Account:
         self._trial_misses += misses
 
     def subtract_trial_misses(self, misses: int) -> int:
-        """Subtract the misses that trials have paid for; return how many of the misses remain."""
+        """Return how many misses exceed the misses that trials have paid for, which are used up."""
         caused = min(misses, int(self._trial_misses))
         self._trial_misses -= caused
         return misses - caused

@@ -296,7 +296,7 @@ class StepSchedulers(Links):
 
     @property
     def pending(self) -> Sized:
-        """Return the links with queued messages, as `Outbox.pending`."""
+        """Return the links with queued messages."""
         return self._links.pending
 
     def flush(self) -> None:
