@@ -197,7 +197,7 @@ class Executions:
         elif message.pid in self._pool.awaited_pids():
             releases = self._early_releases.setdefault(message.pid, [])
             releases += _split_release(client_pid, message)[: _MAX_EARLY - len(releases)]
-        else:  # the process may be announced later: clients may learn of a successor first
+        else:  # the process may be announced later: a client may have received the successor first
             parts = _split_release(client_pid, message)
             self._unknown_releases += [(message.pid, release) for release in parts]
 
