@@ -1,6 +1,6 @@
 """The declaration of a native model: the annotations of its `predict`, and its class attributes.
 
-`check` collects every problem of a class into one error.
+`check_class` collects every problem of a class into one error.
 """
 
 from __future__ import annotations
