@@ -2,11 +2,11 @@
 
 main.py             the process: it loads one instance of one model, and serves it
 context.py          start parameters and resources of an instance, and the errors of its model
-environment.py      a Python environment of the model's own: unpack, check and enter it
-instance.py         its loop: wait, execute, report
+environment.py      the model's own Python environment: unpack, check and enter it
+instance.py         the loop of an instance: wait, execute, report
 links/              links to the scheduler and to the supervisor
-batch/              requests unpacked, inputs gathered, run, outputs scattered
-tensor_specs.py     descriptions of inputs and outputs: those of a file, and generated ones
+batch/              execution of a batch: unpack, gather inputs, run, scatter outputs
+tensor_specs.py     descriptions of a file's inputs and outputs, and of generated ones
 sequences.py        control inputs and states of sequences, and the executor of their batches
 backends/           the interface of a backend, and the built-in backends
 bls/                business logic scripting: a model's calls of other models

@@ -161,7 +161,7 @@ def _import_support(kind: str, name: str) -> None:
 
 # --- preloads
 
-# These modules are not public. If a version of torch lacks one, the worker imports what it needs.
+# Modules that are not public: torch may lack one, and the worker then imports what torch needs.
 _EXPORT_MODULES = (
     *("torch._export.serde.serialize", "torch.export.pt2_archive._package", "torch.export.passes"),
     *("torch._inductor.codecache", "torch._functorch.aot_autograd"),
@@ -184,8 +184,8 @@ def preload_text() -> None:
 def preload_operations() -> None:
     """Run operations of torch once on the CPU.
 
-    At their first use libraries set up code for this processor, tables and lazy imports. One thread
-    runs them, because a pool of threads would not survive the fork.
+    Libraries set up code for this processor, tables and lazy imports at their first use. One thread
+    runs the operations, because a pool of threads would not survive the fork.
     """
     import torch
     from torch.nn import functional

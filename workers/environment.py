@@ -37,7 +37,7 @@ _MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
 _OLDEST_PYTHON = (3, 11)
 _OLDEST_NUMPY = (1, 26)
 _PROBE_TIMEOUT_S = 60.0
-# Runs in any version of Python 3. Site packages may print lines before the last one.
+# Runs in any version of Python 3. The result is the last line: site packages may print others.
 _PROBE_SCRIPT = """
 import json, sys
 sys.path += sys.argv[1:]
@@ -93,7 +93,7 @@ def _locate_environment(start: WorkerStart) -> Path:
 
 
 def _server_package_folders() -> Iterator[str]:
-    """Yield the folders of the server's packages, without those of the standard library."""
+    """Yield the folders of the server's packages, without the standard library's folders."""
     stdlib = sysconfig.get_path("stdlib")
     yield str(Path(errors.__file__).resolve().parent.parent)
     for path in sys.path:

@@ -190,7 +190,7 @@ class WorkerInstance:
         self._context.control.send(ReadyChecked(check_number, is_ready))
 
     def _wait(self, timeout_s: float | None) -> bool:
-        """Wait as `SupervisorLink.wait` does, after polling for a while if that is faster."""
+        """Wait as `SupervisorLink.wait` does, after polling for a while if polling is faster."""
         control, in_flight = self._context.control, self._in_flight
         start_ns = time.monotonic_ns()
         is_readable = False

@@ -144,7 +144,7 @@ class _Worker:
     def _load(self, config: ModelSpec) -> None:
         backend = self._make_backend(config)
         if config.sequence_batching is not None:
-            # Called early, because it raises if a data file cannot be read.
+            # Called before the model is loaded: this raises if a data file cannot be read.
             read_states(config, self._context.model_dir)
         backend.load(config)
         self._instance = WorkerInstance(self._context, backend, config)

@@ -55,7 +55,7 @@ from shmserve.workers.links.processes import HandlerTable, WorkerRequest
 
 _START, _READY = "CONTROL_SEQUENCE_START", "CONTROL_SEQUENCE_READY"
 _END = "CONTROL_SEQUENCE_END"
-# By the field with a control's values [false, true]: their datatype, and their format for `struct`.
+# The datatype and the `struct` format of a control, by the field with its values [false, true].
 _CONTROL_FORMATS = {
     "int32_false_true": ("INT32", "<i"),
     "fp32_false_true": ("FP32", "<f"),
@@ -242,7 +242,7 @@ def _updated_value(value: _StateValue, output: Output) -> _StateValue:
 def _store_bytes(old_bytes: Any, new_bytes: Any) -> Any:
     """Return the new value of a state.
 
-    It is copied into the existing buffer if it fits, otherwise into a buffer of its own.
+    The value is copied into the existing buffer if it fits, otherwise into a new buffer.
     """
     if isinstance(new_bytes, np.ndarray):
         if not isinstance(old_bytes, memoryview) or len(old_bytes) != new_bytes.nbytes:
@@ -377,7 +377,7 @@ class SequenceExecutor(Executor):
                 OutputStream(self._writer, r.open_request, r.request) for r in by_key.values()
             ]
             return self._run_streams(streams)
-        # States of other shapes cannot be in one batch.
+        # States of different shapes cannot be in one batch.
         return [reply for group in by_shape.values() for reply in self._run_rows(group)]
 
     def _run_rows(self, row_requests: list[_RowRequest]) -> list[Reply]:

@@ -126,7 +126,7 @@ def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bo
 
 
 def triton_string_to_numpy(triton_type_string: str) -> Any:
-    """Return the numpy type of a configuration's data_type, such as TYPE_FP32; raise KeyError."""
+    """Return the numpy type of a configuration's data_type (TYPE_FP32, ...), or raise KeyError."""
     return TRITON_STRING_TO_NUMPY[triton_type_string]
 
 

@@ -88,9 +88,9 @@ def model_traceback(error: BaseException, model_dir: Path) -> str:
 def format_error(error: BaseException, model_dir: Path) -> str:
     """Return an exception with its traceback, or "" if no frame is the model's.
 
-    The server's frames before the model's first one and those of the import system are left out.
-    The folder of a model given by its file is a link in the run directory: the user's own path is
-    shown.
+    The server's frames before the model's first frame, and frames of the import system, are left
+    out. If the model was given by its file, the traceback shows the user's path of this file, not
+    the link in the run directory.
     """
     report = _model_report(error, model_dir)
     return "".join(report.format()).rstrip("\n") if report.stack else ""

@@ -165,8 +165,8 @@ class Backend(ABC):
     def metrics(self) -> list[list[Any]] | None:
         """Return all families of the model's own metrics if they changed since the last call.
 
-        Call `context.control.wake()` when metrics change outside of `execute`. To report them at
-        once, call `metrics_changed(True)` in any thread that may call `metrics`.
+        Call `context.control.wake()` when metrics change outside of `execute`. To report them
+        immediately, call `metrics_changed(True)` in any thread that may call `metrics`.
 
         Returns:
             The families as `shmserve.workers.backends.python.metrics.changes` returns them, or None

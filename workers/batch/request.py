@@ -163,7 +163,7 @@ class Output(NamedTuple):
     ) -> list[Output]:
         """Return the requested outputs of a response, given the datatype and values of each name.
 
-        Values of other outputs are not iterated over, so generators compute what is requested.
+        Values of other outputs are not iterated over, so generators compute requested values only.
         """
         return [cls.of_values(name, *values[name]) for name in values if name in requested]
 

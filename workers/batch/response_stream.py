@@ -50,7 +50,7 @@ class MetricsReports:
         self._link = link
         self._last_report: MetricsReported | None = None
         self._next_report_s = 0.0
-        # Tokens of the bucket, and the time of their last count.
+        # Tokens of the bucket, and the time of its last refill.
         self._tokens, self._refilled_s = float(_BURST_REPORTS), 0.0
         self.timer = Timer(_REPORT_DELAY_NS, self._send)
 
@@ -280,7 +280,7 @@ class OutputStream:
         The garbage collector may call this method at any time.
 
         Args:
-            error: The exception that the sending thread has raised, if that is known.
+            error: The exception that the sending thread has raised, if known.
         """
         if not self._is_closed:
             self._writer.abandoned.append((self, error))

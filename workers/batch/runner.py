@@ -226,8 +226,8 @@ class Runner:
     """The conversion of an instance's requests to model inputs, and of outputs to responses.
 
     torch does not support read-only tensors, and a view may expose a client's memory. The first
-    batch is therefore a copy. Only a model that has not changed any byte of it receives views. If
-    the model later writes into a view with operations of torch, it receives copies from then on.
+    batch is therefore a copy. Only a model that has not changed any byte of this copy receives
+    views. If it later writes into a view with operations of torch, it receives copies from then on.
 
     Args:
         _context: The instance.

@@ -171,7 +171,7 @@ class Scatterer:
         return schema, packed
 
     def trace(self, request: Request, tensors: Iterable[Input | Output]) -> None:
-        """Record tensors of a request, if its trace asks for them; long ones without data."""
+        """Record tensors of a request whose trace includes tensors; long tensors without data."""
         context = TraceContext.of(request.work.trace)
         if not context.tensors:
             return
@@ -232,7 +232,7 @@ class Scatterer:
         return schema, pack_data(data)
 
     def _handle_missing(self, request: Request, returned: set[str]) -> None:
-        """Handle requested outputs that the model has not returned, as Triton's Python models may.
+        """Handle requested outputs that are missing; Triton's Python models may omit outputs.
 
         Their ranges in client memory are zeroed, so that a client does not read old content.
         """
@@ -396,7 +396,7 @@ def _used_range(name: str, memory_range: Range, byte_size: int) -> Range:
 
 
 def _detach(item: ReadyOutput, request: Request) -> ReadyOutput:
-    """Return an output with a copy of its data if that is a view of an input.
+    """Return an output, with a copy of its data if the data is a view of an input.
 
     Another output may be written over the input before this one.
     """

@@ -7,7 +7,7 @@ resubmitted to the successor, or to the scheduler that currently serves the mode
 ipc/scheduler_client.py). Inputs in the memory of the caller's own request are sent by reference.
 Outputs are copied, so a model may keep them.
 
-The model's thread, its event loop (many calls at once) and threads that it starts may call other
+The model's thread, its event loop (concurrent calls) and threads that it starts may call other
 models. A signal handler must not, because it may have interrupted a thread that holds the locks.
 """
 
@@ -95,7 +95,7 @@ class SharedWait:
         self.add(self._notification_fd)
 
     def add(self, fd: int) -> None:
-        """Add a descriptor. Threads that are waiting already are woken by it, too."""
+        """Add a descriptor, which also wakes threads that are already waiting."""
         self._epoll.register(fd, select.EPOLLIN)
 
     def remove(self, fd: int) -> None:
@@ -381,7 +381,7 @@ class CallRouter:
 
     @contextlib.contextmanager
     def _locked_target(self, call: BlsCall) -> Iterator[_Target]:
-        """Hold the lock with the target of a call. Query the supervisor if it is not known.
+        """Hold the lock with the target of a call. Query the supervisor for an unknown target.
 
         Raises:
             NotFound: There is no such model.
@@ -471,7 +471,7 @@ class CallRouter:
             self.shared_wait.notify()
 
     def on_cancelled(self) -> None:
-        """Request that calls are cancelled whose `origins` all are; safe in any thread."""
+        """Request the cancellation of calls whose `origins` are all cancelled; thread-safe."""
         self._check_cancelled = True
         self.shared_wait.notify()
 

@@ -1,7 +1,7 @@
 """The links of a worker to the supervisor and to the scheduler of its instance (thread-safe).
 
-The loop waits in `SupervisorLink.wait`: for the supervisor's socket, the scheduler's, and threads
-that wake it. Models use `SupervisorLink` for requests to the control API.
+The loop waits in `SupervisorLink.wait`: for the sockets of supervisor and scheduler, and for
+threads that wake it. Models use `SupervisorLink` for requests to the control API.
 
     Execute, ... ──> commands (for the loop)     CancelExecution, CreditExecution ──> WorkerRequest
 
@@ -104,7 +104,7 @@ class SupervisorLink:
     def watch(self, fd: int, read: Callable[[], None] | None = None) -> None:
         """Add a descriptor for which `wait` returns.
 
-        Threads that wait for calls of other models read it with `read`, if that is given.
+        Threads that wait for calls of other models call `read`, if given, when it is readable.
         """
         self._poll.register(fd, select.EPOLLIN)
         if read is not None:
@@ -234,7 +234,7 @@ def readable(*fds: int, timeout_s: float | None = None) -> bool:
 
 
 class Timer:
-    """A kernel timer with a thread that waits for it, so that starting it wakes no thread.
+    """A kernel timer with a thread that waits for it; starting the timer wakes no thread.
 
     The thread calls `on_expiry` when `delay_ns` (less than a second) has passed since the last
     `start`. The first `start` creates the thread. See timerfd_create(2).
@@ -300,7 +300,7 @@ class WorkerRequest:
 
     @property
     def window(self) -> SendWindow:
-        """Return the send window of the responses, which the first use creates.
+        """Return the send window of the responses; the first use creates the window.
 
         A request with a single response never uses the window.
         """

@@ -42,7 +42,7 @@ class OutputMemory:
     """Blocks of the worker's arena, each lent to the process that reads and releases the block.
 
     A reader may hold a block until it exits. Its release arrives by way of the scheduler that
-    serves the model then. Blocks of responses that no scheduler received are freed at once.
+    serves the model then. Blocks of responses that no scheduler received are freed immediately.
 
     A local client is not trusted to release its blocks, so it may hold at most as many bytes as are
     free. One client that releases nothing holds half of the arena at most, n clients n/(n + 1). A

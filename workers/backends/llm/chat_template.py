@@ -394,7 +394,7 @@ def _has_role(messages: list[dict[str, Any]], role: str) -> bool:
 def _merge_system_messages(
     messages: list[dict[str, Any]], template: _CompiledTemplate
 ) -> list[dict[str, Any]]:
-    """Return messages with one system message at their beginning, as vLLM has it.
+    """Return messages with one system message at their beginning, as in vLLM.
 
     Many templates reject a system message elsewhere, such as a converted developer's message.
     """
@@ -522,8 +522,8 @@ def render_in_process(
     Args:
         template: The templates of the model.
         raw: The conversation as JSON.
-        take_options: Removes the options from a conversation that are not for the template, and
-            returns these options.
+        take_options: Removes and returns the options of a conversation that are not for the
+            template.
 
     Returns:
         The options, and the bytes of the prompt.
@@ -566,9 +566,9 @@ def _exchange(process: subprocess.Popen[str], value: Any) -> Any:
 def main() -> None:
     """Render the conversation in a memory file, whose descriptor is the argument.
 
-    The prompt replaces the conversation in the file. Each line of the standard input and output is
-    JSON: the templates and special tokens -> the options of the conversation, the options for the
-    template -> the size of the prompt. An object with `error` replaces an answer.
+    The prompt replaces the conversation in the file. The standard input has two lines of JSON: the
+    templates and special tokens, and the options for the template. The answers, also JSON, are the
+    options of the conversation and the size of the prompt, or an object with `error`.
     """
     os.setpriority(os.PRIO_PROCESS, 0, NICE)
     template = ChatTemplate(*json.loads(input()))

@@ -56,7 +56,7 @@ class Prompt:
             log probabilities.
         offsets: The index in the prompt's text at which each token begins; empty unless the log
             probabilities of the response include those of the prompt (`echo`).
-        logprobs_by_position: The log probabilities of the prompt's tokens that were computed.
+        logprobs_by_position: The log probabilities computed so far for the prompt's tokens.
         cached_tokens: The number of prompt tokens found in the KV cache; -1: not known yet.
         message_format: The format of the message if it may contain tool calls or reasoning.
         message_grammar: The grammar of the message, or "". Its rule `body` is the grammar of the
@@ -131,7 +131,7 @@ class TokenSequence:
     replayed_tokens: list[int] = field(default_factory=list)
 
     def fork(self, number: int, sample: int, token: int) -> TokenSequence:
-        """Return a copy of the sequence, followed by `token` unless that is -1."""
+        """Return a copy of the sequence, followed by `token` unless `token` is -1."""
         tokens = [*self.tokens, token] if token >= 0 else self.tokens[:]
         matcher = self.matcher.deep_copy() if self.matcher is not None else None
         replayed = self.prompt.replayed_tokens.get(sample, [])
@@ -139,7 +139,7 @@ class TokenSequence:
         return TokenSequence(number, self.prompt, sample, *state)
 
     def add_blocks(self, row: Row, block_size: int) -> None:
-        """Replace the block table from entry `row.kept_blocks` on by the blocks of a row."""
+        """Keep the table's first `row.kept_blocks` blocks, and replace the rest by a row's."""
         if row.kept_blocks < len(self.block_table):
             self.draft_computed = min(self.draft_computed, row.kept_blocks * block_size)
         self.block_table[row.kept_blocks :] = row.blocks

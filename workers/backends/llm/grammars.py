@@ -44,7 +44,7 @@ class Grammars:
             pieces = _TokenBytes(texts, vocabulary, end_tokens)
             self._tokenizer = wrapped(pieces, **settings)
             self._has_quotes = any(piece.startswith(b'"') for piece in pieces.tokens)
-            # The bytes of tokens may differ from the text that they decode to: force no text.
+            # The bytes of tokens may differ from their decoded text, so each token is sampled.
             self._default_message = f"{NO_FORCING}\nstart: @body"
 
     def matcher(
@@ -311,7 +311,7 @@ _OPTIONAL_END = re.compile(
 
 
 def _split_lookaheads(pattern: str) -> list[str]:
-    """Replace lookaheads at the beginning of a pattern by patterns; a text must match all."""
+    """Replace lookaheads at the start of a pattern by patterns; a text must match all of them."""
     patterns: list[str] = []
     pattern = _OPTIONAL_END.sub("", pattern)
     if "|" in re.sub(rf"\\.|{_CLASS}|\([^()]*\)", "", pattern):
@@ -328,7 +328,7 @@ def _split_lookaheads(pattern: str) -> list[str]:
 
 
 def _check_integers(key: str, value: Any) -> None:
-    """Raise ValueError if a value has an integer that llguidance would round to another one."""
+    """Raise ValueError if a value has an integer that llguidance would round to another integer."""
     if isinstance(value, list | dict):
         for item in with_pauses(value if isinstance(value, list) else value.values()):
             _check_integers(key, item)

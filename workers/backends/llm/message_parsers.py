@@ -174,7 +174,7 @@ class MessageParser:
         self._parts[part] = self._parts.get(part, "") + text
 
     def add_content(self, text: str) -> None:
-        """Pass on content. Content beside a call that is only white space is discarded."""
+        """Pass on content. Content of white space only is discarded beside a call."""
         text, self._leading_space = self._leading_space + text, ""
         stripped = text.strip(self.format.family.separators)
         if self._is_blank and not stripped:

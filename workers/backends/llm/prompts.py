@@ -111,7 +111,7 @@ def prompt_input(inputs: Mapping[str, Any]) -> str:
 
 
 def task_input(task: Any, inputs: Mapping[str, Any]) -> str:
-    """Return the name of the input of a task, which generates nothing.
+    """Return the name of the input of a task, such as "tokenize"; tasks generate no text.
 
     Raises:
         InvalidArgument: The task is unknown, or its input is missing.

@@ -93,7 +93,7 @@ class SampleText:
         self.pending_logprobs: list[ScoredToken] = []
         self.is_open = True
         self.was_sent = False
-        self._skip_characters = self._skip_tokens = 0  # numbers sent by an earlier instance
+        self._skip_characters = self._skip_tokens = 0  # numbers that were sent earlier
         self._prompt, self._texts = prompt, texts
         self._echo_length = len(echo)
         skip, self._dropped_tokens = parameters.skip_special_tokens, frozenset[int]()

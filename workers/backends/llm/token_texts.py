@@ -234,7 +234,7 @@ class BadWords:
         # No text contains a lone surrogate.
         self._words = [word.encode(errors="surrogatepass") for word in words]
         self._longest = max(map(len, self._words))
-        # The tokens that contain a whole word; and those that complete a word, by its beginning.
+        # Tokens that contain a whole word; tokens that complete a word, by the word's beginning.
         self._containing_tokens = [
             token for word in self._words for token in texts.containing(word)
         ]
@@ -260,9 +260,9 @@ class BadWords:
 class Detokenizer:
     """The incremental text of one sequence, which follows a prompt.
 
-    The text of a token depends on the tokens before it. Tokens are therefore decoded together with
-    those of the last returned text, the context. Tokens of an incomplete character are held back,
-    at the end of the prompt, too.
+    The text of a token depends on the tokens before it. New tokens are therefore decoded together
+    with the tokens of the last returned text (the context). Tokens of an incomplete character are
+    held back, also at the end of the prompt.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ _CUDA_PARAMETERS = (
     *("cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy"),
     "do_copy_in_default_stream",
 )
-# Triton's names or numbers of options and values, and those of onnxruntime.
+# Triton's names or numbers of options and values, and onnxruntime's names.
 _OPTIONS = {
     "max_workspace_size_bytes": "trt_max_workspace_size",
     "int8_calibration_table_name": "trt_int8_calibration_table_name",
@@ -93,7 +93,7 @@ def import_onnxruntime() -> Any:
     except ImportError as error:
         message = missing_package("backend 'onnxruntime'", error, "onnx")
         raise Unavailable(f"{message}, or onnxruntime-gpu for CUDA") from None
-    # Called here, because it is too late to set the environment variable.
+    # Called here, because onnxruntime reads its environment variable at import.
     runtime.disable_telemetry_events()
     return runtime
 
@@ -183,7 +183,7 @@ def providers(config: ModelSpec, kind: str, device_id: int) -> list[tuple[str, d
 
 
 def _provider_options(parameters: Mapping[str, str]) -> dict[str, str]:
-    """Return onnxruntime's options of an execution provider for those of a configuration."""
+    """Return onnxruntime's options of an execution provider, from a configuration's parameters."""
     options: dict[str, str] = {}
     for key, value in parameters.items():
         if key == "precision_mode":

@@ -40,11 +40,11 @@ Labels = tuple[tuple[str, str], ...]
 @dataclass(slots=True)
 class _MetricValue:
     buckets: tuple[float, ...]
-    # A counter: its value. A gauge: the value that was set, when it was set (monotonic ns, 0:
+    # A counter: its value. A gauge: the value that was set, the time of setting (monotonic ns, 0:
     # never), and the sum of later increments. A histogram: the sum, the observations by bucket, and
     # the observations above the last bucket.
     state: list[float]
-    owners: int = 0  # number of live `MetricFamily` objects that have created it
+    owners: int = 0  # number of live `MetricFamily` objects that created this value
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ def _locked_for_change() -> Iterator[None]:
 
 
 class _Owner:
-    """The metrics of one `MetricFamily` object, which exists while `is_alive`."""
+    """The metrics of one `MetricFamily` object; `is_alive`: the object exists."""
 
     def __init__(self, family: _Family) -> None:
         self.family = family
@@ -125,7 +125,7 @@ class _Owner:
         self.is_alive = True
 
 
-# Owners whose object was collected, which may happen at any time; removed when it is safe.
+# Owners whose object was garbage-collected, at any time; `_remove_collected` removes them.
 _collected_owners: deque[_Owner] = deque()
 
 

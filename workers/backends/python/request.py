@@ -164,7 +164,7 @@ class SingleResponse:
 
     Attributes:
         done: Set when there is a response, or no sender is left.
-        error: The exception of the sending thread, if that is known.
+        error: The exception of the sending thread, or None if it is unknown.
         listener: Called when `done` is set.
     """
 

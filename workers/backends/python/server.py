@@ -48,7 +48,7 @@ class ServerApi:
 
     @contextlib.contextmanager
     def decoupled_execution(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Attribute the calls of other models within the block to these requests.
+        """Record `requests` as the origins of calls of other models in the `with` block.
 
         Calls of coroutines that the block starts are included. The instance waits only for calls
         that this thread makes.
@@ -252,9 +252,9 @@ shared_memory = SharedMemory()
 def workspace(byte_size: int) -> _Workspace:
     """Lease bytes of the device's shared workspace for a `with` or `async with` block.
 
-    The block waits until the pool has enough free bytes. They are a numpy array of uint8, or on a
-    GPU a torch tensor, with undefined contents. Triton does not have this function. Lease all bytes
-    of an execution at once, and call no other model in the block.
+    The block waits until the pool has enough free bytes. The value of the block is a numpy array of
+    uint8, or on a GPU a torch tensor, with undefined contents. Triton does not have this function.
+    Use one lease for all bytes of an execution, and call no other model in the block.
 
     Raises:
         TritonModelException: There is no pool (--workspace-byte-size), the pool is smaller, or the

@@ -6,7 +6,7 @@
 
 TYPE_STRING is List[str] of TorchScript: the concatenated texts of all rows, as in Triton. The first
 of these files in the version folder is used, unless `default_model_filename` names one or `runtime`
-is model.py. A class whose weights are in model.pt needs the latter.
+is model.py. A class whose weights are in model.pt needs `runtime`.
 
 Parameters:
 
@@ -16,7 +16,7 @@ Parameters:
                                        torch.compile. Its cache ends with the server unless
                                        TORCHINDUCTOR_CACHE_DIR in the environment names a folder
     INTRA_OP_THREAD_COUNT, NUM_THREADS the number of threads of one operation
-    INTER_OP_THREAD_COUNT, NUM_INTEROP_THREADS  the number of operations that run at once
+    INTER_OP_THREAD_COUNT, NUM_INTEROP_THREADS  the number of concurrent operations
     ENABLE_JIT_EXECUTOR, ENABLE_JIT_PROFILING, ENABLE_TENSOR_FUSER  switches of TorchScript
     ENABLE_CACHE_CLEANING              "true": release the GPU's cached memory after each batch
     DISABLE_CUDNN                      "true": run without cuDNN
@@ -197,7 +197,7 @@ class PytorchBackend(Backend):
 def _check_strings(signature: Signature, strings: frozenset[str]) -> None:
     """Raise InvalidArgument if BYTES inputs and lists of strings do not match.
 
-    BYTES tensors must also have one dimension; that message is Triton's.
+    BYTES tensors must also have one dimension; the error text is then Triton's.
     """
     for spec in signature.inputs.values():
         if (spec.datatype == "BYTES") != (spec.name in strings):
@@ -222,7 +222,7 @@ def _decode_strings(array: Any) -> list[str]:
 
 
 def _decode_string(element: bytes) -> Any:
-    """Return an element as str, or as bytes if it is not UTF-8, which TorchScript accepts, too."""
+    """Return an element as str, or as bytes if it is not UTF-8; TorchScript accepts both."""
     try:
         return element.decode()
     except UnicodeDecodeError:

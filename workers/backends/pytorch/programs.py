@@ -9,7 +9,7 @@ The mapping of configured inputs and outputs to the model's arguments and result
 Results are mapped by key (dict), by field (named tuple, dataclass), or by position as above.
 
 Each form is loaded as a `Program`: a callable with the arguments of its forward, and the number of
-its results where that is known. The graph of an exported program also describes inputs and outputs.
+its results if it is known. The graph of an exported program also describes inputs and outputs.
 """
 
 from __future__ import annotations

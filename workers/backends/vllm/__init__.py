@@ -45,7 +45,7 @@ _CHECK_PERIOD_S = 0.5  # seconds between checks of the engine and reports of its
 _METRIC_PREFIX = "vllm:"
 _UNSUPPORTED_INPUTS = {"image", "embedding_request"}  # inputs of Triton's vllm_backend
 
-# The inputs and outputs of Triton's vllm_backend and those of the OpenAI API.
+# The inputs and outputs of Triton's vllm_backend and of the OpenAI API.
 _INPUTS = [
     *INPUTS,
     tensor("image", "STRING", -1, optional=True),

@@ -122,7 +122,7 @@ class VllmCall:
 
     Attributes:
         request: The request in the form of vLLM's own server. If `echo` is set, log probabilities
-            begin with those of the prompt.
+            include the prompt's.
         prompt: The rendered prompt.
         parameters: vLLM's sampling parameters.
         decode: Returns the text of a token.
@@ -256,7 +256,7 @@ class VllmEngine:
         Args:
             inputs: The inputs by name.
             parameters: The parameters.
-            echoes: Whether log probabilities begin with those of the prompt.
+            echoes: Whether log probabilities include the prompt's.
             openai: Whether parameters have the defaults of vLLM's server; those of chats always do.
 
         Raises:

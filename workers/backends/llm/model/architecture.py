@@ -323,7 +323,7 @@ def _rope(config: Mapping[str, Any], problems: list[str]) -> Rope:
     field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.get(field) or {}
     nested = ", ".join(name for name, value in scaling.items() if isinstance(value, dict))
-    if nested:  # transformers ignores them in these architectures
+    if nested:  # transformers ignores nested fields in these architectures
         text = f"config.json: {field}: {nested}: parameters of layer types are not supported"
         problems.append(text)
         return Rope(10_000.0, "default", {})

@@ -30,7 +30,7 @@ from torch.nn import functional
 from shmserve.workers.backends.llm.model.architecture import Architecture
 
 _MIN_WIDTH_STEP = 16  # widths of decode rows are multiples of this number of keys
-# A span of more rows has no decode rows. A span has several if draft tokens are verified.
+# Spans with more rows have no decode rows. Spans with draft tokens have several decode rows.
 _MAX_ROWS = 16
 
 
@@ -209,7 +209,7 @@ class DecodeRow(NamedTuple):
 
 
 def decode_rows(rows: Pass, cache: KvCache) -> list[DecodeRow]:
-    """Return the decode rows of a pass: the rows of short spans that are not from prompts."""
+    """Return the rows of a pass that are not from prompts, in spans of at most `_MAX_ROWS` rows."""
     decode: list[DecodeRow] = []
     for span in rows.spans:
         if span.is_prompt or span.size > _MAX_ROWS:
@@ -352,7 +352,7 @@ class Run(NamedTuple):
 
 
 def padded_count(count: int) -> int:
-    """Return `count` rounded up to a multiple of CHUNK, the number of rows to compute.
+    """Return the number of rows to compute: `count` rounded up to a multiple of CHUNK.
 
     Each row of a prompt then has the same bits if the prompt is split at other multiples of CHUNK.
     """

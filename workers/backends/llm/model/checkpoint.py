@@ -266,7 +266,7 @@ def _read_tokenizer(
 
 
 def _merge_special_tokens(settings: dict[str, Any], others: dict[str, Any]) -> list[Any]:
-    """Merge the special tokens of special_tokens_map.json into those of tokenizer_config.json.
+    """Merge the special tokens of special_tokens_map.json into tokenizer_config.json's settings.
 
     Named tokens of special_tokens_map.json have precedence. The list `additional_special_tokens`,
     the older name of `extra_special_tokens`, is used if no file has a list by the present name.
@@ -455,7 +455,7 @@ def _check_weights(
     stored_tensors: dict[str, StoredTensor],
     problems: list[str],
 ) -> None:
-    """Add missing and misfitting weights to `problems`; tied models need one of two weights."""
+    """Add missing and misfitting weights to `problems`; a tied embedding or head may be missing."""
     if not stored_tensors:
         return
     if architecture.layers > len(stored_tensors):  # limits the size of `expected_shapes`

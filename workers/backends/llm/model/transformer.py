@@ -261,8 +261,8 @@ class Transformer:
     ) -> Tensor:
         """Return the hidden states after the last layer of all rows, or of `selection`.
 
-        The result is float32 [rows, hidden + extra columns]; the extra columns are those of the
-        embedding, see `_normalise`.
+        The result is float32 [rows, hidden + extra columns]; the extra columns are the
+        embedding's, see `_normalise`.
         """
         model = self.architecture
         extended = functional.embedding(tokens, self._embedding)
