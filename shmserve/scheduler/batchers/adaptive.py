@@ -2,8 +2,8 @@
 
 The batcher learns the duration of batches by size and the arrival of requests (estimates.py):
 
-1. A batch has the size with the highest row rate among the sizes up to the waiting requests. If
-   the execution time jumps above some size, batches stay below that size. An untried size whose
+1. A batch has the size with the highest row rate among the sizes up to the number of waiting rows.
+   Batches thus stay smaller than a size at which the execution time jumps. An untried size whose
    rate may be higher is tried if the account of misses (see below) covers the trial's cost, or if
    the known sizes do not keep up with the arrivals.
 2. Waiting requests run as soon as an instance is free, unless rule 3 applies.
@@ -54,7 +54,7 @@ _CREDIT_PER_REQUEST = 0.002  # misses credited for each request that meets the t
 
 # Batches between two trials of sizes: usually, and while learning.
 _TRIAL_INTERVAL, _LEARNING_INTERVAL = 16, 2
-LEARNING = 48  # batches during which new sizes are tried early
+LEARNING = 48  # number of first batches, in which trials are more frequent
 _MIN_IDLE = 0.25  # minimum idle share; with less, clients block, or all requests are late
 
 _EPOCH_BATCHES = 24  # number of batches in an epoch
@@ -173,7 +173,7 @@ class TrialState(Record):
     """The state of an instance when a batch size is tried.
 
     Attributes:
-        oldest_left_ns: The time left to the oldest request.
+        oldest_left_ns: The time until the oldest request misses the target.
         spare_ns: The additional time that a new request could wait and still meet the target.
         row_ns: The shortest duration per row.
         rows_per_ns: The rows that arrive per ns.
@@ -214,7 +214,7 @@ class Sizes:
         return batches >= self._next_trial
 
     def start_trial(self, size: int, worst_ns: float, state: TrialState, batches: int) -> bool:
-        """Start a trial of a size that takes at most `worst_ns`; return False if too expensive."""
+        """Start a trial that takes at most `worst_ns`; return False if the trial is too expensive."""
         self._state = state
         self._idle_share = max(1 - state.rows_per_ns * state.row_ns, _MIN_IDLE)
         price = self._price_of(size, worst_ns, state.max_in_flight)
@@ -426,7 +426,7 @@ class AdaptiveBatcher(Batcher):
         spare_ns = target - load.waiting_rows * row_ns - best_ns
         is_overloaded = load.rows_per_ns * row_ns > _FULL_UTILISATION and spare_ns < target / 2
         if spare_ns < 0 and self._is_out_of_reach:
-            # In this case a steady load means that clients wait for responses, or a full instance.
+            # A steady load then means that clients await responses, or that the instance is full.
             is_overloaded = is_overloaded or load.is_steady
         oldest_left_ns = target - (now_ns - oldest_ns)
         return TrialState(
@@ -437,7 +437,7 @@ class AdaptiveBatcher(Batcher):
         """Return the latest start (monotonic ns) at which a batch's oldest request is in time.
 
         Args:
-            oldest_ns: The time at which this request was enqueued.
+            oldest_ns: The time at which the oldest request was enqueued.
             units: The size of the batch in rows.
         """
         return int(oldest_ns + self._aim_ns - self._size_times.p99_ns(units))
@@ -445,7 +445,7 @@ class AdaptiveBatcher(Batcher):
     def _count_on_time(self, now_ns: int, requests: list[Pending]) -> int:
         """Return how many requests at the head of the queue to run now so that all meet the target.
 
-        The other requests run in a second batch. Return 0 if two batches would miss it as well.
+        The other requests run in a second batch. Return 0 if two batches would be late, too.
         """
         rows, oldest = 0, NEVER
         # Rows, and oldest enqueue time, of the first n requests.

@@ -99,7 +99,7 @@ class StepRunner:
             return ""
 
     def _handle_events(self, now_ns: int) -> None:
-        """Handle the events of steps; a step that is submitted meanwhile may fail and add more."""
+        """Handle the events of steps; a step submitted meanwhile may fail and add events."""
         events = self._messages.step_events
         while events:
             step, message = events.pop(0)

@@ -1,7 +1,7 @@
 """The messages of steps: a step to run -> its request, a response -> values in the data flow.
 
-Both are derived once for each kind of message: a request's from the kinds of its inputs, a
-response's from its schema. At run time each is a lookup and a list of data.
+Each conversion is derived once for a kind of message: the kinds of a request's inputs, or the
+schema of a response. For later messages of the kind it is a lookup and a list of data.
 
 A step that gives any number of responses needs a credit for each (credit-based flow control). The
 credit is returned once no tensor derived from the response is in use. Tensors in responses that the

@@ -36,8 +36,8 @@ class BlockPool:
           └───────────<── evicted, least recently used first ──┘
 
     The only holder of a block without a key may write to it (Kwon et al., "PagedAttention", 2023).
-    The blocks of a sequence are adjacent if possible, because attention reads runs of blocks at
-    once: a sequence grows into the block after its last one, and a new sequence begins in the
+    The blocks of a sequence are adjacent if possible, because attention reads runs of blocks
+    together: a sequence grows into the block after its last one, and a new sequence begins in the
     middle of the widest gap, so that it and its neighbour can grow.
 
     `references` counts the tables that hold each block.
@@ -390,7 +390,7 @@ class Beams(Generic[T]):
 
     The best 2 * width candidates of all beams are considered: those that end are hypotheses, and
     the others are the next beams. `hypotheses` are the best hypotheses so far, best first. A
-    search is `is_finished` if no better ones can follow.
+    search is `is_finished` if no better hypotheses can follow.
     """
 
     generation: Generation[T]

@@ -26,7 +26,7 @@ Handler = Callable[[Any, Any], None]  # the arguments are the sender's address a
 
 
 class DescriptorWaiter:
-    """A waiter for readable descriptors, which sleeps in the kernel, or polls while that pays.
+    """A waiter for readable descriptors, which sleeps in the kernel, or polls while polling pays.
 
     `handlers` has the handler of each watched descriptor.
     """
@@ -97,8 +97,8 @@ class InProcessLinks:
 
     A message is a call of the handler registered for its address, and nothing is packed. The
     address of a scheduler is its endpoint; as a client, its identity. A client's message is
-    delivered at once. Responses are delivered later, in the order of posting, so that no handler of
-    a scheduler is called within another one of that scheduler.
+    delivered immediately. Responses are delivered later, in the order of posting, so that no
+    handler of a scheduler is called within another one of that scheduler.
     """
 
     def __init__(self) -> None:

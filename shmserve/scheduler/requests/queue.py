@@ -36,8 +36,8 @@ from shmserve.scheduler.settings import Settings
 _NS_PER_US = 1_000
 _EXPIRED_TEXT = "Request timeout expired ({us} microseconds{where}, from {origin})"
 _TIMEOUT_ORIGIN = "the request's parameter 'timeout'"
-# A sweep visits every timer and keeps those of live requests. The next sweep comes when there are
-# twice as many timers as were kept, and this many more.
+# A sweep visits every timer and keeps the timers of live requests. The next sweep follows when
+# there are twice as many timers as were kept, plus this number.
 _MAX_STALE = 1024
 
 R = TypeVar("R")

@@ -69,7 +69,7 @@ class Timing(NamedTuple):
     """The phases of an execution: its start (monotonic ns) and the duration of each phase (ns).
 
     The execution had `rows` rows, and `closed` is the reason why its batch was closed. `spans` are
-    those of the requests that its model sent to other models.
+    the spans of requests that its model sent to other models.
     """
 
     compute_start_ns: int
@@ -198,7 +198,7 @@ class Lookup(NamedTuple):
 class Outcome(NamedTuple):
     """The outcome of an execution that is held until the outcomes of earlier requests were sent.
 
-    `code` "" is success; without `timing`, the worker died.
+    An empty `code` is success; without `timing`, the worker died.
     """
 
     code: str
