@@ -214,7 +214,7 @@ class Sizes:
         return batches >= self._next_trial
 
     def start_trial(self, size: int, worst_ns: float, state: TrialState, batches: int) -> bool:
-        """Start a trial that takes at most `worst_ns`; return False if the trial is too expensive."""
+        """Start a trial that takes at most `worst_ns`; return False if its price is too high."""
         self._state = state
         self._idle_share = max(1 - state.rows_per_ns * state.row_ns, _MIN_IDLE)
         price = self._price_of(size, worst_ns, state.max_in_flight)
