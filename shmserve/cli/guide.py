@@ -164,7 +164,7 @@ def search(words: str) -> str:
 
 
 def _sections(text: str) -> Iterator[str]:
-    """Split a page at its headings, which are outside of code blocks."""
+    """Split a page at its headings outside of code blocks."""
     section, in_code = "", False
     for line in text.splitlines(keepends=True):
         in_code ^= line.startswith("```")

@@ -283,7 +283,7 @@ class WorkerRequest:
         key: The id of the request at the scheduler.
         work: The scheduler's message with the request.
         cancelled: Whether the model should end the request.
-        reader_gone: Whether the client reads no further responses, not even those before the end.
+        reader_gone: Whether the client reads no further responses, not even before the end.
         on_credit: Called when its `window` may have grown.
     """
 
@@ -508,7 +508,7 @@ class InstanceLink:
         return message, requests
 
     def close(self, *requests: WorkerRequest) -> None:
-        """Remove requests that have ended, whose keys may be reused."""
+        """Remove requests that have ended; their keys may be reused."""
         with self.lock:
             open_requests = self._open_requests
             for request in requests:

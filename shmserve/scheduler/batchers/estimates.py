@@ -198,7 +198,7 @@ class SizeTimes:
         return duration
 
     def _has_changed(self) -> bool:
-        """Set the level and return True if durations of several sizes changed by the same factor."""
+        """Set the level and return True if the durations of several sizes changed by one factor."""
         levels = sorted(level for level, _ in self._outliers)
         sizes = {id(size) for _, size in self._outliers}
         if len(sizes) < 2 or levels[-1] > levels[0] * _MAX_DISAGREEMENT:

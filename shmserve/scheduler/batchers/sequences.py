@@ -343,7 +343,7 @@ class Sequences:
         self._fill()
 
     def remove_instance(self, slots: InstanceSlots) -> list[StatefulSequence]:
-        """Remove an instance and return its sequences, whose state is lost and which have ended.
+        """Remove an instance; return its sequences, which have ended because their state is lost.
 
         Sequences that have not begun wait for another slot, as in `close`.
         """

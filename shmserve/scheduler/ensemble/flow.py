@@ -116,7 +116,7 @@ class Graph:
         return frozenset(step_indices)
 
     def sorted_steps(self) -> tuple[StepNode, ...]:
-        """Return the steps in topological order, without those in cycles."""
+        """Return the steps in topological order, without steps in cycles."""
         available_tensors = set(self.inputs)
         sorted_steps: list[StepNode] = []
         waiting_steps = list(self.steps)

@@ -366,7 +366,7 @@ class EnsembleRequests:
     def serve_cached(
         self, client: Client[EnsembleRequest], message: Submit, lookup: Lookup, now_ns: int
     ) -> None:
-        """Send the cached response to a request, which runs no step."""
+        """Send the cached response to a request; no step runs."""
         assert self._cache is not None
         self._cache.lend(client.pid, lookup)
         arrived_ns = plausible_arrival_ns(message.arrived_ns, now_ns)

@@ -264,7 +264,7 @@ class StepMessages:
     def store_outputs(
         self, step: StepRequest, message: Finished | Responded, more_follow: bool
     ) -> None:
-        """Put the outputs of a response into the data flow; discard those that nothing reads.
+        """Put the outputs of a response into the data flow; discard outputs that nothing reads.
 
         Args:
             step: The step's request.

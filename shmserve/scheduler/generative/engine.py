@@ -191,7 +191,7 @@ class Engine(Generic[T]):
             self._admit(plan, waiting_sequences, admitted)
         admitted = [sequence for sequence in admitted if sequence.status is SequenceStatus.RUNNING]
         while waiting_sequences and admitted and not plan.rows:
-            # All running sequences wait for other beams of their search, which do not fit.
+            # All running sequences wait for further beams of their search that do not fit.
             self._preempt(plan, admitted.pop())
             self._admit(plan, waiting_sequences, admitted)
         if not (plan.rows or self._to_end):

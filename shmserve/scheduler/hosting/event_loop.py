@@ -39,7 +39,7 @@ class DescriptorWaiter:
         self._busy_poll = BusyPoll()
 
     def watch(self, fd: int, handler: ReadableHandler) -> None:
-        """Watch a descriptor; it is handled after those that are watched already."""
+        """Watch a descriptor; it is handled after the descriptors watched before."""
         self.handlers[fd] = handler
         self._epoll.register(fd, select.EPOLLIN)
 

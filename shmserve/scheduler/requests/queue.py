@@ -13,7 +13,7 @@ Priorities are strict levels, 1 the highest:
     level 2    ...                             ...
 
 All requests of a level precede those of the next one. Its delayed requests, whose timeout has
-passed, follow those that are in time. There is no ageing: a low level may starve.
+passed, follow the requests in time. There is no ageing: a low level may starve.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class PriorityQueue:
         return 0 if requests is None else len(requests)
 
     def append(self, request: ScheduledRequest) -> None:
-        """Queue a request after those of its level that are in time."""
+        """Queue a request after the requests of its level that are in time."""
         self._levels[request.level].in_time[request.key] = request
         self.count += 1
 

@@ -103,7 +103,7 @@ class State(StrEnum):
     QUEUED = auto()
     EXECUTING = auto()  # a worker executes it; if the worker is lost, it may run again
     RESPONDING = auto()  # it has had a response, or `execute` has returned and more may follow
-    HELD = auto()  # executed; its response waits for those of earlier requests
+    HELD = auto()  # executed; its response waits for earlier requests' responses
     FAILED_EARLY = auto()  # it has ended, but a worker still has it: `Settled` must be sent
     CANCELLED = auto()  # its client cancelled it and a worker still has it: an error must be sent
     ORPHANED = auto()  # its client has exited and a worker still has it: nothing must be sent

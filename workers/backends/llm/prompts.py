@@ -128,7 +128,7 @@ def task_input(task: Any, inputs: Mapping[str, Any]) -> str:
 def read_ending(name: str, text: str | memoryview, max_characters: int) -> tuple[str, int]:
     """Return at most `max_characters` last characters of a text, and the whole text's length.
 
-    A long text in the memory of a request is decoded in slices. Decoding the text at once would
+    A long text in the memory of a request is decoded in slices. Decoding it as a whole would
     hold the GIL, which delays all streams of the model.
 
     Raises:
