@@ -178,7 +178,7 @@ class _TensorMaker:
         return InputTensor.of(self.tensor(name), value)
 
     def from_elements(self, name: str, value: Any) -> InputTensor:
-        """Return an input from its elements in a file, as a flat or nested list."""
+        """Return an input, given its elements in a file as a flat or nested list."""
         parts = value if isinstance(value, dict) else {"content": value}
         shape = self.shape(name, parts.get("shape"))
         if "b64" in parts:

@@ -350,7 +350,7 @@ class InstanceLink:
         loop_messages: The message types that are passed to the loop, which has handlers for them.
         loop_reads: Whether the loop waits and reads the socket.
         _on_released: Called for outputs that readers have released.
-        _waiting_by_eventfd: The requests whose credit threads wait for, by the thread's eventfd.
+        _waiting_by_eventfd: The requests for whose credit a thread waits, by its eventfd.
         _reader_eventfd: The eventfd of the thread that reads the socket; 0 for none.
     """
 

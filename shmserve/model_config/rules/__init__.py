@@ -274,7 +274,7 @@ def _label_problem(base: Path, label: str) -> str:
 
 
 def read_labels(config: ModelConfig, model_dir: Path) -> dict[str, list[str]]:
-    """Return the labels of each output of a validated configuration, by index.
+    """Return the labels in a validated configuration, by output name, in the order of indices.
 
     A label file has one label per line. An empty line is an index without a label.
 

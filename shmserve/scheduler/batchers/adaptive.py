@@ -55,7 +55,7 @@ _CREDIT_PER_REQUEST = 0.002  # misses credited for each request that meets the t
 # Batches between two trials of sizes: usually, and while learning.
 _TRIAL_INTERVAL, _LEARNING_INTERVAL = 16, 2
 LEARNING = 48  # number of first batches, in which trials are more frequent
-_MIN_IDLE = 0.25  # minimum idle share; with less, clients block, or all requests are late
+_MIN_IDLE = 0.25  # minimum idle share of an instance: with less, clients block or requests are late
 
 _EPOCH_BATCHES = 24  # number of batches in an epoch
 _SETTLING_BATCHES = 4  # first batches of an epoch, which the previous epoch still affects
@@ -326,7 +326,7 @@ class AdaptiveBatcher(Batcher):
         head = gather(pending, self._rules)
         if head is None:
             return None
-        # A selected batch may not run yet, since the instance may still wait for its ticket. The
+        # A selected batch may run later, since the instance may still wait for its ticket. The
         # wait therefore ends when the first request is gone, not with the decision.
         if not any(request is self._first_request for request in head.requests):
             self._first_request = head.requests[0]

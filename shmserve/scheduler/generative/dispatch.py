@@ -191,7 +191,7 @@ class GenerativeDispatch(Dispatcher):
             self._responses.close(request, now_ns)
 
     def _assign(self, now_ns: int) -> None:
-        """Assign requests without an instance, first requests whose instance died."""
+        """Assign requests without an instance; requests whose instance died come first."""
         slots = [slot for slot in self._pool.ready() if not slot.retiring]
         if not slots:
             return

@@ -68,7 +68,7 @@ class _PausingDecoder(json.JSONDecoder):
         def parse_object(start: Any, strict: bool, scan: Any, *options: Any) -> Any:
             return python.JSONObject(start, strict, with_pause(scan), *options)
 
-        # The type hints lack the parser in Python.
+        # The type hints lack json's parser that is written in Python.
         python: Any = json.decoder
         scanner: Any = json.scanner
         self.parse_object = parse_object

@@ -257,7 +257,7 @@ class VllmEngine:
             inputs: The inputs by name.
             parameters: The parameters.
             echoes: Whether log probabilities include the prompt's.
-            openai: Whether parameters have the defaults of vLLM's server; those of a chat always do.
+            openai: Whether the defaults of vLLM's server apply, as they always do in chats.
 
         Raises:
             InvalidArgument: An input or a parameter is wrong. vLLM raises other errors, see
