@@ -529,7 +529,7 @@ class _PendingServer:
         self._server: Server | None = None
 
     async def _connect(self) -> Server:
-        # Created in the thread, so that a cancelled `connect` closes it when it is collected.
+        # Created in the thread: the server of a cancelled `connect` is collected, and thus closed.
         return await asyncio.to_thread(self._open)
 
     def _open(self) -> Server:

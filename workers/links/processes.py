@@ -126,7 +126,7 @@ class SupervisorLink:
             are in `inbox`.
         """
         if self.inbox:
-            # A request that the model sent in this thread has already read a message.
+            # While the model sent a request in this thread, a message has already been read.
             timeout_s = 0.0
         is_readable = False
         for fd, _ in self._poll.poll(timeout_s):

@@ -65,7 +65,7 @@ _CLEAR_RATIO = 0.8  # ratio of the mean latencies with and without waiting below
 _EPOCH_WEIGHT = 1 / 3  # weight of the newest epoch in moving averages
 _AIM_STEP = 0.02  # relative reduction of the aim per miss
 _ALLOWED_MISSES = 0.01  # share of requests that may miss the target
-_MIN_AIM = 0.25  # minimum of the aim, as a share of the target
+_MIN_AIM = 0.25  # minimum latency to plan for (the aim), as a share of the target
 _TOLERATED_MISSES = 0.02  # share of requests that may miss the target before misses accumulate
 # Accumulated misses at which the target is out of reach, and their maximum.
 _HOPELESS_MISSES, _MAX_MISSES = 30, 60
@@ -301,7 +301,7 @@ class AdaptiveBatcher(Batcher):
         self._adjust_aim(count - misses, self._account.subtract_trial_misses(misses))
 
     def _adjust_aim(self, on_time: int, misses: int) -> None:
-        """Raise the aim for requests in time, and lower it for misses that no trial has caused."""
+        """Raise the planned latency for requests in time; lower it for misses without a trial."""
         self._account.add_credit(on_time)
         earlier_misses = max(self._excess_misses - _TOLERATED_MISSES * on_time, 0)
         self._excess_misses = min(earlier_misses + misses, _MAX_MISSES)

@@ -10,7 +10,7 @@ from typing import Any
 
 from shmserve.ipc.processes import SPIN_NS, BusyPoll, PreciseWait
 
-# A sleeping thread wakes up late. Timers are set earlier by the measured delay, at most by this.
+# A sleeping thread wakes up late. Timers are set earlier by the measured delay, at most this.
 _MAX_LATE_NS = 60_000
 
 # A client's deadline may be any number; no timer is longer than this.

@@ -109,8 +109,9 @@ class HostedScheduler(ABC):
     """A scheduler with its sockets.
 
     The scheduler adds itself to `active` when it has received messages, and the host then runs its
-    turn. After each turn, `wake_ns` is the time of the next one (monotonic ns), and `live_requests`
-    the number of requests. Once the scheduler has `stopped`, the host only closes it.
+    turn. After each turn, `wake_ns` is the time of the next turn (monotonic ns), and
+    `live_requests` the number of requests. Once the scheduler has `stopped`, the host only closes
+    it.
     """
 
     allowed: ClassVar[frozenset[type]]  # the messages that the supervisor may send

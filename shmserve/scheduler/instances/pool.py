@@ -207,7 +207,7 @@ class InstanceTickets:
 class Pool:
     """The instances of a model version. With `_tickets`, each execution needs a ticket.
 
-    `free` contains the instances that can take a batch, the longest free one first. An instance of
+    `free_slots` has the instances that can take a batch, the longest free one first. An instance of
     a decoupled model is free while it has less than `_max_open` requests (0: any number). `failure`
     is the reason why no instance can run or is expected; otherwise it is empty. No execution
     exceeds its limit before `due_ns`.
@@ -427,7 +427,7 @@ class Pool:
         self.update_free(slot)
 
     def update_free(self, slot: Slot) -> None:
-        """Update `free` after an execution or an open request of an instance has ended."""
+        """Update `free_slots` after an execution or an open request of an instance has ended."""
         if slot.state is not SlotState.IDLE or slot.retiring or slot in self.free_slots:
             return
         if not self._max_open or len(slot.requests) < self._max_open:
@@ -455,10 +455,10 @@ class Pool:
         return any(occupied) if any_suffices else bool(occupied) and all(occupied)
 
     def executions_by_peer(self) -> dict[bytes, list[int]]:
-        """Return the process of each instance and the keys of the requests that it runs.
+        """Return the pid of each instance's process and the keys of the requests that it runs.
 
         Returns:
-            The lists by the address of the worker.
+            [pid, key, ...] by the address of the worker.
         """
         return {
             slot.peer: [slot.pid, *(request.key for request in slot.executions[0].requests)]

@@ -105,7 +105,7 @@ class _Level:
         return iter(self.in_time.values())
 
     def requests_like(self, request: ScheduledRequest) -> OrderedDict[int, ScheduledRequest]:
-        """Return the in-time part or the delayed part of the level, whichever a request is in."""
+        """Return the level's delayed requests if a request is delayed, else those in time."""
         return self.delayed_requests if request.delayed else self.in_time
 
 

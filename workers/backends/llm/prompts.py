@@ -162,7 +162,7 @@ class PromptText(NamedTuple):
     """The tokens of a prompt, and its text if responses repeat it.
 
     Attributes:
-        offsets: The index in the text at which each token begins, if it is required.
+        offsets: The index in the text at which each token begins; empty unless it is required.
     """
 
     tokens: list[int]
