@@ -301,7 +301,7 @@ class AdaptiveBatcher(Batcher):
         self._adjust_aim(count - misses, self._account.subtract_trial_misses(misses))
 
     def _adjust_aim(self, on_time: int, misses: int) -> None:
-        """Raise the planned latency for requests in time; lower it for misses without a trial."""
+        """Raise the planned latency for requests in time; lower it for misses not due to trials."""
         self._account.add_credit(on_time)
         earlier_misses = max(self._excess_misses - _TOLERATED_MISSES * on_time, 0)
         self._excess_misses = min(earlier_misses + misses, _MAX_MISSES)

@@ -1,7 +1,7 @@
 """The messages of steps: a step to run -> its request, a response -> values in the data flow.
 
-Each conversion is derived once for a kind of message: the kinds of a request's inputs, or the
-schema of a response. For later messages of the kind it is a lookup and a list of data.
+A conversion is derived once for each kind of message. The kinds of its inputs determine the kind
+of a request, its schema that of a response. Later conversions are a lookup and a list of data.
 
 A step that gives any number of responses needs a credit for each (credit-based flow control). The
 credit is returned once no tensor derived from the response is in use. Tensors in responses that the

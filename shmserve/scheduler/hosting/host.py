@@ -315,7 +315,7 @@ class EnsembleScheduler(HostedScheduler):
         steps = StepSchedulers(self._waiter, self._neighbours, identity, handle_step_message)
         self._memory = EnsembleMemory(self._lent_memory, memory_dropped)
         core = EnsembleCore(self._settings, start.config, steps, control, self._memory, self._cache)
-        # Steps before clients: a step has the messages of a request before the client has its end.
+        # Steps before clients: when a request ends, its steps are notified before its client.
         outboxes = (steps, self._client_router, self._local_clients.link, control)
         return SchedulerParts(core, {}, outboxes)
 
