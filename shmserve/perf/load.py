@@ -172,7 +172,7 @@ class LoadGenerator:
             self._due_ns = now_ns + next(self._schedule)
 
     def run(self, seconds: float) -> None:
-        """Run for this time, or longer until a request has completed.
+        """Run for `seconds`, or longer until a request has completed.
 
         Raises:
             Unavailable: The server stops responding.

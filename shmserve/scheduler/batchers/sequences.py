@@ -191,7 +191,7 @@ class InstanceSlots:
 def decide(
     now_ns: int, slots: InstanceSlots, rules: Sequencing, reserve_ns: int
 ) -> Rows | WaitUntil | None:
-    """Return the rows that an idle instance runs now, or the time to wait until.
+    """Return the rows that an idle instance runs now, or the time at which its wait ends.
 
     Args:
         now_ns: The time.
