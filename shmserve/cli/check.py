@@ -165,7 +165,7 @@ async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool)
 
 
 class _Model:
-    """A loaded model version under test; `values` are those of --input, by input name."""
+    """A loaded model version under test; `values` are the values of --input, by input name."""
 
     def __init__(self, location: dict[str, Any], model_dir: Path, values: dict[str, Any]) -> None:
         self._config = ModelSpec.of(location["config"])
