@@ -197,7 +197,7 @@ class Executions:
         elif message.pid in self._pool.awaited_pids():
             releases = self._early_releases.setdefault(message.pid, [])
             releases += _split_release(client_pid, message)[: _MAX_EARLY - len(releases)]
-        else:  # the process may be announced later: a client may have received the successor first
+        else:  # the process may be announced later: clients may learn of a successor first
             parts = _split_release(client_pid, message)
             self._unknown_releases += [(message.pid, release) for release in parts]
 
@@ -221,7 +221,7 @@ class Executions:
         self._send_early(self._pool.announce(index, pid))
 
     def register_worker(self, index: int, peer: bytes, pid: int) -> None:
-        """Call `Pool.register_worker`, and send the releases that are kept for the worker."""
+        """Record in the pool that a worker is ready, and send the releases kept for it."""
         self._send_early(self._pool.register_worker(index, peer, pid))
 
     def _take_unknown(self, pid: int) -> list[ReleaseOutputs]:
