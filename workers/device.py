@@ -86,7 +86,7 @@ class Accelerator(Device):
     def fetch(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu":
             return tensor
-        # torch keeps freed pinned blocks, so this costs an allocation once.
+        # torch keeps freed pinned blocks, so only the first copies allocate memory.
         host_tensor = self._torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         copy: Tensor = host_tensor.copy_(tensor, non_blocking=True)
         return copy

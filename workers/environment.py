@@ -160,7 +160,7 @@ def _check_interpreter(python: Path) -> Path:
 
 
 def _unpack_once(archive: Path, copies_folder: Path) -> Path:
-    """Return the folder with the contents of an archive, which this process keeps locked."""
+    """Return the folder, locked by this process, with the contents of an archive."""
     status = archive.stat()
     copy_key = f"{archive.resolve()}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}"
     copy = copies_folder / hashlib.sha256(os.fsencode(copy_key)).hexdigest()[:16]

@@ -87,7 +87,7 @@ def run(start_record: bytes) -> None:
     set_process_title(f"worker {model}.{index} {device}")
     raise_oom_score(OOM_SCORE_ADJ)
     _limit_threads(start.threads)
-    # As in Triton: a model that parses its command line finds none, not that of the zygote.
+    # As in Triton: a model that parses its command line finds no arguments, not the zygote's.
     sys.argv[:] = [""]
     pid = os.getpid()
     identity = f"worker.{start.number}.{index}.{pid}"

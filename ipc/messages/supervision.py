@@ -380,8 +380,8 @@ class StatisticsSnapshot(Message):
 class BaseCounters(Message):
     """Sent by the supervisor to a scheduler with the counters of the versions that it replaces.
 
-    The counters are those that `total` in common/model_metrics.py returns. The latest message
-    replaces earlier ones.
+    The counters are those that `sum_counters` in common/model_metrics.py returns. The latest
+    message replaces earlier ones.
     """
 
     statistics: dict[str, Any]

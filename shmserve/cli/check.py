@@ -66,10 +66,10 @@ model_warmup is a request; a model without samples receives zeros and empty stri
 the value of the input NAME in every model that has it: a JSON number, string or list, @FILE.npy, or
 @FILE: the bytes of the file for a BYTES or UINT8 input, or the pixels of an image. --on-cpu loads
 instances of KIND_GPU on the CPU; --json prints one JSON object.
-Exit status: 0 all models respond, or reject made-up inputs; 1 outputs differ from a configuration;
-2 a model does not load, or fails with the inputs of --input or model_warmup."""
+Exit status: 0 all models respond, or fail only with made-up inputs; 1 outputs differ from a
+configuration; 2 a model does not load or respond, or fails with --input or its model_warmup."""
 
-# The outcomes of a check, with their exit statuses. "refused": the model rejects made-up inputs;
+# The outcomes of a check, with their exit statuses. "refused": the model fails with made-up inputs;
 # "differs": a response does not match the configuration.
 _STATUSES = {"ok": 0, "refused": 0, "differs": 1, "FAILED": 2}
 
@@ -165,7 +165,7 @@ async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool)
 
 
 class _Model:
-    """A loaded model version under test; `values` are those of --input, by input name."""
+    """A loaded model version under test; `values` are the values of --input, by input name."""
 
     def __init__(self, location: dict[str, Any], model_dir: Path, values: dict[str, Any]) -> None:
         self._config = ModelSpec.of(location["config"])

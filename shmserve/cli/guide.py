@@ -23,7 +23,7 @@ from shmserve.config.flags import GROUPS, IDLE, Flag
 from shmserve.errors import InvalidArgument, nearest
 
 _CONTENTS = "contents"
-# Pages that a search lists last: the contents, and those for developers of the server.
+# Pages that a search lists last: the contents, and the pages for developers of the server.
 _LISTED_LAST = frozenset(
     f"{_CONTENTS} architecture design differences events measurements protocol trust".split()
 )
@@ -130,7 +130,7 @@ def search(words: str) -> str:
     """Return the sections with all of these words, and their first matching lines.
 
     A section matches if each word, or its singular, begins a word of the section. Titles with the
-    words come first, then sections with the phrase, then those with the most matches. Generated
+    words come first, then sections with the phrase, then sections with the most matches. Generated
     references and pages for developers come last.
 
     Raises:
@@ -164,7 +164,7 @@ def search(words: str) -> str:
 
 
 def _sections(text: str) -> Iterator[str]:
-    """Split a page at its headings, which are outside of code blocks."""
+    """Split a page at its headings outside of code blocks."""
     section, in_code = "", False
     for line in text.splitlines(keepends=True):
         in_code ^= line.startswith("```")

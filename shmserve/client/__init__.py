@@ -86,7 +86,7 @@ def connect(
             $SHMSERVE_RUN_DIR, else the run directory of this user's server.
         memory_limit: The maximum shared memory of this client in bytes, by default 1 GiB.
         timeout: Seconds to wait for a server that has loaded its models; by default `connect` fails
-            at once if there is none.
+            immediately if there is none.
         token: A token for `load`, `unload`, `metadata` and `statistics`, if the server has
             --auth-token-file.
 

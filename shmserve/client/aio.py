@@ -94,7 +94,7 @@ class ResponseStream:
     """An asynchronous iterator over the responses to one request, in order.
 
     `Server.stream` returns it. Each response is a `Result`. The iterator raises the error of a
-    response, after which further responses may follow, or the error that the request failed with.
+    response (further responses may follow), or the error that the request failed with.
     `aclose`, the end of an `async with` block, or collection of this object cancels a request that
     has not ended.
     """
@@ -529,7 +529,7 @@ class _PendingServer:
         self._server: Server | None = None
 
     async def _connect(self) -> Server:
-        # Created in the thread, so that a cancelled `connect` closes it when it is collected.
+        # Created in the thread: the server of a cancelled `connect` is collected, and thus closed.
         return await asyncio.to_thread(self._open)
 
     def _open(self) -> Server:
@@ -564,7 +564,7 @@ def connect(
             $SHMSERVE_RUN_DIR, else the run directory of this user's server.
         memory_limit: The maximum shared memory of this client in bytes, by default 1 GiB.
         timeout: Seconds to wait for a server that has loaded its models; by default `connect` fails
-            at once if there is none.
+            immediately if there is none.
         token: A token for `load`, `unload`, `metadata` and `statistics`, if the server has
             --auth-token-file.
 

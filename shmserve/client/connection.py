@@ -170,7 +170,7 @@ class Timeouts:
         """Register the (monotonic) deadline of a request."""
         waiting = self._channel.waiting
         if len(self._heap) > 2 * len(waiting) + _MAX_COMPLETED:
-            # Most requests complete long before their deadline, so their entries are removed early.
+            # Most requests complete long before their deadline, so their entries would accumulate.
             self._heap = [timed for timed in self._heap if timed[1] in waiting]
             heapq.heapify(self._heap)
         heapq.heappush(self._heap, (time_ns, number))

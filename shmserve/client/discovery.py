@@ -18,9 +18,9 @@ VARIABLE = "SHMSERVE_RUN_DIR"
 def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> Path:
     """Return the server's run directory.
 
-    This is `run_dir`, else $SHMSERVE_RUN_DIR, else that of this user's server. If several servers
-    run, `latest` is preferred. A discovered directory must belong to this user or to root, so that
-    a program does not connect to another user's server by accident.
+    This is `run_dir`, else $SHMSERVE_RUN_DIR, else the run directory of this user's server. If
+    several servers run, `latest` is preferred. A discovered directory must belong to this user or
+    to root, so that a program does not connect to another user's server by accident.
 
     Raises:
         Disconnected: There is no server.

@@ -169,7 +169,7 @@ class ServerState(ABC):
 
     Attributes:
         models: The available models.
-        successors: For each endpoint of a lost scheduler, that of its successor, or "".
+        successors: The endpoint of the successor, or "", by the endpoint of a lost scheduler.
         loss_count: The number of schedulers lost so far.
         alive: Whether the connection is alive.
         link_numbers: The numbers that identify the links of this connection.

@@ -429,7 +429,7 @@ def _keep_client(server: Server, future: Future[Result]) -> None:
 
 
 def _shared_channel(connection: ServerConnection) -> SharedChannel:
-    """Return the channel for threads without one of their own; raise Unavailable."""
+    """Return a channel for a thread that has none; raise Unavailable in the connection's thread."""
     channel = SharedChannel(connection)
     channel.check_may_wait()
     return channel

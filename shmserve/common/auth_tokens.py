@@ -101,7 +101,7 @@ class Authorisation:
     def scopes(self, header: str | None) -> frozenset[str] | None:
         """Return the scopes of the token in an Authorization header; None if the token is unknown.
 
-        The digest is compared with that of every token, in constant time.
+        The header's digest is compared with every token's digest, in constant time.
         """
         kind, _, token = (header or "").partition(" ")
         if kind.lower() != "bearer":

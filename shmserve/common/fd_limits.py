@@ -67,7 +67,7 @@ def scrapes_share() -> int:
 
 
 def connections_share(listeners: int, metrics_listeners: int = 0) -> int:
-    """Return a gateway's descriptors per listener, without those of its metrics listeners."""
+    """Return a gateway's descriptors per listener, without the share of its metrics listeners."""
     return max(1, (limit() - _RESERVED - metrics_listeners * scrapes_share()) // max(1, listeners))
 
 

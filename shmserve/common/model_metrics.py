@@ -33,8 +33,8 @@ class Series:
     """A time series of a metric. The content of `state` depends on the kind of the metric.
 
     COUNTER    [value]
-    GAUGE      [value set, when (monotonic ns; 0: never), increments since]
-    HISTOGRAM  [sum, observations per bucket (not cumulative), those above the last of `buckets`]
+    GAUGE      [value set, time of setting (monotonic ns; 0: never), increments since]
+    HISTOGRAM  [sum, observations per bucket (not cumulative), observations above all `buckets`]
     """
 
     state: tuple[float, ...]
@@ -144,7 +144,7 @@ class ModelMetrics:
             self.process_exited(pid)
 
     def report(self, pid: int, families: Families) -> None:
-        """Replace the families of instance `pid`, which counts from its start."""
+        """Replace the families of instance `pid`, whose counts begin at its start."""
         self._instances[pid] = families
 
     def process_exited(self, pid: int) -> None:

@@ -60,7 +60,7 @@ class Parsed:
         repeated: The values of each repeatable flag.
         positional: The arguments that are not flags.
         without_effect: Accepted flags that have no effect.
-        after_boolean: By positional argument: the preceding boolean flag, if it has no value.
+        after_boolean: The boolean flag (without a value) before a positional argument, by argument.
         positions: The position of each flag that the file sets.
     """
 
@@ -150,7 +150,7 @@ def read(path: str) -> FlagValues:
 
     Raises:
         InvalidArgument: The file cannot be read.
-        Problems: Each line names the file, the line, the key, the value found and those allowed.
+        Problems: Each line names file, line and key, the value found and the values allowed.
     """
     with convert_os_errors(f"--config: cannot read '{path}'", "it is not UTF-8 text"):
         text = Path(path).read_text(encoding="utf-8")

@@ -68,7 +68,7 @@ class ServerConfig:
 
     Attributes:
         model_files: Models given as "path/model.py:Class".
-        class_settings: The parameters of these models.
+        class_settings: The parameters of the models in `model_files`.
         tokens: The accepted tokens; if empty, no token is required.
         gateway: The settings of gateways, except those that are set when a gateway starts.
         scheduling: The settings of schedulers.

@@ -10,7 +10,7 @@ A model's folder becomes a configuration in these steps:
     ignored_fields, warnings_of, to_dict
 
 The `Source` stores the position of every key and the values that could not be read. `validate` and
-`merge_autocomplete` report all problems at once, each with its line.
+`merge_autocomplete` report all problems together, each with its line.
 """
 
 from shmserve.model_config.completion import (

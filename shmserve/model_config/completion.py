@@ -63,7 +63,7 @@ class ModelDefaults:
     """The server's defaults for fields that a model's configuration does not set.
 
     Attributes:
-        dynamic_batching: Models that batch and name no scheduler get the dynamic batcher.
+        dynamic_batching: Whether models that batch and name no scheduler get the dynamic batcher.
         max_batch_size: The default of `max_batch_size`; None: 0.
         max_queue_delay_us: The default of `max_queue_delay_microseconds`; None: 0.
     """
@@ -249,7 +249,7 @@ def merge_autocomplete(
 
     These fields of `completed` are used: max_batch_size, input, output, batch_input, batch_output,
     model_transaction_policy, dynamic_batching and sequence_batching (only if `config` has no
-    scheduler), instance_group (only of a class), and these parameters: `batching_strategy`,
+    scheduler), instance_group (only of a Python class), and these parameters: `batching_strategy`,
     `target_p99_ms`, `max_streams`, `min_instances`, `max_instances`, `padding` and `engine`. A
     field in `source` is not replaced, except for a max_batch_size that the model raises.
 

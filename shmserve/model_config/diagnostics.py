@@ -67,9 +67,9 @@ class Source:
         """Raise `kind` if the text or `config` has problems, with one line per problem.
 
         A line has the format `ORIGIN:LINE:COLUMN: KEY: TEXT`. A missing key has the position of the
-        message that lacks it, and no position if that is the whole text. A value that the text does
-        not contain has the position in the Python class if that sets it, or else no origin. A
-        problem that may result from an unread value is omitted.
+        message that lacks it, and no position if that message is the whole text. A value that the
+        text does not contain has the position in the Python class if the class sets it, or else no
+        origin. A problem that may result from an unread value is omitted.
         """
         origin = self.origin
         rows = [f"{position_text(origin, p.at)} {key_text(p.key)}: {p.text}" for p in self.problems]

@@ -3,7 +3,7 @@
 The tree has no schema: message_builder.py converts it to a message. The grammar of text format is
 https://protobuf.dev/reference/protobuf/textformat-spec without extensions and Any, which no field
 of a configuration contains. Protobuf's own parser is not used because it stops at the first unknown
-name, whereas this server reports all mistakes at once. Its `Tokenizer` is not used because it is
+name, whereas this server reports all mistakes together. Its `Tokenizer` is not used because it is
 slower, accepts any character and unknown escape sequences, reads `A-B` and `1-1` as one token, and
 publishes positions only through errors.
 """

@@ -43,8 +43,8 @@ class ModelInterface:
         supports_batching: Whether the model batches.
         decoupled: Whether the model is decoupled.
         steps: The models of an ensemble's steps.
-        config_error: Why the server sent no configuration, without which `batches` and `steps` are
-            unknown; "" if it sent one.
+        config_error: Why the server sent no configuration, without which `supports_batching`
+            and `steps` are unknown; "" if it sent one.
     """
 
     inputs: Mapping[str, ModelTensor]
@@ -178,7 +178,7 @@ class _TensorMaker:
         return InputTensor.of(self.tensor(name), value)
 
     def from_elements(self, name: str, value: Any) -> InputTensor:
-        """Return an input from its elements in a file, as a flat or nested list."""
+        """Return an input, given its elements in a file as a flat or nested list."""
         parts = value if isinstance(value, dict) else {"content": value}
         shape = self.shape(name, parts.get("shape"))
         if "b64" in parts:

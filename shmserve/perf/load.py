@@ -172,7 +172,7 @@ class LoadGenerator:
             self._due_ns = now_ns + next(self._schedule)
 
     def run(self, seconds: float) -> None:
-        """Run for this time, or longer until a request has completed.
+        """Run for `seconds`, or longer until a request has completed.
 
         Raises:
             Unavailable: The server stops responding.
@@ -240,7 +240,7 @@ class LoadGenerator:
             self._check_alive()
 
     def close(self) -> None:
-        """Close the lanes, including requests in flight after an interrupt."""
+        """Close the lanes; after an interrupt, requests may still be in flight."""
         self._is_running = False
         self._queued.clear()
         for lane in self._lanes:

@@ -106,7 +106,7 @@ class MeasurementPlan:
 
 @dataclass
 class Point:
-    """The result of one load. Times are in milliseconds, those of the server in microseconds.
+    """The result of one load. Times are in milliseconds, the server's times in microseconds.
 
     Attributes:
         kind: "concurrency" or "rate".

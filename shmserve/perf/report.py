@@ -265,7 +265,7 @@ def _text(x: float, y: float, text: str, anchor: str, series: str = "") -> str:
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    """Return 1, 2 and 5 times powers of ten between the two numbers."""
+    """Return 1, 2 and 5 times powers of ten between `low` and `high`."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     return [s * 10.0**power for power in powers for s in _TICKS if low <= s * 10**power <= high]
 

@@ -23,7 +23,7 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import STRATEGY_PARAMETER, TARGET_PARAMETER, Strategy
 
 _MIN_GAIN = 1.02  # a throughput ratio below this is noise
-_EQUAL_SIZES = 1.04  # ratio of batch sizes that are considered equal
+_EQUAL_SIZES = 1.04  # ratio up to which batch sizes are considered equal
 _MIN_SHARE_OF_PEAK = 0.9  # share of the best throughput below which larger batches are not tried
 _MAX_SWEEPS = 2
 # The parameter for the number of threads per instance, by backend.

@@ -154,7 +154,7 @@ class AdminTransport(Transport, Protocol):
     """A blocking client for every operation of a server.
 
     Every method raises TransportError. An empty `model` stands for all models, or for the server.
-    Results have the form of the JSON of HTTP.
+    Results have the form of the HTTP API's JSON.
     """
 
     def ready(self, model: str, version: str) -> None:

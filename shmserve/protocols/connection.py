@@ -20,7 +20,7 @@ from shmserve.protocols import Address, Credentials
 
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 _EPOLL_UNIT_NS = 1_000_000  # epoll rounds its timeout to this unit
-_MAX_READ_BYTES = 1 << 18  # maximum number of bytes read at once
+_MAX_READ_BYTES = 1 << 18  # maximum number of bytes per read
 _CONNECT_TIMEOUT_S = 10.0
 _WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 

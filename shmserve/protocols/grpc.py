@@ -44,7 +44,7 @@ pb: Any = grpc_service_pb2
 _SERVICE = "/inference.GRPCInferenceService/"
 # A parameter that belongs to the stream, not to the model.
 _FINAL_PARAMETER = "triton_final_response"
-# The same parameter as true, serialised.
+# The serialised parameter with the value true.
 _FINAL_MARK = b"\x0a\x15triton_final_response\x12\x02\x08\x01"
 _ERROR_TAG = b"\x0a"  # the first byte of a stream message that is an error
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]

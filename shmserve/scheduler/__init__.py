@@ -16,7 +16,7 @@ requests/               request.py      the state machine of a request, as a tab
                         queue.py        admission, order by priority, deadlines
                         responses.py    messages to clients; ordering
 batchers/               dynamic.py, adaptive.py
-                                        (queue, time) -> a batch, or a time to wait until
+                                        (queue, time) -> a batch, or the end of a wait
                         estimates.py    the estimates of the adaptive batcher
                         dispatch.py     from the queue to the instances
                         sequences.py, sequence_dispatch.py

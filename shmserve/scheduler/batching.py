@@ -115,7 +115,7 @@ class BatchingCore(Core[ScheduledRequest]):
             self._dispatch,
         )
         self._awaits_sequences = False
-        self._report_calls_ns = NEVER  # when the waiting calls are reported next
+        self._report_calls_ns = NEVER  # the time of the next report of waiting calls
         self._calls_reported = False  # whether the last report had calls
 
     # --- clients ----------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class BatchingCore(Core[ScheduledRequest]):
             self._check_callers(request, now_ns)
 
     def _check_callers(self, request: ScheduledRequest, now_ns: int) -> None:
-        """Fail a call from another model if it can never run: callers occupy all instances.
+        """Fail another model's call if it can never run because callers occupy all instances.
 
         The callers of all waiting calls count, because two calls may deadlock only together.
         """

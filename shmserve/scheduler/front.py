@@ -202,8 +202,8 @@ class OverloadLog:
 class Core(Protocol[R]):
     """The decisions of one kind of scheduler about the requests of a model version.
 
-    Times are arguments (monotonic ns). `R` is its kind of request; a request is in its
-    `client.requests` from `admit` to its end.
+    Times are arguments (monotonic ns). `R` is the class of the requests. A request is in
+    `client.requests` of its client from `admit` to its end.
     """
 
     statistics: Statistics
@@ -338,7 +338,7 @@ class Front(Generic[R]):
 
     def _submit(self, client: Client[R], submit: Submit, now_ns: int) -> None:
         if submit.id in client.requests:
-            # No response is sent, because the client would take it for the other request's.
+            # No response is sent: the client would assign it to its request in flight with this id.
             self.count_unexpected()
             return
         core, lookup = self._core, None

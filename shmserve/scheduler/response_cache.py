@@ -261,7 +261,7 @@ class LruCache(Generic[T]):
     def insert(self, key: bytes, value: T, byte_size: int) -> bool:
         """Store a value, and evict others to make space.
 
-        Return False, without a change, if it is larger than the cache.
+        Return False, without a change, if the value is larger than the cache.
         """
         if byte_size > self.bound:
             return False

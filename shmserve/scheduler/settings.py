@@ -242,7 +242,7 @@ def _policies(dynamic: DynamicBatching, default_bound: int) -> QueuePolicies:
 
 def _policy(policy: LevelPolicy, default_bound: int, preserves_order: bool) -> LevelPolicy:
     max_queue_size = policy.max_queue_size or default_bound
-    # A delayed request would hold up the responses of all others.
+    # A delayed request would hold up the responses of all other requests.
     may_override = policy.allow_timeout_override and not (preserves_order and policy.delays)
     return replace(policy, max_queue_size=max_queue_size, allow_timeout_override=may_override)
 

@@ -14,8 +14,8 @@ replaced (its base), and current values:
     failures        {"REJECTED" | "CANCELED" | "BACKEND" | "OTHER": requests}
     batches_closed  {batchers.dynamic.CloseReason: executions}; the steps of a generative model are
                     no batches
-    request_seconds, queue_seconds (one observation a success), compute_seconds, batch_size (one an
-        execution), first_response_ms (one a request; decoupled models only)
+    request_seconds, queue_seconds (one observation per success), compute_seconds, batch_size (one
+        per execution), first_response_ms (one per request; decoupled models only)
                     {"buckets": upper bounds, "counts": observations per bucket, not cumulative,
                     one more than bounds (+Inf), "sum", "count"}
     instance_changes {"more" | "fewer": how often an instance was added or removed between the
@@ -34,19 +34,19 @@ replaced (its base), and current values:
     open_sequences  sequences that have begun and not ended
     queue_delay_ns  the longest time for which a request waits by configuration
     quantiles       {"request" | "queue" | "compute_input" | "compute_infer" | "compute_output":
-                    [[quantile, µs or None], ...]} of the last minute, one observation a success;
-                    empty unless they are configured
+                    [[quantile, µs or None], ...]} of the last minute, one observation per
+                    success; empty unless they are configured
     instances       {"gone" | "expected" | "idle" | "busy" | "doomed": instances}
     is_ensemble     only in the report of an ensemble
     cache           {"bytes", "bound", "entries", "evicted", "lent_bytes"} of the response cache;
                     empty without a cache
-    families        the model's own metrics, as model_metrics.to_lists has them
+    families        the model's own metrics, as model_metrics.to_lists returns them
 
 `Statistics.snapshot` returns the table without the base, the base as "base", and the rows of this
 version alone: batch_sizes, responses, last_ns (the last execution, monotonic).
 
-A request counts when its last response is known, before that response is sent, so that a client
-that asks after its own response finds it counted. A decoupled model's request has failed if its
+A request is counted before its last response is sent, so that a client that queries the statistics
+after this response finds the request counted. A decoupled model's request has failed if its
 model raised or no process took its responses. An error that the model sends is a response, even as
 the last one, and counts in `response_stats` alone.
 """
@@ -83,9 +83,9 @@ MAX_RECORDED_UNITS = 64
 
 _NS_PER_MS = 1_000_000
 _NS_PER_US = 1_000
-# A success: its end, its arrival, its units, its enqueueing, and the phases of its execution, if
-# they are known. Otherwise `_RecordedTimes` follow: the time when the phases are known, the
-# enqueueing, and the phases.
+# A success: its end, its arrival, its units, its enqueueing, and the phases of its execution, if it
+# has returned. Otherwise `_RecordedTimes` follow: the time of its return, the enqueueing, and the
+# phases.
 _RecordedSuccess = tuple[int, int, int, int, Timing | None]
 _RecordedTimes = tuple[int, int, Timing]
 _QUANTILE_TIMES = ("request", "queue", "compute_input", "compute_infer", "compute_output")

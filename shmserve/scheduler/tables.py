@@ -229,7 +229,7 @@ class ResponseStats(Table):
     ) -> None:
         """Count the response with index `request.responses`, or the end without a response.
 
-        Times are clamped to the possible ones.
+        Times are clamped to the possible range.
         """
         if response.code == Cancelled.code:
             self.count_cancelled(request, now_ns)

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 GROUP = "shmserve.backends"
-# The built-in backends: a scan of the installed packages would take longer than the import.
+# Listed here, because a scan of the installed packages would take longer than the import.
 _BUILT_IN = {
     "ascend": "shmserve.workers.backends.ascend:AscendBackend",
     "llm": "shmserve.workers.backends.llm:LlmBackend",

@@ -11,8 +11,8 @@ of tensors are known once the model is in the first allocation.
     session    | weights | workspace |
     tensors    | input 0 | input 1 | ... | output 0 | ... |
 
-    init, device, context ─> sizes ─> memory ─> model in it ─> description ─> memory ─> datasets
-    finalize  <── in the reverse order ────────────────────────────────────────────────────┘
+    init, device, context ─> sizes ─> memory ─> load model ─> description ─> memory ─> datasets
+    finalize  <── in the reverse order ───────────────────────────────────────────────────┘
 
 This backend follows the documentation of CANN 8. It is tested against a recorded sequence of calls,
 but not on hardware.

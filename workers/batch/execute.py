@@ -118,7 +118,7 @@ class Executor:
             self._link.close(*requests)
         input_end_ns = stopwatch.input_end_ns or start_ns
         output_start_ns = stopwatch.output_start_ns
-        # These times are missing if the last execution has failed.
+        # `output_start_ns` is missing if the last execution has failed.
         if output_start_ns < input_end_ns:
             output_start_ns = input_end_ns
         times = (start_ns, input_end_ns, output_start_ns, time.monotonic_ns())

@@ -44,7 +44,7 @@ class _GeneratedTensor(NamedTuple):
 
 
 class _OutputSplit(NamedTuple):
-    """The rule for splitting an output; -1 in `dims` (of one row) stands for the source's size."""
+    """The rule for splitting an output; -1 in a row's `dims` is the size of the input `source`."""
 
     source: str
     dims: Shape

@@ -359,7 +359,7 @@ class Unpacker:
         )
 
     def _derive(self, packed: bytes) -> _RequestProperties:
-        """Return the derived properties of a packed schema. Raises the exceptions of `request`."""
+        """Return the derived properties of a packed schema. Raises errors like `request`."""
         schema = RequestSchema(packed)
         inputs: list[TensorSchema] = []
         batch_size = 0

@@ -340,7 +340,7 @@ class OutputStream:
                     self._traced_tensors if final else b"",
                 )
             )
-            # A response with arena memory is flushed now, because its delivery must be known.
+            # A response with arena memory is flushed now: if this fails, its blocks are freed.
             may_wait = self._has_sent and not final and not memory.unsent
             is_sent = writer.link.flush_soon() if may_wait else writer.link.flush()
         if not is_sent:

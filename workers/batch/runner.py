@@ -496,7 +496,7 @@ def _protocol_datatype(tensor: torch.Tensor) -> str:
 
 
 def _to_host(raw: Any) -> memoryview:
-    from shmserve.workers.memory.tensors import to_host  # imported late, because it imports torch
+    from shmserve.workers.memory.tensors import to_host  # imported here, because it imports torch
 
     return to_host(raw)
 

@@ -60,7 +60,7 @@ class ReadyOutput(NamedTuple):
     returned_range: Range | None = None
 
 
-# The destination of an output in a known kind of response: None for the message, "" for the range
+# The destination of an output in responses of one kind: None for the message, "" for the range
 # of the client, or the name of the input that is returned as the output.
 _Destination = str | None
 

@@ -126,7 +126,7 @@ class SupervisorLink:
             are in `inbox`.
         """
         if self.inbox:
-            # A request that the model sent in this thread has already read a message.
+            # While the model sent a request in this thread, a message has already been read.
             timeout_s = 0.0
         is_readable = False
         for fd, _ in self._poll.poll(timeout_s):
@@ -283,7 +283,7 @@ class WorkerRequest:
         key: The id of the request at the scheduler.
         work: The scheduler's message with the request.
         cancelled: Whether the model should end the request.
-        reader_gone: Whether the client reads no further responses, not even those before the end.
+        reader_gone: Whether the client reads no further responses, not even before the end.
         on_credit: Called when its `window` may have grown.
     """
 
@@ -350,7 +350,7 @@ class InstanceLink:
         loop_messages: The message types that are passed to the loop, which has handlers for them.
         loop_reads: Whether the loop waits and reads the socket.
         _on_released: Called for outputs that readers have released.
-        _waiting_by_eventfd: The requests whose credit threads wait for, by the thread's eventfd.
+        _waiting_by_eventfd: The requests for whose credit a thread waits, by its eventfd.
         _reader_eventfd: The eventfd of the thread that reads the socket; 0 for none.
     """
 
@@ -508,7 +508,7 @@ class InstanceLink:
         return message, requests
 
     def close(self, *requests: WorkerRequest) -> None:
-        """Remove requests that have ended, whose keys may be reused."""
+        """Remove requests that have ended; their keys may be reused."""
         with self.lock:
             open_requests = self._open_requests
             for request in requests:

@@ -93,8 +93,8 @@ class Allocation:
 
 
 def cuda_tensor(allocation: Allocation) -> torch.Tensor:
-    """Return a tensor of all bytes of an allocation, which keeps the allocation open."""
-    import torch  # imported late, because most workers open no handle
+    """Return a tensor of all bytes of an allocation; the tensor keeps the allocation open."""
+    import torch  # imported here, because most workers open no handle
 
     return torch.as_tensor(allocation, device=f"cuda:{allocation.device}")
 

@@ -26,7 +26,7 @@ def dtype_of(datatype: str) -> np.dtype[Any]:
 
 
 def datatype_of(array: Array, expected_datatype: str) -> str:
-    """Return the datatype of a numeric array, or ""; uint16 is BF16 if that is expected."""
+    """Return the datatype of a numeric array, or ""; uint16 is BF16 if BF16 is expected."""
     if expected_datatype == "BF16" and array.dtype == BF16:
         return expected_datatype
     return _DATATYPES.get(array.dtype, "")

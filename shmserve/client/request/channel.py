@@ -372,7 +372,7 @@ class RequestChannel:
     def _replace_link(self, link: Dealer) -> None:
         """Replace a link that the scheduler has disconnected.
 
-        If the scheduler still runs, it closed only this link. Its requests are then resubmitted
+        If the scheduler still runs, it closed only this link, whose requests are then resubmitted
         once over a new link. If the scheduler has exited, the listener reports its successor.
         """
         try:

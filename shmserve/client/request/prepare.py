@@ -190,7 +190,7 @@ def prepare(
         memories: The client's memory.
         model: The model.
         inputs: The inputs: a mapping or a region.
-        outputs: The names of the requested outputs, or a region or arrays of one to write them to.
+        outputs: The names of the requested outputs, or a region, or arrays of a region, for them.
         options: The options.
 
     Raises:

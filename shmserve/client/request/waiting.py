@@ -121,8 +121,8 @@ class ResponseStream:
         with server.stream("words", text=[b"..."]) as responses:
             first = next(responses)["output"]
 
-    `Server.stream` returns it. `next` raises the error of a response, after which further responses
-    may follow, or the error that the request failed with. A request that has not ended is cancelled
+    `Server.stream` returns it. `next` raises the error of a response (further responses may
+    follow), or the error that the request failed with. A request that has not ended is cancelled
     by `close`, at the end of a `with` block, and when the object is collected.
     """
 

@@ -42,7 +42,7 @@ _OPTIMIZATION_FIELDS = (
     *("graph", "cuda", "execution_accelerators", "gather_kernel_buffer_threshold"),
     "eager_batching",
 )
-# The fields among these that a backend supports.
+# The optimization fields that each backend supports.
 _EFFECTIVE = {"onnxruntime": ("graph", "execution_accelerators"), "pytorch": ("cuda",)}
 _BATCH_FIELDS = ("batch_input", "batch_output")
 # Other backends receive the tensors of each request separately.
@@ -274,7 +274,7 @@ def _label_problem(base: Path, label: str) -> str:
 
 
 def read_labels(config: ModelConfig, model_dir: Path) -> dict[str, list[str]]:
-    """Return the labels of each output of a validated configuration, by index.
+    """Return the labels in a validated configuration, by output name, in the order of indices.
 
     A label file has one label per line. An empty line is an index without a label.
 
@@ -376,7 +376,7 @@ def _ignored_optimization(
     if optimization.priority != ModelOptimizationPolicy.PRIORITY_DEFAULT:
         yield "optimization.priority"
     for name in ("input_pinned_memory", "output_pinned_memory"):
-        # Memory is pinned in any case, so that only the wish to disable this has no effect.
+        # Memory is pinned in any case, so only a setting that disables pinning has no effect.
         if optimization.HasField(name) and not getattr(optimization, name).enable:
             yield f"optimization.{name}"
 

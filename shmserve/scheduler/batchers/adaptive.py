@@ -2,8 +2,8 @@
 
 The batcher learns the duration of batches by size and the arrival of requests (estimates.py):
 
-1. A batch has the size with the highest row rate among the sizes up to the waiting requests. If
-   the execution time jumps above some size, batches stay below that size. An untried size whose
+1. A batch has the size with the highest row rate among the sizes up to the number of waiting rows.
+   Batches thus stay smaller than a size at which the execution time jumps. An untried size whose
    rate may be higher is tried if the account of misses (see below) covers the trial's cost, or if
    the known sizes do not keep up with the arrivals.
 2. Waiting requests run as soon as an instance is free, unless rule 3 applies.
@@ -54,8 +54,8 @@ _CREDIT_PER_REQUEST = 0.002  # misses credited for each request that meets the t
 
 # Batches between two trials of sizes: usually, and while learning.
 _TRIAL_INTERVAL, _LEARNING_INTERVAL = 16, 2
-LEARNING = 48  # batches during which new sizes are tried early
-_MIN_IDLE = 0.25  # minimum idle share; with less, clients block, or all requests are late
+LEARNING = 48  # number of first batches, in which trials are more frequent
+_MIN_IDLE = 0.25  # minimum idle share of an instance: with less, clients block or requests are late
 
 _EPOCH_BATCHES = 24  # number of batches in an epoch
 _SETTLING_BATCHES = 4  # first batches of an epoch, which the previous epoch still affects
@@ -65,7 +65,7 @@ _CLEAR_RATIO = 0.8  # ratio of the mean latencies with and without waiting below
 _EPOCH_WEIGHT = 1 / 3  # weight of the newest epoch in moving averages
 _AIM_STEP = 0.02  # relative reduction of the aim per miss
 _ALLOWED_MISSES = 0.01  # share of requests that may miss the target
-_MIN_AIM = 0.25  # minimum of the aim, as a share of the target
+_MIN_AIM = 0.25  # minimum latency to plan for (the aim), as a share of the target
 _TOLERATED_MISSES = 0.02  # share of requests that may miss the target before misses accumulate
 # Accumulated misses at which the target is out of reach, and their maximum.
 _HOPELESS_MISSES, _MAX_MISSES = 30, 60
@@ -99,7 +99,7 @@ class Account:
         self._trial_misses += misses
 
     def subtract_trial_misses(self, misses: int) -> int:
-        """Subtract the misses that trials have paid for; return how many of the misses remain."""
+        """Return how many misses exceed the misses that trials have paid for, which are used up."""
         caused = min(misses, int(self._trial_misses))
         self._trial_misses -= caused
         return misses - caused
@@ -122,7 +122,7 @@ class WaitingChoice:
         self._other_interval = _INITIAL_OTHER_INTERVAL
         self._next_other_epoch = 2 * _INITIAL_OTHER_INTERVAL
         self._mean_ns: dict[bool, float] = {}
-        self._other_miss_count = 0  # misses in the last epoch that used the other choice
+        self._other_miss_count = 0  # misses in the last epoch of the other choice
         self._epoch_count = 0
         self._start()
 
@@ -173,7 +173,7 @@ class TrialState(Record):
     """The state of an instance when a batch size is tried.
 
     Attributes:
-        oldest_left_ns: The time left to the oldest request.
+        oldest_left_ns: The time until the oldest request misses the target.
         spare_ns: The additional time that a new request could wait and still meet the target.
         row_ns: The shortest duration per row.
         rows_per_ns: The rows that arrive per ns.
@@ -214,7 +214,7 @@ class Sizes:
         return batches >= self._next_trial
 
     def start_trial(self, size: int, worst_ns: float, state: TrialState, batches: int) -> bool:
-        """Start a trial of a size that takes at most `worst_ns`; return False if too expensive."""
+        """Start a trial that takes at most `worst_ns`; return False if its price is too high."""
         self._state = state
         self._idle_share = max(1 - state.rows_per_ns * state.row_ns, _MIN_IDLE)
         price = self._price_of(size, worst_ns, state.max_in_flight)
@@ -301,7 +301,7 @@ class AdaptiveBatcher(Batcher):
         self._adjust_aim(count - misses, self._account.subtract_trial_misses(misses))
 
     def _adjust_aim(self, on_time: int, misses: int) -> None:
-        """Raise the aim for requests in time, and lower it for misses that no trial has caused."""
+        """Raise the planned latency for requests in time; lower it for misses not due to trials."""
         self._account.add_credit(on_time)
         earlier_misses = max(self._excess_misses - _TOLERATED_MISSES * on_time, 0)
         self._excess_misses = min(earlier_misses + misses, _MAX_MISSES)
@@ -326,7 +326,7 @@ class AdaptiveBatcher(Batcher):
         head = gather(pending, self._rules)
         if head is None:
             return None
-        # A selected batch may not run yet, since the instance may still wait for its ticket. The
+        # A selected batch may run later, since the instance may still wait for its ticket. The
         # wait therefore ends when the first request is gone, not with the decision.
         if not any(request is self._first_request for request in head.requests):
             self._first_request = head.requests[0]
@@ -426,7 +426,7 @@ class AdaptiveBatcher(Batcher):
         spare_ns = target - load.waiting_rows * row_ns - best_ns
         is_overloaded = load.rows_per_ns * row_ns > _FULL_UTILISATION and spare_ns < target / 2
         if spare_ns < 0 and self._is_out_of_reach:
-            # In this case a steady load means that clients wait for responses, or a full instance.
+            # A steady load then means that clients await responses, or that the instance is full.
             is_overloaded = is_overloaded or load.is_steady
         oldest_left_ns = target - (now_ns - oldest_ns)
         return TrialState(
@@ -437,7 +437,7 @@ class AdaptiveBatcher(Batcher):
         """Return the latest start (monotonic ns) at which a batch's oldest request is in time.
 
         Args:
-            oldest_ns: The time at which this request was enqueued.
+            oldest_ns: The time at which the oldest request was enqueued.
             units: The size of the batch in rows.
         """
         return int(oldest_ns + self._aim_ns - self._size_times.p99_ns(units))
@@ -445,7 +445,7 @@ class AdaptiveBatcher(Batcher):
     def _count_on_time(self, now_ns: int, requests: list[Pending]) -> int:
         """Return how many requests at the head of the queue to run now so that all meet the target.
 
-        The other requests run in a second batch. Return 0 if two batches would miss it as well.
+        The other requests run in a second batch. Return 0 if two batches would be late, too.
         """
         rows, oldest = 0, NEVER
         # Rows, and oldest enqueue time, of the first n requests.

@@ -150,8 +150,8 @@ class Dispatcher(ABC):
 class Dispatch(Dispatcher):
     """The dispatcher of models without sequences.
 
-    A free instance receives a batch at once. A busy instance receives only a batch that cannot grow
-    any more, and none if the queue has priorities or policies: a batch that was sent ahead can
+    A free instance receives a batch immediately. A busy instance receives only a batch that cannot
+    grow any more, and none if the queue has priorities or policies: a batch that was sent ahead can
     neither be overtaken nor time out.
     """
 
@@ -178,7 +178,7 @@ class Dispatch(Dispatcher):
             slot, send_ahead = None, not pool.free_slots
             if send_ahead:
                 # A retry runs alone and waits for an instance without other batches.
-                # A call that is sent ahead could wait behind the execution that makes it.
+                # A model's call that is sent ahead could wait behind the execution that makes it.
                 can_send = in_order.count and not (queue.model_requests and queue.calls())
                 if self._may_send_ahead and can_send:
                     times = executions.service_time

@@ -8,12 +8,12 @@ splits a request:
 
 1. Requests are taken in order while their sizes fit `max_batch_size` and their shapes equal the
    first request's, or can be padded to be equal.
-2. The largest preferred size reached on the way runs at once, exactly, unless the delay is over.
-   If the next request would exceed the largest preferred size and no preferred size was reached,
-   the requests taken so far count as preferred.
-3. A batch that cannot grow, or has reached the largest preferred size, runs at once.
-4. The delay counts from the enqueueing of the oldest request taken. When it is over, or if there is
-   none, everything taken runs.
+2. The largest preferred size reached on the way runs immediately and exactly, unless the delay has
+   expired. If the next request would exceed the largest preferred size and no preferred size was
+   reached, the requests taken so far count as preferred.
+3. A batch that cannot grow, or has reached the largest preferred size, runs immediately.
+4. The delay counts from the enqueueing of the oldest request taken. When it has expired, or if
+   there is no delay, all requests taken so far run.
 5. If a deadline would pass during the delay, the wait ends while there is still time to run.
 """
 
@@ -139,11 +139,15 @@ class DynamicBatcher(Batcher):
 
 
 class QueueHead(Record):
-    """The first requests of the queue that may run together, with `units` in all.
+    """The first requests of the queue that may run together.
 
-    The first `preferred_count` of them (0: none) reach the largest preferred size, or come closest
-    to it. The next request does not fit (`is_full`), or has other shapes
-    (`has_other_shape`); otherwise there is no next request. `oldest_ns` is the earliest enqueueing.
+    Attributes:
+        units: Their total size.
+        preferred_count: The number of first requests that reach, or come closest to, the largest
+            preferred size; 0: none.
+        is_full: Whether the batch is full, or the next request does not fit.
+        has_other_shape: Whether the next request has other shapes.
+        oldest_ns: The time at which the oldest request was enqueued.
     """
 
     requests: list[Pending]
@@ -156,9 +160,9 @@ class QueueHead(Record):
 
 
 def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
-    """Return the requests at the head of the queue that may run together, or None if it is empty.
+    """Return the requests at the queue's head that may run together; None for an empty queue.
 
-    At most one request more than fits a batch is visited.
+    The iteration ends at the first request that does not fit.
     """
     largest_preferred = rules.largest_preferred
     max_size = rules.max_batch_size

@@ -16,9 +16,9 @@ _EXACT_BITS = 6  # sizes below 2**6 are distinguished, larger ones to one part i
 _MAX_MEAN_WEIGHT = 256.0  # maximum weight of a size's mean, in executions
 _SHARED_GAIN = 1 / 32  # gain of the level and the spread, which all sizes share (`SizeTimes`)
 _INITIAL_SPREAD, _MIN_SPREAD = 0.1, 0.02  # relative spread of durations
-# The level is set anew after this many durations in a row that differ from the estimate.
+# `SizeTimes` sets its level anew after this many durations in a row far from the estimate.
 _CHANGE_LENGTH = 8
-# Minimum ratio of these durations to the estimate, and maximum ratio between any two of them.
+# Minimum ratio of such a duration to the estimate, and maximum ratio between two such ratios.
 _MIN_CHANGE, _MAX_DISAGREEMENT = 1.5, 2.0
 _DEVIATIONS_PER_SPREAD = 1.25  # standard deviations per spread, for a normal distribution
 _EQUAL_RATES = 0.03  # relative difference below which rates count as equal
@@ -33,7 +33,7 @@ _RATE_GAIN = 1 / 64  # minimum gain of the averages of the load
 _MAXIMUM_DECAY = 1 - 1 / 1024  # decay of maxima, per batch
 _STEADY_SHARE = 0.95  # share of arriving rows that are completed, at which the load is steady
 
-_MAX_LEVELS = 512  # maximum number of requests in flight that has its own statistics
+_MAX_LEVELS = 512  # numbers of requests in flight above this one share their statistics
 _MIN_CHANCE = 0.6  # minimum chance of a predicted arrival
 _MIN_ARRIVALS = 3  # minimum number of observations for a prediction
 _MARGIN_NS = 50_000  # allowance for the latency of the event loop
@@ -198,7 +198,7 @@ class SizeTimes:
         return duration
 
     def _has_changed(self) -> bool:
-        """Set the level, and return True, if durations of several sizes differ by one factor."""
+        """Set the level and return True if the durations of several sizes changed by one factor."""
         levels = sorted(level for level, _ in self._outliers)
         sizes = {id(size) for _, size in self._outliers}
         if len(sizes) < 2 or levels[-1] > levels[0] * _MAX_DISAGREEMENT:

@@ -5,7 +5,7 @@
                                                             without a message to the model
 
 Clients choose the id of a sequence, and equal ids denote the same sequence, whichever client sends
-them. A number and a text are never equal. END removes the id at once: a START after it begins
+them. A number and a text are never equal. END removes the id immediately: a START after it begins
 another sequence, which may run elsewhere while the first one still runs. A START with an open id
 restarts the sequence in the same slot.
 
@@ -22,7 +22,7 @@ and a sequence keeps its row.
    in Triton's documentation shows READY [1, 0].
 2. The request that has waited for longest determines the shapes of the batch.
 3. If a delay and a minimum utilization are both set, a batch waits until the utilization is
-   reached, its oldest request has waited that long, or a deadline would pass.
+   reached, its oldest request has waited for the delay, or a deadline would pass.
 
 Oldest: a dynamic batcher over the first request of each slot. A sequence has at most one request
 that may run. Its next request may run once that request has returned, and is then queued behind the
@@ -191,7 +191,7 @@ class InstanceSlots:
 def decide(
     now_ns: int, slots: InstanceSlots, rules: Sequencing, reserve_ns: int
 ) -> Rows | WaitUntil | None:
-    """Return the rows that an idle instance runs now, or the time to wait until.
+    """Return the rows that an idle instance runs now, or the time at which its wait ends.
 
     Args:
         now_ns: The time.
@@ -343,7 +343,7 @@ class Sequences:
         self._fill()
 
     def remove_instance(self, slots: InstanceSlots) -> list[StatefulSequence]:
-        """Remove an instance and return its sequences, whose state is lost and which have ended.
+        """Remove an instance; return its sequences, which have ended because their state is lost.
 
         Sequences that have not begun wait for another slot, as in `close`.
         """
@@ -441,7 +441,7 @@ class Sequences:
             del self._open_sequences[sequence.id]
 
     def drop(self, request: ScheduledRequest) -> list[ScheduledRequest]:
-        """Remove a waiting request and those behind it up to a START, which cannot run without it.
+        """Remove a waiting request and the requests that depend on it, up to the next START.
 
         Return the removed requests. The sequence ends if no further request can come.
         """
@@ -519,7 +519,7 @@ class Sequences:
     ) -> list[ScheduledRequest]:
         """Start the rows of a batch and return their requests, in order.
 
-        The END of a sequence frees its slot at once.
+        The END of a sequence frees its slot immediately.
         """
         requests: list[ScheduledRequest] = []
         ended_sequences: list[StatefulSequence] = []
@@ -532,7 +532,7 @@ class Sequences:
             slots.mark_not_ready(sequence)
             slots.running_sequences.append(sequence)
             requests.append(request)
-            # A sequence that ended otherwise is released on return: its instance is notified first.
+            # A sequence that ends without END is released later: its instance is notified first.
             if request.flags & SEQUENCE_END and not sequence.waiting and not self._single_request:
                 ended_sequences.append(sequence)
         for sequence in ended_sequences:

@@ -194,7 +194,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         )
 
     def _plan(self, outputs: tuple[str, ...]) -> Plan:
-        """Return the plan for these outputs, which is valid until the models of the steps change.
+        """Return the plan for these outputs; it is valid until the models of the steps change.
 
         Raises:
             Unavailable: The model of a step is not served.
@@ -342,7 +342,7 @@ class EnsembleCore(Core[EnsembleRequest]):
 
     def gauges(self) -> dict[str, Any]:
         return {
-            "pending": 0,  # an ensemble has no queue: requests wait in those of its steps
+            "pending": 0,  # an ensemble has no queue: requests wait in its steps' queues
             "executing": self._requests.count,
             "instances": {},
             "open_sequences": 0,

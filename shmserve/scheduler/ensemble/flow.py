@@ -8,7 +8,7 @@
 The origin of a tensor is the last decoupled step before it, or `ONCE_PER_REQUEST`. Tensors of one
 origin are numbered by the responses of that step. A step runs once for each number at which all
 tensors that it reads are present. Tensors with the origin `ONCE_PER_REQUEST` are present at every
-number. A response of the ensemble has all outputs of one number.
+number. A response of the ensemble has all outputs with one number.
 
 The outputs of a step that does not run are `SKIPPED`, and a step that requires such a tensor does
 not run either. An output that is missing in a model's response is `ABSENT`. A step that requires it
@@ -116,7 +116,7 @@ class Graph:
         return frozenset(step_indices)
 
     def sorted_steps(self) -> tuple[StepNode, ...]:
-        """Return the steps in topological order, without those in cycles."""
+        """Return the steps in topological order, without steps in cycles."""
         available_tensors = set(self.inputs)
         sorted_steps: list[StepNode] = []
         waiting_steps = list(self.steps)
@@ -167,7 +167,7 @@ class TensorReader:
         reads: The tensors that the reader waits for, and whether each exists once per
             request.
         is_once: Whether the reader has all its tensors at most once per request.
-        first_keys: The keys (tensor, number) of these tensors with the number 0.
+        first_keys: The keys (tensor, number) of the tensors in `reads` with the number 0.
     """
 
     def __init__(self, index: int, tensors: Iterable[str], origins: Mapping[str, int]) -> None:

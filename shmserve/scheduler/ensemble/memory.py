@@ -82,7 +82,7 @@ class Value(Token):
         data: The tensor's bytes, or where they lie.
         holds: Whether some element is true, if the tensor is a condition.
         override: The sequence parameters in the response that contained the tensor.
-        held_credits: The credits for further responses of the producers, released with the value.
+        held_credits: The flow-control credits of the steps that made it, returned at its release.
     """
 
     __slots__ = ("data", "held_credits", "holds", "kind", "memory", "override")

@@ -5,7 +5,7 @@
        └──ABANDON──> ABANDONED <────────────┘     each ──END──> DONE
 
 A failed request begins no further steps. It ends, and its error is sent, when none of its steps is
-in flight. If its deadline expires, the error is sent early.
+in flight. If its deadline expires, the error is sent without waiting for the steps.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class EnsembleRequests:
         self.changed_requests[request] = None
 
     def stop(self, request: EnsembleRequest, text: str, now_ns: int) -> None:
-        """Fail a request at once because the scheduler stops."""
+        """Fail a request immediately because the scheduler stops."""
         self.fail(request, Unavailable.code, text, now_ns)
         if request.state is EnsembleState.FAILED:
             self._report(request, is_early=False)
@@ -366,7 +366,7 @@ class EnsembleRequests:
     def serve_cached(
         self, client: Client[EnsembleRequest], message: Submit, lookup: Lookup, now_ns: int
     ) -> None:
-        """Send the cached response to a request, which runs no step."""
+        """Send the cached response to a request; no step runs."""
         assert self._cache is not None
         self._cache.lend(client.pid, lookup)
         arrived_ns = plausible_arrival_ns(message.arrived_ns, now_ns)

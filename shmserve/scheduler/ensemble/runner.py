@@ -99,7 +99,7 @@ class StepRunner:
             return ""
 
     def _handle_events(self, now_ns: int) -> None:
-        """Handle the events of steps; a step that is submitted meanwhile may fail and add more."""
+        """Handle the events of steps; a step submitted meanwhile may fail and add events."""
         events = self._messages.step_events
         while events:
             step, message = events.pop(0)
@@ -224,7 +224,7 @@ class StepRunner:
         self.schedulers.submit(step, target.endpoint)
 
     def cancel(self, request: EnsembleRequest) -> None:
-        """Cancel the steps of a request that has failed: those in flight and those that wait."""
+        """Cancel the steps of a request that has failed, in flight or waiting."""
         self._requests.changed_requests[request] = None
         for number in request.running:
             step = self.schedulers.pending.get(number)
@@ -232,7 +232,7 @@ class StepRunner:
                 self.schedulers.cancel(step)
 
     def drop_waiting(self, request: EnsembleRequest) -> None:
-        """Remove the waiting steps of a request, which will not run."""
+        """Remove a request's waiting steps, which will not run."""
         if not request.waiting_count:
             return
         for index, waiting_firings in enumerate(self._waiting_firings):
@@ -296,7 +296,7 @@ class StepSchedulers(Links):
 
     @property
     def pending(self) -> Sized:
-        """Return the links with queued messages, as `Outbox.pending`."""
+        """Return the links with queued messages."""
         return self._links.pending
 
     def flush(self) -> None:

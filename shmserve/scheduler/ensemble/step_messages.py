@@ -1,7 +1,7 @@
 """The messages of steps: a step to run -> its request, a response -> values in the data flow.
 
-Both are derived once for each kind of message: a request's from the kinds of its inputs, a
-response's from its schema. At run time each is a lookup and a list of data.
+A conversion is derived once for each kind of message. The kinds of its inputs determine the kind
+of a request, its schema that of a response. Later conversions are a lookup and a list of data.
 
 A step that gives any number of responses needs a credit for each (credit-based flow control). The
 credit is returned once no tensor derived from the response is in use. Tensors in responses that the
@@ -264,7 +264,7 @@ class StepMessages:
     def store_outputs(
         self, step: StepRequest, message: Finished | Responded, more_follow: bool
     ) -> None:
-        """Put the outputs of a response into the data flow; discard those that nothing reads.
+        """Put the outputs of a response into the data flow; discard outputs that nothing reads.
 
         Args:
             step: The step's request.

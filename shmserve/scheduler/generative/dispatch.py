@@ -127,7 +127,7 @@ class GenerativeDispatch(Dispatcher):
 
     @property
     def _waiting_count(self) -> int:
-        """Return the number of requests and sequences beyond those that the batches can hold.
+        """Return the number of requests and sequences that do not fit into the batches.
 
         Requests that have not been prepared yet, or that will begin with the next step, wait only
         if the batches have no free rows for them.
@@ -191,7 +191,7 @@ class GenerativeDispatch(Dispatcher):
             self._responses.close(request, now_ns)
 
     def _assign(self, now_ns: int) -> None:
-        """Assign requests without an instance, first those whose instance died."""
+        """Assign requests without an instance; requests whose instance died come first."""
         slots = [slot for slot in self._pool.ready() if not slot.retiring]
         if not slots:
             return

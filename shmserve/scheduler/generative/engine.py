@@ -4,8 +4,9 @@
     finish_step   Stepped: the new tokens, and the sequences that have ended
 
 If blocks are short, the last sequence in the order of the policy is preempted: its blocks are
-copied to the host, or dropped and recomputed when its turn comes. A step that preempted admits no
-sequence. (Yu et al., "Orca", 2022; Agrawal et al., "Sarathi-Serve", 2024, for prompts in chunks.)
+copied to the host, or dropped and recomputed when its turn comes. A step with a preemption admits
+no sequence. (Yu et al., "Orca", 2022; Agrawal et al., "Sarathi-Serve", 2024, for prompts in
+chunks.)
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ _DEFAULT_ITL_MS, _DEFAULT_CHUNK = 50.0, 64
 class Engine(Generic[T]):
     """The sequences and blocks of an instance.
 
-    `on_sequence_end` is called with each sequence that needs no more steps and its finish reason,
-    `on_search_end` with each complete beam search. `sequence_ids` yields their numbers.
+    `on_sequence_end(sequence, reason)` is called for each sequence that needs no more steps,
+    `on_search_end` for each complete beam search. `sequence_ids` yields their numbers.
     """
 
     settings: EngineSettings
@@ -190,7 +191,7 @@ class Engine(Generic[T]):
             self._admit(plan, waiting_sequences, admitted)
         admitted = [sequence for sequence in admitted if sequence.status is SequenceStatus.RUNNING]
         while waiting_sequences and admitted and not plan.rows:
-            # All running sequences wait for other beams of their search, which do not fit.
+            # All running sequences wait for further beams of their search that do not fit.
             self._preempt(plan, admitted.pop())
             self._admit(plan, waiting_sequences, admitted)
         if not (plan.rows or self._to_end):
@@ -226,12 +227,12 @@ class Engine(Generic[T]):
                     plan.add(sequence, count, drafts)
 
     def _plan_share(self, plan: StepPlan, sequence: Sequence[T]) -> tuple[int, int]:
-        """Return a sequence's numbers of missing tokens and drafts within the remaining budgets."""
+        """Return how many missing tokens, and how many drafts, of a sequence fit the budgets."""
         missing_blocks, forks = sequence.missing_tokens, sequence.forks
         missing_blocks -= forks > 0
         if missing_blocks > 1 or forks:
             limit = min(self.settings.prefill_chunk_size, plan.prompt_budget, plan.token_budget)
-            if plan.load.decoded_tokens:  # the latency of decoding sequences limits it
+            if plan.load.decoded_tokens:  # decoding sequences wait for the step
                 target = self.settings.target_itl_ms
                 target_ms = target or _DEFAULT_ITL_MS
                 chunk = self.times.fitting_tokens(plan.load, sequence.computed_tokens, target_ms)

@@ -36,8 +36,8 @@ class BlockPool:
           └───────────<── evicted, least recently used first ──┘
 
     The only holder of a block without a key may write to it (Kwon et al., "PagedAttention", 2023).
-    The blocks of a sequence are adjacent if possible, because attention reads runs of blocks at
-    once: a sequence grows into the block after its last one, and a new sequence begins in the
+    The blocks of a sequence are adjacent if possible, because attention reads runs of blocks
+    together: a sequence grows into the block after its last one, and a new sequence begins in the
     middle of the widest gap, so that it and its neighbour can grow.
 
     `references` counts the tables that hold each block.
@@ -238,12 +238,15 @@ class Generation(Generic[T]):
 
 @dataclass(slots=True, eq=False)
 class Sequence(Generic[T]):
-    """A sequence of a generation, with its `number`.
+    """A sequence of a generation.
 
-    `forks` further samples begin from it once its prompt is computed except for the last token.
-    `is_held`: it waits for the other beams of its search. `stopped`: its text has ended, and the
-    sequence ends with the running step. The first `sent_blocks` entries of the table were sent
-    to the worker. `host` are the blocks of the host pool while the sequence is swapped out.
+    Attributes:
+        host: The blocks of the host pool while the sequence is swapped out.
+        sent_blocks: The number of first entries of the table that were sent to the worker.
+        forks: The number of further samples that begin from this sequence once its prompt is
+            computed except for the last token.
+        is_held: Whether the sequence waits for the other beams of its search.
+        stopped: Whether its text has ended; the sequence then ends with the running step.
     """
 
     number: int
@@ -388,9 +391,9 @@ class FinishedBeam(NamedTuple):
 class Beams(Generic[T]):
     """A beam search over one generation's sequences, with the same results as in transformers.
 
-    The best 2 * width candidates of all beams are considered: those that end are hypotheses, and
+    The best 2 * width candidates of all beams are considered: ended ones are hypotheses, and
     the others are the next beams. `hypotheses` are the best hypotheses so far, best first. A
-    search is `is_finished` if no better ones can follow.
+    search is `is_finished` if no better hypotheses can follow.
     """
 
     generation: Generation[T]

@@ -10,7 +10,7 @@ from typing import Any
 
 from shmserve.ipc.processes import SPIN_NS, BusyPoll, PreciseWait
 
-# A sleeping thread wakes up late. Timers are set earlier by the measured delay, at most by this.
+# A sleeping thread wakes up late. Timers are set earlier by the measured delay, at most this.
 _MAX_LATE_NS = 60_000
 
 # A client's deadline may be any number; no timer is longer than this.
@@ -26,7 +26,7 @@ Handler = Callable[[Any, Any], None]  # the arguments are the sender's address a
 
 
 class DescriptorWaiter:
-    """A waiter for readable descriptors, which sleeps in the kernel, or polls while that pays.
+    """A waiter for readable descriptors, which sleeps in the kernel, or polls while polling pays.
 
     `handlers` has the handler of each watched descriptor.
     """
@@ -39,7 +39,7 @@ class DescriptorWaiter:
         self._busy_poll = BusyPoll()
 
     def watch(self, fd: int, handler: ReadableHandler) -> None:
-        """Watch a descriptor; it is handled after those that are watched already."""
+        """Watch a descriptor; it is handled after the descriptors watched before."""
         self.handlers[fd] = handler
         self._epoll.register(fd, select.EPOLLIN)
 
@@ -97,8 +97,8 @@ class InProcessLinks:
 
     A message is a call of the handler registered for its address, and nothing is packed. The
     address of a scheduler is its endpoint; as a client, its identity. A client's message is
-    delivered at once. Responses are delivered later, in the order of posting, so that no handler of
-    a scheduler is called within another one of that scheduler.
+    delivered immediately. Responses are delivered later, in the order of posting, so that no
+    handler of a scheduler is called within another one of that scheduler.
     """
 
     def __init__(self) -> None:

@@ -109,8 +109,9 @@ class HostedScheduler(ABC):
     """A scheduler with its sockets.
 
     The scheduler adds itself to `active` when it has received messages, and the host then runs its
-    turn. After each turn, `wake_ns` is the time of the next one (monotonic ns), and `live_requests`
-    the number of requests. Once the scheduler has `stopped`, the host only closes it.
+    turn. After each turn, `wake_ns` is the time of the next turn (monotonic ns), and
+    `live_requests` the number of requests. Once the scheduler has `stopped`, the host only closes
+    it.
     """
 
     allowed: ClassVar[frozenset[type]]  # the messages that the supervisor may send
@@ -314,7 +315,7 @@ class EnsembleScheduler(HostedScheduler):
         steps = StepSchedulers(self._waiter, self._neighbours, identity, handle_step_message)
         self._memory = EnsembleMemory(self._lent_memory, memory_dropped)
         core = EnsembleCore(self._settings, start.config, steps, control, self._memory, self._cache)
-        # Steps before clients, so that a step has received a message before its cause is answered.
+        # Steps before clients: when a request ends, its steps are notified before its client.
         outboxes = (steps, self._client_router, self._local_clients.link, control)
         return SchedulerParts(core, {}, outboxes)
 
@@ -395,7 +396,7 @@ class Host:
     def _run_turns(self, wake_ns: int) -> None:
         """Run the turns that are due and send the resulting messages.
 
-        `wake_ns` is the earliest turn that a scheduler has asked for (monotonic ns).
+        `wake_ns` is the earliest turn that a scheduler requires (monotonic ns).
         """
         active, neighbours = self._active_schedulers, self._neighbours
         now_ns = time.monotonic_ns()

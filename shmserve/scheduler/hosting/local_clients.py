@@ -4,8 +4,8 @@ A gateway belongs to the server and is trusted; a local client is not. The ident
 contain its token, and the memory that a request refers to must be the client's own. The units of a
 request in a batch are computed from the request itself.
 
-No gateway measures these requests either. They are sampled for traces, and with a limit for slow
-requests all of them are measured and the slow ones are reported.
+No gateway measures these requests either. They are sampled for traces. If there is a limit for
+slow requests, all of them are measured, and slow requests are reported.
 
     begin ──> Submit.trace ... response ──ended──> RequestTraced, to the supervisor
 """
@@ -45,7 +45,7 @@ _NS_PER_MS = 1_000_000
 class LocalClientListener:
     """The listener for a scheduler's local clients; `link` is its router.
 
-    `limit_us` is the server's limit from a request's arrival to its last response (0: none).
+    `limit_us` is the server's time limit from a request's arrival to its last response (0: none).
     """
 
     def __init__(

@@ -221,7 +221,7 @@ class Executions:
         self._send_early(self._pool.announce(index, pid))
 
     def register_worker(self, index: int, peer: bytes, pid: int) -> None:
-        """Record with `Pool.offer` that a worker is ready, and send the releases kept for it."""
+        """Record in the pool that a worker is ready, and send the releases kept for it."""
         self._send_early(self._pool.register_worker(index, peer, pid))
 
     def _take_unknown(self, pid: int) -> list[ReleaseOutputs]:

@@ -9,8 +9,8 @@ in any order, so the last registration is kept until it is announced. Only the a
 accepted: workers of other models run foreign code, which could register itself, but not with
 another pid.
 
-An idle instance receives a batch at once. A busy instance may receive more batches ahead, up to its
-credit of batches. This hides the latency of messages between two batches. A batch that was sent
+An idle instance receives a batch immediately. A busy instance may receive more batches ahead, up to
+its credit of batches. This hides the latency of messages between two batches. A batch that was sent
 ahead cannot grow any more, and waits for one worker while another may become free.
 
 A retiring instance receives only requests of its own sequences, and leaves the pool when it has
@@ -75,7 +75,7 @@ class Execution:
     """A batch that was sent to a worker.
 
     `started_ns` is when the batch became the oldest in its worker's queue. The worker may have
-    started earlier, though not before `sent_ns`: it continues at once, and its result for the
+    started earlier, though not before `sent_ns`: it continues immediately, and its result for the
     previous batch takes time to arrive. `rows` is the total batch size, once an instance is
     assigned.
     """
@@ -116,7 +116,7 @@ class Slot:
 
     @property
     def idle(self) -> bool:
-        """Return whether the instance can take a batch at once."""
+        """Return whether the instance can run a batch immediately."""
         return self.state is SlotState.IDLE
 
     def transition(self, event: str) -> None:
@@ -207,7 +207,7 @@ class InstanceTickets:
 class Pool:
     """The instances of a model version. With `_tickets`, each execution needs a ticket.
 
-    `free` contains the instances that can take a batch, the longest free one first. An instance of
+    `free_slots` has the instances that can take a batch, the longest free one first. An instance of
     a decoupled model is free while it has less than `_max_open` requests (0: any number). `failure`
     is the reason why no instance can run or is expected; otherwise it is empty. No execution
     exceeds its limit before `due_ns`.
@@ -237,7 +237,7 @@ class Pool:
         """Announce an instance, for which requests wait from now on.
 
         Return its slot if its worker has registered itself before. `pid` is its process, or 0 if
-        that is unknown.
+        unknown.
         """
         slot = self._slot(index)
         slot.transition("expect")
@@ -427,7 +427,7 @@ class Pool:
         self.update_free(slot)
 
     def update_free(self, slot: Slot) -> None:
-        """Update `free` after an execution or an open request of an instance has ended."""
+        """Update `free_slots` after an execution or an open request of an instance has ended."""
         if slot.state is not SlotState.IDLE or slot.retiring or slot in self.free_slots:
             return
         if not self._max_open or len(slot.requests) < self._max_open:
@@ -455,10 +455,10 @@ class Pool:
         return any(occupied) if any_suffices else bool(occupied) and all(occupied)
 
     def executions_by_peer(self) -> dict[bytes, list[int]]:
-        """Return the process of each instance and the keys of the requests that it runs.
+        """Return the pid of each instance's process and the keys of the requests that it runs.
 
         Returns:
-            The lists by the address of the worker.
+            [pid, key, ...] by the address of the worker.
         """
         return {
             slot.peer: [slot.pid, *(request.key for request in slot.executions[0].requests)]

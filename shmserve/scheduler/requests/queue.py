@@ -13,7 +13,7 @@ Priorities are strict levels, 1 the highest:
     level 2    ...                             ...
 
 All requests of a level precede those of the next one. Its delayed requests, whose timeout has
-passed, follow those that are in time. There is no ageing: a low level may starve.
+passed, follow the requests in time. There is no ageing: a low level may starve.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from shmserve.scheduler.settings import Settings
 _NS_PER_US = 1_000
 _EXPIRED_TEXT = "Request timeout expired ({us} microseconds{where}, from {origin})"
 _TIMEOUT_ORIGIN = "the request's parameter 'timeout'"
-# A sweep visits every timer and keeps those of live requests. The next sweep comes when there are
-# twice as many timers as were kept, and this many more.
+# A sweep visits every timer and keeps the timers of live requests. The next sweep follows when
+# there are twice as many timers as were kept, plus this number.
 _MAX_STALE = 1024
 
 R = TypeVar("R")
@@ -105,7 +105,7 @@ class _Level:
         return iter(self.in_time.values())
 
     def requests_like(self, request: ScheduledRequest) -> OrderedDict[int, ScheduledRequest]:
-        """Return the in-time part or the delayed part of the level, whichever a request is in."""
+        """Return the level's delayed requests if a request is delayed, else those in time."""
         return self.delayed_requests if request.delayed else self.in_time
 
 
@@ -149,7 +149,7 @@ class PriorityQueue:
         return 0 if requests is None else len(requests)
 
     def append(self, request: ScheduledRequest) -> None:
-        """Queue a request after those of its level that are in time."""
+        """Queue a request after the requests of its level that are in time."""
         self._levels[request.level].in_time[request.key] = request
         self.count += 1
 

@@ -69,7 +69,7 @@ class Timing(NamedTuple):
     """The phases of an execution: its start (monotonic ns) and the duration of each phase (ns).
 
     The execution had `rows` rows, and `closed` is the reason why its batch was closed. `spans` are
-    those of the requests that its model sent to other models.
+    the spans of requests that its model sent to other models.
     """
 
     compute_start_ns: int
@@ -103,7 +103,7 @@ class State(StrEnum):
     QUEUED = auto()
     EXECUTING = auto()  # a worker executes it; if the worker is lost, it may run again
     RESPONDING = auto()  # it has had a response, or `execute` has returned and more may follow
-    HELD = auto()  # executed; its response waits for those of earlier requests
+    HELD = auto()  # executed; its response waits for earlier requests' responses
     FAILED_EARLY = auto()  # it has ended, but a worker still has it: `Settled` must be sent
     CANCELLED = auto()  # its client cancelled it and a worker still has it: an error must be sent
     ORPHANED = auto()  # its client has exited and a worker still has it: nothing must be sent
@@ -198,7 +198,7 @@ class Lookup(NamedTuple):
 class Outcome(NamedTuple):
     """The outcome of an execution that is held until the outcomes of earlier requests were sent.
 
-    `code` "" is success; without `timing`, the worker died.
+    An empty `code` is success; without `timing`, the worker died.
     """
 
     code: str

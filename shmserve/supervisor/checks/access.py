@@ -90,7 +90,7 @@ def tcp_listeners(config: ServerConfig) -> Iterator[tuple[str, str, int, str]]:
 
 
 class PortFacts(NamedTuple):
-    """The addresses of a server's listeners: those that can be opened (`free`), and the others.
+    """The addresses of a server's listeners: `free_endpoints` can be opened, the others not.
 
     `refused` contains each address that cannot be opened, the error, and the pids of the processes
     that use the port. `server_pid` is the pid of the server that uses the run directory, or 0.

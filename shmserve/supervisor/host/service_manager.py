@@ -75,7 +75,7 @@ class ServiceManager:
         self._notify("READY=1", f"STATUS={state}")
 
     def report_reloading(self) -> None:
-        """Report that the server reloads its configuration, until `ready`."""
+        """Report that the server reloads its configuration, until `notify_ready`."""
         now_us = time.monotonic_ns() // 1000
         self._notify("RELOADING=1", f"MONOTONIC_USEC={now_us}", "STATUS=reloading")
 

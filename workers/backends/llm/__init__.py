@@ -238,7 +238,7 @@ def _prepare(
     open_request: WorkerRequest,
     message: Prepare,
 ) -> None:
-    """Read the inputs of a request from shared memory, and pass it to the text thread."""
+    """Read the inputs of a request from shared memory, and pass the request to the text thread."""
     try:
         with writer.link.lock:
             request = unpacker.request(open_request.work, copies_text=False)

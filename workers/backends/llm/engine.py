@@ -55,7 +55,7 @@ class Prompt:
         top_logprobs: The number of likeliest tokens to report for each token of the prompt; -1: no
             log probabilities.
         offsets: The index in the prompt's text at which each token begins; empty unless the log
-            probabilities of the response include those of the prompt (`echo`).
+            probabilities of the response include the prompt's (`echo`).
         logprobs_by_position: The log probabilities computed so far for the prompt's tokens.
         cached_tokens: The number of prompt tokens found in the KV cache; -1: not known yet.
         message_format: The format of the message if it may contain tool calls or reasoning.

@@ -32,7 +32,7 @@ class Grammars:
         import llguidance
 
         self._end_tokens, self._tokenizer, self._default_message = end_tokens, None, ""
-        self._has_quotes = True  # whether a token can end a string of JSON without a space
+        self._has_quotes = True  # whether a token begins with a quote, not with a space
         # The library's type hints lack the list of end tokens.
         wrapped: Any = llguidance.LLTokenizer
         settings = {"n_vocab": vocabulary, "eos_token": [*end_tokens]}

@@ -37,7 +37,7 @@ class ToolSyntax(NamedTuple):
     Attributes:
         parse: Reads a message.
         call_grammar: Adds the rules of tools to a grammar (`Lark`); returns their `CallGrammar`.
-        markers: The texts that mark calls, which may be special tokens.
+        markers: The texts that mark calls; they may be special tokens.
         template_pattern: A regular expression that matches a part of the family's chat templates.
         separators: The characters that separate calls.
         id_length: The length of a call's id; 0: 24 characters after the prefix "call_".
@@ -65,7 +65,7 @@ class MessageFormat:
         family: The format of tool calls.
         tools: The JSON schema of each tool's parameters by name; empty: the message has no calls.
         reasoning: The opening and closing tags of reasoning; empty: all text is content.
-        starts_reasoning: Whether the message begins with reasoning, which the prompt has opened.
+        starts_reasoning: Whether the message begins inside of reasoning that the prompt has opened.
         hides_reasoning: Whether reasoning is left out of the message.
         parallel: Whether a message may have several calls.
         kept_tokens: The special tokens that mark calls and reasoning; the parser needs their text.

@@ -128,7 +128,7 @@ def task_input(task: Any, inputs: Mapping[str, Any]) -> str:
 def read_ending(name: str, text: str | memoryview, max_characters: int) -> tuple[str, int]:
     """Return at most `max_characters` last characters of a text, and the whole text's length.
 
-    A long text in the memory of a request is decoded in slices. Decoding the text at once would
+    A long text in the memory of a request is decoded in slices. Decoding it as a whole would
     hold the GIL, which delays all streams of the model.
 
     Raises:
@@ -162,7 +162,7 @@ class PromptText(NamedTuple):
     """The tokens of a prompt, and its text if responses repeat it.
 
     Attributes:
-        offsets: The index in the text at which each token begins, if it is required.
+        offsets: The index in the text at which each token begins; empty unless it is required.
     """
 
     tokens: list[int]

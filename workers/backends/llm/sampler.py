@@ -2,7 +2,7 @@
 
 bias ─> penalties ─> grammar ─> min_tokens ─> temperature ─> top-k ─> top-p ─> min-p ─> draw
 
-The order is that of transformers. Random numbers are hashes of (seed, sample, position, purpose).
+The order is as in transformers. Random numbers are hashes of (seed, sample, position, purpose).
 A text therefore depends neither on the other rows of the step nor on the time and instance. A
 grammar (a JSON schema or a regular expression) restricts the next tokens.
 

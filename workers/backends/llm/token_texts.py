@@ -68,7 +68,7 @@ class _PausingDecoder(json.JSONDecoder):
         def parse_object(start: Any, strict: bool, scan: Any, *options: Any) -> Any:
             return python.JSONObject(start, strict, with_pause(scan), *options)
 
-        # The type hints lack the parser in Python.
+        # The type hints lack json's parser that is written in Python.
         python: Any = json.decoder
         scanner: Any = json.scanner
         self.parse_object = parse_object
@@ -275,7 +275,7 @@ class Detokenizer:
         context = context[-_MAX_HELD_TOKENS:]
         while context and texts.begins_inside_character(context[0]):
             del context[0]  # byte-fallback decoders replace characters beside an incomplete one
-        self._tokens = context  # the tokens of the context, followed by those held back
+        self._tokens = context  # the context's tokens, then the tokens held back
         self._context_count = texts.count_complete(self._tokens)  # number of tokens
         self._context_text = self._decode(self._tokens[: self._context_count])
         self._emitted_length = self._held_length = self._replaced_length = 0

@@ -26,7 +26,7 @@ from shmserve.workers.backends.llm.message_parsers import (
     ignore,
 )
 
-# Options of llguidance. The separators are those of json.dumps and of chat templates, which models
+# Options of llguidance. The separators are as in json.dumps and in chat templates, which models
 # have seen in training. `lenient` ignores string formats that llguidance does not implement.
 _JSON_OPTIONS = {
     "whitespace_flexible": False,

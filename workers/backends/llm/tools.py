@@ -262,7 +262,7 @@ class MessageFormats:
         """
         ending = prompt.rstrip()
         begin, end = self._reasoning or ("", "")
-        # Templates close the reasoning, for example if thinking is disabled.
+        # A template may have closed the reasoning, for example if thinking is disabled.
         reasoning = () if end and ending.endswith(end) else self._reasoning
         if request is None and not reasoning:
             return None

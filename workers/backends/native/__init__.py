@@ -283,7 +283,7 @@ class GeneratorStreams:
         self._lock = threading.Lock()
         self._loop: EventLoopThread | None = None
         # One thread per stream that waits for credit, so that slow clients do not delay the
-        # responses of others.
+        # responses of other requests.
         self._senders = ThreadPoolExecutor(max_streams, "send")
 
     def start(self, stream: OutputStream, inputs: Mapping[str, Any]) -> None:

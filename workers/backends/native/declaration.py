@@ -1,6 +1,6 @@
 """The declaration of a native model: the annotations of its `predict`, and its class attributes.
 
-`check` collects every problem of a class into one error.
+`check_class` collects every problem of a class into one error.
 """
 
 from __future__ import annotations
@@ -321,8 +321,8 @@ def check_class(model: type, prefix_of: PositionPrefix = no_position) -> Predict
     """Return the signature of a class's `predict`, after checking all attributes.
 
     Raises:
-        InvalidArgument: The message has a line for each wrong attribute and argument, which begins
-            with `prefix_of` of its name.
+        InvalidArgument: The message has a line for each wrong attribute and argument. A line begins
+            with `prefix_of(name)`.
     """
     checks: dict[str, Callable[[], Any]] = {
         **{name: partial(whole_number, model, name, 0) for name in _WHOLE_NUMBERS},

@@ -84,7 +84,7 @@ class InferenceResponse:
 
 
 def to_response(response: InferenceResponse) -> Response:
-    """Convert a model's response to one of the server."""
+    """Convert a model's response to the server's class."""
     error = response._error
     if error is not None:
         return Response(error=to_server_error(error))
@@ -531,7 +531,7 @@ class InferenceRequest:
         return False
 
     def get_response_sender(self) -> InferenceResponseSender:
-        """Return the sender of the response, which `execute` then need not return.
+        """Return the sender of the response; `execute` then need not return a response.
 
         Raises:
             TritonModelException: The model has not received the request.

@@ -66,7 +66,7 @@ class ArgumentBinding:
     """The mapping of a configuration's inputs to the arguments of a call.
 
     If `arguments` is None, the model's arguments are unknown (`*args`), and inputs are mapped by
-    position or order. `strings` are the inputs that are lists of strings.
+    position or order. `string_inputs` are lists of strings.
 
     Raises:
         InvalidArgument: Inputs and arguments do not match.

@@ -36,7 +36,7 @@ _SERVER_SETTINGS = ("chat_template", "chat_template_content_format", "default_ch
 _TOOL_PARSER = "tool_call_parser"
 # Arguments in repositories for Triton that have no effect.
 _IGNORED_ARGUMENTS = ("disable_log_requests", "engine_use_ray", "enable_auto_tool_choice")
-# Defaults of environment variables. Processes are not forked, because this one has threads.
+# Defaults of environment variables. Processes are not forked, because this process has threads.
 _ENVIRONMENT = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_NO_USAGE_STATS": "1"}
 # Parameters that are read elsewhere, or have no effect.
 _UNUSED = ("model", "metadata", "timeout", "stream_options", "lora_name", "exclude_input_in_output")
@@ -257,7 +257,7 @@ class VllmEngine:
             inputs: The inputs by name.
             parameters: The parameters.
             echoes: Whether log probabilities include the prompt's.
-            openai: Whether parameters have the defaults of vLLM's server; those of chats always do.
+            openai: Whether the defaults of vLLM's server apply, as they always do in chats.
 
         Raises:
             InvalidArgument: An input or a parameter is wrong. vLLM raises other errors, see

@@ -103,8 +103,8 @@ class Rope:
     def _yarn(self, head_dim: int) -> torch.Tensor:
         """Return the frequencies of YaRN (Peng et al., 2023).
 
-        Frequencies with few rotations in the original length are divided by the factor, those with
-        many rotations are kept, and those between are interpolated.
+        Frequencies with few rotations in the original length are divided by the factor, frequencies
+        with many rotations do not change, and the frequencies between are interpolated.
         """
         parameters, half = self.parameters, head_dim // 2
         rotations = (parameters.get("beta_fast") or 32.0, parameters.get("beta_slow") or 1.0)
@@ -120,7 +120,7 @@ class Rope:
         return 1.0 / (parameters["factor"] * powers) * (1 - kept_share) + 1.0 / powers * kept_share
 
     def _llama3(self, frequencies: torch.Tensor) -> torch.Tensor:
-        """Divide low frequencies by the factor, keep high ones, and interpolate between them."""
+        """Divide low frequencies by the factor, keep high ones, and interpolate the others."""
         low, high = self.parameters["low_freq_factor"], self.parameters["high_freq_factor"]
         original = self.parameters["original_max_position_embeddings"]
         wavelength = 2 * math.pi / frequencies

@@ -193,7 +193,7 @@ class Pass:
 
 
 class DecodeRow(NamedTuple):
-    """A generated token in a pass, whose attention does not depend on the span's other rows.
+    """A generated token in a pass; its attention does not depend on the span's other rows.
 
     Attributes:
         row_index: The index of the row in the pass.
@@ -495,7 +495,7 @@ def _cumulative_lengths(counts: Iterable[int], device: str) -> torch.Tensor:
 
 
 def make_attention(cache: KvCache, architecture: Architecture, device: str) -> Attention:
-    """Return the fastest attention whose result on a device is close to that of `Attention`."""
+    """Return the fastest attention whose result on a device is close to `Attention`'s."""
     fastest = PagedAttention if device.startswith("cuda") else SparseAttention
     trial = KvCache(architecture, cache.block_size, 3, 0, device)
     generator = torch.Generator().manual_seed(0)

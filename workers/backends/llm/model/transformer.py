@@ -63,7 +63,7 @@ def make_linear(weight: Tensor, bias: Tensor | None, dtype: str = "fp32") -> Lin
 def can_pack() -> bool:
     """Return whether packed weights work on this host.
 
-    Their results must be close to those of plain weights, and must not depend on other rows.
+    Their results must be close to the results of plain weights, and independent of other rows.
     """
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 64, generator=generator)
@@ -115,7 +115,7 @@ def _make_int8(weight: Tensor, bias: Tensor | None) -> Linear:
 
     The operator has one scale for all rows of a call. Each row is therefore divided by its largest
     absolute value before the call, and multiplied by it afterwards, so that rows with large values
-    do not reduce the precision of others.
+    do not reduce the precision of other rows.
     """
     # FBGEMM is preferred: for up to 8 rows it is three times as fast as oneDNN.
     engines = torch.backends.quantized.supported_engines
