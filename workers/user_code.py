@@ -187,6 +187,7 @@ class EventLoopThread:
         try:
             with self._context_factory():
                 self._loop.run_forever()
+                self._loop.run_until_complete(asyncio.sleep(0))  # a new task runs until it waits
                 tasks = asyncio.all_tasks(self._loop)
                 for task in tasks:
                     task.cancel()

@@ -218,7 +218,7 @@ def level_is_logged(server: Server, level: int) -> Callable[[], bool]:
     def holds() -> bool:
         text = f"log_verbose_level={level},"
         return all(
-            any(line.startswith("D LogSettings") and text in line for line in lines(server, role))
+            any("D the log settings have" in line and text in line for line in lines(server, role))
             for role in ROLES
         )
 

@@ -116,7 +116,7 @@ SCOPES = {
     "/detokenize": "inference", "/health": "health", "/ping": "health", "/version": "metadata",
     "/": "health", "/openapi.json": "health", "/docs": "health",
     "/docs/models": auth_tokens.SIGNATURE, "/completions": "inference", "/responses": "inference",
-    "/embeddings": "inference",
+    "/embeddings": "inference", "/input_tokens": "inference",
 }  # fmt: skip
 
 

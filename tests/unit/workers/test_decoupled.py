@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import threading
@@ -21,6 +22,7 @@ from shmserve.workers.backends.python import PythonBackend, log_thread_exception
 from shmserve.workers.batch import response_stream
 from shmserve.workers.links import processes
 from shmserve.workers.links.processes import readable
+from shmserve.workers.user_code import EventLoopThread
 from tests.rigs.stream_rig import Streams
 from tests.rigs.worker_rig import FunctionBackend, Region, Rig, model_config, rig, tensor_config
 from tests.support.messages import inferred_of
@@ -645,3 +647,21 @@ def test_waits_for_enough_credit_do_not_spin(model: Model, monkeypatch: pytest.M
     assert not waiter.is_alive()
     model.backend._model.sender.send(flags=1)
     assert model.responses(1) == ["end"]
+
+
+def test_a_coroutine_that_begins_while_its_loop_closes_is_cancelled() -> None:
+    loop, is_cancelled = EventLoopThread(), threading.Event()
+
+    async def wait_forever() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            is_cancelled.set()
+
+    async def close() -> None:
+        loop.run(wait_forever(), print)
+        with contextlib.suppress(RuntimeError):  # a thread cannot wait for its own end
+            loop.close()
+
+    loop.run(close(), print)
+    assert is_cancelled.wait(10)
