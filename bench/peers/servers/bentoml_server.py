@@ -10,6 +10,8 @@ from codec import MAX_BATCH_SIZE, from_bytes, load
 
 @bentoml.service(workers=1)
 class Model:
+    """The model named by `MODEL`, with an API of BentoML for its kind of body."""
+
     def __init__(self):
         self.run = load()
 

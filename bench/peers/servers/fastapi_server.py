@@ -10,6 +10,7 @@ run = load()
 
 @app.post("/infer")
 async def infer(request: Request) -> Response:
+    """Run the model on one request."""
     return Response(encode(run(decode(await request.body())[None])[0]))
 
 

@@ -9,10 +9,13 @@ from fastapi import Depends, Request, Response
 
 
 async def body(request: Request) -> bytes:
+    """Return the body of a request."""
     return await request.body()
 
 
 class Model(litserve.LitAPI):
+    """The model named by `MODEL`, in the methods that LitServe calls."""
+
     def setup(self, device):
         self.run = load()
 

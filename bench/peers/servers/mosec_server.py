@@ -6,6 +6,8 @@ from mosec import Server, Worker
 
 
 class Model(Worker):
+    """The model named by `MODEL`, in the methods that mosec calls."""
+
     def __init__(self):
         self.run = load()
 

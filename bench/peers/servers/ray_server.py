@@ -11,6 +11,8 @@ from starlette.responses import Response
 
 @serve.deployment(num_replicas=1, max_ongoing_requests=64)
 class Model:
+    """The model named by `MODEL`, which Ray Serve calls with batches of requests."""
+
     def __init__(self):
         self.run = load()
 

@@ -9,11 +9,15 @@ from shmserve.model import FP32, INT32
 
 
 class Results(NamedTuple):
+    """The outputs of `Simple`."""
+
     sum: INT32[ndarray, 16]
     difference: INT32[ndarray, 16]
 
 
 class Simple:
+    """Adds and subtracts two arrays."""
+
     max_batch_size = MAX_BATCH_SIZE
 
     def predict(self, a: INT32[ndarray, 16], b: INT32[ndarray, 16]) -> Results:
@@ -21,6 +25,8 @@ class Simple:
 
 
 class Image:
+    """Computes the scores of an image with a small network."""
+
     max_batch_size = MAX_BATCH_SIZE
 
     def load(self, context):
