@@ -132,9 +132,9 @@ async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool)
         if not failure:
             start_s = time.monotonic()
             try:
-                location = supervisor.registry.find(row["name"], row["version"])
-                version = supervisor.registry.models[row["name"]].published[location["version"]]
-                model = _Model(location, version.spec.model_dir, values)
+                published = supervisor.registry.find(row["name"], row["version"])
+                version = supervisor.registry.models[row["name"]].published[published["version"]]
+                model = _Model(published, version.spec.model_dir, values)
                 unused_inputs -= model.signature.inputs.keys()
                 verdict = await asyncio.to_thread(model.verdict)
             except ShmserveError as error:
@@ -167,10 +167,10 @@ async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool)
 class _Model:
     """A loaded model version under test; `values` are the values of --input, by input name."""
 
-    def __init__(self, location: dict[str, Any], model_dir: Path, values: dict[str, Any]) -> None:
-        self._config = ModelSpec.of(location["config"])
-        self._endpoint = location["endpoint"]
-        self.signature = Signature(self._config, location["version"])
+    def __init__(self, published: dict[str, Any], model_dir: Path, values: dict[str, Any]) -> None:
+        self._config = ModelSpec.of(published["config"])
+        self._endpoint = published["endpoint"]
+        self.signature = Signature(self._config, published["version"])
         self._samples = warmup_samples(self._config, model_dir)
         self._values = {name: values[name] for name in values if name in self.signature.inputs}
 

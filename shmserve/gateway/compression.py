@@ -14,7 +14,7 @@ _PIECE_BYTES = 256 * 1024
 _GZIP_OR_ZLIB = zlib.MAX_WBITS | 32  # a mode in which zlib recognises gzip or zlib data
 _MIN_MEMBER_BYTES = 1024  # the assumed minimum size of a gzip member limits the number of members
 _FREE_MEMBERS = 16  # number of members permitted regardless of the size
-_MOSTLY_OVERHEAD = "failed to decompress the request body: it is mostly overhead"
+_FAILED = "failed to decompress the request body"
 WBITS_BY_ENCODING = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
 
 
@@ -57,18 +57,18 @@ class Inflater:
         has_input = bool(chunk)
         self._input_bytes += len(chunk)
         if self._input_bytes > self._limit + self._limit // 64 + _PIECE_BYTES:
-            raise InvalidArgument(_MOSTLY_OVERHEAD)
+            raise InvalidArgument(f"{_FAILED}: it is mostly overhead")
         while has_input:
             if self._decompressor.eof:
                 self._member_count += 1
                 if self._member_count > self._input_bytes // _MIN_MEMBER_BYTES + _FREE_MEMBERS:
-                    raise InvalidArgument(_MOSTLY_OVERHEAD)
+                    raise InvalidArgument(f"{_FAILED}: it is mostly overhead")
                 # The next member of the compressed data begins.
                 self._decompressor = zlib.decompressobj(_GZIP_OR_ZLIB)
             try:
                 piece = self._decompressor.decompress(chunk, _PIECE_BYTES)
             except zlib.error:
-                raise InvalidArgument("failed to decompress the request body") from None
+                raise InvalidArgument(f"{_FAILED}: it is not gzip or zlib data") from None
             self._output_bytes += len(piece)
             if self._output_bytes > self._limit:
                 raise BodyTooLarge(
@@ -93,7 +93,7 @@ class Inflater:
         if not self._input_bytes:
             raise InvalidArgument("nothing to be decompressed")
         if not self._decompressor.eof:
-            raise InvalidArgument("failed to decompress the request body: it is truncated")
+            raise InvalidArgument(f"{_FAILED}: it is truncated")
 
 
 def compress_pieces(pieces: Iterable[bytes | memoryview], encoding: str) -> Iterator[bytes]:

@@ -103,14 +103,14 @@ class ClientConnection:
         self._uses_tls = tls is not None
         self._poller = poller
         self._receiver = receiver
-        self._unsent: deque[memoryview] = deque()
+        self._unsent_pieces: deque[memoryview] = deque()
         self.open = True
         poller.watch(self._sock.fileno(), self._on_ready)
 
     def write(self, data: bytes) -> None:
         """Send bytes as soon as the peer accepts them."""
-        if self._unsent or not self.open:
-            self._unsent.append(memoryview(data))
+        if self._unsent_pieces or not self.open:
+            self._unsent_pieces.append(memoryview(data))
             return
         try:
             sent_bytes = self._sock.send(data)
@@ -122,7 +122,7 @@ class ClientConnection:
             self._poller.call_soon(partial(self._on_lost, error.strerror or "it failed"))
             return
         if sent_bytes < len(data):
-            self._unsent.append(memoryview(data)[sent_bytes:])
+            self._unsent_pieces.append(memoryview(data)[sent_bytes:])
             self._poller.change(self._sock.fileno(), READ | WRITE)
 
     def _on_ready(self, events: int) -> None:
@@ -132,7 +132,7 @@ class ClientConnection:
             self._write_unsent()
 
     def _write_unsent(self) -> None:
-        unsent = self._unsent
+        unsent = self._unsent_pieces
         try:
             while unsent:
                 sent_bytes = self._sock.send(unsent[0])

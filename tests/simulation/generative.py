@@ -191,7 +191,7 @@ class EngineRig:
             for block in itertools.chain.from_iterable(held):
                 reference_counts[block] += 1
             assert reference_counts == pool.references
-            assert pool.used == sum(map(bool, reference_counts))
+            assert pool.used_count == sum(map(bool, reference_counts))
         seats = [s.seat_count for s in live if s.status is SequenceStatus.RUNNING]
         assert sum(seats) <= self.settings.max_batch_size
         for s in live:
@@ -210,7 +210,7 @@ class EngineRig:
         else:
             raise AssertionError(f"{self.engine.live_sequences} sequences get no further")
         assert not self.engine.live_sequences
-        assert not any(pool.used for pool in self.pools)
+        assert not any(pool.used_count for pool in self.pools)
         assert not self.worker.sequences
 
     def check_emptied(self) -> None:

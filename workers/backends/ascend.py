@@ -166,7 +166,7 @@ class OfflineModel:
         self._output_set = self._dataset(stack, self.outputs, self._output_addresses)
         parts = {"weights": weights, "workspace": workspace}
         parts |= {"inputs": sum(sizes[:count]), "outputs": sum(sizes[count:])}
-        logger.info("static plan: %s", summary(parts))
+        logger.info("device memory of the model: %s", summary(parts))
 
     def _allocate(self, stack: contextlib.ExitStack, byte_size: int) -> int:
         result = self._acl.rt.malloc(byte_size, _HUGE_PAGES_FIRST)

@@ -40,9 +40,9 @@ class MallocTrim:
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(_TRIM_DELAY_S, self._trim)
+        self._timer = asyncio.get_running_loop().call_later(_TRIM_DELAY_S, self._trim_heap)
 
-    def _trim(self) -> None:
+    def _trim_heap(self) -> None:
         self._timer = None
         if _malloc_trim is not None:
             _malloc_trim(0)

@@ -283,7 +283,7 @@ class StreamingInference(GatewayRequest):
     on_response: Callable[[StreamingInference, StreamedResponse], None]
     templates: BoundedCache[bytes, Any] = field(init=False)
     _window: ReadWindow = field(init=False)
-    _unsent: int = field(init=False, default=0)
+    _unsent_count: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         # Each response in a region overwrites the previous one, so only one may be unread.
@@ -296,7 +296,7 @@ class StreamingInference(GatewayRequest):
         if isinstance(message, m.Finished):
             packed = (message.schema, message.data)
             message = m.Responded(message.id, "", "", *packed, True, spans=message.spans)
-        self._unsent += 1
+        self._unsent_count += 1
         if self.ended and self.built_request.trace is not None:
             self.built_request.trace.on_response(message)
         self.on_response(self, message)
@@ -333,9 +333,9 @@ class StreamingInference(GatewayRequest):
 
     def credit(self, inferred: Inferred | None) -> None:
         """Record that the response with these outputs was sent, and return its credit."""
-        self._unsent -= 1
+        self._unsent_count -= 1
         if self.ended:
-            if not self._unsent and self.built_request.trace is not None:
+            if not self._unsent_count and self.built_request.trace is not None:
                 self.built_request.trace.finish()
             return
         sizes = () if inferred is None else (_byte_size(tensor.data) for tensor in inferred.outputs)

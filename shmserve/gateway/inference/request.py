@@ -55,13 +55,13 @@ class InferOutput:
     Attributes:
         binary: Whether the output is sent as binary data.
         memory_range: The range in a region that the output is written to.
-        classes: The number of largest values that are sent as classes; 0: the tensor is sent.
+        class_count: The number of largest values that are sent as classes; 0: the tensor is sent.
     """
 
     name: str
     binary: bool
     memory_range: RegionRange | None = None
-    classes: int = 0
+    class_count: int = 0
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class InferRequest:
     @property
     def classes(self) -> dict[str, int]:
         """Return the number of classes of each classified output, by name."""
-        return {output.name: output.classes for output in self.outputs if output.classes}
+        return {output.name: output.class_count for output in self.outputs if output.class_count}
 
 
 class RequestIdentity(NamedTuple):

@@ -93,7 +93,7 @@ class WaitingRequests:
         """Remove and return the request that arrived first."""
         key, request = self._runs[0].popitem(last=False)
         del self._run_of[key]
-        self._trim()
+        self._drop_empty_runs()
         return request
 
     def is_in_last_run(self, request: ScheduledRequest) -> bool:
@@ -108,11 +108,11 @@ class WaitingRequests:
             key, removed_request = run.popitem()
             del self._run_of[key]
             removed_requests.append(removed_request)
-        self._trim()
+        self._drop_empty_runs()
         removed_requests.reverse()
         return removed_requests
 
-    def _trim(self) -> None:
+    def _drop_empty_runs(self) -> None:
         while self._runs and not self._runs[0]:
             self._runs.popleft()
         while self._runs and not self._runs[-1]:

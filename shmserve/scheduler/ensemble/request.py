@@ -361,7 +361,7 @@ class EnsembleRequests:
     def _warn_absent(self, absent: set[str]) -> None:
         for tensor in absent - self._warned_tensors:
             self._warned_tensors.add(tensor)
-            logger.warning("Composing models did not output tensor %s", tensor)
+            logger.warning(self.error_text(f"composing models did not output tensor {tensor}"))
 
     def serve_cached(
         self, client: Client[EnsembleRequest], message: Submit, lookup: Lookup, now_ns: int

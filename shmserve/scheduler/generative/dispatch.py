@@ -334,10 +334,10 @@ class GenerativeDispatch(Dispatcher):
         return {
             "sequences": by_status,
             "blocks": {
-                "free": sum(engine.pool.available - engine.pool.cached for engine in engines),
-                "cached": sum(engine.pool.cached for engine in engines),
-                "used": sum(engine.pool.used for engine in engines),
-                "host": sum(engine.host.used for engine in engines),
+                "free": sum(engine.pool.free_count for engine in engines),
+                "cached": sum(engine.pool.cached_count for engine in engines),
+                "used": sum(engine.pool.used_count for engine in engines),
+                "host": sum(engine.host.used_count for engine in engines),
             },
             "utilization": rows / capacity if capacity else 0.0,
         }

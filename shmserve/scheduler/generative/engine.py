@@ -270,7 +270,7 @@ class Engine(Generic[T]):
         shared_indices = [index for index, block in indexed_blocks if not writable(block)]
         if not shared_indices and missing_blocks <= 0:
             return True
-        if len(shared_indices) + max(missing_blocks, 0) > self.pool.available:
+        if len(shared_indices) + max(missing_blocks, 0) > self.pool.available_count:
             return False
         for index in shared_indices:
             for block in self.pool.allocate(1):
@@ -309,12 +309,12 @@ class Engine(Generic[T]):
 
     def _can_swap(self, sequence: Sequence[T]) -> bool:
         """Check whether a sequence's blocks are copied to the host instead of recomputed."""
-        mode, blocks = self.settings.preemption_mode, self._filled_blocks(sequence)
-        if mode == "recompute" or not sequence.computed_tokens or blocks > self.host.available:
+        mode, count = self.settings.preemption_mode, self._filled_blocks(sequence)
+        if mode == "recompute" or not sequence.computed_tokens or count > self.host.available_count:
             return False
         if sequence.is_held:
             return False  # the blocks of a parent beam are shared with its successor beams
-        return mode == "swap" or self.times.swap_pays(blocks, sequence.computed_tokens)
+        return mode == "swap" or self.times.swap_pays(count, sequence.computed_tokens)
 
     # --- admission
 
@@ -330,7 +330,7 @@ class Engine(Generic[T]):
             if seats < 0 or plan.token_budget < 1:
                 return
             headroom = self.pool.block_count // 64 if admitted else 0
-            free_blocks = self.pool.available - reserved - headroom
+            free_blocks = self.pool.available_count - reserved - headroom
             if sequence.status is SequenceStatus.SWAPPED:
                 is_admitted = self._swap_in(plan, sequence, free_blocks)
             else:
@@ -339,12 +339,12 @@ class Engine(Generic[T]):
                 return
             admitted.append(waiting_sequences.pop(0))
             sequence.status = SequenceStatus.RUNNING
-            blocks_needed, available_before = self._blocks_needed(sequence), self.pool.available
+            blocks_needed, old_available = self._blocks_needed(sequence), self.pool.available_count
             if sequence.forks and sequence.missing_tokens == 1:
                 self._fork(sequence)
             self._add_rows(plan, [sequence], [sequence])
             # `blocks_needed` includes the samples that the sequence has forked.
-            reserved += max(blocks_needed - (available_before - self.pool.available), 0)
+            reserved += max(blocks_needed - (old_available - self.pool.available_count), 0)
 
     def _free_seats(self, sequences: list[Sequence[T]]) -> int:
         """Return how many rows of a step are free beside the running sequences in `sequences`."""
@@ -375,9 +375,9 @@ class Engine(Generic[T]):
         cached: list[int] = []
         if self.settings.enable_prefix_caching and not sequence.generation.ignores_prefix_cache:
             cached = sequence.find_prefix(self.pool, block_size)
-        available_before = self.pool.available
+        old_available = self.pool.available_count
         self.pool.share(cached)
-        free_blocks -= available_before - self.pool.available
+        free_blocks -= old_available - self.pool.available_count
         sequence.table = cached
         if self._blocks_needed(sequence) > free_blocks:
             self.pool.release(cached)

@@ -50,33 +50,33 @@ class BlockPool:
         self._length_by_start: dict[int, int] = {0: block_count} if block_count else {}
         # Free extents by their ends.
         self._start_by_end: dict[int, int] = {block_count - 1: 0} if block_count else {}
-        self._free_count = block_count
+        self.free_count = block_count
         self._keys: dict[int, bytes] = {}
         self._by_key: dict[bytes, int] = {}
         # Cached blocks without references, least recently used first.
         self._cached_blocks: OrderedDict[int, None] = OrderedDict()
 
     @property
-    def available(self) -> int:
+    def available_count(self) -> int:
         """Return the number of free blocks and of cached blocks without a reference."""
-        return self._free_count + len(self._cached_blocks)
+        return self.free_count + len(self._cached_blocks)
 
     @property
-    def cached(self) -> int:
+    def cached_count(self) -> int:
         """Return the number of unreferenced blocks with reusable content."""
         return len(self._cached_blocks)
 
     @property
-    def used(self) -> int:
+    def used_count(self) -> int:
         """Return the number of referenced blocks."""
-        return self.block_count - self.available
+        return self.block_count - self.available_count
 
     # --- allocation
 
     def allocate(self, count: int, previous: int = -1) -> list[int]:
         """Return `count` blocks with one reference each, after block `previous` if possible.
 
-        At least `count` blocks must be `available`.
+        At least `count` blocks must be available.
         """
         blocks: list[int] = []
         while len(blocks) < count and previous >= 0:
@@ -95,7 +95,7 @@ class BlockPool:
     def _take_free_blocks(self, count: int) -> Iterator[int]:
         """Yield `count` free blocks, taken from as few extents as possible."""
         while self._cached_blocks and max(self._length_by_start.values(), default=0) < count:
-            if self._free_count >= 4 * count:
+            if self.free_count >= 4 * count:
                 break
             self._evict(next(iter(self._cached_blocks)))
         while count:
@@ -121,7 +121,7 @@ class BlockPool:
         del self._start_by_end[extent_end - 1]
         self._add_extent(start, first_block)
         self._add_extent(first_block + block_count, extent_end)
-        self._free_count -= block_count
+        self.free_count -= block_count
 
     def _add_extent(self, start: int, end: int) -> None:
         if start < end:
@@ -137,7 +137,7 @@ class BlockPool:
             end += self._length_by_start.pop(end)
             del self._start_by_end[end - 1]
         self._add_extent(start, end)
-        self._free_count += 1
+        self.free_count += 1
 
     # --- references
 

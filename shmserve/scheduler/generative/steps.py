@@ -95,7 +95,7 @@ class StepTimes:
 
     _weights: list[float] = field(default_factory=partial(list, _INITIAL_WEIGHTS))
     # The normal equations of the least squares fit to the observed steps.
-    _products: list[list[float]] = field(default_factory=lambda: [[0.0] * 4 for _ in range(4)])
+    _normal_matrix: list[list[float]] = field(default_factory=lambda: [[0.0] * 4 for _ in range(4)])
     _right_sides: list[float] = field(default_factory=lambda: [0.0] * 4)
     copy_ms: float = 0.05  # duration of copying a block
     draft_ms: float = 0.2  # duration of proposing a draft token
@@ -114,12 +114,12 @@ class StepTimes:
         if not (load.decoded_tokens or load.prefilled_tokens):
             return
         certainty = (_RELATIVE_NOISE * max(took_ms, 1.0)) ** -2
-        for row, (sums, term) in enumerate(zip(self._products, load.terms, strict=True)):
+        for row, (sums, term) in enumerate(zip(self._normal_matrix, load.terms, strict=True)):
             right_side = self._right_sides[row]
             self._right_sides[row] = _STEP_DECAY * right_side + certainty * term * took_ms
             for column, other_term in enumerate(load.terms):
                 sums[column] = _STEP_DECAY * sums[column] + certainty * term * other_term
-        self._weights = _fit_weights(self._products, self._right_sides)
+        self._weights = _fit_weights(self._normal_matrix, self._right_sides)
 
     def observe_copies(self, blocks: int, took_ms: float) -> None:
         """Learn from the duration of block copies."""

@@ -42,7 +42,7 @@ class ServiceManager:
         self._socket: socket.socket | None = None
         self._state = ""
         self._stopping = False
-        self._unsent: deque[tuple[bytes, list[int]]] = deque()
+        self._unsent_messages: deque[tuple[bytes, list[int]]] = deque()
         self._all_sent = asyncio.Event()
         self._all_sent.set()
         self.watchdog_s = watchdog_s if address else 0.0
@@ -116,17 +116,17 @@ class ServiceManager:
 
     def _notify_unless_queued(self, line: str) -> None:
         """Send a periodic message, unless other messages are queued."""
-        if not self._unsent:
+        if not self._unsent_messages:
             self._notify(line)
 
     def _notify(self, *lines: str, fds: Sequence[int] = ()) -> None:
         message = "\n".join(lines).encode()
-        if self._socket is None or (not self._unsent and self._send(message, fds)):
+        if self._socket is None or (not self._unsent_messages and self._send(message, fds)):
             return
-        if not self._unsent:
+        if not self._unsent_messages:
             asyncio.get_running_loop().add_writer(self._socket, self._send_queued)
             self._all_sent.clear()
-        self._unsent.append((message, [os.dup(fd) for fd in fds]))
+        self._unsent_messages.append((message, [os.dup(fd) for fd in fds]))
 
     def _send(self, message: bytes, fds: Sequence[int]) -> bool:
         """Send a message; return False if the socket is full."""
@@ -142,24 +142,24 @@ class ServiceManager:
 
     def _send_queued(self) -> None:
         """Send queued messages, since the socket is writable."""
-        while self._unsent and self._send(*self._unsent[0]):
+        while self._unsent_messages and self._send(*self._unsent_messages[0]):
             self._discard_first()
-        if not self._unsent and self._socket is not None:
+        if not self._unsent_messages and self._socket is not None:
             asyncio.get_running_loop().remove_writer(self._socket)
             self._all_sent.set()
 
     def _discard_first(self) -> None:
-        for fd in self._unsent.popleft()[1]:
+        for fd in self._unsent_messages.popleft()[1]:
             os.close(fd)
 
     def close(self) -> None:
         """Close the socket after a last attempt to send the queued messages."""
         if self._socket is None:
             return
-        if self._unsent:
+        if self._unsent_messages:
             self._send_queued()
             asyncio.get_running_loop().remove_writer(self._socket)
-        while self._unsent:
+        while self._unsent_messages:
             self._discard_first()
         self._all_sent.set()
         self._socket.close()

@@ -241,8 +241,8 @@ class OnDemand:
                         self._status_changed.clear()
                         await self._status_changed.wait()
             except TimeoutError:
-                text = "unloading a model takes long; the model that replaces it is loaded now"
-                logger.warning(text)
+                text = "unloading %s takes longer than %g s; the next model is loaded now"
+                logger.warning(text, ", ".join(map(repr, names)), _UNLOAD_TIMEOUT_S)
 
     async def _due_names(self) -> list[str]:
         max_bytes = self._context.config.max_loaded_byte_size

@@ -76,12 +76,12 @@ class _PendingRequest:
     ticket: Hashable
     instance: _Instance
     number: int
-    overtaken: int = 0  # number of grants of its resources to other instances
+    overtaken_count: int = 0  # number of grants of its resources to other instances
 
     @property
     def rank(self) -> tuple[bool, int, int]:
         """Return the key by which waiting requests are granted, smallest first."""
-        return self.overtaken < PATIENCE, self.instance.score, self.number
+        return self.overtaken_count < PATIENCE, self.instance.score, self.number
 
 
 @dataclass(slots=True, eq=False)
@@ -279,7 +279,7 @@ class RateLimiter:
             if reserved.isdisjoint(needs) and self._fits(needs, self._used_resources):
                 self._grant_request(request)
                 granted.append((request.member, request.ticket))
-            elif request.overtaken >= PATIENCE:
+            elif request.overtaken_count >= PATIENCE:
                 reserved.update(needs)
         return granted
 
@@ -294,7 +294,7 @@ class RateLimiter:
         self._members[request.member].instance_by_ticket[request.ticket] = request.instance
         for other in self._pending:
             if other.number < request.number or other.rank < request.rank:
-                other.overtaken += not needs.keys().isdisjoint(other.instance.needs.resources)
+                other.overtaken_count += not needs.keys().isdisjoint(other.instance.needs.resources)
 
 
 class Tickets:

@@ -38,7 +38,7 @@ def classify_response(
 ) -> Inferred:
     signature = SimpleNamespace(max_batch_size=int(batched))
     model: Any = SimpleNamespace(signature=signature, labels=labels or {})
-    request = InferRequest("", [], [InferOutput("OUT", binary=True, classes=count)])
+    request = InferRequest("", [], [InferOutput("OUT", binary=True, class_count=count)])
     unused: Any = None
     return classify_outputs(unused, model, request, answer)
 

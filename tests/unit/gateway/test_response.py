@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shmserve.gateway.compression import _FAILED
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, Inferred
@@ -180,7 +181,7 @@ def test_documented_differences_from_triton(http: Http, expected: tuple[str, int
             f"Unable to parse {HEADER_LENGTH}, value is out of range [ -2147483648, 2147483647 ], "
             "got: 2147483648",
         ),
-        ({"Content-Encoding": "gzip"}, "failed to decompress the request body"),
+        ({"Content-Encoding": "gzip"}, f"{_FAILED}: it is not gzip or zlib data"),
     ],
 )
 def test_headers_are_validated(http: Http, headers: dict[str, str], text: str) -> None:

@@ -385,7 +385,7 @@ def test_a_configuration_that_contradicts_the_annotations(
 @pytest.mark.parametrize(
     ("output", "value", "text"),
     [
-        ("tuple[FP32[Tensor, 1], FP32[Tensor, 1]]", "x", "'Model.predict' did not return 2 values"),
+        ("tuple[FP32[Tensor, 1], FP32[Tensor, 1]]", "x", "did not return 2 values, but Tensor"),
         ("FP32[Tensor, 1]", "None", "inference output 'output' is a NoneType, not a tensor"),
         ("FP32[Tensor, 1]", "x.double()", "unexpected datatype TYPE_FP64"),
         ("FP32[Tensor, 1]", "x.sum()", "Expected [1,1], got []"),

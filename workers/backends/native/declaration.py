@@ -265,7 +265,8 @@ def _outputs(
 
 def _by_position(owner: str, names: list[str], result: Any) -> Mapping[str, Any]:
     if not isinstance(result, (tuple, list)) or len(result) != len(names):
-        raise Internal(f"'{owner}.predict' did not return {len(names)} values as annotated")
+        found = len(result) if isinstance(result, (tuple, list)) else type(result).__name__
+        raise Internal(f"'{owner}.predict' did not return {len(names)} values, but {found}")
     return dict(zip(names, result, strict=True))
 
 
@@ -277,9 +278,9 @@ def _by_field(
         values = {name: result[name] for name in outputs if name in result}
     else:
         values = {name: getattr(result, name) for name in outputs if hasattr(result, name)}
-    for name in outputs:
-        if name in required and name not in values:
-            raise Internal(f"'{owner}.predict' did not return '{name}' as annotated")
+    for name in sorted(required - values.keys()):
+        found = list(result) if isinstance(result, Mapping) else type(result).__name__
+        raise Internal(f"'{owner}.predict' did not return output '{name}' (found: {found})")
     return values
 
 

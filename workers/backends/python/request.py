@@ -521,7 +521,7 @@ class InferenceRequest:
             self._priority,
             TraceContext.of(trace).child().message if trace else "",
             api.origins(),
-            api.callers(),
+            api.caller_lines(),
         )
 
     # --- only for requests from a client

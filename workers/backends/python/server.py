@@ -75,7 +75,7 @@ class ServerApi:
         origins = self.origins()
         return origins[0].work.trace if len(origins) == 1 else ""
 
-    def callers(self) -> str:
+    def caller_lines(self) -> str:
         """Return the executions that wait for a call of this code, as in `Submit.callers`."""
         works = [request.work for request in self.origins()]
         lines = [line for work in works for line in work.callers.split("\n") if line]

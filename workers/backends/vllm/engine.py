@@ -367,7 +367,8 @@ def _request_body(parameters: Mapping[str, Any]) -> dict[str, Any]:
     constraints = {**body.pop("guided_decoding", {}), **guided}
     constraints = {key: value for key, value in constraints.items() if value is not None}
     if constraints and body.get("structured_outputs", constraints) != constraints:
-        raise InvalidArgument(f"structured_outputs: contradicts {clip(repr(constraints))}")
+        found, guided_text = clip(repr(body["structured_outputs"])), clip(repr(constraints))
+        raise InvalidArgument(f"structured_outputs: {found} contradicts guided_* {guided_text}")
     return {**body, "structured_outputs": constraints} if constraints else body
 
 

@@ -135,7 +135,7 @@ def _decode_output(output: ModelInferRequest.InferRequestedOutputTensor) -> Infe
         if region_range is not None:
             text = "output can't set both 'shared_memory_region' and 'classification'"
             raise InvalidArgument(text)
-        return InferOutput(output.name, True, classes=parameter.int64_param)
+        return InferOutput(output.name, True, class_count=parameter.int64_param)
     return InferOutput(output.name, True, region_range)
 
 

@@ -110,12 +110,12 @@ class CachedTemplate(NamedTuple):
     Attributes:
         template: The template.
         packers: The functions that convert the numbers of each array to the bytes of its tensor.
-        arrays: A format string, which joins the texts of the arrays to one JSON array.
+        array_format: A format string, which joins the texts of the arrays to one JSON array.
     """
 
     template: RequestTemplate
     packers: list[Callable[..., bytes]]
-    arrays: bytes
+    array_format: bytes
 
 
 Cache = BoundedCache[Key, CachedTemplate]
@@ -137,10 +137,10 @@ def fill_known_template(
     cached = cache.find(fingerprint.key)
     if cached is None:
         return None
-    template, packers, arrays = cached
+    template, packers, array_format = cached
     if packers:
         try:
-            values = orjson.loads(arrays % tuple(fingerprint.arrays))
+            values = orjson.loads(array_format % tuple(fingerprint.arrays))
             tensors = [pack(*numbers) for pack, numbers in zip(packers, values, strict=True)]
         except (ValueError, TypeError, struct.error, OverflowError):
             return None

@@ -148,7 +148,7 @@ class TextRequest(NamedTuple):
     model: GatewayModel
     prompts: list[InferInput]
     parameters: dict[str, Any]
-    samples: int
+    sample_count: int
     stream: bool
     shows_usage: bool
     detail_outputs: tuple[str, ...] = ()
@@ -157,7 +157,7 @@ class TextRequest(NamedTuple):
     def infer_requests(self) -> list[InferRequest]:
         """Return the inference request of each prompt."""
         names = [*_REQUIRED_OUTPUTS, *self.detail_outputs]
-        if self.samples != 1:
+        if self.sample_count != 1:
             names.append("index")
         if _STOP_REASON in self.model.signature.outputs:
             names.append(_STOP_REASON)
@@ -406,13 +406,13 @@ def _text_request(
 ) -> TextRequest:
     stream = check_member(parameters, "stream", bool, False)
     options = check_member(parameters, "stream_options", dict, {})
-    samples = check_member(parameters, "n", int, 1)
+    sample_count = check_member(parameters, "n", int, 1)
     excluded = ("model", "prompt", "messages", "stream_options")
     fields = {name: value for name, value in parameters.items() if name not in excluded}
     usage = bool(options) and check_member(options, "include_usage", bool, False)
     continuous = stream and usage and check_member(options, "continuous_usage_stats", bool, False)
     details = _select_details(fields, continuous)
-    return TextRequest(model, prompts, fields, samples, stream, usage, details, continuous)
+    return TextRequest(model, prompts, fields, sample_count, stream, usage, details, continuous)
 
 
 async def _prompt_inputs(model: GatewayModel, value: list[Any]) -> list[InferInput]:

@@ -239,7 +239,7 @@ def _reasoning_members(text: str) -> dict[str, Any]:
 
 @dataclass(eq=False)
 class Choices:
-    """The choices of one request, with `samples` choices for each prompt.
+    """The choices of one request, with `sample_count` choices for each prompt.
 
     Attributes:
         form: The format of completions or of chats.
@@ -252,7 +252,7 @@ class Choices:
 
     form: ChoiceFormat
     model: str
-    samples: int
+    sample_count: int
     shows_usage: bool = False
     continuous: bool = False
     shows_tokens: bool = True
@@ -275,7 +275,7 @@ class Choices:
 
     def add(self, prompt: int, delta: Delta) -> dict[str, Any]:
         """Add a part of a sample's text, and return the choice for a chunk of the stream."""
-        index = prompt * self.samples + delta.sample
+        index = prompt * self.sample_count + delta.sample
         sample = self._samples.setdefault(index, _Sample())
         content = None if delta.logprobs is None else delta.logprobs.get("content", [])
         extra_members: dict[str, Any] = {}
@@ -428,7 +428,7 @@ def _create_choices(
         text_request.parameters
     )
     usage = text_request.shows_usage, text_request.shows_running_usage
-    return Choices(choice_format, name, text_request.samples, *usage, shows_tokens, tools)
+    return Choices(choice_format, name, text_request.sample_count, *usage, shows_tokens, tools)
 
 
 class Rendering(Protocol):

@@ -145,7 +145,7 @@ def test_an_output_that_no_step_made_is_logged_once(caplog: pytest.LogCaptureFix
         rig.submit()
         rig.from_step("a", m.Finished(rig.take_submits()["a"], *pack_inferred(Inferred(()))))
         assert only_message(rig.take_client_messages(), m.Finished)
-    assert caplog.messages == ["Composing models did not output tensor OUT"]
+    assert caplog.messages == ["in ensemble 'e', composing models did not output tensor OUT"]
 
 
 def test_a_conditionally_omitted_output_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -80,6 +80,6 @@ def test_the_first_of_two_equal_blocks_is_found() -> None:
     (first_block,), (second_block,) = seal_blocks(pool, 1), seal_blocks(pool, 1)
     assert pool.find(KEYS[0]) == first_block
     pool.release([second_block])
-    assert (pool.available, pool.cached, pool.used) == (3, 0, 1)
+    assert (pool.available_count, pool.cached_count, pool.used_count) == (3, 0, 1)
     pool.release([first_block])
-    assert (pool.available, pool.cached, pool.used) == (4, 1, 0)
+    assert (pool.available_count, pool.cached_count, pool.used_count) == (4, 1, 0)
