@@ -156,10 +156,11 @@ class DeviceMemory:
             self._cuda = self._create_driver()
         allocation = self._allocation(self._cuda, handle)
         if memory.byte_size > allocation.capacity:
-            text = f"a shared memory region of {memory.byte_size} bytes has {allocation.capacity}"
+            text = f"its allocation of {allocation.capacity} bytes"
             del allocation
             self.close_unused()
-            raise InvalidArgument(f"{text} bytes of device memory")
+            region = f"a shared memory region of {memory.byte_size} bytes"
+            raise InvalidArgument(f"{region} is larger than {text}")
         try:
             view = self._as_tensor(allocation)
         except Exception as error:  # starting torch's CUDA fails in many ways

@@ -133,7 +133,7 @@ def test_regions_of_64_bytes(client: Any, shm: Any, model: str) -> None:
         client.register_cuda_shared_memory("r0", handles[0], 0, N * 4)
         infer(client, model, "r4", "r0")
         assert (shm.get_contents_as_numpy(regions[0], np.int32, [N]) == 41).all()
-        with pytest.raises(InferenceServerException, match="larger than the allocation"):
+        with pytest.raises(InferenceServerException, match="larger than its allocation of"):
             client.register_cuda_shared_memory("long", handles[1], 0, N * 4 + 1)
     finally:
         client.unregister_cuda_shared_memory()
