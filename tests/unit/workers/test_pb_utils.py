@@ -365,7 +365,7 @@ def test_request_options_are_kept(arguments: dict[str, Any]) -> None:
 def test_only_version_minus_one_is_the_latest(
     monkeypatch: pytest.MonkeyPatch, version: int, text: str
 ) -> None:
-    names = ("trace", "deadline_ns", "origins", "callers")
+    names = ("trace", "deadline_ns", "origins", "caller_lines")
     api = SimpleNamespace(**dict.fromkeys(names, lambda: ()))
     monkeypatch.setattr(server, "current_server", lambda: api)
     request = pb_utils.InferenceRequest(
