@@ -120,7 +120,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def serving(repository: Path) -> Iterator[Server]:
-    environment = {"TMPDIR": str(repository)}  # torch keeps a cache in this folder
+    environment = {"TMPDIR": str(repository.parent)}  # torch keeps a cache in this folder
     with Server([repository], ["--load-timeout-secs=600"], environment=environment) as own_server:
         own_server.wait_ready(within_s=START_S)
         yield own_server
