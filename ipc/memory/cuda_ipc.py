@@ -236,7 +236,8 @@ class DeviceAllocation:
         try:
             uuid = cuda.uuid(device)
         except CudaError as error:
-            raise InvalidArgument(f"this program sees no device 'cuda:{device}'") from error
+            text = f"this program has no device 'cuda:{device}' (see CUDA_VISIBLE_DEVICES)"
+            raise InvalidArgument(text) from error
         try:
             self.pointer = cuda.allocate(self.size, device)
             finalizer = weakref.finalize(self, _free, cuda, self.pointer, device, os.getpid())

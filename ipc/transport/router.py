@@ -242,7 +242,7 @@ class Router:
     def _identify(self, connection: Connection, properties: dict[str, bytes]) -> None:
         identity = properties.get("identity") or b"\0%d" % next(self._anonymous_numbers)
         if identity in self._peers:
-            connection.decoder.violation = "it claims the identity of another"
+            connection.decoder.violation = "it claims the identity of another peer"
             return
         connection.identity = identity
         self._peers[identity] = connection

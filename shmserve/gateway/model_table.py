@@ -191,7 +191,7 @@ class ModelTable:
         if current_model.immutable_config != model.immutable_config:
             raise Unavailable(
                 f"model '{model.name}' was loaded with another configuration while the request "
-                "arrived"
+                "arrived; send it again"
             )
         return current_model
 

@@ -209,7 +209,7 @@ class BatchingCore(Core[ScheduledRequest]):
         except InvalidArgument as error:
             raise InvalidArgument(id_prefix(message.request_id) + error.message) from None
         except MalformedMessage as error:
-            logger.error("a request cannot be read: %s", error)
+            logger.error("model '%s': a request is malformed: %s", self._name, error)
             raise Internal("internal error") from None
 
     def serve_cached(

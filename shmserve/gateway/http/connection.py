@@ -171,7 +171,7 @@ class HttpConnection(Incoming):
             self.force_close()
             raise
         except Exception:
-            logger.exception("a connection failed")
+            logger.exception("an HTTP connection failed")
         self._is_handling = False
         self._task = None
         # Pipelined requests after the last one are dropped.

@@ -189,7 +189,7 @@ class LocalClientRules:
         schema = RequestSchema(packed_schema)
         for name, value in schema.parameters.items():
             if type(value) not in (str, int, bool, float):
-                raise MalformedMessage(f"parameter '{name}' is a {type(value).__name__}")
+                raise MalformedMessage(f"parameter '{name}' has type {type(value).__name__}")
         try:
             self._signature.fit(packed_schema)
         except InvalidArgument:
@@ -201,7 +201,7 @@ class LocalClientRules:
         try:
             memory_range = unpack_range(packed_range)
         except (TypeError, ValueError) as error:
-            raise MalformedMessage(f"not a range: {error}") from error
+            raise MalformedMessage(f"malformed memory range: {error}") from error
         self._check_owner(client_number, memory_range)
         return memory_range
 

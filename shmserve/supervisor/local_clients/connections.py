@@ -301,7 +301,8 @@ class LocalClientConnections:
         """Send a packet now or when the client reads; disconnect it if too many are unread."""
         client.unsent.append(data)
         if len(client.unsent) > _MAX_UNREAD_MESSAGES:
-            logger.warning("a client program does not read its messages: disconnected")
+            text = "disconnected a client program (pid %d) that does not read its messages"
+            logger.warning(text, client.pid)
             self.disconnect(client)
         elif len(client.unsent) == 1:
             self._flush(client)
@@ -340,7 +341,7 @@ class LocalClientConnections:
                     return
                 self._on_message(client, message, fds)
         except MalformedMessage as error:
-            logger.warning("a client program sent an invalid message: %s", error)
+            logger.warning("client program (pid %d): invalid message: %s", client.pid, error)
             if isinstance(error, frames.VersionMismatch):
                 self.send(client, frames.pack([Refused(0, Unsupported.code, str(error))]))
             self.disconnect(client)

@@ -265,9 +265,9 @@ class ScalingPolicy:
         """Return the change that a sample requires, or None; `count` is the number of instances."""
         self._update_estimates(load)
         if count < self.minimum:
-            return Change(count + 1, f"at least {self.minimum}")
+            return Change(count + 1, f"at least {self.minimum} are configured")
         if count > self.maximum:
-            return Change(count - 1, f"at most {self.maximum}")
+            return Change(count - 1, f"at most {self.maximum} are configured")
         wait = self._long_wait_text(load)
         if not wait:
             self._late_samples = 0

@@ -202,7 +202,7 @@ def check_agents(folder: ModelFolder, config: ModelConfig) -> None:
     """
     for agent in config.model_repository_agents.agents:
         if agent.name != "checksum":
-            text = f"repository agent '{agent.name}' is not available, known is 'checksum'"
+            text = f"repository agent '{agent.name}' is not available (allowed: 'checksum')"
             raise InvalidArgument(text)
         for key, expected_digest in sorted(agent.parameters.items()):
             kind, _, file = key.partition(":")
@@ -303,10 +303,10 @@ def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> Mode
         return _checkpoint(Path(spec).resolve(), base_dir)
     match = CLASS_IN_FILE.fullmatch(spec)
     if match is None:
-        raise InvalidArgument(f"'{spec}' is not of the form FILE.py:CLASS")
+        raise InvalidArgument(f"model '{spec}': expected FILE.py:CLASS")
     file = Path(match["file"]).resolve()
     if not file.is_file():
-        raise InvalidArgument(f"'{match['file']}' is not a file")
+        raise InvalidArgument(f"model '{spec}': there is no file '{match['file']}'")
     class_name = match["name"]
     name = file.stem if class_name == "Model" else class_name.lower()
     path = _link_folder(base_dir, name, file.parent)

@@ -185,7 +185,8 @@ class ProcessTable:
                 logger.exception("the exit of %s could not be handled", child.title)
 
     def _on_stopped(self, child: Child) -> None:
-        logger.warning("%s is stopped; it is replaced if it does not continue", child.title)
+        text = "%s was stopped by a signal; it is replaced unless it continues within %g s"
+        logger.warning(text, child.title, STOPPED_LIMIT_S)
         self._on_continued(child)
         child.stop_timer = self._loop.call_later(STOPPED_LIMIT_S, self._kill_stopped, child)
 
@@ -451,7 +452,7 @@ class Zygote:
                 own_end, child_end = map(stack.enter_context, _create_link())
                 child = await self.spawn(f"spare {self._title}", SPARE, b"", [child_end.fileno()])
             except (OSError, Unavailable) as error:
-                logger.warning("the %s has no spare: %s", self._title, error)
+                logger.warning("a spare %s could not be started: %s", self._title, error)
                 self._loop.call_later(_RETRY_PAUSE_S, self._fork_spare)
                 return
             child_end.close()

@@ -178,7 +178,7 @@ def test_compressed_responses(
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--grpc-use-ssl"], "--grpc-server-cert: TLS requires this file"),
+        (["--grpc-use-ssl"], "--grpc-server-cert: not set, but TLS requires this file"),
         (
             ["--grpc-use-ssl", "--grpc-server-cert=/nowhere"],
             "--grpc-server-cert: '/nowhere' is not a file that can be read",

@@ -126,7 +126,8 @@ def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:
     active = session.get_providers()
     for name, _ in selected_providers:
         if name not in active:  # onnxruntime falls back to the CPU if a library does not load
-            raise Unavailable(f"{name} of onnxruntime cannot be used on {context.device}: see log")
+            text = f"{name} of onnxruntime cannot be used on {context.device}; see the server's log"
+            raise Unavailable(text)
     return session
 
 

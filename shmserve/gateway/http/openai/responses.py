@@ -160,7 +160,7 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
         value = body.get(name)
         if value is not None and value not in allowed_values:
             supported = " or ".join(map(repr, allowed_values)) or "null"
-            reason = _REFUSAL_REASONS.get(name, f"supported is {supported}")
+            reason = _REFUSAL_REASONS.get(name, f"only {supported} is supported")
             raise InvalidArgument(f"{name}: {clip(repr(value))}: {reason}")
     bodies.check_member(body, "store", bool, False)
     bodies.check_member(body, "max_tool_calls", int, 0)

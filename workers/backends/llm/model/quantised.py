@@ -175,8 +175,8 @@ class Quantisation:
         except (ValueError, IndexError, RuntimeError):
             sizes = ", ".join(f"{role} {list(tensor.shape)}" for role, tensor in parts.items())
             raise InvalidArgument(
-                f"the model's folder is invalid: {name}: {self.method} tensors do not make "
-                f"{list(shape)}: {sizes}; supported are {', '.join(map(str, _BITS))} bits"
+                f"the model's folder is invalid: {name}: {self.method} tensors {sizes} do not fit "
+                f"the shape {list(shape)} (supported: {', '.join(map(str, _BITS))} bits)"
             ) from None
 
     def _dequantise(
