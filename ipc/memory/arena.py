@@ -60,7 +60,7 @@ class FreeList:
         size = self._block_sizes.get(offset)
         if size is None:
             return False
-        # No call in between, so that an interrupted program finds both changes or neither.
+        # No function call separates the two changes, so that no signal handler runs between them.
         del self._block_sizes[offset]
         self.used_bytes -= size
         holes = self._holes

@@ -118,7 +118,7 @@ class Driver(Cuda, CudaExporter):
     def open(self, handle: bytes, device: int) -> int:
         driver_handle = self._driver.CUipcMemHandle()
         assert len(handle) == HANDLE_SIZE
-        # Not every version of the package has a field for the bytes.
+        # In some versions of the package, the handle has no attribute for its bytes.
         ctypes.memmove(driver_handle.getPtr(), handle, HANDLE_SIZE)
         with self._device_context(device):
             return int(self._call("cuIpcOpenMemHandle", driver_handle, _LAZY_PEER_ACCESS_FLAG))

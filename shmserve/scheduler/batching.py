@@ -180,7 +180,7 @@ class BatchingCore(Core[ScheduledRequest]):
                 unbound.append(call)
             elif instance_slots.peer in occupants:
                 waits.append([[call], [occupants[instance_slots.peer]]])
-        if unbound and self._preserves_order:  # a response waits for the responses of all instances
+        if unbound and self._preserves_order:  # each response waits for those of all instances
             waits += [[unbound, [occupant]] for occupant in occupants_by_instance]
         elif unbound:
             waits.append([unbound, occupants_by_instance])

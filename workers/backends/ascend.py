@@ -254,7 +254,7 @@ class OfflineModel:
 class AscendBackend(Backend):
     """An offline model on one device."""
 
-    read_only_inputs = False  # writable, because inputs are copied to the device anyway
+    read_only_inputs = False  # inputs are copied to the device, so they need no protection
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)

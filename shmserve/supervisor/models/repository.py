@@ -419,7 +419,7 @@ def _file_line(name: str, path: Path) -> bytes:
         status = path.stat()
     except OSError:
         return os.fsencode(name) + b"\0gone\n"
-    if stat.S_ISDIR(status.st_mode):  # a folder's times change with its files, also of bytecode
+    if stat.S_ISDIR(status.st_mode):  # its times change with any file in it, even bytecode
         return os.fsencode(name) + b"\0folder\n"
     numbers = (status.st_ino, status.st_size, status.st_mtime_ns)
     return os.fsencode(name) + f"\0{numbers}\n".encode()

@@ -227,7 +227,7 @@ class ProcessTable:
 # Pauses before a start after the n-th death in a row.
 _PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
 _HEALTHY_S = 30.0  # a process that lives longer resets the number of deaths
-_MAX_DEATHS_AFTER_WORK = 4  # number of consecutive deaths that remain counted after useful work
+_MAX_DEATHS_AFTER_WORK = 4  # useful work lowers the number of consecutive deaths to this
 
 
 @dataclass(slots=True)
@@ -375,7 +375,7 @@ class Zygote:
                 ],
                 self._environment,
                 file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
-                # Until the zygote ignores them: Ctrl-C is for the supervisor.
+                # Blocked until the zygote ignores them, because only the supervisor handles Ctrl-C.
                 setsigmask=[signal.SIGINT, signal.SIGTERM],
             )
         finally:

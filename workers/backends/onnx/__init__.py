@@ -348,7 +348,7 @@ class OnnxBackend(Backend):
     """A session of an ONNX file."""
 
     strict_shapes = False
-    read_only_inputs = False  # writable, because a session does not write to its inputs
+    read_only_inputs = False  # a session does not write to its inputs, so they need no protection
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)

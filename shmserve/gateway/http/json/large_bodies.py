@@ -125,7 +125,7 @@ async def parse_large(
     call = "main()"
     if convert is not None:
         call = f"import {convert.__module__} as m; main(m.{convert.__name__})"
-    # The imports need more CPU time than most bodies.
+    # The low priority is for the imports, which need more CPU time than most bodies.
     code = f"import os; os.nice(10); from {__name__} import main; {call}"
     arguments = (sys.executable, "-P", "-c", code, json.dumps([longest, prompts, model]))
     pipe = asyncio.subprocess.PIPE
