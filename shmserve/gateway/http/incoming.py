@@ -85,8 +85,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self.transport = None  # set once the connection is made
         self._is_closed = False
         # --- received requests
-        # The queue. Nothing is parsed after an error. A request with a cached head is the only
-        # entry, and its body is complete.
+        # Received requests, and at most one error, as the last entry. A request with a cached head
+        # is the only entry, and its body is complete.
         self._messages: deque[HttpRequest | HttpProcessingError | ParsedMessage] = deque()
         # Awaited by the task while no request is queued.
         self._waiter: asyncio.Future[None] | None = None

@@ -351,7 +351,7 @@ class Flow:
             route = routes.get(tensor)
             if route is None:
                 continue
-            if route.only_reader is not None:  # nothing else is missing
+            if route.only_reader is not None:  # it needs no other tensor
                 self._start(route.only_reader, response_index, {tensor: value})
             else:
                 for reader in route.readers:

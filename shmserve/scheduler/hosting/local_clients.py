@@ -75,7 +75,7 @@ class LocalClientListener:
         except ShmserveError as error:
             self.link.post(peer, Failed(message.id, error.code, error.message, 0, False))
         except MalformedMessage:
-            text = "the request cannot be read: see the protocol's description"
+            text = "the request is malformed: see `shmserve guide protocol`"
             self.link.post(peer, Failed(message.id, InvalidArgument.code, text, 0, False))
         return None
 
@@ -136,7 +136,7 @@ class LocalClientRules:
                 f"{LONGEST_CORRELATION_ID} characters"
             )
         if submit.trace and not is_trace(submit.trace):
-            raise InvalidArgument("a request's trace is malformed (see the protocol's description)")
+            raise InvalidArgument("the request's trace is malformed: see `shmserve guide protocol`")
         self._check_data(client_number, submit)
         arrived_ns = submit.arrived_ns
         if arrived_ns < now_ns - _MAX_TRANSIT_NS:

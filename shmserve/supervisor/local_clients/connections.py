@@ -283,7 +283,8 @@ class LocalClientConnections:
         if client.pidfd >= 0:
             self._loop.remove_reader(client.pidfd)
             os.close(client.pidfd)
-        # This link is closed before the schedulers close theirs, so the client detects why.
+        # This link is closed before the schedulers close theirs. The client thus detects that the
+        # server has disconnected it.
         disconnect(client.link)
         if client.welcomed:
             self._on_disconnect(client.number)

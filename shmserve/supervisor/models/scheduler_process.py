@@ -102,7 +102,8 @@ class VersionScheduler:
         self._spec = spec
         self._lifetime = lifetime
         self._on_message = on_message
-        self.number = next(context.scheduler_ids)  # of the serving scheduler, or of the first one
+        # The number of the serving scheduler, or of the first scheduler until it serves.
+        self.number = next(context.scheduler_ids)
         self._latest: HostedHandle | None = None  # the scheduler that was started last
         self._serving_scheduler: HostedHandle | None = None  # the scheduler at `endpoint`
         loop = asyncio.get_running_loop()
