@@ -749,7 +749,7 @@ def test_arbitrary_bytes_are_inflated_or_refused(raw: bytes) -> None:
 def test_compressed_bodies_without_output_are_refused() -> None:
     """Reading stops after a limited number of empty members or blocks."""
     empty_streams = gzip.compress(b"") * 100
-    with pytest.raises(InvalidArgument, match=r"it has 17 gzip members in .* bytes"):
+    with pytest.raises(InvalidArgument, match=r"it has 18 gzip members in 2000 bytes"):
         list(Inflater(LIMIT).feed(empty_streams))
     blocks = zlib.compress(b"")[:2] + b"\0\0\0\xff\xff" * (LIMIT // 2)
     with pytest.raises(InvalidArgument, match="compressed bytes, too many for the limit of"):
