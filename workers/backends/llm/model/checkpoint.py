@@ -133,7 +133,8 @@ class Checkpoint:
         quantisation: The quantisation of the weights.
         end_tokens: The tokens that end a text.
         eos: The tokenizer's end token; -1 if it has none.
-        defaults: The content of generation_config.json.
+        defaults: The content of generation_config.json or, in older folders, of config.json.
+        defaults_file: The name of the file with the defaults.
         templates: The chat templates by name; the name of an unnamed template is "default".
         special_tokens: The texts of special tokens by their names in templates ("eos_token").
     """
@@ -145,6 +146,7 @@ class Checkpoint:
     end_tokens: tuple[int, ...]
     eos: int
     defaults: dict[str, Any] = field(default_factory=dict)
+    defaults_file: str = "generation_config.json"
     templates: dict[str, str] = field(default_factory=dict)
     special_tokens: dict[str, str] = field(default_factory=dict)
 
@@ -157,12 +159,16 @@ class Checkpoint:
         settings = read_json(path / "tokenizer_config.json", problems, optional=True)
         tokenizer = _read_tokenizer(path, settings, config, problems)
         stored_tensors = _read_headers(path, problems)
+        problem_count = len(problems)
         quantisation = Quantisation.of(_quantisation_config(path, config, problems), problems)
-        defaults = read_json(path / "generation_config.json", problems, optional=True)
-        preset = DEFAULTS[architecture.family] if architecture and not defaults else {}
-        end_tokens = _token_ids({**preset, **config, **defaults}.get("eos_token_id"))
-        if architecture is not None:
+        if architecture is not None and len(problems) == problem_count:
             _check_weights(architecture, quantisation, stored_tensors, problems)
+        defaults, defaults_file = config, "config.json"
+        preset = DEFAULTS[architecture.family] if architecture else {}
+        if (path / "generation_config.json").exists():
+            defaults_file, preset = "generation_config.json", {}
+            defaults = read_json(path / defaults_file, problems)
+        end_tokens = _token_ids({**preset, **config, **defaults}.get("eos_token_id"))
         templates = _read_templates(path, settings, problems)
         if problems:
             raise InvalidArgument(f"the model's folder is invalid: {'; '.join(problems)}")
@@ -172,9 +178,10 @@ class Checkpoint:
         # The tokenizer may have more tokens than the model.
         known_ends = (end for end in end_tokens + _token_ids(eos) if end < architecture.vocab_size)
         end_tokens = tuple(dict.fromkeys(known_ends))
-        _warn_ineffective(defaults)
-        parts = architecture, tokenizer, stored_tensors, quantisation
-        return cls(*parts, end_tokens, -1 if eos is None else eos, defaults, templates, special)
+        _warn_ineffective(defaults, defaults_file)
+        parts = architecture, tokenizer, stored_tensors, quantisation, end_tokens
+        eos = -1 if eos is None else eos
+        return cls(*parts, eos, defaults, defaults_file, templates, special)
 
     def has(self, name: str) -> bool:
         """Return whether the files have a weight."""
@@ -486,11 +493,11 @@ def _list_names(names: list[str]) -> str:
     return ", ".join(names[:_MAX_NAMED_WEIGHTS]) + (f" and {omitted} more" if omitted > 0 else "")
 
 
-def _warn_ineffective(defaults: dict[str, Any]) -> None:
-    """Warn of settings of generation_config.json that only transformers supports."""
+def _warn_ineffective(defaults: dict[str, Any], file: str) -> None:
+    """Warn of defaults of requests that only transformers supports."""
     for name in _WITHOUT_EFFECT.split():
         if defaults.get(name) not in (None, 0, 1, [], {}, False):
-            logger.warning("generation_config.json: %s has no effect, as in vLLM", name)
+            logger.warning("%s: %s has no effect, as in vLLM", file, name)
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:

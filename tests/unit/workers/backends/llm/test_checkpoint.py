@@ -18,6 +18,7 @@ from shmserve.workers.backends.llm.chat_template import ChatTemplate
 from shmserve.workers.backends.llm.engine_file import max_instances_per_device, with_sizes
 from shmserve.workers.backends.llm.model.architecture import Architecture
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
+from shmserve.workers.backends.llm.parameters import parse
 from tests.rigs.worker_rig import rig
 from tests.support.hf_folders import config, save_weights, weights, write_folder
 
@@ -198,6 +199,19 @@ def test_which_file_sets_the_template_and_the_end_tokens(tmp_path: Path) -> None
     template = ChatTemplate({"default": "{{ ''.__class__.__mro__ }}"}, {})
     with pytest.raises(InvalidArgument, match="chat template rejects them"):
         template.render(chat_request)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_one_file_has_the_defaults_of_requests(tmp_path: Path, name: str) -> None:
+    """As in transformers, config.json has them if there is no generation_config.json."""
+    path = write_folder(tmp_path / "m")
+    if name == "config.json":
+        (path / "generation_config.json").unlink()
+    edit(path, name, eos_token_id=[1], max_new_tokens=3, top_p="x")
+    checkpoint = Checkpoint.open(path)
+    assert (checkpoint.end_tokens, checkpoint.defaults["max_new_tokens"]) == ((1, 0), 3)
+    with pytest.raises(InvalidArgument, match=f"^{name}: top_p: 'x' is "):
+        parse({}, checkpoint.defaults, 320, checkpoint.defaults_file)
 
 
 def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
