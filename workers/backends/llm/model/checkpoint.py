@@ -118,6 +118,11 @@ _FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
     "generation_config.json": {_IDS: "eos_token_id", _INTEGER: "max_new_tokens"},
     _INDEX_FILE: {_OBJECT: "weight_map"},
 }
+# Patterns of files that other programs read instead of a required file.
+_ALTERNATIVES = {
+    "tokenizer.json": ("*.model", "vocab.*", "tekken.json"),
+    _SINGLE_FILE: ("*.safetensors", "*.bin", "*.gguf", "*.pth"),
+}
 # Files of older folders whose config.json has no quantization_config.
 _QUANTISATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
@@ -216,10 +221,13 @@ def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[s
     """Return the JSON object in a file, or an empty one after adding a problem."""
     if not path.exists():
         if not optional:
-            problems.append(f"{path.name} is missing")
+            problems.append(_missing(path))
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror}")
+        return {}
     except ValueError as error:
         problems.append(f"{path.name} is not JSON: {error}")
         return {}
@@ -234,6 +242,14 @@ def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[s
     return value
 
 
+def _missing(path: Path) -> str:
+    """Return the problem of a missing file, with the files of other formats in its folder."""
+    patterns = _ALTERNATIVES.get(path.name, ())
+    names = sorted({file.name for pattern in patterns for file in path.parent.glob(pattern)})
+    found = f" (found in another format: {_list_names(names)})" if names else ""
+    return f"{path.name} is missing{found}"
+
+
 def _read_tokenizer(
     path: Path, settings: dict[str, Any], config: dict[str, Any], problems: list[str]
 ) -> Tokenizer | None:
@@ -244,7 +260,7 @@ def _read_tokenizer(
     """
     file = path / "tokenizer.json"
     if not file.exists():
-        problems.append(f"{file.name} is missing")
+        problems.append(_missing(file))
         return None
     special_tokens_map, added_tokens = {}, {}
     if "added_tokens_decoder" not in settings:
@@ -435,7 +451,7 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
         weight_map = read_json(path / _INDEX_FILE, problems).get("weight_map", {})
         shards = sorted({str(shard) for shard in weight_map.values()})
     else:
-        problems.append(f"{_SINGLE_FILE} is missing")
+        problems.append(_missing(path / _SINGLE_FILE))
         return {}
     weights: dict[str, StoredTensor] = {}
     for shard in shards:

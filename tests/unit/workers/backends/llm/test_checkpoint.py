@@ -180,7 +180,18 @@ def test_the_error_of_an_empty_folder_names_the_missing_files(tmp_path: Path) ->
     with pytest.raises(InvalidArgument) as caught:
         Checkpoint.open(tmp_path)
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        assert f"{name} is missing" in caught.value.message
+        assert f"{name} is missing;" in f"{caught.value.message};"
+    for name in ("adapter_model.safetensors", "tokenizer.model", "config.json/x"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(InvalidArgument) as caught:
+        Checkpoint.open(tmp_path)
+    for problem in (
+        "config.json cannot be read: Is a directory",
+        "tokenizer.json is missing (found in another format: tokenizer.model)",
+        "model.safetensors is missing (found in another format: adapter_model.safetensors)",
+    ):
+        assert problem in caught.value.message
 
 
 def test_which_file_sets_the_template_and_the_end_tokens(tmp_path: Path) -> None:
