@@ -38,7 +38,7 @@ from shmserve.gateway.http.openai.fields import (
     select_supported_fields,
 )
 from shmserve.gateway.http.openai.generation import Delta, custom_input, respond
-from shmserve.gateway.http.openai.models import convert_text
+from shmserve.gateway.http.openai.models import infer_once
 from shmserve.logs import warn_once
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ async def count_input_tokens(gateway: Gateway, request: HttpRequest) -> HttpResp
     _, text_request = await _read_request(gateway, request)
     model, (prompt,) = text_request.model, text_request.prompts
     parameters = {"task": "tokenize", "add_special_tokens": False}
-    values = await convert_text(gateway, request, model, prompt, ("token_ids",), parameters)
+    values = await infer_once(gateway, request, model, prompt, ("token_ids",), parameters)
     count = len(values["token_ids"])
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
