@@ -226,7 +226,7 @@ async def unload_model(gateway: Gateway, name: str, *, dependents: bool) -> None
     await gateway.supervisor.send_request(UnloadModel, name, dependents)
 
 
-def check_names(repository: str | None, name: str, *, unload: bool = False) -> None:
+def check_names(repository: str, name: str, *, unload: bool = False) -> None:
     """Check the names of a repository and of a model.
 
     An `unload` treats a name with path traversal as an unknown model, as Triton does.
@@ -240,7 +240,7 @@ def check_names(repository: str | None, name: str, *, unload: bool = False) -> N
         check_model_name(name)
 
 
-def check_repository(repository: str | None) -> None:
+def check_repository(repository: str) -> None:
     """Raise Unsupported if a repository is named."""
     if repository:
         raise Unsupported("'repository_name' specification is not supported")
