@@ -190,8 +190,7 @@ async def change_trace_settings(
 async def repository_index(gateway: Gateway, *, only_ready: bool) -> list[dict[str, Any]]:
     """Return every version of every model in the repositories, or only ready versions."""
     payload = await gateway.supervisor.send_request(IndexRepository, only_ready)
-    models: list[dict[str, Any]] = payload.get("models", [])
-    return models
+    return list(payload.get("models", []))
 
 
 async def load_model(
