@@ -259,7 +259,7 @@ class Choices:
     _prompt_members: dict[str, Any] = field(default_factory=dict)  # members of a chat's response
     # Tokens of each prompt, if they are counted.
     _prompt_sizes: dict[int, int] = field(default_factory=dict)
-    _usage: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "new": 0, "cached": 0})
+    _usage: dict[str, int] = field(default_factory=partial(dict, prompt=0, new=0, cached=0))
     _reasoning_tokens: int | None = None  # number of tokens of reasoning
 
     def __post_init__(self) -> None:
