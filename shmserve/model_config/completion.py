@@ -150,7 +150,8 @@ def _backend(config: ModelConfig, files: Collection[str]) -> str:
     if file.endswith(".py"):
         return "python"
     foreign = [_FOREIGN_FILES[name] for name in (file, *sorted(files)) if name in _FOREIGN_FILES]
-    if not (file or foreign) and CHECKPOINT in files and any(name.endswith(_WEIGHTS) for name in files):
+    has_weights = any(name.endswith(_WEIGHTS) for name in files)
+    if not (file or foreign) and CHECKPOINT in files and has_weights:
         return LLM_BACKEND
     return foreign[0] if foreign else ""
 
