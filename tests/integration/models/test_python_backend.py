@@ -91,6 +91,9 @@ def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None
             assert reply.status == 400
             prefix = f"load failed for model 'model_{number}': version 1 is at UNAVAILABLE state: "
             assert reply.error.startswith(prefix + expected_error)
+        pointer = "version https://git-lfs.github.com/spec/v1\n"
+        (repository / "model_0" / "1" / "weights").write_text(pointer)
+        assert "('1/weights' is a Git LFS pointer" in http.load("model_0").error
 
 
 SETTINGS = """
@@ -186,7 +189,8 @@ class TritonPythonModel:
 def test_a_missing_output_is_not_replaced_by_an_old_output(empty_server: Explicit) -> None:
     """Triton's clients get no output, the native client an error; the old result is erased."""
     server, repository = empty_server
-    config = repositories.identity_config("partial", "INT32", [-1])
+    instances = "instance_group { count: 2 kind: KIND_CPU }"
+    config = repositories.identity_config("partial", "INT32", [-1], settings=instances)
     repositories.write(repository, "partial", config, PARTIAL_MODEL)
     sevens, zeros_input = np.full(6, 7, np.int32), np.zeros(6, np.int32)
     lacks = "model 'partial' did not return the requested outputs 'OUTPUT0'"
