@@ -174,6 +174,36 @@ def test_an_error_message_that_is_not_unicode(empty_server: Explicit) -> None:
         assert 'odd{file="n\\\\udce4me"} 1' in server.metrics()
 
 
+POOL_MODEL = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import triton_python_backend_utils as pb_utils
+
+
+def square(array):
+    return array * array
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        inputs = [request.inputs()[0].as_numpy() for request in requests]
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            squares = list(pool.map(square, inputs))
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", s)]) for s in squares]
+"""
+
+
+def test_processes_of_a_model_can_import_its_file(empty_server: Explicit) -> None:
+    server, repository = empty_server
+    config = repositories.identity_config("pool", "INT32", [-1])
+    repositories.write(repository, "pool", config, POOL_MODEL)
+    with server.http() as http:
+        http.load("pool").ok()
+        fields = {"inputs": [json_input("INPUT0", np.array([3, 4], np.int32))]}
+        assert http.infer("pool", fields).ok().tensors()["OUTPUT0"].tolist() == [9, 16]
+
+
 PARTIAL_MODEL = """
 import triton_python_backend_utils as pb_utils
 
