@@ -269,7 +269,7 @@ def _export_advice(node: Any) -> str:
             ", which no client can receive: export the model with a tensor in its place "
             "(operator ConcatFromSequence), or list only its other outputs in config.pbtxt"
         )
-    return ""
+    return ", a datatype that no client can send or receive: add a Cast to the model"
 
 
 def _largest_batch(tensors: Sequence[FileTensor]) -> int:
