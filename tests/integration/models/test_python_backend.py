@@ -204,6 +204,34 @@ def test_processes_of_a_model_can_import_its_file(empty_server: Explicit) -> Non
         assert http.infer("pool", fields).ok().tensors()["OUTPUT0"].tolist() == [9, 16]
 
 
+MEDDLING_MODEL = """
+import logging.config
+
+from gevent import monkey
+
+monkey.patch_all()
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        logging.config.dictConfig({"version": 1})
+
+    def execute(self, requests):
+        return [1 / 0]
+"""
+
+
+def test_a_model_may_change_modules_and_loggers_of_its_process(empty_server: Explicit) -> None:
+    server, repository = empty_server
+    config = repositories.identity_config("meddler", "INT32", [1])
+    repositories.write(repository, "meddler", config, MEDDLING_MODEL)
+    with server.http() as http:
+        http.load("meddler").ok()
+        fields = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+        assert "ZeroDivisionError" in http.infer("meddler", fields).error
+    assert "return [1 / 0]" in server.log()
+
+
 PARTIAL_MODEL = """
 import triton_python_backend_utils as pb_utils
 
