@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shmserve.errors import Internal, ShmserveError, Unavailable
+from shmserve.errors import Internal, ShmserveError, Unavailable, clip
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import Work
@@ -93,9 +93,11 @@ class ModelContext(WorkerStart):
             path = self.version_dir / name
             if path.exists():
                 return path
+        found = ", ".join(sorted(path.name for path in self.version_dir.glob("[!._]*")))
+        hint = f" (found {clip(found)}: set default_model_filename)" if found else ""
         raise Unavailable(
             f"unable to find '{self.version}/{display_name}' for model instance "
-            f"'{self.instance_name}'"
+            f"'{self.instance_name}'{hint}"
         )
 
 
