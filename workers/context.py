@@ -93,12 +93,16 @@ class ModelContext(WorkerStart):
             path = self.version_dir / name
             if path.exists():
                 return path
-        found = ", ".join(sorted(path.name for path in self.version_dir.glob("[!._]*")))
-        hint = f" (found {clip(found)}: set default_model_filename)" if found else ""
         raise Unavailable(
             f"unable to find '{self.version}/{display_name}' for model instance "
-            f"'{self.instance_name}'{hint}"
+            f"'{self.instance_name}'{found_files(self.version_dir)}"
         )
+
+
+def found_files(version_dir: Path) -> str:
+    """Return a hint at a version's files for the error of a missing file, or ""."""
+    found = ", ".join(sorted(path.name for path in version_dir.glob("[!._]*")))
+    return f" (found {clip(found)}: set default_model_filename)" if found else ""
 
 
 logger = logging.getLogger(__name__)
