@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from shmserve.common.tasks import wait_any
@@ -46,40 +46,33 @@ def differ_in_instances_only(old: VersionSpec, new: VersionSpec) -> bool:
     return same_files and same_config and not new.steps
 
 
+@dataclass(eq=False)
 class ModelVersion:
     """The processes of a model version.
 
     Attributes:
+        _context: The shared parts of the supervisor.
+        spec: The version to load.
+        group: The models whose schedulers share a process with this version's.
+        find: Returns the serving version of a model, by name and version.
+        _on_change: Called when readiness, endpoint or failure changes.
+        _complete_config: Returns the final configuration when the first worker has completed it.
         loaded: Whether the version has been ready.
         loaded_ns: When the version became ready, on the monotonic clock.
     """
 
-    def __init__(
-        self,
-        context: SupervisorContext,
-        spec: VersionSpec,
-        group: Group,
-        find: Callable[[str, str], ModelVersion | None],
-        on_change: Callable[[ModelVersion], None],
-        complete: ConfigCompleter,
-    ) -> None:
-        """Create a version without processes.
+    _context: SupervisorContext
+    spec: VersionSpec
+    group: InitVar[Group]
+    find: InitVar[Callable[[str, str], ModelVersion | None]]
+    _on_change: Callable[[ModelVersion], None]
+    _complete_config: ConfigCompleter
+    loaded: bool = field(init=False, default=False)
+    load_seconds: float = field(init=False, default=0.0)
+    loaded_ns: int = field(init=False, default=0)
 
-        Args:
-            context: The shared parts of the supervisor.
-            spec: The version to load.
-            group: The models whose schedulers share a process with this version's.
-            find: Returns the serving version of a model, by name and version.
-            on_change: Called when readiness, endpoint or failure changes.
-            complete: Returns the final configuration when the first worker has completed it.
-        """
-        self.spec = spec
-        self.loaded = False
-        self.load_seconds = 0.0
-        self.loaded_ns = 0
-        self._context = context
-        self._on_change = on_change
-        self._complete_config = complete
+    def __post_init__(self, group: Group, find: Callable[[str, str], ModelVersion | None]) -> None:
+        context, spec, complete = self._context, self.spec, self._complete_config
         self._state_changed = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
         self.scheduler = VersionScheduler(context, spec, group, lifetime, self._on_message)
