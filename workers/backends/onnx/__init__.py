@@ -37,7 +37,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shmserve.errors import InvalidArgument, Unavailable, missing_package
+from shmserve.errors import Internal, InvalidArgument, Unavailable, missing_package
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
@@ -430,7 +430,10 @@ class OnnxBackend(Backend):
 
 @contextlib.contextmanager
 def _convert_errors(path: Path | None = None) -> Iterator[None]:
-    """Convert errors of onnxruntime to errors for clients, without the folder of `path`."""
+    """Convert errors of onnxruntime to errors for clients, without the folder of `path`.
+
+    An error of the load (with `path`) is Internal, whose traceback is not logged.
+    """
     try:
         yield
     except Exception as error:
@@ -440,4 +443,5 @@ def _convert_errors(path: Path | None = None) -> Iterator[None]:
         text = match[2].strip()
         if path is not None:
             text = text.replace(str(path), path.name)
-        raise OnnxRuntimeError(f"onnx runtime error {match[1]}: {text}") from None
+        error_class = OnnxRuntimeError if path is None else Internal
+        raise error_class(f"onnx runtime error {match[1]}: {text}") from None
