@@ -119,6 +119,7 @@ def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_pat
         '{ data_type: TYPE_STRING dims: 1 input_data_file: "image" } } }'
     )
     for name, replacement, settings in (
+        ("dies", "assert/__import__('os')._exit(3) #", ""),
         ("empty", "", ""),
         ("given", 'IMAGE"/PICTURE"', ""),
         ("name", 'SIZE"/AREA"', sample),
@@ -145,8 +146,9 @@ def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_pat
     told_of = (line for line in completed.stdout.splitlines() if ":1 " in line)
     verdicts = {line.split(":")[0]: line.split()[1] for line in told_of}
     assert verdicts == {
-        "empty": "refused", "given": "ok", "name": "differs", "sampled": "ok", "shape": "differs",
-        "type": "differs", "unnamed": "refused", "yields_one": "ok", "yields_other": "differs",
+        "dies": "FAILED", "empty": "refused", "given": "ok", "name": "differs", "sampled": "ok",
+        "shape": "differs", "type": "differs", "unnamed": "refused", "yields_one": "ok",
+        "yields_other": "differs",
     }  # fmt: skip
     lines = [" ".join(line.split()) for line in completed.stdout.splitlines()]
     assert any(line.endswith("AssertionError: no PNG") for line in lines)
@@ -156,7 +158,7 @@ def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_pat
     assert "SIZE TYPE_INT32 [1,2] TYPE_FP32 [1,2]" in lines
     assert lines[-2:] == [
         "--input: no loaded model has an input 'Z'",
-        "9 models: 3 ok, 2 refused, 4 differs",
+        "10 models: 3 ok, 2 refused, 4 differs, 1 FAILED",
     ]
 
 
