@@ -355,7 +355,7 @@ class ModelManager:
         if not folders and config.model_control_mode != "explicit":
             logger.warning(
                 "no model in %s: a model is a folder with a configuration (config.pbtxt) or a "
-                "version folder (1)",
+                "version folder (1); a Hugging Face folder needs a config.json",
                 ", ".join(f"'{root}'" for root in config.model_repositories),
             )
         if config.model_control_mode == "explicit":

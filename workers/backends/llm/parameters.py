@@ -60,7 +60,7 @@ _NOT_WITH_BEAM_SEARCH = (
 )
 # Parameters that are read elsewhere, or have no effect on a text.
 _IGNORED = ("model", "exclude_input_in_output", "timeout", "explain", *IGNORED_PARAMETERS)
-# The parameters that generation_config.json may set for all requests.
+# The parameters that generation_config.json or config.json may set for all requests.
 _PRESETS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
@@ -160,7 +160,10 @@ class GenerationParameters:
 
 
 def parse(
-    request: Mapping[str, Any], defaults: Mapping[str, Any], vocab_size: int
+    request: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    vocab_size: int,
+    defaults_file: str = "generation_config.json",
 ) -> GenerationParameters:
     """Return the parameters of a request.
 
@@ -168,8 +171,9 @@ def parse(
 
     Args:
         request: The parameters of the request.
-        defaults: The content of generation_config.json.
+        defaults: The content of the file with the defaults.
         vocab_size: The number of tokens of the model.
+        defaults_file: The name of that file.
 
     Raises:
         InvalidArgument: Parameters are invalid. The message names each parameter, the value found
@@ -180,7 +184,7 @@ def parse(
     request = {name: value for name, value in request.items() if value is not None}
     presets = {name: defaults[name] for name in _PRESETS if defaults.get(name) is not None}
     request_names = {
-        **{_ALIASES.get(name, name): f"generation_config.json: {name}" for name in presets},
+        **{_ALIASES.get(name, name): f"{defaults_file}: {name}" for name in presets},
         **{_ALIASES.get(name, name): name for name in request},
     }
     values: dict[str, Any] = {"seed": secrets.randbits(63)}
