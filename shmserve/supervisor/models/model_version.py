@@ -25,6 +25,7 @@ from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.instance_processes import ConfigCompleter, Instances, first_error
 from shmserve.supervisor.models.instances import InstanceUpdate, Lifetime, VersionSpec
+from shmserve.supervisor.models.repository import incomplete_files
 from shmserve.supervisor.models.scheduler_process import VersionScheduler
 from shmserve.supervisor.processes.children import RestartBackoff
 from shmserve.supervisor.processes.scheduler_hosts import Group
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 _MAX_FAILED_STARTS = 5
 _MAX_AWAITED_STARTS = 10
 _CLIENT_ROLES = ("gateway", "ensemble", "caller", LOCAL_CLIENT)  # the roles that submit requests
+_MAX_INCOMPLETE = 3  # incomplete files that the error of a load names
 _KILL_PATIENCE_S = 1.0  # seconds until a stopping scheduler that shares its process is killed
 
 
@@ -170,7 +172,11 @@ class ModelVersion:
         except (ShmserveError, ExceptionGroup) as error:
             # `except*` would wrap the raised error in a group, which has no text for operators.
             await self.kill()
-            raise first_error(error) from None
+            first = first_error(error)
+            incomplete = incomplete_files(self.spec.model_dir, [self.spec.version])
+            if incomplete and isinstance(first, ShmserveError):
+                first.message += f" ({'; '.join(incomplete[:_MAX_INCOMPLETE])})"
+            raise first from None
         self.load_seconds = time.monotonic() - started_at
 
     def update_to(self, spec: VersionSpec) -> InstanceUpdate | None:
