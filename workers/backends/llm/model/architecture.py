@@ -314,8 +314,9 @@ def _window(family: str, config: Mapping[str, Any], positions: int, problems: li
     if family in ("qwen2", "qwen3") and not types:
         is_used = (config["max_window_layers"] or 0) < config["num_hidden_layers"]
         has_window = bool(config.get("use_sliding_window")) and is_used
-    is_limiting = has_window and window is not None and window < positions
-    return max(window, 1) if is_limiting else 0
+    if has_window and window is not None and window < positions:
+        return max(int(window), 1)
+    return 0
 
 
 def _is_positive(number: Any) -> bool:
