@@ -40,6 +40,8 @@ _MAX_VERSION = 2**63 - 1
 _LFS_MARK = b"version https://git-lfs.github.com/spec/v1"
 _PLACEHOLDER = re.compile(r"\$\{\w+\}|(?<=: )\{\{[^{}\n]+\}\}")
 _INVALID_CHARACTERS = re.compile(r"[^A-Za-z0-9._-]+")
+# The part of a line up to its comment, whose text is the rest of the line.
+_COMMENT = re.compile(rb"""^((?:[^"'#\n]|"[^"\n]*"|'[^'\n]*')*#).*$""", re.MULTILINE)
 _MISNAMED_CONFIG = re.compile(r"config\.(pb|txt|prototxt).*", re.IGNORECASE)
 _IGNORED_PREFIXES = (".", "__", "lost+found")  # prefixes of folders that are not models
 _DANGLING = "a link whose target does not exist"
@@ -305,7 +307,8 @@ def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> Mode
 
     A class is a model of the native backend without a configuration file. The model is named after
     the class in lower case, or after the file if the class is called `Model`. A checkpoint is named
-    after its folder. The folder NAME/1 in `base_dir` becomes a link to the model's folder.
+    after its folder, or after the link to it. The folder NAME/1 in `base_dir` becomes a link
+    to the model's folder.
 
     Args:
         spec: The class or the folder.
@@ -316,7 +319,7 @@ def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> Mode
         InvalidArgument: The file does not exist, or the name is not valid.
     """
     if is_checkpoint(spec):
-        return _checkpoint(Path(spec).resolve(), base_dir)
+        return _checkpoint(Path(os.path.abspath(spec)), base_dir)
     match = CLASS_IN_FILE.fullmatch(spec)
     if match is None:
         raise InvalidArgument(f"model '{spec}': expected FILE.py:CLASS")
@@ -404,7 +407,9 @@ def _is_file(path: Path) -> bool:
 
 def _read_text(path: Path) -> str:
     with convert_os_errors(f"{path.parent.name}/{path.name}", "not UTF-8 text"):
-        return path.read_text(encoding="utf-8-sig")  # protobuf skips a byte order mark, too
+        # Comments may have any encoding, as in Triton. Editors of Windows write a byte order mark.
+        text = _COMMENT.sub(rb"\1", path.read_bytes()).decode("utf-8-sig")
+        return re.sub("\r\n?", "\n", text)
 
 
 def _inline_config(folder: ModelFolder) -> ModelConfig:
