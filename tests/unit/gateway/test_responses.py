@@ -163,6 +163,7 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "an image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
         r"input\[0\]: content of type 'input_image' is not a string"),
     "an item": ({"input": [{"type": "web_search_call"}]}, r"input\[0\]: items of type"),
+    "no type": ({"input": [{"type": [], "role": "user"}]}, r"input\[0\]: items of type"),
     "a reference": ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: item 'x' is"),
     "no role": ({"input": [{"content": "x"}]}, r"input\[0\]: role None is not a string"),
     "no text": ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]},
