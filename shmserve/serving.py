@@ -18,6 +18,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import PathFinder
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -130,10 +131,14 @@ def _process(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[b
     paths = [path or os.getcwd() for path in sys.path]  # "" is the working directory
     environment = {**os.environ, _INSIDE: "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", _PROGRAM, str(log.parent), "serve", *arguments]
+    # The signal at the parent's death is sent when the thread that started the process ends.
+    starter = ThreadPoolExecutor(1)
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment
-        )
+        process = starter.submit(
+            lambda: subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment
+            )
+        ).result()
     try:
         yield process
     finally:
@@ -143,6 +148,7 @@ def _process(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[b
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        starter.shutdown()
 
 
 def _ready_client(

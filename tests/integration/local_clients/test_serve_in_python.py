@@ -1,12 +1,15 @@
 """`shmserve.serve`: a server for a script, a test or a notebook."""
 
 import asyncio
+import contextlib
 import json
 import pydoc
 import re
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -248,6 +251,17 @@ def test_a_class_may_have_the_name_of_its_module(tmp_path: Path, file: str, name
         command = [sys.executable, *arguments]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.stdout == "8.0\n", done.stderr
+
+
+def test_the_thread_that_starts_a_server_may_end() -> None:
+    explicit = {"model_control_mode": "explicit", "load_model": "double"}
+    with contextlib.ExitStack() as stack:
+        with ThreadPoolExecutor(1) as pool:
+            server = pool.submit(stack.enter_context, shmserve.serve(Double, **explicit)).result()
+            thread = pool.submit(threading.get_native_id).result()
+        until("the thread ended", lambda: not Path(f"/proc/self/task/{thread}").exists())
+        server.load("double")
+        assert server.infer("double", x=X)["output"].sum() == 8.0
 
 
 def test_a_killed_script_leaves_no_files(tmp_path: Path) -> None:
