@@ -75,4 +75,4 @@ def check_files(args: argparse.Namespace, *flags: str) -> None:
 def write_file(flag: str, path: str, text: str) -> None:
     """Write `text` to the path that is the value of a flag. Raises InvalidArgument."""
     with convert_os_errors(f"--{flag}: cannot write '{path}'"):
-        Path(path).write_text(text)
+        Path(path).write_text(text, encoding="utf-8")

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -36,6 +38,23 @@ def test_a_closed_output_pipe_is_no_error(monkeypatch: pytest.MonkeyPatch) -> No
     with os.fdopen(writer, "w") as closed_pipe:
         monkeypatch.setattr("sys.stdout", closed_pipe)
         assert cli.main(["--help"]) == 1
+
+
+@pytest.mark.parametrize("words", [["--help"], ["guide", "models"], ["doctor"]])
+def test_a_full_disk_is_reported_in_one_line(words: list[str]) -> None:
+    command = [sys.executable, "-m", "shmserve", *words]
+    with open("/dev/full", "wb") as full:
+        completed = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60)
+    reason = "shmserve: the output cannot be written: No space left on device\n"
+    assert (completed.returncode, completed.stderr.decode()) == (1, reason)
+
+
+def test_a_terminal_without_unicode_shows_a_page() -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = ("-m", "shmserve", "guide", "--search", "confidence interval")
+    completed = run_python(*words, env={**os.environ, **ascii_only})
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert "perf" in completed.stdout
 
 
 class InterruptedSupervisor:
