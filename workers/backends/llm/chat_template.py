@@ -139,20 +139,16 @@ class ChatTemplate:
         if name not in self._compiled_templates:
             source = self.sources[name]
             parsed_template = self._environment.parse(source)
+            constants = parsed_template.find_all(nodes.Const)
+            tests = list(parsed_template.find_all(nodes.Test))
             self._compiled_templates[name] = _CompiledTemplate(
                 self._environment.from_string(source),
                 any(_reads(loop.iter, "content") for loop in parsed_template.find_all(nodes.For)),
-                any(test.name in _TYPE_TESTS for test in parsed_template.find_all(nodes.Test)),
-                any(
-                    constant.value == "developer"
-                    for constant in parsed_template.find_all(nodes.Const)
-                ),
+                any(test.name in _TYPE_TESTS for test in tests),
+                any(constant.value == "developer" for constant in constants),
                 "content" in source,
                 any(map(_checks_content, parsed_template.find_all((nodes.Test, nodes.Compare)))),
-                any(
-                    test.name == "none" and _reads(test.node, "content")
-                    for test in parsed_template.find_all(nodes.Test)
-                ),
+                any(test.name == "none" and _reads(test.node, "content") for test in tests),
                 _takes_argument_text(parsed_template),
                 any(map(_requires_name, parsed_template.find_all(nodes.If))),
                 frozenset(meta.find_undeclared_variables(parsed_template)),
