@@ -53,6 +53,9 @@ _ZEROS_NOTE = (
     "\nthe inputs were zeros and empty strings; set other values with --input NAME=VALUE, or with "
     "samples in `model_warmup`"
 )
+# Errors that no other inputs would avoid.
+_WORKER_DIED = "the model's worker died"
+_INVALID_OUTPUT = "inference output '"
 _NOT_LOADED = "the model is not loaded; see the log for the reason"
 _NO_INPUTS_NOTE = "\nthe request had no inputs, because the configuration lists none"
 
@@ -241,6 +244,10 @@ class _Model:
                     match message:
                         case Responded(code="", schema=b""):  # the response only marks the end
                             return _Verdict("ok")
+                        case Failed() | Responded() if _WORKER_DIED in message.message:
+                            return _Verdict("FAILED", message.message)
+                        case Failed() | Responded() if _INVALID_OUTPUT in message.message:
+                            return _Verdict("differs", message.message)
                         case Failed() | Responded() if message.code:
                             return _Verdict(outcome, message.message + note)
                         case Responded() | Finished():
