@@ -401,7 +401,7 @@ def _is_file(path: Path) -> bool:
 
 def _read_text(path: Path) -> str:
     with convert_os_errors(f"{path.parent.name}/{path.name}", "not UTF-8 text"):
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # without the byte order mark of some editors
 
 
 def _inline_config(folder: ModelFolder) -> ModelConfig:
