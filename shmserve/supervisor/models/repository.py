@@ -185,7 +185,7 @@ def layout_hint(folder: ModelFolder) -> str:
             config_path = f"{folder.name}/{CONFIG_FILE}"
             return f"'{shown_path}/{CONFIG_FILE}' is not read: move it to '{config_path}'"
         return f"'{shown_path}' is a model: is the folder '{folder.name}' the repository?"
-    return ""
+    return "" if folder.versions else _no_version_hint(folder)
 
 
 def incomplete_files(model_dir: Path, versions: Iterable[int | str]) -> list[str]:
@@ -262,10 +262,14 @@ def missing_version_text(folder: ModelFolder) -> str:
     if folder.versions:
         hint = f"it excludes version {', '.join(map(str, folder.versions))}"
     else:
-        ignored = ", ".join(ignored_folders(folder))
-        hint = "a version is a folder whose name is an integer, such as 1"
-        hint += f", but found {clip(ignored)}" if ignored else ""
+        hint = _no_version_hint(folder)
     return f"{_NO_VERSION} '{folder.name}' ({hint})"
+
+
+def _no_version_hint(folder: ModelFolder) -> str:
+    ignored = ", ".join(ignored_folders(folder))
+    hint = "a version is a folder whose name is an integer, such as 1"
+    return hint + (f", but found {clip(ignored)}" if ignored else "")
 
 
 def lacks_version(reason: str) -> bool:

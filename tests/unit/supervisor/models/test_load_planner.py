@@ -238,6 +238,9 @@ def test_a_misplaced_configuration_is_named(tmp_path: Path) -> None:
     (folder.parent / "inner" / "config.pbtxt").write_text("")
     text = "'m/inner' is a model: is the folder 'm' the repository?"
     assert text in refusal(plans).message
+    (folder.parent / "inner" / "config.pbtxt").unlink()
+    folder.rmdir()
+    assert refusal(plans).message.endswith(", such as 1, but found inner)")
 
 
 @pytest.mark.parametrize("placeholder", ["${size}", "{{ .Values.size }}"])
