@@ -40,6 +40,7 @@ _MAX_VERSION = 2**63 - 1
 _LFS_MARK = b"version https://git-lfs.github.com/spec/v1"
 _PLACEHOLDER = re.compile(r"\$\{\w+\}|(?<=: )\{\{[^{}\n]+\}\}")
 _INVALID_CHARACTERS = re.compile(r"[^A-Za-z0-9._-]+")
+_MISNAMED_CONFIG = re.compile(r"config\.(pb|txt|prototxt).*", re.IGNORECASE)
 _IGNORED_PREFIXES = (".", "__", "lost+found")  # prefixes of folders that are not models
 _DANGLING = "a link whose target does not exist"
 # Maximum bytes of the pointer file that Git LFS leaves in place of the real file.
@@ -185,6 +186,10 @@ def layout_hint(folder: ModelFolder) -> str:
             config_path = f"{folder.name}/{CONFIG_FILE}"
             return f"'{shown_path}/{CONFIG_FILE}' is not read: move it to '{config_path}'"
         return f"'{shown_path}' is a model: is the folder '{folder.name}' the repository?"
+    with convert_os_errors(folder.name):
+        names = sorted(filter(_MISNAMED_CONFIG.fullmatch, os.listdir(folder.path)))
+    if names:
+        return f"'{folder.name}/{names[0]}' is not read: rename it to '{CONFIG_FILE}'"
     return "" if folder.versions else _no_version_hint(folder)
 
 
@@ -405,7 +410,7 @@ def _is_file(path: Path) -> bool:
 
 def _read_text(path: Path) -> str:
     with convert_os_errors(f"{path.parent.name}/{path.name}", "not UTF-8 text"):
-        return path.read_text(encoding="utf-8-sig")  # without the byte order mark of some editors
+        return path.read_text(encoding="utf-8-sig")  # protobuf skips a byte order mark, too
 
 
 def _inline_config(folder: ModelFolder) -> ModelConfig:

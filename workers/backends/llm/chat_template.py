@@ -147,6 +147,7 @@ class ChatTemplate:
                 any(test.name in _TYPE_TESTS for test in tests),
                 any(constant.value == "developer" for constant in constants),
                 "content" in source,
+                "think" in source.lower(),
                 any(map(_checks_content, parsed_template.find_all((nodes.Test, nodes.Compare)))),
                 any(test.name == "none" and _reads(test.node, "content") for test in tests),
                 _takes_argument_text(parsed_template),
@@ -164,6 +165,7 @@ class _CompiledTemplate(NamedTuple):
         distinguishes_parts: Whether it distinguishes a list of parts from a string.
         has_developer_role: Whether it has the role `developer`; else that role becomes `system`.
         names_content: Whether it contains the name `content`.
+        names_thinking: Whether it contains a tag or a variable of reasoning.
         checks_content: Whether it checks that a message has a content.
         checks_null: Whether it checks that a content is null.
         takes_argument_text: Whether it writes the arguments of a call as a text.
@@ -176,6 +178,7 @@ class _CompiledTemplate(NamedTuple):
     distinguishes_parts: bool
     has_developer_role: bool
     names_content: bool
+    names_thinking: bool
     checks_content: bool
     checks_null: bool
     takes_argument_text: bool
@@ -192,7 +195,8 @@ def _check_variables(chat: Mapping[str, Any], template: _CompiledTemplate) -> No
     """Raise InvalidArgument if a request has variables that the template would ignore."""
     for name, (default, *other_names) in _CHECKED_VARIABLES.items():
         is_used = not template.variables.isdisjoint((name, *other_names))
-        if chat.get(name) and chat[name] != default and not is_used:
+        defaults = (default,) if template.names_thinking else (default, "none")
+        if chat.get(name) and chat[name] not in defaults and not is_used:
             raise InvalidArgument(f"{name}: the model's chat template does not use it")
 
 

@@ -76,6 +76,7 @@ class ArgumentBinding:
         self._arguments = arguments
         if arguments is None:
             positions = _positions(model, "input", inputs, len(inputs))
+            _warn_of_order(model, "input", inputs)
         else:
             position_by_name = {a.name: position for position, a in enumerate(arguments)}
             if all(name in position_by_name for name in inputs):
@@ -83,6 +84,7 @@ class ArgumentBinding:
             else:
                 self._check_count(model, inputs, arguments)
                 positions = _positions(model, "input", inputs, len(arguments))
+                _warn_of_order(model, "input", inputs)
             missing = [a.name for i, a in enumerate(arguments) if a.required and i not in positions]
             if missing:
                 raise InvalidArgument(
@@ -141,6 +143,7 @@ class ResultBinding:
     def __init__(self, model: str, outputs: Sequence[str], count: int | None = None) -> None:
         self._model = model
         self._outputs = tuple(outputs)
+        self._has_warned = False
         if count is not None and len(outputs) > count:
             raise InvalidArgument(
                 f"the configuration of model '{model}' has {len(outputs)} outputs, but the model "
@@ -164,6 +167,9 @@ class ResultBinding:
         if fields and any(name in fields for name in self._outputs):
             # All outputs are mapped by field, since fields may have another order than outputs.
             return self._by_key(dict(zip(fields, result, strict=True)))
+        if not self._has_warned:
+            self._has_warned = True
+            _warn_of_order(self._model, "output", self._outputs)
         values = result if isinstance(result, (tuple, list)) else (result,)
         pairs = [*zip(self._outputs, self._positions, strict=True)]
         missing_outputs = [name for name, position in pairs if position >= len(values)]
@@ -204,13 +210,17 @@ def _positions(
                     "from 0"
                 )
         return indices
-    if len(names) > 1:
+    return list(range(len(names)))
+
+
+def _warn_of_order(model: str, side: str, names: Sequence[str]) -> None:
+    """Log a warning if inputs or outputs are mapped by their order in the configuration."""
+    if len(names) > 1 and not all(map(_INDEXED_NAME.fullmatch, names)):
         text = (
             "model '%s': %ss %s are neither names of the model nor end in __INDEX; they are "
             "mapped by their order in the configuration"
         )
         logger.warning(text, model, side, _quoted_list(names))
-    return list(range(len(names)))
 
 
 def _quoted_list(names: Sequence[str]) -> str:

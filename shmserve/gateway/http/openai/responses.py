@@ -268,7 +268,7 @@ def _is_reference(item: Any) -> bool:
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position: str) -> None:
     """Add an item to the messages of a chat. Calls are parts of the assistant's message."""
-    kind = item.get("type", "message")
+    kind = item.get("type") or "message"
     if kind == "message" and type(item.get("role")) is not str:
         raise InvalidArgument(f"{position}: role {clip(repr(item.get('role')))} is not a string")
     if kind in ("function_call_output", "custom_tool_call_output"):

@@ -43,7 +43,7 @@ def test_without_completion_every_model_needs_a_configuration(tmp_path: Path) ->
 
 def test_all_errors_are_reported_with_file_line_and_key(tmp_path: Path) -> None:
     lines = (
-        "# A comment, and lines that end as on Windows.",
+        "\ufeff# A byte order mark, a comment, and lines that end as on Windows.",
         'name: "other"',
         "max_batch_size: 4",
         "max_batch: 5",
@@ -241,6 +241,15 @@ def test_a_misplaced_configuration_is_named(tmp_path: Path) -> None:
     (folder.parent / "inner" / "config.pbtxt").unlink()
     folder.rmdir()
     assert refusal(plans).message.endswith(", such as 1, but found inner)")
+
+
+@pytest.mark.parametrize("name", ["config.pbtxt.txt", "Config.pbtxt"])
+def test_a_misnamed_configuration_is_named(tmp_path: Path, name: str) -> None:
+    plans = planner(tmp_path, None)
+    folder = tmp_path / "repository" / "m"
+    (folder / name).touch()
+    (folder / "1" / "model.py").unlink()
+    assert f"'m/{name}' is not read: rename it to 'config.pbtxt'" in refusal(plans).message
 
 
 @pytest.mark.parametrize("placeholder", ["${size}", "{{ .Values.size }}"])
