@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ def _add_flag(group: Any, flag: Flag) -> None:
     if flag.metavar:
         options["metavar"] = flag.metavar
     group.add_argument(f"--{flag.name}", help=flag.help, required=flag.is_required, **options)
+
+
+def with_scheme(url: str) -> str:
+    """Return a URL, to which `http://` is added if it is only HOST:PORT."""
+    return f"http://{url}" if re.match(r"[\w.-]+:\d", url) else url
 
 
 def check_files(args: argparse.Namespace, *flags: str) -> None:

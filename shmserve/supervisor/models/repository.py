@@ -190,6 +190,9 @@ def layout_hint(folder: ModelFolder) -> str:
         names = sorted(filter(_MISNAMED_CONFIG.fullmatch, os.listdir(folder.path)))
     if names:
         return f"'{folder.name}/{names[0]}' is not read: rename it to '{CONFIG_FILE}'"
+    if not folder.versions and folder.name.isdecimal():
+        parent = folder.path.resolve().parent.name
+        return f"'{folder.name}' is a version: is the folder '{parent}' a model, not a repository?"
     return "" if folder.versions else _no_version_hint(folder)
 
 

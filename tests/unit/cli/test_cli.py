@@ -57,6 +57,22 @@ def test_a_terminal_without_unicode_shows_a_page() -> None:
     assert "perf" in completed.stdout
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("perf m --url http://127.0.0.1:1", "http://127.0.0.1:1: no response: Connection refused"),
+        ("tune m --p99 9ms --url 127.0.0.1:1", "http://127.0.0.1:1: no response: Connection ref"),
+        ("top --once --metrics-url 127.0.0.1:1", "http://127.0.0.1:1/live: [Errno 111] Conne"),
+        ("profile m --metrics-url 127.0.0.1:1", "http://127.0.0.1:1/metrics: <urlopen error [Err"),
+    ],
+)
+def test_an_unreachable_server_is_named(
+    capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert cli.main(words.split()) == 1
+    assert capsys.readouterr().err.startswith(f"shmserve: {message}")
+
+
 class InterruptedSupervisor:
     """A supervisor that receives a stop signal while models load."""
 
