@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import pydoc
 import re
 import shutil
@@ -226,8 +227,13 @@ def test_help_shows_what_a_user_imports() -> None:
 
 def test_a_class_of_a_script_is_served(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
+    long_folder = tmp_path / ("long" * 20)
+    long_folder.mkdir()
+    environment = {**os.environ, "TMPDIR": str(long_folder)}
     command = [sys.executable, str(tmp_path / "script.py")]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    completed = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=True, env=environment
+    )
     assert float(completed.stdout) == 12.0
 
 
