@@ -297,9 +297,9 @@ class AscendBackend(Backend):
         outputs: dict[str, Output] = {}
         for index, tensor in enumerate(model.outputs):
             if tensor.name in needed:
-                result = (
-                    self._results[index][:rows] if self._supports_batching else self._results[index]
-                )
+                result = self._results[index]
+                if self._supports_batching:
+                    result = result[:rows]
                 model.fetch(index, result.ctypes.data, result.nbytes)
                 copy_counter.outputs += result.nbytes
                 outputs[tensor.name] = Output(tensor.name, tensor.datatype, result)
@@ -314,16 +314,11 @@ class AscendBackend(Backend):
     def _split(self, requests: Sequence[Request], batch: dict[str, Output]) -> list[Response]:
         responses, start = [], 0
         for request in requests:
-            end = start + request.batch_size
-
-            def rows(name: str, first: int = start, end: int = end) -> Output:
-                output = batch[name]
-                if not self._supports_batching:
-                    return output
-                return output._replace(data=output.data[first:end])
-
-            outputs = [rows(name) for name in batch if name in request.requested]
-            responses.append(Response(outputs, states=[rows(name) for name in request.states]))
+            rows, end = batch, start + request.batch_size
+            if self._supports_batching:
+                rows = {n: o._replace(data=o.data[start:end]) for n, o in batch.items()}
+            outputs = [output for name, output in rows.items() if name in request.requested]
+            responses.append(Response(outputs, states=[rows[name] for name in request.states]))
             start = end
         return responses
 

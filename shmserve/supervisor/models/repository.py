@@ -314,7 +314,8 @@ def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> Mode
 
     A class is a model of the native backend without a configuration file. The model is named after
     the class in lower case, or after the file if the class is called `Model`. A checkpoint is named
-    after its folder. The folder NAME/1 in `base_dir` becomes a link to the model's folder.
+    after its folder, or after the link to it. The folder NAME/1 in `base_dir` becomes a link
+    to the model's folder.
 
     Args:
         spec: The class or the folder.
@@ -325,7 +326,7 @@ def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> Mode
         InvalidArgument: The file does not exist, or the name is not valid.
     """
     if is_checkpoint(spec):
-        return _checkpoint(Path(spec).resolve(), base_dir)
+        return _checkpoint(Path(os.path.abspath(spec)), base_dir)
     match = CLASS_IN_FILE.fullmatch(spec)
     if match is None:
         raise InvalidArgument(f"'{spec}' is not of the form FILE.py:CLASS")

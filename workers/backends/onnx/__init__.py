@@ -393,8 +393,8 @@ class OnnxBackend(Backend):
         self._runner = Runner(self.context, signature, device, numpy_inputs, ragged)
         self._binding: DeviceBinding | HostBinding
         if on_gpu:
-            strings = [tensor.name for tensor in description.inputs if tensor.datatype == "BYTES"]
-            strings += [tensor.name for tensor in description.outputs if tensor.datatype == "BYTES"]
+            tensors = (*description.inputs, *description.outputs)
+            strings = [tensor.name for tensor in tensors if tensor.datatype == "BYTES"]
             if strings:
                 raise InvalidArgument(
                     f"tensor '{strings[0]}' of model '{signature.name}' has data_type TYPE_STRING, "

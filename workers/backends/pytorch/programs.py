@@ -82,7 +82,11 @@ class ArgumentBinding:
             if all(name in position_by_name for name in inputs):
                 positions = [position_by_name[name] for name in inputs]
             else:
-                self._check_count(model, inputs, arguments)
+                if len(inputs) > len(arguments):
+                    raise InvalidArgument(
+                        f"the configuration of model '{model}' has {len(inputs)} inputs, but its "
+                        f"forward takes {len(arguments)}: {_quoted_list([*position_by_name])}"
+                    )
                 positions = _positions(model, "input", inputs, len(arguments))
                 _warn_of_order(model, "input", inputs)
             missing = [a.name for i, a in enumerate(arguments) if a.required and i not in positions]
@@ -98,14 +102,6 @@ class ArgumentBinding:
             for position, name in self.by_position
             if arguments is not None and arguments[position].is_text
         )
-
-    @staticmethod
-    def _check_count(model: str, inputs: Sequence[str], arguments: Sequence[Argument]) -> None:
-        if len(inputs) > len(arguments):
-            raise InvalidArgument(
-                f"the configuration of model '{model}' has {len(inputs)} inputs, but its forward "
-                f"takes {len(arguments)}: {_quoted_list([argument.name for argument in arguments])}"
-            )
 
     def bind(self, inputs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return (positional, keyword) arguments for the inputs of a request, without absent ones.
@@ -379,15 +375,12 @@ def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]
             text = f"'{weights.name}' does not fit the class '{module_class.__name__}': {error}"
             raise InvalidArgument(text) from error
     module.to(device.torch).eval()
-    arguments = _arguments(module.forward)
     options = _compile_options(parameters)
-    if options is None:
-        return Program(module, arguments, None, module=module)
     try:
-        compiled = torch.compile(module, **options)
+        call = module if options is None else torch.compile(module, **options)
     except Exception as error:
         raise InvalidArgument(f"parameter '{COMPILE_KEY}': {describe_error(error)}") from error
-    return Program(compiled, arguments, None, module=module)
+    return Program(call, _arguments(module.forward), None, module=module)
 
 
 def _module_class(module: Any, path: Path) -> type[torch.nn.Module]:

@@ -62,6 +62,7 @@ _MAX_REPORTED = 16  # number of wrong fields of a body that are reported
 
 _IGNORED_FIELDS = frozenset(IGNORED_PARAMETERS) | _split_names(
     "safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options prediction "
+    "client_metadata "  # OpenAI's agent Codex sends it
     # In vLLM, these fields affect only other kinds of requests.
     "return_token_offsets return_mm_kwargs mm_payload routed_experts_prompt_start"
 )

@@ -129,7 +129,11 @@ async def _read_request(
     is_converted = type(chat) is dict and type(chat.get("messages")) is Packed
     unpack = bodies.as_fragment if is_converted else Packed.value
     body = {name: unpack(value) if type(value) is Packed else value for name, value in body.items()}
-    fields = select_supported_fields(body, RESPONSE_FIELDS, gateway.settings.refuse_unknown_fields)
+    refuses_unknown = gateway.settings.refuse_unknown_fields
+    try:
+        fields = select_supported_fields(body, RESPONSE_FIELDS, refuses_unknown)
+    except InvalidArgument as error:
+        raise bodies.RefusedFields(error.message) from None
     chat = chat if is_converted else _chat_body(fields)
     return body, await bodies.parse_chat(gateway, chat)
 

@@ -455,6 +455,15 @@ def test_classes_in_files_are_models(tmp_path: Path, file: str, class_name: str,
     assert inline_model(spec, base, {}) == folder
 
 
+def test_a_checkpoint_is_named_after_its_link(tmp_path: Path) -> None:
+    """The folders of caches are named after commits."""
+    (tmp_path / "989aa7980e4c").mkdir()
+    (tmp_path / "989aa7980e4c" / "config.json").touch()
+    (tmp_path / "qwen").symlink_to("989aa7980e4c")
+    folder = inline_model(f"{tmp_path}/qwen/", tmp_path / "run", {})
+    assert folder.name == "qwen" and (folder.path / "1" / "config.json").is_file()
+
+
 def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:
     specs = []
     for name in ("a", "b"):
