@@ -27,13 +27,13 @@ from typing import Any
 from shmserve.client import discovery, sync
 from shmserve.client.session import open_session
 from shmserve.errors import KINDS, Disconnected, InvalidArgument, ShmserveError, Unavailable
-from shmserve.ipc.endpoints import LONGEST_RUN_DIRECTORY
 
 Models = type | str | os.PathLike[str] | Sequence[type | str | os.PathLike[str]]
 Sources = dict[Path, Path]  # the files generated for classes, and the user's files
 
 _STOP_S = 40.0
-_LONGEST_NAME = "/shmserve-12345678/run"
+# A run directory has at most 85 bytes, since the paths of sockets are limited.
+_LONGEST_TMPDIR = 85 - len("/shmserve-12345678/run")
 _PAUSE_S = 0.05
 # The program of the server's process, which is terminated when its parent exits for any reason.
 # The server then removes the folder that its parent has left behind.
@@ -104,9 +104,8 @@ def serve(
     single = isinstance(models, type | str | os.PathLike) or not isinstance(models, Iterable)
     classes: list[Any] = [models] if single else list(models)  # type: ignore[arg-type]
     sources: Sources = {}
-    # The paths of sockets are limited, so the run directory cannot be in a long TMPDIR.
-    too_long = len(os.fsencode(tempfile.gettempdir())) > LONGEST_RUN_DIRECTORY - len(_LONGEST_NAME)
-    folder = Path(tempfile.mkdtemp(prefix="shmserve-", dir="/tmp" if too_long else None))
+    is_long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR
+    folder = Path(tempfile.mkdtemp(prefix="shmserve-", dir="/tmp" if is_long else None))
     try:
         arguments = [word for model in classes for word in _arguments(model, folder, sources)]
         run_dir = folder / "run"
