@@ -101,7 +101,7 @@ class ModelContext(WorkerStart):
 
 def found_files(version_dir: Path) -> str:
     """Return a hint at a version's files for the error of a missing file, or ""."""
-    found = ", ".join(sorted(path.name for path in version_dir.glob("[!._]*")))
+    found = ", ".join(sorted(path.name for path in version_dir.glob("[!._]*") if path.exists()))
     return f" (found {clip(found)}: set default_model_filename)" if found else ""
 
 

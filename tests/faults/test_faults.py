@@ -103,7 +103,7 @@ def stop_briefly(title: str) -> Callable[[Scene], None]:
         victim = stage.process(title)
         log_length = len(stage.server.log())
         victim.suspend()
-        until("it is seen", lambda: "is stopped;" in stage.server.log()[log_length:])
+        until("it is seen", lambda: "was stopped by a signal;" in stage.server.log()[log_length:])
         victim.resume()
         assert not wait_exited(victim, STOP_GRACE_S)
 

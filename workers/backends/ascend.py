@@ -186,7 +186,8 @@ class OfflineModel:
         dims = tuple(self._check_result(f"acl.mdl.get_{side}_dims", result)["dims"])
         size = getattr(mdl, f"get_{side}_size_by_index")(description, index)
         if number not in _DATATYPES:
-            text = f"ACL's datatype {number} is not in {_DATATYPES}"
+            supported = ", ".join(f"{key} ({value})" for key, value in _DATATYPES.items())
+            text = f"ACL's datatype {number} is not supported (supported: {supported})"
             raise InvalidArgument(f"{side} '{name}': {text}")
         if any(dim < 1 for dim in dims) or not element_count(dims):
             raise InvalidArgument(
@@ -253,7 +254,7 @@ class OfflineModel:
 class AscendBackend(Backend):
     """An offline model on one device."""
 
-    read_only_inputs = False  # writable, because inputs are copied to the device anyway
+    read_only_inputs = False  # inputs are copied to the device, so they need no protection
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)

@@ -122,7 +122,7 @@ class WaitingChoice:
         self._other_interval = _INITIAL_OTHER_INTERVAL
         self._next_other_epoch = 2 * _INITIAL_OTHER_INTERVAL
         self._mean_ns: dict[bool, float] = {}
-        self._other_miss_count = 0  # misses in the last epoch of the other choice
+        self._other_miss_count = 0  # misses in the last epoch with the choice that seems worse
         self._epoch_count = 0
         self._start()
 

@@ -70,7 +70,7 @@ def test_a_full_run_directory_for_a_new_scheduler(repository: Path, folder: Path
             body = {"inputs": [json_input("INPUT0", np.arange(4, dtype=np.float32))]}
             for _ in range(2):  # the request that waited, and a later one
                 assert (reply := http.infer("identity", body)).status == 503
-                assert "the model's scheduler ended before it could answer" in reply.error
+                assert "the model's scheduler ended before its response" in reply.error
         namespace = f"--mount=/proc/{server.pid}/ns/mnt"
         command = [sys.executable, "-c", _NATIVE, str(server.run_dir)]
         subprocess.run(["nsenter", namespace, *command], check=True, timeout=30)

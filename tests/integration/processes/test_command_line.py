@@ -70,7 +70,7 @@ def test_check(repository: Path) -> None:
     (repository / "config.pbtxt").touch()
     done = run_command("check", str(repository))
     assert done.returncode == 2
-    assert f"'{repository}' is a model folder" in done.stderr
+    assert f"'{repository}' is a model: set --model-repository to its parent" in done.stderr
     output = done.stdout + done.stderr
     assert "nonsense" in output and "broken on purpose" in output
     assert "config.pbtxt" in output

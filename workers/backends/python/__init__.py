@@ -206,7 +206,7 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
         raise InvalidArgument(f"Model name must end with '.py'. Model name is \"{file}\".")
     if not (version_dir / file).is_file():
         found = found_files(version_dir)
-        raise Unavailable(f"Python model file not found in '{version_dir.name}/{file}'{found}")
+        raise Unavailable(f"Python model file '{version_dir.name}/{file}' not found{found}")
     module = _import_model(model_dir, version_dir, file)
     if not hasattr(module, "TritonPythonModel"):
         raise InvalidArgument(f"'{file}' has no class TritonPythonModel{_hint(module, file)}")

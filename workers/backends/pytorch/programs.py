@@ -394,7 +394,7 @@ def _module_class(module: Any, path: Path) -> type[torch.nn.Module]:
             return module_class
     if len(own_classes) > 1:
         names = ", ".join(c.__name__ for c in own_classes)
-        text = "'%s' defines %s: %s is served. To select a class, name it 'Model'"
+        text = "'%s' defines the modules %s; %s is served. To select a class, name it 'Model'"
         logger.warning(text, path.name, names, own_classes[0].__name__)
     return own_classes[0]
 

@@ -348,7 +348,7 @@ async def parse_completion(gateway: Gateway, body: dict[str, Any]) -> TextReques
     is_single = type(value) is not list or are_tokens(value)
     prompts = [prompt(value)] if is_single else await _prompt_inputs(model, value)
     echo = check_member(fields, "echo", bool, False)
-    if "max_completion_tokens" in fields:  # the name that chats have
+    if "max_completion_tokens" in fields:  # the field of chats
         fields["max_tokens"] = fields.pop("max_completion_tokens")
     return _text_request(model, prompts, {**fields, "echo": echo})
 

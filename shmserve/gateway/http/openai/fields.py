@@ -99,7 +99,7 @@ DETOKENIZE_FIELDS = _COMMON_FIELDS | {"tokens"}
 _RESPONSE_ONLY_FIELDS = _split_names(
     "input instructions include max_output_tokens max_tool_calls parallel_tool_calls reasoning "
     "store stream stream_options temperature text tool_choice tools top_logprobs top_p truncation "
-    # responses.py checks the only permitted values of this line.
+    # Each field of this line has one permitted value, which responses.py checks.
     "background conversation previous_response_id prompt "
     "seed stop top_k min_p priority presence_penalty frequency_penalty chat_template_kwargs "
     "logit_bias include_reasoning skip_special_tokens include_stop_str_in_output ignore_eos "

@@ -53,11 +53,11 @@ _CHAT_MEMBERS = {
 # Members that are refused, unless they have one of these values.
 _NOT_STORED = "are not stored; the input must contain the conversation"
 _ALLOWED_VALUES: Mapping[str, AllowedValues] = {
-    "background": AllowedValues((False,), "supported is False"),
+    "background": AllowedValues((False,), "only False is supported"),
     "conversation": AllowedValues((), f"conversations {_NOT_STORED}"),
     "previous_response_id": AllowedValues((), f"responses {_NOT_STORED}"),
-    "prompt": AllowedValues((), "supported is null"),
-    "truncation": AllowedValues(("disabled",), "supported is 'disabled'"),
+    "prompt": AllowedValues((), "only null is supported"),
+    "truncation": AllowedValues(("disabled",), "only 'disabled' is supported"),
 }
 # Members of a response that repeat the request, with their defaults.
 _REPEATED_MEMBERS: Mapping[str, Any] = {
@@ -272,7 +272,7 @@ def _is_reference(item: Any) -> bool:
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position: str) -> None:
     """Add an item to the messages of a chat. Calls are parts of the assistant's message."""
-    kind = item.get("type") or "message"
+    kind = "message" if item.get("type") is None else item["type"]
     if kind == "message" and type(item.get("role")) is not str:
         raise InvalidArgument(f"{position}: role {clip(repr(item.get('role')))} is not a string")
     if kind in ("function_call_output", "custom_tool_call_output"):

@@ -116,7 +116,7 @@ def test_only_bodies_with_blocks_are_evicted_for_a_block(make_clock: Callable[[]
         resources.allocate([MIB])
         await clock.advance(0.01)
         assert [task.done() for task in tasks] == [False, True]
-        with pytest.raises(BodyTimeout, match="too slowly"):
+        with pytest.raises(BodyTimeout, match="at less than 1 MiB"):
             await tasks[1]
         with pytest.raises(Unavailable):
             make_resources(arena).allocate([MIB])

@@ -478,10 +478,10 @@ def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ("model.py", "is not of the form FILE.py:CLASS"),
-        ("model.txt:Model", "is not of the form FILE.py:CLASS"),
-        ("model.py:1x", "is not of the form FILE.py:CLASS"),
-        ("missing.py:Model", "'missing.py' is not a file"),
+        ("model.py", "expected FILE.py:CLASS"),
+        ("model.txt:Model", "expected FILE.py:CLASS"),
+        ("model.py:1x", "expected FILE.py:CLASS"),
+        ("missing.py:Model", "'missing.py:Model': there is no file 'missing.py'"),
     ],
 )
 def test_a_missing_class_is_refused(tmp_path: Path, spec: str, expected: str) -> None:

@@ -31,7 +31,7 @@ from torch.nn import functional
 from shmserve.workers.backends.llm.model.architecture import Architecture
 
 _MIN_WIDTH_STEP = 16  # widths of decode rows are multiples of this number of keys
-# Spans with more rows have no decode rows. Spans with draft tokens have several decode rows.
+# The rows of larger spans are not decode rows. A span has several rows if it has draft tokens.
 _MAX_ROWS = 16
 
 
