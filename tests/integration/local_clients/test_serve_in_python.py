@@ -260,10 +260,10 @@ def test_a_class_may_have_the_name_of_its_module(tmp_path: Path, file: str, name
 
 
 def test_the_thread_that_starts_a_server_may_end() -> None:
-    explicit = {"model_control_mode": "explicit", "load_model": "double"}
+    serving = shmserve.serve(Double, model_control_mode="explicit", load_model="double")
     with contextlib.ExitStack() as stack:
         with ThreadPoolExecutor(1) as pool:
-            server = pool.submit(stack.enter_context, shmserve.serve(Double, **explicit)).result()
+            server = pool.submit(stack.enter_context, serving).result()
             thread = pool.submit(threading.get_native_id).result()
         until("the thread ended", lambda: not Path(f"/proc/self/task/{thread}").exists())
         server.load("double")

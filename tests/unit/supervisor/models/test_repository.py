@@ -243,9 +243,6 @@ def test_the_configuration_of_a_folder_is_read(tmp_path: Path) -> None:
     folder = scan([tmp_path])["m"]
     config, _ = read_config(folder)
     assert (config.name, config.backend, config.max_batch_size) == ("m", "python", 4)
-    text = folder.config_path.read_text()
-    folder.config_path.write_text(f"\ufeff{text}", encoding="utf-8")  # some editors begin so
-    assert read_config(folder)[0] == config
     override, _ = read_config(folder, '{"name": "m", "backend": "pytorch"}')
     assert (override.backend, override.max_batch_size) == ("pytorch", 0)
     make_folder(tmp_path, "bare", "1", config=None)
