@@ -220,7 +220,7 @@ def _parse_shape(text: str, model: ModelInterface) -> tuple[str, tuple[int, ...]
 def read_json(path: Path) -> list[Any]:
     """Return the requests of a file: a JSON list, an object's list "data", or lines (.jsonl)."""
     with convert_os_errors(f"--data: cannot read '{path}'", "not text"):
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     try:
         if path.suffix == ".jsonl":
             return [json.loads(line) for line in text.splitlines() if line.strip()]
