@@ -81,7 +81,7 @@ class Packed:
         return "INT32" if self.kind == "tokens" else "BYTES"
 
     def __repr__(self) -> str:
-        """Return the beginning of the text by which errors show the field."""
+        """Return the beginning of the field, as error messages show it."""
         beginning = b"".join(self.pieces[:1])
         if self.kind == "tokens":
             return repr(np.frombuffer(beginning, np.int32).tolist())
