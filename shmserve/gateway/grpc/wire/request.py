@@ -242,7 +242,7 @@ def _set_parameters(request: InferRequest, parameters: _Parameters) -> None:
                 _check_kind(key, kind, "int64_param", "uint64_param")
                 request.deadline_us = max(value, 0)
             case _ if key == _EMPTY_FINAL:
-                # Only decoupled models have several responses.
+                # This parameter concerns decoupled models only, which have several responses.
                 _check_kind(key, kind, "bool_param")
                 request.empty_final = value
             case _ if key.startswith("triton_"):

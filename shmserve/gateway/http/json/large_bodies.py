@@ -233,7 +233,9 @@ def check_tokens(name: str, tokens: Sequence[Any]) -> None:
         return
     for index, token in enumerate(tokens):
         if type(token) is not int or abs(token) > _MAX_TOKEN_ID:
-            raise InvalidArgument(f"{name}[{index}]: {clip(repr(token))} is not a token (INT32)")
+            raise InvalidArgument(
+                f"{name}[{index}]: {clip(repr(token))} is not a token (32-bit integer)"
+            )
 
 
 def check_count(name: str, values: Sequence[Any]) -> None:

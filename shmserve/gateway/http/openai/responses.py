@@ -200,10 +200,11 @@ def _chat_tools(body: dict[str, Any]) -> list[dict[str, Any]]:
         elif kind == "namespace":
             functions = _namespace_functions(tool, f"tools[{index}]")
             tools += [_chat_tool(function, name) for name, function in functions.items()]
-        elif kind in _HOSTED_TOOLS:
-            others.append(f"tools[{index}]: {clip(repr(kind))} is not 'function'")
         else:
-            raise InvalidArgument(f"tools[{index}]: {clip(repr(kind))} is not 'function'")
+            allowed = "'function', 'custom' or 'namespace'"
+            others.append(f"tools[{index}]: {clip(repr(kind))} is not {allowed}")
+            if kind not in _HOSTED_TOOLS:
+                raise InvalidArgument(others[-1])
     if others and not tools:
         raise InvalidArgument(others[0])
     for problem in others:
