@@ -145,7 +145,11 @@ class Top:
         return sorted(self.models, key=lambda key: (-_figure(self.models[key], self.sort_key), key))
 
     def page(self, height: int, width: int) -> list[RenderableType]:
-        """Return the lines of a page: server, models or one model, the selected model's problem."""
+        """Return the lines of a page.
+
+        A page shows the server, then the models or the details of one model, and last the problem
+        of the selected model.
+        """
         from rich.text import Text
 
         keys = self.order()

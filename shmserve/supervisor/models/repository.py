@@ -303,7 +303,7 @@ def version_fingerprint(folder: ModelFolder, version: int) -> str:
 def _all_lines(folder: ModelFolder) -> list[bytes]:
     if folder.class_file is None:
         return list(_file_lines(folder.path))
-    files = {folder.class_file, *folder.class_file.parent.glob("*.py")}  # and modules it may import
+    files = {folder.class_file, *folder.class_file.parent.glob("*.py")}  # with its modules
     return [_file_line(file.name, file) for file in files]
 
 

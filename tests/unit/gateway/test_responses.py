@@ -69,7 +69,7 @@ def test_a_process_converts_a_large_body_to_a_chat(items: Any, instructions: Any
 
 def test_warnings_of_the_process_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     parse_large({"input": "hi", "tools": [FUNCTION, {"type": "tool_search"}]})
-    assert "a tool of /v1/responses is ignored: 'tool_search' is not 'function'" in caplog.text
+    assert "a tool of /v1/responses is ignored: 'tool_search' is not 'function', " in caplog.text
 
 
 def test_a_response_repeats_large_fields_as_they_were_received() -> None:
