@@ -42,7 +42,7 @@ class FlagValues:
     positions: dict[str, str] = field(default_factory=dict)
 
     def add(self, flag: Flag, value: Value) -> None:
-        """Store a value of `flag`."""
+        """Store a value of `flag`; the values of a repeatable flag are collected in order."""
         if not flag.has_effect:
             self.without_effect.append(flag.name)
         elif flag.is_repeatable:
@@ -162,7 +162,7 @@ def parse_file(text: str, path: str) -> FlagValues:
     """Return the settings in the text of the file at `path` (pure).
 
     Raises:
-        Problems: As `read` raises it.
+        Problems: The text has invalid lines (see `read`).
     """
     try:
         top = yaml.compose(text, Loader=yaml.SafeLoader)
