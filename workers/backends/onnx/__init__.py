@@ -274,7 +274,7 @@ def _export_advice(node: Any) -> str:
 
 
 def _largest_batch(tensors: Sequence[FileTensor]) -> int:
-    """Return the largest batch size: unlimited if the first dimension varies in each tensor, else 0.
+    """Return the largest batch size: unlimited if each tensor's first dimension varies, else 0.
 
     Files rarely name the batch dimension.
     """
