@@ -197,7 +197,7 @@ def _count_visible(visible: str, count: int) -> int:
 
 
 def cuda_devices(visible: str | None = None) -> int:
-    """Return the number of CUDA devices of the host."""
+    """Return the number of CUDA devices; `visible` is CUDA_VISIBLE_DEVICES, if set."""
     devices = accelerators(visible=visible)
     return devices.count if devices.kind == "cuda" else 0
 

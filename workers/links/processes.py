@@ -446,7 +446,7 @@ class InstanceLink:
                     self._control.wake()
 
     def receive(self) -> None:
-        """Handle the received messages. For the loop: unlike `pump`, it does not wake the loop."""
+        """Handle the received messages; unlike `pump`, this method does not wake the loop."""
         with self.lock:
             dealer = self._dealer
             if dealer is None:
