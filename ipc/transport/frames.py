@@ -279,9 +279,9 @@ def _checker(annotation: Any) -> Callable[[Any], bool]:
 class Message(Record):
     """The base class of messages.
 
-    Fields are int, str, bytes, bool, float, dict, documents, or lists, also of records without
-    lists, dicts or documents. Fields with a default may be omitted at the end. The tag is the
-    class's name, or `TAG` if the wire name differs.
+    Fields are int, str, bytes, bool, float, dict, documents, or lists. A list may contain records
+    that have neither lists, dicts nor documents. Fields with a default may be omitted at the end.
+    The tag is the class's name, or `TAG` if the wire name differs.
     """
 
     TAG: ClassVar[str]
@@ -292,7 +292,7 @@ class Message(Record):
 
 
 def _read_fields(tag: str, record_class: type[Any]) -> None:
-    """Read the fields of a message class into the tables."""
+    """Store the properties of a message class's fields, for encoding and decoding."""
     hints = typing.get_type_hints(record_class)
     names = [f.name for f in fields(record_class)]
     annotations = [hints[name] for name in names]

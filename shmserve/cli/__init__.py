@@ -169,7 +169,8 @@ def _asks_for_help(arguments: list[str]) -> bool:
 def _run_with_own_flags(name: str, arguments: list[str]) -> int:
     """Run a verb whose module defines `run(args)`.
 
-    NAME.txt contains the verb's flags. `add_arguments(parser)` of the module declares arguments.
+    The parser has the flags of the table NAME.txt, if the verb has one, and then the arguments that
+    the module's function `add_arguments(parser)` adds, if there is one.
     """
     from shmserve.cli.arguments import add_flags, has_table
 
@@ -186,7 +187,7 @@ def _run_with_own_flags(name: str, arguments: list[str]) -> int:
 
 
 def _read_verbs() -> dict[str, tuple[str, str]]:
-    """Return, by verb, its line in the usage and the description in its help."""
+    """Return for each verb its line in the usage and the description in its help."""
     text = Path(__file__).with_name("verbs.txt").read_text(encoding="utf-8")
     blocks = (block.splitlines() for block in text.split("\n\n")[1:])
     return {name: (line, " ".join(description)) for name, line, *description in blocks}

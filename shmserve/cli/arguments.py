@@ -64,7 +64,7 @@ def with_scheme(url: str) -> str:
 
 
 def check_files(args: argparse.Namespace, *flags: str) -> None:
-    """Check before a long measurement that the files of these flags can be written.
+    """Check, before a long measurement, that the files that these flags name can be written.
 
     Raises:
         InvalidArgument: A file cannot be written, or the file of --plot does not end in .svg.
@@ -80,6 +80,10 @@ def check_files(args: argparse.Namespace, *flags: str) -> None:
 
 
 def write_file(flag: str, path: str, text: str) -> None:
-    """Write `text` to the path that is the value of a flag. Raises InvalidArgument."""
+    """Write `text` to the path that is the value of a flag.
+
+    Raises:
+        InvalidArgument: The file cannot be written.
+    """
     with convert_os_errors(f"--{flag}: cannot write '{path}'"):
         Path(path).write_text(text, encoding="utf-8")

@@ -145,7 +145,11 @@ class Top:
         return sorted(self.models, key=lambda key: (-_figure(self.models[key], self.sort_key), key))
 
     def page(self, height: int, width: int) -> list[RenderableType]:
-        """Return the lines of a page: server, models or one model, the selected model's problem."""
+        """Return the lines of a page.
+
+        A page shows the server, then the models or the details of one model, and last the problem
+        of the selected model.
+        """
         from rich.text import Text
 
         keys = self.order()
@@ -203,7 +207,7 @@ class Top:
         return [self._table(keys, free_lines, width), *events]
 
     def _columns(self, width: int) -> list[str]:
-        """Return the columns that fit beside names: the sort column, and the first columns."""
+        """Return the columns that fit: name, the sort column, and the first of the others."""
         ranked_columns = sorted(_COLUMNS, key=lambda key: key not in ("name", self.sort_key))
         shown_columns = ranked_columns[: max(width // _COLUMN_WIDTH - 1, 2)]
         return [key for key in _COLUMNS if key in shown_columns]

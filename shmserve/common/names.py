@@ -34,7 +34,7 @@ def check_model_name(name: str) -> None:
 
 
 def is_traversal(name: str) -> bool:
-    """Check whether a name is the path of a folder outside the repository."""
+    """Check whether a name, as a path, could be another folder than a model's in the repository."""
     return name.strip() in (".", "..") or any(mark in name for mark in "/\\\0")
 
 
@@ -67,7 +67,10 @@ class DoubledName(ValueError):
 
 
 def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object with these members (json's `object_pairs_hook`); raise DoubledName."""
+    """Return a JSON object's members by name; raise DoubledName if a name is repeated.
+
+    This function is an `object_pairs_hook` of the module json.
+    """
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:

@@ -320,7 +320,9 @@ class Regions:
     def inputs(self, items: Sequence[Inputs]) -> list[Inputs]:
         """Return the same requests with their inputs in a region.
 
-        Raises Unavailable or TransportError.
+        Raises:
+            Unavailable: There is no memory for the region.
+            TransportError: The server rejects the region.
         """
         parts: list[RegionPart] = []
         name = self._name("in")
@@ -336,7 +338,12 @@ class Regions:
         return [[replace(tensor, raw=b"", part=part) for tensor, part in item] for item in assigned]
 
     def outputs(self, byte_sizes: Mapping[str, int], slots: int) -> list[dict[str, RegionPart]]:
-        """Reserve space for the outputs of each slot. Raises Unavailable, TransportError."""
+        """Reserve space in a region for the outputs of each slot; return the parts by output.
+
+        Raises:
+            Unavailable: There is no memory for the region.
+            TransportError: The server rejects the region.
+        """
         name = self._name(f"out{slots}")
         output_parts: list[dict[str, RegionPart]] = []
         offset = 0

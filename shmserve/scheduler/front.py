@@ -258,7 +258,7 @@ class Core(Protocol[R]):
         """
 
     def gauges(self) -> dict[str, Any]:
-        """Return the current values for metrics: pending, executing, instances, malformed."""
+        """Return the current values for metrics by name, such as `pending` and `executing`."""
 
     def drain(self, sequences: bool) -> None:
         """Start to drain; with `sequences`, the drain waits until open sequences have ended."""
@@ -457,7 +457,7 @@ class Front(Generic[R]):
         self._reports.restore(snapshot, alive)
 
     def count_unexpected(self) -> None:
-        """Count a dropped message that its sender may never send, or not at this time."""
+        """Count a message that was dropped because its sender must not send it, ever or now."""
         self._reports.unexpected += 1
 
     def _collect_gauges(self) -> dict[str, Any]:

@@ -412,7 +412,7 @@ class InstanceLink:
             return self._dealer is not None and self._dealer.flush()
 
     def flush_soon(self) -> bool:
-        """Call `flush`, or delay it to the next message or a timer shortly after another flush.
+        """Call `flush`, or soon after another flush delay it until a timer or another message.
 
         Returns:
             False if the link is known to be disconnected.
@@ -446,7 +446,7 @@ class InstanceLink:
                     self._control.wake()
 
     def receive(self) -> None:
-        """Handle the received messages. For the loop: unlike `pump`, it does not wake the loop."""
+        """Handle the received messages; unlike `pump`, this method does not wake the loop."""
         with self.lock:
             dealer = self._dealer
             if dealer is None:

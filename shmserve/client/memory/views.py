@@ -36,7 +36,8 @@ class MemoryLease:
 
     Attributes:
         on_end: Called when the last array is gone.
-        released: Whether the program released the memory explicitly; the arrays then raise.
+        released: Whether the program released the memory explicitly; the arrays then raise
+            Released.
     """
 
     __slots__ = ("__weakref__", "on_end", "released")
@@ -75,7 +76,7 @@ class View(np.ndarray[Any, Any]):
         self._lease = getattr(source, "_lease", None)
 
     def plain(self) -> np.ndarray[Any, Any]:
-        """Return the same memory as a plain array. Raises Released."""
+        """Return the same memory as a plain array; raise Released after its release."""
         self.check()
         return np.ndarray.view(self, np.ndarray)
 
@@ -119,12 +120,12 @@ class View(np.ndarray[Any, Any]):
         return self.plain().__dlpack__(**options)
 
     def copy(self, order: Any = "C") -> Any:
-        """Return a copy as a plain array. Raises Released."""
+        """Return a copy as a plain array; raise Released after the memory's release."""
         return self.plain().copy(order)
 
     @property
     def flat(self) -> Any:
-        """Return an iterator over the elements. Raises Released."""
+        """Return an iterator over the elements; raise Released after the memory's release."""
         return self.plain().flat
 
     def __copy__(self) -> Any:

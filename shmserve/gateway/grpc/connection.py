@@ -41,7 +41,7 @@ _TLS_READ_BYTES = 64 * 1024
 
 
 class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
-    """One client's connection."""
+    """The gRPC connection of one client."""
 
     def __init__(self, acceptor: Acceptor, front: GrpcFront) -> None:
         self._acceptor = acceptor
@@ -203,7 +203,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 self._pause_reading(pause_s)
 
     def _pause_reading(self, seconds: float) -> None:
-        """Pause reading for `seconds`, which depend on the client's useless frames."""
+        """Pause reading for `seconds`; the caller derives them from the client's useless frames."""
         if self.transport is not None:
             self.transport.pause_reading()
             self.loop.call_later(seconds, self._resume_reading)

@@ -1,6 +1,6 @@
 """The dashboard of a metrics listener: the page at `/` and its feed of figures at `/live`.
 
-GET /live sends the server's figures as server-sent events, one a second, to any number of viewers.
+GET /live sends the server's figures as server-sent events, one a second, to several viewers.
 The first event for a viewer contains all figures and their history of ten minutes; later events
 contain the models that changed. While no viewer is connected, the schedulers are queried only every
 five seconds, for the history.
@@ -57,7 +57,7 @@ _MAX_INTERVAL_S = 5.0
 # Processes are read with every fifth snapshot, since /proc is slow.
 _SNAPSHOTS_PER_PROCESS_READ = 5
 _STATE_TIMEOUT_S = 1.0
-_HEADERS = b"Content-Type: %b\r\nCache-Control: no-store\r\n" % SERVER_SENT_EVENTS.content_type
+_HEADERS = SERVER_SENT_EVENTS.headers + b"Cache-Control: no-store\r\n"
 _TOPICS = (m.MODELS, m.PROCESSES, m.REGIONS, m.HEALTH)
 _MAX_EVENTS = 100
 _PAGE_FILE = Path(__file__).with_name("pages") / "dashboard.html"
@@ -343,6 +343,6 @@ def _load_page() -> tuple[bytes, bytes]:
 
 
 def _content_hash(body: bytes, tag: bytes) -> str:
-    """Return the hash by which the policy permits the only element with this tag."""
+    """Return the hash of the only element with this tag, for the Content-Security-Policy."""
     (content,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), body, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"

@@ -119,7 +119,10 @@ async def _load(gateway: Gateway, request: HttpRequest, name: str, version: str)
 
 
 def _is_plain(request: HttpRequest) -> bool:
-    """Return whether the response depends only on the body, and neither body is compressed."""
+    """Return whether the response depends only on the request's body.
+
+    Neither the request's nor the response's body may be compressed.
+    """
     headers = request.headers
     return not (
         request.is_http10
@@ -179,7 +182,7 @@ class HttpInference(UnaryInference):
     _waiter: asyncio.Future[None] | None = field(init=False, default=None)
 
     def on_arrival(self) -> None:
-        """Handle the arrival of the response."""
+        """Write the response, or resume the task that awaits it."""
         write_response, self.write_response = self.write_response, None
         if write_response is None:
             resolve_future(self._waiter, None)
@@ -389,7 +392,7 @@ class ResponseQueue:
 
     @property
     def headers(self) -> bytes:
-        """Return the headers of the response, which identify the trace also for later errors."""
+        """Return the header of the response that identifies the trace, if there is one."""
         trace = self.request.built_request.trace
         return b"" if trace is None else traceparent_header(trace.context.traceparent)
 
@@ -456,7 +459,7 @@ def streaming_response(
     A client that does not read receives no credit, so that the model waits. The request is
     cancelled when the client disconnects.
     """
-    headers = b"Content-Type: %b\r\n" % framing.content_type + queue.headers
+    headers = framing.headers + queue.headers
     response = ChunkedResponse(status, _encode_batches(framing, queue, encode), headers)
     response.on_sent = queue.close
     return response

@@ -255,6 +255,8 @@ class ChunkedResponse(HttpResponse):
         self.close = self.close or not chunked
         transport.write(self._head(chunked=chunked))
         async with contextlib.aclosing(self._batches) as batches:
+            if request.method == "HEAD":
+                return
             async for chunks in batches:
                 encoded = map(_encode_chunk, filter(None, chunks)) if chunked else chunks
                 transport.write(b"".join(encoded))
@@ -326,7 +328,14 @@ def error_response(
     headers: bytes = b"",
     close: bool = False,
 ) -> HttpResponse:
-    """Return the response of an error."""
+    """Return the response for an error.
+
+    Args:
+        error: The error, which determines the status.
+        encode_error: Encodes the body in the format of the route's API.
+        headers: Further header lines.
+        close: Whether the connection ends with this response.
+    """
     return HttpResponse(error.status, (encode_error(error),), JSON_HEADER + headers, close=close)
 
 
@@ -337,8 +346,13 @@ class Framing(NamedTuple):
     prefix: bytes
     suffix: bytes
 
+    @property
+    def headers(self) -> bytes:
+        """The headers of a stream. nginx buffers responses unless X-Accel-Buffering is "no"."""
+        return b"Content-Type: %b\r\nX-Accel-Buffering: no\r\n" % self.content_type
+
     def frame(self, json: bytes) -> bytes:
-        """Return one framed text."""
+        """Return a JSON text with the prefix and the suffix of this framing."""
         return b"%b%b%b" % (self.prefix, json, self.suffix)
 
 

@@ -99,7 +99,10 @@ class Account:
         self._trial_misses += misses
 
     def subtract_trial_misses(self, misses: int) -> int:
-        """Return how many misses exceed the misses that trials have paid for, which are used up."""
+        """Return how many of `misses` were not caused by trials.
+
+        Misses count as caused by trials until the number that trials have paid for is used up.
+        """
         caused = min(misses, int(self._trial_misses))
         self._trial_misses -= caused
         return misses - caused
@@ -371,7 +374,7 @@ class AdaptiveBatcher(Batcher):
 
     @property
     def _is_out_of_reach(self) -> bool:
-        """Return whether the target is out of reach."""
+        """Return whether so many requests have missed the target that it cannot be met."""
         return self._excess_misses > _HOPELESS_MISSES
 
     def _best_size(self, units: int) -> int:

@@ -436,7 +436,7 @@ class Arrivals:
         self._last_event_ns = 0
 
     def record_arrival(self, now_ns: int, in_flight: int, soon_ns: float) -> None:
-        """Record an arrival; if it came within `soon_ns` of the last event, record the gap."""
+        """Record the gap between an arrival and the last event, or a miss if it is too long."""
         gap_ns = now_ns - self._last_event_ns
         if gap_ns <= soon_ns:
             self._current_statistics().record_gap(gap_ns)
@@ -538,7 +538,7 @@ class Load:
 
     @property
     def rows_per_ns(self) -> float:
-        """Return the rows that arrive per ns."""
+        """Return the rows that arrive per ns for each instance."""
         return self._arrived_rows / max(self._interval_ns, 1.0) / self._busy_instances
 
     @property
@@ -548,12 +548,12 @@ class Load:
 
     @property
     def waiting_rows(self) -> float:
-        """Return the rows that are not completed."""
+        """Return the rows that are not completed, for each instance."""
         return self.in_flight * self._rows_per_request / self._busy_instances
 
     @property
     def max_in_flight(self) -> float:
-        """Return the recent maximum of requests that were not completed."""
+        """Return the recent maximum of requests that were not completed, for each instance."""
         return self._max_in_flight / self._busy_instances
 
     @property

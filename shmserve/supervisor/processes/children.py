@@ -70,7 +70,7 @@ class Child:
 
     @property
     def was_killed(self) -> bool:
-        """Return whether an operator, or the kernel for lack of memory, has killed it."""
+        """Return whether an operator, or the kernel for lack of memory, has killed the process."""
         return self.reason == f"signal {signal.SIGKILL.value}"
 
     async def until_exit(self) -> str:
@@ -138,7 +138,7 @@ class ProcessTable:
             self._kill_strays()
 
     async def wait_for_trackers(self, timeout_s: float) -> None:
-        """Wait until the resource trackers of ended models have removed their shared memory.
+        """Wait until the resource trackers of ended models have removed the models' shared memory.
 
         When the supervisor exits, systemd and containers kill all processes that are left.
         """
@@ -350,7 +350,7 @@ class Zygote:
         self._serve(_ZygoteProcess(self._table.adopt(pid, self._title), own_end))
 
     def _serve(self, process: _ZygoteProcess) -> None:
-        """Use this process for further requests."""
+        """Send all further requests to this process, which is the zygote or its former spare."""
         self._serving_zygote = process
         process.child.exited.add_done_callback(self._on_exit)
         self._loop.add_reader(process.link.fileno(), self._read_responses)
@@ -553,7 +553,7 @@ def worker_preloads(
     """Return the modules to import and functions to call, in order, before the zygote forks.
 
     Importing torch takes a second and about 200 MB. The zygote imports torch if a model's file
-    needs it or names it. A worker whose model imports torch by other ways imports it itself.
+    needs it or names it. A worker whose model imports torch in other ways imports it itself.
 
     Args:
         repositories: The model repositories.

@@ -152,7 +152,7 @@ class PytorchBackend(Backend):
             raise InvalidArgument(text) from None
 
     def _plan_memory(self, config: ModelSpec, signature: Signature) -> Graphs | None:
-        """Allocate the memory of a model with fixed shapes; return its CUDA graphs, if enabled."""
+        """Allocate the memory of a model with fixed shapes; return its CUDA graphs, or None."""
         plan = self._runner.memory_plan(config, self._program.module)
         graphs, recorder, use_graphs = None, self._recorder(), config.optimization.cuda_graphs
         if use_graphs and (plan is None or recorder is None):
@@ -176,7 +176,7 @@ class PytorchBackend(Backend):
         return graphs
 
     def _recorder(self) -> Recorder | None:
-        """Return the recorder of CUDA graphs on this device, if there is one."""
+        """Return a recorder of CUDA graphs, or None if this device is not a CUDA device."""
         return CudaRecorder(self._device.torch) if self._device.torch.type == "cuda" else None
 
     def _open_program(self, config: ModelSpec) -> tuple[Program, FileDescription | None]:

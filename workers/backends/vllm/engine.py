@@ -141,7 +141,7 @@ class VllmCall:
 
 
 def parse_message(parser: Any, request: Any, sample: Any, prompt: list[int]) -> dict[str, Any]:
-    """Return the content, the reasoning and the tool calls in the text of a sample.
+    """Return the members of the message in a sample's text: content, reasoning and tool calls.
 
     Args:
         parser: vLLM's parser for the message of this sample.
@@ -347,7 +347,7 @@ class VllmEngine:
 
 
 def max_tokens_cap(config: Any, defaults: Mapping[str, Any]) -> int | None:
-    """Return the maximum of `max_tokens`, which the arguments of vLLM's server may set."""
+    """Return the maximum of `max_tokens` that the arguments of vLLM's server set, or None."""
     if config.generation_config in ("auto", "vllm"):
         return (config.override_generation_config or {}).get("max_new_tokens")
     return defaults.get("max_tokens")
@@ -357,7 +357,8 @@ def _request_body(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters as fields of vLLM's API, with the older names of constraints replaced.
 
     Raises:
-        InvalidArgument: A value is not an object. vLLM would fail with an AttributeError.
+        InvalidArgument: The constraints contradict each other, or are not an object. vLLM would
+            fail with an AttributeError in the latter case.
     """
     body = {name: value for name, value in parameters.items() if value is not None}
     for name in ("structured_outputs", "guided_decoding"):
@@ -373,7 +374,7 @@ def _request_body(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_request(request_class: Any, body: dict[str, Any]) -> Any:
-    """Return a request of vLLM's API; raise InvalidArgument for a field that vLLM lacks."""
+    """Return a request of vLLM's API; raise InvalidArgument for a field that is not supported."""
     body = {name: value for name, value in body.items() if name not in _UNUSED}
     _check_known(body, request_class.model_fields, "{}: vLLM has no such parameter")
     if body.get("use_beam_search"):

@@ -81,7 +81,7 @@ class Packed:
         return "INT32" if self.kind == "tokens" else "BYTES"
 
     def __repr__(self) -> str:
-        """Return the beginning of the text by which errors show the field."""
+        """Return the beginning of the field, as error messages show it."""
         beginning = b"".join(self.pieces[:1])
         if self.kind == "tokens":
             return repr(np.frombuffer(beginning, np.int32).tolist())
@@ -228,7 +228,7 @@ def are_tokens(value: Any) -> bool:
 
 
 def check_tokens(name: str, tokens: Sequence[Any]) -> None:
-    """Raise InvalidArgument if an element is not an integer, or if INT32 would wrap it."""
+    """Raise InvalidArgument if an element is not an integer, or exceeds the range of INT32."""
     if {*map(type, tokens)} == {int} and max(-min(tokens), max(tokens)) <= _MAX_TOKEN_ID:
         return
     for index, token in enumerate(tokens):

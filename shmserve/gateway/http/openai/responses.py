@@ -401,7 +401,10 @@ class ResponseObject:
 
     @cached_property
     def _calls(self) -> dict[str, tuple[str, dict[str, str]]]:
-        """Return the type and names of a call's item, by custom tool or function of a namespace."""
+        """Return the item type and the name members of calls, by the name that the model calls.
+
+        Only custom tools and functions of namespaces have an entry.
+        """
         calls: dict[str, tuple[str, dict[str, str]]] = {}
         tools = self.body.get("tools") or []
         for tool in tools if type(tools) is list else orjson.loads(orjson.dumps(tools)):
@@ -480,7 +483,10 @@ class ResponseObject:
         return [*events, self._event("response.output_item.done", output_index=index, item=item)]
 
     def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Return an event of the last item; a `kind` of ".done" follows the prefix of its type."""
+        """Return an event of the last item.
+
+        A `kind` that begins with "." is appended to the event prefix of the item's type.
+        """
         item = self._items[-1]
         kind = _ITEM_TYPES[item["type"]][1] + kind if kind.startswith(".") else kind
         location: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._items) - 1}
