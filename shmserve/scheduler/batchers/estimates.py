@@ -436,7 +436,7 @@ class Arrivals:
         self._last_event_ns = 0
 
     def record_arrival(self, now_ns: int, in_flight: int, soon_ns: float) -> None:
-        """Record the gap between an arrival and the last event, or a miss if it is too long."""
+        """Record the gap since the last event, or a miss if the gap exceeds `soon_ns`."""
         gap_ns = now_ns - self._last_event_ns
         if gap_ns <= soon_ns:
             self._current_statistics().record_gap(gap_ns)
