@@ -5,7 +5,7 @@ The states of a request (this module performs no I/O):
     submit ──> pending ──Finished, Responded (final)───> responded, its memory is free
                  │  ├──Responded───────────────────────> pending; must not run again
                  │  ├──Failed──────────────────────────> responded, its memory is free
-                 │  ├──Failed (early)──> settling ──Settled──> its memory is free
+                 │  ├──Failed (early)──> failed_early ──Settled──> its memory is free
                  │  └──Failed (UNAVAILABLE)────────────> resubmitted to its current scheduler
                  └──its scheduler is lost──> resubmitted to the successor or to the model's current
                                              scheduler; failed if it must not run again
@@ -170,12 +170,13 @@ class SchedulerClient(Generic[R]):
 
     Attributes:
         pending: The requests that await a response, by number.
-        settling: The requests that have failed while a worker still uses their memory, by number.
+        failed_early: The requests that have failed while a worker still uses their memory, by
+            number.
         successors: The successors of lost schedulers. The owner records a loss before it calls
             `handle_loss`.
     """
 
-    __slots__ = ("_find_scheduler", "_links", "pending", "settling", "successors")
+    __slots__ = ("_find_scheduler", "_links", "failed_early", "pending", "successors")
 
     def __init__(
         self,
@@ -197,10 +198,10 @@ class SchedulerClient(Generic[R]):
         self._find_scheduler = find_scheduler
         self.successors = Successors() if successors is None else successors
         self.pending: dict[int, R] = {}
-        self.settling: dict[int, R] = {}
+        self.failed_early: dict[int, R] = {}
 
     def __bool__(self) -> bool:
-        return bool(self.pending or self.settling)
+        return bool(self.pending or self.failed_early)
 
     # --- to schedulers
 
@@ -232,11 +233,11 @@ class SchedulerClient(Generic[R]):
     def _submit_to_successor(self, request: R, successor: str) -> None:
         endpoint = successor or self._find_scheduler(request, None)
         if endpoint and endpoint not in self.successors:
-            self._submit_again(request, endpoint)
+            self._resubmit(request, endpoint)
         elif endpoint is not None:
             request.fail_stranded()
 
-    def _submit_again(self, request: R, endpoint: str) -> None:
+    def _resubmit(self, request: R, endpoint: str) -> None:
         self.submit(request, endpoint, message_size(request.submit))
 
     def cancel(self, request: R, keeps_reading: bool = False) -> None:
@@ -286,14 +287,14 @@ class SchedulerClient(Generic[R]):
         number = message.id
         request = self.pending.get(number)
         if request is None or request.endpoint != endpoint or message_type not in _RESPONSE_TYPES:
-            self._handle_late(endpoint, message)
+            self._handle_unmatched(endpoint, message)
             return
         if message_type is Responded:
             request.responses += 1
             if not message.final:  # type: ignore[union-attr]
                 request.respond(message)  # type: ignore[arg-type]
                 return
-        elif message_type is Failed and self._handle_kept_failure(request, message):  # type: ignore[arg-type]
+        elif message_type is Failed and self._handle_failure_keeping_memory(request, message):  # type: ignore[arg-type]
             return
         if number in self.pending:
             del self.pending[number]
@@ -315,7 +316,7 @@ class SchedulerClient(Generic[R]):
         del self.pending[message.id]
         return request
 
-    def _handle_kept_failure(self, request: R, failure: Failed) -> bool:
+    def _handle_failure_keeping_memory(self, request: R, failure: Failed) -> bool:
         """Handle a failure after which the request keeps its memory.
 
         Either a worker still uses the memory (`early`), or the refused request is resubmitted.
@@ -326,7 +327,7 @@ class SchedulerClient(Generic[R]):
         number = request.submit.id
         if failure.early:
             # Recorded first: a worker still uses the memory, even if a signal comes.
-            self.settling[number] = request
+            self.failed_early[number] = request
             del self.pending[number]
             request.respond(failure)
             return True
@@ -335,30 +336,30 @@ class SchedulerClient(Generic[R]):
         del self.pending[number]
         endpoint = self._find_scheduler(request, failure)
         if endpoint and endpoint != request.endpoint:
-            self._submit_again(request, endpoint)
+            self._resubmit(request, endpoint)
             return True
         return endpoint is None
 
-    def _handle_late(self, endpoint: str, message: SchedulerToClient) -> None:
+    def _handle_unmatched(self, endpoint: str, message: SchedulerToClient) -> None:
         """Handle a message for which no request is pending at that scheduler."""
         if isinstance(message, StatisticsReported):
             self.handle_report(message)
             return
-        request = self.settling.get(message.id)
+        request = self.failed_early.get(message.id)
         if request is not None and request.endpoint != endpoint:
             request = None
         if not isinstance(message, Settled):  # the worker still executes a request that failed here
             self.discard(endpoint, message, () if request is None else request.own_memories())
         elif request is not None:
-            self._settle(message.id)
+            self._free_failed_early(message.id)
 
     def handle_report(self, message: StatisticsReported) -> None:
         """Handle a scheduler's statistics. A subclass that requests statistics overrides this."""
 
-    def _settle(self, number: int) -> None:
-        request = self.settling[number]
+    def _free_failed_early(self, number: int) -> None:
+        request = self.failed_early[number]
         self.pending.pop(number, None)  # still present if a signal interrupted its early failure
-        del self.settling[number]
+        del self.failed_early[number]
         request.free()
 
     # --- losses
@@ -370,11 +371,11 @@ class SchedulerClient(Generic[R]):
         successor, or to the scheduler that currently serves the model.
         """
         successor = self.successors.latest(endpoint)
-        self._links.drain(endpoint, self._handle_last)
+        self._links.drain(endpoint, self._handle_before_loss)
         for request in self.withdraw(endpoint):
             self._submit_to_successor(request, successor)
 
-    def _handle_last(self, endpoint: str, message: Any) -> None:
+    def _handle_before_loss(self, endpoint: str, message: Any) -> None:
         try:
             self.handle(endpoint, message)
         except Exception:  # the remaining requests must still be resubmitted after any exception
@@ -389,9 +390,9 @@ class SchedulerClient(Generic[R]):
             The requests to resubmit, in the order of submission.
         """
         resubmitted: list[R] = []
-        for number, request in list(self.settling.items()):
+        for number, request in list(self.failed_early.items()):
             if request.endpoint == endpoint:
-                self._settle(number)
+                self._free_failed_early(number)
         for number, request in list(self.pending.items()):
             if request.endpoint != endpoint:
                 continue
@@ -412,8 +413,8 @@ class SchedulerClient(Generic[R]):
         Returns:
             The requests that were pending.
         """
-        for number in list(self.settling):
-            self._settle(number)
+        for number in list(self.failed_early):
+            self._free_failed_early(number)
         pending = list(self.pending.values())
         self.pending.clear()
         return pending

@@ -1,6 +1,6 @@
 """The times of a request: a span for each model that processed it.
 
-    Submit.trace ──> scheduler ──Work.trace──> worker ──> the model's calls of other models
+    Submit.trace ──> scheduler ──WorkItem.trace──> worker ──> the model's calls of other models
     Finished.spans <── scheduler <── BatchFinished.spans <──┘
 
 The spans are followed by the tensors of the requests if the trace asks for them.

@@ -34,7 +34,7 @@ from shmserve.ipc.messages.inference import (
     Execute,
     Reply,
     SequenceRow,
-    Work,
+    WorkItem,
 )
 from shmserve.ipc.model_spec import CORRELATION_ID, InitialState, ModelSpec, SequenceState
 from shmserve.ipc.tensors.arrays import encode_bytes
@@ -298,7 +298,7 @@ def _state_spec(state: SequenceState, model_dir: Path, batched: bool) -> StateSp
 
 
 _EMPTY_INFERENCE = pack_inference(Inference(()))
-_NULL_WORK = Work(0, 0, *_EMPTY_INFERENCE)
+_NULL_WORK = WorkItem(0, 0, *_EMPTY_INFERENCE)
 _NULL_SCHEMA = RequestSchema(_EMPTY_INFERENCE[0])
 _NULL_ROW = SequenceRow(0, 0)
 
@@ -317,7 +317,7 @@ class SequenceExecutor(Executor):
         self._controls = read_controls(config)
         self._supports_batching = config.max_batch_size > 0
         # Always copies, because requests of sequences are not retried with copies.
-        self._policy.copies_inputs = True
+        self._input_policy.copies_inputs = True
         states = read_states(config, self._context.model_dir)
         self._states = States(states, self._backend.read_only_inputs)
         # The outputs that are also sent to clients.
@@ -437,7 +437,7 @@ class _RowRequest:
     row: SequenceRow = _NULL_ROW
 
 
-def _with_ids(work: Work, row: SequenceRow) -> Work:
+def _with_ids(work: WorkItem, row: SequenceRow) -> WorkItem:
     """Return the work with the ids and flags that the scheduler has assigned.
 
     The scheduler gives ids to requests without one, and removes flags of requests that run again.

@@ -195,10 +195,10 @@ def schedule(sequences: int, rounds: int) -> dict[str, float]:
                 RowResult(
                     row.sequence,
                     [7],
-                    "length" if row.start == PROMPT_TOKENS + NEW_TOKENS - 2 else "",
+                    "length" if row.start_position == PROMPT_TOKENS + NEW_TOKENS - 2 else "",
                 )
                 for row in step.rows
-                if row.samples
+                if row.is_sampled
             ]
             stepped = Stepped(number, results, 0, 20_000_000, 0)
             responded = time.thread_time()

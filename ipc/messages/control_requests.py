@@ -78,7 +78,7 @@ class IndexRepository(ControlRequest, Message):
     ready: bool
 
 
-class NameModels(ControlRequest, Message):
+class ListModelNames(ControlRequest, Message):
     """Sent by a gateway to the supervisor to request {"names": {model: [aliases]}}.
 
     The reply contains the generative models that are not loaded, but are loaded on demand.
@@ -113,7 +113,7 @@ class WantModel(ControlRequest, Message):
     """
 
     name: str
-    patience_s: float
+    timeout_s: float
 
 
 class FindModel(ControlRequest, Message):
@@ -125,10 +125,10 @@ class FindModel(ControlRequest, Message):
 
     name: str
     version: str
-    patience_s: float = 0.0
+    timeout_s: float = 0.0
 
 
-class AskReady(ControlRequest, Message):
+class QueryReadiness(ControlRequest, Message):
     """Sent by a gateway or a worker to the supervisor to request {"ready"} of a model.
 
     The supervisor asks the model, which reports its own readiness. Version "" means the latest.
@@ -188,7 +188,7 @@ class UnregisterRegion(ControlRequest, Message):
     name: str
     uid: int
     groups: list[int]
-    cuda: bool = False
+    is_cuda: bool = False
 
 
 class RegionInUse(Message):
@@ -198,7 +198,7 @@ class RegionInUse(Message):
     """
 
     memory_id: int
-    used: bool
+    in_use: bool
 
 
 class RegionReleased(Message):
@@ -244,7 +244,7 @@ class ReturnWorkspace(Message):
     offset: int
 
 
-class AskTicket(Message):
+class RequestTicket(Message):
     """Sent by a scheduler to the supervisor to reserve the resources of an execution.
 
     The execution is on instance `index`, process `pid`. `TicketGranted` with the number `ticket`
@@ -285,7 +285,7 @@ class CallsWaiting(Message):
     """
 
     model: str
-    waits: list[Any]
+    waiting_calls: list[Any]
 
 
 class CallDeadlocked(Message):
@@ -296,7 +296,7 @@ class CallDeadlocked(Message):
     """
 
     key: int
-    chain: str
+    model_chain: str
 
 
 class TicketGranted(Message):
@@ -376,9 +376,9 @@ class WithdrawMemory(Message):
 
 Answer = Answered | Refused
 LoadRequest = LoadModel | UnloadModel
-AdminRequest = LoadRequest | IndexRepository | NameModels | ChangeLogging | ChangeTracing
+AdminRequest = LoadRequest | IndexRepository | ListModelNames | ChangeLogging | ChangeTracing
 RegionRequest = RegisterRegion | RegisterCudaRegion | UnregisterRegion
 RegionUse = RegionInUse | RegionReleased | RegionAbandoned
 WorkspaceRequest = LeaseWorkspace | ReturnWorkspace
-TicketRequest = AskTicket | CheckHolders | TicketReturned
+TicketRequest = RequestTicket | CheckHolders | TicketReturned
 SchedulerRequest = TicketRequest | CallsWaiting

@@ -27,8 +27,8 @@ class SchedulingLimits:
     """Server-wide scheduling settings.
 
     A value of 0 disables `execution_timeout_s`, `request_timeout_us` and `max_queue_size`. A
-    batcher delays its first batch until `delay_scheduler` requests wait, and a sequence batcher
-    until `backlog_delay_scheduler` requests wait without a slot. `quantiles` are the reported
+    batcher delays its first batch until `min_queued_requests` requests wait, and a sequence batcher
+    until `min_backlogged_requests` requests wait without a slot. `quantiles` are the reported
     quantiles of the last minute's durations.
     """
 
@@ -36,8 +36,8 @@ class SchedulingLimits:
     request_timeout_us: int = 0
     request_timeout_is_deadline: bool = False
     max_queue_size: int = 0
-    delay_scheduler: int = 0
-    backlog_delay_scheduler: int = 0
+    min_queued_requests: int = 0
+    min_backlogged_requests: int = 0
     quantiles: tuple[float, ...] = ()
     rate_limited: bool = False  # whether instances execute only with a ticket
 
@@ -81,7 +81,7 @@ class SchedulerStart:
     arena_byte_size: int = 0  # size of the output arena
     limits: SchedulingLimits = field(default_factory=SchedulingLimits)
     cache: CacheStart = field(default_factory=CacheStart)
-    snapshot: list[Any] = field(default_factory=list)
+    statistics_snapshot: list[Any] = field(default_factory=list)
     worker_pids: list[int] = field(default_factory=list)
 
 
@@ -124,11 +124,11 @@ class WorkspaceStart:
 
 def encode_start(start: Any) -> bytes:
     """Encode a start record as MessagePack. Paths need not be UTF-8."""
-    data: bytes = msgpack.packb(start, default=_plain, unicode_errors="surrogateescape")
+    data: bytes = msgpack.packb(start, default=_to_plain_value, unicode_errors="surrogateescape")
     return data
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_value(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, ModelSpec):
@@ -180,7 +180,7 @@ class Ping(Message):
     The receiver sends `Acknowledged` with this number.
     """
 
-    acknowledge: int
+    change_number: int
 
 
 class LoadsFailed(Message):
@@ -321,7 +321,7 @@ class RetireInstance(Message):
     index: int
 
 
-class CountChange(Message):
+class InstanceCountChanged(Message):
     """Sent by the supervisor to a scheduler when the autoscaler changes the instances' number.
 
     The scheduler counts the change for its metrics.
@@ -447,7 +447,7 @@ class LoadFailed(Message):
 
     code: str
     message: str
-    frames: str = ""
+    model_traceback: str = ""
 
 
 class Attach(Message):
@@ -511,7 +511,7 @@ class WorkspaceAllocated(Message):
 
 
 StopCommand = Drain | Stop
-PoolChange = InstanceExpected | InstanceGone | RetireInstance | CountChange
+PoolChange = InstanceExpected | InstanceGone | RetireInstance | InstanceCountChanged
 InstanceReport = InstanceServed | KillInstance | InstanceRetired
 LoadCommand = CompleteConfig | LoadInstance | Attach
 LoadReport = WorkerStarted | ConfigCompleted | InstanceLoaded | LoadFailed

@@ -6,7 +6,7 @@
     its data         the bytes or range of each output
 
 Ranges are packed by `descriptors.pack_range`. The properties of a single request (id, sequence,
-timeouts) are separate fields of `Submit` and `Work`.
+timeouts) are separate fields of `Submit` and `WorkItem`.
 """
 
 from __future__ import annotations

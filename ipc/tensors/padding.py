@@ -120,7 +120,7 @@ class PaddedBatch:
     _padding: Padding
     _constant_part: bytes | None = None
     _largest_shapes: Sequence[Shape] = ()
-    _rows: int = 0
+    _row_count: int = 0
     _pads: tuple[Pad, ...] = field(init=False)
     _true_elements: list[int] = field(init=False)
     _elements_if_alone: list[int] = field(init=False)
@@ -152,7 +152,7 @@ class PaddedBatch:
         else:
             pairs = zip(self._largest_shapes, shapes, strict=True)
             largest = [tuple(map(max, first, second)) for first, second in pairs]
-        rows = self._rows + units
+        rows = self._row_count + units
         true_elements = self._true_elements.copy()
         elements_if_alone = self._elements_if_alone.copy()
         for index, (pad, shape, limit) in enumerate(zip(self._pads, shapes, largest, strict=True)):
@@ -169,7 +169,7 @@ class PaddedBatch:
                 is_wasteful or padded_elements > _MAX_PADDED_ELEMENTS
             ):
                 return False
-        self._constant_part, self._largest_shapes, self._rows = constant_part, largest, rows
+        self._constant_part, self._largest_shapes, self._row_count = constant_part, largest, rows
         self._true_elements, self._elements_if_alone = true_elements, elements_if_alone
         return True
 
@@ -180,7 +180,7 @@ class PaddedBatch:
             self._pads, self._largest_shapes, self._true_elements, strict=True
         ):
             padded_shape = pad.padded_shape(largest_shape) or largest_shape
-            padded_count = self._rows * element_count(padded_shape)
+            padded_count = self._row_count * element_count(padded_shape)
             counts[pad.name] = padded_count, padded_count - true_count
         return counts
 

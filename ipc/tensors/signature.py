@@ -99,7 +99,7 @@ class Signature:
         """
         spec = self.outputs[name]
         item_size = ITEM_SIZE[spec.datatype]
-        if not item_size or not spec.static:
+        if not item_size or not spec.is_static:
             return None
         return element_count(spec.dims) * item_size * (batch_size if self.max_batch_size else 1)
 

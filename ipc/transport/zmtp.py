@@ -64,7 +64,7 @@ class Decoder:
     dropped_messages: int = 0
     _buffer: bytearray = field(default_factory=bytearray)
     _needed_bytes: int = 0  # minimum size of the buffer that contains a complete frame
-    _greeted: bool = False
+    _has_greeting: bool = False
     _skipping: bool = False  # whether the current frame belongs to a multipart message
 
     @property
@@ -92,9 +92,9 @@ class Decoder:
             buffer.clear()
         messages: list[bytes] = []
         offset = 0
-        if not self._greeted:
+        if not self._has_greeting:
             offset = self._decode_greeting(data)
-        if self._greeted:
+        if self._has_greeting:
             offset = self._decode_frames(data, offset, messages)
         if offset < len(data):
             buffer += data[offset:]
@@ -108,7 +108,7 @@ class Decoder:
         elif data[10] < 3 or data[12:32] != GREETING[12:32]:
             self.violation = "an unsupported version or mechanism of ZMTP"
         else:
-            self._greeted = True
+            self._has_greeting = True
             return len(GREETING)
         return 0
 

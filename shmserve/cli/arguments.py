@@ -16,13 +16,13 @@ from shmserve.config.flags import Flag, parse_flag_table
 from shmserve.errors import InvalidArgument, convert_os_errors
 
 
-def _table(name: str) -> Path:
+def _flag_table_path(name: str) -> Path:
     return Path(__file__).with_name(f"{name}.txt")
 
 
 def has_table(name: str) -> bool:
     """Return whether a verb has a table of flags."""
-    return _table(name).exists()
+    return _flag_table_path(name).exists()
 
 
 def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None:
@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None
         table: The name of the table's file, without its suffix.
         groups: The groups to add; all if none is named.
     """
-    text = _table(table).read_text(encoding="utf-8")
+    text = _flag_table_path(table).read_text(encoding="utf-8")
     for title, flags in parse_flag_table(text).items():
         if groups and title not in groups:
             continue

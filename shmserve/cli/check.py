@@ -224,7 +224,7 @@ class _Model:
         """Send a request with these inputs and return its outcome."""
         fit = self.signature.check("check", inputs, ())
         sequences = self._config.sequence_batching
-        has_text_ids = sequences is not None and sequences.correlation_id[1] == "BYTES"
+        has_text_ids = sequences is not None and sequences.correlation_id_input[1] == "BYTES"
         sequence = "check" if has_text_ids else 1
         is_realistic = bool(self._samples or self._values)
         outcome = "FAILED" if is_realistic else "refused"
@@ -245,13 +245,13 @@ class _Model:
                             return _Verdict(outcome, message.message + note)
                         case Responded() | Finished():
                             response = unpack_inferred(message.schema, message.data)
-                            differences = self._differences(response, fit.batch_size)
+                            differences = self._describe_differences(response, fit.batch_size)
                             return _Verdict("differs" if differences else "ok", differences)
                 if not dealer.connected:
                     return _Verdict("FAILED", "the scheduler of the model has exited")
             return _Verdict("FAILED", f"no response within {_RESPONSE_TIMEOUT_S:.0f} s")
 
-    def _differences(self, response: Inferred, batch_size: int) -> str:
+    def _describe_differences(self, response: Inferred, batch_size: int) -> str:
         """Return the differences between a response and the configuration, or ""."""
         config = self._config
         returned = {tensor.name: tensor for tensor in response.outputs}

@@ -141,7 +141,9 @@ class Top:
         """Return the models' keys in display order: names ascending, figures descending."""
         if self.sort_key == "name":
             return sorted(self.models)
-        return sorted(self.models, key=lambda key: (-_figure(self.models[key], self.sort_key), key))
+        return sorted(
+            self.models, key=lambda key: (-_column_value(self.models[key], self.sort_key), key)
+        )
 
     def page(self, height: int, width: int) -> list[RenderableType]:
         """Return the lines of a page: server, models or one model, the selected model's problem."""
@@ -158,7 +160,7 @@ class Top:
         else:
             body = self._overview(keys, free_lines, width)
         problem = self.models.get(self.selected_name, {}).get("because") or ""
-        title = _title(self.selected_name)
+        title = _display_name(self.selected_name)
         problem_line = Text(clean(f"{title}: {problem}") if problem else "", "red")
         footer = [problem_line, Text(_KEYS_HELP, "dim")]
         return [*map(_single_line, header), *body, *map(_single_line, footer)]
@@ -171,7 +173,7 @@ class Top:
         server, rows = self.server_figures, self.models.values()
         ready_count = sum(row["state"] == "READY" for row in rows)
         rate, failed_rate, waiting_count = (
-            sum(_figure(row, key) for row in rows) for key in ("rate", "fail", "pending")
+            sum(_column_value(row, key) for row in rows) for key in ("rate", "fail", "pending")
         )
         died, sequences = (
             sum(int(row.get(key) or 0) for row in rows) for key in ("workers_lost", "sequences")
@@ -224,7 +226,7 @@ class Top:
             style = "red" if row.get("because") else ""
             cells = [_cell(row, column) for column in columns[1:]]
             reverse = " reverse" if key == self.selected_name else ""
-            table.add_row(_Name(_title(key)), *cells, style=style + reverse)
+            table.add_row(_ShortenedName(_display_name(key)), *cells, style=style + reverse)
         return table
 
     def _details(self, free_lines: int) -> list[RenderableType]:
@@ -238,7 +240,7 @@ class Top:
         lines = [*details(self.models[self.selected_name]), *self._events_about(name)]
         for label, text in lines[: free_lines - 1]:
             table.add_row(label, Text(clean(text)))
-        return [_Name(_title(self.selected_name), "bold"), table]
+        return [_ShortenedName(_display_name(self.selected_name), "bold"), table]
 
     def _events_about(self, name: str) -> Iterator[tuple[str, str]]:
         """Yield the events about `name`, newest first, as pairs of time and text."""
@@ -288,12 +290,12 @@ def _format_counts(counts: dict[str, float]) -> str:
     return "  ".join(f"{name} {_format(count)}" for name, count in counts.items())
 
 
-def _title(key: str) -> str:
+def _display_name(key: str) -> str:
     """Return a model's name, with its version unless it is 1."""
     return clean(key.removesuffix("/1").removesuffix("/"))
 
 
-class _Name:
+class _ShortenedName:
     """A name on one line, shortened in its middle, because long names often differ at the end."""
 
     def __init__(self, name: str, style: str = "") -> None:
@@ -317,7 +319,7 @@ def _single_line(text: Text) -> Text:
     return text
 
 
-def _figure(row: Row, key: str) -> float:
+def _column_value(row: Row, key: str) -> float:
     recent = row.get("recent", {})
     ms = recent.get("ms") or (0.0, 0.0, 0.0)
     figures = {
@@ -338,7 +340,7 @@ def _cell(row: Row, key: str) -> str:
             return "-"  # an ensemble has no instances
         busy, idle = (row["instances"].get(state, 0) for state in ("busy", "idle"))
         return f"{busy}/{busy + idle}"
-    return _format(_figure(row, key)) if "recent" in row or key == "pending" else "-"
+    return _format(_column_value(row, key)) if "recent" in row or key == "pending" else "-"
 
 
 def _gib(size: int) -> str:

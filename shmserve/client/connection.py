@@ -71,7 +71,7 @@ class ListenerLink:
         The timeout limits every operation until `remove_timeout`. Raises OSError if it expires.
         """
         timeout_s = min(max(timeout_s, _SHORTEST_S), _LONGEST_S)
-        path = run_dir if run_dir.is_socket() else endpoints.listener(run_dir)
+        path = run_dir if run_dir.is_socket() else endpoints.listener_socket(run_dir)
         _connect(self._socket, str(path), timeout_s)
         self._socket.settimeout(timeout_s)
         self._socket.send(frames.pack([Hello(frames.VERSION)]))
@@ -252,7 +252,7 @@ class ServerConnection(ServerState):
                     self._link.respond(number, payload)
                 case Refused(number, code, text):
                     self._link.respond(number, from_code(code, text))
-            if number := getattr(message, "acknowledge", 0):
+            if number := getattr(message, "change_number", 0):
                 self._link.send_message(Acknowledged(number))
         return is_complete
 

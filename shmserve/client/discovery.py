@@ -92,6 +92,6 @@ def _is_locked(run_dir: Path) -> bool:
 def addresses(run_dir: Path) -> list[str]:
     """Return the URLs of the server's HTTP and gRPC listeners, if it publishes them."""
     try:
-        return endpoints.addresses(run_dir).read_text().split()
+        return endpoints.addresses_file(run_dir).read_text().split()
     except OSError:
         return []

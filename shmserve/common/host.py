@@ -27,15 +27,15 @@ class CpuUtilization:
     """A meter of the utilisation of the host's processors."""
 
     def __init__(self) -> None:
-        self._previous = (0, 0)
+        self._previous_times = (0, 0)
 
     def read(self) -> float:
         """Return the share of busy time since the last call; for the first call, since boot."""
         first_line = Path("/proc/stat").read_text().split("\n", 1)[0]
         fields = [int(word) for word in first_line.split()[1:9]]
         total, idle = sum(fields), fields[3] + fields[4]
-        previous_total, previous_idle = self._previous
-        self._previous = (total, idle)
+        previous_total, previous_idle = self._previous_times
+        self._previous_times = (total, idle)
         ticks = total - previous_total
         return 1.0 - (idle - previous_idle) / ticks if ticks > 0 else 0.0
 
@@ -141,12 +141,12 @@ def processes(supervisor: int) -> Iterator[Process]:
         return
     for pid in (str(supervisor), *children):
         try:
-            yield _process(Path("/proc") / pid)
+            yield _read_process(Path("/proc") / pid)
         except (OSError, ValueError, IndexError):
             continue
 
 
-def _process(folder: Path) -> Process:
+def _read_process(folder: Path) -> Process:
     command_line = (folder / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
     title = command_line.decode(errors="replace")
     if not title.startswith(_TITLE):

@@ -58,7 +58,7 @@ def parse(raw: list[Any]) -> Families:
     try:
         return {
             str(name): Family(
-                str(description), kind, {_labels(v[0]): _value(kind, v) for v in rows}
+                str(description), kind, {_labels(v[0]): _decode_series(kind, v) for v in rows}
             )
             for name, description, kind, rows in raw
         }
@@ -70,7 +70,7 @@ def _labels(raw: list[Any]) -> Labels:
     return tuple((str(name), str(value)) for name, value in raw)
 
 
-def _value(kind: str, row: list[Any]) -> Series:
+def _decode_series(kind: str, row: list[Any]) -> Series:
     _, state, buckets = row
     size = {"COUNTER": 1, "GAUGE": 3, "HISTOGRAM": len(buckets) + 2}[kind]
     if len(state) != size or not all(type(n) in (int, float) for n in (*state, *buckets)):

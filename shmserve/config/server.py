@@ -223,8 +223,8 @@ def _from_flags(
         scheduling=SchedulingLimits(
             **_pick(value, "max-queue-size", "request-timeout-us", "request-timeout-is-deadline"),
             execution_timeout_s=value["execution-timeout-secs"],
-            delay_scheduler=collected(_count, environment, "TRITONSERVER_DELAY_SCHEDULER"),
-            backlog_delay_scheduler=collected(
+            min_queued_requests=collected(_count, environment, "TRITONSERVER_DELAY_SCHEDULER"),
+            min_backlogged_requests=collected(
                 _count, environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
             ),
         ),

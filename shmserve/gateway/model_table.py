@@ -67,7 +67,7 @@ class GatewayModel:
         if engine_text := publication.config.parameters.get(ENGINE_PARAMETER):
             # Other backends may have a parameter of this name.
             with suppress(ValueError, InvalidArgument):
-                engine_settings = EngineSettings.read(engine_text)
+                engine_settings = EngineSettings.from_json(engine_text)
         self.max_model_len = engine_settings.max_model_len or None
         self.aliases = list(engine_settings.aliases)
         is_vllm = publication.config.backend == "vllm"

@@ -23,7 +23,7 @@ from shmserve.ipc.messages.control_requests import (
 )
 from shmserve.ipc.messages.inference import Caller, Release, Submit
 from shmserve.ipc.messages.supervision import (
-    CountChange,
+    InstanceCountChanged,
     InstanceExpected,
     InstanceGone,
     InstanceRetired,
@@ -33,10 +33,10 @@ from shmserve.ipc.messages.unions import SupervisorToBatching
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix, stopping_text
 from shmserve.ipc.transport.frames import MalformedMessage
-from shmserve.scheduler.batchers.dispatch import Dispatch, Dispatcher, batcher_of
-from shmserve.scheduler.batchers.sequence_dispatch import SequenceDispatch
-from shmserve.scheduler.front import Core
-from shmserve.scheduler.generative.dispatch import GenerativeDispatch
+from shmserve.scheduler.batchers.dispatch import BatchDispatcher, Dispatcher, batcher_of
+from shmserve.scheduler.batchers.sequence_dispatch import SequenceDispatcher
+from shmserve.scheduler.front import SchedulerCore
+from shmserve.scheduler.generative.dispatch import GenerativeDispatcher
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import InstanceTickets, Pool
 from shmserve.scheduler.instances.results import Results
@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 _CALL_REPORT_NS = 200_000_000  # time until a waiting call is reported, and between its reports
 
 
-class BatchingCore(Core[ScheduledRequest]):
+class BatchingCore(SchedulerCore[ScheduledRequest]):
     """The core of a model version with instances.
 
     `executions` sends batches to workers, `results` handles their messages. `fits` maps each
@@ -96,13 +96,13 @@ class BatchingCore(Core[ScheduledRequest]):
         parts = (self._queue, self._pool, self.executions, self._responses, self._tickets)
         self._dispatch: Dispatcher
         if settings.engine is not None:
-            self._dispatch = GenerativeDispatch(
+            self._dispatch = GenerativeDispatcher(
                 settings, *parts, settings.engine, self.statistics.generation, clock
             )
         elif settings.sequences is not None:
-            self._dispatch = SequenceDispatch(settings, *parts)
+            self._dispatch = SequenceDispatcher(settings, *parts)
         else:
-            self._dispatch = Dispatch(settings, *parts, batcher)
+            self._dispatch = BatchDispatcher(settings, *parts, batcher)
         self.results = Results(
             settings,
             self._pool,
@@ -290,7 +290,7 @@ class BatchingCore(Core[ScheduledRequest]):
                 self._pool.retire(message.index)
                 # Retired instances are removed before the next message announces a successor.
                 self._release_retired()
-            case CountChange():
+            case InstanceCountChanged():
                 self.statistics.instance_changes["more" if message.is_increase else "fewer"] += 1
             case TicketGranted():
                 if self._tickets is not None:
@@ -303,7 +303,7 @@ class BatchingCore(Core[ScheduledRequest]):
                         reason = "resources of the rate limiter"
                         self._fail_held_call(request, reason, now_ns)
                     else:
-                        reason = f"requests that wait for its callers ({message.chain})"
+                        reason = f"requests that wait for its callers ({message.model_chain})"
                         self._fail_call(request, reason, now_ns)
             case _:
                 assert_never(message)

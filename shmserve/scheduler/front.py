@@ -4,7 +4,7 @@ The front handles clients and exited peers, submit, cancel, credit, release, dra
 and reports. It has no clock and no socket.
 
     client       Submit Cancel Credit Release ReportStatistics ─┐
-                                                               ├─> Front ──> Core
+                                                               ├─> SchedulerFront ──> SchedulerCore
     supervisor   Drain Stop ProcessExited SnapshotStatistics ... ──┘
 
 The core decides about admitted requests (batching.py, ensemble/core.py).
@@ -142,7 +142,7 @@ class Reports:
         self.snapshot()
 
     def restore(self, snapshot: list[Any], alive: list[int]) -> None:
-        """Restore a snapshot, as `Front.restore`."""
+        """Restore a snapshot, as `SchedulerFront.restore`."""
         statistics, metrics = snapshot
         try:
             self._statistics.restore(statistics)
@@ -199,7 +199,7 @@ class OverloadLog:
             self._refused_count = 0
 
 
-class Core(Protocol[R]):
+class SchedulerCore(Protocol[R]):
     """The decisions of one kind of scheduler about the requests of a model version.
 
     Times are arguments (monotonic ns). `R` is the class of the requests. A request is in
@@ -278,14 +278,14 @@ class Core(Protocol[R]):
 
 
 @dataclass(eq=False)
-class Front(Generic[R]):
+class SchedulerFront(Generic[R]):
     """The clients of a scheduler and its lifecycle.
 
     `_wall_clock` returns the ns since the epoch; `_model` is a name for the log. While the
     scheduler drains, it admits no requests. After it has `stopped`, it has nothing to do.
     """
 
-    _core: Core[R]
+    _core: SchedulerCore[R]
     _links: ClientLinks
     _control: ControlLink
     _wall_clock: Callable[[], int]

@@ -169,7 +169,7 @@ class Settings:
             padding=padding,
             rate_limited=limits.rate_limited,
             cached=config.cached,
-            engine=EngineSettings.read(engine) if engine else None,
+            engine=EngineSettings.from_json(engine) if engine else None,
         )
 
 
@@ -200,7 +200,7 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
     candidates = 0 if oldest is None else oldest.max_candidate_sequences
     return Sequencing(
         spec=batching,
-        correlation_id=batching.correlation_id,
+        correlation_id=batching.correlation_id_input,
         slots=candidates or max(1, config.max_batch_size),
         idle_ns=batching.max_sequence_idle_microseconds * _NS_PER_US or _IDLE_NS,
         oldest_rules=None if oldest is None else _batching(oldest, config.max_batch_size),
@@ -213,8 +213,8 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
 def _hold_thresholds(config: ModelSpec, limits: SchedulingLimits) -> tuple[int, int]:
     """Return `Settings.hold_thresholds`. As in Triton, the default scheduler holds nothing."""
     if config.sequence_batching is not None:
-        return limits.delay_scheduler, limits.backlog_delay_scheduler
-    return (0 if config.dynamic_batching is None else limits.delay_scheduler), 0
+        return limits.min_queued_requests, limits.min_backlogged_requests
+    return (0 if config.dynamic_batching is None else limits.min_queued_requests), 0
 
 
 def _buckets(config: ModelSpec) -> tuple[float, ...]:
@@ -236,14 +236,14 @@ def _policies(dynamic: DynamicBatching, default_bound: int) -> QueuePolicies:
             level: _policy(policy, default_bound, preserves_order)
             for level, policy in by_level.items()
         },
-        limited=levels > 1 or any(policy.limits for policy in (default, *by_level.values())),
+        limited=levels > 1 or any(policy.has_limits for policy in (default, *by_level.values())),
     )
 
 
 def _policy(policy: LevelPolicy, default_bound: int, preserves_order: bool) -> LevelPolicy:
     max_queue_size = policy.max_queue_size or default_bound
     # A delayed request would hold up the responses of all other requests.
-    may_override = policy.allow_timeout_override and not (preserves_order and policy.delays)
+    may_override = policy.allow_timeout_override and not (preserves_order and policy.delays_expired)
     return replace(policy, max_queue_size=max_queue_size, allow_timeout_override=may_override)
 
 

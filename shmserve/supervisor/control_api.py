@@ -29,7 +29,7 @@ from shmserve.supervisor.regions.registry import RegionRegistry
 
 logger = logging.getLogger(__name__)
 
-_Requests = m.RegionRequest | m.AdminRequest | m.FindModel | m.WantModel | m.AskReady
+_Requests = m.RegionRequest | m.AdminRequest | m.FindModel | m.WantModel | m.QueryReadiness
 _Notifications = m.RegionUse | MemoryChecked | ReadyChecked
 
 
@@ -91,19 +91,19 @@ class ControlApi:
                 await self._models.unload_on_request(name, dependents)
             case m.IndexRepository(ready=only_ready):
                 return {"models": await self._models.index(only_ready)}
-            case m.NameModels():
+            case m.ListModelNames():
                 return {"names": await self._models.list_generative_aliases()}
             case m.ChangeLogging(changes=changes):
                 return self._context.logging.change(changes)
             case m.ChangeTracing(model=model, changes=changes):
                 return self._context.tracing.change(model, changes)
-            case m.WantModel(name=name, patience_s=patience_s):
+            case m.WantModel(name=name, timeout_s=patience_s):
                 await self._models.on_demand.load(name, patience_s)
-            case m.FindModel(name=name, version=version, patience_s=patience_s):
+            case m.FindModel(name=name, version=version, timeout_s=patience_s):
                 self._context.control.add_caller(pid)
                 await self._models.on_demand.load(name, patience_s)
                 return self._registry.find(name, version)
-            case m.AskReady(name=name, version=version):
+            case m.QueryReadiness(name=name, version=version):
                 pids = self._registry.readiness_worker_pids(name, version)
                 return {"ready": await self._readiness.check(pids)}
             case _:

@@ -69,7 +69,7 @@ class Handover:
             Unavailable: The run directory does not exist, or the host has no resources for a
                 socket.
         """
-        path = os.fspath(endpoints.handover(self.run_dir.path))
+        path = os.fspath(endpoints.handover_socket(self.run_dir.path))
         self._listener = Listener(open_listening_socket(socket.SOCK_SEQPACKET, path, 1))
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._on_successor_connected)
         if self._listeners.offer is not None:

@@ -23,9 +23,9 @@ from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import KEY_SIZE, Capabilities
 from shmserve.ipc.messages.control_requests import (
-    AskTicket,
     CallsWaiting,
     CheckHolders,
+    RequestTicket,
     TicketReturned,
 )
 from shmserve.ipc.messages.publications import ProcessExited
@@ -346,7 +346,7 @@ def _worker_environment(environment: Mapping[str, str], run_dir: Path) -> dict[s
 def _create_tickets(config: ServerConfig, control: ControlSocket) -> Tickets:
     resources = {(name, device): count for name, device, count in config.rate_limit_resources}
     tickets = Tickets(config.rate_limit == "execution_count", resources, control.send)
-    control.serve((AskTicket, CheckHolders, TicketReturned), tickets.handle)
+    control.serve((RequestTicket, CheckHolders, TicketReturned), tickets.handle)
     call_waits = CallWaits(tickets.find_holders)
 
     def on_calls_waiting(scheduler: Address, message: CallsWaiting) -> None:

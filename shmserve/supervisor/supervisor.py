@@ -171,7 +171,7 @@ class Supervisor:
         grpc = context.config.grpc
         tls = grpc is not None and grpc.settings.tls is not None
         self.handover.open()
-        self.listeners.publish(endpoints.addresses(context.run_dir), tls=tls)
+        self.listeners.publish(endpoints.addresses_file(context.run_dir), tls=tls)
 
     async def _start(self, started_at: float) -> int:
         gateways = asyncio.ensure_future(self.gateways.start())

@@ -344,7 +344,7 @@ def native(data: bytes) -> None:
     if kind == b"z":
         _check_decoding(_Bytes(content))
     elif kind == b"i":
-        number = _CAPABILITIES.local_client(content)
+        number = _CAPABILITIES.local_client_number(content)
         assert not number or content.startswith(f"{number}.{_CAPABILITIES.token(number)}".encode())
     elif kind == b"w":
         with contextlib.suppress(MalformedMessage):

@@ -255,7 +255,9 @@ def worker(folder: Path, case: Case) -> Calls:
         for step in range(_WARM_UPS + 1):
             for first_index in range(0, BATCH, case.batch):
                 indices = range(first_index, first_index + case.batch)
-                work = [m.Work(index + 1, 4242, *case.works(step, index), "") for index in indices]
+                work = [
+                    m.WorkItem(index + 1, 4242, *case.works(step, index), "") for index in indices
+                ]
                 rig.scheduler.post(rig._peer, m.Execute(next(numbers), work))
                 rig.scheduler.flush()
                 with calls if step == _WARM_UPS else MagicMock():

@@ -300,7 +300,7 @@ def publication(
         ready=ready,
         latest=latest,
         load_seconds=0.25,
-        acknowledge=acknowledge,
+        change_number=acknowledge,
     )
 
 

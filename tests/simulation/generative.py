@@ -140,14 +140,19 @@ class EngineRig:
             )
             return False
         s = self.settings
-        assert sum(row.count + row.draft_count for row in step.rows) <= s.max_tokens_per_batch
+        assert sum(row.token_count + row.draft_count for row in step.rows) <= s.max_tokens_per_batch
         assert len(step.rows) <= s.max_batch_size
-        prompts = [row.count for row in step.rows if row.count > 1 or not row.samples]
+        prompts = [
+            row.token_count for row in step.rows if row.token_count > 1 or not row.is_sampled
+        ]
         assert sum(prompts) <= s.max_prefill_tokens
         assert all(count <= s.prefill_chunk_size for count in prompts)
         assert self.engine.running is not None
         for sequence, row in self.engine.running.rows.values():
-            assert row.start + row.count + row.draft_count <= sequence.generation.max_computed
+            assert (
+                row.start_position + row.token_count + row.draft_count
+                <= sequence.generation.max_computed
+            )
         assert s.enable_preemption or not any(self.engine.counts.preemptions.values())
         self._check_preemptions(before, step)
         return True

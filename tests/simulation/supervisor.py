@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shmserve.ipc.messages import supervision
-from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
+from shmserve.ipc.messages.control_requests import RequestTicket, TicketReturned
 from shmserve.ipc.messages.publications import (
     ModelPublished,
     ModelWithdrawn,
@@ -125,7 +125,7 @@ class Supervisor(Process):
             return
         is_moving = scheduler is version.former_scheduler
         match message:
-            case AskTicket() | TicketReturned():
+            case RequestTicket() | TicketReturned():
                 self.tickets.handle(scheduler.address, message)
             case supervision.KillInstance(process=pid):
                 worker = version.worker(pid)

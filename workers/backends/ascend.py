@@ -162,8 +162,8 @@ class OfflineModel:
         count = len(self.inputs)
         self._input_addresses = [base + offset for offset in offsets[:count]]
         self._output_addresses = [base + offset for offset in offsets[count:]]
-        self._input_set = self._dataset(stack, self.inputs, self._input_addresses)
-        self._output_set = self._dataset(stack, self.outputs, self._output_addresses)
+        self._input_set = self._create_dataset(stack, self.inputs, self._input_addresses)
+        self._output_set = self._create_dataset(stack, self.outputs, self._output_addresses)
         parts = {"weights": weights, "workspace": workspace}
         parts |= {"inputs": sum(sizes[:count]), "outputs": sum(sizes[count:])}
         logger.info("device memory of the model: %s", summary(parts))
@@ -195,7 +195,7 @@ class OfflineModel:
             )
         return OfflineTensor(name, _DATATYPES[number], dims, size)
 
-    def _dataset(
+    def _create_dataset(
         self, stack: contextlib.ExitStack, tensors: Sequence[OfflineTensor], addresses: list[int]
     ) -> Any:
         acl = self._acl

@@ -88,7 +88,7 @@ class Executor:
     def __post_init__(self) -> None:
         self._link = self._writer.link
         self._pid = os.getpid()
-        self._policy = InputPolicy()
+        self._input_policy = InputPolicy()
         self._max_part_bytes = MAX_PART_BYTES
 
     def handlers(self) -> HandlerTable:
@@ -170,7 +170,7 @@ class Executor:
         part: list[WorkerRequest] = []
         unpacked: list[Request] = []
         byte_size = 0
-        copy_inputs = copy_inputs or self._policy.copies_inputs
+        copy_inputs = copy_inputs or self._input_policy.copies_inputs
         with self._link.lock:
             for index, open_request in enumerate(requests):
                 failure: ShmserveError = _CANCELLED
@@ -285,14 +285,14 @@ class Executor:
         if requests:
             replies += self._run(open_requests, requests)
             if copy_inputs:
-                self._policy.record_retry(succeeded=not replies[0].code)
-                if self._policy.copies_inputs:
+                self._input_policy.record_retry(succeeded=not replies[0].code)
+                if self._input_policy.copies_inputs:
                     text = "model '%s' writes into its inputs, so that they are copied from now on"
                     logger.warning(text, self._context.model_name)
         return replies
 
     def _should_retry(self, request: Request) -> bool:
-        return self._backend.read_only_inputs and self._policy.should_retry(request)
+        return self._backend.read_only_inputs and self._input_policy.should_retry(request)
 
     def _explain(self, error: BaseException, request: Request) -> ShmserveError:
         return client_error(self._context, error, request.work)

@@ -17,7 +17,7 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages.inference import Work
+from shmserve.ipc.messages.inference import WorkItem
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range, unpack_range
@@ -220,7 +220,7 @@ class Request:
         states: The names of the outputs that the model keeps for the next request of its sequence.
     """
 
-    work: Work
+    work: WorkItem
     schema: RequestSchema
     batch_size: int
     inputs: dict[str, Input]
@@ -273,7 +273,7 @@ class _RequestProperties:
 
 @dataclass(eq=False)
 class Unpacker:
-    """A converter of `Work` messages to the `Request`s of one model.
+    """A converter of `WorkItem` messages to the `Request`s of one model.
 
     With `_device_inputs`, inputs in device memory stay there. Otherwise they are copied to the
     host.
@@ -292,7 +292,7 @@ class Unpacker:
 
     def request(
         self,
-        work: Work,
+        work: WorkItem,
         is_cancelled: Callable[[], bool] = never_cancelled,
         *,
         copies_text: bool = True,

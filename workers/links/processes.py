@@ -34,7 +34,7 @@ from shmserve.ipc.messages.inference import (
     InstanceReady,
     ReaderExited,
     ReleaseOutputs,
-    Work,
+    WorkItem,
 )
 from shmserve.ipc.messages.publications import Loss, ModelWithdrawn, ProcessExited, SchedulerLost
 from shmserve.ipc.messages.supervision import SetLogging
@@ -78,7 +78,7 @@ class SupervisorLink:
         self.dealer = dealer
         self.inbox: deque[Any] = deque()
         self._on_models_changed: Callable[[Loss], None] = _ignore
-        self._follower: Follower | None = None
+        self._poller: Follower | None = None
         self._readers: dict[int, Callable[[], None]] = {}  # readers by descriptor
         self._lock = threading.RLock()
         self._next_number = 1
@@ -109,14 +109,14 @@ class SupervisorLink:
         self._poll.register(fd, select.EPOLLIN)
         if read is not None:
             self._readers[fd] = read
-            if self._follower is not None:
-                self._follower.add(fd)
+            if self._poller is not None:
+                self._poller.add(fd)
 
     def unwatch(self, fd: int) -> None:
         """Remove a descriptor. Must be called before the descriptor is closed."""
         self._poll.unregister(fd)
-        if self._readers.pop(fd, None) is not None and self._follower is not None:
-            self._follower.remove(fd)
+        if self._readers.pop(fd, None) is not None and self._poller is not None:
+            self._poller.remove(fd)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until there is work or the time has expired; only for the loop's thread.
@@ -147,15 +147,15 @@ class SupervisorLink:
         polls the descriptors of this link, and is notified of cancelled requests.
         """
         self._on_models_changed = on_change or _ignore
-        self._follower = follower
+        self._poller = follower
         if follower is not None:
             for fd in (self.dealer.fd, *self._readers):
                 follower.add(fd)
 
     def on_cancelled(self) -> None:
         """Notify the follower that a request of this instance was cancelled."""
-        if self._follower is not None:
-            self._follower.on_cancelled()
+        if self._poller is not None:
+            self._poller.on_cancelled()
 
     def pump_all(self) -> None:
         """Handle all received messages, including the scheduler's."""
@@ -289,7 +289,7 @@ class WorkerRequest:
 
     __slots__ = ("_window", "cancelled", "key", "on_cancel", "on_credit", "reader_gone", "work")
 
-    def __init__(self, work: Work) -> None:
+    def __init__(self, work: WorkItem) -> None:
         self.key = work.key
         self.work = work
         self.cancelled = False

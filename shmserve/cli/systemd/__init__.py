@@ -109,28 +109,32 @@ def files(installation: Installation) -> list[File]:
     """Return all files that may be installed, in the order of writing."""
     settings_file = installation.settings / "shmserve.yaml"
     files = []
-    for path, purpose, body in _bodies(installation):
+    for path, purpose, body in _file_bodies(installation):
         is_settings = path == settings_file
         contents = None if body is None else stamp(body, is_settings)
         files.append(File(path, purpose, contents, is_settings))
     return files
 
 
-def _bodies(installation: Installation) -> Iterator[tuple[Path, str, str | None]]:
+def _file_bodies(installation: Installation) -> Iterator[tuple[Path, str, str | None]]:
     user = installation.home is not None
     models = json.dumps(str(installation.models), ensure_ascii=False)
     group = "" if user else "# Its members may share memory with the server.\nshm-group: shmclients"
     config = _render("config.yaml", models=models, group=group)
     yield installation.settings / "shmserve.yaml", "the server's flags", config
-    yield installation.units / SERVICES[0], "the server", _service(installation, instance=False)
+    yield (
+        installation.units / SERVICES[0],
+        "the server",
+        _service_unit(installation, instance=False),
+    )
     purpose = f"further servers: shmserve@NAME has the flags of {installation.settings}/NAME.yaml"
-    yield installation.units / SERVICES[1], purpose, _service(installation, instance=True)
+    yield installation.units / SERVICES[1], purpose, _service_unit(installation, instance=True)
     for unit, (name, port, path) in _SOCKETS.items():
-        listen = _listen(f"127.0.0.1:{port}" if port else "", path, user)
-        yield installation.units / unit, f"the {name} listener", _socket(name, listen, "")
+        listen = _listen_lines(f"127.0.0.1:{port}" if port else "", path, user)
+        yield installation.units / unit, f"the {name} listener", _socket_unit(name, listen, "")
         purpose = f"the {name} listener of shmserve@NAME, if it is enabled; a drop-in adds ports"
-        listen = _listen("", f"%i-{name}.sock", user)
-        yield installation.units / _TEMPLATES[unit], purpose, _socket(name, listen, "@%i")
+        listen = _listen_lines("", f"%i-{name}.sock", user)
+        yield installation.units / _TEMPLATES[unit], purpose, _socket_unit(name, listen, "@%i")
     limits = "the resource limits of all servers together"
     yield installation.units / UNITS[-1], limits, _render("slice.conf")
     for service in SERVICES:
@@ -139,7 +143,7 @@ def _bodies(installation: Installation) -> Iterator[tuple[Path, str, str | None]
             text = None if user or device != installation.device else _render(f"{device}.conf")
             yield folder / f"10-{device}.conf", f"the devices of a host ({device})", text
         has_token = installation.has_token
-        text = _render("token.conf", credential=_credential(user)) if has_token else None
+        text = _render("token.conf", credential=_credential_lines(user)) if has_token else None
         yield folder / "20-token.conf", "the tokens that clients must send", text
     if user:
         text = _render("user-tmpfiles.conf", models=quote(str(installation.models)))
@@ -149,7 +153,7 @@ def _bodies(installation: Installation) -> Iterator[tuple[Path, str, str | None]
     yield installation.tmpfiles, "the required folders", text
 
 
-def _service(installation: Installation, instance: bool) -> str:
+def _service_unit(installation: Installation, instance: bool) -> str:
     user = installation.home is not None
     sockets = " ".join(_SOCKETS)
     name = "shmserve" if user else "shmserve/server"
@@ -168,7 +172,7 @@ def _service(installation: Installation, instance: bool) -> str:
     )
 
 
-def _listen(address: str, path: str, user: bool) -> list[str]:
+def _listen_lines(address: str, path: str, user: bool) -> list[str]:
     lines = [f"ListenStream={address}"] if address else []
     kind = "ListenSequentialPacket" if path.endswith(_LOCAL_SOCKET) else "ListenStream"
     if path and user:
@@ -180,12 +184,12 @@ def _listen(address: str, path: str, user: bool) -> list[str]:
     return lines
 
 
-def _socket(name: str, listen: list[str], instance: str) -> str:
+def _socket_unit(name: str, listen: list[str], instance: str) -> str:
     fields = {"name": name, "title": instance.replace("@", " "), "instance": instance}
     return _render("socket.conf", listen="\n".join(listen), **fields)
 
 
-def _credential(user: bool) -> str:
+def _credential_lines(user: bool) -> str:
     file = "%E/shmserve/token"
     if user:  # only the user's own systemd manager reads the file
         return f"Environment=SHMSERVE_FLAGS=--auth-token-file={file}"
@@ -248,7 +252,7 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"## {file.path}: {file.purpose}\n{file.text}")
         return 0
     with convert_os_errors(f"systemd {arguments.verb}: cannot change the files"):
-        return _Change(installation, root, arguments).run(arguments.verb)
+        return _Installer(installation, root, arguments).run(arguments.verb)
 
 
 def _select_installation(arguments: argparse.Namespace, root: Path) -> Installation:
@@ -263,7 +267,7 @@ def _select_installation(arguments: argparse.Namespace, root: Path) -> Installat
     if arguments.verb == "remove":  # removal must succeed even if the installation is broken
         return installation
     return Installation(
-        program=_program(arguments, arguments.verb == "show" or arguments.dry_run),
+        program=_server_command(arguments, arguments.verb == "show" or arguments.dry_run),
         home=home,
         device=arguments.device or ("nvidia" if (root / "dev/nvidiactl").exists() else "cpu"),
         has_token=_path_in(root, installation.settings / "token").exists(),
@@ -272,7 +276,7 @@ def _select_installation(arguments: argparse.Namespace, root: Path) -> Installat
     )
 
 
-def _program(arguments: argparse.Namespace, preview: bool) -> tuple[str, ...]:
+def _server_command(arguments: argparse.Namespace, preview: bool) -> tuple[str, ...]:
     """Return the command line of the server; a preview only warns if the units cannot run it."""
     script = Path(sys.executable).with_name("shmserve")
     program = (str(script),) if script.exists() else (sys.executable, "-m", "shmserve")
@@ -318,12 +322,12 @@ def _path_in(root: Path, path: Path) -> Path:
     return root / path.relative_to("/")
 
 
-class _Change:
+class _Installer:
     """The installation or removal of files on a host, and the lines printed about it."""
 
     def __init__(self, installation: Installation, root: Path, options: argparse.Namespace) -> None:
         self._installation = installation
-        self._units = _path_in(root, installation.units)
+        self._units_folder = _path_in(root, installation.units)
         self._root = root
         self._dry_run = options.dry_run
         self._force = options.force
@@ -340,7 +344,7 @@ class _Change:
                 self._install(file)
         else:
             if not any(_path_in(self._root, file.path).exists() for file in installed):
-                print(f"No units are installed in {self._units}.")
+                print(f"No units are installed in {self._units_folder}.")
             else:
                 self._command(*self._manager, "stop", *_STOPPED_UNITS, may_fail=True)
             for file in installed:
@@ -365,7 +369,7 @@ class _Change:
         elif current is not None and not (
             is_untouched(current) or (self._force and not file.is_editable)
         ):
-            self._keep(file, path)
+            self._keep_file(file, path)
             self._show_difference(path, current, file.text)
         else:
             self._report("written" if current is None else "updated", f"{path}: {file.purpose}")
@@ -391,7 +395,7 @@ class _Change:
             for line in difflib.unified_diff(*lines, str(path), "installed", lineterm=""):
                 print(f"    {line}")
 
-    def _keep(self, file: File, path: Path) -> None:
+    def _keep_file(self, file: File, path: Path) -> None:
         self._kept_files.append(file)
         verb = "would keep" if self._dry_run else "kept"
         print(f"{verb:<10} {path}: changed since it was written")
@@ -402,7 +406,7 @@ class _Change:
         if current is None:
             return
         if not (is_untouched(current) or self._force):
-            self._keep(file, path)
+            self._keep_file(file, path)
             return
         self._report("removed", str(path))
         if not self._dry_run:
@@ -412,7 +416,7 @@ class _Change:
 
     def _remove_links(self) -> None:
         # Links made by `systemctl enable`, including those of shmserve@NAME.
-        for link in sorted(self._units.glob("*.wants/shmserve[.@-]*")):
+        for link in sorted(self._units_folder.glob("*.wants/shmserve[.@-]*")):
             if link.is_symlink():
                 self._report("removed", str(link))
                 if not self._dry_run:

@@ -19,7 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.client.memory.segments import AnySegment, AttachedSegment, Memories, Segment, aligned
+from shmserve.client.memory.segments import (
+    AnySegment,
+    AttachedSegment,
+    Segment,
+    SegmentAllocator,
+    aligned,
+)
 from shmserve.client.memory.views import MemoryLease, noop
 from shmserve.client.request.arrays import datatype_of
 from shmserve.client.server_state import ClientModel
@@ -56,7 +62,7 @@ class Region(Mapping[str, Any]):
 
     def __init__(
         self,
-        memories: Memories,
+        memories: SegmentAllocator,
         tensors: Specs,
         make: Callable[[int], AnySegment] | None = None,
         offset: int = 0,
@@ -87,9 +93,11 @@ class Region(Mapping[str, Any]):
         self.memories = memories
         # The schema and data of a request to each model.
         self.requests: dict[ClientModel, Packed] = {}
-        self._attached: weakref.WeakKeyDictionary[Memories, Region] = weakref.WeakKeyDictionary()
+        self._attached: weakref.WeakKeyDictionary[SegmentAllocator, Region] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def attached_to(self, memories: Memories) -> Region:
+    def attached_to(self, memories: SegmentAllocator) -> Region:
         """Return this region, or a region over the same memory that belongs to another client.
 
         Raises:
@@ -207,7 +215,7 @@ class Region(Mapping[str, Any]):
 
 
 def attach_region(
-    memories: Memories,
+    memories: SegmentAllocator,
     source: Any,
     tensors: Specs | None = None,
     *,
@@ -257,7 +265,7 @@ def _descriptor(source: Any) -> int:
 
 def _receive_region(descriptor: Any, specs: Specs, start: int, pin: bool) -> Region:
     """Return a region that another process has sent; its first request shares it with a server."""
-    unshared = Memories(0, _share_nothing, _share_nothing)
+    unshared = SegmentAllocator(0, _share_nothing, _share_nothing)
     return Region(unshared, specs, partial(AttachedSegment, descriptor.detach(), pin), start)
 
 

@@ -88,15 +88,15 @@ class View(np.ndarray[Any, Any]):
         return self.plain()[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.plain()[key] = _plain(value)
+        self.plain()[key] = _as_plain(value)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: Any, *inputs: Any, **options: Any) -> Any:
         if "where" in options:
-            options["where"] = _plain(options["where"])
+            options["where"] = _as_plain(options["where"])
         if "out" not in options:
-            return getattr(ufunc, method)(*map(_plain, inputs), **options)
+            return getattr(ufunc, method)(*map(_as_plain, inputs), **options)
         outs = options.pop("out")
-        getattr(ufunc, method)(*map(_plain, inputs), out=tuple(map(_plain, outs)), **options)
+        getattr(ufunc, method)(*map(_as_plain, inputs), out=tuple(map(_as_plain, outs)), **options)
         return outs[0] if len(outs) == 1 else outs
 
     def __array_function__(
@@ -106,8 +106,8 @@ class View(np.ndarray[Any, Any]):
         arguments: Iterable[Any],
         options: Mapping[str, Any],
     ) -> Any:
-        keywords = {key: _deeply_plain(value) for key, value in options.items()}
-        return function(*map(_deeply_plain, arguments), **keywords)
+        keywords = {key: _as_plain_deep(value) for key, value in options.items()}
+        return function(*map(_as_plain_deep, arguments), **keywords)
 
     def __repr__(self) -> str:
         return repr(self.plain())
@@ -146,7 +146,7 @@ def lease_of(array: object) -> MemoryLease | None:
     return None
 
 
-def _check_first(name: str) -> Callable[..., Any]:
+def _checked_method(name: str) -> Callable[..., Any]:
     method = getattr(np.ndarray, name)
 
     @functools.wraps(method)
@@ -169,15 +169,15 @@ for _name in (
     *("all", "any", "argmax", "argmin", "argsort", "clip", "cumprod", "cumsum", "max", "mean"),
     *("min", "nonzero", "prod", "round", "std", "sum", "trace", "var"),
 ):
-    setattr(View, _name, _check_first(_name))
+    setattr(View, _name, _checked_method(_name))
 
 
-def _plain(value: object) -> object:
+def _as_plain(value: object) -> object:
     return value.plain() if isinstance(value, View) else value
 
 
-def _deeply_plain(value: object) -> object:
+def _as_plain_deep(value: object) -> object:
     if isinstance(value, list | tuple):
-        plain = map(_deeply_plain, value)
+        plain = map(_as_plain_deep, value)
         return list(plain) if isinstance(value, list) else tuple(plain)
-    return _plain(value)
+    return _as_plain(value)

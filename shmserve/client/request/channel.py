@@ -238,7 +238,7 @@ class RequestChannel:
         self._unwatch = unwatch
         self._links = LinkTable(f"{server.identity}.{next(server.link_numbers)}", watch, unwatch)
         self.schedulers: SchedulerClient[ClientRequest] = SchedulerClient(
-            self._links, self._find, server.successors
+            self._links, self._find_endpoint, server.successors
         )
         self._request_ids = itertools.count(1)
         self._loss_count = 0
@@ -298,7 +298,7 @@ class RequestChannel:
             request_id=options.request_id,
             priority=options.priority,
             timeout_us=options.timeout_us,
-            ends_ns=options.deadline_ns,
+            caller_deadline_ns=options.deadline_ns,
             flags=options.flags,
             correlation_id=options.sequence,
             trace=options.trace,
@@ -350,7 +350,7 @@ class RequestChannel:
         if self._links.unsent:
             self.flush()
 
-    def _find(self, pending: ClientRequest, _: Failed | None) -> str:
+    def _find_endpoint(self, pending: ClientRequest, _: Failed | None) -> str:
         """Return the endpoint that currently serves the model of a request; "" if there is none."""
         model, models = pending.packed_request.model, self.server.models
         current = models.find(model.name, model.version) or models.find(model.name, "")

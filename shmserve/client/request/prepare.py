@@ -15,7 +15,7 @@ import numpy as np
 
 from shmserve.client.memory.cuda import DeviceView
 from shmserve.client.memory.region import Region, check_datatype
-from shmserve.client.memory.segments import AnySegment, Memories, MemoryBlock, aligned
+from shmserve.client.memory.segments import AnySegment, MemoryBlock, SegmentAllocator, aligned
 from shmserve.client.memory.views import View, lease_of, noop
 from shmserve.client.request.arrays import Array, as_array, datatype_of, is_torch
 from shmserve.client.request.prepared import Buffer, ClientTemplate, pack
@@ -72,11 +72,11 @@ def options_of(
     deadline_ns = time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0
     name, values = _check_text("request_id", request_id or ""), _check_parameters(parameters)
     timing = (_check_priority(priority), timeout_us, deadline_ns)
-    number_or_name, trace = _check_sequence(sequence), _trace(traceparent, parameters)
+    number_or_name, trace = _check_sequence(sequence), _trace_context(traceparent, parameters)
     return Options(name, values, *timing, number_or_name, flags, trace)
 
 
-def _trace(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
+def _trace_context(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
     """Return the trace context of a request that is traced or explained; otherwise ""."""
     if traceparent:
         caller = TraceContext.of_header(_check_text("traceparent", traceparent))
@@ -178,7 +178,7 @@ class PackedRequest(NamedTuple):
 
 
 def prepare(
-    memories: Memories,
+    memories: SegmentAllocator,
     model: ClientModel,
     inputs: Mapping[str, Any],
     outputs: Sequence[str] | Mapping[str, Any] | None,
@@ -264,7 +264,7 @@ def _fill_template(
 
 
 def _prepare_region(
-    memories: Memories, model: ClientModel, region: Region, options: Options
+    memories: SegmentAllocator, model: ClientModel, region: Region, options: Options
 ) -> PackedRequest:
     if region.memories is not memories:
         region = region.attached_to(memories)
@@ -300,7 +300,7 @@ def _encode(array: Array, name: str) -> bytes:
 class _UntemplatedRequest:
     """A request that is packed without a template."""
 
-    _memories: Memories
+    _allocator: SegmentAllocator
     _model: ClientModel
     inputs: InitVar[Mapping[str, Any]]
     _arrays: list[Array]
@@ -326,10 +326,10 @@ class _UntemplatedRequest:
             self._memory_ranges.append(self._find_range(data, array))
 
     def _device_range(self, view: DeviceView) -> Range:
-        self._hold(view.segment, view.lease)
+        self._keep_alive(view.segment, view.lease)
         return view.memory_range()
 
-    def _hold(self, segment: AnySegment, holder: Any) -> None:
+    def _keep_alive(self, segment: AnySegment, holder: Any) -> None:
         """Keep memory that the server uses in place alive until the response."""
         self._segments.append(segment)
         self._holders.append(holder)
@@ -338,11 +338,11 @@ class _UntemplatedRequest:
         """Return the memory range of an array in the client's memory, or None for another array."""
         if type(value) is not View and array.nbytes <= INLINE_LIMIT:
             return None
-        segment_offset = self._memories.find(array.ctypes.data, array.nbytes)
+        segment_offset = self._allocator.find(array.ctypes.data, array.nbytes)
         if segment_offset is None:
             return None
         segment, offset = segment_offset
-        self._hold(segment, lease_of(value) or value)
+        self._keep_alive(segment, lease_of(value) or value)
         return segment.memory_range(offset, array.nbytes)
 
     @property
@@ -356,19 +356,19 @@ class _UntemplatedRequest:
         model = self._model
         # Each response of a decoupled model would overwrite the previous one.
         with_outputs = not model.decoupled
-        arguments = (model.signature, tuple(self._templates), outputs, self._memories)
+        arguments = (model.signature, tuple(self._templates), outputs, self._allocator)
         template = ClientTemplate(*arguments, with_outputs=with_outputs)
         return self._model.store_template(key, template)
 
     def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> PackedRequest:
         """Return the packed request; `outputs` as for the function `prepare`."""
         signature = self._model.signature
-        requested = [self._output(name, outputs) for name in outputs or ()]
+        requested = [self._requested_output(name, outputs) for name in outputs or ()]
         tensors = list(zip(self._templates, self._arrays, self._memory_ranges, strict=True))
         request = [array.nbytes for _, array, memory_range in tensors if memory_range is None]
         block: MemoryBlock | None = None
         if sum(request) > INLINE_LIMIT:
-            block = self._memories.allocate(sum(map(aligned, request)))
+            block = self._allocator.allocate(sum(map(aligned, request)))
         offset = block.offset if block else 0
         refs: list[TensorRef] = []
         for template, array, memory_range in tensors:
@@ -399,12 +399,12 @@ class _UntemplatedRequest:
             holders=tuple(self._holders),
         )
 
-    def _output(
+    def _requested_output(
         self, name: str, outputs: Sequence[str] | Mapping[str, Any] | None
     ) -> RequestedOutput:
         if type(outputs) is Region:
-            outputs = outputs.attached_to(self._memories)
-            self._hold(outputs.segment, outputs.lease)
+            outputs = outputs.attached_to(self._allocator)
+            self._keep_alive(outputs.segment, outputs.lease)
             return RequestedOutput(name, outputs.output_range(name, self._model.signature))
         target = outputs[name] if isinstance(outputs, Mapping) else None
         if target is None:
@@ -418,9 +418,9 @@ class _UntemplatedRequest:
             plain = target.plain() if isinstance(target, View) else target
             datatype = datatype_of(plain, spec.datatype if spec is not None else "")
             check_datatype(name, datatype or str(plain.dtype), self._model.signature)
-            segment_offset = self._memories.find(plain.ctypes.data, plain.nbytes)
+            segment_offset = self._allocator.find(plain.ctypes.data, plain.nbytes)
             if segment_offset is not None:
-                self._hold(segment_offset[0], lease_of(target) or target)
+                self._keep_alive(segment_offset[0], lease_of(target) or target)
                 memory_range = segment_offset[0].memory_range(segment_offset[1], plain.nbytes)
         if memory_range is None:
             raise InvalidArgument(

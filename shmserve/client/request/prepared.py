@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.client.memory.segments import Memories, MemoryBlock, aligned
+from shmserve.client.memory.segments import MemoryBlock, SegmentAllocator, aligned
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.ipc.tensors.descriptors import MAX_INT64, Memory, Range, TensorRef, pack_range
 from shmserve.ipc.tensors.inference import (
@@ -75,7 +75,7 @@ class ClientTemplate:
         signature: Signature,
         templates: Sequence[TensorSchema],
         outputs: Sequence[str],
-        memories: Memories,
+        memories: SegmentAllocator,
         *,
         with_outputs: bool = True,
     ) -> None:
@@ -92,17 +92,17 @@ class ClientTemplate:
             InvalidArgument: The inputs do not fit the model.
         """
         self._templates = templates
-        self._memories = memories
+        self._allocator = memories
         refs = [template.ref(Range(_NO_MEMORY, 0, template.byte_size)) for template in templates]
         fit = signature.check("", refs, [RequestedOutput(name) for name in outputs])
-        self._inline = sum(template.byte_size for template in templates) <= INLINE_LIMIT
+        self._is_inline = sum(template.byte_size for template in templates) <= INLINE_LIMIT
         requested = outputs or tuple(signature.outputs)
         sizes = {name: signature.output_size(name, fit.batch_size) for name in requested}
         uses_slot = with_outputs and sum(filter(None, sizes.values())) > INLINE_LIMIT
         self._output_sizes = {n: s for n, s in sizes.items() if s is not None and uses_slot}
         self._refs, self._requested_names = refs, tuple(sizes if uses_slot else outputs)
         self._schema = self._pack_schema({})
-        self.uses_slots = uses_slot or not self._inline
+        self.uses_slots = uses_slot or not self._is_inline
         self._ring: deque[Buffer] = deque()
         self._is_closed = False
         if self.uses_slots:
@@ -142,9 +142,9 @@ class ClientTemplate:
             return self._new_slot()
 
     def _new_slot(self) -> Buffer:
-        slot_templates = [] if self._inline else self._templates
+        slot_templates = [] if self._is_inline else self._templates
         sizes = [*[template.byte_size for template in slot_templates], *self._output_sizes.values()]
-        block = self._memories.allocate(sum(map(aligned, sizes)))
+        block = self._allocator.allocate(sum(map(aligned, sizes)))
         offset, segment = block.offset, block.segment
         arrays: list[Array] = []
         inputs: list[Any] = []

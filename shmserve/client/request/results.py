@@ -64,7 +64,7 @@ class Result(Mapping[str, Any]):
         if self._lease is not None:
             self._lease.released = True
             self._lease = None
-        self._outputs = _Released()
+        self._outputs = _ReleasedOutputs()
 
     def __enter__(self) -> Result:
         return self
@@ -73,7 +73,7 @@ class Result(Mapping[str, Any]):
         self.release()
 
 
-class _Released(dict[str, Any]):
+class _ReleasedOutputs(dict[str, Any]):
     """The outputs of a released result; every access raises Released."""
 
     def __missing__(self, name: str) -> Any:
@@ -188,7 +188,7 @@ def _map_output(
 ) -> Any:
     """Return an output in shared memory."""
     packed = reader.packed_request
-    segment = _segment(packed, memory_range.memory)
+    segment = _find_segment(packed, memory_range.memory)
     if segment is None or ref.datatype == "BYTES":
         if isinstance(segment, DeviceSegment):
             raise Unsupported(
@@ -201,7 +201,7 @@ def _map_output(
     return to_torch(array, ref.datatype) if packed.as_torch else array
 
 
-def _segment(packed: PackedRequest, memory: Memory) -> Any:
+def _find_segment(packed: PackedRequest, memory: Memory) -> Any:
     for segment in packed.segments:
         if segment.memory is not None and segment.memory.id == memory.id:
             return segment

@@ -41,7 +41,7 @@ class ClientStream(ClientRequest):
         self.on_item = on_item
         self.finished = False
         self._read_size = -1  # byte size of the response that the program reads; -1: none
-        self._window = ReadWindow(placed=_is_placed(packed))
+        self._window = ReadWindow(writes_client_memory=_writes_client_memory(packed))
 
     def ready(self) -> bool:
         return bool(self.items) or self.finished or self.abandoned
@@ -162,7 +162,7 @@ class ResponseStream:
         self.close()
 
 
-def _is_placed(packed: PackedRequest) -> bool:
+def _writes_client_memory(packed: PackedRequest) -> bool:
     """Return whether every response is written to the same ranges of the client's memory."""
     if not packed.segments:
         return False

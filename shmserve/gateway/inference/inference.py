@@ -124,11 +124,11 @@ def submit(
         request_id=request.id,
         priority=request.priority,
         timeout_us=request.timeout_us,
-        limit_us=limit_us,
-        limit_origin=limit_origin,
+        time_limit_us=limit_us,
+        time_limit_origin=limit_origin,
         flags=request.flags,
         correlation_id=request.correlation_id,
-        source=client.connection_id if request.correlation_id else 0,
+        connection_id=client.connection_id if request.correlation_id else 0,
         trace=trace,
     )
     schedulers, on_release = gateway.schedulers, built_request.on_release

@@ -39,7 +39,7 @@ _MIN_ARRIVALS = 3  # minimum number of observations for a prediction
 _MARGIN_NS = 50_000  # allowance for the latency of the event loop
 
 
-class _Size:
+class _SizeStatistics:
     """The mean duration of the batches of a size.
 
     Attributes:
@@ -75,8 +75,8 @@ class SizeTimes:
     """
 
     def __init__(self, largest: int) -> None:
-        self._sizes: dict[int, _Size] = {}
-        self._observed: list[int] = []  # the indices of the observed sizes
+        self._sizes: dict[int, _SizeStatistics] = {}
+        self._observed_indices: list[int] = []  # the indices of the observed sizes
         self._last_index = _index(largest)
         self._time_scale = 1.0
         self._setup_ns = self._slope_ns = (
@@ -85,7 +85,7 @@ class SizeTimes:
         self._spread = _INITIAL_SPREAD
         # The last batches, if all their durations are far from the estimate: the level at which the
         # estimate would have been right, and the size.
-        self._outliers: deque[tuple[float, _Size]] = deque(maxlen=_CHANGE_LENGTH)
+        self._outliers: deque[tuple[float, _SizeStatistics]] = deque(maxlen=_CHANGE_LENGTH)
         self._observation_count = -1
         self._late_executions = 0  # executions while the target was out of reach
         # These lists have an item for each size index: values of the last refresh at a level of 1.
@@ -93,7 +93,7 @@ class SizeTimes:
         self._best_index = list(range(self._last_index + 1))
         self._optimistic_index = self._best_index.copy()
         # The shortest plausible duration of each observed size.
-        self._shortest: dict[int, float] = {}
+        self._min_durations: dict[int, float] = {}
         self._is_stale = False
         self._candidates: dict[int, tuple[int, float]] = {}
 
@@ -154,8 +154,8 @@ class SizeTimes:
         duration = max(took_ns, 1.0) / self._time_scale
         size = self._sizes.get(index)
         if size is None:
-            self._sizes[index] = _Size(duration, self._observation_count)
-            insort(self._observed, index)
+            self._sizes[index] = _SizeStatistics(duration, self._observation_count)
+            insort(self._observed_indices, index)
             self._is_stale = True
             return
         size.record_execution(self._observation_count)
@@ -170,7 +170,7 @@ class SizeTimes:
         ):
             self._is_stale = True
 
-    def _clamp_outlier(self, size: _Size, duration: float) -> float:
+    def _clamp_outlier(self, size: _SizeStatistics, duration: float) -> float:
         """Return a measured duration, clamped to the plausible range of its size.
 
         Update the level and the spread.
@@ -225,17 +225,17 @@ class SizeTimes:
         return candidate
 
     def _find_candidate(self, last_index: int) -> tuple[int, float]:
-        times, shortest, best_index = self._times, self._shortest, self._best_index[last_index]
+        times, shortest, best_index = self._times, self._min_durations, self._best_index[last_index]
         rate = _size(best_index) / times[best_index]
         target_rate, candidate, worst_duration, lower = _MIN_TRIAL_RATIO * rate, 0, 0.0, 0
         speedup = _ASSUMED_SPEEDUP + math.log(1 + self._late_executions)
-        for upper in self._observed:
+        for upper in self._observed_indices:
             # A size between two sizes takes at least the shorter and at most the longer duration.
             highest = upper - 1 if upper <= last_index else last_index
             if highest > lower:
                 time = min(shortest[lower], shortest[upper]) if lower else shortest[upper] / speedup
                 if _size(highest) > target_rate * time:
-                    target_rate, candidate = _size(highest) / time, _middle(lower, highest)
+                    target_rate, candidate = _size(highest) / time, _middle_size(lower, highest)
                     worst_duration = times[upper] * _ASSUMED_SLOWDOWN
                     if lower:
                         worst_duration = max(times[lower], times[upper])
@@ -247,9 +247,9 @@ class SizeTimes:
                 target_rate = _size(upper) / shortest[upper]
                 candidate, worst_duration = _size(upper), times[upper]
         time = max(target_rate / _MIN_TRIAL_RATIO, rate) * shortest.get(lower, 0.0)
-        if last_index > lower == self._observed[-1] and _size(last_index) > time:
+        if last_index > lower == self._observed_indices[-1] and _size(last_index) > time:
             # The larger a size beyond all observed sizes is, the longer a batch may take.
-            candidate = _middle(lower, last_index)
+            candidate = _middle_size(lower, last_index)
             worst_duration = times[last_index] * candidate / _size(lower)
         return candidate, worst_duration * self._time_scale * (1 + 3 * self._spread)
 
@@ -262,9 +262,9 @@ class SizeTimes:
         spread = _DEVIATIONS_PER_SPREAD * max(self._spread, _MIN_SPREAD)
         best_index, best_rate, best_error, best_score = 1, 0.0, 0.0, 0.0
         optimistic_index, optimistic_rate = 1, 0.0
-        self._shortest = self._shortest_durations(spread)
-        disturbed_index, disturbed_rate = self._find_disturbed(self._shortest)
-        highest = self._observed[-1]
+        self._min_durations = self._shortest_durations(spread)
+        disturbed_index, disturbed_rate = self._find_disturbed(self._min_durations)
+        highest = self._observed_indices[-1]
         for index in range(1, self._last_index + 1):
             rate, size = _size(index) / times[index], sizes.get(index)
             error, margin = spread**2, 0.0  # An interpolated rate gets no margin.
@@ -278,7 +278,7 @@ class SizeTimes:
             self._best_index[index] = (
                 index if rate * (1 + _EQUAL_RATES + margin) >= best_rate else best_index
             )
-            possible_rate = _size(index) / self._shortest.get(index, times[index])
+            possible_rate = _size(index) / self._min_durations.get(index, times[index])
             if index == disturbed_index:
                 possible_rate = disturbed_rate
             if possible_rate >= optimistic_rate:
@@ -297,7 +297,7 @@ class SizeTimes:
         shortest: dict[int, float] = {}
         pool: list[int] = []
         mean = weight = 0.0
-        for index in self._observed:
+        for index in self._observed_indices:
             size = self._sizes[index]
             pooled = (mean * weight + size.mean * size.weight) / (weight + size.weight)
             if pool:
@@ -323,7 +323,7 @@ class SizeTimes:
         shortest_so_far = min(shortest.values())
         min_executions = math.log(1 + self._late_executions) / math.log(_DISTURBANCE_INTERVAL)
         for index, next_index in zip(
-            self._observed, [*self._observed[1:], self._last_index + 1], strict=True
+            self._observed_indices, [*self._observed_indices[1:], self._last_index + 1], strict=True
         ):
             if self._sizes[index].weight >= min_executions:
                 shortest_so_far = shortest[index]
@@ -338,7 +338,7 @@ class SizeTimes:
         is optimistic and leads to larger batches, which reveal the slope.
         """
         total = mean_x = mean_y = sum_xx = sum_xy = 0.0
-        for index in self._observed:
+        for index in self._observed_indices:
             size = self._sizes[index]
             weight = size.decayed_count(self._observation_count)
             total += weight
@@ -356,7 +356,7 @@ class SizeTimes:
     def _interpolate(self) -> None:
         times, lower = self._times, 0
         end_slope = self._slope_ns
-        for index in self._observed:
+        for index in self._observed_indices:
             mean, high = self._sizes[index].mean, _size(index)
             if lower:
                 slope = (mean - times[lower]) / (high - _size(lower))
@@ -380,7 +380,7 @@ def _size(index: int) -> int:
     return ((index - (shift << (_EXACT_BITS - 1)) + 1) << shift) - 1
 
 
-def _middle(lower: int, highest: int) -> int:
+def _middle_size(lower: int, highest: int) -> int:
     return _size(lower + (highest - lower + 1) // 2)
 
 
@@ -401,13 +401,13 @@ class _ArrivalStatistics:
             self.deviation_ns += (abs(error) - self.deviation_ns) / 4
         else:
             self.gap_ns, self.deviation_ns = gap_ns, gap_ns / 2
-        self._update_chance(1.0)
+        self._update_probability(1.0)
 
     def record_miss(self) -> None:
         """Record that no further request arrived soon."""
-        self._update_chance(0.0)
+        self._update_probability(0.0)
 
-    def _update_chance(self, outcome: float) -> None:
+    def _update_probability(self, outcome: float) -> None:
         self.observations += 1
         self.chance += (outcome - self.chance) / min(self.observations, 16)
 

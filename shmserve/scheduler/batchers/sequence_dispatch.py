@@ -32,7 +32,7 @@ _ENDED_BY_EARLIER = "an earlier request of the sequence was cancelled or timed o
 
 
 @dataclass(eq=False)
-class SequenceDispatch(Dispatcher):
+class SequenceDispatcher(Dispatcher):
     """The dispatcher of sequences, which sends a free instance the next batch of its slots."""
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class SequenceDispatch(Dispatcher):
         if not correlation_id:
             raise InvalidArgument(f"{model} must specify a non-zero or non-empty correlation ID")
         self._rules.check_datatype(correlation_id, id_prefix(message.request_id), self._name)
-        self._sequences.check(correlation_id, flags, (client, message.source))
+        self._sequences.check(correlation_id, flags, (client, message.connection_id))
         return SequenceKey(correlation_id, flags)
 
     @property

@@ -40,7 +40,7 @@ from shmserve.scheduler.ensemble.request import (
 )
 from shmserve.scheduler.ensemble.runner import StepRunner
 from shmserve.scheduler.ensemble.step_messages import placed_sizes
-from shmserve.scheduler.front import Core
+from shmserve.scheduler.front import SchedulerCore
 from shmserve.scheduler.requests.queue import earlier_deadline, expired_text, plausible_arrival_ns
 from shmserve.scheduler.requests.request import Client, ControlLink, Lookup
 from shmserve.scheduler.response_cache import ResponseCache
@@ -58,7 +58,7 @@ _NOT_DECOUPLED = (
 )
 
 
-class EnsembleCore(Core[EnsembleRequest]):
+class EnsembleCore(SchedulerCore[EnsembleRequest]):
     """The core of one ensemble, whose requests are flows of tensors through its steps."""
 
     def __init__(
@@ -243,8 +243,8 @@ class EnsembleCore(Core[EnsembleRequest]):
         match message:
             case ModelPublished():
                 self._handle_published(message)
-                if message.acknowledge:
-                    self._control.post(Acknowledged(message.acknowledge))
+                if message.change_number:
+                    self._control.post(Acknowledged(message.change_number))
             case SchedulerLost():
                 self._steps.resubmit(message.endpoint, message.successor, now_ns)
                 for key, endpoint in list(self._endpoints.items()):
@@ -317,7 +317,7 @@ class EnsembleCore(Core[EnsembleRequest]):
     def _advance(self, request: EnsembleRequest, now_ns: int) -> None:
         """Submit the steps of a request that can run, send its responses, or end it."""
         flow, requests = request.flow, self._requests
-        if flow.firings:
+        if flow.ready_steps:
             self._steps.run(request, now_ns)
         if not self._decoupled and len(flow.responses) > 1:
             text = id_prefix(request.submit.request_id) + _NOT_DECOUPLED

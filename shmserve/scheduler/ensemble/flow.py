@@ -270,7 +270,7 @@ class Plan:
         return devices
 
 
-class Firing(NamedTuple):
+class ReadyStep(NamedTuple):
     """A step that is ready to run with these inputs.
 
     Attributes:
@@ -295,7 +295,7 @@ class Flow:
 
     Attributes:
         has_responded: Whether there has been a response.
-        firings: The steps to run.
+        ready_steps: The steps to run.
         responses: The responses to send. Each value must be released once for its response.
         absent_outputs: The outputs that a response lacks because no step has returned them.
     """
@@ -306,9 +306,9 @@ class Flow:
         self._values: dict[tuple[str, int], Value] = {}
         # Remaining uses of values with more than one use.
         self._remaining_uses: dict[tuple[str, int], int] = {}
-        self._fired_steps: set[tuple[int, int]] = set()
+        self._started_steps: set[tuple[int, int]] = set()
         self._counts: dict[int, int] = {}  # responses so far, by the index of a decoupled step
-        self.firings: list[Firing] = []
+        self.ready_steps: list[ReadyStep] = []
         self.responses: list[dict[str, Value]] = []
         self.absent_outputs: set[str] = set()
 
@@ -325,15 +325,15 @@ class Flow:
 
     def close(self) -> None:
         """Release all values, because the request has ended or failed."""
-        for firing in self.firings:
-            firing.release()
+        for ready_step in self.ready_steps:
+            ready_step.release()
         for response in self.responses:
             for value in response.values():
                 value.release()
         for value in self._values.values():
             value.release()
         self._values.clear()
-        self.firings.clear()
+        self.ready_steps.clear()
         self.responses.clear()
 
     def _store_tensors(self, tensors: Tensors, response_index: int) -> None:
@@ -356,10 +356,10 @@ class Flow:
             else:
                 for reader in route.readers:
                     if reader.is_once or not route.is_once:
-                        self._fire(reader, response_index)
+                        self._start_if_complete(reader, response_index)
                     else:
                         for ready_index in self._find_response_indices(reader):
-                            self._fire(reader, ready_index)
+                            self._start_if_complete(reader, ready_index)
 
     def _find_response_indices(self, reader: TensorReader) -> Iterable[int]:
         """Return the numbers of the responses for which a reader may now have all its tensors."""
@@ -368,10 +368,10 @@ class Flow:
                 return sorted([number for name, number in self._values if name == tensor])
         return ()
 
-    def _fire(self, reader: TensorReader, response_index: int) -> None:
+    def _start_if_complete(self, reader: TensorReader, response_index: int) -> None:
         """Start a step or a response for a response index if all tensors that it reads exist."""
         fired = (reader.index, response_index)
-        if fired in self._fired_steps:
+        if fired in self._started_steps:
             return
         values = self._values
         keys: Sequence[tuple[str, int]] = reader.first_keys
@@ -380,7 +380,7 @@ class Flow:
         for key in keys:
             if key not in values:
                 return
-        self._fired_steps.add(fired)
+        self._started_steps.add(fired)
         reader_values: dict[str, Value] = {}  # by name; the reader must release each value once
         for key in keys:
             remaining_uses = self._remaining_uses.get(key)
@@ -396,7 +396,7 @@ class Flow:
         self._start(reader, response_index, reader_values)
 
     def _start(self, reader: TensorReader, response_index: int, values: dict[str, Value]) -> None:
-        """Add a firing or a response with these values, each of which must be released once."""
+        """Add a ready step or a response with these values, each of which must be released once."""
         if isinstance(reader, PlannedStep):
             self._run_or_skip(reader, response_index, values)
         else:
@@ -427,7 +427,7 @@ class Flow:
             values[tensor].acquire()
         if condition and condition not in step.step.inputs.values():
             values[condition].release()
-        self.firings.append(Firing(step, response_index, inputs, tuple(kinds)))
+        self.ready_steps.append(ReadyStep(step, response_index, inputs, tuple(kinds)))
 
     def _respond(self, values: dict[str, Value]) -> None:
         self.has_responded = True

@@ -81,11 +81,11 @@ class Value(Token):
         kind: The tensor's kind; None: there is no tensor.
         data: The tensor's bytes, or where they lie.
         holds: Whether some element is true, if the tensor is a condition.
-        override: The sequence parameters in the response that contained the tensor.
+        sequence_override: The sequence parameters in the response that contained the tensor.
         held_credits: The flow-control credits of the steps that made it, returned at its release.
     """
 
-    __slots__ = ("data", "held_credits", "holds", "kind", "memory", "override")
+    __slots__ = ("data", "held_credits", "holds", "kind", "memory", "sequence_override")
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Value(Token):
         data: bytes | Range,
         memory: Token | None = None,
         holds: bool = True,
-        override: dict[str, Any] | None = None,
+        sequence_override: dict[str, Any] | None = None,
         held_credits: tuple[Token, ...] = (),
     ) -> None:
         self._reference_count = 1
@@ -101,7 +101,7 @@ class Value(Token):
         self.data = data
         self.memory = memory
         self.holds = holds
-        self.override = override
+        self.sequence_override = sequence_override
         self.held_credits = held_credits
         for credit in held_credits:
             credit.acquire()
@@ -136,8 +136,8 @@ def overrides(values: Iterable[Value]) -> dict[str, Any]:
     """Return the sequence parameters in the responses that contained these tensors."""
     parameters: dict[str, Any] = {}
     for value in values:
-        if value.override:
-            parameters.update(value.override)
+        if value.sequence_override:
+            parameters.update(value.sequence_override)
     return parameters
 
 

@@ -20,13 +20,13 @@ from typing import Any, assert_never
 from shmserve.errors import QueueFull
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import (
-    Choose,
     Ended,
     Hypothesis,
     Prepare,
     Prepared,
     ResponseSent,
     Resumed,
+    SendHypotheses,
     Stepped,
 )
 from shmserve.ipc.messages.inference import Submit
@@ -35,7 +35,7 @@ from shmserve.ipc.tensors.signature import BatchFit, id_prefix
 from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Beams, Generation, Sequence, SequenceStatus
-from shmserve.scheduler.instances.executions import to_works
+from shmserve.scheduler.instances.executions import to_work_items
 from shmserve.scheduler.instances.pool import LostWork, Slot
 from shmserve.scheduler.requests.request import (
     AT_WORK,
@@ -89,7 +89,7 @@ class AssignedRequest:
             Resumed(
                 sample,
                 tokens.tobytes(),
-                report.characters,
+                report.sent_characters,
                 finish_reason,
                 report.closed,
                 report.tokens,
@@ -101,7 +101,7 @@ class AssignedRequest:
 
 
 @dataclass(eq=False)
-class GenerativeDispatch(Dispatcher):
+class GenerativeDispatcher(Dispatcher):
     """The dispatcher that runs the engine of each instance step after step."""
 
     _engine_settings: EngineSettings
@@ -206,7 +206,7 @@ class GenerativeDispatch(Dispatcher):
     def _prepare(self, assigned: AssignedRequest, slot: Slot, now_ns: int) -> None:
         assigned.slot = slot
         self._pool.join(slot, assigned.request, now_ns)
-        prepare = Prepare(to_works([assigned.request]), assigned.resume_state())
+        prepare = Prepare(to_work_items([assigned.request]), assigned.resume_state())
         self._executions.post(slot.peer, prepare)
 
     # --- workers
@@ -242,7 +242,7 @@ class GenerativeDispatch(Dispatcher):
             request.arrived_ns,
             array("i", message.prompt),
             message.max_tokens,
-            message.samples,
+            message.sample_count,
             message.priority,
             message.needs_whole_prompt,
             message.allows_drafts,
@@ -253,14 +253,14 @@ class GenerativeDispatch(Dispatcher):
                 f"{id_prefix(request.submit.request_id)}the prompt has {len(generation.prompt)} "
                 f"tokens, and up to {message.max_tokens} follow in {generation.rows} sequences, "
                 f"but the engine runs at most {self._engine_settings.max_batch_size} sequences "
-                f"with {self._engine_settings.capacity} tokens in memory"
+                f"with {self._engine_settings.kv_cache_tokens} tokens in memory"
             )
             reason = Reason.REJECTED
             self._responses.fail(request, "INVALID_ARG", text, reason, now_ns, is_early=True)
             self._executions.cancel(request)
             return
         can_resume = len(resumed) + len(assigned.ended_samples) == generation.samples
-        if message.replays:
+        if message.replays_tokens:
             ended_samples = {s: tokens for s, (tokens, _) in assigned.ended_samples.items()}
             for sample, tokens in (resumed | ended_samples).items():
                 previous_tokens = assigned.replayed_tokens.get(sample, tokens)
@@ -291,7 +291,7 @@ class GenerativeDispatch(Dispatcher):
             if request.timing is not None:
                 start_ns = request.timing.compute_start_ns
                 request.timing = Timing(start_ns, 0, now_ns - start_ns, 0)
-            if row.samples:
+            if row.is_sampled:
                 self._record_latency(sequence, request, now_ns)
         return True
 
@@ -322,7 +322,7 @@ class GenerativeDispatch(Dispatcher):
                 Hypothesis(array("i", beam.tokens).tobytes(), beam.finish_reason, beam.score)
                 for beam in beams.hypotheses
             ]
-            self._executions.post(slot.peer, Choose(generation.key, hypotheses))
+            self._executions.post(slot.peer, SendHypotheses(generation.key, hypotheses))
 
     # --- counts
 

@@ -28,7 +28,7 @@ from shmserve.scheduler.generative.sequences import (
 )
 from shmserve.scheduler.generative.steps import (
     CHUNK,
-    PROBE_STEPS,
+    STEPS_BETWEEN_PROBES,
     Acceptance,
     RunningStep,
     StepPlan,
@@ -71,7 +71,7 @@ class Engine(Generic[T]):
         prefill_tokens = self.settings.max_tokens_per_batch - self.settings.max_batch_size
         limits = self.settings
         prefill_tokens = min(prefill_tokens, limits.prefill_chunk_size, limits.max_prefill_tokens)
-        self._cut_multiple = CHUNK if prefill_tokens >= CHUNK else 1
+        self._prefill_multiple = CHUNK if prefill_tokens >= CHUNK else 1
 
     # --- requests
 
@@ -105,11 +105,11 @@ class Engine(Generic[T]):
             sequence = Sequence(number, generation, sample, all_tokens)
             if resumed is None and generation.beams is None:
                 sequence.forks = generation.samples - count
-            self._enter(sequence, NewSequence(sequence.number, generation.key, sample))
+            self._add_sequence(sequence, NewSequence(sequence.number, generation.key, sample))
         if generation.beams is not None:
             self._beams[generation.key] = Beams(generation)
 
-    def _enter(self, sequence: Sequence[T], message: NewSequence) -> None:
+    def _add_sequence(self, sequence: Sequence[T], message: NewSequence) -> None:
         sequence.generation.sequences.append(sequence)
         self._sequences[sequence.number] = sequence
         self._to_begin.append(message)
@@ -238,7 +238,7 @@ class Engine(Generic[T]):
                 chunk = self.times.fitting_tokens(plan.load, sequence.computed_tokens, target_ms)
                 limit = min(limit, chunk if target else max(chunk, _DEFAULT_CHUNK))
             if limit < missing_blocks:
-                limit -= limit % self._cut_multiple
+                limit -= limit % self._prefill_multiple
             return max(min(missing_blocks, limit), 0), 0
         count = min(missing_blocks, plan.token_budget)
         drafts = self._draft_count(sequence, plan)
@@ -252,7 +252,7 @@ class Engine(Generic[T]):
         max_drafts = min(speculation.num_spec_tokens, sequence.remaining_tokens - 1)
         acceptance = self._acceptance.setdefault(generation.key, Acceptance())
         if speculation.adaptive_length and max_drafts > 0:
-            if not plan.step.step % PROBE_STEPS:
+            if not plan.step.step % STEPS_BETWEEN_PROBES:
                 return 0  # a step without drafts measures their benefit
             max_drafts = self.times.draft_length(plan.decoding_count, acceptance.rate, max_drafts)
         return acceptance.length(max(max_drafts, 0), speculation.accept_threshold)
@@ -421,7 +421,7 @@ class Engine(Generic[T]):
         if running is None or message.step != running.step:
             raise ValueError(f"step {message.step} is not the running step")
         results = {result.sequence: result for result in message.results}
-        sampled = {number for number, (_, row) in running.rows.items() if row.samples}
+        sampled = {number for number, (_, row) in running.rows.items() if row.is_sampled}
         if results.keys() != sampled - {*message.skipped}:
             raise ValueError("the results are not those of the step's rows")
         self.running = None
@@ -433,7 +433,7 @@ class Engine(Generic[T]):
                 self._handle_row(sequence, row, results.get(number))
 
     def _handle_row(self, sequence: Sequence[T], row: Row, result: RowResult | None) -> None:
-        sequence.computed_tokens = row.start + row.count
+        sequence.computed_tokens = row.start_position + row.token_count
         if result is None:
             self._seal(sequence)
             if sequence.forks and sequence.missing_tokens == 1:
@@ -490,7 +490,7 @@ class Engine(Generic[T]):
             child.table = parent.table[:]
             self.pool.share(child.table)
         key, number = parent.generation.key, child.number
-        self._enter(child, NewSequence(number, key, sample, parent.number, token))
+        self._add_sequence(child, NewSequence(number, key, sample, parent.number, token))
         return child
 
     # --- beam search

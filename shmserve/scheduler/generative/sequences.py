@@ -422,12 +422,16 @@ class Beams(Generic[T]):
             elif len(continuing) < search.width:
                 continuing.append(candidate)
         if generated >= self.generation.max_tokens:
-            if not self._is_settled(continuing[0].score if continuing else -math.inf, generated):
+            if not self._is_search_complete(
+                continuing[0].score if continuing else -math.inf, generated
+            ):
                 for candidate in continuing:
                     self._add_hypothesis(candidate, generated, "length")
             self.is_finished = True
         else:
-            self.is_finished = not continuing or self._is_settled(continuing[0].score, generated)
+            self.is_finished = not continuing or self._is_search_complete(
+                continuing[0].score, generated
+            )
         return [] if self.is_finished else continuing
 
     def _add_hypothesis(self, candidate: BeamCandidate[T], generated: int, reason: str) -> None:
@@ -439,7 +443,7 @@ class Beams(Generic[T]):
         self.hypotheses.sort(key=attrgetter("score"), reverse=True)
         del self.hypotheses[search.width :]
 
-    def _is_settled(self, best_score: float, generated: int) -> bool:
+    def _is_search_complete(self, best_score: float, generated: int) -> bool:
         """Check whether no beam can improve on the worst hypothesis, by `early_stopping`."""
         search = self.generation.beams
         assert search is not None

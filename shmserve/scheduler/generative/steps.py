@@ -30,7 +30,7 @@ _PAIRS_UNIT = 1e5  # the unit of `pairs` in the estimate of durations
 CHUNK = 16
 _AVERAGE_GAIN = 0.1
 _MAX_DURATION_RATIO = 4  # observed durations are capped at this multiple of the expected duration
-PROBE_STEPS = 50
+STEPS_BETWEEN_PROBES = 50
 _INITIAL_TOKENS = 2  # weight of the first guess of the acceptance, in observed tokens
 _MIN_DRAFT_SPEEDUP = 1.15  # the least expected speedup of drafts: estimates are some percent off
 
@@ -178,19 +178,19 @@ class Acceptance:
     """The acceptance rate of a request's draft tokens, and a pause while it is too low."""
 
     rate: float = 0.7
-    _pause_steps: int = 0
-    _tokens: int = _INITIAL_TOKENS
+    _paused_steps_left: int = 0
+    _observed_tokens: int = _INITIAL_TOKENS
 
     def length(self, drafts: int, threshold: float) -> int:
         """Return the number of draft tokens of this step: `drafts`, or 0 during a pause.
 
         A pause begins when the rate is below `threshold`. One step after each pause drafts again.
         """
-        if self._pause_steps:
-            self._pause_steps -= 1
+        if self._paused_steps_left:
+            self._paused_steps_left -= 1
             return 0
         if self.rate < threshold or not drafts:
-            self._pause_steps = PROBE_STEPS
+            self._paused_steps_left = STEPS_BETWEEN_PROBES
             self.rate = max(self.rate, threshold)
             return 0
         return drafts
@@ -198,8 +198,8 @@ class Acceptance:
     def observe(self, proposed: int, accepted: int) -> None:
         """Learn from a step. Tokens after the first rejected one are not observations."""
         for index in range(min(accepted + 1, proposed)):
-            self._tokens += 1
-            weight = max(1 / self._tokens, _AVERAGE_GAIN)
+            self._observed_tokens += 1
+            weight = max(1 / self._observed_tokens, _AVERAGE_GAIN)
             self.rate += weight * ((index < accepted) - self.rate)
 
 

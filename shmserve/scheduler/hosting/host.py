@@ -73,7 +73,7 @@ from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.runner import StepSchedulers
-from shmserve.scheduler.front import Core, Front
+from shmserve.scheduler.front import SchedulerCore, SchedulerFront
 from shmserve.scheduler.hosting.event_loop import DescriptorWaiter, InProcessLinks, ReadableHandler
 from shmserve.scheduler.hosting.local_clients import LocalClientListener, LocalTraces
 from shmserve.scheduler.requests.request import NEVER
@@ -100,7 +100,7 @@ class SchedulerParts(NamedTuple):
         outboxes: All links, in the order of flushing.
     """
 
-    core: Core[Any]
+    core: SchedulerCore[Any]
     handlers_by_fd: dict[int, ReadableHandler]
     outboxes: tuple[Outbox, ...]
 
@@ -142,11 +142,11 @@ class HostedScheduler(ABC):
         self._lent_memory = LentMemory(start.arena_byte_size)
         self._cache = _cache(start.cache, self._settings, self._lent_memory)
         self.core, peers, self.outboxes = self._create_parts()
-        self.front: Front[Any] = Front(
+        self.front: SchedulerFront[Any] = SchedulerFront(
             self.core, self, self._control, time.time_ns, self._settings.name, self._cache
         )
-        if start.snapshot:
-            self.front.restore(start.snapshot, start.worker_pids)
+        if start.statistics_snapshot:
+            self.front.restore(start.statistics_snapshot, start.worker_pids)
         # The supervisor first: it reports exits and announces instances.
         self._handlers_by_fd: dict[int, ReadableHandler] = {
             self._control.fd: self._read_control,
@@ -171,7 +171,7 @@ class HostedScheduler(ABC):
         front, now_ns = self.front, time.monotonic_ns()
         for message in self._control.receive():
             if type(message) is Drain:
-                self._catch_up()
+                self._handle_early_messages()
             if type(message) is ProcessExited:
                 self._local_clients.process_exited(message.process)
                 self._traces.process_exited(message.process)
@@ -183,7 +183,7 @@ class HostedScheduler(ABC):
                 front.count_unexpected()
         self.stopped = front.stopped
 
-    def _catch_up(self) -> None:
+    def _handle_early_messages(self) -> None:
         """Handle the messages that clients sent before they received the successor's endpoint."""
         links = (self._client_router, self._local_clients.link)
         for _ in range(_MAX_READS):

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
+from shmserve.ipc.messages.control_requests import RequestTicket, TicketReturned
 from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.requests.request import NEVER, ControlLink, ScheduledRequest, Worker
 
@@ -171,7 +171,7 @@ class InstanceTickets:
             is_requested = slot.index in self._requested_tickets
             if not is_requested and slot.index not in self._granted_tickets:
                 ticket = self._requested_tickets[slot.index] = next(self._ticket_numbers)
-                self._control.post(AskTicket(ticket, slot.index, slot.pid))
+                self._control.post(RequestTicket(ticket, slot.index, slot.pid))
 
     def use(self, slot: Slot) -> None:
         """Record that the instance executes."""
@@ -213,7 +213,7 @@ class Pool:
     exceeds its limit before `due_ns`.
     """
 
-    _limit_ns: int
+    _execution_limit_ns: int
     _tickets: InstanceTickets | None = None
     _max_open: int = 0
     _slots: dict[int, Slot] = field(default_factory=dict)
@@ -239,7 +239,7 @@ class Pool:
         Return its slot if its worker has registered itself before. `pid` is its process, or 0 if
         unknown.
         """
-        slot = self._slot(index)
+        slot = self._get_slot(index)
         slot.transition("expect")
         slot.awaited_pid = pid or slot.awaited_pid
         self._update_failure()
@@ -276,7 +276,7 @@ class Pool:
 
     def retire(self, index: int) -> None:
         """Mark an instance to be removed when it has nothing to do."""
-        slot = self._slot(index)
+        slot = self._get_slot(index)
         if not slot.retiring:
             slot.retiring = True
             self.retiring_slots.append(slot)
@@ -299,7 +299,7 @@ class Pool:
 
     def instance_failed(self, index: int, reason: str) -> None:
         """Record that an instance without a process will not come back."""
-        self._slot(index).transition("give_up")
+        self._get_slot(index).transition("give_up")
         self._last_failure = reason
         self._update_failure()
 
@@ -307,7 +307,7 @@ class Pool:
         all_gone = all(slot.state is SlotState.GONE for slot in self._slots.values())
         self.failure = self._last_failure if all_gone else ""
 
-    def _slot(self, index: int) -> Slot:
+    def _get_slot(self, index: int) -> Slot:
         slot = self._slots.get(index)
         if slot is None:
             slot = self._slots[index] = Slot(index)
@@ -396,8 +396,8 @@ class Pool:
                 self._tickets.use(slot)
             slot.transition("assign")
         slot.executions.append(execution)
-        if self._limit_ns and self.due_ns == NEVER:
-            self.due_ns = execution.started_ns + self._limit_ns
+        if self._execution_limit_ns and self.due_ns == NEVER:
+            self.due_ns = execution.started_ns + self._execution_limit_ns
         worker, requests = slot.worker, slot.requests
         for request in execution.requests:
             execution.rows += request.units
@@ -492,7 +492,7 @@ class Pool:
         self.due_ns = NEVER
         for slot in self._by_peer.values():
             if slot.state is SlotState.BUSY:
-                limit_ns = slot.executions[0].started_ns + self._limit_ns
+                limit_ns = slot.executions[0].started_ns + self._execution_limit_ns
                 if limit_ns <= now_ns:
                     overdue_slots.append(slot)
                 elif limit_ns < self.due_ns:

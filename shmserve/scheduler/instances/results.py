@@ -109,12 +109,12 @@ class Results:
             message, execution.sent_ns, now_ns, execution.rows, execution.reason or ""
         )
         if message.executed:
-            self._observe(execution, timing, now_ns)
+            self._update_estimates(execution, timing, now_ns)
         if message.copied_input_bytes or message.copied_output_bytes:
             copied = (message.copied_input_bytes, message.copied_output_bytes)
             self._statistics.executions.count_copied(*copied)
         if self._settings.decoupled:
-            self._handle_returned(slot, execution, message.replies, timing, now_ns)
+            self._handle_execute_returned(slot, execution, message.replies, timing, now_ns)
             return
         if message.executed and not slot.has_served:
             self._executions.report_served(slot)
@@ -144,7 +144,7 @@ class Results:
         """Requeue a request that its model has rescheduled, unless its client stopped waiting."""
         return request.state in AT_WORK and self._dispatcher.requeue(request)
 
-    def _observe(self, execution: Execution, timing: Timing, now_ns: int) -> None:
+    def _update_estimates(self, execution: Execution, timing: Timing, now_ns: int) -> None:
         """Update the estimates from an execution whose requests are about to end."""
         count = len(execution.requests)
         self._statistics.count_execution(execution.reason, execution.rows, timing, now_ns)
@@ -158,7 +158,7 @@ class Results:
             latencies = [now_ns - request.arrived_ns for request in execution.requests]
             self._batcher.record_batch(now_ns, live_requests, execution.rows, took_ns, latencies)
 
-    def _handle_returned(
+    def _handle_execute_returned(
         self, slot: Slot, execution: Execution, replies: list[Reply], timing: Timing, now_ns: int
     ) -> None:
         """Handle the return of a decoupled model's `execute`.

@@ -132,16 +132,16 @@ class PriorityQueue:
         self._levels = _Levels()
         # The levels with requests, the highest priority first. If there is only one, it may be
         # empty.
-        self._order = self._levels.order
+        self._sorted_levels = self._levels.order
         self.count = 0
 
     def __len__(self) -> int:
         return self.count
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
-        if len(self._order) == 1:
-            return iter(self._levels[self._order[0]])
-        return chain.from_iterable(map(self._levels.__getitem__, self._order))
+        if len(self._sorted_levels) == 1:
+            return iter(self._levels[self._sorted_levels[0]])
+        return chain.from_iterable(map(self._levels.__getitem__, self._sorted_levels))
 
     def size(self, level: int) -> int:
         """Return the number of requests of a level."""
@@ -184,7 +184,7 @@ class PriorityQueue:
         scheduled_requests: list[ScheduledRequest] = []
         self.count -= count
         while count:
-            number = self._order[0]
+            number = self._sorted_levels[0]
             level = self._levels[number]
             part = level.in_time or level.delayed_requests
             size = len(part)
@@ -207,9 +207,9 @@ class PriorityQueue:
 
         The only level is kept, because the next request usually has it, too.
         """
-        if len(self._order) > 1:
+        if len(self._sorted_levels) > 1:
             del self._levels[level_number]
-            del self._order[bisect_left(self._order, level_number)]
+            del self._sorted_levels[bisect_left(self._sorted_levels, level_number)]
 
 
 class RequestQueue:
@@ -256,7 +256,9 @@ class RequestQueue:
             Unavailable: Its deadline has passed.
             QueueFull: Its level is full.
         """
-        level, policy, arrived_ns, deadline_ns, own_timeout_us = self._limits(message, now_ns)
+        level, policy, arrived_ns, deadline_ns, own_timeout_us = self._request_limits(
+            message, now_ns
+        )
         may_be_full = not cached and self.in_order.count >= self.least_bound
         if may_be_full and self._is_full(level, policy):
             raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
@@ -306,9 +308,11 @@ class RequestQueue:
 
     def check(self, message: Submit, now_ns: int) -> None:
         """Raise the errors that `enqueue` raises for a request that is answered from the cache."""
-        self._limits(message, now_ns)
+        self._request_limits(message, now_ns)
 
-    def _limits(self, message: Submit, now_ns: int) -> tuple[int, LevelPolicy, int, int, int]:
+    def _request_limits(
+        self, message: Submit, now_ns: int
+    ) -> tuple[int, LevelPolicy, int, int, int]:
         """Return the limits of a request.
 
         Returns:
@@ -326,8 +330,8 @@ class RequestQueue:
             # In a backlog, the timeout of a request applies to its sequence.
             has_backlog = settings.sequences is not None
             timeout_us = min(message.timeout_us, MAX_TIMEOUT_US)
-            own_timeout_us = timeout_us if has_backlog else policy.own_timeout_us(timeout_us)
-            if settings.timeout_is_deadline and not (own_timeout_us and policy.delays):
+            own_timeout_us = timeout_us if has_backlog else policy.override_timeout_us(timeout_us)
+            if settings.timeout_is_deadline and not (own_timeout_us and policy.delays_expired):
                 deadline_ns = earlier_deadline(deadline_ns, message, arrived_ns)
         if 0 < deadline_ns < now_ns:
             raise Unavailable(expired_text(message, arrived_ns, deadline_ns))
@@ -386,7 +390,7 @@ class RequestQueue:
                 case State.QUEUED if 0 < request.queue_limit_ns < now_ns:
                     if request.sequence is not None and request.sequence.instance_slots is not None:
                         request.queue_limit_ns = 0  # the queue limit applied only to the backlog
-                    elif self._settings.policies.policy(request.level).delays:
+                    elif self._settings.policies.policy(request.level).delays_expired:
                         request.queue_limit_ns = 0
                         self.in_order.delay(request)
                     else:

@@ -37,7 +37,7 @@ def configured_run_directory(config: ServerConfig) -> Path:
 def server_pid(run_dir: Path) -> int:
     """Return the pid of the server that uses a run directory, or 0 if none can be reached."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
-        link.connect(os.fspath(endpoints.listener(run_dir)))
+        link.connect(os.fspath(endpoints.listener_socket(run_dir)))
         return credentials(link)[0]
     return 0
 

@@ -58,7 +58,7 @@ class Offer:
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         link.settimeout(_PATIENCE_S)
         try:
-            link.connect(os.fspath(endpoints.handover(run_dir)))
+            link.connect(os.fspath(endpoints.handover_socket(run_dir)))
             if credentials(link)[1] != os.geteuid():
                 raise PermissionError
             data, fds = _receive(link, _MAX_DESCRIPTORS)

@@ -182,7 +182,7 @@ class LocalClientConnections:
         self._client_numbers = itertools.count(FIRST_LOCAL_CLIENT)
         self._loop = asyncio.get_running_loop()
         self._max_clients = min(_MAX_CLIENTS, fd_limits.local_clients_share())
-        path = endpoints.listener(run_dir)
+        path = endpoints.listener_socket(run_dir)
         try:
             path.parent.mkdir(mode=0o700)
         except OSError as error:

@@ -305,7 +305,7 @@ class LocalClientServer:
             "(net.core.wmem_default)",
             *(message.name, message.version, len(data), self._max_packet_bytes),
         )
-        return frames.pack([m.ModelWithdrawn(message.name, message.version, message.acknowledge)])
+        return frames.pack([m.ModelWithdrawn(message.name, message.version, message.change_number)])
 
     # --- requests of a client
 
@@ -366,10 +366,10 @@ def _for_local_clients(message: Any) -> Any:
             fields = {key: source[key] for key in _MODEL_FIELDS if key in source}
             for key in ("input", "output"):
                 fields[key] = [_tensor_fields(tensor) for tensor in source.get(key, ())]
-            brief, local_clients = ModelSpec.of(fields), endpoints.for_local_clients(endpoint)
+            brief, local_clients = ModelSpec.of(fields), endpoints.local_clients_endpoint(endpoint)
             return replace(message, config=brief, metadata={}, endpoint=local_clients)
         case m.SchedulerLost(endpoint, successor):
-            convert = endpoints.for_local_clients
+            convert = endpoints.local_clients_endpoint
             return m.SchedulerLost(convert(endpoint), convert(successor))
         case m.ProcessExited(process):
             return OwnerExited(process)

@@ -32,7 +32,7 @@ from shmserve.common.host import CpuUtilization, available_memory, memory_bytes,
 from shmserve.errors import ShmserveError
 from shmserve.ipc import model_spec
 from shmserve.ipc.messages.publications import InstancesChanged
-from shmserve.ipc.messages.supervision import CountChange
+from shmserve.ipc.messages.supervision import InstanceCountChanged
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.instances import Bounds, bounds_of
@@ -165,7 +165,7 @@ class Autoscaler:
         logger.info(text, name, after, before, change.reason)
         event = InstancesChanged(name, version.spec.version, before, after, change.reason)
         self._context.events.publish(event)
-        version.scheduler.send(CountChange(after > before))
+        version.scheduler.send(InstanceCountChanged(after > before))
 
 
 def _create_state(config: ModelSpec, bounds: Bounds) -> _ScalingState:

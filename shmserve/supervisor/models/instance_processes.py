@@ -298,8 +298,8 @@ class Instances:
         message = receiving.result() if receiving.done() else instance.inbox.get_nowait()
         if isinstance(message, m.LoadFailed):
             error = from_code(message.code, message.message)
-            if message.frames:
-                error.add_note(message.frames)
+            if message.model_traceback:
+                error.add_note(message.model_traceback)
             raise error
         if not isinstance(message, kind):
             raise InvalidArgument(f"unexpected {type(message).__name__} while loading")

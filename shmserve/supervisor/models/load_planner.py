@@ -47,7 +47,7 @@ class LoadPlanner:
         """Create a planner; raise InvalidArgument if a model given as a file is invalid."""
         self._config = config
         self._overrides_dir = run_dir / "overrides"
-        self._environments_dir = endpoints.environments(run_dir)
+        self._environments_dir = endpoints.environments_folder(run_dir)
         self._accelerators = accelerators
         self._inline: dict[str, ModelFolder] = {}
         for spec in config.model_files:

@@ -188,7 +188,7 @@ class VersionScheduler:
             arena_byte_size=server.arena_byte_size,
             limits=limits,
             cache=self._cache_start(spec),
-            snapshot=self.counters.snapshot,
+            statistics_snapshot=self.counters.snapshot,
             worker_pids=worker_pids,
         )
 
@@ -279,7 +279,7 @@ class VersionScheduler:
 
     def is_limited(self, config: ModelSpec) -> bool:
         """Check whether the rate limiter applies to a configuration."""
-        needs = (group.rate_limiter.limits for group in config.instance_group)
+        needs = (group.rate_limiter.requires_resources for group in config.instance_group)
         return self._context.tickets.on and any(needs)
 
     def reserve(self, config: ModelSpec, instances: Iterable[Instance]) -> None:

@@ -268,7 +268,7 @@ class RegionOpener:
 
     def _count(self, region: OpenRegion, *, copied: bool = False) -> None:
         """Count a region. Raises InvalidArgument, and counts nothing, if it exceeds a quota."""
-        file = None if region.shared is None else region.shared.file
+        file = None if region.shared is None else region.shared.file_id
         self._quota.count(region.owner.uid, region.byte_size, file)
         if region.pinned:
             try:
@@ -280,12 +280,12 @@ class RegionOpener:
     def _release(self, region: OpenRegion) -> None:
         if region.pinned:
             self._quota.unpin(region.offset + region.byte_size)
-        file = None if region.shared is None else region.shared.file
+        file = None if region.shared is None else region.shared.file_id
         self._quota.release(region.owner.uid, region.byte_size, file)
 
     async def _reserve(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
         charged = posix_shm.unallocated_bytes(shared, region.byte_size)
-        self._quota.charge(region.key, shared.file, charged)
+        self._quota.charge(region.key, shared.file_id, charged)
         allocated = 0
         try:
             # Reserving the pages of a large object takes long, and must not block the loop.
@@ -293,7 +293,7 @@ class RegionOpener:
                 posix_shm.allocate_pages, region.name, shared, region.offset, region.byte_size
             )
         finally:
-            self._quota.refund(shared.file, charged - min(allocated, charged))
+            self._quota.refund(shared.file_id, charged - min(allocated, charged))
 
     def open_cuda(
         self,

@@ -385,7 +385,7 @@ def _is_same(region: OpenRegion, key: str, offset: int, byte_size: int, pin: boo
         return False
     current = posix_shm.open_object(key)
     os.close(current.fd)
-    return current.file == region.shared.file
+    return current.file_id == region.shared.file_id
 
 
 def _name_in_use(name: str) -> AlreadyExists:

@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.control_requests import (
-    AskTicket,
     CheckHolders,
+    RequestTicket,
     ResourcesHeld,
     TicketGranted,
     TicketRequest,
@@ -371,7 +371,7 @@ class Tickets:
         member = self._members.get(scheduler)
         if member is None:
             return
-        if isinstance(message, AskTicket):
+        if isinstance(message, RequestTicket):
             granted = self._limiter.ask(member, message.index, message.ticket, message.pid)
             self._send_granted(granted)
         elif isinstance(message, CheckHolders):

@@ -292,10 +292,10 @@ def test_errors_of_the_whole_command_line() -> None:
 
 def test_the_environment_sets_options() -> None:
     options = settings(TRITONSERVER_DELAY_SCHEDULER="3", CUDA_VISIBLE_DEVICES="1")
-    assert (options.scheduling.delay_scheduler, options.visible_devices) == (3, "1")
-    assert settings(TRITONSERVER_DELAY_SCHEDULER="").scheduling.delay_scheduler == 0
+    assert (options.scheduling.min_queued_requests, options.visible_devices) == (3, "1")
+    assert settings(TRITONSERVER_DELAY_SCHEDULER="").scheduling.min_queued_requests == 0
     assert (
-        settings(TRITONSERVER_BACKLOG_DELAY_SCHEDULER="2").scheduling.backlog_delay_scheduler == 2
+        settings(TRITONSERVER_BACKLOG_DELAY_SCHEDULER="2").scheduling.min_backlogged_requests == 2
     )
     for text in ("x", "-1", "\N{SUPERSCRIPT TWO}"):
         assert "TRITONSERVER_DELAY_SCHEDULER" in refusal(

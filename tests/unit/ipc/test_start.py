@@ -26,7 +26,7 @@ START_RECORDS = [
         config=ModelSpec.of({"name": "m", "input": [{"dims": [1, -1]}]}), run_dir=RUN_DIR,
         capability_key=b"\0\xff",
         limits=SchedulingLimits(request_timeout_us=7, quantiles=(0.5, 0.9)),
-        snapshot=[{"name": "m"}, []], worker_pids=[1, 2]),
+        statistics_snapshot=[{"name": "m"}, []], worker_pids=[1, 2]),
     WorkerStart(
         number=3,
         index=0,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.control_requests import (
-    AskTicket,
     CheckHolders,
+    RequestTicket,
     ResourcesHeld,
     TicketGranted,
     TicketReturned,
@@ -72,7 +72,7 @@ def test_the_needs_of_each_instance_from_a_configuration() -> None:
     limited_group = {"rate_limiter": {"resources": resources, "priority": 3}}
     config = ModelSpec.of({"instance_group": [limited_group, {}]})
     first_limits, second_limits = (group.rate_limiter for group in config.instance_group)
-    assert first_limits.limits and not second_limits.limits
+    assert first_limits.requires_resources and not second_limits.requires_resources
     assert Needs.of(first_limits, 0) == Needs({("R", 0): 2, ("S", GLOBAL): 1}, 3)
     assert Needs.of(first_limits, 1) == Needs({("R", 1): 2, ("S", GLOBAL): 1}, 3)
     assert Needs.of(second_limits, 0) == Needs({}, 1)
@@ -222,13 +222,13 @@ def test_tickets_of_an_exited_scheduler_are_released() -> None:
     for member, pid in ((1, 100), (2, 200)):
         tickets.join(member, {0: Needs({R: 1}, 1)})
         tickets.bind(pid, member)
-    tickets.handle(100, AskTicket(7, 0))
-    tickets.handle(200, AskTicket(8, 0))
+    tickets.handle(100, RequestTicket(7, 0))
+    tickets.handle(200, RequestTicket(8, 0))
     assert notifications == [(100, TicketGranted(7))]
     tickets.process_exited(100)
     assert notifications == [(100, TicketGranted(7)), (200, TicketGranted(8))]
     tickets.bind(101, 1)  # its successor
-    tickets.handle(101, AskTicket(1, 0))
+    tickets.handle(101, RequestTicket(1, 0))
     tickets.handle(100, TicketReturned(8, True))  # a message of an exited process
     tickets.remove(2)
     assert notifications[2:] == [(101, TicketGranted(1))]
@@ -240,14 +240,14 @@ def test_a_call_whose_callers_hold_its_resources_is_reported() -> None:
     for member, needs in ((1, [1]), (2, [1]), (3, [2]), (4, [2, 1])):
         tickets.join(member, {i: Needs({R: amount}, 1) for i, amount in enumerate(needs)})
         tickets.bind(100 * member, member)
-    tickets.handle(100, AskTicket(1, 0, 11))
+    tickets.handle(100, RequestTicket(1, 0, 11))
     sent.clear()
     for scheduler in (200, 300, 400):
         tickets.handle(scheduler, CheckHolders(scheduler, [10, 11]))
         # The scheduler does not hold these tickets.
         tickets.handle(scheduler, CheckHolders(7, [10]))
     assert sent == [(300, ResourcesHeld(300))]
-    tickets.handle(200, AskTicket(2, 0, 12))
+    tickets.handle(200, RequestTicket(2, 0, 12))
     sent.clear()
     tickets.handle(400, CheckHolders(5, [11, 12]))
     tickets.handle(100, TicketReturned(1, True))

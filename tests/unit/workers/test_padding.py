@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from shmserve.ipc.messages.inference import Work
+from shmserve.ipc.messages.inference import WorkItem
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends.native import NativeBackend
@@ -133,7 +133,7 @@ def request(array: Any, datatype: str = "FP32") -> Request:
     if isinstance(array, torch.Tensor):
         raw = array.reshape(-1).view(torch.uint8)
     item = Input("IMAGE", datatype, shape, raw, on_device=isinstance(raw, torch.Tensor))
-    return Request(Work(0, 0, b"", []), UNUSED, shape[0], {"IMAGE": item}, {})
+    return Request(WorkItem(0, 0, b"", []), UNUSED, shape[0], {"IMAGE": item}, {})
 
 
 def test_without_buckets_a_batch_is_padded_to_its_maximum() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shmserve.errors import Internal
-from shmserve.ipc.messages.inference import Work
+from shmserve.ipc.messages.inference import WorkItem
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.pytorch import PytorchBackend
@@ -34,7 +34,7 @@ def config(*kinds: str, max_batch_size: int = 8, dims: tuple[int, ...] = (-1,)) 
 def requests(*shapes: tuple[int, ...]) -> list[Request]:
     return [
         Request(
-            Work(key, 0, b"", []),
+            WorkItem(key, 0, b"", []),
             UNUSED,
             shape[0],
             {"X": Input("X", "FP32", shape, memoryview(b""))},

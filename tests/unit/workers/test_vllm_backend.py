@@ -143,7 +143,7 @@ class Model(Streams):
             tensors.append(tensor(name, np.array([raw], kind)))
         requested_outputs = tuple(RequestedOutput(name) for name in outputs)
         packed_request = pack_inference(Inference(tuple(tensors), requested_outputs))
-        self.rig.execute([m.Work(key, CLIENT_PID, *packed_request, f"id-{key}", **fields)])
+        self.rig.execute([m.WorkItem(key, CLIENT_PID, *packed_request, f"id-{key}", **fields)])
 
     def send_message(self, message: Any) -> None:
         """Send a message of the scheduler, which the pumping thread reads."""

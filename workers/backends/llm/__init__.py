@@ -25,7 +25,7 @@ import torch
 
 from shmserve.errors import InvalidArgument, Unsupported
 from shmserve.ipc.engine_settings import ENGINE_PARAMETER, EngineSettings
-from shmserve.ipc.messages.generation import Choose, Prepare, Step, Stepped
+from shmserve.ipc.messages.generation import Prepare, SendHypotheses, Step, Stepped
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends import Backend, OutputStream, Request, Response
 from shmserve.workers.backends.llm import engine_file
@@ -36,7 +36,7 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
 from shmserve.workers.backends.llm.parameters import parse
 from shmserve.workers.backends.llm.prompts import read_inputs
-from shmserve.workers.backends.llm.texts import Texts
+from shmserve.workers.backends.llm.texts import TextThread
 from shmserve.workers.backends.llm.tool_formats import detect_parsers
 from shmserve.workers.batch.request import Unpacker
 from shmserve.workers.batch.response_stream import ResponseWriter
@@ -94,11 +94,11 @@ def refuse_batches(config: ModelSpec, reason: str) -> None:
 class LlmBackend(Backend):
     """The backend of a generative model."""
 
-    _texts: Texts | None = None
+    _texts: TextThread | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add the inputs and outputs of a generative model and its engine's settings."""
-        text = self._read_settings(ModelSpec.of(config)).text
+        text = self._read_settings(ModelSpec.of(config)).json_text
         return complete(config, INPUTS, OUTPUTS, {ENGINE_PARAMETER: {"string_value": text}})
 
     def load(self, config: ModelSpec) -> None:
@@ -122,7 +122,7 @@ class LlmBackend(Backend):
                 f"{self.context.device}"
             )
         parse({}, checkpoint.defaults, checkpoint.architecture.vocab_size)
-        self._passes = self._make_passes(checkpoint, settings, settings.swap_blocks)
+        self._pass_runner = self._make_passes(checkpoint, settings, settings.swap_blocks)
         self._propose = self._find_proposer(settings)
         self._engine_settings = settings
 
@@ -136,9 +136,9 @@ class LlmBackend(Backend):
 
     def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> HandlerTable:
         """Return the handlers of prompts, steps, and the ends of beam searches."""
-        texts = self._texts = Texts(self._checkpoint, writer.link, self._engine_settings)
+        texts = self._texts = TextThread(self._checkpoint, writer.link, self._engine_settings)
         engine = WorkerEngine(
-            self._passes,
+            self._pass_runner,
             self._propose,
             texts.prompts,
             lambda outputs: texts.put(partial(texts.append_outputs, outputs)),
@@ -157,10 +157,10 @@ class LlmBackend(Backend):
                 skipped = [row.sequence for row in message.rows]
                 return Stepped(message.step, [], 0, 0, 0, skipped=skipped)
 
-        def choose(message: Choose, _: list[WorkerRequest]) -> None:
+        def choose(message: SendHypotheses, _: list[WorkerRequest]) -> None:
             texts.put(partial(texts.end_beam_search, message))
 
-        return {Prepare: prepare, Step: step, Choose: choose}
+        return {Prepare: prepare, Step: step, SendHypotheses: choose}
 
     def unload(self) -> None:
         """End the text thread."""
@@ -177,7 +177,7 @@ class LlmBackend(Backend):
         """Return the settings in the configuration or in engine.yaml, with the model's defaults."""
         parameter = config.parameters.get(ENGINE_PARAMETER)
         folder = self.context.model_dir
-        settings = EngineSettings.read(parameter) if parameter else engine_file.read(folder)
+        settings = EngineSettings.from_json(parameter) if parameter else engine_file.read(folder)
         checkpoint = self._checkpoint
         tool_parser, reasoning_parser = detect_parsers(checkpoint.templates.values())
         tool_parser = settings.tool_parser or tool_parser
@@ -232,7 +232,7 @@ def _version_number(folder: Path) -> int:
 
 
 def _prepare(
-    texts: Texts,
+    texts: TextThread,
     writer: ResponseWriter,
     unpacker: Unpacker,
     open_request: WorkerRequest,

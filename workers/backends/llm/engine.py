@@ -140,9 +140,9 @@ class TokenSequence:
 
     def add_blocks(self, row: Row, block_size: int) -> None:
         """Keep the table's first `row.kept_blocks` blocks, and replace the rest by a row's."""
-        if row.kept_blocks < len(self.block_table):
-            self.draft_computed = min(self.draft_computed, row.kept_blocks * block_size)
-        self.block_table[row.kept_blocks :] = row.blocks
+        if row.kept_block_count < len(self.block_table):
+            self.draft_computed = min(self.draft_computed, row.kept_block_count * block_size)
+        self.block_table[row.kept_block_count :] = row.blocks
 
     def sampled_row(self, drafts: list[int], allowed: Any = None) -> SampledRow:
         """Return the inputs for sampling the token that follows the sequence and `drafts`."""
@@ -343,9 +343,9 @@ class WorkerEngine:
             parent = self._sequences.get(begin.parent) if begin.parent else None
             prompt = self.prompts.get(begin.key)
             if parent is not None:
-                sequence = parent.fork(begin.sequence, begin.sample, begin.token)
+                sequence = parent.fork(begin.sequence, begin.sample_index, begin.token)
             elif prompt is not None and not begin.parent:
-                sequence = prompt.begin_sequence(begin.sequence, begin.sample)
+                sequence = prompt.begin_sequence(begin.sequence, begin.sample_index)
             else:
                 continue  # its request has ended; `step` reports the sequence as skipped
             self._sequences[begin.sequence] = sequence
@@ -357,10 +357,12 @@ class WorkerEngine:
             if sequence is not None:
                 sequence.add_blocks(row, self.passes.cache.block_size)
                 if sequence.prompt.cached_tokens < 0:
-                    sequence.prompt.cached_tokens = min(row.start, len(sequence.prompt.tokens))
+                    sequence.prompt.cached_tokens = min(
+                        row.start_position, len(sequence.prompt.tokens)
+                    )
                 rows.append((sequence, row))
         # Sorted by length, so that rows of an attention call have similar widths.
-        return sorted(rows, key=lambda pair: pair[1].start)
+        return sorted(rows, key=lambda pair: pair[1].start_position)
 
     def _plan_rows(self, rows: list[tuple[TokenSequence, Row]]) -> list[RowPlan]:
         """Propose draft tokens, and compute the tokens that grammars allow after each of them."""
@@ -370,7 +372,7 @@ class WorkerEngine:
         for sequence, row in rows:
             proposal = proposals.get(row.sequence, Proposal())
             masks: list[Tensor] = []
-            if row.samples and sequence.matcher is not None:
+            if row.is_sampled and sequence.matcher is not None:
                 proposal.tokens, masks = allowed_tokens(sequence.matcher, proposal.tokens)
                 error = matcher_error(sequence.matcher, sequence.prompt.parameters.grammar_name)
                 if error is not None:
@@ -386,12 +388,12 @@ class WorkerEngine:
         logit_rows: list[int] = []
         for plan in plans:
             row, sequence = plan.row, plan.sequence
-            end = row.start + row.count
-            tokens = [*sequence.tokens[row.start : end], *plan.proposal.tokens]
-            is_prompt = row.start < len(sequence.prompt.tokens)
-            pass_row = batch.add(tokens, row.start, sequence.block_table, is_prompt)
+            end = row.start_position + row.token_count
+            tokens = [*sequence.tokens[row.start_position : end], *plan.proposal.tokens]
+            is_prompt = row.start_position < len(sequence.prompt.tokens)
+            pass_row = batch.add(tokens, row.start_position, sequence.block_table, is_prompt)
             plan.logit_row = len(logit_rows)
-            skipped = 0 if self._scores_prompt(plan) else row.count - row.samples
+            skipped = 0 if self._scores_prompt(plan) else row.token_count - row.is_sampled
             logit_rows += range(pass_row + skipped, pass_row + len(tokens))
         if not plans:
             return torch.empty(0)
@@ -400,7 +402,7 @@ class WorkerEngine:
     @staticmethod
     def _scores_prompt(plan: RowPlan) -> bool:
         prompt = plan.sequence.prompt
-        return prompt.top_logprobs >= 0 and plan.row.start < len(prompt.tokens) - 1
+        return prompt.top_logprobs >= 0 and plan.row.start_position < len(prompt.tokens) - 1
 
     # --- results
 
@@ -412,9 +414,9 @@ class WorkerEngine:
         results: list[RowResult] = []
         sampled_plans: list[RowPlan] = []
         for plan in plans:
-            if plan.sequence.prompt.parameters.beams and plan.row.samples:
+            if plan.sequence.prompt.parameters.beams and plan.row.is_sampled:
                 results.append(_beam_candidates(plan, logits[plan.logit_row]))
-            elif plan.row.samples:
+            elif plan.row.is_sampled:
                 sampled_plans.append(plan)
         return results + self._sample_tokens(sampled_plans, logits) if sampled_plans else results
 
@@ -483,14 +485,14 @@ class WorkerEngine:
             The number of rows of logits before the rows that are sampled.
         """
         prompt, row = plan.sequence.prompt, plan.row
-        last_target = min(row.start + row.count, len(prompt.tokens) - 1)
-        targets = prompt.tokens[row.start + 1 : last_target + 1]
+        last_target = min(row.start_position + row.token_count, len(prompt.tokens) - 1)
+        targets = prompt.tokens[row.start_position + 1 : last_target + 1]
         rows = logits[plan.logit_row : plan.logit_row + len(targets)]
         scores = logprobs(rows, targets, prompt.top_logprobs)
-        for position, score in enumerate(scores, row.start + 1):
+        for position, score in enumerate(scores, row.start_position + 1):
             prompt.logprobs_by_position.setdefault(position, score)
         self.emit([SequenceOutput(plan.sequence, [], "", [])])
-        return row.count - row.samples
+        return row.token_count - row.is_sampled
 
 
 def _beam_candidates(plan: RowPlan, logits: Tensor) -> RowResult:

@@ -220,7 +220,7 @@ def parse(
     if len(set(grammars.values())) > 1:
         names = " and ".join(request_names.get(name, name) for name in grammars)
         problems.append(f"{names}: at most one grammar is allowed")
-    values = _combine(values, grammars)
+    values = _combine_parameters(values, grammars)
     values["grammar_name"] = next((request_names.get(name, name) for name in grammars), "tools")
     problems += _find_contradictions(values, vocab_size)
     if values.get("use_beam_search"):
@@ -236,7 +236,9 @@ def _resolve_aliases(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {_ALIASES.get(name, name): value for name, value in settings.items()}
 
 
-def _combine(values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+def _combine_parameters(
+    values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]
+) -> dict[str, Any]:
     """Combine parameters that determine the same field; return the fields."""
     values["top_k"] = max(values.get("top_k", 0), 0)
     has_logprobs, top = values.pop("has_logprobs", True), values.pop("top_logprobs", None)

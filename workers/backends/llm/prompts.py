@@ -256,7 +256,9 @@ class PromptReader:
         # A sample with a grammar ends with an end token.
         ignores = parameters.ignore_eos and not (parameters.grammar[0] or message_grammar)
         end_tokens = () if ignores else self._checkpoint.end_tokens
-        earlier = {item.sample: np.frombuffer(item.tokens, np.int32).tolist() for item in resumed}
+        earlier = {
+            item.sample_index: np.frombuffer(item.tokens, np.int32).tolist() for item in resumed
+        }
         prompt = Prompt(request.work.key, tokens, parameters, end_tokens)
         prompt.message_format, prompt.message_grammar = message_format, message_grammar
         prompt.eos = -1 if ignores else self._checkpoint.eos
@@ -381,7 +383,7 @@ class PromptReader:
         for characters in _PREFIX_CHARACTERS:
             count = len(self._encode(text[: characters * max_tokens], False, False))
             if count > max_tokens + _MAX_CUT_TOKENS:
-                raise InvalidArgument(f"{name}: {_too_long(count, max_tokens)}")
+                raise InvalidArgument(f"{name}: {_too_long_text(count, max_tokens)}")
 
     def _encode_suffix(
         self, name: str, text: str | memoryview, has_offsets: bool, parameters: GenerationParameters
@@ -431,7 +433,7 @@ class PromptReader:
         if not count:
             raise InvalidArgument(f"{name}: the prompt is empty; at least one token is required")
         if count + min(parameters.max_tokens, 1) > self._max_length:
-            raise InvalidArgument(f"{name}: {_too_long(count, self._max_length)}")
+            raise InvalidArgument(f"{name}: {_too_long_text(count, self._max_length)}")
         return count
 
     def _check_tokens(self, name: str, tokens: list[int]) -> None:
@@ -448,7 +450,7 @@ class PromptReader:
         )
 
 
-def _too_long(count: int, limit: int) -> str:
+def _too_long_text(count: int, limit: int) -> str:
     return f"{PROMPT_TOO_LONG}: {count} tokens and one generated token exceed the limit of {limit}"
 
 

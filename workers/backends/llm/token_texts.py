@@ -233,7 +233,7 @@ class BadWords:
         self._bytes_of = texts.bytes_of
         # No text contains a lone surrogate.
         self._words = [word.encode(errors="surrogatepass") for word in words]
-        self._longest = max(map(len, self._words))
+        self._max_word_length = max(map(len, self._words))
         # Tokens that contain a whole word; tokens that complete a word, by the word's beginning.
         self._containing_tokens = [
             token for word in self._words for token in texts.containing(word)
@@ -248,11 +248,11 @@ class BadWords:
         """Return the tokens that would complete a word after the tokens of a text."""
         tail = b""
         for token in reversed(tokens):
-            if len(tail) >= self._longest:
+            if len(tail) >= self._max_word_length:
                 break
             tail = self._bytes_of(token) + tail
         forbidden = self._containing_tokens[:]
-        for size in range(1, min(self._longest, len(tail) + 1)):
+        for size in range(1, min(self._max_word_length, len(tail) + 1)):
             forbidden += self._completing_tokens.get(tail[len(tail) - size :], ())
         return forbidden
 
@@ -270,8 +270,10 @@ class Detokenizer:
     ) -> None:
         self._decode = functools.partial(texts.decode, skip_special_tokens=skip_special_tokens)
         self._ends_word, self._begins_inside = texts.ends_word, texts.begins_inside_character
-        self._skipped = texts.special if skip_special_tokens else frozenset()
-        context = [token for token in prompt[-4 * _MAX_HELD_TOKENS :] if token not in self._skipped]
+        self._skipped_tokens = texts.special if skip_special_tokens else frozenset()
+        context = [
+            token for token in prompt[-4 * _MAX_HELD_TOKENS :] if token not in self._skipped_tokens
+        ]
         context = context[-_MAX_HELD_TOKENS:]
         while context and texts.begins_inside_character(context[0]):
             del context[0]  # byte-fallback decoders replace characters beside an incomplete one
@@ -292,7 +294,7 @@ class Detokenizer:
 
     def add(self, token: int) -> str:
         """Append a token; return the text that it completes."""
-        if token in self._skipped:
+        if token in self._skipped_tokens:
             return ""
         self._tokens.append(token)
         text, held_tokens = self._decode(self._tokens), len(self._tokens) - self._context_count

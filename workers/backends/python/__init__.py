@@ -207,11 +207,13 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
         raise Unavailable(f"Python model file not found in '{version_dir.name}/{file}'")
     module = _import_model(model_dir, version_dir, file)
     if not hasattr(module, "TritonPythonModel"):
-        raise InvalidArgument(f"'{file}' has no class TritonPythonModel{_hint(module, file)}")
+        raise InvalidArgument(
+            f"'{file}' has no class TritonPythonModel{_import_hint(module, file)}"
+        )
     return module.TritonPythonModel
 
 
-def _hint(module: Any, file: str) -> str:
+def _import_hint(module: Any, file: str) -> str:
     """Return advice for a model file without a `TritonPythonModel`, or ""."""
     torch = sys.modules.get("torch")
     for name, class_ in vars(module).items():

@@ -40,7 +40,7 @@ from shmserve.gateway.http.routing import NoRoute
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.engine_settings import ENGINE_PARAMETER, PROMPT_TOO_LONG, EngineSettings
-from shmserve.ipc.messages.control_requests import NameModels
+from shmserve.ipc.messages.control_requests import ListModelNames
 
 # The input and the output by which a model that generates text is recognised.
 PARAMETERS_INPUT = "sampling_parameters"
@@ -77,7 +77,7 @@ async def unloaded_aliases(gateway: Gateway) -> dict[str, list[str]]:
     models = gateway.models
     if all(models.versions(name) for name in models.on_demand):
         return {}
-    aliases: dict[str, list[str]] = (await gateway.supervisor.send_request(NameModels))["names"]
+    aliases: dict[str, list[str]] = (await gateway.supervisor.send_request(ListModelNames))["names"]
     return {name: aliases[name] for name in sorted(aliases) if not models.versions(name)}
 
 
@@ -438,7 +438,7 @@ def _check_capacity(model: GatewayModel, count: int) -> None:
     engine = config.get("parameters", {}).get(ENGINE_PARAMETER)
     if engine is None:
         return
-    settings = EngineSettings.read(engine["string_value"])
+    settings = EngineSettings.from_json(engine["string_value"])
     instances = sum(group["count"] for group in config["instance_group"])
     capacity = settings.max_batch_size * instances + settings.max_waiting_requests
     if count > capacity:

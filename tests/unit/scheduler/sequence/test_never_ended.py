@@ -27,7 +27,7 @@ class Table:
 
     def submit(self, client: Client[ScheduledRequest], sequence: int, flags: int) -> Any:
         self.sequences.check(sequence, flags, (client, 0))
-        submit = SimpleNamespace(source=0)
+        submit = SimpleNamespace(connection_id=0)
         request: Any = SimpleNamespace(
             key=next(self.keys), client=client, flags=flags, sequence=None, submit=submit
         )

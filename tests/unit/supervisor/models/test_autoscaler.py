@@ -77,7 +77,7 @@ class Rig:
 
     def changes(self) -> list[Any]:
         """Return the instance counts that the scheduler received."""
-        kinds = (m.RetireInstance, m.CountChange)
+        kinds = (m.RetireInstance, m.InstanceCountChanged)
         return [message for message in self.sent if isinstance(message, kinds)]
 
 
@@ -109,8 +109,8 @@ def test_instances_change_one_at_a_time_and_every_change_is_logged(
         rig.target_count = 2
         assert await rig.sample_once() == 2
         assert rig.changes() == [
-            *(m.CountChange(True), m.CountChange(True)),
-            *(m.RetireInstance(2), m.CountChange(False)),
+            *(m.InstanceCountChanged(True), m.InstanceCountChanged(True)),
+            *(m.RetireInstance(2), m.InstanceCountChanged(False)),
         ]
         assert rig.events == [
             InstancesChanged("m", "1", 1, 2, "it is wanted"),

@@ -78,8 +78,8 @@ class Rope:
         if self.kind == "linear":
             return frequencies / self.parameters["factor"]
         if self.kind == "yarn":
-            return self._yarn(head_dim)
-        return self._llama3(frequencies) if self.kind == "llama3" else frequencies
+            return self._yarn_frequencies(head_dim)
+        return self._llama3_frequencies(frequencies) if self.kind == "llama3" else frequencies
 
     @property
     def amplitude(self) -> float:
@@ -100,7 +100,7 @@ class Rope:
         length = self.parameters.get(_ORIGINAL, original)
         return max(original, int(length * self.parameters["factor"]))
 
-    def _yarn(self, head_dim: int) -> torch.Tensor:
+    def _yarn_frequencies(self, head_dim: int) -> torch.Tensor:
         """Return the frequencies of YaRN (Peng et al., 2023).
 
         Frequencies with few rotations in the original length are divided by the factor, frequencies
@@ -119,7 +119,7 @@ class Rope:
         kept_share = 1 - ramp
         return 1.0 / (parameters["factor"] * powers) * (1 - kept_share) + 1.0 / powers * kept_share
 
-    def _llama3(self, frequencies: torch.Tensor) -> torch.Tensor:
+    def _llama3_frequencies(self, frequencies: torch.Tensor) -> torch.Tensor:
         """Divide low frequencies by the factor, keep high ones, and interpolate the others."""
         low, high = self.parameters["low_freq_factor"], self.parameters["high_freq_factor"]
         original = self.parameters["original_max_position_embeddings"]
@@ -250,11 +250,11 @@ class Architecture:
         if not self.tied_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         for layer in range(self.layers):
-            for name, shape in self._layer().items():
+            for name, shape in self._layer_weight_shapes().items():
                 shapes[f"model.layers.{layer}.{name}"] = shape
         return shapes
 
-    def _layer(self) -> dict[str, tuple[int, ...]]:
+    def _layer_weight_shapes(self) -> dict[str, tuple[int, ...]]:
         hidden, intermediate = self.hidden, self.intermediate
         query_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
         linears = {

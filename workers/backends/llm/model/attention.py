@@ -367,7 +367,7 @@ class Attention:
 
     def for_rows(self, rows: Pass) -> Attend:
         """Return the function that computes the attention of a pass in each layer."""
-        runs = self._runs(rows, rows.spans)
+        runs = self._split_runs(rows, rows.spans)
 
         def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
             output = torch.cat([self._attend_run(heads, layer, run) for run in runs])
@@ -375,7 +375,7 @@ class Attention:
 
         return attend
 
-    def _runs(self, rows: Pass, spans: Iterable[RowSpan]) -> list[Run]:
+    def _split_runs(self, rows: Pass, spans: Iterable[RowSpan]) -> list[Run]:
         return [Run.of(span, rows.block_size, rows.device) for span in spans]
 
     def _attend_run(self, heads: torch.Tensor, layer: int, run: Run) -> torch.Tensor:
@@ -419,7 +419,9 @@ class SparseAttention(Attention):
         visible = VisibleKeys.of(decode, len(rows.tokens), cache)
         indices = {row.row_index for row in decode}
         row_count = rows.spans[-1].first_row + rows.spans[-1].size
-        runs = self._runs(rows, (span for span in rows.spans if span.first_row not in indices))
+        runs = self._split_runs(
+            rows, (span for span in rows.spans if span.first_row not in indices)
+        )
 
         def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
             sparse = visible.attend(heads, *cache.flat_layers[layer])
@@ -434,9 +436,11 @@ class SparseAttention(Attention):
 
         return attend
 
-    def _runs(self, rows: Pass, spans: Iterable[RowSpan]) -> list[Run]:
+    def _split_runs(self, rows: Pass, spans: Iterable[RowSpan]) -> list[Run]:
         # Runs are short, because the kernel computes each row with all keys of its run.
-        return super()._runs(rows, (part for span in spans for part in span.split(_MAX_RUN_ROWS)))
+        return super()._split_runs(
+            rows, (part for span in spans for part in span.split(_MAX_RUN_ROWS))
+        )
 
 
 class PagedAttention(Attention):

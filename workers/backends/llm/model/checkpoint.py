@@ -192,17 +192,17 @@ class Checkpoint:
         return self.quantisation.dequantise(name, shapes.get(name) or shapes[_EMBEDDING], tensors)
 
     @cached_property
-    def _handles(self) -> dict[Path, Any]:
+    def _open_files(self) -> dict[Path, Any]:
         return {}
 
     def _open(self, path: Path) -> Any:
-        if path not in self._handles:
-            self._handles[path] = safe_open(path, "pt")
-        return self._handles[path]
+        if path not in self._open_files:
+            self._open_files[path] = safe_open(path, "pt")
+        return self._open_files[path]
 
     def close(self) -> None:
         """Close the files of weights."""
-        self._handles.clear()
+        self._open_files.clear()
 
 
 def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[str, Any]:
@@ -331,7 +331,7 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
     is_spm = kind in ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
     model.ignore_merges, model.fuse_unk, model.byte_fallback = False, is_spm, is_spm
     model.continuing_subword_prefix = model.end_of_word_suffix = ""
-    unknown = _content(settings["unk_token"])
+    unknown = _token_text(settings["unk_token"])
     unknown_id = kind in ("CodeLlamaTokenizer", "GemmaTokenizer") and model.token_to_id(unknown)
     model.unk_token = None if unknown_id in (None, False) else unknown
     tokenizer.normalizer = None
@@ -358,7 +358,7 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE_SYMBOL, scheme, split=False)
         if add_prefix is not False or kind == "CodeLlamaTokenizer":
             parts.append(decoders.Strip(" ", 1))
-        bos = _content(settings["bos_token"])
+        bos = _token_text(settings["bos_token"])
         token = tokenizer.token_to_id(bos)
         if token is not None and kind == "CodeLlamaTokenizer":
             tokenizer.post_processor = processors.TemplateProcessing(
@@ -377,9 +377,9 @@ def _add_tokens(
     """Add the tokens of tokenizer_config.json and of added_tokens.json."""
     named_tokens = [settings[name] for name in _special_tokens(settings)]
     extra = settings["extra_special_tokens"]
-    texts = [_content(token) for token in (*named_tokens, *extra)]
+    texts = [_token_text(token) for token in (*named_tokens, *extra)]
     known_tokens = tokenizer.get_added_tokens_decoder()
-    special_texts = {_content(token) for token in (*named_tokens, *listed_tokens)}
+    special_texts = {_token_text(token) for token in (*named_tokens, *listed_tokens)}
     declared: dict[Any, Any] = settings.get("added_tokens_decoder") or {
         number: {"content": text, "special": text in special_texts}
         for text, number in added_tokens.items()
@@ -392,12 +392,12 @@ def _add_tokens(
         return
     tokens_by_text = {t.content: t for t in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_special_tokens(
-        [tokens_by_text.get(_content(token)) or _added_token(token) for token in named_tokens]
-        + [_added_token(token) for token in extra if _content(token) not in tokens_by_text]
+        [tokens_by_text.get(_token_text(token)) or _added_token(token) for token in named_tokens]
+        + [_added_token(token) for token in extra if _token_text(token) not in tokens_by_text]
     )
 
 
-def _content(token: Any) -> str:
+def _token_text(token: Any) -> str:
     return str(token.get("content") if isinstance(token, dict) else token)
 
 
@@ -534,7 +534,7 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     for name in dict.fromkeys((*_TOKENS.split(), *settings)):
         value = settings.get(name)
         if name.endswith("_token") and isinstance(value, (str, dict)):
-            tokens[name] = _content(value)
+            tokens[name] = _token_text(value)
     return tokens
 
 

@@ -210,7 +210,7 @@ def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
         spec = ModelSpec.of(completed)
         assert spec.decoupled and spec.max_batch_size == 0
         assert {tensor.name for tensor in spec.input if not tensor.optional} == set()
-        found_settings = EngineSettings.read(spec.parameters["engine"])
+        found_settings = EngineSettings.from_json(spec.parameters["engine"])
         assert (found_settings.kv_cache_blocks, found_settings.max_model_len) == (2 * 64, 512)
         # Tokens * (keys and values) * layers * heads * head size * bytes per element.
         block_bytes = 8 * 2 * 2 * 2 * 8 * 4
