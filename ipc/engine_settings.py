@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from typing import Any, NamedTuple, Self
 
 from shmserve.errors import InvalidArgument, suggestion
@@ -33,6 +33,45 @@ UNSUPPORTED_PARAMETERS = (
 )
 SCHEDULING_POLICIES = ("fcfs", "sjf", "priority")
 PREEMPTION_MODES = ("swap", "recompute", "auto")
+MAX_MODEL_LEN = 1 << 24
+_SMALL_STEP_DEFAULTS = {
+    "max_batch_size": 8,
+    "max_tokens_per_batch": 512,
+    "prefill_chunk_size": 128,
+    "max_prefill_tokens": 256,
+}
+# The defaults of each profile.
+PROFILES: Mapping[str, Mapping[str, Any]] = {
+    "high_throughput": {
+        "max_batch_size": 64,
+        "max_tokens_per_batch": 4096,
+        "prefill_chunk_size": 1024,
+        "max_prefill_tokens": 4096,
+    },
+    "low_latency": {**_SMALL_STEP_DEFAULTS, "target_itl_ms": 50.0},
+    "memory_constrained": {
+        **_SMALL_STEP_DEFAULTS,
+        "preemption_mode": "recompute",
+        "swap_space_gb": 0.0,
+        "kv_cache_blocks": 256,
+    },
+}
+
+# Formats of tool calls and of reasoning, by vLLM's names.
+TOOL_PARSERS = (
+    *("hermes", "llama3_json", "llama4_json", "llama4_pythonic", "mistral", "pythonic"),
+    *("qwen3_coder", "qwen3_xml"),
+)
+REASONING_PARSERS = ("deepseek_r1", "mistral", "qwen3")
+
+
+def _number(default: float, minimum: float, maximum: float) -> Any:
+    """Return the field of a number with its range."""
+    return field(default=default, metadata={"allowed": (minimum, maximum)})
+
+
+def _choice(default: str, *allowed_texts: str) -> Any:
+    return field(default=default, metadata={"allowed": allowed_texts})
 
 
 class _Problem(NamedTuple):
@@ -55,11 +94,11 @@ class SpeculationSettings:
     """
 
     enabled: bool = False
-    method: str = "ngram"
+    method: str = _choice("ngram", "draft", "ngram")
     draft_model: str = ""
-    num_spec_tokens: int = 4
+    num_spec_tokens: int = _number(4, 1, 32)
     adaptive_length: bool = True
-    accept_threshold: float = 0.3
+    accept_threshold: float = _number(0.3, 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +117,27 @@ class EngineSettings:
         reasoning_parser: The format of reasoning, likewise.
     """
 
-    profile: str = ""
+    profile: str = _choice("", "", *PROFILES)
     aliases: tuple[str, ...] = ()
-    max_batch_size: int = 32
-    max_tokens_per_batch: int = 2048
-    max_waiting_requests: int = 512
-    max_model_len: int = 0
-    scheduling_policy: str = "fcfs"
-    prefill_chunk_size: int = 512
-    max_prefill_tokens: int = 2048
+    max_batch_size: int = _number(32, 1, 1024)
+    max_tokens_per_batch: int = _number(2048, 1, 1 << 20)
+    max_waiting_requests: int = _number(512, 1, 1 << 20)
+    max_model_len: int = _number(0, 0, MAX_MODEL_LEN)
+    scheduling_policy: str = _choice("fcfs", *SCHEDULING_POLICIES)
+    prefill_chunk_size: int = _number(512, 1, 1 << 20)
+    max_prefill_tokens: int = _number(2048, 1, 1 << 20)
     enable_prefix_caching: bool = True
     enable_preemption: bool = True
-    preemption_mode: str = "auto"
-    swap_space_gb: float = 0.25
-    swap_blocks: int = 0
-    block_size: int = 16
-    kv_cache_blocks: int = 0
-    target_itl_ms: float = 0.0
-    max_wait_time_ms: float = 30_000.0
-    weights: str = "fp32"
-    tool_parser: str = ""
-    reasoning_parser: str = ""
+    preemption_mode: str = _choice("auto", *PREEMPTION_MODES)
+    swap_space_gb: float = _number(0.25, 0, 4096)
+    swap_blocks: int = _number(0, 0, 1 << 24)
+    block_size: int = _number(16, 1, 1024)
+    kv_cache_blocks: int = _number(0, 0, 1 << 24)
+    target_itl_ms: float = _number(0.0, 0, 1e6)
+    max_wait_time_ms: float = _number(30_000.0, 0, 1e9)
+    weights: str = _choice("fp32", "fp32", "bf16", "int8")
+    tool_parser: str = _choice("", "", "none", *TOOL_PARSERS)
+    reasoning_parser: str = _choice("", "", "none", *REASONING_PARSERS)
     speculative_decoding: SpeculationSettings = field(default_factory=SpeculationSettings)
 
     @classmethod
@@ -167,99 +206,43 @@ class EngineSettings:
             yield _Problem("max_tokens_per_batch", problem_text)
 
 
-_SMALL_STEP_DEFAULTS = {
-    "max_batch_size": 8,
-    "max_tokens_per_batch": 512,
-    "prefill_chunk_size": 128,
-    "max_prefill_tokens": 256,
-}
-# The defaults of each profile.
-PROFILES: Mapping[str, Mapping[str, Any]] = {
-    "high_throughput": {
-        "max_batch_size": 64,
-        "max_tokens_per_batch": 4096,
-        "prefill_chunk_size": 1024,
-        "max_prefill_tokens": 4096,
-    },
-    "low_latency": {**_SMALL_STEP_DEFAULTS, "target_itl_ms": 50.0},
-    "memory_constrained": {
-        **_SMALL_STEP_DEFAULTS,
-        "preemption_mode": "recompute",
-        "swap_space_gb": 0.0,
-        "kv_cache_blocks": 256,
-    },
-}
-
-# Formats of tool calls and of reasoning, by vLLM's names.
-TOOL_PARSERS = (
-    *("hermes", "llama3_json", "llama4_json", "llama4_pythonic", "mistral", "pythonic"),
-    *("qwen3_coder", "qwen3_xml"),
-)
-REASONING_PARSERS = ("deepseek_r1", "mistral", "qwen3")
-_ALLOWED_TEXTS = {
-    "profile": ("", *PROFILES),
-    "scheduling_policy": SCHEDULING_POLICIES,
-    "preemption_mode": PREEMPTION_MODES,
-    "weights": ("fp32", "bf16", "int8"),
-    "method": ("draft", "ngram"),
-    "tool_parser": ("", "none", *TOOL_PARSERS),
-    "reasoning_parser": ("", "none", *REASONING_PARSERS),
-}
-MAX_MODEL_LEN = 1 << 24
-# The range of each number.
-_ALLOWED_RANGES: Mapping[str, tuple[float, float]] = {
-    "max_batch_size": (1, 1024),
-    "max_tokens_per_batch": (1, 1 << 20),
-    "max_waiting_requests": (1, 1 << 20),
-    "max_model_len": (0, MAX_MODEL_LEN),
-    "prefill_chunk_size": (1, 1 << 20),
-    "max_prefill_tokens": (1, 1 << 20),
-    "swap_space_gb": (0, 4096),
-    "swap_blocks": (0, 1 << 24),
-    "block_size": (1, 1024),
-    "kv_cache_blocks": (0, 1 << 24),
-    "target_itl_ms": (0, 1e6),
-    "max_wait_time_ms": (0, 1e9),
-    "num_spec_tokens": (1, 32),
-    "accept_threshold": (0, 1),
-}
-
-
 def _valid_settings(
     settings_class: type[Any], settings: Mapping[str, Any], prefix: str, problems: list[_Problem]
 ) -> dict[str, Any]:
     """Return the `settings` that are valid for a dataclass; add errors to `problems`."""
-    defaults: dict[str, Any] = {setting.name: setting.default for setting in fields(settings_class)}
+    settings_by_name = {setting.name: setting for setting in fields(settings_class)}
     valid_settings: dict[str, Any] = {}
     for name, value in settings.items():
-        if name not in defaults:
-            allowed_text = f" (allowed: {', '.join(sorted(defaults))})"
-            allowed_text = suggestion(str(name), defaults) or allowed_text
+        if name not in settings_by_name:
+            allowed_text = f" (allowed: {', '.join(sorted(settings_by_name))})"
+            allowed_text = suggestion(str(name), settings_by_name) or allowed_text
             problems.append(_Problem(f"{prefix}{name}", f"no such setting{allowed_text}"))
         elif name != "speculative_decoding":
-            allowed_values = _allowed_values(name, value, defaults[name])
+            setting = settings_by_name[name]
+            allowed_values = _allowed_values(setting, value)
             if allowed_values:
                 problems.append(_invalid_value(prefix + name, value, allowed_values))
             else:
-                valid_settings[name] = type(defaults[name])(value)
+                convert: type[Any] = type(setting.default)
+                valid_settings[name] = convert(value)
     return valid_settings
 
 
-def _allowed_values(name: str, value: Any, default: Any) -> str:
+def _allowed_values(setting: Field[Any], value: Any) -> str:
     """Return the allowed values if `value` is invalid, otherwise ""."""
+    default, allowed = setting.default, setting.metadata.get("allowed", ())
     if isinstance(default, bool):
         return "" if isinstance(value, bool) else "true or false"
     if isinstance(default, str):
-        allowed_texts = _ALLOWED_TEXTS.get(name)
         if not isinstance(value, str):
             return "a string"
-        if not allowed_texts or value in allowed_texts:
+        if not allowed or value in allowed:
             return ""
-        return f"one of {', '.join(filter(None, allowed_texts))}{suggestion(value, allowed_texts)}"
+        return f"one of {', '.join(filter(None, allowed))}{suggestion(value, allowed)}"
     if isinstance(default, tuple):
         is_list = isinstance(value, list) and all(isinstance(item, str) and item for item in value)
         return "" if is_list else "a list of names"
-    minimum, maximum = _ALLOWED_RANGES[name]
+    minimum, maximum = allowed
     is_integer = isinstance(default, int)
     if isinstance(value, bool) or not isinstance(value, int if is_integer else (int, float)):
         return "an integer" if is_integer else "a number"

@@ -112,8 +112,7 @@ class Span(NamedTuple):
 
     def packed(self) -> bytes:
         """Return the encoding for `Finished.spans`, in which spans are concatenated."""
-        encoded: bytes = msgpack.packb(self)
-        return encoded
+        return bytes(msgpack.packb(self))
 
 
 class TracedTensor(NamedTuple):
@@ -128,8 +127,7 @@ class TracedTensor(NamedTuple):
 
     def packed(self) -> bytes:
         """Return the encoding for `BatchFinished.spans`."""
-        encoded: bytes = msgpack.packb(self)
-        return encoded
+        return bytes(msgpack.packb(self))
 
 
 _SPAN_FIELD_TYPES = [*(str,) * 5, *(int,) * 8, str]

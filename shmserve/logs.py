@@ -82,6 +82,12 @@ def _indented(lines: list[str]) -> str:
     return "".join(f"\n    {clean(line)}" for line in lines)
 
 
+def enable() -> None:
+    """Enable the server's loggers, which a model's `logging.config` disables by default."""
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("shmserve")]:
+        logging.getLogger(name).disabled = False
+
+
 def warn_once(log: logging.Logger, message: str, name: str) -> None:
     """Log a warning about a name that a client sent, once; at most 1000 warnings in a process."""
     if (message, name) not in _warned and len(_warned) < _MAX_WARNED_NAMES:

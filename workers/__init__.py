@@ -13,5 +13,4 @@ bls/                business logic scripting: a model's calls of other models
 memory/             outputs in the arena, device memory, copies
 device.py           compute devices: the CPU or an accelerator; torch preloaded by a zygote
 user_code.py        code of models: imported, run in an event loop, its errors as text
-triton_python_backend_utils.py      Triton's API for Python models
 """

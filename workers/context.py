@@ -11,7 +11,7 @@ from shmserve.errors import Internal, ShmserveError, Unavailable
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import WorkItem
-from shmserve.ipc.messages.supervision import WorkerStart
+from shmserve.ipc.messages.supervision import ModelWarned, WorkerStart
 from shmserve.ipc.trace import TraceContext
 from shmserve.workers.batch.request import CopyCounter
 from shmserve.workers.links.processes import SupervisorLink
@@ -73,6 +73,15 @@ class ModelContext(WorkerStart):
     def version_dir(self) -> Path:
         """Return the folder of the version's files: model_dir/version."""
         return self.model_dir / self.version
+
+    def warn(self, topic: str, text: str) -> None:
+        """Log a warning, the first one of a topic from any instance of the version."""
+        self.control.send(ModelWarned(topic, text))
+
+    def warn_of_writes(self) -> None:
+        """Log that the model writes into its inputs."""
+        reason = "writes into its inputs, so that they are copied from now on"
+        self.warn("written inputs", f"model '{self.model_name}' {reason}")
 
     def model_file(self, names: Iterable[str], display_name: str) -> Path:
         """Return the first of the files `names` that exists in the version folder.

@@ -132,11 +132,10 @@ def _check_interpreter(python: Path) -> Path:
         raise InvalidArgument(f"{subject}: {python.name} cannot be run: {error}") from None
     except (IndexError, ValueError):
         last_line = completed.stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        message = (
+        raise InvalidArgument(
             f"{subject}: {python.name} ended with status {completed.returncode} at its start: "
             f"{last_line}"
-        )
-        raise InvalidArgument(message) from None
+        ) from None
     version_text, oldest_text = ".".join(map(str, version)), ".".join(map(str, _OLDEST_PYTHON))
     if tuple(version) < _OLDEST_PYTHON:
         raise InvalidArgument(

@@ -147,6 +147,7 @@ class _Worker:
             # Called before the model is loaded: this raises if a data file cannot be read.
             read_states(config, self._context.model_dir)
         backend.load(config)
+        logs.enable()
         self._instance = WorkerInstance(self._context, backend, config)
         self._instance.warm_up()
         # The current objects are permanent: the collector need not scan them, nor unshare their

@@ -78,10 +78,9 @@ def open_object(key: str) -> SharedObject:
             "a client in another container must share its shared memory mount with the server)"
         ) from None
     except posix_ipc.PermissionsError:
-        text = (
+        raise Internal(
             f"Unable to open shared memory region: '{key}' (the server may not read and write it)"
-        )
-        raise Internal(text) from None
+        ) from None
     # ValueError: the system call returned EINVAL, as for a folder.
     except (OSError, ValueError) as error:
         if getattr(error, "errno", 0) in (errno.ENFILE, errno.EMFILE):

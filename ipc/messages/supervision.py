@@ -450,6 +450,16 @@ class LoadFailed(Message):
     model_traceback: str = ""
 
 
+class ModelWarned(Message):
+    """Sent by a worker to the supervisor with a warning about its model.
+
+    The supervisor logs the first `text` of each `topic`, so that a version's instances warn once.
+    """
+
+    topic: str
+    text: str
+
+
 class Attach(Message):
     """Sent by the supervisor to a worker whose scheduler has died or whose model has moved.
 
@@ -514,4 +524,4 @@ StopCommand = Drain | Stop
 PoolChange = InstanceExpected | InstanceGone | RetireInstance | InstanceCountChanged
 InstanceReport = InstanceServed | KillInstance | InstanceRetired
 LoadCommand = CompleteConfig | LoadInstance | Attach
-LoadReport = WorkerStarted | ConfigCompleted | InstanceLoaded | LoadFailed
+LoadReport = WorkerStarted | ConfigCompleted | InstanceLoaded | LoadFailed | ModelWarned

@@ -21,6 +21,12 @@ STORAGE_DTYPES: dict[str, np.dtype[Any]] = {
 NUMPY_DTYPES = {n: kind for n, kind in STORAGE_DTYPES.items() if n != "BF16"}
 
 
+def array_interface(pointer: int, shape: tuple[int, ...], typestr: str) -> dict[str, Any]:
+    """Return the `__array_interface__` of writable memory, or its `__cuda_array_interface__`."""
+    data = (pointer, False)
+    return {"shape": shape, "typestr": typestr, "data": data, "strides": None, "version": 3}
+
+
 def to_bf16(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Convert floats to BF16 (as uint16), rounding to nearest with ties to even."""
     bits = array.astype(np.float32).view(np.uint32)

@@ -37,6 +37,8 @@ _LONG_SIZE = struct.Struct(">Q")
 _VALUE_SIZE = struct.Struct(">I")
 _MAX_FRAME_SIZE = 256 * 1024 * 1024
 _MAX_HANDSHAKE_FRAME_SIZE = 4096
+# Bound here, because `gevent.monkey` in a model removes the function from its module.
+_epoll = select.epoll
 
 
 def ready_command(socket_type: str, identity: bytes = b"") -> bytes:
@@ -292,7 +294,7 @@ class Dealer:
         self.pending: list[Any] = []
         # Queues a message for the next `flush`. Requests use this often, so it avoids another call.
         self.post: Callable[[Any], None] = self.pending.append
-        self._poll = select.epoll()
+        self._poll = _epoll()
         self.fd: int = self._poll.fileno()
         self._connection: Connection | None = None
         self.connected = False  # whether the other end is known to be connected

@@ -140,8 +140,7 @@ def _run_with_server_flags(name: str, arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"shmserve {name}", add_help=False, allow_abbrev=False)
     add_flags(parser, name)
     args, server_flags = parser.parse_known_args(arguments)
-    status: int = verb.run(args, command_line.parse(server_flags))
-    return status
+    return int(verb.run(args, command_line.parse(server_flags)))
 
 
 def _asks_for_help(arguments: list[str]) -> bool:
@@ -163,8 +162,7 @@ def _run_with_own_flags(name: str, arguments: list[str]) -> int:
         add_flags(parser, name)
     if hasattr(verb, "add_arguments"):
         verb.add_arguments(parser)
-    status: int = verb.run(parser.parse_args(arguments))
-    return status
+    return int(verb.run(parser.parse_args(arguments)))
 
 
 def _read_verbs() -> dict[str, tuple[str, str]]:

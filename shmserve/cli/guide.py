@@ -14,6 +14,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -160,7 +161,7 @@ def search(words: str) -> str:
             ranked_sections.append((sort_key, "\n".join(entry)))
     if not ranked_sections:
         raise InvalidArgument(f"guide: no section has '{words}'; `shmserve guide` lists the pages")
-    return "\n".join(entry for _, entry in sorted(ranked_sections, key=lambda ranked: ranked[0]))
+    return "\n".join(entry for _, entry in sorted(ranked_sections, key=itemgetter(0)))
 
 
 def _sections(text: str) -> Iterator[str]:

@@ -209,7 +209,8 @@ class Server:
         channel, packed = await self._get_channel(), None
         try:
             await self._load_on_demand(channel, *call)
-            return await self._infer(channel, self._session.pack(channel.connection, call))
+            packed = self._session.pack(channel.connection, call)
+            return await self._infer(channel, packed)
         except TimedOut:
             raise
         except ShmserveError:

@@ -83,7 +83,8 @@ class Server:
         call = call_of(*args, **kwargs)
         waiter, packed = self._get_waiter(), None
         try:
-            return waiter.wait(waiter.submit(self._session.pack(waiter.connection, call)))
+            packed = self._session.pack(waiter.connection, call)
+            return waiter.wait(waiter.submit(packed))
         except TimedOut:
             raise
         except ShmserveError:

@@ -23,6 +23,7 @@ import os
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import InitVar, dataclass
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any, cast
@@ -64,6 +65,7 @@ class MisdirectedHost(PermissionDenied):
     status = 421
 
 
+@dataclass(eq=False)
 class ListenerRules:
     """The access rules of one listening socket, shared by all its connections.
 
@@ -74,17 +76,13 @@ class ListenerRules:
             names below NAME, and "*" for any name.
     """
 
-    def __init__(
-        self,
-        kind: ListenerKind,
-        authorisation: Authorisation,
-        allow_shm: bool | None,
-        names: frozenset[str] = frozenset(),
-    ) -> None:
-        self.kind = kind
-        self.authorisation = authorisation
-        self.shm = kind is not ListenerKind.REMOTE if allow_shm is None else allow_shm
-        self.names = names
+    kind: ListenerKind
+    authorisation: Authorisation
+    allow_shm: InitVar[bool | None]
+    names: frozenset[str] = frozenset()
+
+    def __post_init__(self, allow_shm: bool | None) -> None:
+        self.shm = self.kind is not ListenerKind.REMOTE if allow_shm is None else allow_shm
 
 
 def listener_kind(sock: socket.socket) -> ListenerKind:
@@ -321,22 +319,19 @@ class ActiveCount:
             on_idle()
 
 
+@dataclass(eq=False)
 class Acceptor:
     """A factory of the connections of one listener, with a limit on open connections.
 
-    `create_connection` receives the acceptor and returns a connection.
+    `_create_connection` receives the acceptor and returns a connection.
     """
 
-    def __init__(
-        self,
-        create_connection: Callable[[Acceptor], LimitedConnection],
-        listener: ListenerRules,
-        max_connections: int,
-    ) -> None:
-        self._create_connection = create_connection
-        self._listener = listener
-        self._max_connections = max_connections
-        self._quota = share_of(max_connections)
+    _create_connection: Callable[[Acceptor], LimitedConnection]
+    _listener: ListenerRules
+    _max_connections: int
+
+    def __post_init__(self) -> None:
+        self._quota = share_of(self._max_connections)
         self._connections: set[LimitedConnection] = set()
         # Connections by the owner of their quota.
         self._connections_by_peer: dict[object, set[LimitedConnection]] = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shmserve.common.peers import EVERYONE, Ownership, Peer
@@ -228,20 +229,21 @@ class ReferenceTemplate(NamedTuple):
     spans: tuple[WrittenRange, ...]
 
 
+@dataclass(eq=False)
 class RegionTable:
     """The regions by name, and by id until no request refers to them.
 
-    Args:
-        report: Sends a message to the supervisor.
+    Attributes:
+        _report: Sends a message to the supervisor.
         overlap: The policy for overlapping outputs of two requests: "error", "warn" or "ignore".
+        version: A number that changes when a name is added or removed.
     """
 
-    def __init__(
-        self, report: Callable[[RegionInUse | RegionReleased], None], overlap: str = "warn"
-    ) -> None:
-        self._report = report
-        self.version = 0  # a number that changes when a name is added or removed
-        self.overlap = overlap
+    _report: Callable[[RegionInUse | RegionReleased], None]
+    overlap: str = "warn"
+
+    def __post_init__(self) -> None:
+        self.version = 0
         # The written ranges by the shared memory object.
         self._spans: dict[int | bytes, WrittenRanges] = {}
         self._by_name: dict[str, GatewayRegion] = {}

@@ -48,7 +48,8 @@ _TORCH_FILES = ("model.pt", "model.pt2")
 _ONNX_FILE = "model.onnx"
 _VLLM_FILE = "model.json"  # the arguments of vLLM's engine
 CHECKPOINT = "config.json"  # the file of a Hugging Face model, in the folder of its weights
-_WEIGHTS = ".safetensors"
+# The backend `llm` supports only the first of these suffixes, and reports the others.
+_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pth")
 _ONNX_CPU_INSTANCES = 2
 _COMPLETABLE = (
     *("max_batch_size", "input", "output", "dynamic_batching", "sequence_batching"),
@@ -142,16 +143,17 @@ def _backend(config: ModelConfig, files: Collection[str]) -> str:
     file = filename or (model_files[0] if model_files else "")
     if not file and _VLLM_FILE in files:
         return "vllm"
-    if not file and CHECKPOINT in files and any(name.endswith(_WEIGHTS) for name in files):
-        return LLM_BACKEND
     if file.endswith((".pt", ".pt2")):
         return "pytorch"
     if file.endswith(".onnx"):
         return "onnxruntime"
     if file.endswith(".py"):
         return "python"
-    foreign = (_FOREIGN_FILES[name] for name in (file, *sorted(files)) if name in _FOREIGN_FILES)
-    return next(foreign, "")
+    foreign = [_FOREIGN_FILES[name] for name in (file, *sorted(files)) if name in _FOREIGN_FILES]
+    has_weights = any(name.endswith(_WEIGHTS) for name in files)
+    if not (file or foreign) and CHECKPOINT in files and has_weights:
+        return LLM_BACKEND
+    return foreign[0] if foreign else ""
 
 
 def unknown_backend(config: ModelConfig) -> str:

@@ -14,6 +14,7 @@ import json
 import runpy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,7 @@ class _TensorMaker:
     model: ModelInterface
     options: DataOptions
     shapes: Mapping[str, tuple[int, ...]]
-    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(_SEED))
+    random: np.random.Generator = field(default_factory=partial(np.random.default_rng, _SEED))
 
     def tensor(self, name: str) -> ModelTensor:
         """Return an input of the model; raise InvalidArgument if there is none by this name."""

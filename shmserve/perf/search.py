@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from shmserve.errors import InvalidArgument
@@ -107,7 +108,7 @@ class Search:
     def best(self) -> Trial | None:
         """Return the trial with the highest throughput within the target, or None."""
         within = filter(self.meets_target, self.trials.values())
-        return max(within, key=lambda trial: trial.per_second, default=None)
+        return max(within, key=attrgetter("per_second"), default=None)
 
     def run(self, start: Candidate) -> Trial | None:
         """Search from `start`, which is measured first.

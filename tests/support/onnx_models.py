@@ -12,7 +12,11 @@ FLOAT = int(TensorProto.FLOAT)
 
 
 def save(
-    folder: Path, nodes: Sequence[Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    folder: Path,
+    nodes: Sequence[Any],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    initializers: Sequence[Any] = (),
 ) -> None:
     """Write `model.onnx`; a node is (operator, inputs, outputs[, attributes])."""
     onnx_model = [
@@ -24,6 +28,7 @@ def save(
         "graph",
         [helper.make_tensor_value_info(*tensor) for tensor in inputs],
         [helper.make_tensor_value_info(*tensor) for tensor in outputs],
+        list(initializers),
     )
     # An older opset and IR version, which older packages can read.
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)

@@ -336,8 +336,8 @@ def hold_ports(count: int) -> list[socket.socket]:
 def refuses_connections(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
-    except ConnectionRefusedError:
-        return True
+    except ConnectionError as error:  # a connection is reset if its listener is closed meanwhile
+        return isinstance(error, ConnectionRefusedError)
     return False
 
 

@@ -31,6 +31,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "workers.bls": ("ipc.*", "workers", "workers.batch", "workers.links"),
     "workers.backends": ("ipc.*", "workers", "workers.batch", "workers.links", "workers.memory"),
     "workers.backends.pytorch": ("ipc.*", "workers.*"),
+    "workers.backends.python.importable": ("ipc.tensors", "workers.backends.python"),
     "workers.backends.python": ("ipc.*", "workers.*"),
     "workers.backends.native": ("ipc.*", "workers.*"),
     "workers.backends.onnx": ("ipc.*", "workers.*"),

@@ -287,8 +287,7 @@ class Executor:
             if copy_inputs:
                 self._input_policy.record_retry(succeeded=not replies[0].code)
                 if self._input_policy.copies_inputs:
-                    text = "model '%s' writes into its inputs, so that they are copied from now on"
-                    logger.warning(text, self._context.model_name)
+                    self._context.warn_of_writes()
         return replies
 
     def _should_retry(self, request: Request) -> bool:

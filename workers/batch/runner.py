@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,8 +38,6 @@ from shmserve.workers.memory.static_plan import MemoryPlan
 
 if TYPE_CHECKING:
     import torch
-
-logger = logging.getLogger(__name__)
 
 
 # Size of the largest buffer that is reserved in advance for larger batches.
@@ -347,8 +344,7 @@ class Runner:
         has_written = has_written or any(raw.tobytes() != old for raw, old in self._original_bytes)
         if self._watched_tensors:
             if has_written and (self._passes_views or self._is_learning):
-                text = "model '%s' writes into its inputs, so that they are copied from now on"
-                logger.warning(text, self._signature.name)
+                self._context.warn_of_writes()
             self._passes_views = not has_written
             self._is_learning = False
         self._clear_watched_inputs()

@@ -14,7 +14,6 @@ each output are derived from the first response of the kind.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,9 +31,6 @@ from shmserve.ipc.trace import TraceContext, TracedTensor
 from shmserve.workers.batch.request import Array, Input, Output, Request, Response
 from shmserve.workers.context import ModelContext
 from shmserve.workers.memory.outputs import Copier
-
-logger = logging.getLogger(__name__)
-
 
 MAX_TRACED_CHARS = 1 << 26  # maximum number of characters of the traced tensors of an execution
 _MAX_RESPONSE_KINDS = 64  # maximum number of kinds of responses to requests with equal schemas
@@ -243,8 +239,9 @@ class Scatterer:
                 self._write_to(memory_range, bytes(memory_range.byte_size))
         if self._expects_all:
             self._expects_all = False  # reported only once
-            text = "model '%s' did not return the requested outputs %s (logged once)"
-            logger.warning(text, self._signature.name, ", ".join(missing_outputs))
+            names = ", ".join(missing_outputs)
+            text = f"model '{self._signature.name}' did not return the requested outputs {names}"
+            self._context.warn("missing outputs", f"{text} (logged once)")
 
     def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> ReadyOutput:
         memory_range, returned_range = request.memory_ranges.get(output.name), None
@@ -282,7 +279,8 @@ class Scatterer:
                 raise Internal(text)
             if not self._has_warned:
                 self._has_warned = True
-                logger.warning("%s The true shape is returned (reported only once).", text)
+                text += " The true shape is returned (reported only once)."
+                self._context.warn("shapes of outputs", text)
 
     def _put(
         self,

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.memory.cuda_ipc import Cuda, CudaError, Driver, address_of
 from shmserve.ipc.messages.supervision import CheckMemory, MemoryChecked
+from shmserve.ipc.tensors.arrays import array_interface
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory
 from shmserve.workers.user_code import describe_error
 
@@ -83,13 +84,7 @@ class Allocation:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        return {
-            "shape": (self.capacity,),
-            "typestr": "|u1",
-            "data": (self.pointer, False),
-            "strides": None,
-            "version": 3,
-        }
+        return array_interface(self.pointer, (self.capacity,), "|u1")
 
 
 def cuda_tensor(allocation: Allocation) -> torch.Tensor:

@@ -24,6 +24,7 @@ from shmserve.errors import InvalidArgument, Released, Unavailable
 from shmserve.ipc.memory.arena import FreeList
 from shmserve.ipc.memory.cuda_ipc import CudaExporter, DeviceAllocation, Driver
 from shmserve.ipc.messages import control_requests as m
+from shmserve.ipc.tensors.arrays import array_interface
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import Range
 
@@ -250,13 +251,7 @@ class DeviceView:
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         self._check()
-        return {
-            "shape": self.shape,
-            "typestr": dtype_of(self.datatype).str,
-            "data": (self._pointer, False),
-            "strides": None,
-            "version": 3,
-        }
+        return array_interface(self._pointer, self.shape, dtype_of(self.datatype).str)
 
     def __repr__(self) -> str:
         return f"<{self.datatype} {self.shape} on {self.device}>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ from shmserve.ipc.tensors.inference import RequestSchema, TensorSchema, unpack_r
 from shmserve.ipc.transport.frames import MalformedMessage
 
 
+@dataclass(slots=True, eq=False)
 class Result(Mapping[str, Any]):
     """A response: a mapping of the outputs' names to numpy arrays, or to torch tensors.
 
@@ -38,14 +40,9 @@ class Result(Mapping[str, Any]):
         parameters: The response's parameters by name.
     """
 
-    __slots__ = ("_lease", "_outputs", "parameters")
-
-    def __init__(
-        self, outputs: dict[str, Any], parameters: dict[str, Any], lease: MemoryLease | None
-    ) -> None:
-        self._outputs = outputs
-        self.parameters = parameters
-        self._lease = lease
+    _outputs: dict[str, Any]
+    parameters: dict[str, Any]
+    _lease: MemoryLease | None
 
     def __getitem__(self, name: str) -> Any:
         return self._outputs[name]

@@ -190,8 +190,7 @@ async def change_trace_settings(
 async def repository_index(gateway: Gateway, *, only_ready: bool) -> list[dict[str, Any]]:
     """Return every version of every model in the repositories, or only ready versions."""
     payload = await gateway.supervisor.send_request(IndexRepository, only_ready)
-    models: list[dict[str, Any]] = payload.get("models", [])
-    return models
+    return list(payload.get("models", []))
 
 
 async def load_model(
@@ -226,7 +225,7 @@ async def unload_model(gateway: Gateway, name: str, *, dependents: bool) -> None
     await gateway.supervisor.send_request(UnloadModel, name, dependents)
 
 
-def check_names(repository: str | None, name: str, *, unload: bool = False) -> None:
+def check_names(repository: str, name: str, *, unload: bool = False) -> None:
     """Check the names of a repository and of a model.
 
     An `unload` treats a name with path traversal as an unknown model, as Triton does.
@@ -240,7 +239,7 @@ def check_names(repository: str | None, name: str, *, unload: bool = False) -> N
         check_model_name(name)
 
 
-def check_repository(repository: str | None) -> None:
+def check_repository(repository: str) -> None:
     """Raise Unsupported if a repository is named."""
     if repository:
         raise Unsupported("'repository_name' specification is not supported")

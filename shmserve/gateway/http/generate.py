@@ -56,9 +56,7 @@ _ONE_RESPONSE_EXPECTED = (
 _DUPLICATE_INPUT = "[request id: <id_unknown>] input '{name}' already exists in request"
 
 
-async def generate(
-    gateway: Gateway, request: HttpRequest, name: str, version: str | None
-) -> HttpResponse:
+async def generate(gateway: Gateway, request: HttpRequest, name: str, version: str) -> HttpResponse:
     """Handle POST .../generate: return the only response of a model."""
     generation = await _start_generation(gateway, request, name, version)
     responses = generation.responses
@@ -79,7 +77,7 @@ async def generate(
 
 
 async def generate_stream(
-    gateway: Gateway, request: HttpRequest, name: str, version: str | None
+    gateway: Gateway, request: HttpRequest, name: str, version: str
 ) -> HttpResponse:
     """Handle POST .../generate_stream: return a model's responses as server-sent events."""
     generation = await _start_generation(gateway, request, name, version)
@@ -88,10 +86,10 @@ async def generate_stream(
 
 
 async def _start_generation(
-    gateway: Gateway, request: HttpRequest, name: str, version: str | None
+    gateway: Gateway, request: HttpRequest, name: str, version: str
 ) -> _Generation:
     arrived_ns = time.monotonic_ns()
-    model = await resolve_model(gateway, name, version or "")
+    model = await resolve_model(gateway, name, version)
     if any(encoding != "identity" for encoding in request.headers.getall(CONTENT_ENCODING, ())):
         raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
     tensors = model.metadata.get("inputs", ())

@@ -57,10 +57,10 @@ async def get_version(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 
 async def get_model_ready(
-    gateway: Gateway, request: HttpRequest, name: str, version: str | None
+    gateway: Gateway, request: HttpRequest, name: str, version: str
 ) -> HttpResponse:
     """Handle GET /v2/models/NAME/ready."""
-    if await management.is_model_ready(gateway, name, version or ""):
+    if await management.is_model_ready(gateway, name, version):
         return HttpResponse()
     raise InvalidArgument("Model version not ready")
 
@@ -71,17 +71,17 @@ async def get_server(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 
 async def get_model(
-    gateway: Gateway, request: HttpRequest, name: str, version: str | None
+    gateway: Gateway, request: HttpRequest, name: str, version: str
 ) -> HttpResponse:
     """Handle GET /v2/models/NAME. With a version in the URL, only this version is listed."""
-    return json_response(await management.model_metadata(gateway, name, version or ""))
+    return json_response(await management.model_metadata(gateway, name, version))
 
 
 async def get_model_config(
-    gateway: Gateway, request: HttpRequest, name: str, version: str | None
+    gateway: Gateway, request: HttpRequest, name: str, version: str
 ) -> HttpResponse:
     """Handle GET /v2/models/NAME/config."""
-    config = await management.model_config(gateway, name, version or "")
+    config = await management.model_config(gateway, name, version)
     return HttpResponse(200, (config,), JSON_HEADER)
 
 
@@ -98,10 +98,10 @@ async def get_examples(gateway: Gateway, request: HttpRequest) -> HttpResponse:
 
 
 async def get_statistics(
-    gateway: Gateway, request: HttpRequest, name: str = "", version: str | None = None
+    gateway: Gateway, request: HttpRequest, name: str = "", version: str = ""
 ) -> HttpResponse:
     """Handle GET /v2/models/stats and /v2/models/NAME/stats."""
-    statistics = await management.model_statistics(gateway, name, version or "")
+    statistics = await management.model_statistics(gateway, name, version)
     return json_response({"model_stats": statistics})
 
 
@@ -117,16 +117,14 @@ async def get_nothing(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     return HttpResponse()
 
 
-async def handle_trace_settings(
-    gateway: Gateway, request: HttpRequest, name: str | None
-) -> HttpResponse:
+async def handle_trace_settings(gateway: Gateway, request: HttpRequest, name: str) -> HttpResponse:
     """Handle GET and POST /v2/trace/setting and /v2/models/NAME/trace/setting.
 
     A POST applies all changes or none.
     """
     body = await read_json(gateway, request, required=True) if request.method == "POST" else {}
     changes = {key: _trace_values(key, value) for key, value in _members(body).items()}
-    settings = await management.change_trace_settings(gateway, name or "", changes)
+    settings = await management.change_trace_settings(gateway, name, changes)
     response = {key: v if key == "trace_level" else v[0] for key, v in settings.items()}
     return json_response(response)
 
@@ -169,9 +167,7 @@ def _read_log_changes(body: Any) -> dict[str, Any]:
     return changes
 
 
-async def post_index(
-    gateway: Gateway, request: HttpRequest, repository: str | None
-) -> HttpResponse:
+async def post_index(gateway: Gateway, request: HttpRequest, repository: str) -> HttpResponse:
     """Handle POST /v2/repository/index. Triton accepts the name of any repository here."""
     body = await read_json(gateway, request, parse=loads_members)
     only_ready = _members(body).get("ready", False)
@@ -181,7 +177,7 @@ async def post_index(
 
 
 async def post_load(
-    gateway: Gateway, request: HttpRequest, repository: str | None, name: str
+    gateway: Gateway, request: HttpRequest, repository: str, name: str
 ) -> HttpResponse:
     """Handle POST /v2/repository/models/NAME/load, optionally with a configuration and files."""
     management.check_names(repository, name)
@@ -191,7 +187,7 @@ async def post_load(
 
 
 async def post_unload(
-    gateway: Gateway, request: HttpRequest, repository: str | None, name: str
+    gateway: Gateway, request: HttpRequest, repository: str, name: str
 ) -> HttpResponse:
     """Handle POST /v2/repository/models/NAME/unload, whose body Triton does not check."""
     management.check_names(repository, name, unload=True)
@@ -235,7 +231,7 @@ def _decode_load_parameters(parameters: dict[str, Any]) -> tuple[str, dict[str, 
     return config, files
 
 
-async def post_register(gateway: Gateway, request: HttpRequest, name: str | None) -> HttpResponse:
+async def post_register(gateway: Gateway, request: HttpRequest, name: str) -> HttpResponse:
     """Handle POST /v2/systemsharedmemory/region/NAME/register.
 
     With {"lifetime": "connection"} the region is unregistered when this connection ends; with
@@ -293,30 +289,28 @@ def _require_member(body: dict[str, Any], field: str) -> Any:
 
 
 async def get_region_status(
-    gateway: Gateway, request: HttpRequest, name: str | None, *, cuda: bool = False
+    gateway: Gateway, request: HttpRequest, name: str, *, cuda: bool = False
 ) -> HttpResponse:
     """Handle GET /v2/systemsharedmemory[/region/NAME]/status, for regions of the client's user.
 
     With `cuda`, handle GET /v2/cudasharedmemory[/region/NAME]/status.
     """
-    regions = memory_api.visible_regions(gateway, request.connection.client, name or "", cuda=cuda)
+    regions = memory_api.visible_regions(gateway, request.connection.client, name, cuda=cuda)
     return json_response([region.status() for region in regions])
 
 
 async def post_unregister(
-    gateway: Gateway, request: HttpRequest, name: str | None, *, cuda: bool = False
+    gateway: Gateway, request: HttpRequest, name: str, *, cuda: bool = False
 ) -> HttpResponse:
     """Handle POST /v2/systemsharedmemory[/region/NAME]/unregister; ignore an unknown name.
 
     With `cuda`, handle POST /v2/cudasharedmemory[/region/NAME]/unregister.
     """
-    await memory_api.unregister_regions(gateway, request.connection.client, name or "", cuda=cuda)
+    await memory_api.unregister_regions(gateway, request.connection.client, name, cuda=cuda)
     return HttpResponse()
 
 
-async def post_register_cuda(
-    gateway: Gateway, request: HttpRequest, name: str | None
-) -> HttpResponse:
+async def post_register_cuda(gateway: Gateway, request: HttpRequest, name: str) -> HttpResponse:
     """Handle POST /v2/cudasharedmemory/region/NAME/register.
 
     The optional members `offset` and `device_uuid` are extensions of Triton's API.

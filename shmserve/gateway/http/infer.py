@@ -72,16 +72,14 @@ _DECOUPLED_UNSUPPORTED = "HTTP end point doesn't support models with decoupled t
 _BINARY_HEAD = b"Content-Type: application/octet-stream\r\nInference-Header-Content-Length: %d\r\n"
 
 
-async def infer(
-    gateway: Gateway, request: HttpRequest, name: str, version: str | None
-) -> HttpResponse:
+async def infer(gateway: Gateway, request: HttpRequest, name: str, version: str) -> HttpResponse:
     """Handle POST /v2/models/NAME/infer: run one inference."""
     arrived_ns = time.monotonic_ns()
     headers = request.headers
     call_limit = read_time_limit(headers)
-    model = gateway.models.find(name, version or "")
+    model = gateway.models.find(name, version)
     if model is None:
-        model = await _load(gateway, request, name, version or "")
+        model = await _load(gateway, request, name, version)
     framing = find_accepted_framing(headers[ACCEPT]) if ACCEPT in headers else None
     if framing is None and model.decoupled:
         raise Unsupported(_DECOUPLED_UNSUPPORTED)

@@ -89,7 +89,7 @@ class Route:
 
 
 # A route, and the parts of a path that are the arguments of its handler.
-RouteMatch = tuple[Route, tuple[str | None, ...]]
+RouteMatch = tuple[Route, tuple[str, ...]]
 
 
 class RouteTable:
@@ -113,7 +113,7 @@ class RouteTable:
             match = pattern.fullmatch(path)
             if match is None or (route.path == ANY_PATH and first_match):
                 continue
-            route_match = route, tuple(part and unquote(part) for part in match.groups())
+            route_match = route, tuple(map(unquote, match.groups("")))
             if route.method in (method, ""):
                 return route_match
             first_match = first_match or route_match

@@ -96,7 +96,7 @@ class StepTimes:
     _weights: list[float] = field(default_factory=partial(list, _INITIAL_WEIGHTS))
     # The normal equations of the least squares fit to the observed steps.
     _normal_matrix: list[list[float]] = field(default_factory=lambda: [[0.0] * 4 for _ in range(4)])
-    _right_sides: list[float] = field(default_factory=lambda: [0.0] * 4)
+    _right_sides: list[float] = field(default_factory=partial(list, [0.0] * 4))
     copy_ms: float = 0.05  # duration of copying a block
     draft_ms: float = 0.2  # duration of proposing a draft token
 

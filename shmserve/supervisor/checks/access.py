@@ -214,11 +214,10 @@ def _gather_process(pid: int, run_dir: Path) -> PeerFacts:
             environment.get("CUDA_VISIBLE_DEVICES"),
         )
     except PermissionError:
-        text = (
+        raise InvalidArgument(
             f"--peer: uid {os.geteuid()} may not inspect process {pid}; run this command as "
             "root or as the user of that process"
-        )
-        raise InvalidArgument(text) from None
+        ) from None
     except (FileNotFoundError, ProcessLookupError):
         raise InvalidArgument(f"--peer: there is no process {pid}") from None
 

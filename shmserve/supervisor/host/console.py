@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from shmserve.errors import convert_os_errors
@@ -57,18 +58,18 @@ def has_terminal() -> bool:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class StartupReport:
     """A context manager that reports the progress of the loads at the start.
 
-    `progress()` returns the progress by model. The functions in `observers`, to which the report
+    `_progress()` returns the progress by model. The functions in `_observers`, to which the report
     adds one, are called when the progress may have changed.
     """
 
-    def __init__(
-        self, progress: Callable[[], dict[str, str]], observers: list[Callable[[], None]]
-    ) -> None:
-        self._progress = progress
-        self._observers = observers
+    _progress: Callable[[], dict[str, str]]
+    _observers: list[Callable[[], None]]
+
+    def __post_init__(self) -> None:
         self._is_terminal = sys.stderr.isatty()
         self._started_at: dict[str, float] = {}
         self._states: dict[str, str] = {}

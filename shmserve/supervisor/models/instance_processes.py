@@ -101,6 +101,7 @@ class Instances:
     reported_config: dict[str, Any] = field(init=False, default_factory=dict)
     failure: str = field(init=False, default="")
     defers_attach: bool = field(init=False, default=False)
+    _warned_topics: set[str] = field(init=False, default_factory=set)
     _abandoned_for: str = field(init=False, default="")  # why the last instance was abandoned
     _instances: list[Instance] = field(init=False)
     # The number of instances of the version that this version replaces.
@@ -261,7 +262,11 @@ class Instances:
         child.exited.add_done_callback(partial(self._handle_exit, instance, child))
 
         def receive(message: Any) -> None:
-            if instance.child is child and not instance.inbox.full():
+            if isinstance(message, m.ModelWarned):
+                if message.topic not in self._warned_topics:
+                    self._warned_topics.add(message.topic)
+                    logger.warning("%s", message.text)
+            elif instance.child is child and not instance.inbox.full():
                 instance.inbox.put_nowait(message)
 
         self._context.enrol(child.pid, "worker", receive)

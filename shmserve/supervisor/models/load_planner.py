@@ -130,8 +130,8 @@ class LoadPlanner:
         for ignored, reason in repository.ignored_folders(folder).items():
             logger.warning(text, name, ignored, reason)
         versions = repository.versions_to_load(config, folder.versions)
-        missing_texts = (repository.missing_content(folder, version) for version in versions)
-        fault = fault or next(filter(None, missing_texts), "")
+        for text in repository.incomplete_files(folder.path, versions):
+            logger.warning("model %s: %s", name, text)
         text = "version %d is specified for model '%s', but the version directory is not present"
         for version in repository.missing_versions(config, folder.versions):
             logger.error(text, version, name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
 
@@ -146,37 +146,33 @@ def _in_background(
     return start_task
 
 
+@dataclass(eq=False)
 class LifecycleExecutor(LifecycleActions):
-    """The implementation of `LifecycleActions`, which reads files and controls processes."""
+    """The implementation of `LifecycleActions`, which reads files and controls processes.
 
-    def __init__(
-        self,
-        context: SupervisorContext,
-        planner: LoadPlanner,
-        registry: ModelRegistry,
-        publications: Publications,
-        observers: list[Callable[[], None]],
-    ) -> None:
-        """Create the lifecycle of a registry's models, and its executor.
+    Attributes:
+        context: The shared parts of the supervisor; its clients receive the publications.
+        planner: Reads the repositories.
+        registry: The models.
+        _publications: The publications that were sent.
+        _observers: Called when the status of a model may have changed.
+        lifecycle: The lifecycle of the registry's models.
+    """
 
-        Args:
-            context: The shared parts of the supervisor; its clients receive the publications.
-            planner: Reads the repositories.
-            registry: The models.
-            publications: The publications that were sent.
-            observers: Called when the status of a model may have changed.
-        """
-        self.context = context
-        self.planner = planner
-        self.registry = registry
-        self._publications = publications
-        self._observers = observers
-        self._audience: Audience = context
+    context: SupervisorContext
+    planner: LoadPlanner
+    registry: ModelRegistry
+    _publications: Publications
+    _observers: list[Callable[[], None]]
+
+    def __post_init__(self) -> None:
+        self._audience: Audience = self.context
         self._answer_events: dict[Order, asyncio.Event] = {}
         self._start_tasks: dict[ModelVersion, asyncio.Task[None]] = {}
-        hosted = context.config.ensemble_scheduling == "hosted"
-        self.lifecycle = Lifecycle(registry, self, hosted)
-        self.on_demand = OnDemand(context, registry, self.lifecycle, self.wait_for, observers)
+        hosted = self.context.config.ensemble_scheduling == "hosted"
+        self.lifecycle = Lifecycle(self.registry, self, hosted)
+        parts = (self.context, self.registry, self.lifecycle, self.wait_for, self._observers)
+        self.on_demand = OnDemand(*parts)
         self._follow_acknowledgements()
 
     async def wait_for(self, order: Order) -> None:
@@ -359,7 +355,7 @@ class ModelManager:
         if not folders and config.model_control_mode != "explicit":
             logger.warning(
                 "no model in %s: a model is a folder with a configuration (config.pbtxt) or a "
-                "version folder (1)",
+                "version folder (1); a Hugging Face folder needs a config.json",
                 ", ".join(f"'{root}'" for root in config.model_repositories),
             )
         if config.model_control_mode == "explicit":

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from shmserve.common.tasks import wait_any
@@ -25,6 +25,7 @@ from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.instance_processes import ConfigCompleter, Instances, first_error
 from shmserve.supervisor.models.instances import InstanceUpdate, Lifetime, VersionSpec
+from shmserve.supervisor.models.repository import incomplete_files
 from shmserve.supervisor.models.scheduler_process import VersionScheduler
 from shmserve.supervisor.processes.children import RestartBackoff
 from shmserve.supervisor.processes.scheduler_hosts import Group
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 _MAX_FAILED_STARTS = 5
 _MAX_AWAITED_STARTS = 10
 _CLIENT_ROLES = ("gateway", "ensemble", "caller", LOCAL_CLIENT)  # the roles that submit requests
+_MAX_INCOMPLETE = 3  # incomplete files that the error of a load names
 _KILL_PATIENCE_S = 1.0  # seconds until a stopping scheduler that shares its process is killed
 
 
@@ -46,40 +48,33 @@ def differ_in_instances_only(old: VersionSpec, new: VersionSpec) -> bool:
     return same_files and same_config and not new.steps
 
 
+@dataclass(eq=False)
 class ModelVersion:
     """The processes of a model version.
 
     Attributes:
+        _context: The shared parts of the supervisor.
+        spec: The version to load.
+        group: The models whose schedulers share a process with this version's.
+        find: Returns the serving version of a model, by name and version.
+        _on_change: Called when readiness, endpoint or failure changes.
+        _complete_config: Returns the final configuration when the first worker has completed it.
         loaded: Whether the version has been ready.
         loaded_ns: When the version became ready, on the monotonic clock.
     """
 
-    def __init__(
-        self,
-        context: SupervisorContext,
-        spec: VersionSpec,
-        group: Group,
-        find: Callable[[str, str], ModelVersion | None],
-        on_change: Callable[[ModelVersion], None],
-        complete: ConfigCompleter,
-    ) -> None:
-        """Create a version without processes.
+    _context: SupervisorContext
+    spec: VersionSpec
+    group: InitVar[Group]
+    find: InitVar[Callable[[str, str], ModelVersion | None]]
+    _on_change: Callable[[ModelVersion], None]
+    _complete_config: ConfigCompleter
+    loaded: bool = field(init=False, default=False)
+    load_seconds: float = field(init=False, default=0.0)
+    loaded_ns: int = field(init=False, default=0)
 
-        Args:
-            context: The shared parts of the supervisor.
-            spec: The version to load.
-            group: The models whose schedulers share a process with this version's.
-            find: Returns the serving version of a model, by name and version.
-            on_change: Called when readiness, endpoint or failure changes.
-            complete: Returns the final configuration when the first worker has completed it.
-        """
-        self.spec = spec
-        self.loaded = False
-        self.load_seconds = 0.0
-        self.loaded_ns = 0
-        self._context = context
-        self._on_change = on_change
-        self._complete_config = complete
+    def __post_init__(self, group: Group, find: Callable[[str, str], ModelVersion | None]) -> None:
+        context, spec, complete = self._context, self.spec, self._complete_config
         self._state_changed = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
         self.scheduler = VersionScheduler(context, spec, group, lifetime, self._on_message)
@@ -177,7 +172,11 @@ class ModelVersion:
         except (ShmserveError, ExceptionGroup) as error:
             # `except*` would wrap the raised error in a group, which has no text for operators.
             await self.kill()
-            raise first_error(error) from None
+            first = first_error(error)
+            incomplete = incomplete_files(self.spec.model_dir, [self.spec.version])
+            if incomplete and isinstance(first, ShmserveError):
+                first.message += f" ({'; '.join(incomplete[:_MAX_INCOMPLETE])})"
+            raise first from None
         self.load_seconds = time.monotonic() - started_at
 
     def update_to(self, spec: VersionSpec) -> InstanceUpdate | None:

@@ -13,6 +13,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import InitVar, dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -136,30 +137,25 @@ class _Usage(NamedTuple):
     is_busy: bool
 
 
+@dataclass(eq=False)
 class OnDemand:
-    """The loader and unloader of the on-demand models of a registry."""
+    """The loader and unloader of the on-demand models of a registry.
 
-    def __init__(
-        self,
-        context: SupervisorContext,
-        registry: ModelRegistry,
-        lifecycle: Lifecycle,
-        wait_for: Callable[[Order], Awaitable[None]],
-        observers: list[Callable[[], None]],
-    ) -> None:
-        """Create a loader.
+    Args:
+        _context: The shared parts of the supervisor.
+        _registry: The models.
+        _lifecycle: Receives the orders.
+        _wait_for: Waits until an order is answered.
+        observers: Called when the status of a model may have changed; the loader adds one.
+    """
 
-        Args:
-            context: The shared parts of the supervisor.
-            registry: The models.
-            lifecycle: Receives the orders.
-            wait_for: Waits until an order is answered.
-            observers: Called when the status of a model may have changed; the loader adds one.
-        """
-        self._context = context
-        self._registry = registry
-        self._lifecycle = lifecycle
-        self._wait_for = wait_for
+    _context: SupervisorContext
+    _registry: ModelRegistry
+    _lifecycle: Lifecycle
+    _wait_for: Callable[[Order], Awaitable[None]]
+    observers: InitVar[list[Callable[[], None]]]
+
+    def __post_init__(self, observers: list[Callable[[], None]]) -> None:
         self._loads: dict[str, asyncio.Future[ShmserveError | None]] = {}
         # The backoff of failed loads by model, and the time of the next retry.
         self._failures: dict[str, tuple[RestartBackoff, float]] = {}

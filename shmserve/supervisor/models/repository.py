@@ -10,18 +10,23 @@ may write the repository may run code in the server's workers.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from shmserve.common.names import CLASS_IN_FILE, check_model_name, is_checkpoint
 from shmserve.errors import InvalidArgument, clip, convert_os_errors
+from shmserve.logs import warn_once
 from shmserve.model_config import UNWRITTEN, ModelConfig, Source, read_json, read_pbtxt
+
+logger = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.pbtxt"
 ENGINE_FILE = "engine.yaml"  # the settings file of a model that generates text
@@ -36,6 +41,7 @@ _LFS_MARK = b"version https://git-lfs.github.com/spec/v1"
 _PLACEHOLDER = re.compile(r"\$\{\w+\}|(?<=: )\{\{[^{}\n]+\}\}")
 _INVALID_CHARACTERS = re.compile(r"[^A-Za-z0-9._-]+")
 _IGNORED_PREFIXES = (".", "__", "lost+found")  # prefixes of folders that are not models
+_DANGLING = "a link whose target does not exist"
 # Maximum bytes of the pointer file that Git LFS leaves in place of the real file.
 _MAX_POINTER_BYTES = 1024
 _IGNORED_NAMES = ("__pycache__",)  # written when a model is loaded, and not a change of the model
@@ -104,6 +110,8 @@ def scan(repositories: Sequence[Path], config_name: str = "") -> dict[str, Model
                 folder = replace(folders[folder.name], problem=DUPLICATE_MODEL)
             if folder is not None:
                 folders[folder.name] = folder
+        for path in filter(_is_dangling, repository.iterdir()):
+            warn_once(logger, "model repository: '%s' is skipped, " + _DANGLING, str(path))
     return dict(sorted(folders.items()))
 
 
@@ -180,18 +188,23 @@ def layout_hint(folder: ModelFolder) -> str:
     return ""
 
 
-def missing_content(folder: ModelFolder, version: int) -> str:
-    """Return the error text if a version's file is only a pointer of Git LFS, or ""."""
-    with os.scandir(folder.path / str(version)) as entries:
-        files = sorted(entry.path for entry in entries if entry.is_file())
-    for path in files:
-        is_small = os.path.getsize(path) < _MAX_POINTER_BYTES
-        if is_small and Path(path).read_bytes().startswith(_LFS_MARK):
-            return (
-                f"'{version}/{os.path.basename(path)}' is a Git LFS pointer, not the file: run "
-                "'git lfs pull' in the clone"
-            )
-    return ""
+def incomplete_files(model_dir: Path, versions: Iterable[int | str]) -> list[str]:
+    """Return a text for each dangling link and each Git LFS pointer among a model's files.
+
+    The files are those of the model's folder, of its `versions` and of their subfolders.
+    """
+    patterns = ["*", *(f"{version}/{files}" for version in versions for files in ("*", "*/*"))]
+    texts: list[str] = []
+    for path in sorted(path for pattern in patterns for path in model_dir.glob(pattern)):
+        name = path.relative_to(model_dir)
+        with contextlib.suppress(OSError):  # the model may not need a file that cannot be read
+            if _is_dangling(path):
+                texts.append(f"'{name}' is {_DANGLING}")
+            is_small = path.is_file() and path.stat().st_size < _MAX_POINTER_BYTES
+            if is_small and path.read_bytes().startswith(_LFS_MARK):
+                remedy = "run 'git lfs pull' in the clone"
+                texts.append(f"'{name}' is a Git LFS pointer, not the file: {remedy}")
+    return texts
 
 
 def check_agents(folder: ModelFolder, config: ModelConfig) -> None:
@@ -342,6 +355,11 @@ def _subfolders(repository: Path) -> list[Path]:
     return [repository / name for name in names if not name.startswith(_IGNORED_PREFIXES)]
 
 
+def _is_dangling(path: Path) -> bool:
+    """Return whether a path is a link that leads nowhere, other than the lock of an editor."""
+    return not path.name.startswith(".") and path.is_symlink() and not os.path.exists(path)
+
+
 def _read_folder(repository: Path, path: Path, config_name: str) -> ModelFolder | None:
     """Return the model in a folder; None if the folder has no model's name or contents."""
     # Bytes of a name that are not UTF-8 cannot be sent.
@@ -356,8 +374,9 @@ def _read_folder(repository: Path, path: Path, config_name: str) -> ModelFolder 
     except OSError as error:
         reason = error.strerror or "cannot be read"
         return ModelFolder(name, path, repository, problem=f"the model's folder: {reason}")
+    problem = f"'{config_path.name}' is {_DANGLING}" if _is_dangling(config_path) else ""
     config_file = config_path if has_config else None
-    folder = ModelFolder(name, path, repository, config_file, tuple(versions))
+    folder = ModelFolder(name, path, repository, config_file, tuple(versions), problem)
     try:
         check_model_name(path.name)
     except InvalidArgument as error:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -77,32 +77,27 @@ class CarriedCounters:
             self._successor._set_base(base)
 
 
+@dataclass(eq=False)
 class VersionScheduler:
-    """The scheduler of a model version; at most one scheduler serves at a time."""
+    """The scheduler of a model version; at most one scheduler serves at a time.
 
-    def __init__(
-        self,
-        context: SupervisorContext,
-        spec: VersionSpec,
-        group: Group,
-        lifetime: Lifetime,
-        on_message: Callable[[Any], None],
-    ) -> None:
-        """Create a scheduler that is not started.
+    Attributes:
+        _context: The shared parts of the supervisor.
+        _spec: The version to schedule.
+        _group: The models whose schedulers share the process.
+        _lifetime: The shutdown state of the version.
+        _on_message: Receives messages about instances and memory.
+    """
 
-        Args:
-            context: The shared parts of the supervisor.
-            spec: The version to schedule.
-            group: The models whose schedulers share the process.
-            lifetime: The shutdown state of the version.
-            on_message: Receives messages about instances and memory.
-        """
-        self._group = group
-        self._context = context
-        self._spec = spec
-        self._lifetime = lifetime
-        self._on_message = on_message
-        self.number = next(context.scheduler_ids)  # of the serving scheduler, or of the first one
+    _context: SupervisorContext
+    _spec: VersionSpec
+    _group: Group
+    _lifetime: Lifetime
+    _on_message: Callable[[Any], None]
+
+    def __post_init__(self) -> None:
+        # The number of the serving scheduler, or of the first one.
+        self.number = next(self._context.scheduler_ids)
         self._latest: HostedHandle | None = None  # the scheduler that was started last
         self._serving_scheduler: HostedHandle | None = None  # the scheduler at `endpoint`
         loop = asyncio.get_running_loop()

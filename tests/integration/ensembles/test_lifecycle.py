@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.rigs.pipelines import add_ensemble, add_model, step, tensor, xy_step
+from tests.rigs.pipelines import add_ensemble, add_model, step, xy_step
 from tests.support.gates import WAITING_CODE, holding
 from tests.support.servers import Server, refuses_connections, running
 from tests.support.waiting import until
@@ -75,48 +75,6 @@ def test_unload_dependents(http: Http) -> None:
     http.unload("inner", unload_dependents=True).ok()
     unloaded = {"add": "UNAVAILABLE", "inner": "UNAVAILABLE", "other": "READY"}
     until("what was its own is unloaded", lambda: unloaded.items() <= states(http).items())
-
-
-def test_a_model_in_another_shape(http: Http, repository: Path) -> None:
-    """The ensemble uses the reloaded model, or is unavailable if the model no longer fits."""
-    http.load("inner").ok()
-    code = repository / "add" / "1" / "model.py"
-    code.write_text(code.read_text().replace("+ 1", "+ 10"))
-    http.load("add").ok()
-    assert (infer_one(http, "inner").ok().tensors()["OUT"] == 12).all()
-    path = repository / "add" / "config.pbtxt"
-    good_config = path.read_text()
-    path.write_text(good_config.replace("TYPE_FP32", "TYPE_INT32"))
-    http.load("add").ok()
-    until("it does not serve", lambda: states(http)["inner"] == "UNAVAILABLE")
-    path.write_text(good_config)
-    http.load("add").ok()
-    assert (infer_one(http, "inner").ok().tensors()["OUT"] == 12).all()
-
-
-def test_invalid_ensembles_are_not_loaded(http: Http, repository: Path) -> None:
-    add_ensemble(repository, "lacks", [xy_step("nosuch", "IN", "OUT")])
-    add_ensemble(repository, "one", [step("two", {"IN": "IN"}, {"OUT": "OUT"})])
-    add_ensemble(repository, "two", [step("one", {"IN": "IN"}, {"OUT": "OUT"})])
-    add_ensemble(repository, "typed", [xy_step("add", "IN", "OUT")], [tensor("IN", "INT32")])
-    lacks = http.load("lacks")
-    assert lacks.status == 400
-    assert lacks.error == (
-        "load failed for model 'lacks': lacks/config.pbtxt:7:32: "
-        "ensemble_scheduling.step[0].model_name: ensemble lacks contains models that are not "
-        "available or ambiguous: nosuch\n"
-    )
-    circle = http.load("one")
-    assert circle.status == 400
-    assert circle.error == (
-        "load failed for model 'one': circular dependency between ensembles: one -> two -> one\n"
-    )
-    assert http.load("typed").error == (
-        "load failed for model 'typed': typed/config.pbtxt:7:68: "
-        'ensemble_scheduling.step[0].input_map["X"]: in ensemble typed, ensemble tensor IN: '
-        "inconsistent data type: TYPE_INT32 is inferred from model typed while TYPE_FP32 is "
-        "inferred from model add\n"
-    )
 
 
 def test_a_drain_answers_requests_of_ensembles_and_of_calling_models(tmp_path: Path) -> None:

@@ -161,34 +161,6 @@ def test_several_prompts_are_streamed_concurrently(client: openai.OpenAI) -> Non
     assert records != sorted(records)
 
 
-def test_samples_and_prompts_are_numbered_and_a_seed_repeats_them(client: openai.OpenAI) -> None:
-    request: Any = {"model": "tiny", "prompt": ["a", "b"], "n": 2, "max_tokens": 10, "seed": 3}
-    first, second = (client.completions.create(**request) for _ in range(2))
-    assert [choice.index for choice in first.choices] == [0, 1, 2, 3]
-    assert [entry.text for entry in first.choices] == [entry.text for entry in second.choices]
-    assert first.choices[0].text != first.choices[1].text
-    assert first.usage is not None and first.usage.completion_tokens == 40
-
-
-def test_logprobs_in_both_forms(client: openai.OpenAI) -> None:
-    c = client.completions.create(model="tiny", prompt="a", max_tokens=3, temperature=0, logprobs=2)
-    logprobs = c.choices[0].logprobs
-    assert (
-        logprobs is not None and logprobs.tokens is not None and logprobs.top_logprobs is not None
-    )
-    assert len(logprobs.tokens) == 3 and all(len(top) >= 1 for top in logprobs.top_logprobs)
-    chat = client.chat.completions.create(
-        model="tiny",
-        messages=[{"role": "user", "content": "a"}],
-        max_tokens=3,
-        logprobs=True,
-        top_logprobs=2,
-    )
-    content = chat.choices[0].logprobs
-    assert content is not None and content.content is not None
-    assert [len(top.top_logprobs) for top in content.content] == [2, 2, 2]
-
-
 def test_generate_and_its_stream(generative: Server, greedy: Greedy) -> None:
     body = {"text_input": PROMPTS[1], "max_tokens": COUNT, "temperature": 0}
     with generative.http() as http:
@@ -376,24 +348,6 @@ def test_errors_name_the_field(generative: Server, case: str) -> None:
     assert set(error) == {"message", "type", "param", "code"}
 
 
-CONSTRAINED: dict[str, dict[str, Any]] = {
-    "choice": {"structured_outputs": {"choice": ["yes", "no"]}},
-    "guided choice": {"guided_choice": ["yes", "no"]},
-    "regex": {"structured_outputs": {"regex": "yes|no"}},
-    "lark": {"guided_grammar": 'start: "yes" | "no"'},
-    "gbnf": {"structured_outputs": {"grammar": 'root ::= "yes" | "no"'}},
-}
-
-
-@pytest.mark.parametrize("case", CONSTRAINED)
-def test_each_name_of_a_constraint_applies(client: openai.OpenAI, case: str) -> None:
-    request: Any = {"model": "tiny", "max_tokens": 9, "extra_body": CONSTRAINED[case]}
-    messages: Any = [{"role": "user", "content": "Hi"}]
-    text = client.completions.create(prompt="a", **request).choices[0].text
-    answer = client.chat.completions.create(messages=messages, **request).choices[0].message.content
-    assert {text, answer} <= {"yes", "no"}
-
-
 def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
     request: Any = {"model": "tiny", "prompt": "a", "max_tokens": 6, "seed": 3, "logprobs": 0}
 
@@ -407,14 +361,6 @@ def test_the_best_samples_are_the_likeliest(client: openai.OpenAI) -> None:
     assert [entry.text for entry in best_answer.choices] == [entry.text for entry in ranked[:2]]
     assert [entry.index for entry in best_answer.choices] == [0, 1]
     assert best_answer.usage == full_answer.usage
-
-
-def test_bad_words_are_in_no_text(client: openai.OpenAI) -> None:
-    request: Any = {"model": "tiny", "prompt": "a", "max_tokens": 30, "temperature": 0}
-    text = client.completions.create(**request).choices[0].text
-    word = next(character for character in text[3:] if character.isascii())
-    other = client.completions.create(**request, extra_body={"bad_words": [word]}).choices[0].text
-    assert word in text and word not in other
 
 
 def test_a_full_queue_reports_when_to_retry(generative: Server) -> None:

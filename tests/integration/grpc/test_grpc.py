@@ -1,18 +1,15 @@
 """All operations of Triton's own gRPC clients."""
 
-import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
-import ml_dtypes
 import numpy as np
 import pytest
 import tritonclient.grpc as triton
 from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc import service_pb2_grpc
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.utils import InferenceServerException
 
 import shmserve
 from shmserve.gateway.api.management import EXTENSIONS
@@ -73,46 +70,6 @@ def test_configurations_are_equal(client: triton.InferenceServerClient, server: 
     ]
 
 
-def test_an_inference(client: triton.InferenceServerClient) -> None:
-    for repeat_calls in range(3):  # the later requests reuse the plan of the first
-        result = client.infer("simple", simple_inputs(), request_id=f"r{repeat_calls // 2}")
-        assert (result.as_numpy("OUTPUT0") == A + B).all()
-        assert (result.as_numpy("OUTPUT1") == A - B).all()
-        response = result.get_response()
-        assert (response.id, response.model_name) == (f"r{repeat_calls // 2}", "simple")
-        assert response.model_version == "1"
-        assert not response.outputs[0].HasField("contents")
-
-
-def test_selected_outputs_in_their_order(client: triton.InferenceServerClient) -> None:
-    requested_outputs = [triton.InferRequestedOutput(name) for name in ("OUTPUT1", "OUTPUT0")]
-    for outputs in (requested_outputs, requested_outputs[:1], requested_outputs[::-1]):
-        result = client.infer("simple", simple_inputs(), outputs=outputs)
-        assert {o.name for o in result.get_response().outputs} == {o.name() for o in outputs}
-        assert (result.as_numpy("OUTPUT1") == A - B).all()
-
-
-async def test_more_calls_at_once_than_a_connection_may_have(server: Server) -> None:
-    """The further calls wait at the client; none is refused."""
-    async with grpc.aio.insecure_channel(server.grpc_url) as channel:
-        call = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-
-        async def repeat_calls() -> None:
-            for _ in range(3):
-                assert is_right(await call.ModelInfer(simple_request(), timeout=60))
-
-        await asyncio.gather(*(repeat_calls() for _ in range(3000)))
-
-
-@pytest.mark.parametrize("size", [0, 1, 100, 3_000_000])
-def test_tensors_of_every_size(client: triton.InferenceServerClient, size: int) -> None:
-    array = np.arange(size, dtype=np.float32)
-    tensor = triton.InferInput("INPUT0", [size], "FP32")
-    tensor.set_data_from_numpy(array)
-    output = client.infer("identity", [tensor]).as_numpy("OUTPUT0")
-    assert output.shape == (size,) and (output == array).all()
-
-
 DATA: dict[str, np.ndarray] = {
     "BOOL": np.array([True, False]),
     "FP16": np.array([1.5, -2], np.float16),
@@ -122,20 +79,6 @@ DATA: dict[str, np.ndarray] = {
     "FP32": np.array([1.5, np.inf], np.float32),
     "FP64": np.array([1e300, -0.0]),
 }
-
-
-def test_every_datatype(client: triton.InferenceServerClient) -> None:
-    inputs = []
-    for datatype, array in DATA.items():
-        assert np_to_triton_dtype(array.dtype) == datatype
-        inputs.append(triton.InferInput(f"INPUT_{datatype}", [2], datatype))
-        inputs[-1].set_data_from_numpy(array)
-    half = triton.InferInput("INPUT_BF16", [2], "BF16")
-    half.set_data_from_numpy(np.array([1, -2], ml_dtypes.bfloat16))
-    result = client.infer("types", [*inputs, half])
-    for datatype, array in DATA.items():
-        assert (result.as_numpy(f"OUTPUT_{datatype}") == array).all(), datatype
-    assert (result.as_numpy("OUTPUT_BF16").astype(np.float32) == [1, -2]).all()
 
 
 FIELDS = {
@@ -247,43 +190,6 @@ def test_regions_and_raw_contents_in_one_request(server: Server) -> None:
         assert by_name == {"OUTPUT0": b"", "OUTPUT1": (A - B).tobytes()}
         assert (shared_object.read(np.int32, 16, 64) == (A + B)[0]).all()
         http.unregister("mixed").ok()
-
-
-def test_a_deadline_reaches_the_model_and_ends_the_request(
-    server: Server, client: triton.InferenceServerClient
-) -> None:
-    tensor = triton.InferInput("INPUT0", [1, 4], "INT32")
-    tensor.set_data_from_numpy(np.ones((1, 4), np.int32))
-    failures = "nv_inference_request_failure"
-    before = server.metric(failures, model="gated")
-    with pytest.raises(InferenceServerException, match="Deadline Exceeded"):
-        client.infer("gated", [tensor], client_timeout=1)  # long enough for the request to arrive
-    visit = server.gate.next()
-    with pytest.raises(InferenceServerException, match="Deadline Exceeded"):
-        client.infer("gated", [tensor], client_timeout=1)
-    server.wait_pending("gated", 0)  # the second request left the queue
-    visit.release()
-    until("both were counted", lambda: server.metric(failures, model="gated") == before + 2)
-    assert server.gate.is_idle()
-
-
-def test_a_cancelled_call_cancels_its_request(server: Server) -> None:
-    tensor = triton.InferInput("INPUT0", [1, 4], "INT32")
-    tensor.set_data_from_numpy(np.full((1, 4), 7, np.int32))
-    failures = "nv_inference_request_failure"
-    before = server.metric(failures, model="gated", reason="CANCELED")
-    with triton.InferenceServerClient(server.grpc_url) as client:
-        answers: list[object] = []
-        running = client.async_infer("gated", [tensor], lambda result, error: answers.append(error))
-        visit = server.gate.next()
-        waiting = client.async_infer("gated", [tensor], lambda result, error: answers.append(error))
-        server.wait_pending("gated", 1)
-        waiting.cancel()
-        server.wait_pending("gated", 0)
-        visit.release()
-        until("both are answered", lambda: len(answers) == 2)
-    assert running is not None
-    assert server.metric(failures, model="gated", reason="CANCELED") == before + 1
 
 
 def test_the_health_service(server: Server) -> None:

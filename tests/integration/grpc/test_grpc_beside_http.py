@@ -17,7 +17,7 @@ from tritonclient.utils import InferenceServerException
 from shmserve.gateway.grpc.service import RPCS
 from tests.support import repositories
 from tests.support.regions import SharedObject
-from tests.support.servers import Server, Start, running
+from tests.support.servers import Server, Start
 from tests.support.users import ALICE, BOB, needs_users, tunnel
 from tests.support.wire.grpc_calls import request_of, set_region_range, stub
 from tests.support.wire.raw_http import Http, region_request
@@ -200,23 +200,6 @@ def bearer(token: str, **headers: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}", **headers}
 
 
-def test_without_a_token_there_is_only_health(
-    tokenless: triton.InferenceServerClient,
-) -> None:
-    assert tokenless.is_server_ready()
-    for headers in (None, bearer("0123456789abcdef-wrong"), {"authorization": f"Basic {TOKEN}"}):
-        for send_call in (
-            lambda headers=headers: tokenless.get_server_metadata(headers),
-            lambda headers=headers: tokenless.infer("identity", row(), headers=headers),
-            lambda headers=headers: tokenless.get_system_shared_memory_status(headers=headers),
-            lambda headers=headers: tokenless.get_inference_statistics(headers=headers),
-            lambda headers=headers: tokenless.get_log_settings(headers=headers),
-        ):
-            code, text = refused(send_call)
-            assert code == "StatusCode.UNAUTHENTICATED"
-            assert "token" in text
-
-
 def test_requests_of_unauthorised_clients_are_refused_unread(guarded: Server) -> None:
     """The connection is refused before its requests are read, which may have 2 GB each."""
     never_set = threading.Event()
@@ -238,29 +221,6 @@ def test_requests_of_unauthorised_clients_are_refused_unread(guarded: Server) ->
                     assert call.code() is grpc.StatusCode.UNAUTHENTICATED, path
     finally:
         never_set.set()
-
-
-def test_a_stream_needs_a_token_too(tokenless: triton.InferenceServerClient) -> None:
-    results: list[Any] = []
-    has_ended = threading.Event()
-
-    def take(result: Any, error: Any) -> None:
-        results.append((result, error))
-        has_ended.set()
-
-    for headers, expected in ((None, "StatusCode.UNAUTHENTICATED"), (bearer(PROGRAM), None)):
-        results.clear()
-        has_ended.clear()
-        tokenless.start_stream(take, headers=headers)
-        try:
-            with contextlib.suppress(InferenceServerException):  # it may have ended by now
-                tokenless.async_stream_infer("identity", row())
-            assert has_ended.wait(20)
-        finally:
-            tokenless.stop_stream()
-        result, error = results[0]
-        assert (error and error.status()) == expected
-        assert (result is None) == bool(expected)
 
 
 def test_a_token_opens_its_scopes(tokenless: triton.InferenceServerClient) -> None:
@@ -312,16 +272,3 @@ def test_other_hosts_own_no_regions(
         assert (code, text[: len(DISABLED_TEXT)]) == ("StatusCode.UNIMPLEMENTED", DISABLED_TEXT)
         path = "/v2/systemsharedmemory/unregister"
         http.post(path, None, {"Authorization": f"Bearer {TOKEN}"}).ok()
-
-
-def test_regions_can_be_disabled_for_all_clients(tmp_path: Path) -> None:
-    """`--allow-client-shm=false` closes loopback too."""
-    repositories.add(tmp_path / "models", "identity")
-    with (
-        running(tmp_path / "models", "--allow-client-shm=false", grpc=True) as running_server,
-        connected(running_server.grpc_port) as client,
-        SharedObject(SIZE) as shared,
-    ):
-        code, text = refused(lambda: client.register_system_shared_memory("one", shared.key, SIZE))
-        assert (code, text[: len(DISABLED_TEXT)]) == ("StatusCode.UNIMPLEMENTED", DISABLED_TEXT)
-        assert not client.get_system_shared_memory_status().regions

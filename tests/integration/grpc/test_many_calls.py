@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from collections.abc import Iterator
 from queue import SimpleQueue
@@ -18,15 +17,7 @@ from shmserve.proto import grpc_service_pb2, reflection_pb2
 from tests.support.wire.cutting_proxy import CuttingProxy
 from tests.support.wire.grpc_calls import is_right, request_of, simple_request
 from tests.support.wire.http2 import (
-    CLIENT_OPENING,
-    DATA,
-    END_HEADERS,
-    END_STREAM,
-    HEADERS,
     SERVICE,
-    frame,
-    message,
-    post,
 )
 
 if TYPE_CHECKING:
@@ -110,59 +101,6 @@ def test_large_messages(plain_endpoint: Endpoint, size: int, encoding: str | Non
     assert are_compressed == [encoding is not None] * 2
 
 
-@pytest.mark.parametrize(
-    ("timeout", "status"),
-    [
-        (b"0n", b"4"), (b"1n", b"4"), (b"00000000S", b"4"), (b"99999999H", b"0"),
-        (b"99999999S", b"0"), (b"20000m", b"0"), (b"20000000u", b"0"), (b"1 S", b"13"),
-        (b"-1S", b"13"), (b"1", b"13"), (b"soon", b"13"), (b"18446744073709551616n", b"0"),
-    ],
-)  # fmt: skip
-def test_deadlines(plain_endpoint: Endpoint, timeout: bytes, status: bytes) -> None:
-    """Expired deadlines, very long ones, and requests without a deadline."""
-    head = post(f"{SERVICE}ModelInfer", (b"grpc-timeout", timeout))
-    with socket.create_connection(("127.0.0.1", plain_endpoint.server.grpc_port), timeout=20) as s:
-        s.sendall(CLIENT_OPENING + frame(HEADERS, END_HEADERS, 1, head))
-        s.sendall(frame(DATA, END_STREAM, 1, message(RAW_REQUEST)))
-        received_bytes = b""
-        while (rest_of_status := received_bytes.partition(b"grpc-status")[2])[1:] == b"" or len(
-            rest_of_status
-        ) < 1 + rest_of_status[0]:
-            piece = s.recv(65536)
-            assert piece, received_bytes
-            received_bytes += piece
-    assert rest_of_status[1 : 1 + rest_of_status[0]] == status
-
-
-def test_a_far_deadline(plain_endpoint: Endpoint) -> None:
-    with plain_endpoint.channel() as channel:
-        infer = channel.unary_unary(f"{SERVICE}ModelInfer")
-        for timeout_s in (3600.0, 1e6, 1e9):
-            assert is_answer(infer(RAW_REQUEST, timeout=timeout_s))
-
-
-@pytest.mark.parametrize("name", ["模型", "🙂 100 %\n%41", "\x7f\t'", "ü" * 500])
-def test_the_text_of_an_error(plain_endpoint: Endpoint, name: str) -> None:
-    request = pb.ModelMetadataRequest(name=name).SerializeToString()
-    with plain_endpoint.channel() as channel, pytest.raises(grpc.RpcError) as error_info:
-        channel.unary_unary(f"{SERVICE}ModelMetadata")(request, timeout=20)
-    assert error_info.value.code() is grpc.StatusCode.NOT_FOUND
-    assert error_info.value.details() == f"Request for unknown model: '{name}' is not found"
-
-
-def test_metadata(plain_endpoint: Endpoint) -> None:
-    """Text metadata is a parameter of the model if configured; binary metadata is ignored."""
-    sent_metadata = [("some-text", "words, and more"), ("other", "x"), *binary_metadata()]
-    request = request_of("echo_request", np.zeros(1, np.int32), "INT32").SerializeToString()
-    with plain_endpoint.channel() as channel:
-        infer = channel.unary_unary(f"{SERVICE}ModelInfer")
-        answer, call = infer.with_call(request, timeout=20, metadata=sent_metadata)
-        assert call.code() is grpc.StatusCode.OK
-    (output,) = pb.ModelInferResponse.FromString(answer).raw_output_contents
-    seen = json.loads(output[4:])["parameters"]
-    assert {n: seen[n] for n in seen if n != "sequence_id"} == {"some-text": "words, and more"}
-
-
 @pytest.mark.parametrize("size", [17_000, 60_000])
 def test_too_large_metadata_fails_only_its_call(plain_endpoint: Endpoint, size: int) -> None:
     with plain_endpoint.channel() as channel:
@@ -179,10 +117,6 @@ def test_too_large_metadata_fails_only_its_call(plain_endpoint: Endpoint, size: 
         next(answers)
         requests.put(None)
         assert list(answers) == []
-
-
-def binary_metadata() -> list[tuple[str, bytes]]:
-    return [("some-bin", bytes(range(size))) for size in (0, 1, 2, 3, 255)]
 
 
 SERVICES = [

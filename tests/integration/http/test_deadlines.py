@@ -16,7 +16,6 @@ from tests.support.servers import Server
 from tests.support.wire.raw_http import json_input, raw_connection
 
 DYNAMIC_BATCHING = "dynamic_batching { }"
-_FROM_REQUEST = " microseconds, from the request's parameter 'deadline_us')"
 
 
 @pytest.fixture(scope="module")
@@ -25,33 +24,6 @@ def server(models: Path, serve_models: Callable[[Path], Server]) -> Server:
     repositories.add_as(models, "plain", "gated")
     repositories.add_as(models, "batching", "gated", DYNAMIC_BATCHING)
     return serve_models(models)
-
-
-@pytest.mark.parametrize("model", ["plain", "batching"])
-def test_a_timeout_holds_while_executing(server: Server, pool: RequestPool, model: str) -> None:
-    start_s = time.monotonic()
-    late_request = pool.number(model, 1, deadline_us=1_000_000)  # the deadline of its start
-    visit = server.gate.next()
-    reply = late_request.result()
-    assert 1 <= time.monotonic() - start_s < 3
-    assert reply.status == 503 and reply.error.endswith(_FROM_REQUEST)
-    visit.release()
-    next_request = pool.number(model, 2)
-    server.gate.next().release()
-    assert values(next_request.result()) == [2]
-
-
-@pytest.mark.parametrize("model", ["plain", "batching"])
-def test_a_timeout_holds_in_the_queue(server: Server, pool: RequestPool, model: str) -> None:
-    first_request = pool.number(model, 1)
-    visit = server.gate.next()
-    start_s = time.monotonic()
-    reply = pool.number(model, 2, deadline_us=150_000).result()
-    assert 0.15 <= time.monotonic() - start_s < 2
-    assert reply.status == 503 and reply.error.endswith(_FROM_REQUEST)
-    visit.release()
-    assert values(first_request.result()) == [1]
-    assert server.gate.is_idle()
 
 
 def hang_up_after(server: Server, model: str, value: int) -> Generator[socket.socket]:

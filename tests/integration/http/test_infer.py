@@ -19,22 +19,6 @@ B = np.full((1, 16), 3, np.int32)
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate": zlib.compress}
 
 
-def test_mixed_inputs_and_outputs(http: Http) -> None:
-    binary = {
-        "name": "INPUT1",
-        "datatype": "INT32",
-        "shape": [1, 16],
-        "parameters": {"binary_data_size": 64},
-    }
-    outputs = [{"name": "OUTPUT0", "parameters": {"binary_data": True}}, {"name": "OUTPUT1"}]
-    header = json.dumps({"inputs": [json_input("INPUT0", A), binary], "outputs": outputs}).encode()
-    reply = http.infer(
-        "simple", header + B.tobytes(), {"Inference-Header-Content-Length": str(len(header))}
-    )
-    tensors = reply.tensors()
-    assert (tensors["OUTPUT0"] == A + B).all() and (tensors["OUTPUT1"] == A - B).all()
-
-
 def test_the_model_receives_all_parts_of_a_request(http: Http) -> None:
     parameters = {
         "word": "w", "number": 7, "truth": False, "half": 0.5, "timeout": 5_000_000, "priority": 1,
@@ -55,14 +39,6 @@ def test_the_model_receives_all_parts_of_a_request(http: Http) -> None:
     assert args["model_name"] == "echo_request" and args["model_version"] == "1"
     assert args["model_instance_kind"] == "CPU"
     assert args["model_instance_device_id"] == "0" and args["greeting"] == "hello"
-
-
-def test_large_tensors(http: Http) -> None:
-    values = np.random.default_rng(1).random(1_500_000, dtype=np.float32)
-    inputs = [("INPUT0", "FP32", [len(values)], values.tobytes())]
-    for _ in range(3):
-        reply = http.infer_binary("identity", inputs, parameters={"binary_data_output": True})
-        assert (reply.tensors()["OUTPUT0"] == values).all()
 
 
 @pytest.mark.parametrize("elements", [5_000, 16_384])
@@ -88,13 +64,6 @@ def triton_inputs(binary: bool) -> list[triton.InferInput]:
     for tensor, values in zip(inputs, (A, B), strict=True):
         tensor.set_data_from_numpy(values, binary_data=binary)
     return inputs
-
-
-def test_tritonclient_async_infer(server: Server) -> None:
-    with triton.InferenceServerClient(server.url, concurrency=4) as client:
-        calls = [client.async_infer("simple", triton_inputs(True)) for _ in range(20)]
-        for call in calls:
-            assert (call.get_result().as_numpy("OUTPUT0") == A + B).all()
 
 
 async def test_tritonclient_aio(server: Server) -> None:

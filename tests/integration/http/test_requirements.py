@@ -119,31 +119,6 @@ def test_headers_only_become_parameters(http: Http, call: Any) -> None:
             assert (code, message) == (grpc.StatusCode.INVALID_ARGUMENT, text)
 
 
-RESERVED_NAMES = [
-    "triton_enable_empty_final_response",
-    "triton_final_response",
-    "triton_x",
-    "triton_",
-]
-
-
-@pytest.mark.parametrize("key", RESERVED_NAMES)
-def test_reserved_parameters(http: Http, call: Any, key: str) -> None:
-    """Names that start with triton_ are reserved, except one of gRPC clients."""
-    reply = http.infer("echo_request", {**CONSTANT_BODY, "parameters": {key: True}})
-    assert reply.status == 400
-    assert "parameter keys starting with 'triton_' are reserved" in reply.error
-    request = request_of("echo_request", ROW, "INT32")
-    request.parameters[key].bool_param = True
-    if key == RESERVED_NAMES[0]:
-        seen_request = json.loads(call.ModelInfer(request, timeout=20).raw_output_contents[0][4:])
-        assert seen_request["parameters"] == {}
-    else:
-        code, text = refusal(lambda: call.ModelInfer(request, timeout=20))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert "parameter keys starting with 'triton_' are reserved" in text
-
-
 NAMES = ["..", ".", "../elsewhere/secret", "/etc", "a/b", "a\\b", "\x00", "constant\x00"]
 LOADABLE_NAMES = ["link", "a\u2024b", "CONSTANT", "constant ", "\uff43onstant", "x" * 129]
 UNKNOWN_NAMES = [*LOADABLE_NAMES, "constant\n", "", "x" * 256]
@@ -235,19 +210,6 @@ def test_foreign_host_headers_are_refused_at_every_port(server: Server) -> None:
             headers = http.get(path).headers
             assert headers["X-Content-Type-Options"] == "nosniff"
             assert not {"Server", "X-Powered-By", "Access-Control-Allow-Origin"} & set(headers)
-
-
-def test_metrics_are_at_their_port_alone(server: Server, http: Http) -> None:
-    assert http.get("/metrics").status == 404
-    with contextlib.closing(Http(server.metrics_port)) as scraper:
-        reply = scraper.get("/metrics").ok()
-        assert b"nv_inference_count" in reply.body
-        assert reply.headers["Content-Type"].startswith("text/plain")
-        for path in ("/v2", "/v2/health/ready", "/v2/health/live", "/v2/logging"):
-            reply = scraper.get(path)
-            assert (reply.status, reply.body) == (200, b"")
-        reply = scraper.post("/v2/models/constant/infer", CONSTANT_BODY)
-        assert (reply.status, reply.body) == (200, b"")
 
 
 def test_no_secret_is_seen_anywhere(folder: Path) -> None:

@@ -60,14 +60,6 @@ def test_small_tensors_by_keyword_mapping_and_list(client) -> None:
         result["OUTPUT0"][:] = 0  # the program's own
 
 
-def test_the_same_shapes_with_other_numbers(client) -> None:
-    for step in range(5):
-        result = client.infer("simple", INPUT0=A * step, INPUT1=B)
-        assert (result["OUTPUT0"] == A * step + B).all()
-    stacked = client.infer("simple", INPUT0=np.vstack([A, B]), INPUT1=np.vstack([B, B]))
-    assert (stacked["OUTPUT1"] == np.vstack([A - B, B - B])).all()
-
-
 def test_only_the_outputs_that_are_asked_for(client) -> None:
     for outputs in (["OUTPUT1"], {"OUTPUT1"}, (name for name in ["OUTPUT1"])):
         assert list(client.infer("simple", INPUT0=A, INPUT1=B, outputs=outputs)) == ["OUTPUT1"]
@@ -141,24 +133,6 @@ def test_large_tensors_are_views_of_shared_memory(client) -> None:
     ):
         with pytest.raises(shmserve.client.Released):
             use_view()
-
-
-def test_a_view_keeps_its_memory_during_the_next_request(client) -> None:
-    x, second_frame = frames(seed=1), frames(seed=2)
-    y = client.infer("rows", INPUT0=x)["OUTPUT0"]
-    plain_view = np.asarray(y)[0, :10]
-    for _ in range(4):
-        assert (client.infer("rows", INPUT0=second_frame)["OUTPUT0"] == second_frame).all()
-    assert (y == x).all() and (plain_view == x[0, :10]).all()
-
-
-def test_slots_are_reused(client) -> None:
-    for seed in range(20):
-        x = frames(seed=seed)
-        assert (client.infer("rows", INPUT0=x)["OUTPUT0"] == x).all()
-    gc.collect()
-    (prepared,) = client._session.connection().models.resolve("rows", "").templates._values.values()
-    assert 1 <= len(prepared._ring) <= 2
 
 
 def test_large_outputs_of_unknown_size(client, rows_server) -> None:

@@ -11,7 +11,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -562,43 +561,6 @@ def test_a_request_with_output_over_its_input_is_not_retried(
         assert "may have changed" in str(error)
         running_visit.release()
         until("the new one is ready", lambda: gated_server.answers("/v2/health/ready"))
-
-
-def test_a_reload_fails_no_request(gated_server: Server, client: shmserve.client.Server) -> None:
-    has_finished = threading.Event()
-    answered = 0
-
-    def send_requests() -> None:
-        nonlocal answered
-        x = np.ones((1, ROW), np.float32)
-        while not has_finished.is_set():
-            assert (client.infer("rows", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
-            answered += 1
-
-    with concurrent.futures.ThreadPoolExecutor(3) as pool, gated_server.http() as http:
-        request_threads = [pool.submit(send_requests) for _ in range(3)]
-        try:
-            for _ in range(3):
-                enough = answered + 10
-                http.load("rows").ok()
-                until(
-                    "it is asked on",
-                    partial(lambda bound: answered > bound, enough),
-                )
-        finally:
-            has_finished.set()
-        for thread in request_threads:
-            thread.result()
-
-
-def test_an_unloaded_model_is_not_found(gated_server: Server) -> None:
-    with shmserve.client.connect(gated_server.run_dir) as client, gated_server.http() as http:
-        assert client.infer("simple", INPUT0=A, INPUT1=A)
-        http.unload("simple").ok()
-        with pytest.raises(shmserve.client.NotFound, match="unknown model: 'simple'"):
-            client.infer("simple", INPUT0=A, INPUT1=A)
-        http.load("simple").ok()
-        assert client.infer("simple", INPUT0=A, INPUT1=A)
 
 
 def test_a_restarted_server_is_found_again(repository: Path) -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -152,29 +151,6 @@ def test_wrong_stream_requests_are_refused_at_once(client: shmserve.client.Serve
         client.stream("steps", STEPS=[b"1"], X=[1])
 
 
-@pytest.mark.parametrize(
-    ("step", "expected_error"),
-    [(b"raise no third", "ValueError: no third"), (b"return", "without a final response")],
-)
-def test_an_exiting_model_thread_ends_its_stream(
-    client: shmserve.client.Server, step: bytes, expected_error: str
-) -> None:
-    stream = client.stream("steps", STEPS=[b"1", b"2", step, b"4"], timeout=10)
-    assert [next(stream)["OUT"].tolist() for _ in range(2)] == [[1], [2]]
-    with pytest.raises(shmserve.client.Internal, match=expected_error):
-        next(stream)
-    assert list(stream) == []
-
-
-def test_a_worker_exit_between_responses_ends_its_stream(client: shmserve.client.Server) -> None:
-    stream = client.stream("steps", STEPS=[b"1", b"die"])
-    assert values([next(stream)]) == [1]
-    with pytest.raises(shmserve.client.ShmserveError, match="before this request's last response"):
-        next(stream)
-    assert list(stream) == []
-    until("it serves again", lambda: values(client.stream("steps", STEPS=[b"5"])) == [5])
-
-
 # --- in a region
 
 
@@ -254,15 +230,6 @@ def test_an_expired_stream_is_cancelled(client: shmserve.client.Server, tmp_path
     until("the model sees it", (tmp_path / "seen").exists)
 
 
-def test_a_client_that_is_closed_ends_its_streams(streaming_server: Server, tmp_path: Path) -> None:
-    with shmserve.client.connect(streaming_server.run_dir) as client:
-        stream = client.stream("steps", STEPS=[b"1", disconnect_message(tmp_path / "seen")])
-        assert values([next(stream)]) == [1]
-    with pytest.raises(shmserve.client.Disconnected):
-        next(stream)
-    until("the model sees it", (tmp_path / "seen").exists)
-
-
 def test_a_program_that_dies_cancels(streaming_server: Server, tmp_path: Path) -> None:
     program = f"""
 import shmserve.client, sys
@@ -286,31 +253,6 @@ def test_a_reader_that_stops_reading_stops_only_its_own_stream(
     assert values(client.stream("steps", STEPS=[b"2"] * 200)) == [2] * 200
     assert not marker_file.exists()
     assert values(unread_stream) == [1] * (3 * FIRST_CREDIT) and marker_file.exists()
-
-
-def test_more_threads_than_links(client: shmserve.client.Server) -> None:
-    """Others have the connection's thread wait for them."""
-    failures: list[BaseException] = []
-    barrier = threading.Barrier(20)
-
-    def stream() -> None:
-        try:
-            barrier.wait(20)
-            for _ in range(3):
-                assert values(client.stream("repeat", repeat(100))) == [7 + n for n in range(100)]
-            with pytest.raises(shmserve.client.TimedOut):
-                list(client.stream("steps", STEPS=[b"left /dev/null"], timeout=0.1))
-            barrier.wait(60)
-        except BaseException as error:
-            failures.append(error)
-            barrier.abort()
-
-    threads = [threading.Thread(target=stream) for _ in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
 
 
 def test_a_client_that_releases_nothing_takes_no_memory_from_others(

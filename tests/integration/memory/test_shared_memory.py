@@ -8,17 +8,14 @@ import pytest
 import tritonclient.http as triton
 import tritonclient.utils.shared_memory as shm
 
-from tests.support.leaks import descriptors
 from tests.support.regions import SharedObject
 from tests.support.servers import Server
 from tests.support.wire.raw_http import (
     Http,
     in_region,
-    join_bytes,
     json_input,
     region_request,
     shm_input,
-    split_bytes,
 )
 
 VALUES = np.arange(1024, dtype=np.float32)
@@ -42,14 +39,6 @@ def region() -> Iterator[SharedObject]:
         yield shared_object
 
 
-def test_input_and_output(http: Http, region: SharedObject) -> None:
-    http.register("r", region.key, 2 * SIZE).ok()
-    (output,) = http.infer("identity", region_request("r", SIZE)).ok().json()["outputs"]
-    assert output["name"] == "OUTPUT0" and output["shape"] == [1024]
-    assert "data" not in output
-    assert (region.read(np.float32, 1024, SIZE) == VALUES).all()
-
-
 def test_input_only_and_output_only(http: Http, region: SharedObject) -> None:
     http.register("r", region.key, 2 * SIZE).ok()
     request: dict = {"inputs": [shm_input("INPUT0", "FP32", [1024], "r", SIZE)]}
@@ -63,20 +52,6 @@ def test_input_only_and_output_only(http: Http, region: SharedObject) -> None:
     assert (region.read(np.float32, 1014, 40) == VALUES[10:]).all()
 
 
-def test_bytes_in_regions(http: Http) -> None:
-    words = [b"one", b"", b"three\0"]
-    raw = join_bytes(words)
-    with SharedObject(4096) as shared_object:
-        shared_object.write(raw)
-        http.register("r", shared_object.key, 4096).ok()
-        request = {
-            "inputs": [shm_input("INPUT0", "BYTES", [1, 3], "r", len(raw))],
-            "outputs": [{"name": "OUTPUT0", "parameters": in_region("r", 1024, 2048)}],
-        }
-        http.infer("text", request).ok()
-        assert split_bytes(shared_object.read(np.uint8, len(raw), 2048).tobytes()) == words
-
-
 @pytest.mark.parametrize("offset", [0, PAGE, 1, 8, 4095, 3 * PAGE + 4])
 def test_registered_offset(http: Http, offset: int) -> None:
     """Any offset is allowed, aligned to pages or not. It is added only once."""
@@ -85,14 +60,6 @@ def test_registered_offset(http: Http, offset: int) -> None:
         http.register("r", shared.key, 1024, offset).ok()
         assert http.infer("identity", region_request("r", 256, output_offset=512)).status == 200
         assert (shared.read(np.uint8, 256, offset + 512).view(np.float32) == VALUES[:64]).all()
-
-
-def test_the_last_page_of_a_large_object(http: Http) -> None:
-    with SharedObject(1024 * PAGE) as shared_object:
-        shared_object.write(VALUES, 1023 * PAGE)
-        http.register("r", shared_object.key, PAGE, 1023 * PAGE).ok()
-        request = {"inputs": [shm_input("INPUT0", "FP32", [1024], "r", PAGE)]}
-        assert (http.infer("identity", request).tensors()["OUTPUT0"] == VALUES).all()
 
 
 def test_a_client_that_died_and_starts_again(http: Http, region: SharedObject) -> None:
@@ -104,29 +71,6 @@ def test_a_client_that_died_and_starts_again(http: Http, region: SharedObject) -
     http.register("r", region.key, 2 * SIZE).ok()
     assert http.infer("identity", region_request("r", SIZE)).status == 200
     assert (region.read(np.float32, 1024, SIZE) == VALUES + 1).all()
-
-
-def test_two_names_for_one_object(http: Http, region: SharedObject) -> None:
-    http.register("a", region.key, SIZE).ok()
-    http.register("b", region.key, SIZE, SIZE).ok()
-    request = {
-        "inputs": [shm_input("INPUT0", "FP32", [1024], "a", SIZE)],
-        "outputs": [{"name": "OUTPUT0", "parameters": in_region("b", SIZE)}],
-    }
-    http.infer("identity", request).ok()
-    assert (region.read(np.float32, 1024, SIZE) == VALUES).all()
-    assert [listed["name"] for listed in http.regions().json()] == ["a", "b"]
-
-
-def test_failed_registrations_leak_none(server: Server, http: Http, region: SharedObject) -> None:
-    http.register("r", region.key, 2 * SIZE + 1)
-    descriptors_before = descriptors(server.pid)
-    for _ in range(50):
-        assert http.register("r", region.key, 2 * SIZE + 1).status == 400
-        assert http.register("r", "/nothing-here", 1).status == 500
-        assert http.register("r", region.key, SIZE).status == 200
-        assert http.unregister("r").status == 200
-    assert descriptors(server.pid) == descriptors_before
 
 
 def test_tritonclient(server: Server) -> None:

@@ -1,13 +1,12 @@
 """The shared workspace: two models that together need more memory than it has are both served."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.support import repositories
-from tests.support.servers import Server, Start, run_command
+from tests.support.servers import Server, Start
 from tests.support.workspace_models import add, request_body
 
 MB = 1 << 20
@@ -55,24 +54,3 @@ def test_plans_of_14_mb_on_a_pool_of_12_both_serve(server: Server) -> None:
 
     with ThreadPoolExecutor(len(models)) as pool:
         assert list(pool.map(send_requests, range(len(models)))) == [[0] * 6] * len(models)
-
-
-def test_without_a_pool_errors_name_a_flag(repository: Path, serve: Callable[..., Server]) -> None:
-    add(repository, "large", MB)
-    with serve(repository).http() as http:
-        reply = http.infer("large", request_body(1))
-    assert "without --workspace-byte-size=cpu=BYTES" in reply.json()["error"]
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        ("cpu", "'cpu' is not DEVICE=BYTES"),
-        ("cpu=1", "1 is out of range"),
-        ("disk=4096", "'disk' is not a device with a pool (allowed: cpu, cuda:NUMBER)"),
-        ("cuda:00=4096", "'cuda:00' is not a device with a pool"),
-    ],
-)
-def test_an_invalid_setting(repository: Path, value: str, text: str) -> None:
-    run = run_command("serve", f"--model-repository={repository}", f"--workspace-byte-size={value}")
-    assert run.returncode != 0 and f"--workspace-byte-size: {text}" in run.stderr

@@ -348,15 +348,6 @@ except asyncio.CancelledError:
     until("the model sees it", path.exists)
 
 
-def test_many_concurrent_calls_from_a_coroutine(http: Http) -> None:
-    code = """
-iterators = await asyncio.gather(*(call().async_exec(decoupled=True) for _ in range(10)))
-for iterator in iterators:
-    seen.append("".join(map(shown, iterator)))
-"""
-    assert run_caller(http, "async_caller", code, *"abc", "final") == ["abc"] * 10
-
-
 def test_memory_of_many_responses_is_released(http: Http) -> None:
     """Many large responses, some of which are never read, leave no memory allocated."""
     code = f"""

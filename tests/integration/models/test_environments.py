@@ -9,11 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from shmserve.ipc import endpoints
 from tests.support import repositories
-from tests.support.servers import Server, run_command
+from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
 
@@ -112,35 +111,3 @@ def test_an_archive_is_unpacked_once_and_removed(
             "the copy is removed",
             lambda: not any(copy.is_dir() for copy in copies.iterdir()),
         )
-
-
-def test_a_missing_environment_is_reported_with_remedy(repository: Path, tmp_path: Path) -> None:
-    (tmp_path / "void").mkdir()
-    add(repository, "empty", tmp_path / "void")
-    add(repository, "nowhere", "nowhere/env.tar.gz")
-    old_python = tmp_path / "old" / "bin" / "python3"
-    old_python.parent.mkdir(parents=True)
-    old_python.write_text("#!/bin/sh\necho '[[3, 8, 18], \"1.24.4\"]'\n")
-    old_python.chmod(0o755)
-    add(repository, "old", old_python.parent.parent)
-    result = run_command("check", str(repository))
-    output = result.stdout + result.stderr
-    assert result.returncode == 2, output
-    assert f"environment '{tmp_path}/void' has no bin/python" in output
-    assert "environment 'nowhere/env.tar.gz' does not exist" in output
-    assert "has Python 3.8.18, and a worker needs 3.11 or later" in output
-
-
-@pytest.mark.parametrize(
-    ("line", "text"),
-    [
-        ("environment = str(3)", "1/model.py:6:5: 'Model.environment' must be a literal"),
-        ("environment = 3", "'Model.environment' must be a string"),
-        ("locals()['environment'] = '/x'", "'Model.environment' was not found in 'model.py'"),
-    ],
-)
-def test_an_attribute_that_cannot_be_read(repository: Path, line: str, text: str) -> None:
-    source = CLASS_MODEL.replace("environment = {given!r}", line).replace("import conflicting", "")
-    repositories.write(repository, "wrong", 'backend: "native"\n', source)
-    result = run_command("check", str(repository))
-    assert text in result.stdout + result.stderr

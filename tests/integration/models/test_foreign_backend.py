@@ -62,15 +62,3 @@ def test_check_runs_foreign_backends(repository: Path, backend_environment: dict
     result = run_command("check", str(repository), env={**os.environ, **backend_environment})
     assert result.returncode == 2
     assert "table.npy must have 2 dimensions, it has 3" in result.stdout + result.stderr
-
-
-def test_an_unknown_backend_names_the_existing_backends(empty_server: tuple[Server, Path]) -> None:
-    server, repository = empty_server
-    add(repository, "rows", TABLE)
-    with server.http() as http:
-        reply = http.load("rows")
-    assert reply.status == 400
-    assert (
-        b"unable to find backend library for backend 'table' of model 'rows', known" in reply.body
-    )
-    assert b"native" in reply.body

@@ -26,20 +26,6 @@ class Model(nn.Module):
         total = SUM_IN + INPUT
         return {"OUTPUT": total, "SUM_OUT": total, "COUNT_OUT": COUNT_IN + 1}
 '''
-GROWING_MODEL = '''
-"""OUTPUT = the zero that a sequence begins with, and all its INPUTs until now."""
-import torch
-from torch import nn
-
-
-class Model(nn.Module):
-    """The state gets longer with each request."""
-
-    def forward(self, INPUT, ALL_IN):
-        """By name."""
-        both = torch.cat([ALL_IN, INPUT], dim=1)
-        return {"OUTPUT": both, "ALL_OUT": both}
-'''
 IN_PLACE = '''
 """OUTPUT = where the state lies; it is written where it is."""
 import torch
@@ -55,75 +41,6 @@ class Model(nn.Module):
         where = torch.full_like(INPUT, SUM_IN.data_ptr() % 2**31)
         return {"OUTPUT": torch.cat([SUM_IN, where], dim=1), "SUM_OUT": SUM_IN}
 '''
-PYTHON = '''
-"""OUTPUT = the words of the sequence until now; no state comes back for "keep"."""
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    """A state of strings."""
-
-    def execute(self, requests):
-        """One word more."""
-        return [self.answer(request) for request in requests]
-
-    def answer(self, request):
-        """The words with this one."""
-        word = pb_utils.get_input_tensor_by_name(request, "INPUT").as_numpy().reshape(-1)[0]
-        state = pb_utils.get_input_tensor_by_name(request, "WORDS_IN").as_numpy()
-        words = np.array([[bytes(state.reshape(-1)[0]) + word]], object)
-        outputs = [pb_utils.Tensor("OUTPUT", words)]
-        if word != b"keep":
-            outputs.append(pb_utils.Tensor("WORDS_OUT", words))
-        assert "WORDS_OUT" not in request.requested_output_names()
-        return pb_utils.InferenceResponse(outputs)
-'''
-NATIVE = '''
-"""A class that keeps a state."""
-from torch import Tensor
-from typing import NamedTuple
-
-from shmserve.model import FP32, INT32
-
-
-class Outputs(NamedTuple):
-    """The state is one of them."""
-
-    total: FP32[Tensor, 1]
-    sum_out: FP32[Tensor, 1]
-
-
-class Model:
-    """A sum, and a control input."""
-
-    max_batch_size = 4
-    sequence_batching = {
-        "direct": {},
-        "max_sequence_idle_microseconds": 60000000,
-        "control_input": [
-            {
-                "name": "start",
-                "control": [{"kind": "CONTROL_SEQUENCE_START", "int32_false_true": [0, 1]}],
-            }
-        ],
-        "state": [
-            {
-                "input_name": "sum_in",
-                "output_name": "sum_out",
-                "data_type": "TYPE_FP32",
-                "dims": [1],
-            }
-        ],
-    }
-
-    def predict(self, x: FP32[Tensor, 1], sum_in: FP32[Tensor, 1], start: INT32[Tensor, 1]):
-        """The sum until now; begun with 100."""
-        total = sum_in + x + start * 100
-        return Outputs(total, total)
-'''.replace("start: INT32[Tensor, 1]):", "start: INT32[Tensor, 1]) -> Outputs:")
-
-
 CONFIG = """
 name: "{name}"
 backend: "{backend}"
@@ -176,22 +93,10 @@ def server(models: Path, start: Start) -> Server:
         strategy="oldest { max_candidate_sequences: 8 }",
     )
     add(models, "unbatched", STATE_MODULE, config, rows=0)
-    grows = (
-        'state [ { input_name: "ALL_IN" output_name: "ALL_OUT" data_type: TYPE_FP32 dims: [ -1 ] } '
-        "]"
-    )
-    add(models, "growing", GROWING_MODEL, grows)
-    add(models, "growing_oldest", GROWING_MODEL, grows, strategy="oldest { }")
     same_buffer_config = (
         SUM_STATE.format(dims="dims: [ 1 ]", how="use_same_buffer_for_input_output: true") + "]"
     )
     add(models, "in_place", IN_PLACE, same_buffer_config, rows=1)
-    words = (
-        'state [ { input_name: "WORDS_IN" output_name: "WORDS_OUT" data_type: TYPE_STRING '
-        "dims: [ 1 ] } ]"
-    )
-    add(models, "words", PYTHON, words, backend="python", data_type="TYPE_STRING")
-    repositories.write(models, "native", 'name: "native" backend: "native"', NATIVE)
     class_parameter = 'parameters { key: "class" value { string_value: "Mean" } }'
     example = (ROOT / "examples" / "native_sequence.py").read_text()
     repositories.write(models, "mean", f'name: "mean" backend: "native" {class_parameter}', example)
@@ -254,25 +159,6 @@ def test_states_of_a_batch_are_separate(client: shmserve.client.Server) -> None:
         assert sums == [sequence * (index + 1) for sequence in range(1, 5)]
 
 
-@pytest.mark.parametrize("model", ["growing", "growing_oldest"])
-def test_states_may_have_variable_dimensions(client: shmserve.client.Server, model: str) -> None:
-    """States begin with one element, and sequences of different lengths are independent."""
-    for length in (3, 5):
-        calls = [
-            client.infer_async(model, {"INPUT": number(sequence)}, sequence=sequence, start=True)
-            for sequence in (1, 2)
-        ]
-        for i in range(1, length):
-            calls += [client.infer_async(model, {"INPUT": number(i)}, sequence=1, end=i == 2)]
-            if i == 2:
-                break
-        for future in calls:
-            future.result()
-        last_output = client.infer(model, {"INPUT": number(9)}, sequence=2, end=True)["OUTPUT"]
-        assert last_output.tolist() == [[0, 2, 9]]
-        assert calls[-1].result()["OUTPUT"].tolist() == [[0, 1, 1, 2]]
-
-
 def test_a_state_may_use_one_buffer_for_input_and_output(client: shmserve.client.Server) -> None:
     """The model updates the buffer in place in each request."""
     states = []
@@ -282,37 +168,6 @@ def test_a_state_may_use_one_buffer_for_input_and_output(client: shmserve.client
     client.infer("in_place", {"INPUT": number(2)}, sequence=1, end=True)
     assert [total for total, _ in states] == [2, 4, 6, 8, 10]
     assert len({address for _, address in states}) == 1
-
-
-def append_word(client: shmserve.client.Server, model: str, word: bytes, **flags: bool) -> Any:
-    arrays = {"INPUT": np.array([[word]], object)}
-    result = client.infer(model, arrays, sequence="w", **flags)  # type: ignore[arg-type]
-    return result["OUTPUT"][0, 0]
-
-
-def test_string_states_and_states_without_a_new_value(client: shmserve.client.Server) -> None:
-    """Python models may have states, too, unlike in Triton."""
-    first_reply = append_word(client, "words", b"a", start=True)
-    replies = [first_reply, *(append_word(client, "words", word) for word in (b"b", b"keep"))]
-    assert [*replies, append_word(client, "words", b"c", end=True)] == [
-        b"a",
-        b"ab",
-        b"abkeep",
-        b"abc",
-    ]
-
-
-def test_a_class_that_declares_its_state(client: shmserve.client.Server) -> None:
-    sums = [
-        float(
-            client.infer("native", {"x": number(1)}, sequence=3, start=index == 0, end=index == 2)[
-                "total"
-            ][0, 0]
-        )
-        for index in range(3)
-    ]
-    assert sums == [101, 102, 103]
-    assert ("native", "1") in client.models()
 
 
 def test_the_guides_example(client: shmserve.client.Server) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.support import repositories
 from tests.support.load import Load
 from tests.support.sequence_models import CONTROL_INPUTS, IDLE_TIME, instances
-from tests.support.servers import Server, running
+from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
 
@@ -137,100 +137,6 @@ def test_no_request_of_a_stream_fails_during_changes(empty_server: Explicit) -> 
             assert server.find_one("scheduler simple").pid == scheduler
         assert not stream.troubles()
         until("all are counted", lambda: successes(http, "simple") == len(stream.answers))
-
-
-@pytest.mark.parametrize("change", ["code", "config", "nothing"])
-def test_other_changes_start_another_deployment(empty_server: Explicit, change: str) -> None:
-    """A changed file, another field, or no change at all replaces all processes."""
-    server, repository = empty_server
-    folder = add_simple(repository)
-    with server.http() as http:
-        http.load("simple").ok()
-        workers_before = workers(server, "simple")
-        if change == "code":
-            repositories.insert(folder, "    # a comment\n    def execute(")
-        elif change == "config":
-            with (folder / "config.pbtxt").open("a") as config:
-                config.write('parameters { key: "k" value { string_value: "v" } }\n')
-        if change != "nothing":
-            set_count(folder, 2)
-        http.load("simple").ok()
-        wait_workers(server, "simple", 1 if change == "nothing" else 2)
-        assert not workers_before & workers(server, "simple")
-
-
-@pytest.mark.parametrize("limiter", ["off", "execution_count"])
-def test_a_load_without_changed_instances_restarts_nothing(repository: Path, limiter: str) -> None:
-    """An equivalent configuration changes nothing; another count changes the difference."""
-    folder = add_simple(repository)
-    rate_limiter = "rate_limiter { resources { name: 'R' count: 1 } }"
-    config = folder / "config.pbtxt"
-    other_lines = [line for line in config.read_text().splitlines() if "instance_group" not in line]
-
-    def group(text: str) -> None:
-        instance_group = f"instance_group [ {{ kind: KIND_CPU {rate_limiter} {text} }} ]"
-        config.write_text("\n".join([*other_lines, instance_group, ""]))
-
-    group("")
-    flags = ("--model-control-mode=explicit", f"--rate-limit={limiter}", "--load-model=simple")
-    with running(repository, *flags, "--rate-limit-resource=R:4") as server, server.http() as http:
-        scheduler, before = (
-            server.find_one("scheduler simple").pid,
-            workers(server, "simple"),
-        )
-        for text, count in (("count: 0", 1), ("count: 1", 1), ("count: 3", 3), ("name: 'x'", 1)):
-            group(text)
-            http.load("simple").ok()
-            wait_workers(server, "simple", count)
-            assert before <= workers(server, "simple")
-        config.touch()
-        http.load("simple").ok()
-        assert workers(server, "simple") == before
-        assert server.find_one("scheduler simple").pid == scheduler
-
-
-def test_an_instance_that_does_not_load_refuses_the_reload(empty_server: Explicit) -> None:
-    """The other instances and the reported configuration are unchanged."""
-    server, repository = empty_server
-    folder, gate = add_simple(repository), repository.parent / "broken"
-    repositories.insert(
-        folder,
-        "    def initialize(self, args):\n"
-        "        import os\n"
-        f"        if os.path.exists({str(gate)!r}):\n"
-        "            raise ValueError('broken on purpose')\n\n"
-        "    def execute(",
-    )
-    with server.http() as http:
-        http.load("simple").ok()
-        workers_before = workers(server, "simple")
-        gate.touch()
-        set_count(folder, 3)
-        with Load(server, simple=2, memory=0) as stream:
-            refused_reply = http.load("simple")
-            assert refused_reply.status == 400
-            assert "broken on purpose" in refused_reply.error
-            assert http.get("/v2/models/simple/ready").status == 200
-            assert count_of(http, "simple") == 1
-            until("none was added", lambda: workers(server, "simple") == workers_before)
-            gate.unlink()
-            http.load("simple").ok()
-            wait_workers(server, "simple", 3)
-        assert not stream.troubles()
-        assert workers_before < workers(server, "simple")
-
-
-def test_polling_updates_in_place(repository: Path) -> None:
-    folder = add_simple(repository)
-    flags = ("--model-control-mode=poll", "--repository-poll-secs=1")
-    with running(repository, *flags) as server, server.http() as http:
-        workers_before = workers(server, "simple")
-        with Load(server, simple=2, memory=0) as stream:
-            set_count(folder, 2)
-            wait_workers(server, "simple", 2)
-            until("it is told", lambda: count_of(http, "simple") == 2)
-        assert workers_before < workers(server, "simple")
-        assert not stream.troubles()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ import tritonclient.http as triton_http
 
 from tests.support import repositories
 from tests.support.servers import Server, Start
-from tests.support.wire.raw_http import Http
 
 PATTERN = "^x-my-"
 SCORES_CONFIG = """
@@ -71,26 +70,8 @@ def test_tritons_stream_client(server: Server) -> None:
     assert responses == {"a": [1, 2, 3, None], "b": [1, 2, 3, None]}
 
 
-def test_a_thousand_responses_arrive_in_order(server: Server) -> None:
-    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-    with triton_grpc.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(lambda result, error: answers.put((result, error)))
-        client.async_stream_infer("repeat", grpc_inputs(list(range(1000))))
-        responses = [answers.get(timeout=20)[0] for _ in range(1000)]
-        client.stop_stream()
-    assert [int(result.as_numpy("OUT")[0]) for result in responses] == list(range(1000))
-
-
 def events(body: bytes) -> list[Any]:
     return [json.loads(text.removeprefix("data: ")) for text in body.decode().split("\n\n")[:-1]]
-
-
-def test_generate_stream(http: Http) -> None:
-    reply = http.post("/v2/models/repeat/generate_stream", repeat_inputs([4, 5]) | {"id": "q"}).ok()
-    assert events(reply.body) == [
-        {"IDX": index, "OUT": value, "id": "q", "model_name": "repeat", "model_version": "1"}
-        for index, value in enumerate((4, 5))
-    ]
 
 
 def test_many_streams_at_once(server: Server) -> None:
@@ -133,31 +114,6 @@ def test_classification(server: Server, client_module: Any) -> None:
 
 def _extensions(metadata: Any) -> Any:
     return metadata["extensions"] if isinstance(metadata, dict) else metadata.extensions
-
-
-def test_classification_in_json(http: Http) -> None:
-    tensor = {"name": "INPUT0", "datatype": "FP32", "shape": [1, 3], "data": ROWS[0].tolist()}
-    output = {"name": "OUTPUT0", "parameters": {"classification": 1}}
-    for headers in ({}, {"Accept": "application/x-ndjson"}):
-        reply = http.infer("scores", {"inputs": [tensor], "outputs": [output]}, headers).ok()
-        assert reply.json()["outputs"] == [
-            {"name": "OUTPUT0", "datatype": "BYTES", "shape": [1, 1], "data": ["2.500000:1"]}
-        ]
-
-
-@pytest.mark.parametrize("client_module", [triton_http, triton_grpc])
-def test_headers_become_parameters(server: Server, client_module: Any) -> None:
-    url = server.url if client_module is triton_http else server.grpc_url
-    with client_module.InferenceServerClient(url) as client:
-        x = client_module.InferInput("INPUT0", [1], "INT32")
-        x.set_data_from_numpy(np.zeros(1, np.int32))
-        for value in ("one", "two", ""):
-            headers = {"x-my-key": value, "x-other": "no"} if value else {}
-            result = client.infer(
-                "echo_request", [x], headers=headers, parameters={"own": 5}
-            ).as_numpy("OUTPUT0")
-            seen_request = json.loads(result[0])
-            assert seen_request["parameters"] == {"own": 5} | ({"x-my-key": value} if value else {})
 
 
 def test_headers_of_a_stream_become_parameters(server: Server) -> None:

@@ -17,9 +17,7 @@ from tritonclient.utils import InferenceServerException
 import shmserve.client
 from shmserve.client import aio
 from shmserve.errors import InvalidArgument, NotFound, TimedOut
-from tests.rigs.pipelines import add_ensemble, add_model, xy_step
 from tests.support import repositories
-from tests.support.hf_folders import write_folder
 from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
@@ -31,7 +29,7 @@ ON_DEMAND = "ON_DEMAND"
 
 NAMES = (
     *("http", "grpc", "stream", "native", "future", "map", "aio"),
-    *("index", "metadata", "told", "called"),
+    *("index", "metadata", "called"),
 )
 CALLING_MODEL = """
 import numpy as np
@@ -58,16 +56,16 @@ def answer(http: Http, name: str) -> int:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write one model for each test, "slow", which loads at the gate, and "broken"."""
+    """Write one model for each test, "slow", which loads at the gate, and "broken_native"."""
     folder = tmp_path_factory.mktemp("models")
     for name in NAMES:
         repositories.add_as(folder, name, "constant")
     calls = repositories.add_as(folder, "calls", "constant")
     (calls / "1" / "model.py").write_text(CALLING_MODEL)
-    for kind in ("", "_native"):
-        repositories.add_slow(folder, f"slow{kind}")
-        broken_folder = repositories.add_as(folder, f"broken{kind}", "constant")
-        (broken_folder / "1" / "model.py").write_text("raise RuntimeError('broken on purpose')\n")
+    for name in ("slow", "slow_native"):
+        repositories.add_slow(folder, name)
+    broken_folder = repositories.add_as(folder, "broken_native", "constant")
+    (broken_folder / "1" / "model.py").write_text("raise RuntimeError('broken on purpose')\n")
     return folder
 
 
@@ -213,28 +211,6 @@ def test_requests_during_a_load_wait_for_the_load(server: Server) -> None:
     assert loads(server, "slow") == 1
 
 
-def test_a_failed_load_answers_and_is_retried(server: Server, http: Http, repository: Path) -> None:
-    for _ in range(2):
-        reply = http.infer("broken", REQUEST_BODY)
-        assert reply.status == 400 and "broken on purpose" in reply.error
-    assert loads(server, "broken") == 2
-    assert states(http)["broken"] == "UNAVAILABLE"
-    assert http.get("/v2/health/ready").status == 200
-    good_code = (repository / "http" / "1" / "model.py").read_text()
-    (repository / "broken" / "1" / "model.py").write_text(good_code)
-    assert answer(http, "broken") == 1
-
-
-def test_a_model_that_an_operator_unloads_stays_unloaded(http: Http) -> None:
-    assert answer(http, "told") == 1
-    http.unload("told").ok()
-    assert http.infer("told", REQUEST_BODY).status == 404
-    until("it has ended", lambda: states(http)["told"] == "UNAVAILABLE")
-    assert http.get("/v2/models/told/ready").status == 400
-    http.load("told").ok()
-    assert answer(http, "told") == 1
-
-
 def test_idle_models_are_unloaded_and_loaded_again(tmp_path: Path) -> None:
     """The limit is a flag or a parameter of the model; explicitly loaded models remain."""
     never_idle = 'parameters { key: "idle_unload_secs" value { string_value: "0" } }'
@@ -250,46 +226,6 @@ def test_idle_models_are_unloaded_and_loaded_again(tmp_path: Path) -> None:
         expected = {"goes": ON_DEMAND, "stays": "READY", "kept": "READY", "first": "READY"}
         assert states(http) == expected
         assert loads(server, "goes") == 2 and loads(server, "stays") == 1
-
-
-RETURN_INCREMENT = 'return self.response(Y=self.input(request, "X") + 1)'
-
-
-def test_an_ensemble_is_loaded_after_and_unloaded_before_its_steps(tmp_path: Path) -> None:
-    """Its steps remain loaded with it. A request for a step does not load the ensemble."""
-    repository = tmp_path / "models"
-    for name in ("add", "other"):
-        add_model(repository, name, RETURN_INCREMENT)
-    steps = [xy_step("add", "IN", "m"), xy_step("other", "m", "OUT")]
-    add_ensemble(repository, "both", steps)
-    asleep = dict.fromkeys(("add", "other", "both"), ON_DEMAND)
-    flags = ("--load-on-demand", "--idle-unload-secs=2")
-    with running(repository, *flags) as server, server.http() as http:
-        body = {"inputs": [json_input("IN", np.array([1], np.float32))]}
-        for _ in range(2):
-            assert states(http) == asleep
-            assert http.infer("both", body).tensors()["OUT"] == [3]
-            assert states(http) == dict.fromkeys(asleep, "READY")
-            until("all have left", lambda: states(http) == asleep)
-        step_body = {"inputs": [json_input("X", np.array([1], np.float32))]}
-        assert http.infer("add", step_body).tensors()["Y"] == [2]
-        assert states(http) == {**asleep, "add": "READY"}
-
-
-def test_openai_routes_load_models_on_demand(tmp_path: Path) -> None:
-    """Every route loads the model. The list contains all models, loaded or not."""
-    for name in ("completes", "chats", "shown"):
-        write_folder(tmp_path / name / "1")
-    prompt = {"max_tokens": 2, "prompt": "a"}
-    chat = {"max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
-    with running(tmp_path, "--load-on-demand") as server, server.http() as http:
-        model_names = [card["id"] for card in http.get("/v1/models").json()["data"]]
-        assert model_names == ["chats", "completes", "shown"]
-        http.post("/v1/completions", {"model": "completes", **prompt}).ok()
-        http.post("/v1/chat/completions", {"model": "chats", **chat}).ok()
-        assert http.get("/v1/models/shown").ok().json()["id"] == "shown"
-        model_names = [card["id"] for card in http.get("/v1/models").json()["data"]]
-        assert model_names == ["chats", "completes", "shown"]
 
 
 HEAVY_MODEL = """\

@@ -61,12 +61,6 @@ def test_a_server_that_exits_waits_for_open_sequences(tmp_path: Path) -> None:
         assert total(send_step(server, 1, end=True)) == 5
 
 
-def test_a_drain_waits_at_most_for_the_idle_time(tmp_path: Path) -> None:
-    with ending(tmp_path, _SHORT_S) as server:
-        assert total(send_step(server, 1)) == 2
-        server.wait_log("sequence 1 of model 'sums' was idle for too long")
-
-
 def test_a_drain_ends_at_the_exit_timeout(tmp_path: Path) -> None:
     with ending(tmp_path, _LONG_S, f"--exit-timeout-secs={_SHORT_S}") as server:
         server.wait_log("open sequences have not ended within")

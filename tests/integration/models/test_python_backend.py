@@ -91,6 +91,9 @@ def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None
             assert reply.status == 400
             prefix = f"load failed for model 'model_{number}': version 1 is at UNAVAILABLE state: "
             assert reply.error.startswith(prefix + expected_error)
+        pointer = "version https://git-lfs.github.com/spec/v1\n"
+        (repository / "model_0" / "1" / "weights").write_text(pointer)
+        assert "('1/weights' is a Git LFS pointer" in http.load("model_0").error
 
 
 SETTINGS = """
@@ -171,6 +174,64 @@ def test_an_error_message_that_is_not_unicode(empty_server: Explicit) -> None:
         assert 'odd{file="n\\\\udce4me"} 1' in server.metrics()
 
 
+POOL_MODEL = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import triton_python_backend_utils as pb_utils
+
+
+def square(array):
+    return array * array
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        inputs = [request.inputs()[0].as_numpy() for request in requests]
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            squares = list(pool.map(square, inputs))
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", s)]) for s in squares]
+"""
+
+
+def test_processes_of_a_model_can_import_its_file(empty_server: Explicit) -> None:
+    server, repository = empty_server
+    config = repositories.identity_config("pool", "INT32", [-1])
+    repositories.write(repository, "pool", config, POOL_MODEL)
+    with server.http() as http:
+        http.load("pool").ok()
+        fields = {"inputs": [json_input("INPUT0", np.array([3, 4], np.int32))]}
+        assert http.infer("pool", fields).ok().tensors()["OUTPUT0"].tolist() == [9, 16]
+
+
+MEDDLING_MODEL = """
+import logging.config
+
+from gevent import monkey
+
+monkey.patch_all()
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        logging.config.dictConfig({"version": 1})
+
+    def execute(self, requests):
+        return [1 / 0]
+"""
+
+
+def test_a_model_may_change_modules_and_loggers_of_its_process(empty_server: Explicit) -> None:
+    server, repository = empty_server
+    config = repositories.identity_config("meddler", "INT32", [1])
+    repositories.write(repository, "meddler", config, MEDDLING_MODEL)
+    with server.http() as http:
+        http.load("meddler").ok()
+        fields = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
+        assert "ZeroDivisionError" in http.infer("meddler", fields).error
+    assert "return [1 / 0]" in server.log()
+
+
 PARTIAL_MODEL = """
 import triton_python_backend_utils as pb_utils
 
@@ -186,7 +247,8 @@ class TritonPythonModel:
 def test_a_missing_output_is_not_replaced_by_an_old_output(empty_server: Explicit) -> None:
     """Triton's clients get no output, the native client an error; the old result is erased."""
     server, repository = empty_server
-    config = repositories.identity_config("partial", "INT32", [-1])
+    instances = "instance_group { count: 2 kind: KIND_CPU }"
+    config = repositories.identity_config("partial", "INT32", [-1], settings=instances)
     repositories.write(repository, "partial", config, PARTIAL_MODEL)
     sevens, zeros_input = np.full(6, 7, np.int32), np.zeros(6, np.int32)
     lacks = "model 'partial' did not return the requested outputs 'OUTPUT0'"

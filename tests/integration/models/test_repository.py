@@ -17,8 +17,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.support import repositories
 from tests.support.load import Load
-from tests.support.request_pool import request_pool
-from tests.support.servers import Server, Start, running, wait_exited
+from tests.support.servers import Server, running, wait_exited
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
 
@@ -58,56 +57,33 @@ def index(http: Http, **body: Any) -> dict[tuple[str, str], tuple[str, str]]:
 # --- mode none ---
 
 
-@pytest.fixture(scope="module")
-def server_of_policies(tmp_path_factory: pytest.TempPathFactory, start: Start) -> Server:
-    """Start a server of all models in two repositories, without flags."""
-    first, second = (
-        tmp_path_factory.mktemp("one"),
-        tmp_path_factory.mktemp("two"),
-    )
-    repositories.add(first, "constant")
+def test_mode_none_serves_both_repositories_and_refuses_control(
+    tmp_path_factory: pytest.TempPathFactory, serve: Serve
+) -> None:
+    """A configuration of the name in --model-config-name replaces config.pbtxt where it exists."""
+    first, second = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
+    folder = repositories.add_as(first, "constant", "constant")
     repositories.add(second, "identity")
-    for name, policy in (
-        ("all", "version_policy: { all {} }"),
-        ("some", "version_policy: { specific { versions: [ 1, 3, 9 ] } }"),
-        ("latest", ""),
-    ):
-        folder = repositories.add_as(first, name, "constant", policy)
-        for version in (2, 3, 10):
-            rewrite(first, source(version), version, name)
-        (folder / "notes").mkdir()
-        (folder / "007").mkdir()
-    return start([first, second])
-
-
-def test_mode_none_serves_both_repositories_and_refuses_control(server_of_policies: Server) -> None:
-    with server_of_policies.http() as http:
-        models = index(http)
-        assert set(models.values()) == {("READY", "")}
-        assert {name for name, _ in models} == {"constant", "identity", "all", "some", "latest"}
+    (folder / "configs").mkdir()
+    (folder / "configs" / "alt.pbtxt").write_text(
+        (folder / "config.pbtxt").read_text()
+        + 'parameters { key: "which" value { string_value: "alt" } }\n'
+    )
+    server = serve([first, second], "--model-config-name=alt")
+    with server.http() as http:
+        assert index(http) == {("constant", "1"): ("READY", ""), ("identity", "1"): ("READY", "")}
         assert answer(http) == 1
+        config = http.get("/v2/models/constant/config").ok().json()
+        assert config["parameters"] == {"which": {"string_value": "alt"}}
+        default_config = http.get("/v2/models/identity/config").ok().json()
+        assert "which" not in default_config.get("parameters", {})
         for reply in (http.load("constant"), http.unload("constant")):
             assert reply.status == 503
             assert reply.error == (
                 "explicit model load / unload is not allowed if polling is enabled "
                 "(--model-control-mode is none; restart the server with explicit)"
             )
-
-
-def test_version_policies(server_of_policies: Server) -> None:
-    with server_of_policies.http() as http:
-        seen = {
-            n: http.get(f"/v2/models/{n}").json()["versions"] for n in ("all", "some", "latest")
-        }
-        assert seen == {"all": ["1", "2", "3", "10"], "some": ["1", "3"], "latest": ["10"]}
-        assert answer(http, "all") == 10 and answer(http, "all/versions/2") == 2
-        assert answer(http, "some") == 3
-    for line in (
-        "version 9 is specified for model 'some', but the version directory is not present",
-        "ignore version directory 'notes' which fails to convert to integral number",
-        "ignore version directory '007' which contains leading zeros in its directory name",
-    ):
-        assert line in server_of_policies.log()
+    assert "no effect" not in server.log()
 
 
 def test_lines_in_the_log_that_operators_look_for(empty_server: Explicit) -> None:
@@ -151,56 +127,6 @@ def test_a_model_may_have_any_name_of_a_folder(tmp_path: Path) -> None:
         metrics_text = server.metrics()
         assert all(f'model="{name}"' in metrics_text for name in names)
         client.close()
-
-
-def test_names_that_no_model_can_have(tmp_path: Path) -> None:
-    """The errors are Triton's, over both protocols. HTTP has no path for the empty name."""
-    traversal = "model name must not contain path traversal characters"
-    empty_text = "Model name cannot be empty. Please enter a valid name to deploy."
-    texts = {
-        "": empty_text,
-        "  ": empty_text,
-        "..": f"invalid model name '..', {traversal}",
-        " ..": f"invalid model name ' ..', {traversal}",
-        "a/../b": f"invalid model name 'a/../b', {traversal}",
-        "../x": f"invalid model name '../x', {traversal}",
-        "a/b": f"invalid model name 'a/b', {traversal}",
-    }
-    explicit = "--model-control-mode=explicit"
-    with running(tmp_path, explicit, grpc=True) as server, server.http() as http:
-        client = triton_grpc.InferenceServerClient(server.grpc_url)
-        for name, text in texts.items():
-            calls = {"load": client.load_model, "unload": client.unload_model}
-            for verb, call in calls.items():
-                path = f"/v2/repository/models/{quote(name, safe='')}/{verb}"
-                if verb == "unload" and traversal in text:
-                    call(name)  # the same status as for an unknown model
-                    http.post(path).ok()
-                    continue
-                with pytest.raises(InferenceServerException) as error_info:
-                    call(name)
-                assert error_info.value.message() == text
-                assert error_info.value.status() == "StatusCode.INVALID_ARGUMENT"
-                reply = http.post(path)
-                expected = (400, text) if name else (404, "Not Found")
-                assert (reply.status, reply.json()["error"]) == expected
-        client.close()
-
-
-def test_a_named_configuration(tmp_path: Path) -> None:
-    """A configuration with this name replaces config.pbtxt if the model has one."""
-    repositories.add(tmp_path, "constant", "identity")
-    original_config = (tmp_path / "constant" / "config.pbtxt").read_text()
-    (tmp_path / "constant" / "configs").mkdir()
-    (tmp_path / "constant" / "configs" / "alt.pbtxt").write_text(
-        original_config + 'parameters { key: "which" value { string_value: "alt" } }\n'
-    )
-    with running(tmp_path, "--model-config-name=alt") as server, server.http() as http:
-        config = http.get("/v2/models/constant/config").ok().json()
-        assert config["parameters"] == {"which": {"string_value": "alt"}}
-        default_config = http.get("/v2/models/identity/config").ok().json()
-        assert "which" not in default_config.get("parameters", {})
-        assert "no effect" not in server.log()
 
 
 def test_a_broken_model_ends_the_server(repository: Path) -> None:
@@ -317,19 +243,6 @@ def test_explicit_mode(repository: Path, serve: Serve) -> None:
         assert http.load("constant").status == 200 and answer(http) == 1
 
 
-def test_unloading_ends_the_processes(empty_server: Explicit) -> None:
-    server, repository = empty_server
-    repositories.add(repository, "constant")
-    titles_before = server.titles()
-    with server.http() as http:
-        for _ in range(3):
-            http.load("constant").ok()
-            assert len(server.find("worker constant.0")) == 1
-            assert len(server.find("scheduler constant")) == 1
-            http.unload("constant").ok()
-            until("its processes have ended", lambda: server.titles() == titles_before)
-
-
 def test_an_invalid_load_request_does_not_change_the_model(empty_server: Explicit) -> None:
     """This holds for an existing model, and for one that was removed."""
     server, repository = empty_server
@@ -405,35 +318,6 @@ def test_a_reload_loses_no_request(empty_server: Explicit) -> None:
     until("all are counted", lambda: server.metric("nv_inference_request_success") == answered)
 
 
-@pytest.mark.parametrize("request_count", [0, 2])
-def test_requests_of_old_versions_are_counted(empty_server: Explicit, request_count: int) -> None:
-    """Holds for any number of generations that ended in between without completing requests."""
-    server, repository = empty_server
-    repositories.add(repository, "gated")
-
-    def success_count() -> float:
-        return server.metric("nv_inference_request_success", model="gated")
-
-    def old_schedulers_ended() -> bool:
-        return len(server.find("scheduler gated")) == 2
-
-    with server.http() as http, request_pool(server) as pool:
-        http.load("gated").ok()
-        counts_before = success_count()
-        old_request = pool.number("gated", 1)
-        visit = server.gate.next()
-        http.load("gated").ok()
-        for _ in range(request_count):
-            later_request = pool.number("gated", 2)
-            server.gate.next().release()
-            later_request.result().ok()
-            http.load("gated").ok()
-            until("one and the first are left", old_schedulers_ended)
-        visit.release()
-        old_request.result().ok()
-        until("all are counted", lambda: success_count() == counts_before + 1 + request_count)
-
-
 def test_a_failed_reload_keeps_the_old_version(empty_server: Explicit) -> None:
     server, repository = empty_server
     repositories.add(repository, "constant")
@@ -468,52 +352,6 @@ def test_a_failed_version_is_removed_with_its_folder(empty_server: Explicit) -> 
         assert http.get("/v2/health/ready").status == 200
 
 
-def test_configuration_errors_have_tritons_text(empty_server: Explicit) -> None:
-    server, repository = empty_server
-    repositories.add(repository, "constant", config="instance_group { kind: KIND_GPU }\n")
-    with server.http() as http:
-        reply = http.load("constant")
-        assert (reply.status, reply.error) == (
-            400,
-            "load failed for model 'constant': version 1 is at UNAVAILABLE state: Invalid "
-            "argument: constant/config.pbtxt:7:18: instance_group[1].kind: instance group "
-            "constant_1 of model constant has kind KIND_GPU but no GPUs are available;\n",
-        )
-        with (repository / "constant" / "config.pbtxt").open("a") as file:
-            file.write("dynamic_batching { preferred_batch_size: 99 }\n")
-        reply = http.load("constant")
-        assert reply.status == 500
-        assert reply.error.startswith(
-            "failed to load 'constant', failed to poll from model repository: "
-            "constant/config.pbtxt:9:20: dynamic_batching.preferred_batch_size[0]: "
-            "dynamic batching preferred size must be <= max batch size for constant\n"
-        )
-        assert "has kind KIND_GPU" in reply.error
-        assert index(http)[("constant", "")] == ("UNAVAILABLE", reply.error)
-        override = '{"backend": "python",\n "max_batch_sise": 1, "output": [{"dims": [0]}]}'
-        reply = http.load("constant", config=override)
-        assert (reply.status, reply.error) == (
-            500,
-            "failed to load 'constant', failed to poll from model repository: "
-            'config:2:2: max_batch_sise: no such field; did you mean "max_batch_size"?\n'
-            "config:2:34: output[0].name: model output must specify 'name' for constant",
-        )
-
-
-def test_unload_waits_for_running_requests(empty_server: Explicit) -> None:
-    server, repository = empty_server
-    repositories.add(repository, "gated")
-    with request_pool(server) as pool, server.http() as http:
-        http.load("gated").ok()
-        running_request = pool.number("gated", 1)
-        visit = server.gate.next()
-        http.unload("gated").ok()
-        assert http.infer("gated", REQUEST_BODY).status in (404, 503)
-        visit.release()
-        assert running_request.result().status == 200
-        until("it is unloaded", lambda: index(http)[("gated", "1")] == ("UNAVAILABLE", "unloaded"))
-
-
 def test_unload_while_a_worker_starts_again(empty_server: Explicit) -> None:
     server, repository = empty_server
     log_length = len(server.log())
@@ -539,55 +377,32 @@ def test_unload_while_a_worker_starts_again(empty_server: Explicit) -> None:
     assert "Traceback" not in server.log()[log_length:]
 
 
-def test_a_failed_load_reports_the_exception_of_initialize(empty_server: Explicit) -> None:
-    server, repository = empty_server
-    repositories.add(repository, "constant")
-    failing_code = """\
-    def initialize(self, args):
-        raise ValueError('no weights')
-
-    def execute("""
-    repositories.insert(repository / "constant", failing_code)
-    with server.http() as http:
-        assert http.load("constant").error == (
-            "load failed for model 'constant': version 1 is at UNAVAILABLE state: "
-            "Internal: ValueError: no weights (model.py:13);\n"
-        )
-        reason = "Internal: ValueError: no weights (model.py:13)"
-        assert index(http)[("constant", "1")] == ("UNAVAILABLE", reason)
-    assert "ExceptionGroup" not in server.log()
-
-
 # --- mode poll ---
 
 
 @pytest.fixture(scope="module")
-def polling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path, Path]]:
-    first, second = (
-        tmp_path_factory.mktemp("one"),
-        tmp_path_factory.mktemp("two"),
-    )
+def polling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Explicit]:
+    folder = tmp_path_factory.mktemp("polled")
     flags = ("--model-control-mode=poll", "--repository-poll-secs=1", "--exit-on-error=false")
-    with running([first, second], *flags) as running_server:
-        yield running_server, first, second
+    with running(folder, *flags) as running_server:
+        yield running_server, folder
 
 
 @pytest.fixture
-def empty_polling(polling_server: tuple[Server, Path, Path]) -> Iterator[tuple[Server, Path, Path]]:
-    """Yield a server in poll mode with two repositories, which are empty when a test begins."""
-    server, *folders = polling_server
+def empty_polling(polling_server: Explicit) -> Iterator[Explicit]:
+    """Yield a server in poll mode with a repository that is empty when a test begins."""
+    server, folder = polling_server
     yield polling_server
-    for folder in folders:
-        for model in folder.iterdir():
-            shutil.rmtree(model)
+    for model in folder.iterdir():
+        shutil.rmtree(model)
     with server.http() as http:
         until("nothing is served", lambda: not index(http, ready=True))
     until("nothing is loaded", lambda: not server.find("scheduler"))
 
 
-def test_poll_mode(tmp_path: Path, empty_polling: tuple[Server, Path, Path]) -> None:
+def test_poll_mode(tmp_path: Path, empty_polling: Explicit) -> None:
     """Folders are moved atomically, because a poll could otherwise find an incomplete model."""
-    server, repository, _ = empty_polling
+    server, repository = empty_polling
     for name in ("constant", "simple", "identity"):
         repositories.add_as(tmp_path, name, name).rename(repository / name)
     with server.http() as http:
@@ -612,9 +427,9 @@ def test_poll_mode(tmp_path: Path, empty_polling: tuple[Server, Path, Path]) -> 
         assert http.load("constant").status == 503
 
 
-def test_polls_wait_for_no_model(tmp_path: Path, empty_polling: tuple[Server, Path, Path]) -> None:
+def test_polls_wait_for_no_model(tmp_path: Path, empty_polling: Explicit) -> None:
     """A model whose load is slow, or hangs, does not delay changes of other models."""
-    server, repository, _ = empty_polling
+    server, repository = empty_polling
     repositories.add_as(tmp_path, "constant", "constant").rename(repository / "constant")
     with server.http() as http:
         until("it is served", lambda: http.infer("constant", REQUEST_BODY).status == 200)
@@ -627,37 +442,10 @@ def test_polls_wait_for_no_model(tmp_path: Path, empty_polling: tuple[Server, Pa
         until("it is loaded at last", lambda: http.get("/v2/health/ready").status == 200)
 
 
-def test_a_model_that_appears_in_two_repositories(
-    tmp_path: Path, empty_polling: tuple[Server, Path, Path]
-) -> None:
-    """Polling unloads the model, and loads it when one copy is removed."""
-    server, first_repository, second = empty_polling
-    repositories.add_as(tmp_path, "twice", "constant").rename(first_repository / "twice")
-    with server.http() as http:
-        until("it is served", lambda: http.infer("twice", REQUEST_BODY).status == 200)
-        assert answer(http, "twice") == 1
-        policy = "version_policy: { all {} }\n"
-        repositories.add_as(tmp_path, "twice", "constant", policy).rename(second / "twice")
-        rewrite(second, source(2), 2, "twice")
-        severally = ("UNAVAILABLE", "model appears in two or more repositories")
-        until("it is not served", lambda: http.infer("twice", REQUEST_BODY).status == 404)
-        server.wait_log("model 'twice': not unique across all model repositories")
-        models = index(http)
-        assert models[("twice", "")] == severally and ("twice", "1") not in models
-        until("all have ended", lambda: not server.find("scheduler twice"))
-        assert http.get("/v2/health/ready").status == 200
-        (first_repository / "twice").rename(tmp_path / "twice")
-        until("it is served again", lambda: http.infer("twice", REQUEST_BODY).status == 200)
-        models = index(http)
-        assert models[("twice", "1")] == models[("twice", "2")] == ("READY", "")
-        assert ("twice", "") not in models
-        assert answer(http, "twice") == 2
-
-
 def test_removing_a_broken_model_leaves_the_server_ready(
-    tmp_path: Path, empty_polling: tuple[Server, Path, Path]
+    tmp_path: Path, empty_polling: Explicit
 ) -> None:
-    server, repository, _ = empty_polling
+    server, repository = empty_polling
     for name in ("broken", "unread"):
         repositories.add_as(tmp_path, name, "constant")
     rewrite(tmp_path, BROKEN_CODE, name="broken")

@@ -183,29 +183,6 @@ def test_tritonclient_over_both_protocols(server: Server) -> None:
         assert sums == [2, 4, 6]
 
 
-def test_a_grpc_stream(server: Server) -> None:
-    """Uses the same calls as Triton's examples of sequences."""
-    answers: list[Any] = []
-    with tritonclient.grpc.InferenceServerClient(server.grpc_url) as client:
-        client.start_stream(lambda result, error: answers.append((result, error)))
-        for index in range(3):
-            for sequence in ("a", "b"):
-                tensor = tritonclient.grpc.InferInput("INPUT0", [1, 1], "INT32")
-                tensor.set_data_from_numpy(np.full((1, 1), index + 1, np.int32))
-                client.async_stream_infer(
-                    "plain",
-                    [tensor],
-                    request_id=f"{sequence}{index}",
-                    sequence_id=sequence,
-                    sequence_start=index == 0,
-                    sequence_end=index == 2,
-                )
-        client.stop_stream()
-    assert [error for _, error in answers] == [None] * 6
-    sums = {r.get_response().id: int(r.as_numpy("OUTPUT0")[0, 0]) for r, _ in answers}
-    assert sums == {"a0": 1, "b0": 1, "a1": 3, "b1": 3, "a2": 6, "b2": 6}
-
-
 def test_the_native_client(server: Server) -> None:
     array = np.full((1, 1), 1, np.int32)
     with shmserve.client.connect(server.run_dir) as client:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from tests.support import repositories
-from tests.support.gates import Visit
 from tests.support.request_pool import RequestPool, request_pool
 from tests.support.sequence_models import CONTROL_INPUTS, IDLE_TIME, instances
 from tests.support.servers import Server, Start
@@ -41,77 +40,6 @@ def step_sender(pool: RequestPool, model: str) -> Ask:
         return pool.infer(model, {"inputs": [tensor], "parameters": parameters})
 
     return send_step
-
-
-def by_slot(visit: Visit, slots: int = 2) -> dict[str, list[Any]]:
-    """Return the controls that a model saw by slot, with 0 for slots after the last row."""
-    return {
-        name: [int(value) for value in visit.message[name]]
-        + [0] * (slots - len(visit.message[name]))
-        for name in ("START", "END", "READY", "CORRID")
-    }
-
-
-def sums_of_replies(*replies: Future[Reply]) -> list[int]:
-    return [reply.result().ok().json()["outputs"][0]["data"][0] for reply in replies]
-
-
-def test_direct_strategy_with_two_instances_of_two_slots(server: Server, pool: RequestPool) -> None:
-    """The ids of sequences 0 to 5 are 1 to 6."""
-    send_step, gate = step_sender(pool, "pair"), server.gate
-    first_replies = [send_step(1, start=True)]
-    first_visit = gate.next()
-    first_replies.append(send_step(2, start=True))
-    second_visit = gate.next()
-    assert first_visit.pid != second_visit.pid
-    for s, waiting in ((3, 1), (4, 2), (5, 3), (6, 4)):
-        first_replies.append(send_step(s, start=True))
-        server.wait_pending("pair", waiting)
-    for visit, s in ((first_visit, 1), (second_visit, 2)):
-        assert by_slot(visit) == {
-            "START": [1, 0],
-            "END": [0, 0],
-            "READY": [1, 0],
-            "CORRID": [s, 0],
-        }
-    # Sequences 3 and 4 have the other two slots. Sequences 5 and 6 wait in the backlog.
-    first_visit.release()
-    third = gate.next()
-    second_visit.release()
-    fourth = gate.next()
-    for visit, earlier_visit, s in ((third, first_visit, 3), (fourth, second_visit, 4)):
-        assert visit.pid == earlier_visit.pid
-        assert by_slot(visit) == {
-            "START": [0, 1],
-            "END": [0, 0],
-            "READY": [0, 1],
-            "CORRID": [0, s],
-        }
-    # Sequence 4 ends, and 5 takes its slot.
-    end_reply = send_step(4, end=True)
-    server.wait_pending("pair", 3)
-    fourth.release()
-    end = gate.next()
-    assert by_slot(end)["END"] == [0, 1] and by_slot(end)["CORRID"] == [0, 4]
-    end.release()
-    fifth = gate.next()
-    assert fifth.pid == second_visit.pid
-    assert by_slot(fifth)["START"] == [0, 1] and by_slot(fifth)["CORRID"] == [0, 5]
-    # Sequence 2 ends, and 6 takes its slot.
-    ended_too = send_step(2, end=True)
-    server.wait_pending("pair", 2)
-    fifth.release()
-    end = gate.next()
-    assert by_slot(end)["END"] == [1, 0] and by_slot(end)["CORRID"] == [2, 0]
-    end.release()
-    sixth = gate.next()
-    assert sixth.pid == second_visit.pid
-    assert by_slot(sixth)["START"] == [1, 0] and by_slot(sixth)["CORRID"] == [6, 0]
-    sixth.release()
-    third.release()
-    assert sums_of_replies(*first_replies) == [1] * 6
-    assert sums_of_replies(end_reply, ended_too) == [2, 2]
-    assert gate.is_idle()
 
 
 def test_direct_strategy_with_requests_beside_an_idle_sequence(

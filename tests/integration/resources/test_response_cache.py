@@ -143,24 +143,6 @@ def test_the_bound_is_the_servers(server: Server) -> None:
     assert server.metric("shmserve_cache_bytes", model="counting") <= SIZE // 5
 
 
-def test_models_that_cannot_be_cached_do_not_load(empty_server: tuple[Server, Path]) -> None:
-    """The error names the property that forbids the cache."""
-    server, repository = empty_server
-    add_model(repository, "sequence", COUNTING_METHOD, settings=CACHED + " sequence_batching {}")
-    decoupled = CACHED + " model_transaction_policy { decoupled: true }"
-    add_model(repository, "decoupled", COUNTING_METHOD, settings=decoupled)
-    with server.http() as http:
-        for name, property_name in (
-            ("sequence", "sequence batching scheduler"),
-            ("decoupled", "'decoupled' transaction policy"),
-        ):
-            error = http.load(name).error
-            assert (
-                f"Response Cache does not currently support model {name} with {property_name}. "
-                "Please disable the response cache."
-            ) in error
-
-
 def test_a_cached_model_without_a_server_cache_serves(empty_server: tuple[Server, Path]) -> None:
     server, repository = empty_server
     add_model(repository, "alone", COUNTING_METHOD, settings=CACHED)

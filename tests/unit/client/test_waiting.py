@@ -1,13 +1,16 @@
 """Streams of responses at the client's end: credit, losses, leaving; the test is the scheduler."""
 
+import asyncio
 import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, MagicMock
 
 import numpy as np
 import pytest
 
+from shmserve.client import aio, sync
 from shmserve.client.request.prepare import PLAIN, Options, PackedRequest
 from shmserve.client.request.waiting import ResponseStream, SharedChannel, ThreadChannel
 from shmserve.client.server_state import ClientModel
@@ -223,3 +226,17 @@ def test_the_end_of_the_connection_ends_its_streams(
         assert list(stream) == []
         with pytest.raises(ShmserveError):
             open_stream(stream._waiter, tmp_path, [])
+
+
+@pytest.mark.parametrize("module", [sync, aio])
+def test_whether_to_retry_depends_on_the_request_that_failed(module: Any) -> None:
+    """A request that writes an output over an input, for example, must not run again."""
+    session, lost = MagicMock(), Unavailable("the worker has exited")
+    session.should_retry.return_value = False
+    server = module.Server(session)
+    server._get_waiter = MagicMock(**{"return_value.wait.side_effect": lost})
+    server._get_channel = server._load_on_demand = AsyncMock()
+    server._infer = AsyncMock(side_effect=lost)
+    with pytest.raises(Unavailable):
+        asyncio.run(server.infer("m", {}))
+    assert session.should_retry.call_args.args[2] is session.pack.return_value

@@ -104,7 +104,7 @@ def test_a_token_without_text_has_no_event_of_its_own() -> None:
 
 def test_items_are_messages_with_calls_and_results() -> None:
     items = [
-        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": None, "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
         CALL_ITEM,

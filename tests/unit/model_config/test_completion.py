@@ -48,6 +48,8 @@ COMPLETED_CONFIG = {
         ("", ["model.pt", "model.py"], ("pytorch", "pytorch_libtorch", "model.pt")),
         ("", ["model.json"], ("vllm", "", "")),
         ("", ["model.json", "model.py"], ("python", "", "model.py")),
+        ("", ["config.json", "pytorch_model.bin"], ("llm", "", "")),
+        ("", ["config.json", "model.bin", "model.xml"], ("openvino", "", "")),
         ("", ["other"], ("", "", "")),
         ('platform: "pytorch_libtorch"', [], ("pytorch", "pytorch_libtorch", "model.pt")),
         ('platform: "tensorrt_plan"', ["model.py"], ("tensorrt", "tensorrt_plan", "")),

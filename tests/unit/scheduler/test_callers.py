@@ -179,6 +179,3 @@ def test_a_call_in_order_waits_for_each_instance() -> None:
     (report,) = caller_rig.take_supervisor_messages(control_requests.CallsWaiting)
     queues = [instances for _, instances in report.waiting_calls]
     assert [[pid for pid, _ in instances] for instances in queues] == [[100], [101]]
-        [100],
-        [101],
-    ]

@@ -60,16 +60,6 @@ def test_the_default_scheduler_runs_one_request_an_execution_in_order() -> None:
     assert rig.wake_ns == NEVER
 
 
-def test_requests_that_arrive_together_run_together() -> None:
-    rig, peer = ready_rig({})
-    numbers = rig.submit(11)
-    _, batch = rig.execute()
-    assert len(batch.requests) == 8
-    rig.finish(peer, batch)
-    assert rig.answers() == [m.Finished(number, b"done", [b"done"]) for number in numbers[:8]]
-    assert len(rig.execute()[1].requests) == 3
-
-
 def test_each_instance_gets_a_batch() -> None:
     rig = Rig({})
     peers = [rig.start(0, 100), rig.start(1, 101)]
@@ -361,16 +351,6 @@ def test_a_deadline_passes_in_the_queue() -> None:
     rig.pass_time(1)
     assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED_TEXT)]
     assert rig.wake_ns == NEVER
-
-
-def test_a_deadline_expires_while_the_instance_is_busy() -> None:
-    rig, _ = ready_rig({"default_queue_policy": {"default_timeout_microseconds": 1000}})
-    rig.submit()
-    rig.execute()
-    (number,) = rig.submit()
-    assert rig.wake_ns == rig.now + MS + 1
-    rig.pass_time(MS + 1)
-    assert rig.answers() == [failure(number, "UNAVAILABLE", EXPIRED_TEXT)]
 
 
 def test_a_deadline_passes_at_the_worker_and_the_late_result_is_dropped() -> None:

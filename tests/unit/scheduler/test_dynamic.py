@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.tensors.padding import Pad, Padding
-from shmserve.scheduler.batchers.dynamic import Batch, Batcher, CloseReason, WaitUntil, decide
+from shmserve.scheduler.batchers.dynamic import Batch, CloseReason, WaitUntil, decide
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
 
@@ -31,10 +31,6 @@ def rules(max_batch_size: int = 8, preferred: tuple[int, ...] = (), delay_ns: in
 
 def items(*units: int) -> list[Item]:
     return [Item(size) for size in units]
-
-
-def test_nothing_to_do_without_requests() -> None:
-    assert decide(NOW, [], rules(), 0) is None
 
 
 @pytest.mark.parametrize(
@@ -208,7 +204,3 @@ def test_any_queue_drains_in_order_and_no_request_waits_past_its_delay(
         for item in queued_items[: decision.count]:
             assert now_ns <= max(NOW, item.enqueued_ns + batching.delay_ns)
         del queued_items[: decision.count]
-
-
-def test_the_default_scheduler_runs_one_request_after_another() -> None:
-    assert Batcher().decide(0, items(1, 2), 0) == Batch(1, CloseReason.IDLE)

@@ -10,7 +10,7 @@ from shmserve.ipc.messages.supervision import SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import BatchFit
 from shmserve.scheduler.requests.queue import RequestQueue
-from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest, State
+from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest
 from shmserve.scheduler.settings import Settings
 
 NOW = 1_000_000_000
@@ -41,22 +41,6 @@ def admit(queue: RequestQueue, now_ns: int = NOW, **fields: Any) -> ScheduledReq
     return queue.enqueue(CLIENT, submit(**fields), batch_fit, now_ns)
 
 
-def test_requests_are_dequeued_in_order_of_arrival() -> None:
-    queue = make_queue()
-    admitted = [admit(queue) for _ in range(4)]
-    assert list(queue.in_order) == admitted
-    assert queue.take(3) == admitted[:3] and len(queue) == 1
-    assert [request.state for request in admitted] == [State.EXECUTING] * 3 + [State.QUEUED]
-
-
-def test_a_request_may_be_removed_from_the_middle() -> None:
-    queue = make_queue()
-    first_request, second_request, third_request = (admit(queue) for _ in range(3))
-    queue.remove(second_request)
-    queue.remove(second_request)
-    assert queue.take(2) == [first_request, third_request]
-
-
 def test_the_policys_bound_overrides_the_servers() -> None:
     for queue in (make_queue({"max_queue_size": 2}, 5), make_queue({}, 2)):
         admit(queue)
@@ -71,10 +55,6 @@ def test_the_policys_bound_overrides_the_servers() -> None:
         admit(queue)
 
 
-def test_a_request_of_a_model_without_batching_is_one_unit() -> None:
-    assert admit(make_queue(), batch_size=0).units == 1
-
-
 def test_a_request_with_an_expired_timeout_is_refused() -> None:
     with pytest.raises(Unavailable, match=r"^Request timeout expired \(0 microseconds"):
         admit(make_queue(), deadline_ns=NOW - 1)
@@ -87,27 +67,6 @@ def test_an_impossible_arrival_time_is_clamped() -> None:
         assert admit(queue, arrived_ns=nonsense).arrived_ns == NOW
 
 
-def test_a_request_expires_strictly_after_its_timeout() -> None:
-    queue = make_queue({"default_timeout_microseconds": 100})
-    request = admit(queue)
-    deadline_passed = NOW + 100_000
-    assert queue.timers.due_ns == deadline_passed + 1
-    assert queue.take_expired(deadline_passed) == []
-    assert queue.take_expired(deadline_passed + 1) == [request]
-    assert queue.timers.due_ns == NEVER
-
-
-@pytest.mark.parametrize(
-    ("override", "timeout_us", "limit_us"),
-    [(False, 40, 100), (True, 40, 40), (True, 0, 100), (True, 400, 100)],
-)
-def test_a_requests_timeout_applies_if_allowed_and_shorter(
-    override: bool, timeout_us: int, limit_us: int
-) -> None:
-    policy = {"default_timeout_microseconds": 100, "allow_timeout_override": override}
-    assert admit(make_queue(policy), timeout_us=timeout_us).queue_limit_ns == NOW + limit_us * 1000
-
-
 def test_with_preserved_order_no_request_is_delayed() -> None:
     """With preserve_ordering, a delayed request would hold up the responses of all others."""
     policy = {"allow_timeout_override": True, "timeout_action": "DELAY"}
@@ -117,12 +76,6 @@ def test_with_preserved_order_no_request_is_delayed() -> None:
         queue = RequestQueue(Settings.read(ModelSpec.of(config), "1", SchedulingLimits()))
         request = admit(queue, timeout_us=40)
         assert request.queue_limit_ns == (NOW + limit_us * 1000 if limit_us else 0)
-
-
-def test_a_queue_without_a_default_timeout_accepts_a_requests_timeout() -> None:
-    request = admit(make_queue({"allow_timeout_override": True}), timeout_us=40)
-    assert request.queue_limit_ns == NOW + 40_000
-    assert admit(make_queue({"allow_timeout_override": True})).queue_limit_ns == 0
 
 
 def test_a_batch_hurries_for_a_deadline_but_not_for_the_queue_policy() -> None:

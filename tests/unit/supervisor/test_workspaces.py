@@ -279,6 +279,10 @@ def test_many_leases_of_mixed_sizes_leave_no_fragments() -> None:
 def test_a_lease_larger_than_the_pool_is_refused() -> None:
     with pytest.raises(InvalidArgument, match=r"8192 bytes was requested, .* pool has 4096"):
         open_pool().ask(1, 1, 8192)
+    sent = SentMessages()
+    Workspaces({}, sent).handle(1, LeaseWorkspace(7, "cpu", 64))
+    ((_, refusal),) = sent.messages
+    assert "without --workspace-byte-size=cpu=BYTES" in refusal.message
 
 
 def test_only_the_owner_ends_a_lease() -> None:

@@ -13,7 +13,7 @@ from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.model import FP32, INT64, TensorType
 from shmserve.workers.backends.native import NativeBackend, declaration
-from tests.rigs.worker_rig import Region, Rig, inference, model_config, tensor, tensor_config
+from tests.rigs.worker_rig import Rig, inference, model_config, tensor, tensor_config
 
 F32 = np.float32
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -289,33 +289,6 @@ class Model(torch.nn.Module):
     assert reply.array("output").tolist() == [[2.5]]
     backend.unload()
     assert (worker.context.version_dir / "log").read_text() == "unloaded"
-
-
-def test_writing_into_a_numpy_input_is_safe(worker: Rig) -> None:
-    write(
-        worker,
-        """
-class Model:
-    def predict(self, x: FP32[ndarray, 2]) -> FP32[ndarray, 2]:
-        x += 1
-        return x
-""",
-    )
-    serve(worker)
-    region = Region(4096)
-    rows = [np.zeros((1, 2), F32), np.zeros((1, 2), F32)]
-    for _ in range(2):
-        ranges = [region.write(offset, row) for offset, row in zip((0, 8), rows, strict=True)]
-        replies = worker.batch(
-            *(
-                inference(tensor("x", row, memory_range))
-                for row, memory_range in zip(rows, ranges, strict=True)
-            )
-        )
-        for reply in replies:
-            assert reply.array("output").tolist() == [[1, 1]]
-        assert region.read(0, 16) == bytes(16)
-    region.close()
 
 
 @pytest.mark.parametrize(

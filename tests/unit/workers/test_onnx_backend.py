@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.model_spec import ModelSpec
@@ -340,7 +340,9 @@ def test_a_scalar_has_one_element_for_clients(worker: Rig, fields: dict[str, Any
     assert reply.answer.outputs[1].data == np.float32(9).tobytes()
 
 
-def test_an_output_has_its_true_shape(worker: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_output_has_its_true_shape(worker: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent_messages: list[Any] = []
+    monkeypatch.setattr(worker.context.control, "send", sent_messages.append)
     save_sum(worker, (2, 4))
     inputs = [tensor_config(name, "FP32", [2, 4]) for name in "ab"]
     config = model_config(inputs, [tensor_config("s", "FP32", [8])], 0)
@@ -349,7 +351,8 @@ def test_an_output_has_its_true_shape(worker: Rig, caplog: pytest.LogCaptureFixt
     for _ in range(2):
         (reply,) = worker.batch(inference(tensor("a", ones), tensor("b", ones)))
         assert reply.answer is not None and reply.answer.outputs[0].shape == (2, 4)
-    assert caplog.text.count("unexpected shape for inference output 's'") == 1
+    (warning,) = sent_messages
+    assert warning.text.startswith("unexpected shape for inference output 's'")
 
 
 @pytest.mark.parametrize(
@@ -360,9 +363,22 @@ def test_sequences_and_maps_are_refused_with_the_remedy(kind: str, remedy: str) 
     label = SimpleNamespace(name="label", type="tensor(int64)", shape=["n"])
     outputs = [label, SimpleNamespace(name="p", type=kind, shape=[])]
     session = SimpleNamespace(get_inputs=lambda: [label], get_outputs=lambda: outputs)
+    session.get_overridable_initializers = list
     with pytest.raises(InvalidArgument, match=f"output 'p' .*{remedy}"):
         describe(session)
     assert [tensor.name for tensor in describe(session, ["label"]).outputs] == ["label"]
+
+
+def test_a_configured_initializer_is_an_optional_input(worker: Rig) -> None:
+    weights = numpy_helper.from_array(np.full(2, 3, F32), "w")
+    inputs = [("x", FLOAT, (2,)), ("w", FLOAT, (2,))]
+    save(worker.context.version_dir, [("Mul", "x w", "y")], inputs, [("y", FLOAT, (2,))], [weights])
+    configs = [tensor_config("x", "FP32", [2]), tensor_config("w", "FP32", [2], optional=True)]
+    config = model_config(configs, [tensor_config("y", "FP32", [2])], 0)
+    worker.serve(OnnxBackend(worker.context), config)
+    x, w = (tensor(name, np.full(2, value, F32)) for name, value in (("x", 1), ("w", 5)))
+    (default,), (replaced,) = worker.batch(inference(x)), worker.batch(inference(x, w))
+    assert default.array("y").tolist() == [3, 3] and replaced.array("y").tolist() == [5, 5]
 
 
 def test_the_file_may_be_in_a_folder_of_its_name(worker: Rig) -> None:

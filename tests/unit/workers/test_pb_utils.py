@@ -17,13 +17,16 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import WorkItem
 from shmserve.ipc.tensors.arrays import encode_bytes
 from shmserve.ipc.tensors.inference import Inference, OutputSchema, RequestSchema, pack_inference
-from shmserve.workers import triton_python_backend_utils as pb_utils
 from shmserve.workers.backends.python import metrics, server
 from shmserve.workers.backends.python.errors import to_model_error, to_server_error
+from shmserve.workers.backends.python.importable import triton_python_backend_utils as pb_utils
+from shmserve.workers.backends.python.importable.triton_python_backend_utils import (
+    Tensor,
+    TritonModelException,
+)
 from shmserve.workers.backends.python.request import ReceivedRequest, to_response
 from shmserve.workers.backends.python.tensor import Lender
 from shmserve.workers.batch.request import Input, Request
-from shmserve.workers.triton_python_backend_utils import Tensor, TritonModelException
 
 TYPES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8"]
 

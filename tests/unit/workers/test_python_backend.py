@@ -659,21 +659,6 @@ def test_a_model_that_writes_into_its_inputs(
         assert (np.frombuffer(region.read(0, BIG_SIZE), np.float32) == number).all()
 
 
-def test_a_model_failing_on_read_only_inputs_receives_copies(model: Model, region: Region) -> None:
-    model.serve("""
-        def execute(self, requests):
-            array = given(requests[0])
-            first = array[0]
-            try:
-                if first >= 10:
-                    array += 1
-            except Exception as error:
-                return [pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))]
-            return [response(np.array([first], "f4"))]
-        """)
-    assert run_rounds(model, region, 14) == list(range(14))
-
-
 @pytest.mark.parametrize("statement", ["raise RuntimeError('so')", "return [failure('so')]"])
 def test_an_error_of_read_only_inputs_varies(model: Model, region: Region, statement: str) -> None:
     """An error that disappears with copied inputs counts as an attempt to write to them."""
@@ -731,16 +716,6 @@ def doubled_response(submit: Submit) -> Finished:
     return finished(submit, tensor("Y", 2 * np.frombuffer(item.data, "f4").reshape(item.shape)))
 
 
-def test_a_call_returns_its_outputs(model: Model, callees: CalledModels) -> None:
-    scheduler = callees.scheduler("s1")
-    model.serve(CALLING_MODEL)
-    running_call = callees.run(model.infer, 1, 2)
-    assert callees.answer_find("s1").version == ""
-    scheduler.send(doubled_response(scheduler.next(Submit)))
-    scheduler.send(doubled_response(scheduler.next(Submit)))
-    assert running_call.result(10) == [[2], [4]]
-
-
 def test_a_call_ends_with_the_request_it_is_for(model: Model, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
     model.serve(CALLING_MODEL)
@@ -779,16 +754,6 @@ def test_a_call_without_a_scheduler_fails(
     callees.supervisor.send(answer(callees.supervisor.next(m.FindModel)))
     (reply,) = running_call.result(10)
     assert (reply.code, reply.message) == (code, text)
-
-
-def test_a_call_that_does_not_fit(model: Model, callees: CalledModels) -> None:
-    model.serve(CALLING_MODEL.replace("[None]", "[None].astype('f8')"))
-    running_call = callees.run(model.infer, 1)
-    callees.answer_find("s1")
-    assert running_call.result(10) == [
-        "Model other - Error when running inference: [request id: <id_unknown>] inference input "
-        "'X' data-type is 'FP64', but model 'other' expects 'FP32'"
-    ]
 
 
 def test_calls_at_the_same_time(model: Model, callees: CalledModels) -> None:

@@ -619,18 +619,6 @@ def test_outputs_that_do_not_match_the_configuration(worker: Rig) -> None:
         assert message in reply.message
 
 
-def test_one_request_the_model_cannot_take_fails_alone(worker: Rig) -> None:
-    write_class(
-        worker,
-        "import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n"
-        "        assert (x >= 0).all(), 'negative'\n        return x\n",
-    )
-    serve(worker, vectors({"x": 1}, {"y": 1}))
-    replies = worker.batch(*(inference(tensor("x", np.full((1, 1), v, F32))) for v in (1, -1, 2)))
-    assert [reply.code for reply in replies] == ["", "INTERNAL", ""]
-    assert replies[2].array("y").item() == 2
-
-
 # --- memory
 
 

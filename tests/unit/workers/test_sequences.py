@@ -265,6 +265,10 @@ def test_tensors_of_torch_are_kept_as_bytes() -> None:
     assert model.value() == [[4.0]]
     model.complete_request(Output("O", "BF16", torch.full((1, 1), 1.5, dtype=torch.bfloat16)))
     assert model.add_inputs().inputs["I"].torch().tolist() == [[1.5]]
+    texts = Model(spec(data_type="TYPE_STRING"))
+    texts.add_inputs(0, START_FLAG)
+    texts.complete_request(Output("O", "BYTES", np.array([[b"ab"]], object)))
+    assert texts.value() == [[b"ab"]]
 
 
 class Sequences:

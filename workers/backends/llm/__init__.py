@@ -121,7 +121,8 @@ class LlmBackend(Backend):
                 "engine.yaml: weights: int8 is supported on CPUs only; use fp32 or bf16 on "
                 f"{self.context.device}"
             )
-        parse({}, checkpoint.defaults, checkpoint.architecture.vocab_size)
+        vocab_size = checkpoint.architecture.vocab_size
+        parse({}, checkpoint.defaults, vocab_size, checkpoint.defaults_file)
         self._pass_runner = self._make_passes(checkpoint, settings, settings.swap_blocks)
         self._propose = self._find_proposer(settings)
         self._engine_settings = settings

@@ -139,20 +139,17 @@ class ChatTemplate:
         if name not in self._compiled_templates:
             source = self.sources[name]
             parsed_template = self._environment.parse(source)
+            constants = parsed_template.find_all(nodes.Const)
+            tests = list(parsed_template.find_all(nodes.Test))
             self._compiled_templates[name] = _CompiledTemplate(
                 self._environment.from_string(source),
                 any(_reads(loop.iter, "content") for loop in parsed_template.find_all(nodes.For)),
-                any(test.name in _TYPE_TESTS for test in parsed_template.find_all(nodes.Test)),
-                any(
-                    constant.value == "developer"
-                    for constant in parsed_template.find_all(nodes.Const)
-                ),
+                any(test.name in _TYPE_TESTS for test in tests),
+                any(constant.value == "developer" for constant in constants),
                 "content" in source,
+                "think" in source.lower(),
                 any(map(_checks_content, parsed_template.find_all((nodes.Test, nodes.Compare)))),
-                any(
-                    test.name == "none" and _reads(test.node, "content")
-                    for test in parsed_template.find_all(nodes.Test)
-                ),
+                any(test.name == "none" and _reads(test.node, "content") for test in tests),
                 _takes_argument_text(parsed_template),
                 any(map(_requires_name, parsed_template.find_all(nodes.If))),
                 frozenset(meta.find_undeclared_variables(parsed_template)),
@@ -168,6 +165,7 @@ class _CompiledTemplate(NamedTuple):
         distinguishes_parts: Whether it distinguishes a list of parts from a string.
         has_developer_role: Whether it has the role `developer`; else that role becomes `system`.
         names_content: Whether it contains the name `content`.
+        names_thinking: Whether it contains a tag or a variable of reasoning.
         checks_content: Whether it checks that a message has a content.
         checks_null: Whether it checks that a content is null.
         takes_argument_text: Whether it writes the arguments of a call as a text.
@@ -180,6 +178,7 @@ class _CompiledTemplate(NamedTuple):
     distinguishes_parts: bool
     has_developer_role: bool
     names_content: bool
+    names_thinking: bool
     checks_content: bool
     checks_null: bool
     takes_argument_text: bool
@@ -196,7 +195,8 @@ def _check_variables(chat: Mapping[str, Any], template: _CompiledTemplate) -> No
     """Raise InvalidArgument if a request has variables that the template would ignore."""
     for name, (default, *other_names) in _CHECKED_VARIABLES.items():
         is_used = not template.variables.isdisjoint((name, *other_names))
-        if chat.get(name) and chat[name] != default and not is_used:
+        defaults = (default,) if template.names_thinking else (default, "none")
+        if chat.get(name) and chat[name] not in defaults and not is_used:
             raise InvalidArgument(f"{name}: the model's chat template does not use it")
 
 

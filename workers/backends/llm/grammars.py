@@ -266,6 +266,8 @@ def with_patterns(schema: Any, root: Any) -> Any:
     extended: dict[str, Any] = {}
     patterns: list[str] = []
     for key, value in schema.items():
+        if value is None and key not in ("const", "default"):
+            continue
         if key in SCHEMA_MAPS and isinstance(value, dict):
             members = with_pauses(value.items())
             extended[key] = {name: with_patterns(schema, root) for name, schema in members}
@@ -279,11 +281,11 @@ def with_patterns(schema: Any, root: Any) -> Any:
             extended["pattern"] = _UUID_FORMATS[value]
         elif key == "format" and value in ("date", "date-time") and "pattern" not in schema:
             extended |= {key: value, "pattern": _FORMATS[value]}
-        elif key == "x-guidance" and not isinstance(value, dict | None):
+        elif key == "x-guidance" and not isinstance(value, dict):
             raise ValueError(f"{key}: {clip(repr(value))} is not an object")
         elif key == "pattern" and isinstance(value, str):
             *patterns, extended[key] = _split_lookaheads(value)
-        elif value is not None:
+        else:
             extended[key] = with_patterns(value, root)
     if patterns:
         extended["allOf"] = [*extended.get("allOf", ()), *({"pattern": each} for each in patterns)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,26 +23,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_STOPS = 64
 _MAX_WORD_LENGTH = 256  # maximum number of characters of a bad word
-# The range of each number; integer bounds mean an integer.
-_RANGES: Mapping[str, tuple[float, float]] = {
-    "max_tokens": (0, 1 << 24),
-    "min_tokens": (0, 1 << 24),
-    "n": (1, 128),
-    "best_of": (0, 128),
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "top_k": (-1, 1 << 24),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 100.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "seed": (-(1 << 63), (1 << 63) - 1),
-    "truncate_prompt_tokens": (-1, 1 << 24),
-    "logprobs": (0, 20),
-    "prompt_logprobs": (0, 20),
-    "priority": (-(1 << 31), (1 << 31) - 1),
-    "length_penalty": (-10.0, 10.0),
-}
 _ALIASES = {
     "max_completion_tokens": "max_tokens",
     "max_new_tokens": "max_tokens",
@@ -81,8 +60,13 @@ _NOT_WITH_BEAM_SEARCH = (
 )
 # Parameters that are read elsewhere, or have no effect on a text.
 _IGNORED = ("model", "exclude_input_in_output", "timeout", "explain", *IGNORED_PARAMETERS)
-# The parameters that generation_config.json may set for all requests.
+# The parameters that generation_config.json or config.json may set for all requests.
 _PRESETS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+
+
+def _number(default: float, minimum: float, maximum: float) -> Any:
+    """Return the field of a number with its range; integer bounds mean an integer."""
+    return field(default=default, metadata={"range": (minimum, maximum)})
 
 
 @dataclass(frozen=True)
@@ -105,23 +89,23 @@ class GenerationParameters:
         grammar_name: The parameter with the grammar, for error texts; "tools" if none has it.
     """
 
-    max_tokens: int = 16
-    min_tokens: int = 0
-    n: int = 1
-    best_of: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0
-    truncate_prompt_tokens: int = 0
-    logprobs: int = -1
-    prompt_logprobs: int = -1
-    priority: int = 0
-    length_penalty: float = 1.0
+    max_tokens: int = _number(16, 0, 1 << 24)
+    min_tokens: int = _number(0, 0, 1 << 24)
+    n: int = _number(1, 1, 128)
+    best_of: int = _number(0, 0, 128)
+    temperature: float = _number(1.0, 0.0, 100.0)
+    top_p: float = _number(1.0, 0.0, 1.0)
+    top_k: int = _number(0, -1, 1 << 24)
+    min_p: float = _number(0.0, 0.0, 1.0)
+    repetition_penalty: float = _number(1.0, 0.01, 100.0)
+    presence_penalty: float = _number(0.0, -2.0, 2.0)
+    frequency_penalty: float = _number(0.0, -2.0, 2.0)
+    seed: int = _number(0, -(1 << 63), (1 << 63) - 1)
+    truncate_prompt_tokens: int = _number(0, -1, 1 << 24)
+    logprobs: int = _number(-1, 0, 20)
+    prompt_logprobs: int = _number(-1, 0, 20)
+    priority: int = _number(0, -(1 << 31), (1 << 31) - 1)
+    length_penalty: float = _number(1.0, -10.0, 10.0)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     add_special_tokens: bool = True
@@ -176,7 +160,10 @@ class GenerationParameters:
 
 
 def parse(
-    request: Mapping[str, Any], defaults: Mapping[str, Any], vocab_size: int
+    request: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    vocab_size: int,
+    defaults_file: str = "generation_config.json",
 ) -> GenerationParameters:
     """Return the parameters of a request.
 
@@ -184,8 +171,9 @@ def parse(
 
     Args:
         request: The parameters of the request.
-        defaults: The content of generation_config.json.
+        defaults: The content of the file with the defaults.
         vocab_size: The number of tokens of the model.
+        defaults_file: The name of that file.
 
     Raises:
         InvalidArgument: Parameters are invalid. The message names each parameter, the value found
@@ -196,7 +184,7 @@ def parse(
     request = {name: value for name, value in request.items() if value is not None}
     presets = {name: defaults[name] for name in _PRESETS if defaults.get(name) is not None}
     request_names = {
-        **{_ALIASES.get(name, name): f"generation_config.json: {name}" for name in presets},
+        **{_ALIASES.get(name, name): f"{defaults_file}: {name}" for name in presets},
         **{_ALIASES.get(name, name): name for name in request},
     }
     values: dict[str, Any] = {"seed": secrets.randbits(63)}
@@ -306,26 +294,28 @@ def _find_unsupported(settings: Mapping[str, Any]) -> list[str]:
 # --- parsers of single parameters; they raise a ValueError: "not ALLOWED"
 
 
+def _check(is_valid: bool, allowed_text: str) -> None:
+    if not is_valid:
+        raise ValueError(f"not {allowed_text}")
+
+
 def _parse_number(name: str, value: Any) -> dict[str, Any]:
     minimum, maximum = _RANGES[name]
     is_integer = isinstance(minimum, int)
-    allowed_text = f"{'an integer' if is_integer else 'a number'} from {minimum} to {maximum}"
-    try:
+    with suppress(TypeError, ValueError, OverflowError):
         number = float(value)
         exact = int(value) if is_integer else number
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"not {allowed_text}") from None
-    in_range = math.isfinite(number) and minimum <= exact <= maximum
-    if isinstance(value, bool) or not in_range or (is_integer and number != float(exact)):
-        raise ValueError(f"not {allowed_text}")
-    return {name: exact}
+        is_exact = not is_integer or number == float(exact)
+        if is_exact and minimum <= exact <= maximum and not isinstance(value, bool):
+            return {name: exact}
+    kind = "an integer" if is_integer else "a number"
+    raise ValueError(f"not {kind} from {minimum} to {maximum}")
 
 
 def _parse_flag(name: str, value: Any) -> dict[str, Any]:
     texts = {"true": True, "false": False}
     flag = texts.get(value.lower()) if isinstance(value, str) else value
-    if not isinstance(flag, bool):
-        raise ValueError("not true or false")
+    _check(isinstance(flag, bool), "true or false")
     return {name: flag}
 
 
@@ -354,10 +344,12 @@ def _decode_json(value: Any, allowed_text: str) -> Any:
 def _parse_stop(name: str, value: Any) -> dict[str, Any]:
     allowed_text = f"a string or a list of up to {_MAX_STOPS} strings, none of them empty"
     stops = [value] if isinstance(value, str) else value
-    is_valid = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
-    if not is_valid or len(stops) > _MAX_STOPS:
-        raise ValueError(f"not {allowed_text}")
+    _check(_are_texts(stops) and len(stops) <= _MAX_STOPS, allowed_text)
     return {name: tuple(stops)}
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(text, str) and text for text in value)
 
 
 def _parse_stop_words(name: str, value: Any) -> dict[str, Any]:
@@ -370,8 +362,8 @@ def _parse_stop_words(name: str, value: Any) -> dict[str, Any]:
 
 def _parse_bad_words(name: str, value: Any) -> dict[str, Any]:
     words: tuple[str, ...] = _parse_stop("stop", value)["stop"]
-    if any(len(word) > _MAX_WORD_LENGTH for word in words):
-        raise ValueError(f"not a list of strings of up to {_MAX_WORD_LENGTH} characters")
+    is_short = all(len(word) <= _MAX_WORD_LENGTH for word in words)
+    _check(is_short, f"a list of strings of up to {_MAX_WORD_LENGTH} characters")
     return {name: words}
 
 
@@ -379,29 +371,24 @@ def _parse_tokens(name: str, value: Any) -> dict[str, Any]:
     allowed_text = "a list of tokens (integers)"
     tokens = _decode_json(value, allowed_text)
     is_list = isinstance(tokens, list) and all(type(token) is int for token in tokens)
-    if not is_list or (name == "allowed_token_ids" and not tokens):
-        raise ValueError(f"not {'a non-empty list of tokens' if is_list else allowed_text}")
+    _check(is_list, allowed_text)
+    _check(bool(tokens) or name != "allowed_token_ids", "a non-empty list of tokens")
     return {name: tuple(tokens)}
 
 
 def _parse_bias(name: str, value: Any) -> dict[str, Any]:
     allowed_text = "an object of tokens with numbers from -100 to 100"
     decoded = _decode_json(value, allowed_text)
-    if not isinstance(decoded, dict):
-        raise ValueError(f"not {allowed_text}")
-    try:
+    with suppress(AttributeError, TypeError, ValueError):
         biases = {int(token): float(bias) for token, bias in with_pauses(decoded.items())}
-    except (TypeError, ValueError):
-        raise ValueError(f"not {allowed_text}") from None
-    if not all(-100 <= bias <= 100 for bias in with_pauses(biases.values())):
-        raise ValueError(f"not {allowed_text}")
-    return {name: biases}
+        if all(-100 <= bias <= 100 for bias in with_pauses(biases.values())):
+            return {name: biases}
+    raise ValueError(f"not {allowed_text}")
 
 
 def _parse_early_stopping(name: str, value: Any) -> dict[str, Any]:
     text = str(value).lower()
-    if text not in ("true", "false", "never"):
-        raise ValueError("not one of true, false, 'never'")
+    _check(text in ("true", "false", "never"), "one of true, false, 'never'")
     return {name: text}
 
 
@@ -431,18 +418,17 @@ def _parse_structured_outputs(name: str, value: Any) -> dict[str, Any]:
     """Parse `structured_outputs`, an object with one constraint and options."""
     allowed_text = f"an object with one of {', '.join(_CONSTRAINTS)}"
     members = _decode_json(value, allowed_text)
-    if not isinstance(members, dict):
-        raise ValueError(f"not {allowed_text}")
+    _check(isinstance(members, dict), allowed_text)
     enabled = {key: option for key, option in members.items() if option not in (None, False)}
     kinds = [key for key in enabled if key in _CONSTRAINTS]
     unknown = [key for key in enabled if key not in _CONSTRAINTS and key not in _OPTIONS]
-    if len(kinds) != 1 or unknown:
-        raise ValueError(f"not {allowed_text}, and of the options {', '.join(_OPTIONS)}")
+    options_text = f"{allowed_text}, and of the options {', '.join(_OPTIONS)}"
+    _check(len(kinds) == 1 and not unknown, options_text)
     kind = kinds[0]
     grammar: tuple[str, str] = _CONSTRAINTS[kind](name, enabled[kind])["grammar"]
     for key in ("disable_any_whitespace", "disable_fallback"):
-        if not isinstance(members.get(key), bool | None):
-            raise ValueError(f"not {allowed_text}; {key} is true or false")
+        is_flag = isinstance(members.get(key), bool | None)
+        _check(is_flag, f"{allowed_text}; {key} is true or false")
     options: dict[str, Any] = {}
     if enabled.get("disable_any_whitespace"):
         options["whitespace_flexible"] = False
@@ -461,16 +447,13 @@ def _with_options(schema: str, options: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _parse_schema(name: str, value: Any) -> dict[str, Any]:
-    allowed_text = "a JSON schema"
-    schema = _decode_json(value, allowed_text)
-    if not isinstance(schema, (dict, bool)):
-        raise ValueError(f"not {allowed_text}")
+    schema = _decode_json(value, "a JSON schema")
+    _check(isinstance(schema, (dict, bool)), "a JSON schema")
     return {"grammar": ("json_schema", json.dumps(schema))}
 
 
 def _parse_json_object(name: str, value: Any) -> dict[str, Any]:
-    if value is not True:
-        raise ValueError("not true or false for json_object")
+    _check(value is True, "true or false for json_object")
     return _parse_schema(name, _OBJECT_SCHEMA)
 
 
@@ -490,8 +473,7 @@ def _parse_text(name: str, value: Any, kind: str = "") -> dict[str, Any]:
         kind: The kind of the string, if it is a member of another parameter.
     """
     kind = kind or name
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"not {_TEXT_KINDS[kind]}")
+    _check(isinstance(value, str) and bool(value), _TEXT_KINDS[kind])
     return {name: value} if kind == "whitespace_pattern" else {"grammar": (kind, value)}
 
 
@@ -502,9 +484,7 @@ _parse_grammar = partial(_parse_text, kind="grammar")
 def _parse_choice(name: str, value: Any) -> dict[str, Any]:
     allowed_text = f"a list of 1 to {_MAX_CHOICES} strings, none of them empty"
     choices = _decode_json(value, allowed_text)
-    is_valid = isinstance(choices, list) and all(isinstance(c, str) and c for c in choices)
-    if not is_valid or not 0 < len(choices) <= _MAX_CHOICES:
-        raise ValueError(f"not {allowed_text}")
+    _check(_are_texts(choices) and 0 < len(choices) <= _MAX_CHOICES, allowed_text)
     quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices)
     return {"grammar": ("grammar", f"start: {' | '.join(quoted)}")}
 
@@ -518,6 +498,11 @@ _CONSTRAINTS: Mapping[str, Callable[[str, Any], dict[str, Any]]] = {
 }
 # The options of structured_outputs. `disable_fallback` is about vLLM's other grammar libraries.
 _OPTIONS = ("disable_any_whitespace", "whitespace_pattern", "disable_fallback")
+_RANGES = {
+    number.name: number.metadata["range"]
+    for number in fields(GenerationParameters)
+    if number.metadata
+}
 _PARSERS = {
     **dict.fromkeys(_RANGES, _parse_number),
     **{flag.name: _parse_flag for flag in fields(GenerationParameters) if flag.type == "bool"},

@@ -11,6 +11,7 @@ import json.scanner
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, TypeVar
 
 import orjson
@@ -347,7 +348,7 @@ class StopStrings:
         positions = [(text.find(stop), stop) for stop in self._stops]
         matches = [(begin + len(stop), begin, stop) for begin, stop in positions if begin >= 0]
         if matches:
-            end, begin, stop = min(matches, key=lambda match: match[0])
+            end, begin, stop = min(matches, key=itemgetter(0))
             self._held_text = ""
             return text[: end if self._includes_stop else begin], stop
         count = max(overlap(text, stop) for stop in self._stops)

@@ -90,7 +90,7 @@ def _check_type(field: str, value: Any, kind: type[Any], allowed_text: str) -> N
 def _parse_tool(index: int, tool: Any) -> Tool:
     field = f"tools[{index}]"
     function = tool.get("function") if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or tool.get("type", "function") != "function":
+    if not isinstance(function, dict) or tool.get("type") not in (None, "function"):
         raise InvalidArgument(f"{field}: {clip(repr(tool))} is not a function with a name")
     field = f"{field}.function"
     name, schema = function.get("name"), function.get("parameters")

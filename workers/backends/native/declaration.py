@@ -166,10 +166,9 @@ def _type_hints(model: type, predict: Callable[..., Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(predict, include_extras=True)
     except Exception as error:
-        text = (
+        raise InvalidArgument(
             f"an annotation of '{model.__name__}.predict' cannot be read: {describe_error(error)}"
-        )
-        raise InvalidArgument(text) from error
+        ) from error
 
 
 def _declared_result(

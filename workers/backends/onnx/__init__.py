@@ -21,6 +21,7 @@ Parameters that begin with "session." or "ep." are passed to onnxruntime unchang
 counts may also be set for all models, with
 --backend-config=onnxruntime,intra_op_thread_count=N.
 
+An initializer that the file lists as an input may be configured as an optional input.
 A tensor of rank 0 has one element for clients. Outputs are returned with their true shape.
 
 binding.py      binds inputs and outputs of the session to memory of the server
@@ -224,15 +225,20 @@ _DATATYPES = {f"tensor({_ONNX_NAMES.get(n, kind.name)})": n for n, kind in STORA
 _UNBOUNDED = 2**31
 
 
-def describe(session: Any, configured: Collection[str] = ()) -> FileDescription:
+def describe(
+    session: Any, configured: Collection[str] = (), configured_inputs: Collection[str] = ()
+) -> FileDescription:
     """Describe the tensors of a session.
 
-    An output that is not `configured` is omitted if its datatype is not supported.
+    An output that is not `configured` is omitted if its datatype is not supported. A configured
+    input may be an initializer that the file's inputs list, so that requests may replace its value.
 
     Raises:
         InvalidArgument: A datatype is not supported.
     """
-    inputs = tuple(_describe_tensor("input", node) for node in session.get_inputs())
+    initializers = session.get_overridable_initializers()
+    replaced = [node for node in initializers if node.name in configured_inputs]
+    inputs = tuple(_describe_tensor("input", node) for node in (*session.get_inputs(), *replaced))
     nodes = session.get_outputs()
     if configured:  # unconfigured outputs may be sequences or maps
         nodes = [node for node in nodes if node.name in configured or node.type in _DATATYPES]
@@ -263,7 +269,7 @@ def _export_advice(node: Any) -> str:
             ", which no client can receive: export the model with a tensor in its place "
             "(operator ConcatFromSequence), or list only its other outputs in config.pbtxt"
         )
-    return ""
+    return ", a datatype that no client can send or receive: add a Cast to the model"
 
 
 def _largest_batch(tensors: Sequence[FileTensor]) -> int:
@@ -417,8 +423,8 @@ class OnnxBackend(Backend):
                 path = self.context.model_file([f"{file}/{path.name}", f"{file}/model.onnx"], file)
             with _convert_errors(path):
                 session = open_session(self.context, config, path)
-            configured = {output.name for output in config.output}
-            self._opened_file = session, describe(session, configured)
+            outputs, inputs = ({t.name for t in side} for side in (config.output, config.input))
+            self._opened_file = session, describe(session, outputs, inputs)
         return self._opened_file
 
 

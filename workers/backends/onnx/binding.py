@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.ipc.tensors.arrays import STORAGE_DTYPES
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, array_interface
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.workers.backends import ModelContext, Request
@@ -223,13 +223,8 @@ class _OrtMemory:
         self, ort_value: Any, binding: Any, dtype: np.dtype[Any], byte_size: int | None = None
     ) -> None:
         self._owners = ort_value, binding
-        self.__array_interface__ = {
-            "shape": tuple(ort_value.shape()) if byte_size is None else (byte_size,),
-            "typestr": dtype.str,
-            "data": (ort_value.data_ptr(), False),
-            "strides": None,
-            "version": 3,
-        }
+        shape = tuple(ort_value.shape()) if byte_size is None else (byte_size,)
+        self.__array_interface__ = array_interface(ort_value.data_ptr(), shape, dtype.str)
         if ort_value.device_name().lower() == "cuda":
             self.__cuda_array_interface__ = self.__array_interface__
 

@@ -4,6 +4,7 @@ This file has the backend and the calls of the model's `execute`.
 
 request.py tensor.py errors.py      the objects of its API
 server.py metrics.py                the functions of its API: other models, logs, metrics
+importable/                         the module that models import
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from typing import Any
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.workers import triton_python_backend_utils as pb_utils
 from shmserve.workers.backends import Backend, ModelContext, OutputStream, Request, Response
 from shmserve.workers.backends.python import metrics, server
+from shmserve.workers.backends.python.importable import triton_python_backend_utils as pb_utils
+from shmserve.workers.backends.python.importable.triton_python_backend_utils import ModelConfig
 from shmserve.workers.backends.python.request import (
     DecoupledRequest,
     InferenceResponse,
@@ -41,7 +43,6 @@ from shmserve.workers.backends.python.request import (
 )
 from shmserve.workers.backends.python.tensor import Lender
 from shmserve.workers.context import WrongCount
-from shmserve.workers.triton_python_backend_utils import ModelConfig
 from shmserve.workers.user_code import EventLoopThread, check_ready
 
 logger = logging.getLogger(__name__)
@@ -240,7 +241,8 @@ def _import_model(model_dir: Path, version_dir: Path, file: str) -> ModuleType:
     that folder and in the model's folder can be imported.
     """
     package = version_dir.name
-    for folder in (str(version_dir), str(model_dir)):
+    # Processes that the model starts with `multiprocessing` get this path, too.
+    for folder in (str(version_dir), str(model_dir), str(Path(pb_utils.__file__).parent)):
         if folder not in sys.path:
             sys.path.append(folder)
     init_file = version_dir / "__init__.py"

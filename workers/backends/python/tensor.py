@@ -247,6 +247,8 @@ class Tensor:
 
     def __dlpack__(self, stream: Any = None, **options: Any) -> Any:
         """Return the tensor as a DLPack capsule, for `from_dlpack` of numpy, torch and others."""
+        if self._datatype == "BYTES":
+            raise TritonModelException("DLPack does not have support for string tensors.")
         data = self._torch()
         if self._device() == _CPU:
             return data.__dlpack__(**options)
@@ -273,11 +275,7 @@ class Tensor:
         return CallInput(self._name, self._datatype, tuple(array.shape), wire_data)
 
     def _device(self) -> tuple[int, int]:
-        data = self._data
-        if isinstance(data, np.ndarray) or data.device.type == "cpu":
-            return _CPU
-        device_type, device_number = data.__dlpack_device__()
-        return int(device_type), int(device_number)
+        return _dlpack_device(self._data)
 
     def _array(self) -> Array:
         """Return the tensor in host memory; BF16 as bit patterns."""
@@ -288,8 +286,6 @@ class Tensor:
         return host_array(self._data)
 
     def _torch(self) -> torch.Tensor:
-        if self._datatype == "BYTES":
-            raise TritonModelException("DLPack does not have support for string tensors.")
         if isinstance(self._data, np.ndarray):
             import torch
 
@@ -297,6 +293,13 @@ class Tensor:
             return torch.from_numpy(array if array.flags.writeable else array.copy())
         tensor: torch.Tensor = self._data
         return tensor
+
+
+def _dlpack_device(data: Any) -> tuple[int, int]:
+    if isinstance(data, np.ndarray) or data.device.type == "cpu":
+        return _CPU
+    device_type, device_number = data.__dlpack_device__()
+    return int(device_type), int(device_number)
 
 
 class ReceivedTensor(Tensor):
@@ -340,20 +343,12 @@ class ReceivedTensor(Tensor):
         self._data.detach()
 
     def _device(self) -> tuple[int, int]:
-        if not self._data.on_device:
-            return _CPU
-        tensor = self._data.torch()
-        if tensor.device.type == "cpu":
-            return _CPU
-        device_type, device_number = tensor.__dlpack_device__()
-        return int(device_type), int(device_number)
+        return _dlpack_device(self._data.torch()) if self._data.on_device else _CPU
 
     def _array(self) -> Array:
         return self._data.numpy()
 
     def _torch(self) -> torch.Tensor:
-        if self._datatype == "BYTES":
-            raise TritonModelException("DLPack does not have support for string tensors.")
         # Copied, because a consumer may write to the memory without detection.
         tensor = self._data.torch()
         return tensor.clone() if self._data.shared else tensor

@@ -46,17 +46,11 @@ MISSING_REQUEST: Ending = (StatusCode.INTERNAL, "Unable to parse request", ())
 UNKNOWN_METHOD: Ending = (StatusCode.UNIMPLEMENTED, "Method not found!", ())
 DEADLINE_EXPIRED: Ending = (StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
 
+# The statuses of the server's error codes, of which most have gRPC's names.
 _STATUS_BY_CODE = {
+    **StatusCode.__members__,
     "INVALID_ARG": StatusCode.INVALID_ARGUMENT,
-    "ALREADY_EXISTS": StatusCode.ALREADY_EXISTS,
-    "CANCELLED": StatusCode.CANCELLED,
-    "UNKNOWN": StatusCode.UNKNOWN,
-    "NOT_FOUND": StatusCode.NOT_FOUND,
     "UNSUPPORTED": StatusCode.UNIMPLEMENTED,
-    "UNAUTHENTICATED": StatusCode.UNAUTHENTICATED,
-    "PERMISSION_DENIED": StatusCode.PERMISSION_DENIED,
-    "UNAVAILABLE": StatusCode.UNAVAILABLE,
-    "INTERNAL": StatusCode.INTERNAL,
 }
 _MAX_DETAILS_BYTES = 7000  # maximum size of the percent-encoded details in bytes
 _UNESCAPED = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")

@@ -11,6 +11,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shmserve.errors import InvalidArgument, Unavailable
@@ -83,35 +84,30 @@ class ArrivingMessage(Arrival):
         self._on_evicted()
 
 
+@dataclass(slots=True, eq=False)
 class Assembly:
     """The assembly of one call's messages: `feed` receives data, `take_message` returns messages.
 
-    Clients may send `permitted_bytes` bytes of a message without a window update.
+    Clients may send `_permitted_bytes` bytes of a message without a window update.
     """
 
-    __slots__ = (
-        *("_compressed", "_is_piece_copied", "_head", "_buffered_data", "_message"),
-        *("_permitted_beyond", "_permitted_bytes", "_piece", "_position", "_prefix", "_sinks"),
-        *("_size", "beyond_window"),
-        *("missing_bytes", "sink"),
-    )
-
-    def __init__(self, permitted_bytes: int, head: CallHead, sinks: Sinks | None) -> None:
-        self._permitted_bytes = permitted_bytes
-        self._head = head
-        self._sinks = sinks
-        self.sink: RequestSink[ArrivingRequest] | None = None
-        self._piece = _EMPTY_VIEW  # received data, of which `_position` bytes are consumed
-        self._position = 0
-        self._is_piece_copied = True  # whether the piece was copied out of the read buffer
-        self._buffered_data = bytearray()  # data that was received after the piece
-        self._prefix = b""
-        self._size = 0
-        self._message = bytearray()  # the received part of a message without a sink
-        self._compressed = False
-        self.missing_bytes = 0  # bytes that the incomplete message lacks
-        self.beyond_window = 0  # bytes of the message that need a window update
-        self._permitted_beyond = 0  # bytes of the message that a window update has permitted
+    _permitted_bytes: int
+    _head: CallHead
+    _sinks: Sinks | None
+    sink: RequestSink[ArrivingRequest] | None = None
+    _piece: memoryview = _EMPTY_VIEW  # received data, of which `_position` bytes are consumed
+    _position: int = 0
+    _is_piece_copied: bool = True  # whether the piece was copied out of the read buffer
+    # Data that was received after the piece.
+    _buffered_data: bytearray = field(default_factory=bytearray)
+    _prefix: bytes = b""
+    _size: int = 0
+    # The received part of a message without a sink.
+    _message: bytearray = field(default_factory=bytearray)
+    _compressed: bool = False
+    missing_bytes: int = 0  # bytes that the incomplete message lacks
+    beyond_window: int = 0  # bytes of the message that need a window update
+    _permitted_beyond: int = 0  # bytes of the message that a window update has permitted
 
     @property
     def received_bytes(self) -> int:

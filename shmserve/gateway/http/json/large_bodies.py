@@ -192,7 +192,7 @@ def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
     fields = {**nested, **body, "parameters": None} if isinstance(nested, dict) else body
     other_sizes = {name: len(orjson.dumps(fields[name])) for name in fields if name not in _PROMPTS}
     if sum(other_sizes.values()) > _MAX_OTHER_BYTES:
-        name = max(other_sizes, key=lambda name: other_sizes[name])
+        name = max(other_sizes, key=other_sizes.__getitem__)
         return f"{clip(name)}: {other_sizes[name]} bytes exceed the limit of {_MAX_OTHER_BYTES}"
     if fields.get("truncate_prompt_tokens") is not None:
         return ""

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError, clip
@@ -37,10 +38,13 @@ from shmserve.gateway.http.openai.fields import (
     select_supported_fields,
 )
 from shmserve.gateway.http.routing import NoRoute
+from shmserve.gateway.inference.inference import output_bytes
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.engine_settings import ENGINE_PARAMETER, PROMPT_TOO_LONG, EngineSettings
 from shmserve.ipc.messages.control_requests import ListModelNames
+from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
+from shmserve.ipc.tensors.descriptors import TensorRef
 
 # The input and the output by which a model that generates text is recognised.
 PARAMETERS_INPUT = "sampling_parameters"
@@ -222,6 +226,14 @@ def packed_tensor(name: str, values: Sequence[Packed], shape: Sequence[int] = ()
     size = sum(prompt.byte_size for prompt in values)
     shape = tuple(shape) or (count,)
     return InferInput(name, values[0].datatype, shape, count, pieces, size)
+
+
+def decode_output(gateway: Gateway, tensor: TensorRef, model: str) -> np.ndarray[Any, Any]:
+    """Return a copy of the elements of an output, in one dimension."""
+    data = bytes(output_bytes(gateway, tensor))
+    if tensor.datatype == "BYTES":
+        return decode_bytes(data, tensor.shape, tensor.name, model).ravel()
+    return np.frombuffer(data, STORAGE_DTYPES[tensor.datatype])
 
 
 async def read_body(

@@ -30,6 +30,11 @@ def _split_names(names: str) -> frozenset[str]:
     return frozenset(names.split())
 
 
+def _refuse(allowed: AllowedValues, *names: str) -> dict[str, AllowedValues]:
+    """Return the entries of fields with the same permitted values, given words of names."""
+    return dict.fromkeys(" ".join(names).split(), allowed)
+
+
 # --- supported fields
 
 _COMMON_FIELDS = frozenset({"model"})
@@ -75,21 +80,12 @@ _REFUSED_FIELDS: Mapping[str, AllowedValues] = {
     "function_call": AllowedValues(("none",), "use tool_choice instead"),
     "detokenize": AllowedValues((True,), "only true is supported"),
     "truncation_side": AllowedValues(("left",), "only 'left' is supported"),
-    **dict.fromkeys(
-        _split_names("watermarking return_prompt_text enable_response_messages"), _ONLY_FALSE
-    ),
+    **_refuse(_ONLY_FALSE, "watermarking return_prompt_text enable_response_messages"),
     "echo": _ONLY_FALSE,  # a chat has no echo
     "chat_template": AllowedValues((), "only the model's own template is supported"),
-    **dict.fromkeys(
-        _split_names("audio web_search_options moderation cache_salt prompt_embeds"), _UNSUPPORTED
-    ),
-    **dict.fromkeys(UNSUPPORTED_PARAMETERS, _ONLY_EMPTY),
-    **dict.fromkeys(
-        _split_names(
-            "previous_input_messages context_management access_programs background_options"
-        ),
-        _ONLY_EMPTY,
-    ),
+    **_refuse(_UNSUPPORTED, "audio web_search_options moderation cache_salt prompt_embeds"),
+    **_refuse(_ONLY_EMPTY, *UNSUPPORTED_PARAMETERS, "previous_input_messages context_management"),
+    **_refuse(_ONLY_EMPTY, "access_programs background_options"),
 }
 
 COMPLETION_FIELDS = _GENERATION_FIELDS | {"prompt"}
@@ -112,7 +108,6 @@ _RESPONSE_ONLY_FIELDS = _split_names(
 RESPONSE_FIELDS = _COMMON_FIELDS | _RESPONSE_ONLY_FIELDS
 EMBEDDING_FIELDS = _COMMON_FIELDS | {"input", "encoding_format", "dimensions"}
 _CHATS_ONLY = AllowedValues((False, 0, [], {}), "only supported by chats")
-_ONLY_ONE = AllowedValues((1,), "only 1 is supported")
 # Fields of chats, and the fields of responses with the same purpose.
 _NAMES_IN_RESPONSES = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
@@ -130,39 +125,26 @@ _REFUSED_BY_ROUTE: Mapping[frozenset[str], Mapping[str, AllowedValues]] = {
         "padding": AllowedValues(("do_not_pad",), "only 'do_not_pad' is supported"),
         "embed_dtype": AllowedValues(("float32",), "only 'float32' is supported"),
         "endianness": AllowedValues(("native", "little"), "only 'little' is supported"),
-        **dict.fromkeys(("additional_data", "use_activation", "messages"), _UNSUPPORTED),
+        **_refuse(_UNSUPPORTED, "additional_data use_activation messages"),
     },
     COMPLETION_FIELDS: {
         **_REFUSED_FIELDS,
-        **dict.fromkeys(
-            _split_names(
-                "messages tools documents chat_template_kwargs continue_final_message "
-                "reasoning_effort top_logprobs"
-            ),
-            _CHATS_ONLY,
-        ),
+        **_refuse(_CHATS_ONLY, "messages tools documents chat_template_kwargs"),
+        **_refuse(_CHATS_ONLY, "continue_final_message reasoning_effort top_logprobs"),
     },
     RESPONSE_FIELDS: {
         **_REFUSED_FIELDS,
-        **dict.fromkeys(("n", "best_of"), _ONLY_ONE),
+        **_refuse(AllowedValues((1,), "only 1 is supported"), "n best_of"),
         **{
             name: AllowedValues((False, 0, {"type": "text"}), f"use {own_name} instead of {name}")
             for name, own_name in _NAMES_IN_RESPONSES.items()
         },
-        **dict.fromkeys(
-            _split_names(
-                "documents continue_final_message prompt_logprobs return_token_ids use_beam_search"
-            ),
-            _CHATS_ONLY,
-        ),
+        **_refuse(_CHATS_ONLY, "documents continue_final_message prompt_logprobs"),
+        **_refuse(_CHATS_ONLY, "return_token_ids use_beam_search"),
     },
 }
 
-_STREAM_OPTIONS: Mapping[str, AllowedValues | None] = {
-    "include_usage": None,
-    "include_obfuscation": None,
-    "continuous_usage_stats": None,
-}
+_STREAM_OPTIONS = _split_names("include_usage include_obfuscation continuous_usage_stats")
 
 
 def select_supported_fields(
@@ -195,16 +177,12 @@ def select_supported_fields(
             problems += _check_refused(name, value, refused_fields[name])
         elif name not in _IGNORED_FIELDS:
             unknown.append(name)
-    if "stream_options" in fields and type(fields["stream_options"]) is dict:
-        for name, value in fields["stream_options"].items():
-            allowed_values = _STREAM_OPTIONS.get(name)
-            if allowed_values is not None and value is not None:
-                problems += _check_refused(f"stream_options.{name}", value, allowed_values)
-            elif name not in _STREAM_OPTIONS:
-                unknown.append(f"stream_options.{name}")
+    options = fields.get("stream_options")
+    if type(options) is dict:
+        unknown += [f"stream_options.{name}" for name in options if name not in _STREAM_OPTIONS]
     for name in unknown[:_MAX_REPORTED]:
         if refuse_unknown:
-            known = supported | refused_fields.keys() | _IGNORED_FIELDS | _STREAM_OPTIONS.keys()
+            known = supported | refused_fields.keys() | _IGNORED_FIELDS | _STREAM_OPTIONS
             problems.append(f"{clip(name)}: unknown field{suggestion(name, known)}")
         else:
             warn_once(logger, "unknown field '%s' of OpenAI's API is ignored", clip(name))

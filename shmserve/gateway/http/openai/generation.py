@@ -14,7 +14,6 @@ from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
 import orjson
 
 from shmserve.errors import QueueFull, ShmserveError
@@ -37,7 +36,6 @@ from shmserve.gateway.http.openai.bodies import (
 )
 from shmserve.gateway.inference.inference import find_error, log_failure, output_bytes
 from shmserve.gateway.inference.prepare import build_in_turns
-from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 from shmserve.ipc.tensors.inference import Inferred
 
 T = TypeVar("T")
@@ -261,7 +259,7 @@ class Choices:
     _prompt_members: dict[str, Any] = field(default_factory=dict)  # members of a chat's response
     # Tokens of each prompt, if they are counted.
     _prompt_sizes: dict[int, int] = field(default_factory=dict)
-    _usage: dict[str, int] = field(default_factory=lambda: {"prompt": 0, "new": 0, "cached": 0})
+    _usage: dict[str, int] = field(default_factory=partial(dict, prompt=0, new=0, cached=0))
     _reasoning_tokens: int | None = None  # number of tokens of reasoning
 
     def __post_init__(self) -> None:
@@ -578,7 +576,8 @@ class _Generation:
         return [self._rendering.add(prompt, delta) for delta in deltas]
 
     def _decode_deltas(self, inferred: Inferred) -> list[Delta]:
-        values = {tensor.name: self._decode_values(tensor) for tensor in inferred.outputs}
+        model = self._text_request.model.name
+        values = {t.name: bodies.decode_output(self._gateway, t, model) for t in inferred.outputs}
         texts = values[TEXT_OUTPUT]
         absent = [b""] * len(texts)
         columns = (
@@ -601,7 +600,8 @@ class _Generation:
             for index, text, reason, logprobs, usage, stopped in zip(*columns, strict=True)
         ]
         if self._text_request.detail_outputs:
-            return list(self._with_members(deltas, values))
+            lists = {name: array.tolist() for name, array in values.items()}
+            return list(self._with_members(deltas, lists))
         return deltas
 
     def _with_members(self, deltas: list[Delta], values: dict[str, list[Any]]) -> Iterator[Delta]:
@@ -629,14 +629,6 @@ class _Generation:
                 message = orjson.loads(messages[index])
                 delta = delta._replace(text=message.get("content", ""), message=message)
             yield delta
-
-    def _decode_values(self, tensor: Any) -> list[Any]:
-        data = output_bytes(self._gateway, tensor)
-        if tensor.datatype == "BYTES":
-            array = decode_bytes(data, tensor.shape, tensor.name, self._text_request.model.name)
-            return list(array.ravel())
-        values: list[Any] = np.frombuffer(data, STORAGE_DTYPES[tensor.datatype]).tolist()
-        return values
 
 
 def _parse_logprobs(data: bytes) -> dict[str, Any]:

@@ -49,12 +49,11 @@ from shmserve.gateway.http.openai.fields import (
     EMBEDDING_FIELDS,
     TOKENIZE_FIELDS,
 )
-from shmserve.gateway.inference.inference import find_error, output_bytes
+from shmserve.gateway.inference.inference import find_error
 from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
-from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 
 _ENCODING_FORMATS = ("float", "base64")
 _FLOAT_DATATYPES = ("FP32", "FP16", "FP64")
@@ -136,7 +135,7 @@ async def _compute_vectors(
         text_input = bodies.packed_tensor(embedder.text, texts, shape or (1,))
     else:
         text_input = bodies.create_input(embedder.text, "BYTES", texts, shape or (1,))
-    outputs = await _infer(gateway, request, model, text_input, [embedder.vector], {})
+    outputs = await infer_once(gateway, request, model, text_input, [embedder.vector], {})
     return list(outputs[embedder.vector].astype(np.float32).reshape(len(texts), -1))
 
 
@@ -227,7 +226,7 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         raise InvalidArgument("prompt: a prompt or messages are required")
     parameters = {"task": "tokenize", "add_special_tokens": add_special_tokens}
     outputs = ("token_ids", TEXT_OUTPUT) if with_texts else ("token_ids",)
-    values = await convert_text(gateway, request, model, prompt, outputs, parameters)
+    values = await infer_once(gateway, request, model, prompt, outputs, parameters)
     # A million tokens are encoded without a Python list.
     tokens = orjson.dumps(values["token_ids"], option=orjson.OPT_SERIALIZE_NUMPY)
     return json_response(
@@ -235,7 +234,7 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
             "count": len(values["token_ids"]),
             "max_model_len": model.max_model_len,
             "tokens": orjson.Fragment(tokens),
-            "token_strs": orjson.Fragment(values[TEXT_OUTPUT].ravel()[0]) if with_texts else None,
+            "token_strs": orjson.Fragment(values[TEXT_OUTPUT][0]) if with_texts else None,
         }
     )
 
@@ -255,32 +254,12 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     if limit and ids.count > limit:
         text = f"tokens: {PROMPT_TOO_LONG}: {ids.count} tokens exceed the limit of {limit}"
         raise InvalidArgument(text)
-    values = await convert_text(
-        gateway, request, model, ids, (TEXT_OUTPUT,), {"task": "detokenize"}
-    )
-    return json_response({"prompt": values[TEXT_OUTPUT].ravel()[0].decode()})
+    parameters = {"task": "detokenize"}
+    values = await infer_once(gateway, request, model, ids, (TEXT_OUTPUT,), parameters)
+    return json_response({"prompt": values[TEXT_OUTPUT][0].decode()})
 
 
-async def convert_text(
-    gateway: Gateway,
-    request: HttpRequest,
-    model: GatewayModel,
-    prompt: InferInput,
-    outputs: Sequence[str],
-    parameters: dict[str, Any],
-) -> dict[str, np.ndarray[Any, Any]]:
-    """Return outputs of a model's worker, which has the tokenizer, for a `task` parameter.
-
-    Raises:
-        ShmserveError: The model's error; Unsupported if the worker converts no texts.
-    """
-    if not model.has_task_parameter:
-        problem = "only the backends 'llm' and 'vllm' convert texts and tokens"
-        raise Unsupported(f"model '{model.name}': {problem}")
-    return await _infer(gateway, request, model, prompt, outputs, parameters)
-
-
-async def _infer(
+async def infer_once(
     gateway: Gateway,
     request: HttpRequest,
     model: GatewayModel,
@@ -290,33 +269,27 @@ async def _infer(
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Return outputs of a model for one input, from its only response.
 
+    With a `task` parameter, the model's worker, which has the tokenizer, only converts text.
+
     Raises:
-        ShmserveError: The model's error.
+        ShmserveError: The model's error; Unsupported if the worker converts no texts.
     """
+    if "task" in parameters and not model.has_task_parameter:
+        problem = "only the backends 'llm' and 'vllm' convert texts and tokens"
+        raise Unsupported(f"model '{model.name}': {problem}")
     requested = [InferOutput(name, binary=True) for name in outputs]
     infer_request = InferRequest("", [infer_input], requested, binary=True, parameters=parameters)
     built_request = await build_in_turns(gateway, model, infer_request)
     queue = ResponseQueue(gateway, request, built_request, time.monotonic_ns())
     try:
-        return await _arrays(gateway, model, queue)
+        await queue.wait()
+        error = find_error(queue.first_response)
+        if isinstance(error, QueueFull):
+            raise TooManyRequests(error.message, error.retry_after_s)
+        inferred = queue.request.outputs(queue.first_response)
+        tensors = () if inferred is None else inferred.outputs
+        values = {t.name: bodies.decode_output(gateway, t, model.name) for t in tensors}
+        queue.remove_first(inferred)
+        return values
     finally:
         queue.close()
-
-
-async def _arrays(
-    gateway: Gateway, model: GatewayModel, queue: ResponseQueue
-) -> dict[str, np.ndarray[Any, Any]]:
-    await queue.wait()
-    error = find_error(queue.first_response)
-    if isinstance(error, QueueFull):
-        raise TooManyRequests(error.message, error.retry_after_s)
-    inferred = queue.request.outputs(queue.first_response)
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
-    for tensor in () if inferred is None else inferred.outputs:
-        data = output_bytes(gateway, tensor)
-        if tensor.datatype == "BYTES":
-            arrays[tensor.name] = decode_bytes(data, tensor.shape, tensor.name, model.name)
-        else:
-            arrays[tensor.name] = np.frombuffer(bytes(data), STORAGE_DTYPES[tensor.datatype])
-    queue.remove_first(inferred)
-    return arrays

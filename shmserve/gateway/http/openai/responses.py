@@ -34,10 +34,11 @@ from shmserve.gateway.http.openai.bodies import response_name
 from shmserve.gateway.http.openai.fields import (
     CHAT_FIELDS,
     RESPONSE_FIELDS,
+    AllowedValues,
     select_supported_fields,
 )
 from shmserve.gateway.http.openai.generation import Delta, custom_input, respond
-from shmserve.gateway.http.openai.models import convert_text
+from shmserve.gateway.http.openai.models import infer_once
 from shmserve.logs import warn_once
 
 logger = logging.getLogger(__name__)
@@ -50,16 +51,13 @@ _CHAT_MEMBERS = {
     "max_output_tokens": "max_completion_tokens",
 }
 # Members that are refused, unless they have one of these values.
-_ALLOWED_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "conversation": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "truncation": ("disabled",),
-}
-_REFUSAL_REASONS = {
-    "previous_response_id": "responses are not stored; the input must contain the conversation",
-    "conversation": "conversations are not stored; the input must contain the conversation",
+_NOT_STORED = "are not stored; the input must contain the conversation"
+_ALLOWED_VALUES: Mapping[str, AllowedValues] = {
+    "background": AllowedValues((False,), "supported is False"),
+    "conversation": AllowedValues((), f"conversations {_NOT_STORED}"),
+    "previous_response_id": AllowedValues((), f"responses {_NOT_STORED}"),
+    "prompt": AllowedValues((), "supported is null"),
+    "truncation": AllowedValues(("disabled",), "supported is 'disabled'"),
 }
 # Members of a response that repeat the request, with their defaults.
 _REPEATED_MEMBERS: Mapping[str, Any] = {
@@ -117,7 +115,7 @@ async def count_input_tokens(gateway: Gateway, request: HttpRequest) -> HttpResp
     _, text_request = await _read_request(gateway, request)
     model, (prompt,) = text_request.model, text_request.prompts
     parameters = {"task": "tokenize", "add_special_tokens": False}
-    values = await convert_text(gateway, request, model, prompt, ("token_ids",), parameters)
+    values = await infer_once(gateway, request, model, prompt, ("token_ids",), parameters)
     count = len(values["token_ids"])
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
@@ -156,12 +154,10 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidArgument: A member is wrong, or not supported.
     """
-    for name, allowed_values in _ALLOWED_VALUES.items():
+    for name, allowed in _ALLOWED_VALUES.items():
         value = body.get(name)
-        if value is not None and value not in allowed_values:
-            supported = " or ".join(map(repr, allowed_values)) or "null"
-            reason = _REFUSAL_REASONS.get(name, f"supported is {supported}")
-            raise InvalidArgument(f"{name}: {clip(repr(value))}: {reason}")
+        if value is not None and value not in allowed.values:
+            raise InvalidArgument(f"{name}: {clip(repr(value))}: {allowed.explanation}")
     bodies.check_member(body, "store", bool, False)
     bodies.check_member(body, "max_tool_calls", int, 0)
     reasoning = bodies.check_member(body, "reasoning", dict, {})
@@ -272,7 +268,7 @@ def _is_reference(item: Any) -> bool:
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position: str) -> None:
     """Add an item to the messages of a chat. Calls are parts of the assistant's message."""
-    kind = item.get("type", "message")
+    kind = item.get("type") or "message"
     if kind == "message" and type(item.get("role")) is not str:
         raise InvalidArgument(f"{position}: role {clip(repr(item.get('role')))} is not a string")
     if kind in ("function_call_output", "custom_tool_call_output"):
@@ -429,12 +425,12 @@ class ResponseObject:
         self._logprobs += logprobs or []
         if kind == "custom_tool_call":  # its input is sent when the arguments are complete
             return events
-        return [*events, self._item_event(f"{_EVENT_PREFIXES[kind]}.delta", delta=text, **extra)]
+        return [*events, self._item_event(".delta", delta=text, **extra)]
 
     def _open_item(self, kind: str, head: dict[str, Any]) -> list[dict[str, Any]]:
-        item: dict[str, Any] = {"id": f"{_ID_PREFIXES[kind]}_{secrets.token_hex(24)}", "type": kind}
-        item |= {"status": "in_progress", **head}
-        item |= _EMPTY_ITEMS[kind]
+        id_prefix, _, members = _ITEM_TYPES[kind]
+        item: dict[str, Any] = {"id": f"{id_prefix}_{secrets.token_hex(24)}", "type": kind}
+        item |= {"status": "in_progress", **head, **members}
         self._items.append(item)
         self._text, self._logprobs, self._is_item_open = "", [], True
         index = len(self._items) - 1
@@ -460,14 +456,10 @@ class ResponseObject:
         item["status"] = "incomplete" if self._finish_reason == "length" else "completed"
         if kind == "custom_tool_call":
             item["input"] = text = custom_input(text)
-            events = [
-                self._item_event(f"{_EVENT_PREFIXES[kind]}.delta", delta=text),
-                self._item_event(f"{_EVENT_PREFIXES[kind]}.done", input=text),
-            ]
+            events = [self._item_event(".delta", delta=text), self._item_event(".done", input=text)]
         elif kind == "function_call":
             item["arguments"] = text
-            named_fields = {"arguments": text, "name": item["name"]}
-            events = [self._item_event(f"{_EVENT_PREFIXES[kind]}.done", **named_fields)]
+            events = [self._item_event(".done", arguments=text, name=item["name"])]
         else:
             part = self._content_part(kind)
             item["content"] = [part]
@@ -475,7 +467,7 @@ class ResponseObject:
                 item["encrypted_content"] = _PLAIN_PREFIX + text
             extra = {"logprobs": part["logprobs"]} if kind == "message" else {}
             events = [
-                self._item_event(f"{_EVENT_PREFIXES[kind]}.done", text=text, **extra),
+                self._item_event(".done", text=text, **extra),
                 self._item_event("response.content_part.done", part=part),
             ]
         _store_item(item, text)
@@ -483,7 +475,9 @@ class ResponseObject:
         return [*events, self._event("response.output_item.done", output_index=index, item=item)]
 
     def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Return an event of the last item; a `kind` of ".done" follows the prefix of its type."""
         item = self._items[-1]
+        kind = _ITEM_TYPES[item["type"]][1] + kind if kind.startswith(".") else kind
         location: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._items) - 1}
         if "content" in item:
             location["content_index"] = 0
@@ -572,23 +566,12 @@ def _with_defaults(member: Any, defaults: dict[str, Any]) -> Any:
     return member if type(member) is orjson.Fragment else {**defaults, **(member or {})}
 
 
-_ID_PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "custom_tool_call": "ctc",
-}
-_EMPTY_ITEMS: Mapping[str, dict[str, Any]] = {
-    "message": {"role": "assistant", "content": []},
-    "reasoning": {"summary": [], "content": []},
-    "function_call": {"arguments": ""},
-    "custom_tool_call": {"input": ""},
-}
-_EVENT_PREFIXES = {
-    "message": "response.output_text",
-    "reasoning": "response.reasoning_text",
-    "function_call": "response.function_call_arguments",
-    "custom_tool_call": "response.custom_tool_call_input",
+# The prefixes of an item's id and of its events' types, and its further members, by its type.
+_ITEM_TYPES: Mapping[str, tuple[str, str, dict[str, Any]]] = {
+    "message": ("msg", "response.output_text", {"role": "assistant", "content": []}),
+    "reasoning": ("rs", "response.reasoning_text", {"summary": [], "content": []}),
+    "function_call": ("fc", "response.function_call_arguments", {"arguments": ""}),
+    "custom_tool_call": ("ctc", "response.custom_tool_call_input", {"input": ""}),
 }
 
 

@@ -245,15 +245,6 @@ def test_too_many_streams_are_refused() -> None:
     assert len(engine.resets) == LIMITS.resets
 
 
-def test_data_beyond_the_window_is_refused() -> None:
-    """Data beyond the granted window ends the stream."""
-    engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING + begin(1))
-    for _ in range(LIMITS.window // 16384 + 1):
-        engine.take(frame(DATA, 0, 1, bytes(16384)))
-    assert engine.resets == {1: FaultCode.FLOW_CONTROL_ERROR}
-    assert len(engine.requests[1].data) <= LIMITS.window
-
-
 def test_incomplete_frames_are_bounded() -> None:
     """Data is not buffered; of any other incomplete frame at most its maximum size is."""
     engine = Engine().take(CLIENT_OPENING + begin(1) + frame(DATA, 0, 1, bytes(2**20))[:9])

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.messages import inference as m
-from shmserve.ipc.messages.supervision import Drain
 from shmserve.scheduler.batchers.dynamic import CloseReason
 from tests.rigs.scheduler_rig import MS, Rig, ready_rig
 from tests.support.texts import EXPIRED_TEXT
@@ -64,37 +63,12 @@ def test_batching_stops_at_the_first_incompatible_request() -> None:
     assert count_closed(rig) == {CloseReason.SHAPE: 2, CloseReason.DELAY: 1}
 
 
-def test_beyond_the_largest_preferred_size_any_size_counts_as_preferred() -> None:
-    """With a preferred size of 6, requests of 3 and 4 rows run as 3, immediately."""
-    rig = Rig({**DELAYED_BATCHING, "preferred_batch_size": [6]})
-    assert batch_sizes(rig, queue_requests(rig, 3, 4)) == [1]
-    assert count_closed(rig) == {CloseReason.PREFERRED: 1}
-
-
-def test_the_largest_preferred_size_reached_is_taken() -> None:
-    rig = Rig({**DELAYED_BATCHING, "preferred_batch_size": [2, 4]})
-    assert batch_sizes(rig, queue_requests(rig, 1, 1, 1, 1)) == [4]
-
-
-def test_a_preferred_size_runs_exactly_and_the_rest_waits() -> None:
-    """With preferred sizes of 4 and 6 and no delay, 7 queued rows run as 6 and 1."""
-    rig = Rig({"preferred_batch_size": [4, 6]})
-    assert batch_sizes(rig, queue_requests(rig, *[1] * 7)) == [6, 1]
-    assert count_closed(rig) == {CloseReason.PREFERRED: 1, CloseReason.IDLE: 1}
-
-
 def test_after_the_delay_all_requests_run_even_past_a_preferred_size() -> None:
     rig = Rig({**DELAYED_BATCHING, "preferred_batch_size": [4]})
     rig.submit(5)
     rig.pass_time(MS)
     assert batch_sizes(rig, rig.start()) == [5]
     assert count_closed(rig) == {CloseReason.DELAY: 1}
-
-
-def test_without_a_delay_queued_requests_run_at_once() -> None:
-    rig = Rig({"preferred_batch_size": [4]})
-    assert batch_sizes(rig, queue_requests(rig, 1, 1)) == [2]
-    assert count_closed(rig) == {CloseReason.IDLE: 1}
 
 
 def test_the_delay_counts_from_the_oldest_that_waits() -> None:
@@ -178,17 +152,6 @@ def test_responses_keep_the_order_of_requests(order: list[int], fails: set[int])
         records += [answer.id for answer in rig.answers()]
         assert records == numbers[: len(records)]
     assert records == numbers
-
-
-def test_shutdown_rejects_new_requests() -> None:
-    rig = Rig({})
-    rig.supervisor(Drain())
-    (number,) = rig.submit(request_id="r1")
-    text = (
-        "[request id: r1] Server is stopping, scheduler for model has stopped accepting new "
-        "inference requests"
-    )
-    assert rig.answers() == [m.Failed(number, "UNAVAILABLE", text, 0, False)]
 
 
 def test_the_default_scheduler_has_no_priorities_and_no_batches() -> None:

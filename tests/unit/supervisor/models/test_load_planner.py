@@ -10,6 +10,7 @@ from shmserve.config.command_line import parse
 from shmserve.config.server import from_flags
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
 from shmserve.supervisor.models.load_planner import LoadPlanner
+from shmserve.supervisor.models.repository import incomplete_files
 
 UNREAD_ERROR = "failed to load 'm', failed to poll from model repository: "
 FAILED_ERROR = "load failed for model 'm': version 1 is at UNAVAILABLE state: Invalid argument: "
@@ -193,10 +194,37 @@ def test_equal_tensors_are_merged(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert "model output 'y' is specified more than once" in error.message
 
 
-def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+def test_incomplete_files_do_not_hinder_the_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     load_planner = planner(tmp_path, None)
-    (tmp_path / "repository" / "m" / "1" / "model.py").write_bytes(POINTER)
-    assert "'1/model.py' is a Git LFS pointer" in refusal(load_planner).message
+    folder = tmp_path / "repository" / "m"
+    for file in ("2/not_loaded", "1/big", "1/model.onnx/weights"):
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_bytes(POINTER)
+    (folder / "1" / "big").write_bytes(POINTER + bytes(1024))
+    for link in ("3", "labels.txt", ".#config.pbtxt"):
+        (folder / link).symlink_to("nowhere")
+    (folder.parent / "other").symlink_to("nowhere")
+    (folder / "2").rename(folder / "0")
+    load_planner.scan()
+    (plan,) = load_planner.plan("m", "", {})
+    texts = incomplete_files(plan.model_dir, [plan.version])
+    assert texts == [
+        "'1/model.onnx/weights' is a Git LFS pointer, not the file: run 'git lfs pull' in the "
+        "clone",
+        "'3' is a link whose target does not exist",
+        "'labels.txt' is a link whose target does not exist",
+    ]
+    assert [text in caplog.text for text in texts] == [True] * len(texts)
+    assert f"'{folder.parent}/other' is skipped, a link whose target" in caplog.text
+
+
+def test_a_dangling_configuration_is_an_error(tmp_path: Path) -> None:
+    load_planner = planner(tmp_path, None)
+    (tmp_path / "repository" / "m" / "config.pbtxt").symlink_to("nowhere")
+    expected_text = f"{UNREAD_ERROR}'config.pbtxt' is a link whose target does not exist"
+    assert refusal(load_planner).message == expected_text
 
 
 def test_a_misplaced_configuration_is_named(tmp_path: Path) -> None:

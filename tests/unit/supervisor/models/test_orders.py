@@ -150,46 +150,6 @@ async def run_ready_tasks() -> None:
         await run_loop_turns()
 
 
-def test_a_load_of_a_step_during_its_unload_is_answered() -> None:
-    """The unload waits until all peers know that the ensemble is gone; the load follows it."""
-
-    async def scenario() -> None:
-        server = Server(s=[], e=["s"])
-        await server.load("e")
-        server.silent = True
-        unload = asyncio.ensure_future(server.unload("s"))
-        await run_loop_turns()
-        load = asyncio.ensure_future(server.load("s"))
-        await run_loop_turns()
-        assert not (unload.done() or load.done())
-        server.acknowledge_all()
-        await asyncio.gather(unload, load)
-        assert (server.state("s"), server.state("e")) == (("READY", ""), ("READY", ""))
-        await server.end()
-
-    run_scenario(scenario)
-
-
-def test_unloading_a_step_during_a_load_unloads_the_ensemble() -> None:
-    """The waiting load is answered."""
-
-    async def scenario() -> None:
-        server = Server(s=[], e=["s"])
-        await server.load("s")
-        server.silent = True
-        load = asyncio.ensure_future(server.load("e"))
-        await until_async(lambda: server.registry.model("e").published)
-        unload = asyncio.ensure_future(server.unload("s"))
-        await run_loop_turns()
-        server.acknowledge_all()
-        await unload
-        await asyncio.gather(load, return_exceptions=True)
-        await until_async(lambda: {server.state(name)[0] for name in "se"} == {"UNAVAILABLE"})
-        await server.end()
-
-    run_scenario(scenario)
-
-
 def test_an_unload_waits_for_the_load_of_an_ensemble_that_waits_for_another_step() -> None:
     """Both ensembles that use the model are unloaded before it."""
 
@@ -296,22 +256,6 @@ def test_a_cycle_with_a_serving_ensemble_is_refused_during_a_load() -> None:
     run_scenario(scenario)
 
 
-def test_generations_that_need_one_another_end() -> None:
-    """The draining old generation of a needs b; the new generation of b needs a."""
-
-    async def scenario() -> None:
-        server = Server(s=[], a=["b"], b=["s"])
-        await server.load("a")
-        server.drains_finish = False  # the old versions stay
-        await server.load("a", ["s"], "on s")
-        await server.load("b", ["a"], "on a")
-        await server.unload("a")
-        assert [server.state(name)[0] for name in "ab"] == ["UNLOADING", "UNLOADING"]
-        await server.end()
-
-    run_scenario(scenario)
-
-
 def test_an_ensemble_reports_a_step_that_failed_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 1)
 
@@ -385,30 +329,6 @@ def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> N
         await load
         snapshot = list(server.publications.snapshot())
         assert [type(update) for update in snapshot] == [m.ModelWithdrawn, m.ModelPublished]
-        await server.end()
-
-    run_scenario(scenario)
-
-
-def test_a_version_that_flaps_while_announced_takes_over() -> None:
-    """However often its process ends: that it is ready and known is asked at one moment."""
-
-    async def scenario() -> None:
-        server = Server(s=[])
-        await server.load("s")
-        server.silent = True
-        load = asyncio.ensure_future(server.load("s", [], "new"))
-        await until_async(lambda: server.registry.model("s").is_offered)
-        (version,) = server.registry.model("s").incoming.values()
-        for _ in range(10):
-            (instance,) = version.instances._instances
-            instance.backoff = MagicMock(deaths=1, **{"pause_s.return_value": 0.0})
-            server.worker("s").kill()
-            await until_async(lambda: version.ready)
-        assert not load.done()
-        server.acknowledge_all()
-        await load
-        assert server.note("s") == "new"
         await server.end()
 
     run_scenario(scenario)
@@ -528,22 +448,6 @@ def test_a_failing_version_keeps_the_other_versions() -> None:
     run_scenario(scenario)
 
 
-def test_equal_queued_loads_are_merged() -> None:
-    """Each order is answered. A load that differs or has begun is separate."""
-
-    async def scenario() -> None:
-        server = Server(s=[])
-        server.loads_hang = True
-        loads = [asyncio.ensure_future(server.load("s", [], marker)) for marker in "abbcb"]
-        await until_async(lambda: len(server.children) == 2)
-        server.finish_hanging_loads()
-        await asyncio.gather(*loads)
-        assert server.note("s") == "b" and server.repository.read == ["s"] * 4
-        await server.end()
-
-    run_scenario(scenario)
-
-
 @pytest.mark.parametrize("more_names", [[], ["f"], ["s"]])
 def test_an_abandoned_load_cancels_its_steps_loads(
     more_names: list[str], monkeypatch: pytest.MonkeyPatch
@@ -567,25 +471,6 @@ def test_an_abandoned_load_cancels_its_steps_loads(
         await asyncio.gather(*other_loads)
         assert ("s", "1") not in server.registry.states() or server.registry.all_ready()
         assert bool(server.registry.model("s").serving) is bool(more_names)
-        await server.end()
-
-    run_scenario(scenario)
-
-
-def test_an_unload_cancels_earlier_loads_that_have_not_begun() -> None:
-    async def scenario() -> None:
-        server = Server(s=[])
-        server.loads_hang = True
-        earlier_loads = [asyncio.ensure_future(server.load("s", [], marker)) for marker in "ab"]
-        await until_async(lambda: server._hanging_loads)
-        unload = asyncio.ensure_future(server.unload("s"))
-        later_load = asyncio.ensure_future(server.load("s", [], "c"))
-        await run_ready_tasks()
-        server.finish_hanging_loads()
-        outcomes = await asyncio.gather(*earlier_loads, unload, later_load, return_exceptions=True)
-        text = "failed to load 's', no version is available"
-        assert [getattr(result, "message", None) for result in outcomes] == [None, text, None, None]
-        assert server.note("s") == "c"
         await server.end()
 
     run_scenario(scenario)

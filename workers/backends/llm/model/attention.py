@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -246,7 +247,7 @@ class VisibleKeys(NamedTuple):
         heads, kv_heads = cache.query_heads, cache.kv_heads
         head_slots = np.arange(heads, dtype=np.int32) // (heads // kv_heads) * cache.slot_count
         columns, values, widths = [], [], []
-        for width, group in groupby(decode, key=lambda row: row.width):
+        for width, group in groupby(decode, key=attrgetter("width")):
             slots, bias = _visible_slots(list(group), width, cache.block_size)
             columns.append((slots[:, None] + head_slots[:, None]).ravel())
             values.append(np.repeat(bias, heads, 0).ravel())

@@ -118,6 +118,11 @@ _FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
     "generation_config.json": {_IDS: "eos_token_id", _INTEGER: "max_new_tokens"},
     _INDEX_FILE: {_OBJECT: "weight_map"},
 }
+# Patterns of files that other programs read instead of a required file.
+_ALTERNATIVES = {
+    "tokenizer.json": ("*.model", "vocab.*", "tekken.json"),
+    _SINGLE_FILE: ("*.safetensors", "*.bin", "*.gguf", "*.pth"),
+}
 # Files of older folders whose config.json has no quantization_config.
 _QUANTISATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
@@ -133,7 +138,8 @@ class Checkpoint:
         quantisation: The quantisation of the weights.
         end_tokens: The tokens that end a text.
         eos: The tokenizer's end token; -1 if it has none.
-        defaults: The content of generation_config.json.
+        defaults: The content of generation_config.json or, in older folders, of config.json.
+        defaults_file: The name of the file with the defaults.
         templates: The chat templates by name; the name of an unnamed template is "default".
         special_tokens: The texts of special tokens by their names in templates ("eos_token").
     """
@@ -145,6 +151,7 @@ class Checkpoint:
     end_tokens: tuple[int, ...]
     eos: int
     defaults: dict[str, Any] = field(default_factory=dict)
+    defaults_file: str = "generation_config.json"
     templates: dict[str, str] = field(default_factory=dict)
     special_tokens: dict[str, str] = field(default_factory=dict)
 
@@ -157,12 +164,16 @@ class Checkpoint:
         settings = read_json(path / "tokenizer_config.json", problems, optional=True)
         tokenizer = _read_tokenizer(path, settings, config, problems)
         stored_tensors = _read_headers(path, problems)
+        problem_count = len(problems)
         quantisation = Quantisation.of(_quantisation_config(path, config, problems), problems)
-        defaults = read_json(path / "generation_config.json", problems, optional=True)
-        preset = DEFAULTS[architecture.family] if architecture and not defaults else {}
-        end_tokens = _token_ids({**preset, **config, **defaults}.get("eos_token_id"))
-        if architecture is not None:
+        if architecture is not None and len(problems) == problem_count:
             _check_weights(architecture, quantisation, stored_tensors, problems)
+        defaults, defaults_file = config, "config.json"
+        preset = DEFAULTS[architecture.family] if architecture else {}
+        if (path / "generation_config.json").exists():
+            defaults_file, preset = "generation_config.json", {}
+            defaults = read_json(path / defaults_file, problems)
+        end_tokens = _token_ids({**preset, **config, **defaults}.get("eos_token_id"))
         templates = _read_templates(path, settings, problems)
         if problems:
             raise InvalidArgument(f"the model's folder is invalid: {'; '.join(problems)}")
@@ -172,9 +183,10 @@ class Checkpoint:
         # The tokenizer may have more tokens than the model.
         known_ends = (end for end in end_tokens + _token_ids(eos) if end < architecture.vocab_size)
         end_tokens = tuple(dict.fromkeys(known_ends))
-        _warn_ineffective(defaults)
-        parts = architecture, tokenizer, stored_tensors, quantisation
-        return cls(*parts, end_tokens, -1 if eos is None else eos, defaults, templates, special)
+        _warn_ineffective(defaults, defaults_file)
+        parts = architecture, tokenizer, stored_tensors, quantisation, end_tokens
+        eos = -1 if eos is None else eos
+        return cls(*parts, eos, defaults, defaults_file, templates, special)
 
     def has(self, name: str) -> bool:
         """Return whether the files have a weight."""
@@ -209,10 +221,13 @@ def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[s
     """Return the JSON object in a file, or an empty one after adding a problem."""
     if not path.exists():
         if not optional:
-            problems.append(f"{path.name} is missing")
+            problems.append(_missing(path))
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror}")
+        return {}
     except ValueError as error:
         problems.append(f"{path.name} is not JSON: {error}")
         return {}
@@ -227,6 +242,14 @@ def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[s
     return value
 
 
+def _missing(path: Path) -> str:
+    """Return the problem of a missing file, with the files of other formats in its folder."""
+    patterns = _ALTERNATIVES.get(path.name, ())
+    names = sorted({file.name for pattern in patterns for file in path.parent.glob(pattern)})
+    found = f" (found in another format: {_list_names(names)})" if names else ""
+    return f"{path.name} is missing{found}"
+
+
 def _read_tokenizer(
     path: Path, settings: dict[str, Any], config: dict[str, Any], problems: list[str]
 ) -> Tokenizer | None:
@@ -237,7 +260,7 @@ def _read_tokenizer(
     """
     file = path / "tokenizer.json"
     if not file.exists():
-        problems.append(f"{file.name} is missing")
+        problems.append(_missing(file))
         return None
     special_tokens_map, added_tokens = {}, {}
     if "added_tokens_decoder" not in settings:
@@ -428,7 +451,7 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
         weight_map = read_json(path / _INDEX_FILE, problems).get("weight_map", {})
         shards = sorted({str(shard) for shard in weight_map.values()})
     else:
-        problems.append(f"{_SINGLE_FILE} is missing")
+        problems.append(_missing(path / _SINGLE_FILE))
         return {}
     weights: dict[str, StoredTensor] = {}
     for shard in shards:
@@ -486,11 +509,11 @@ def _list_names(names: list[str]) -> str:
     return ", ".join(names[:_MAX_NAMED_WEIGHTS]) + (f" and {omitted} more" if omitted > 0 else "")
 
 
-def _warn_ineffective(defaults: dict[str, Any]) -> None:
-    """Warn of settings of generation_config.json that only transformers supports."""
+def _warn_ineffective(defaults: dict[str, Any], file: str) -> None:
+    """Warn of defaults of requests that only transformers supports."""
     for name in _WITHOUT_EFFECT.split():
         if defaults.get(name) not in (None, 0, 1, [], {}, False):
-            logger.warning("generation_config.json: %s has no effect, as in vLLM", name)
+            logger.warning("%s: %s has no effect, as in vLLM", file, name)
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:

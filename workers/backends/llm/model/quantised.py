@@ -62,7 +62,10 @@ _METHODS = {
     "gptq": Method(
         _PACKED,
         {**_QUANTISED_ROLES, "groups": ("g_idx",)},
-        dict.fromkeys(("checkpoint_format", "format"), ("gptq", "gptq_v2")),
+        {
+            **dict.fromkeys(("checkpoint_format", "format"), ("gptq", "gptq_v2")),
+            "is_marlin_format": ("false",),
+        },
     ),
     "awq": Method(
         _PACKED,

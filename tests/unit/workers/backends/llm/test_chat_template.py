@@ -74,8 +74,11 @@ def test_a_variable_that_a_template_does_not_use_is_refused(name: str) -> None:
     assert render("{{ %s | string | length > 0 }}" % name, **{name: value}) == "True"  # noqa: UP031
     with pytest.raises(InvalidArgument, match=f"{name}: the model's chat template does not use"):
         render(ROLES, **{name: value})
-    for default in (None, "medium" if name == "reasoning_effort" else []):
+    defaults: list[Any] = ["medium", "none"] if name == "reasoning_effort" else [[]]
+    for default in (None, *defaults):
         assert render(ROLES, **{name: default}) == "user:Hi;"
+    with pytest.raises(InvalidArgument, match="reasoning_effort: the model's chat template"):
+        render("{{ messages }}</think>", reasoning_effort="none")
 
 
 @pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("low", True), ("medium", True)])

@@ -18,6 +18,7 @@ from shmserve.workers.backends.llm.chat_template import ChatTemplate
 from shmserve.workers.backends.llm.engine_file import max_instances_per_device, with_sizes
 from shmserve.workers.backends.llm.model.architecture import Architecture
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
+from shmserve.workers.backends.llm.parameters import parse
 from tests.rigs.worker_rig import rig
 from tests.support.hf_folders import config, save_weights, weights, write_folder
 
@@ -179,7 +180,18 @@ def test_the_error_of_an_empty_folder_names_the_missing_files(tmp_path: Path) ->
     with pytest.raises(InvalidArgument) as caught:
         Checkpoint.open(tmp_path)
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        assert f"{name} is missing" in caught.value.message
+        assert f"{name} is missing;" in f"{caught.value.message};"
+    for name in ("adapter_model.safetensors", "tokenizer.model", "config.json/x"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    with pytest.raises(InvalidArgument) as caught:
+        Checkpoint.open(tmp_path)
+    for problem in (
+        "config.json cannot be read: Is a directory",
+        "tokenizer.json is missing (found in another format: tokenizer.model)",
+        "model.safetensors is missing (found in another format: adapter_model.safetensors)",
+    ):
+        assert problem in caught.value.message
 
 
 def test_which_file_sets_the_template_and_the_end_tokens(tmp_path: Path) -> None:
@@ -198,6 +210,19 @@ def test_which_file_sets_the_template_and_the_end_tokens(tmp_path: Path) -> None
     template = ChatTemplate({"default": "{{ ''.__class__.__mro__ }}"}, {})
     with pytest.raises(InvalidArgument, match="chat template rejects them"):
         template.render(chat_request)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+def test_one_file_has_the_defaults_of_requests(tmp_path: Path, name: str) -> None:
+    """As in transformers, config.json has them if there is no generation_config.json."""
+    path = write_folder(tmp_path / "m")
+    if name == "config.json":
+        (path / "generation_config.json").unlink()
+    edit(path, name, eos_token_id=[1], max_new_tokens=3, top_p="x")
+    checkpoint = Checkpoint.open(path)
+    assert (checkpoint.end_tokens, checkpoint.defaults["max_new_tokens"]) == ((1, 0), 3)
+    with pytest.raises(InvalidArgument, match=f"^{name}: top_p: 'x' is "):
+        parse({}, checkpoint.defaults, 320, checkpoint.defaults_file)
 
 
 def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:

@@ -182,6 +182,7 @@ def test_other_lookarounds_are_refused(pattern: str) -> None:
 
 def test_nulls_are_absent_except_in_values() -> None:
     schema = {"required": None, "properties": {"a": {"type": "string", "default": None}}}
+    schema |= dict.fromkeys(("enum", "minimum", "format", "pattern", "x-guidance"))
     assert with_patterns(schema, schema) == {"properties": schema["properties"]}
     assert with_patterns({"const": None}, {}) == {"const": None}
 

@@ -335,7 +335,7 @@ def test_parameters_that_are_no_schema(case: str, choice: str) -> None:
     ],
 )
 def test_parameters_that_are_schemas(schema: Any) -> None:
-    assert tools.take_tools({"tools": [function("f", schema)]}) is not None
+    assert tools.take_tools({"tools": [{**function("f", schema), "type": None}]}) is not None
 
 
 @pytest.mark.parametrize("case", WRONG_TOOLS)

@@ -1,0 +1,1 @@
+"""The folder on the import path of Python models."""
