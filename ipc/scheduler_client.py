@@ -40,7 +40,7 @@ from shmserve.ipc.messages.inference import (
     Submit,
     message_size,
 )
-from shmserve.ipc.tensors.inference import runs_once
+from shmserve.ipc.tensors.inference import is_aliased_request
 from shmserve.ipc.tensors.signature import id_prefix
 
 NO_SCHEDULER = "the model's scheduler ended before it could answer, and no other serves the model"
@@ -142,7 +142,7 @@ class InflightRequest(ABC):
     def free(self) -> None:
         """Free the memory of the request, which no worker uses any more."""
 
-    def own_memories(self) -> Container[int]:
+    def own_memory_ids(self) -> Container[int]:
         """Return the ids of the requester's own memories, for which no `Release` is sent."""
         return ()
 
@@ -154,7 +154,7 @@ class InflightRequest(ABC):
         finally:
             self.free()
 
-    def fail_stranded(self) -> None:
+    def fail_without_scheduler(self) -> None:
         """Fail the request because its scheduler is lost and no successor serves its model."""
         self.fail(NO_SCHEDULER)
 
@@ -235,7 +235,7 @@ class SchedulerClient(Generic[R]):
         if endpoint and endpoint not in self.successors:
             self._resubmit(request, endpoint)
         elif endpoint is not None:
-            request.fail_stranded()
+            request.fail_without_scheduler()
 
     def _resubmit(self, request: R, endpoint: str) -> None:
         self.submit(request, endpoint, message_size(request.submit))
@@ -265,16 +265,18 @@ class SchedulerClient(Generic[R]):
         for message in messages:
             self._links.defer(endpoint, message)
 
-    def discard(self, endpoint: str, message: Response, own_memories: Container[int] = ()) -> None:
+    def discard(
+        self, endpoint: str, message: Response, own_memory_ids: Container[int] = ()
+    ) -> None:
         """Release the outputs of a response that is not read, which occupy a worker's memory.
 
         Args:
             endpoint: The endpoint of the scheduler that sent the response.
             message: The response.
-            own_memories: The ids of the requester's own memories, for which no `Release` is sent.
+            own_memory_ids: The ids of the requester's own memories, for which no `Release` is sent.
         """
         if not isinstance(message, Failed) and message.data:
-            self.release(endpoint, unread_releases(message.data, own_memories))
+            self.release(endpoint, unread_releases(message.data, own_memory_ids))
 
     # --- from schedulers
 
@@ -349,7 +351,7 @@ class SchedulerClient(Generic[R]):
         if request is not None and request.endpoint != endpoint:
             request = None
         if not isinstance(message, Settled):  # the worker still executes a request that failed here
-            self.discard(endpoint, message, () if request is None else request.own_memories())
+            self.discard(endpoint, message, () if request is None else request.own_memory_ids())
         elif request is not None:
             self._free_failed_early(message.id)
 
@@ -372,7 +374,7 @@ class SchedulerClient(Generic[R]):
         """
         successor = self.successors.latest(endpoint)
         self._links.drain(endpoint, self._handle_before_loss)
-        for request in self.withdraw(endpoint):
+        for request in self.remove_requests(endpoint):
             self._submit_to_successor(request, successor)
 
     def _handle_before_loss(self, endpoint: str, message: Any) -> None:
@@ -381,7 +383,7 @@ class SchedulerClient(Generic[R]):
         except Exception:  # the remaining requests must still be resubmitted after any exception
             logger.exception("the message %s could not be handled", type(message).__name__)
 
-    def withdraw(self, endpoint: str) -> list[R]:
+    def remove_requests(self, endpoint: str) -> list[R]:
         """Remove the requests of a scheduler that has exited or whose link was disconnected.
 
         Requests that must not run again fail.
@@ -401,13 +403,13 @@ class SchedulerClient(Generic[R]):
                 request.free()
             elif request.responses:
                 request.fail(LOST_AFTER_RESPONSE)
-            elif runs_once(request.submit.schema, request.submit.data):
+            elif is_aliased_request(request.submit.schema, request.submit.data):
                 request.fail(CANNOT_RUN_AGAIN)
             else:
                 resubmitted.append(request)
         return resubmitted
 
-    def withdraw_all(self) -> list[R]:
+    def remove_all_requests(self) -> list[R]:
         """Remove all requests, because no scheduler processes any of them now.
 
         Returns:

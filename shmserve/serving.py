@@ -160,7 +160,7 @@ def _ready_client(
             session = session or open_session(run_dir, 1 << 30, None, token)
             url = next(iter(discovery.addresses(run_dir)), "")
             http_ready = not url.startswith("http") or session.ready()
-            if session.connection().models.ready and http_ready:
+            if session.connection().models.is_ready and http_ready:
                 server = LocalServer(session)
                 server.url = url
                 server.run_dir, server.log = run_dir, log

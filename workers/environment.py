@@ -61,7 +61,7 @@ resume(int(fd))
 """
 
 
-def enter(start: WorkerStart) -> None:
+def enter_environment(start: WorkerStart) -> None:
     """Continue this worker in the interpreter of its environment.
 
     Raises:

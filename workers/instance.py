@@ -150,7 +150,7 @@ class WorkerInstance:
         match message:
             case Attach(endpoint=successor):
                 # An instance that was loaded while its scheduler was replaced is connected already.
-                if not self.link.is_at(successor):
+                if not self.link.is_connected_to(successor):
                     self.attach(successor)
             case CheckMemory():
                 if context.device_memory is not None:

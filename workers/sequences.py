@@ -155,7 +155,7 @@ class _StateValue(Record):
     raw: Any
 
 
-class States:
+class SequenceStates:
     """The states of the sequences of one instance, by slot (see `SequenceRow`).
 
     With `copy_states`, states are copied for a model that may write into its inputs.
@@ -189,7 +189,7 @@ class States:
             raw = memoryview(bytearray(raw)) if isinstance(raw, memoryview) else raw.clone()
         fields, same_buffer = (spec.input_name, value.datatype, value.shape, raw), spec.same_buffer
         on_device = not isinstance(raw, memoryview)
-        return Input(*fields, on_device=on_device, kept=not same_buffer, writable=same_buffer)
+        return Input(*fields, on_device=on_device, is_kept=not same_buffer, writable=same_buffer)
 
     def __len__(self) -> int:
         """Return the number of sequences with state."""
@@ -286,8 +286,8 @@ def _state_spec(state: SequenceState, model_dir: Path, batched: bool) -> StateSp
             initial_state.data_file,
             byte_size if ITEM_SIZE[datatype] else None,
             setting="initial_state",
-            outside=f"{file_text} must lie in the model's folder '{_INITIAL_STATE_FOLDER}'",
-            unreadable=f"{file_text} cannot be read",
+            outside_error=f"{file_text} must lie in the model's folder '{_INITIAL_STATE_FOLDER}'",
+            unreadable_error=f"{file_text} cannot be read",
         )
     names, same_buffer = (
         (state.input_name, state.output_name),
@@ -319,7 +319,7 @@ class SequenceExecutor(Executor):
         # Always copies, because requests of sequences are not retried with copies.
         self._input_policy.copies_inputs = True
         states = read_states(config, self._context.model_dir)
-        self._states = States(states, self._backend.read_only_inputs)
+        self._states = SequenceStates(states, self._backend.read_only_inputs)
         # The outputs that are also sent to clients.
         self._client_outputs = frozenset(output.name for output in config.output)
         sequences = config.sequence_batching
@@ -395,7 +395,7 @@ class SequenceExecutor(Executor):
         pairs = zip(requests, responses, strict=True)
         by_request = {id(request): response for request, response in pairs}
         with self._link.lock:
-            self._link.pump()
+            self._link.handle_received()
             replies = [self._respond(r, by_request[id(r.request)]) for r in row_requests]
             self._writer.scatterer.finish_writes()
         return replies

@@ -203,7 +203,7 @@ class Router:
             connection = connections[fd]
             if events & _WRITABLE:
                 with contextlib.suppress(OSError):
-                    connection.push()
+                    connection.send_buffered()
             if events & ~_WRITABLE:
                 self._read(connection, received_messages)
         return received_messages
@@ -262,7 +262,7 @@ class Router:
         connection = self._connections[sock.fileno()] = Connection(sock, self._poll, greeting)
         self._update_only_connection()
         with contextlib.suppress(OSError):
-            connection.push()
+            connection.send_buffered()
         return connection
 
     def _drop(self, connection: Connection) -> None:
@@ -352,7 +352,7 @@ class UntrustedRouter(Router):
         """Return the identities of connected peers."""
         return list(self._peers)
 
-    def dismiss(self, peer: bytes) -> None:
+    def disconnect(self, peer: bytes) -> None:
         """Close a peer's connection."""
         connection = self._peers.get(peer)
         if connection is not None:
@@ -362,7 +362,7 @@ class UntrustedRouter(Router):
         connection = super()._accept()
         if connection is not None:
             connection.max_unsent = _MAX_UNSENT_BYTES
-            connection.decoder.largest = MAX_FRAME_SIZE
+            connection.decoder.max_frame_size = MAX_FRAME_SIZE
             self._unregistered_connections[connection] = None
             if len(self._unregistered_connections) > _MAX_UNREGISTERED:
                 self._drop(next(iter(self._unregistered_connections)))

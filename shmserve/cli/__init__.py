@@ -152,13 +152,13 @@ def _run_with_own_flags(name: str, arguments: list[str]) -> int:
 
     NAME.txt contains the verb's flags. `add_arguments(parser)` of the module declares arguments.
     """
-    from shmserve.cli.arguments import add_flags, has_table
+    from shmserve.cli.arguments import add_flags, has_flag_table
 
     verb = importlib.import_module(f"shmserve.cli.{name}")
     parser = argparse.ArgumentParser(
         prog=f"shmserve {name}", description=_VERBS[name][1], allow_abbrev=False
     )
-    if has_table(name):
+    if has_flag_table(name):
         add_flags(parser, name)
     if hasattr(verb, "add_arguments"):
         verb.add_arguments(parser)

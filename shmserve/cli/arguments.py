@@ -20,7 +20,7 @@ def _flag_table_path(name: str) -> Path:
     return Path(__file__).with_name(f"{name}.txt")
 
 
-def has_table(name: str) -> bool:
+def has_flag_table(name: str) -> bool:
     """Return whether a verb has a table of flags."""
     return _flag_table_path(name).exists()
 
@@ -44,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None
             _add_flag(target if flag.is_exclusive else group, flag)
 
 
-def _add_flag(group: Any, flag: Flag) -> None:
+def _add_flag(argument_group: Any, flag: Flag) -> None:
     options: dict[str, Any] = {"type": flag.kind, "default": flag.default}
     if flag.kind is bool:
         options = {"action": "store_true"}
@@ -54,7 +54,9 @@ def _add_flag(group: Any, flag: Flag) -> None:
         options["choices"] = flag.choices
     if flag.metavar:
         options["metavar"] = flag.metavar
-    group.add_argument(f"--{flag.name}", help=flag.help, required=flag.is_required, **options)
+    argument_group.add_argument(
+        f"--{flag.name}", help=flag.help, required=flag.is_required, **options
+    )
 
 
 def check_files(args: argparse.Namespace, *flags: str) -> None:

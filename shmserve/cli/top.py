@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         for _ in range(2):  # rates are known from the second update on
             top.update(next(events))
         events.close()  # type: ignore[attr-defined]
-        console.print(Group(*top.page(len(top.models) + 6, console.width)))
+        console.print(Group(*top.render(len(top.models) + 6, console.width)))
         return 0
     _Screen(top, request).run(console)
     return 0
@@ -106,28 +106,28 @@ class Top:
 
     def __init__(self) -> None:
         self.models: dict[str, Row] = {}
-        self.server_figures: dict[str, Any] = {}
+        self.server_statistics: dict[str, Any] = {}
         self.events: list[dict[str, Any]] = []
         self.problem = "connecting"
         self.sort_key = "hurts"
         self.selected_name = ""
-        self.is_open = False
+        self.shows_details = False
         self.is_ended = False
 
-    def update(self, figures: dict[str, Any]) -> None:
+    def update(self, statistics: dict[str, Any]) -> None:
         """Update the state with the server's figures."""
-        if figures.get("whole"):
+        if statistics.get("whole"):
             self.models, self.events = {}, []
-        self.models |= figures["models"]
-        for key in figures.get("gone", ()):
+        self.models |= statistics["models"]
+        for key in statistics.get("gone", ()):
             self.models.pop(key, None)
-        self.server_figures, self.problem = figures["server"], ""
-        self.events = [*self.events, *figures["events"]][-50:]
+        self.server_statistics, self.problem = statistics["server"], ""
+        self.events = [*self.events, *statistics["events"]][-50:]
 
     def key(self, key: str) -> None:
         """Handle a key press."""
-        keys = self.order()
-        if key in ("q", "\x03") or (key == "\x1b" and not self.is_open):
+        keys = self.sorted_keys()
+        if key in ("q", "\x03") or (key == "\x1b" and not self.shows_details):
             self.is_ended = True
         elif key in _SORT_KEYS:
             self.sort_key = _SORT_KEYS[key]
@@ -135,9 +135,9 @@ class Top:
             index = keys.index(self.selected_name) if self.selected_name in keys else 0
             self.selected_name = keys[min(max(index + _CURSOR_STEPS[key], 0), len(keys) - 1)]
         elif key in ("\r", "\n", "\x1b"):
-            self.is_open = not self.is_open and key != "\x1b"
+            self.shows_details = not self.shows_details and key != "\x1b"
 
-    def order(self) -> list[str]:
+    def sorted_keys(self) -> list[str]:
         """Return the models' keys in display order: names ascending, figures descending."""
         if self.sort_key == "name":
             return sorted(self.models)
@@ -145,17 +145,17 @@ class Top:
             self.models, key=lambda key: (-_column_value(self.models[key], self.sort_key), key)
         )
 
-    def page(self, height: int, width: int) -> list[RenderableType]:
+    def render(self, height: int, width: int) -> list[RenderableType]:
         """Return the lines of a page: server, models or one model, the selected model's problem."""
         from rich.text import Text
 
-        keys = self.order()
+        keys = self.sorted_keys()
         if self.selected_name not in keys:
             self.selected_name = keys[0] if keys else ""
         header = self._header()[: 1 if height < _LOW_HEIGHT else 2]
         # The problem, the keys and a spare line take three lines.
         free_lines = max(height - len(header) - 3, 1)
-        if self.is_open and self.selected_name:
+        if self.shows_details and self.selected_name:
             body = self._details(free_lines)
         else:
             body = self._overview(keys, free_lines, width)
@@ -170,7 +170,7 @@ class Top:
 
         if self.problem:
             return [Text(self.problem, "bold red")]
-        server, rows = self.server_figures, self.models.values()
+        server, rows = self.server_statistics, self.models.values()
         ready_count = sum(row["state"] == "READY" for row in rows)
         rate, failed_rate, waiting_count = (
             sum(_column_value(row, key) for row in rows) for key in ("rate", "fail", "pending")
@@ -375,7 +375,7 @@ class _Screen:
             with Live(console=console, screen=True, auto_refresh=False) as live:
                 while not self._top.is_ended:
                     width, height = shutil.get_terminal_size()
-                    live.update(Group(*self._top.page(height, width)), refresh=True)
+                    live.update(Group(*self._top.render(height, width)), refresh=True)
                     self._wait(stdin)
         finally:
             termios.tcsetattr(stdin, termios.TCSADRAIN, terminal_mode)

@@ -36,7 +36,7 @@ async def collect(items: Iterable[T]) -> list[T]:
     return collected
 
 
-async def end_all(*tasks: asyncio.Future[Any]) -> None:
+async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
     """Cancel tasks and wait for them; log exceptions of tasks that had not completed."""
     for task in tasks:
         task.cancel()

@@ -220,7 +220,7 @@ class Sampler:
     def __post_init__(self) -> None:
         self.remaining_count, self._is_enabled = self.settings.trace_count, self.settings.on
 
-    def samples(self, decided: bool | None = None) -> bool:
+    def should_sample(self, decided: bool | None = None) -> bool:
         """Return whether to trace the next request.
 
         Args:

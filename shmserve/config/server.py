@@ -16,7 +16,7 @@ from shmserve.common.auth_tokens import (
     parse_restrictions,
     read_tokens,
 )
-from shmserve.common.names import CLASS_IN_FILE, is_inline
+from shmserve.common.names import CLASS_IN_FILE, is_model_argument
 from shmserve.common.peers import NO_GROUP, ShmPolicy
 from shmserve.common.trace_settings import TraceSettings, parse_trace_config
 from shmserve.config.command_line import Parsed
@@ -322,7 +322,7 @@ def _models(parsed: Parsed, are_needed: bool, collected: Collector) -> tuple[lis
         # Path("") is the current folder, which an unset shell variable must not select.
         collected.problems.append("--model-repository: '' is not a folder")
     for word in parsed.positional:
-        if is_inline(word):
+        if is_model_argument(word):
             files.append(word)
         else:
             repositories.append(Path(word))

@@ -18,7 +18,7 @@ from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.client.request.channel import ClientRequest, RequestChannel
 from shmserve.client.request.prepare import PLAIN
 from shmserve.client.request.waiting import ClientStream
-from shmserve.client.session import Call, Session, call_of
+from shmserve.client.session import Call, Session, parse_call
 from shmserve.client.sync import Server
 from shmserve.errors import ShmserveError
 from shmserve.ipc.tensors.arrays import decode_bytes, encode_bytes
@@ -145,7 +145,7 @@ class NativeLaneFactory:
         arrays: Any = {item.name: tensor_array(item, request.model) for item in request.inputs}
         if self._device:
             arrays = self._copy_to_region(request.inputs, arrays)
-        return call_of(request.model, arrays, **_options(request))
+        return parse_call(request.model, arrays, **_options(request))
 
     def _copy_to_region(self, inputs: Sequence[InputTensor], arrays: dict[str, Any]) -> Region:
         specs = {tensor.name: (tensor.shape, tensor.datatype) for tensor in inputs}
@@ -194,7 +194,7 @@ class NativeLane:
         error = ""
         while pending.items:
             try:
-                pending.take()
+                pending.take_response()
                 self._observer.on_response()
             except ShmserveError as failure:
                 error = failure.message

@@ -44,14 +44,14 @@ from shmserve.scheduler.requests.queue import RequestQueue, expired_text
 from shmserve.scheduler.requests.request import (
     CACHED,
     NEVER,
+    CacheLookup,
     Client,
     ControlLink,
     Event,
-    Lookup,
-    Peers,
     ScheduledRequest,
     State,
     Timing,
+    WorkerLink,
 )
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.response_cache import ResponseCache
@@ -74,7 +74,7 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
         self,
         settings: Settings,
         fits: Schemas[BatchFit],
-        workers: Peers,
+        workers: WorkerLink,
         control: ControlLink,
         clock: Callable[[], int],
         cache: ResponseCache | None = None,
@@ -126,12 +126,16 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
         self._queue.check(submit, now_ns)
 
     def admit(
-        self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup | None, now_ns: int
+        self,
+        client: Client[ScheduledRequest],
+        submit: Submit,
+        lookup: CacheLookup | None,
+        now_ns: int,
     ) -> None:
         if self._pool.failure:
             raise Unavailable(self._pool.failure)
         queue, dispatch = self._queue, self._dispatch
-        may_be_full = queue.in_order.count >= queue.least_bound
+        may_be_full = queue.priority_queue.count >= queue.min_queue_limit
         if may_be_full and self._pool.free_slots and queue.is_full(submit.priority):
             self._expire(now_ns)
             dispatch.run(now_ns)
@@ -151,7 +155,7 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
 
         The callers of all waiting calls count, because two calls may deadlock only together.
         """
-        calls = [Caller.parse(call.submit.callers) for call in self._queue.calls()]
+        calls = [Caller.parse(call.submit.callers) for call in self._queue.waiting_calls()]
         callers = {(caller.pid, caller.key) for chain in calls for caller in chain}
         instance_slots = getattr(request.sequence, "instance_slots", None)
         slot = None if instance_slots is None else self._pool.by_peer(instance_slots.peer)
@@ -165,7 +169,7 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
 
     def _report_calls(self, now_ns: int) -> None:
         """Report calls that have waited for long to the supervisor, which detects deadlocks."""
-        calls = self._queue.calls()
+        calls = self._queue.waiting_calls()
         self._report_calls_ns = now_ns + _CALL_REPORT_NS if calls else NEVER
         occupants = self._pool.executions_by_peer()
         occupants_by_instance: list[list[int]] = list(occupants.values())
@@ -213,7 +217,7 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
             raise Internal("internal error") from None
 
     def serve_cached(
-        self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup, now_ns: int
+        self, client: Client[ScheduledRequest], submit: Submit, lookup: CacheLookup, now_ns: int
     ) -> None:
         # The response may still have to wait for its turn.
         fits, schema = self._fits, submit.schema
@@ -221,13 +225,15 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
         request = self._queue.enqueue(client, submit, fit, now_ns, cached=True)
         request.lookup = lookup
         self._responses.register(request)
-        timing = Timing(now_ns, 0, 0, 0, closed=CACHED)
+        timing = Timing(now_ns, 0, 0, 0, close_reason=CACHED)
         self._responses.finish(request, "", "", lookup.response, timing, now_ns)
 
     def retry_after_s(self, error: ShmserveError) -> int:
         if not isinstance(error, QueueFull):
             return 0
-        return self.executions.service_time.drain_s(len(self._queue), self._pool.ready_count)
+        return self.executions.service_time.seconds_to_complete(
+            len(self._queue), self._pool.ready_count
+        )
 
     def cancel(self, request: ScheduledRequest, now_ns: int, keeps_reading: bool = False) -> None:
         match request.state:
@@ -296,7 +302,7 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
                 if self._tickets is not None:
                     self._tickets.record_grant(message.ticket)
             case ResourcesHeld() | CallDeadlocked():
-                for request in self._queue.calls():
+                for request in self._queue.waiting_calls():
                     if request.key != message.key:
                         continue
                     if isinstance(message, ResourcesHeld):
@@ -390,7 +396,7 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
         return {
             "pending": len(self._queue),
             "executing": self._pool.executing_count,
-            "instances": self._pool.counts(),
+            "instances": self._pool.state_counts(),
             "open_sequences": self._dispatch.open_sequences,
             "generation": self._dispatch.gauges(),
             "malformed": self._workers.malformed_messages + self.results.unexpected_messages,

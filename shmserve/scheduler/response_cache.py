@@ -34,7 +34,7 @@ from shmserve.ipc.tensors.descriptors import Range, pack_range, unpack_range
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Packed, RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.transport.frames import MalformedMessage
-from shmserve.scheduler.requests.request import NOTHING, Lookup
+from shmserve.scheduler.requests.request import NOTHING, CacheLookup
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +49,12 @@ T = TypeVar("T")
 class _Entry(NamedTuple):
     """A cached response: its schema and the bytes of each tensor.
 
-    `small`: all tensors are sent inside the message.
+    `is_inline`: all tensors are sent inside the message.
     """
 
     schema: bytes
     data: list[bytes]
-    small: bool
+    is_inline: bool
 
 
 class _SchemaKey(NamedTuple):
@@ -62,11 +62,11 @@ class _SchemaKey(NamedTuple):
 
     Attributes:
         prefix: The packed names, datatypes, shapes, parameters and requested outputs.
-        order: The indices of the inputs, sorted by the inputs' names.
+        input_order: The indices of the inputs, sorted by the inputs' names.
     """
 
     prefix: bytes
-    order: list[int]
+    input_order: list[int]
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class ResponseCache:
         self._entries: LruCache[_Entry] = LruCache(self._start.byte_size)
         self._schema_keys: Schemas[_SchemaKey] = Schemas(self._schema_key)
 
-    def look_up(self, submit: Submit) -> Lookup | None:
+    def look_up(self, submit: Submit) -> CacheLookup | None:
         """Return the result of a lookup, or None if the request bypasses the cache.
 
         The caller must lend or cancel the result.
@@ -102,15 +102,17 @@ class ResponseCache:
             if not schema_key.prefix:
                 return None
             sequence = (submit.correlation_id, submit.correlation_text, submit.flags)
-            contents = [self._tensor_bytes(submit.data[index]) for index in schema_key.order]
+            contents = [self._tensor_bytes(submit.data[index]) for index in schema_key.input_order]
             key = cache_key(schema_key.prefix, sequence, contents)
             entry = self._entries.find(key)
             if entry is None:
-                return Lookup(key, NOTHING, self._clock() - began_ns, copies)
-            response_data = entry.data if entry.small else self._copy_to_lent(entry.data, copies)
+                return CacheLookup(key, NOTHING, self._clock() - began_ns, copies)
+            response_data = (
+                entry.data if entry.is_inline else self._copy_to_lent(entry.data, copies)
+            )
         except (MalformedMessage, ShmserveError, LookupError):
             return None
-        return Lookup(b"", (entry.schema, response_data), self._clock() - began_ns, copies)
+        return CacheLookup(b"", (entry.schema, response_data), self._clock() - began_ns, copies)
 
     def _schema_key(self, schema: bytes) -> _SchemaKey:
         """Return the schema's part of the cache key; empty if its requests bypass the cache."""
@@ -156,7 +158,7 @@ class ResponseCache:
                     key.hex()[:16],
                     self._model,
                     byte_size,
-                    self._entries.bound,
+                    self._entries.max_bytes,
                     self._too_large_count,
                 ),
             )
@@ -199,7 +201,7 @@ class ResponseCache:
             raise
         return response_data
 
-    def lend(self, reader: int, lookup: Lookup) -> None:
+    def lend(self, reader: int, lookup: CacheLookup) -> None:
         """Lend the copies of a response to `reader` until it releases them."""
         for copy in lookup.copies:
             self.lent.lend(reader, copy.memory_range, copy)
@@ -228,7 +230,7 @@ class ResponseCache:
         """Return the current sizes and counts."""
         return {
             "bytes": self._entries.used_bytes,
-            "bound": self._entries.bound,
+            "bound": self._entries.max_bytes,
             "entries": len(self._entries),
             "evicted": self._entries.evicted_count,
             "lent_bytes": self._lent_bytes,
@@ -236,13 +238,13 @@ class ResponseCache:
 
 
 class LruCache(Generic[T]):
-    """Values by key with a total size of at most `bound` bytes.
+    """Values by key with a total size of at most `max_bytes` bytes.
 
     The least recently used ones are evicted.
     """
 
     def __init__(self, bound: int) -> None:
-        self.bound = bound
+        self.max_bytes = bound
         self.used_bytes = 0
         self.evicted_count = 0
         self._entries: OrderedDict[bytes, tuple[int, T]] = OrderedDict()
@@ -263,12 +265,12 @@ class LruCache(Generic[T]):
 
         Return False, without a change, if the value is larger than the cache.
         """
-        if byte_size > self.bound:
+        if byte_size > self.max_bytes:
             return False
         replaced_entry = self._entries.pop(key, None)
         if replaced_entry is not None:
             self.used_bytes -= replaced_entry[0]
-        self._evict(self.bound - byte_size)
+        self._evict(self.max_bytes - byte_size)
         self._entries[key] = byte_size, value
         self.used_bytes += byte_size
         return True
@@ -280,7 +282,7 @@ class LruCache(Generic[T]):
 
     def resize(self, bound: int) -> None:
         """Change the bound."""
-        self.bound = bound
+        self.max_bytes = bound
         self._evict(bound)
 
     def _evict(self, bound: int) -> None:

@@ -73,7 +73,7 @@ from shmserve.scheduler.tables import (
     Quantiles,
     ResponseStats,
     Table,
-    duration,
+    duration_entry,
 )
 
 # Ended requests and executions are recorded first, and counted together when the statistics are
@@ -143,7 +143,7 @@ class Statistics(Table):
         self._late_times: list[_RecordedTimes] = []
 
     @property
-    def model(self) -> tuple[str, str]:
+    def model_key(self) -> tuple[str, str]:
         """Return the name and the version of the model."""
         return self._model
 
@@ -288,7 +288,8 @@ class Statistics(Table):
             "inference_count": self.inference_count,
             "execution_count": executions.execution_count,
             "inference_stats": {
-                name: duration(count, getattr(self, f"{name}_ns")) for name, count in counts.items()
+                name: duration_entry(count, getattr(self, f"{name}_ns"))
+                for name, count in counts.items()
             },
             "response_stats": self._responses.report(),
             "batch_stats": executions.by_size(),

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from shmserve.common.peers import credentials
+from shmserve.common.peers import peer_credentials
 from shmserve.common.tasks import in_background, wait_any
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
@@ -139,7 +139,7 @@ class Handover:
         link = self._listener.accept()
         if link is None:
             return
-        pid, uid, _ = credentials(link)
+        pid, uid, _ = peer_credentials(link)
         refusal_reason = self._refusal_reason()
         if uid != os.geteuid():
             refusal_reason = "it belongs to another user"

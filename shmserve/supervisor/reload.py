@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shmserve.common.tasks import end_all, wait_any
+from shmserve.common.tasks import cancel_all, wait_any
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.supervision import SetTokens
@@ -159,7 +159,7 @@ class Reload:
             try:
                 await self._reload()
             finally:
-                await end_all(waited_for)
+                await cancel_all(waited_for)
             self._service_manager.notify_ready(self._describe_state())
 
     async def _reload(self) -> None:

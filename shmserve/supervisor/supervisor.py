@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shmserve.common.tasks import end_all, wait_any
+from shmserve.common.tasks import cancel_all, wait_any
 from shmserve.config.flags import FLAGS, IDLE_BACKEND_SETTINGS
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
@@ -113,7 +113,7 @@ class Supervisor:
             if status == 0:
                 await end_signal
         else:
-            await end_all(start)
+            await cancel_all(start)
         end_signal.cancel()
         await self.end(status)
         return status or int(self._lost_run_dir)
@@ -182,10 +182,10 @@ class Supervisor:
                 started = asyncio.gather(loading, gateways)
                 has_loaded, _ = await self.handover.run_beside_predecessor(started)
             except BaseException:
-                await end_all(*(task for task in (loading, gateways) if not task.done()))
+                await cancel_all(*(task for task in (loading, gateways) if not task.done()))
                 raise
             finally:
-                await end_all(waited_for)
+                await cancel_all(waited_for)
         if not self.health.has_failed:
             for line in model_table(await self.models.index(ready_only=False)):
                 logger.info("%s", line)
@@ -311,7 +311,7 @@ class Supervisor:
         announce(context, self.health)
         if status == 0:
             await self._finish()
-        await end_all(*context.tasks)
+        await cancel_all(*context.tasks)
         await self.models.kill()
         await self._kill_remaining()
         context.local_clients.connections.close()
@@ -323,7 +323,7 @@ class Supervisor:
         # Closed last, because a successor may use the run directory afterwards.
         self.handover.close()
         self.processes.close()
-        await end_all(waited_for)
+        await cancel_all(waited_for)
         self.service_manager.close()
         logger.info("the server has stopped")
 
@@ -334,12 +334,12 @@ class Supervisor:
         second_signal = asyncio.ensure_future(self.next_end_signal())
         await wait_any(drain_task, second_signal, timeout_s=limit_s - rejection_s)
         is_unfinished = not drain_task.done()
-        await end_all(drain_task, second_signal)
+        await cancel_all(drain_task, second_signal)
         if is_unfinished:
             logger.warning("requests did not finish within %g s, and are rejected", limit_s)
             rejection_task = asyncio.ensure_future(self._reject_unfinished())
             await asyncio.wait({rejection_task}, timeout=rejection_s)
-            await end_all(rejection_task)
+            await cancel_all(rejection_task)
 
     async def _reject_unfinished(self) -> None:
         await self.models.kill()

@@ -24,7 +24,7 @@ from shmserve.scheduler.generative.sequences import Generation
 from shmserve.workers.backends.llm.engine import Prompt, RowPlan, WorkerEngine
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
+from shmserve.workers.backends.llm.model.transformer import PassRunner, Transformer
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 from tests.simulation.generative import EngineRig
 from tests.support.generative_worker import GenerativeWorker
@@ -75,7 +75,7 @@ class ModelWorker(GenerativeWorker):
         super().__init__(*sizes)
         cache = KvCache(model.architecture, *sizes)
         self._prompts: dict[int, Prompt] = {}
-        model_passes = Passes(model, cache)
+        model_passes = PassRunner(model, cache)
         self.engine = NotingEngine(
             model_passes, None, self._prompts, lambda _: None, lambda *_: None
         )

@@ -93,7 +93,7 @@ class Streams:
         def pump() -> None:
             while not stop.is_set():
                 self.rig.context.control.wait(0.05)
-                self.rig.instance.link.pump()
+                self.rig.instance.link.handle_received()
                 self.rig.instance._writer.end_abandoned()
 
         thread = threading.Thread(target=pump)

@@ -45,7 +45,7 @@ _MAX_ENTRIES = {
     "SequenceDispatcher._slots": 64,
     "Executions._early_releases": 64,
     "Executions._unknown_releases": 4096,
-    "BlockPool.references": 1 << 10,
+    "BlockPool.reference_counts": 1 << 10,
     "BlockPool._length_by_start": 1 << 10,
     "BlockPool._start_by_end": 1 << 10,
     "BlockPool._keys": 1 << 10,

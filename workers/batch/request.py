@@ -64,8 +64,8 @@ class Input:
         memory_range: The range of the bytes, if `raw` is a view of an arena or of a region.
         model: The name of the model, for error texts.
         on_device: Whether the bytes are in device memory.
-        shared: Whether the bytes are shared, so that the model must not write into them.
-        kept: Whether the bytes are a sequence's state that the model must not change.
+        is_shared: Whether the bytes are shared, so that the model must not write into them.
+        is_kept: Whether the bytes are a sequence's state that the model must not change.
         writable: Whether the bytes are private, so that the model may change them.
         batch: The bytes of the whole batch if `raw` is a part of them. The other parts belong to
             the other requests of the batch.
@@ -79,8 +79,8 @@ class Input:
     memory_range: Range | None = None
     model: str = ""
     on_device: bool = False
-    shared: bool = False
-    kept: bool = False
+    is_shared: bool = False
+    is_kept: bool = False
     writable: bool = False
     batch: Any = None
     array: Array | None = None
@@ -91,11 +91,11 @@ class Input:
         Returns:
             The number of copied bytes.
         """
-        if not self.shared:
+        if not self.is_shared:
             return 0
         self.raw = self.raw.clone() if self.on_device else memoryview(bytearray(self.raw))
         self.memory_range = None
-        self.shared = False
+        self.is_shared = False
         self.array = None
         return len(self.raw)
 
@@ -207,8 +207,8 @@ class Request:
         schema: The unpacked schema of the request.
         batch_size: The rows of each input; 0 if the model does not batch.
         inputs: The inputs by name.
-        requested: The requested outputs by name, or all outputs of the model if the client named
-            none. Requests with equal schemas share this dictionary.
+        requested_outputs: The requested outputs by name, or all outputs of the model if the client
+            named none. Requests with equal schemas share this dictionary.
         memory_ranges: The ranges of the outputs that are written to clients' memory, by name.
         is_cancelled: Reads pending messages and returns whether the request was cancelled; safe in
             any thread.
@@ -224,7 +224,7 @@ class Request:
     schema: RequestSchema
     batch_size: int
     inputs: dict[str, Input]
-    requested: dict[str, OutputSchema]
+    requested_outputs: dict[str, OutputSchema]
     memory_ranges: dict[str, Range] = field(default_factory=dict)
     is_cancelled: Callable[[], bool] = never_cancelled
     response_kinds: dict[Any, Any] = field(default_factory=dict)
@@ -370,7 +370,7 @@ class Unpacker:
         requested = self._all_outputs
         if schema.outputs:
             requested = {output.name: output for output in schema.outputs}
-        placed = [output.name for output in schema.outputs if output.placed]
+        placed = [output.name for output in schema.outputs if output.has_range]
         string_inputs = [tensor.name for tensor in inputs if tensor.datatype == "BYTES"]
         return _RequestProperties(schema, inputs, batch_size, requested, placed, string_inputs)
 

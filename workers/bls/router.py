@@ -479,7 +479,7 @@ class CallRouter:
 
     def _handle_received(self) -> None:
         """Handle all received messages."""
-        self._control.pump_all()
+        self._control.handle_all_received()
         with self._lock:
             if self._check_cancelled:
                 self._check_cancelled = False

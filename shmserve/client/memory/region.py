@@ -62,9 +62,9 @@ class Region(Mapping[str, Any]):
 
     def __init__(
         self,
-        memories: SegmentAllocator,
+        allocator: SegmentAllocator,
         tensors: Specs,
-        make: Callable[[int], AnySegment] | None = None,
+        make_segment: Callable[[int], AnySegment] | None = None,
         offset: int = 0,
     ) -> None:
         """Allocate the memory, by `make(byte_size)` if given; the tensors begin at `offset`.
@@ -82,15 +82,15 @@ class Region(Mapping[str, Any]):
             self._offsets[template.name] = start = offset + aligned(end - offset)
             end = start + max(1, template.byte_size)
         byte_size = max(1, end)
-        if make is None:
-            self._block = block = memories.allocate(byte_size, whole_segment=True)
+        if make_segment is None:
+            self._block = block = allocator.allocate(byte_size, whole_segment=True)
         else:
-            self._block = block = memories.add(make(byte_size))
+            self._block = block = allocator.add(make_segment(byte_size))
         assert not block.offset  # the block of a region is a whole segment
         self._start_offset = offset
         self.segment: Any = block.segment
-        self.lease = MemoryLease(partial(memories.withdraw_block, block))
-        self.memories = memories
+        self.lease = MemoryLease(partial(allocator.withdraw_block, block))
+        self.allocator = allocator
         # The schema and data of a request to each model.
         self.requests: dict[ClientModel, Packed] = {}
         self._attached: weakref.WeakKeyDictionary[SegmentAllocator, Region] = (
@@ -104,7 +104,7 @@ class Region(Mapping[str, Any]):
             Released: The region was released.
             Unsupported: The memory is on a device.
         """
-        if self.memories is memories:
+        if self.allocator is memories:
             return self
         region = self._attached.get(memories)
         if region is None:
@@ -203,7 +203,7 @@ class Region(Mapping[str, Any]):
         # The memory itself is freed with the last array over it and the last request in flight.
         self.lease = MemoryLease(noop)
         self.lease.released = True
-        self.memories.free_recycled()
+        self.allocator.free_recycled()
         for region in list(self._attached.values()):
             region.release()
 

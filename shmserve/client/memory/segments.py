@@ -147,11 +147,11 @@ class MemoryBlock:
 
     __slots__ = ("_allocator", "offset", "segment", "size")
 
-    def __init__(self, segment: Any, offset: int, size: int, memories: SegmentAllocator) -> None:
+    def __init__(self, segment: Any, offset: int, size: int, allocator: SegmentAllocator) -> None:
         self.segment = segment  # usually a `Segment`, which has `bytes`
         self.offset = offset
         self.size = size
-        self._allocator: SegmentAllocator | None = memories
+        self._allocator: SegmentAllocator | None = allocator
 
     def recycle(self) -> None:
         """Mark the block unused; the next `free_recycled` frees it. This method is idempotent.
@@ -329,7 +329,7 @@ class SegmentAllocator:
                 return segment, offset
         return None
 
-    def any_within(self, arrays: Sequence[np.ndarray]) -> bool:
+    def contains_any(self, arrays: Sequence[np.ndarray]) -> bool:
         """Check whether any of the arrays lies in a segment."""
         if not self._segments:
             return False

@@ -74,7 +74,7 @@ class View(np.ndarray[Any, Any]):
     def __array_finalize__(self, source: object) -> None:
         self._lease = getattr(source, "_lease", None)
 
-    def plain(self) -> np.ndarray[Any, Any]:
+    def as_plain_array(self) -> np.ndarray[Any, Any]:
         """Return the same memory as a plain array. Raises Released."""
         self.check()
         return np.ndarray.view(self, np.ndarray)
@@ -85,10 +85,10 @@ class View(np.ndarray[Any, Any]):
             raise Released("this memory was released; copy data that you need after the release")
 
     def __getitem__(self, key: Any) -> Any:
-        return self.plain()[key]
+        return self.as_plain_array()[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.plain()[key] = _as_plain(value)
+        self.as_plain_array()[key] = _as_plain(value)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: Any, *inputs: Any, **options: Any) -> Any:
         if "where" in options:
@@ -110,31 +110,31 @@ class View(np.ndarray[Any, Any]):
         return function(*map(_as_plain_deep, arguments), **keywords)
 
     def __repr__(self) -> str:
-        return repr(self.plain())
+        return repr(self.as_plain_array())
 
     def __str__(self) -> str:
-        return str(self.plain())
+        return str(self.as_plain_array())
 
     def __dlpack__(self, **options: Any) -> Any:
-        return self.plain().__dlpack__(**options)
+        return self.as_plain_array().__dlpack__(**options)
 
     def copy(self, order: Any = "C") -> Any:
         """Return a copy as a plain array. Raises Released."""
-        return self.plain().copy(order)
+        return self.as_plain_array().copy(order)
 
     @property
     def flat(self) -> Any:
         """Return an iterator over the elements. Raises Released."""
-        return self.plain().flat
+        return self.as_plain_array().flat
 
     def __copy__(self) -> Any:
-        return self.plain().copy()
+        return self.as_plain_array().copy()
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self.plain().copy()
+        return self.as_plain_array().copy()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)
+        return self.as_plain_array().__reduce_ex__(protocol)
 
 
 def lease_of(array: object) -> MemoryLease | None:
@@ -173,7 +173,7 @@ for _name in (
 
 
 def _as_plain(value: object) -> object:
-    return value.plain() if isinstance(value, View) else value
+    return value.as_plain_array() if isinstance(value, View) else value
 
 
 def _as_plain_deep(value: object) -> object:

@@ -42,7 +42,7 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.scheduler_client import NO_SCHEDULER, InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Range
-from shmserve.ipc.tensors.inference import inline_size_of, runs_once
+from shmserve.ipc.tensors.inference import inline_size_of, is_aliased_request
 from shmserve.ipc.trace import TraceContext, phase_durations, unpack_spans
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.ipc.transport.zmtp import Dealer, LinkTable
@@ -58,7 +58,7 @@ class ClientRequest(InflightRequest):
     """An in-flight request with one response.
 
     Attributes:
-        abandoned: Whether the caller has stopped waiting for the request.
+        is_abandoned: Whether the caller has stopped waiting for the request.
         channel: The channel that submitted the request.
         is_retry: Whether the request has been resubmitted because its response was lost.
         on_done: Called with the request when `outcome` is set.
@@ -68,7 +68,7 @@ class ClientRequest(InflightRequest):
     """
 
     __slots__ = (
-        *("abandoned", "channel", "is_retry", "on_done", "outcome"),
+        *("is_abandoned", "channel", "is_retry", "on_done", "outcome"),
         *("packed_request", "release_memory"),
     )
 
@@ -79,13 +79,13 @@ class ClientRequest(InflightRequest):
         on_done: Callable[[ClientRequest], None] | None,
     ) -> None:
         self.endpoint = ""
-        self.responses = 0
+        self.response_count = 0
         self.channel = channel
         self.packed_request = packed_request
         self.release_memory = packed_request.release_memory
         self.on_done = on_done
         self.outcome: Result | ShmserveError | None = None
-        self.abandoned = False
+        self.is_abandoned = False
         self.is_retry = False
 
     def result(self) -> Result:
@@ -105,7 +105,7 @@ class ClientRequest(InflightRequest):
             del outcome  # a cycle of the error and its traceback would keep the request's memory
 
     def is_awaited(self) -> bool:
-        return not self.abandoned
+        return not self.is_abandoned
 
     def respond(self, message: Response) -> None:
         if type(message) is Finished:
@@ -155,7 +155,9 @@ class ClientRequest(InflightRequest):
         except ShmserveError as error:
             self.release_memory = release_memory
             submit = self.submit
-            final = self.is_retry or self.abandoned or runs_once(submit.schema, submit.data)
+            final = (
+                self.is_retry or self.is_abandoned or is_aliased_request(submit.schema, submit.data)
+            )
             if isinstance(error, Unavailable) and not final:
                 self.is_retry = True  # the worker exited before the response was read
                 channel.schedulers.submit(self, self.endpoint, message_size(submit))
@@ -211,7 +213,7 @@ class ClientRequest(InflightRequest):
 
         An abandoned request ignores its outcome.
         """
-        if self.abandoned:
+        if self.is_abandoned:
             return
         self.outcome = outcome
         on_done, self.on_done = self.on_done, None  # the callback may refer to this request
@@ -308,23 +310,23 @@ class RequestChannel:
 
     def cancel(self, pending: ClientRequest) -> None:
         """Cancel a request. Its memory stays in use until the scheduler responds."""
-        pending.abandoned = True
+        pending.is_abandoned = True
         self.schedulers.cancel(pending)
 
     def expire(self, request_id: int) -> None:
         """Fail and cancel a request whose deadline has passed, unless it has completed."""
         pending = self.schedulers.pending.get(request_id)
-        if pending is not None and not pending.abandoned:
+        if pending is not None and not pending.is_abandoned:
             pending.complete(TimedOut(LATE))
             self.cancel(pending)
 
     @property
-    def waiting(self) -> Collection[int]:
+    def pending_ids(self) -> Collection[int]:
         """Return the ids of the requests that have not completed."""
         return self.schedulers.pending
 
     @property
-    def unsent(self) -> int:
+    def unsent_count(self) -> int:
         """Return the number of queued messages."""
         return self._links.unsent
 
@@ -379,14 +381,14 @@ class RequestChannel:
             new_link = self._links.connect(link.endpoint)
         except Unavailable as error:
             self._links.remove(link)
-            for pending in self.schedulers.withdraw(link.endpoint):
+            for pending in self.schedulers.remove_requests(link.endpoint):
                 pending.fail(error.message)
             return
         if not new_link.connected:
             new_link.close()
             return
         self._links.remove(link)
-        withdrawn = self.schedulers.withdraw(link.endpoint)
+        withdrawn = self.schedulers.remove_requests(link.endpoint)
         if all(pending.is_retry for pending in withdrawn):
             new_link.close()
         else:
@@ -402,7 +404,7 @@ class RequestChannel:
 
     def _fail_all(self) -> None:
         self._links.close_all()
-        for pending in self.schedulers.withdraw_all():
+        for pending in self.schedulers.remove_all_requests():
             pending.free()
             pending.complete(Disconnected(CLOSED_EARLY))
 

@@ -18,7 +18,7 @@ from shmserve.client.memory.region import Region, check_datatype
 from shmserve.client.memory.segments import AnySegment, MemoryBlock, SegmentAllocator, aligned
 from shmserve.client.memory.views import View, lease_of, noop
 from shmserve.client.request.arrays import Array, as_array, datatype_of, is_torch
-from shmserve.client.request.prepared import Buffer, ClientTemplate, pack
+from shmserve.client.request.prepared import ClientTemplate, TemplateSlot, pack
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.arrays import encode_bytes
@@ -37,7 +37,7 @@ _FOREVER_S = 2e6  # a longer timeout counts as no timeout, since epoll has a lim
 _INTEGERS = range(-(1 << 63), 1 << 64)  # the range of MessagePack integers
 
 
-class Options(NamedTuple):
+class RequestOptions(NamedTuple):
     """The options of a call. `flags` mark the first and the last request of a sequence."""
 
     request_id: str = ""
@@ -50,10 +50,10 @@ class Options(NamedTuple):
     trace: str = ""
 
 
-PLAIN = Options()
+PLAIN = RequestOptions()
 
 
-def options_of(
+def make_options(
     request_id: str,
     parameters: Mapping[str, Any] | None,
     priority: int,
@@ -62,7 +62,7 @@ def options_of(
     start: bool = False,
     end: bool = False,
     traceparent: str = "",
-) -> Options:
+) -> RequestOptions:
     """Return the options of a call; PLAIN if all are defaults. Raises InvalidArgument."""
     flags = SEQUENCE_START * bool(start) | SEQUENCE_END * bool(end)
     is_plain = not request_id and not parameters and not priority
@@ -73,20 +73,20 @@ def options_of(
     name, values = _check_text("request_id", request_id or ""), _check_parameters(parameters)
     timing = (_check_priority(priority), timeout_us, deadline_ns)
     number_or_name, trace = _check_sequence(sequence), _trace_context(traceparent, parameters)
-    return Options(name, values, *timing, number_or_name, flags, trace)
+    return RequestOptions(name, values, *timing, number_or_name, flags, trace)
 
 
 def _trace_context(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
     """Return the trace context of a request that is traced or explained; otherwise ""."""
     if traceparent:
-        caller = TraceContext.of_header(_check_text("traceparent", traceparent))
+        caller = TraceContext.from_header(_check_text("traceparent", traceparent))
         if caller is None:
             raise InvalidArgument(
                 f"traceparent must have W3C's format 00-TRACE-SPAN-FLAGS, got {traceparent!r:.80}"
             )
-        return caller.child().message
+        return caller.child().message_field
     explain_requested = isinstance(parameters, Mapping) and parameters.get("explain") is True
-    return TraceContext.new().message if explain_requested else ""
+    return TraceContext.new().message_field if explain_requested else ""
 
 
 def _check_sequence(sequence: int | str) -> int | str:
@@ -168,9 +168,9 @@ class PackedRequest(NamedTuple):
     model: ClientModel
     schema: bytes
     data: list[Any]
-    options: Options
+    options: RequestOptions
     template: ClientTemplate | None = None
-    slot: Buffer | None = None
+    slot: TemplateSlot | None = None
     as_torch: bool = False
     release_memory: Callable[[], None] = noop
     segments: tuple[AnySegment, ...] = ()  # segments that may contain the request's outputs
@@ -178,16 +178,16 @@ class PackedRequest(NamedTuple):
 
 
 def prepare(
-    memories: SegmentAllocator,
+    allocator: SegmentAllocator,
     model: ClientModel,
     inputs: Mapping[str, Any],
     outputs: Sequence[str] | Mapping[str, Any] | None,
-    options: Options,
+    options: RequestOptions,
 ) -> PackedRequest:
     """Return a request to `model`.
 
     Args:
-        memories: The client's memory.
+        allocator: The client's memory.
         model: The model.
         inputs: The inputs: a mapping or a region.
         outputs: The names of the requested outputs, or a region, or arrays of a region, for them.
@@ -198,7 +198,7 @@ def prepare(
         Unavailable: There is not enough memory.
     """
     if type(inputs) is Region and outputs is None:
-        return _prepare_region(memories, model, inputs, options)
+        return _prepare_region(allocator, model, inputs, options)
     if type(inputs) is not dict and not isinstance(inputs, Mapping):
         raise InvalidArgument(f"inputs must be a mapping of names to arrays, got {inputs!r:.80}")
     arrays: list[Array] = []
@@ -221,14 +221,14 @@ def prepare(
         byte_size += array.nbytes
         key += (name, array.dtype, array.shape, datatype)
     # Only its address shows whether a large array is in a region.
-    if can_use_template and (byte_size <= INLINE_LIMIT or not memories.any_within(arrays)):
+    if can_use_template and (byte_size <= INLINE_LIMIT or not allocator.contains_any(arrays)):
         key += outputs or ()
         template = model.templates.find(tuple(key))
         if template is not None:
             return _fill_template(model, template, arrays, options, as_torch)
     else:
         can_use_template = False
-    request = _UntemplatedRequest(memories, model, inputs, arrays, options, as_torch)
+    request = _UntemplatedRequest(allocator, model, inputs, arrays, options, as_torch)
     if not can_use_template or not request.is_templatable:
         return request.prepare(outputs)
     template = request.make_template(tuple(key), tuple(outputs or ()))
@@ -248,7 +248,7 @@ def _fill_template(
     model: ClientModel,
     template: ClientTemplate,
     arrays: Sequence[Array],
-    options: Options,
+    options: RequestOptions,
     as_torch: bool,
 ) -> PackedRequest:
     parameters = options.parameters
@@ -264,10 +264,10 @@ def _fill_template(
 
 
 def _prepare_region(
-    memories: SegmentAllocator, model: ClientModel, region: Region, options: Options
+    allocator: SegmentAllocator, model: ClientModel, region: Region, options: RequestOptions
 ) -> PackedRequest:
-    if region.memories is not memories:
-        region = region.attached_to(memories)
+    if region.allocator is not allocator:
+        region = region.attached_to(allocator)
     packed = region.requests.get(model)
     if packed is None or options.parameters:
         signature = model.signature
@@ -304,7 +304,7 @@ class _UntemplatedRequest:
     _model: ClientModel
     inputs: InitVar[Mapping[str, Any]]
     _arrays: list[Array]
-    _options: Options
+    _options: RequestOptions
     _as_torch: bool
 
     def __post_init__(self, inputs: Mapping[str, Any]) -> None:
@@ -415,7 +415,7 @@ class _UntemplatedRequest:
             check_datatype(name, target.datatype, self._model.signature)
             memory_range = self._device_range(target)
         elif isinstance(target, np.ndarray) and target.flags.c_contiguous:
-            plain = target.plain() if isinstance(target, View) else target
+            plain = target.as_plain_array() if isinstance(target, View) else target
             datatype = datatype_of(plain, spec.datatype if spec is not None else "")
             check_datatype(name, datatype or str(plain.dtype), self._model.signature)
             segment_offset = self._allocator.find(plain.ctypes.data, plain.nbytes)

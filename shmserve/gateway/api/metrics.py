@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shmserve.common import model_metrics
-from shmserve.common.host import CpuUtilization, Process, memory_bytes, processes
+from shmserve.common.host import CpuUtilization, ProcessStatistics, memory_bytes, processes
 from shmserve.common.tasks import collect
 from shmserve.gateway.api import management
 from shmserve.gateway.context import Gateway
@@ -68,7 +68,7 @@ class ExpositionFamily:
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the page."""
-        yield from model_metrics.head_lines(self.name, self.help_text, self.kind)
+        yield from model_metrics.header_lines(self.name, self.help_text, self.kind)
         yield from self.samples
 
 
@@ -265,7 +265,7 @@ class MetricsExporter:
         return (_exposition_text(families) + _model_families(reports, server_names)).encode()
 
     def _all_families(
-        self, reports: list[dict[str, Any]], running: list[Process]
+        self, reports: list[dict[str, Any]], running: list[ProcessStatistics]
     ) -> Iterator[ExpositionFamily]:
         """Yield all families of the server, whose processes are `running`."""
         settings, models = self._gateway.settings, self._gateway.models
@@ -347,7 +347,7 @@ def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> st
         names = ", ".join(sorted(families.keys() - unique.keys()))
         text = "metrics of models that have the names of the server's metrics are not shown: %s"
         logger.warning(text, names)
-    return model_metrics.exposition(unique)
+    return model_metrics.to_prometheus_text(unique)
 
 
 _PROCESS_FAMILIES = (
@@ -358,7 +358,7 @@ _PROCESS_FAMILIES = (
 )
 
 
-def _process_families(running: list[Process]) -> Iterator[ExpositionFamily]:
+def _process_families(running: list[ProcessStatistics]) -> Iterator[ExpositionFamily]:
     for kind, name, text, attribute in _PROCESS_FAMILIES:
         samples = (({"process": process.title}, getattr(process, attribute)) for process in running)
         yield _create_family(kind, name, text, *samples)

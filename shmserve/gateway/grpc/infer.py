@@ -389,7 +389,7 @@ def _ending_from_error(error: Exception, call: GrpcCall) -> Ending:
     """Return the status of a call whose inference failed."""
     if isinstance(error, RequestRefused):
         error = error.error
-        caller = TraceContext.of_header(call.head.traceparent)
+        caller = TraceContext.from_header(call.head.traceparent)
         error.traceparent = "" if caller is None else caller.traceparent
     if not isinstance(error, ShmserveError):
         logger.error("a call of %s failed", call.head.path, exc_info=error)

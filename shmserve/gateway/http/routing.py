@@ -352,7 +352,7 @@ def _request_id_header(client_id: str) -> bytes:
 
 def _traceparent(request: HttpRequest) -> str:
     """Return the traceparent of the caller, or ""."""
-    caller = TraceContext.of_header(request.headers.get(TRACEPARENT, ""))
+    caller = TraceContext.from_header(request.headers.get(TRACEPARENT, ""))
     return "" if caller is None else caller.traceparent
 
 

@@ -150,7 +150,7 @@ def _begin_trace(gateway: Gateway, built: BuiltRequest, arrived_ns: int, tracepa
     if trace.explained:
         # No templates, because each response contains the durations of its own request.
         built.responses = None
-    return trace.scheduler.message
+    return trace.scheduler.message_field
 
 
 async def reload_model(gateway: Gateway, built_request: BuiltRequest) -> None:

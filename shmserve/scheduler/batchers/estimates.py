@@ -43,12 +43,12 @@ class _SizeStatistics:
     """The mean duration of the batches of a size.
 
     Attributes:
-        mean: The mean duration, divided by the level (see `SizeTimes`).
+        mean_duration: The mean duration, divided by the level (see `SizeTimes`).
         weight: The number of batches in the mean.
     """
 
     def __init__(self, mean: float, execution: int) -> None:
-        self.mean = mean
+        self.mean_duration = mean
         self.weight = 1.0
         self._decayed_count, self._last_execution = 1.0, execution
 
@@ -124,34 +124,35 @@ class SizeTimes:
         """Return the duration of a batch at about the 99th percentile."""
         return self.expected_ns(units) * (1 + 3 * self._spread)
 
-    def best_size(self, units: int, *, out_of_reach: bool = False) -> int:
+    def best_size(self, units: int, *, target_out_of_reach: bool = False) -> int:
         """Return the size up to `units` with the highest row rate; if uncertain, the larger one.
 
-        If all requests are `out_of_reach`, the result is the size with the highest possible rate,
-        so that the uncertainty ends (a bandit problem, as solved by UCB1: Auer et al., 2002).
+        If `target_out_of_reach`, the result is the size with the highest possible rate, so that the
+        uncertainty ends (a bandit problem, as solved by UCB1: Auer et al., 2002).
         """
         if self._is_stale:
             self._refresh()
         index = min(_index(units), self._last_index)
-        best_index = (self._optimistic_index if out_of_reach else self._best_index)[index]
+        best_index = (self._optimistic_index if target_out_of_reach else self._best_index)[index]
         return units if best_index == index else _size(best_index)
 
     # --- learning -----------------------------------------------------------------------------
 
-    def observe(self, units: int, took_ns: float, *, out_of_reach: bool = False) -> None:
+    def observe(self, units: int, elapsed_ns: float, *, target_out_of_reach: bool = False) -> None:
         """Record the duration of a batch.
 
         Args:
             units: The size of the batch.
-            took_ns: The duration.
-            out_of_reach: Whether the target is out of reach and the arrivals do not decrease.
+            elapsed_ns: The duration.
+            target_out_of_reach: Whether the target is out of reach and the arrivals do not
+                decrease.
         """
-        self._late_executions += out_of_reach
+        self._late_executions += target_out_of_reach
         self._observation_count += 1
         if not self._observation_count:
             return
         index = min(_index(units), self._last_index)
-        duration = max(took_ns, 1.0) / self._time_scale
+        duration = max(elapsed_ns, 1.0) / self._time_scale
         size = self._sizes.get(index)
         if size is None:
             self._sizes[index] = _SizeStatistics(duration, self._observation_count)
@@ -161,11 +162,11 @@ class SizeTimes:
         size.record_execution(self._observation_count)
         duration = self._clamp_outlier(size, duration)
         size.weight = min(size.weight + 1, _MAX_MEAN_WEIGHT)
-        change = (duration - size.mean) / size.weight
-        size.mean += change
+        change = (duration - size.mean_duration) / size.weight
+        size.mean_duration += change
         if (
             size.weight < _MAX_TRIALS
-            or abs(change) > size.mean / 50
+            or abs(change) > size.mean_duration / 50
             or not self._observation_count % 16
         ):
             self._is_stale = True
@@ -175,11 +176,11 @@ class SizeTimes:
 
         Update the level and the spread.
         """
-        ratio = duration / size.mean
+        ratio = duration / size.mean_duration
         if not 1 / _MIN_CHANGE < ratio < _MIN_CHANGE:
             self._outliers.append((self._time_scale * ratio, size))
             if len(self._outliers) == _CHANGE_LENGTH and self._has_changed():
-                return size.mean
+                return size.mean_duration
         elif self._outliers:
             self._outliers.clear()
         if size.weight >= 4:
@@ -194,7 +195,7 @@ class SizeTimes:
         if deviation > max_deviation:  # an outlier, or a change if repeated: repetitions weigh more
             size.weight /= 2
             if size.weight >= 2:
-                return size.mean * min(max(ratio, 1 - max_deviation), 1 + max_deviation)
+                return size.mean_duration * min(max(ratio, 1 - max_deviation), 1 + max_deviation)
         return duration
 
     def _has_changed(self) -> bool:
@@ -299,11 +300,11 @@ class SizeTimes:
         mean = weight = 0.0
         for index in self._observed_indices:
             size = self._sizes[index]
-            pooled = (mean * weight + size.mean * size.weight) / (weight + size.weight)
+            pooled = (mean * weight + size.mean_duration * size.weight) / (weight + size.weight)
             if pool:
                 error = spread * pooled * math.sqrt(1 / weight + 1 / size.weight)
-                if abs(size.mean - mean) > _SURE_ERRORS * error:
-                    pool, weight, pooled = [], 0.0, size.mean
+                if abs(size.mean_duration - mean) > _SURE_ERRORS * error:
+                    pool, weight, pooled = [], 0.0, size.mean_duration
             mean, weight = pooled, weight + size.weight
             pool.append(index)
             shortest.update(dict.fromkeys(pool, mean / (1 + spread / math.sqrt(weight))))
@@ -342,11 +343,11 @@ class SizeTimes:
             size = self._sizes[index]
             weight = size.decayed_count(self._observation_count)
             total += weight
-            delta_x, delta_y = _size(index) - mean_x, size.mean - mean_y
+            delta_x, delta_y = _size(index) - mean_x, size.mean_duration - mean_y
             mean_x += delta_x * weight / total
             mean_y += delta_y * weight / total
             sum_xx += weight * delta_x * (_size(index) - mean_x)
-            sum_xy += weight * delta_x * (size.mean - mean_y)
+            sum_xy += weight * delta_x * (size.mean_duration - mean_y)
         slope = self._slope_ns
         if sum_xx > total * (_MIN_VARIATION * mean_x) ** 2:
             slope = sum_xy / sum_xx
@@ -357,7 +358,7 @@ class SizeTimes:
         times, lower = self._times, 0
         end_slope = self._slope_ns
         for index in self._observed_indices:
-            mean, high = self._sizes[index].mean, _size(index)
+            mean, high = self._sizes[index].mean_duration, _size(index)
             if lower:
                 slope = (mean - times[lower]) / (high - _size(lower))
             else:
@@ -388,14 +389,14 @@ class _ArrivalStatistics:
     """The statistics of arrivals while a certain number of requests is in flight."""
 
     def __init__(self) -> None:
-        self.chance = 0.0
+        self.probability = 0.0
         self.gap_ns = 0.0
         self.deviation_ns = 0.0
         self.observations = 0
 
     def record_gap(self, gap_ns: int) -> None:
         """Record that the next request arrived after this gap."""
-        if self.chance:
+        if self.probability:
             error = gap_ns - self.gap_ns
             self.gap_ns += error / 8
             self.deviation_ns += (abs(error) - self.deviation_ns) / 4
@@ -409,10 +410,10 @@ class _ArrivalStatistics:
 
     def _update_probability(self, outcome: float) -> None:
         self.observations += 1
-        self.chance += (outcome - self.chance) / min(self.observations, 16)
+        self.probability += (outcome - self.probability) / min(self.observations, 16)
 
     @property
-    def patience_ns(self) -> int:
+    def max_wait_ns(self) -> int:
         """Return the time after the last event for which waiting for the next arrival pays."""
         return int(self.gap_ns + 6 * self.deviation_ns) + _MARGIN_NS
 
@@ -435,18 +436,18 @@ class Arrivals:
         self._in_flight = 0
         self._last_event_ns = 0
 
-    def record_arrival(self, now_ns: int, in_flight: int, soon_ns: float) -> None:
-        """Record an arrival; if it came within `soon_ns` of the last event, record the gap."""
+    def record_arrival(self, now_ns: int, in_flight: int, max_gap_ns: float) -> None:
+        """Record an arrival; if it came within `max_gap_ns` of the last event, record the gap."""
         gap_ns = now_ns - self._last_event_ns
-        if gap_ns <= soon_ns:
+        if gap_ns <= max_gap_ns:
             self._current_statistics().record_gap(gap_ns)
         else:
             self._current_statistics().record_miss()
         self._last_event_ns, self._in_flight = now_ns, in_flight
 
-    def record_batch(self, now_ns: int, in_flight: int, soon_ns: float) -> None:
-        """Record the end of a batch, and a miss if no event occurred within `soon_ns` before."""
-        if now_ns - self._last_event_ns > soon_ns:
+    def record_batch(self, now_ns: int, in_flight: int, max_gap_ns: float) -> None:
+        """Record the end of a batch, and a miss if no event occurred within `max_gap_ns` before."""
+        if now_ns - self._last_event_ns > max_gap_ns:
             self._current_statistics().record_miss()
         self._last_event_ns, self._in_flight = now_ns, in_flight
 
@@ -457,7 +458,7 @@ class Arrivals:
             statistics = self._by_in_flight[in_flight] = _ArrivalStatistics()
         return statistics
 
-    def burst(self, max_requests: int) -> Iterator[tuple[float, float]]:
+    def expected_burst(self, max_requests: int) -> Iterator[tuple[float, float]]:
         """Yield expected counts and waits for at most `max_requests` further requests of the burst.
 
         Each item is the expected number of requests so far and the expected wait.
@@ -467,32 +468,32 @@ class Arrivals:
             statistics = self._likely_statistics(self._in_flight + extra)
             if statistics is None:
                 return
-            miss_chance = 1 - statistics.chance
+            miss_chance = 1 - statistics.probability
             wait_ns += arrival_probability * (
-                statistics.chance * statistics.gap_ns + miss_chance * statistics.patience_ns
+                statistics.probability * statistics.gap_ns + miss_chance * statistics.max_wait_ns
             )
-            arrival_probability *= statistics.chance
+            arrival_probability *= statistics.probability
             requests += arrival_probability
             yield requests, wait_ns
 
     @property
-    def next_by_ns(self) -> int:
+    def burst_wait_end_ns(self) -> int:
         """Return the time until which waiting for the next request of a burst pays; 0: no burst."""
         statistics = self._likely_statistics(self._in_flight)
-        return 0 if statistics is None else self._last_event_ns + statistics.patience_ns
+        return 0 if statistics is None else self._last_event_ns + statistics.max_wait_ns
 
     def _likely_statistics(self, in_flight: int) -> _ArrivalStatistics | None:
         statistics = self._by_in_flight.get(min(in_flight, _MAX_LEVELS))
         if (
             statistics is None
             or statistics.observations < _MIN_ARRIVALS
-            or statistics.chance < _MIN_CHANCE
+            or statistics.probability < _MIN_CHANCE
         ):
             return None
         return statistics
 
 
-class Load:
+class LoadStatistics:
     """Moving averages of the rows that arrive and that are completed, per instance.
 
     The number of instances is estimated as the maximum of the average number of busy instances.
@@ -509,7 +510,7 @@ class Load:
         self._max_in_flight = 0.0
 
     def record_batch(
-        self, now_ns: int, in_flight: int, count: int, units: int, took_ns: int
+        self, now_ns: int, in_flight: int, count: int, units: int, elapsed_ns: int
     ) -> None:
         """Record the completion of a batch.
 
@@ -518,7 +519,7 @@ class Load:
             in_flight: The number of requests that are not completed.
             count: The number of requests in the batch.
             units: The number of rows in the batch.
-            took_ns: The duration of its execution.
+            elapsed_ns: The duration of its execution.
         """
         if self.batch_count:
             gain = max(_RATE_GAIN, 1 / self.batch_count)
@@ -528,7 +529,7 @@ class Load:
                 - self._arrived_rows
             ) * gain
             self._completed_rows += (units - self._completed_rows) * gain
-            self._execution_ns += (took_ns - self._execution_ns) * gain
+            self._execution_ns += (elapsed_ns - self._execution_ns) * gain
             self._interval_ns += (now_ns - self._returned_ns - self._interval_ns) * gain
             busy_instances = self._execution_ns / max(self._interval_ns, 1.0)
             self._busy_instances = max(self._busy_instances * _MAXIMUM_DECAY, busy_instances, 1.0)

@@ -15,7 +15,7 @@ from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.batchers.dynamic import WaitUntil
 from shmserve.scheduler.batchers.sequences import (
     InstanceSlots,
-    Rows,
+    RowBatch,
     Sequences,
     StatefulSequence,
     decide,
@@ -114,9 +114,9 @@ class SequenceDispatcher(Dispatcher):
             code, reason = "UNAVAILABLE", Reason.REJECTED
         if expired and sequence.instance_slots is None:
             text = _BACKLOG_EXPIRED
-            removed_requests = self._sequences.drop_all(sequence)
+            removed_requests = self._sequences.remove_all_waiting(sequence)
         else:
-            removed_requests = self._sequences.drop(request)
+            removed_requests = self._sequences.remove_waiting(request)
         for dependent in () if keep_dependents else removed_requests:
             if dependent is not request:
                 self._fail(dependent, code, text, reason, now_ns)
@@ -155,7 +155,7 @@ class SequenceDispatcher(Dispatcher):
         wake_ns = NEVER
         if not self._waits_for_more():
             for slots, instance in instances:
-                if instance is not None and instance.idle:
+                if instance is not None and instance.is_idle:
                     wake_ns = min(wake_ns, self._start(slots, instance, now_ns))
         if self._tickets is not None:
             self._tickets.return_unused()
@@ -174,8 +174,8 @@ class SequenceDispatcher(Dispatcher):
             if peer not in self._slots:
                 order = (instance.index, next(self._order_numbers))
                 self._slots[peer] = InstanceSlots(peer, order, self._rules.slots)
-                self._sequences.join(self._slots[peer])
-            if instance.retiring:
+                self._sequences.add_instance(self._slots[peer])
+            if instance.is_retiring:
                 self._sequences.close(self._slots[peer])
 
     def has_work(self, slot: Slot) -> bool:
@@ -191,7 +191,7 @@ class SequenceDispatcher(Dispatcher):
     def _start(self, slots: InstanceSlots, instance: Slot, now_ns: int) -> int:
         """Start the next batch of an idle instance; return when to call again (NEVER: no need)."""
         decision = decide(now_ns, slots, self._rules, self._executions.service_time.reserve_ns)
-        if isinstance(decision, Rows):
+        if isinstance(decision, RowBatch):
             if self._tickets is not None and self._tickets.find([instance]) is None:
                 self._tickets.request_tickets([instance], 1)
                 return NEVER

@@ -147,7 +147,7 @@ class StatefulSequence:
         self.has_state = False
 
 
-class Rows(Record):
+class RowBatch(Record):
     """A decision of the sequence batcher to run these sequences now.
 
     Each sequence has the row of its slot; None is a null row.
@@ -160,13 +160,13 @@ class Rows(Record):
 class InstanceSlots:
     """The sequence slots of the instance at the address `peer`.
 
-    Each slot has at most one of the `sequences`; some of them are `running_sequences`. `order`
-    decides which instance's slots are taken first.
+    Each slot has at most one of the `sequences`; some of them are `running_sequences`. The
+    `order_number` decides which instance's slots are taken first.
     """
 
     def __init__(self, peer: bytes, order: tuple[int, int], slots: int) -> None:
         self.peer = peer
-        self.order = order
+        self.order_number = order
         self.sequences: list[StatefulSequence | None] = [None] * slots
         self.running_sequences: list[StatefulSequence] = []
         self.closed = False  # whether new sequences are rejected
@@ -190,7 +190,7 @@ class InstanceSlots:
 
 def decide(
     now_ns: int, slots: InstanceSlots, rules: Sequencing, reserve_ns: int
-) -> Rows | WaitUntil | None:
+) -> RowBatch | WaitUntil | None:
     """Return the rows that an idle instance runs now, or the time at which its wait ends.
 
     Args:
@@ -211,7 +211,7 @@ def decide(
 
 def _decide_direct(
     now_ns: int, slots: InstanceSlots, rules: Sequencing, reserve_ns: int
-) -> Rows | WaitUntil:
+) -> RowBatch | WaitUntil:
     ready_slots = sorted(slots.ready_sequences)
     heads = {slot: slots.ready_sequences[slot].waiting.first for slot in ready_slots}
     oldest_slot = min(ready_slots, key=lambda slot: (heads[slot].enqueued_ns, slot))
@@ -232,16 +232,18 @@ def _decide_direct(
             rows[slot] = slot, slots.ready_sequences[slot]
         else:
             reason = CloseReason.SHAPE
-    return Rows(rows, reason)
+    return RowBatch(rows, reason)
 
 
 def _decide_oldest(
     now_ns: int, slots: InstanceSlots, rules: Batching, reserve_ns: int
-) -> Rows | WaitUntil | None:
+) -> RowBatch | WaitUntil | None:
     heads = (sequence.waiting.first for sequence in slots.ready_sequences.values())
     decision = dynamic.decide(now_ns, heads, rules, reserve_ns)
     if isinstance(decision, Batch):
-        return Rows(list(islice(slots.ready_sequences.items(), decision.count)), decision.reason)
+        return RowBatch(
+            list(islice(slots.ready_sequences.items(), decision.count)), decision.reason
+        )
     return decision
 
 
@@ -336,10 +338,10 @@ class Sequences:
 
     # --- instances --------------------------------------------------------------------------------
 
-    def join(self, slots: InstanceSlots) -> None:
+    def add_instance(self, slots: InstanceSlots) -> None:
         """Register an instance, whose slots are free."""
         for slot in range(len(slots.sequences)):
-            heapq.heappush(self._free_slots, (slot, slots.order, slots))
+            heapq.heappush(self._free_slots, (slot, slots.order_number, slots))
         self._fill()
 
     def remove_instance(self, slots: InstanceSlots) -> list[StatefulSequence]:
@@ -440,7 +442,7 @@ class Sequences:
         if self._open_sequences.get(sequence.id) is sequence:
             del self._open_sequences[sequence.id]
 
-    def drop(self, request: ScheduledRequest) -> list[ScheduledRequest]:
+    def remove_waiting(self, request: ScheduledRequest) -> list[ScheduledRequest]:
         """Remove a waiting request and the requests that depend on it, up to the next START.
 
         Return the removed requests. The sequence ends if no further request can come.
@@ -454,7 +456,7 @@ class Sequences:
             self._update_slot(sequence)
         return removed_requests
 
-    def drop_all(self, sequence: StatefulSequence) -> list[ScheduledRequest]:
+    def remove_all_waiting(self, sequence: StatefulSequence) -> list[ScheduledRequest]:
         """End a sequence; remove and return its waiting requests."""
         removed_requests = list(sequence.waiting)
         sequence.waiting = WaitingRequests()
@@ -509,7 +511,7 @@ class Sequences:
         sequence.instance_slots = None
         self._idle_sequences.pop(sequence, None)
         if not slots.closed:
-            heapq.heappush(self._free_slots, (sequence.slot, slots.order, slots))
+            heapq.heappush(self._free_slots, (sequence.slot, slots.order_number, slots))
             self._fill()
 
     # --- executions -------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.scheduler.ensemble.memory import ABSENT, SKIPPED, TensorKind, Value
+from shmserve.scheduler.ensemble.memory import ABSENT, SKIPPED, TensorKind, TensorValue
 
 ONCE_PER_REQUEST = -1  # the origin of tensors that exist once per request
 RESPONSE = -1  # the index of the response among the readers of tensors
@@ -37,7 +37,7 @@ _CONDITION = "step[{}].condition"
 _MAX_KINDS = 256
 
 # Pairs of a tensor's name and its value, all with the same number.
-Tensors = Sequence[tuple[str, Value]]
+Tensors = Sequence[tuple[str, TensorValue]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,7 +281,7 @@ class ReadyStep(NamedTuple):
 
     step: PlannedStep
     response_index: int
-    inputs: dict[str, Value]
+    inputs: dict[str, TensorValue]
     kinds: tuple[TensorKind | None, ...]
 
     def release(self) -> None:
@@ -303,13 +303,13 @@ class Flow:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.has_responded = False
-        self._values: dict[tuple[str, int], Value] = {}
+        self._values: dict[tuple[str, int], TensorValue] = {}
         # Remaining uses of values with more than one use.
         self._remaining_uses: dict[tuple[str, int], int] = {}
         self._started_steps: set[tuple[int, int]] = set()
         self._counts: dict[int, int] = {}  # responses so far, by the index of a decoupled step
         self.ready_steps: list[ReadyStep] = []
-        self.responses: list[dict[str, Value]] = []
+        self.responses: list[dict[str, TensorValue]] = []
         self.absent_outputs: set[str] = set()
 
     def begin(self, inputs: Tensors) -> None:
@@ -381,7 +381,9 @@ class Flow:
             if key not in values:
                 return
         self._started_steps.add(fired)
-        reader_values: dict[str, Value] = {}  # by name; the reader must release each value once
+        reader_values: dict[
+            str, TensorValue
+        ] = {}  # by name; the reader must release each value once
         for key in keys:
             remaining_uses = self._remaining_uses.get(key)
             if remaining_uses is None:
@@ -395,7 +397,9 @@ class Flow:
                 self._remaining_uses[key] = remaining_uses - 1
         self._start(reader, response_index, reader_values)
 
-    def _start(self, reader: TensorReader, response_index: int, values: dict[str, Value]) -> None:
+    def _start(
+        self, reader: TensorReader, response_index: int, values: dict[str, TensorValue]
+    ) -> None:
         """Add a ready step or a response with these values, each of which must be released once."""
         if isinstance(reader, PlannedStep):
             self._run_or_skip(reader, response_index, values)
@@ -403,11 +407,11 @@ class Flow:
             self._respond(values)
 
     def _run_or_skip(
-        self, step: PlannedStep, response_index: int, values: dict[str, Value]
+        self, step: PlannedStep, response_index: int, values: dict[str, TensorValue]
     ) -> None:
         condition = step.condition
-        is_skipped = bool(condition) and not values[condition].holds
-        inputs: dict[str, Value] = {}
+        is_skipped = bool(condition) and not values[condition].is_true
+        inputs: dict[str, TensorValue] = {}
         kinds: list[TensorKind | None] = []
         for name, tensor, optional in step.inputs:
             value = values[tensor]
@@ -429,9 +433,9 @@ class Flow:
             values[condition].release()
         self.ready_steps.append(ReadyStep(step, response_index, inputs, tuple(kinds)))
 
-    def _respond(self, values: dict[str, Value]) -> None:
+    def _respond(self, values: dict[str, TensorValue]) -> None:
         self.has_responded = True
-        response: dict[str, Value] = {}
+        response: dict[str, TensorValue] = {}
         for name, value in values.items():
             if value.kind is not None:
                 response[name] = value

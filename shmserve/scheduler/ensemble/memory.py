@@ -74,18 +74,18 @@ class TensorKind:
 _KINDS: BoundedCache[Any, TensorKind] = BoundedCache(1024)
 
 
-class Value(Token):
+class TensorValue(Token):
     """A tensor of a request, counted by its uses; `memory` is released after the last one.
 
     Attributes:
         kind: The tensor's kind; None: there is no tensor.
         data: The tensor's bytes, or where they lie.
-        holds: Whether some element is true, if the tensor is a condition.
+        is_true: Whether some element is true, if the tensor is a condition.
         sequence_override: The sequence parameters in the response that contained the tensor.
         held_credits: The flow-control credits of the steps that made it, returned at its release.
     """
 
-    __slots__ = ("data", "held_credits", "holds", "kind", "memory", "sequence_override")
+    __slots__ = ("data", "held_credits", "is_true", "kind", "memory", "sequence_override")
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Value(Token):
         self.kind = kind
         self.data = data
         self.memory = memory
-        self.holds = holds
+        self.is_true = holds
         self.sequence_override = sequence_override
         self.held_credits = held_credits
         for credit in held_credits:
@@ -132,7 +132,7 @@ class Value(Token):
         return self._reference_count > 0 and bool(self.memory or self.held_credits)
 
 
-def overrides(values: Iterable[Value]) -> dict[str, Any]:
+def overrides(values: Iterable[TensorValue]) -> dict[str, Any]:
     """Return the sequence parameters in the responses that contained these tensors."""
     parameters: dict[str, Any] = {}
     for value in values:
@@ -141,8 +141,8 @@ def overrides(values: Iterable[Value]) -> dict[str, Any]:
     return parameters
 
 
-SKIPPED = Value(None, b"", holds=False)
-ABSENT = Value(None, b"", holds=False)
+SKIPPED = TensorValue(None, b"", holds=False)
+ABSENT = TensorValue(None, b"", holds=False)
 
 
 @dataclass(eq=False)

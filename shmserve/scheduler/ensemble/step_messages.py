@@ -44,7 +44,7 @@ from shmserve.scheduler.ensemble.flow import (
     Target,
     Tensors,
 )
-from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, Value
+from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, TensorValue
 from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, sequence_of
 
 _OVERRIDES = ("sequence_id", "sequence_start", "sequence_end")
@@ -87,7 +87,8 @@ class StepKind(NamedTuple):
     Attributes:
         schema: The schema of the requests.
         schema_reusing_input: The schema of requests whose outputs may stay in an input's memory.
-        placed: The outputs that have memory ranges: their names in the model and the ensemble.
+        outputs_with_ranges: The outputs that have memory ranges: their names in the model and
+            in the ensemble.
         allocations: The byte size of each output that the ensemble allocates, and its CUDA device.
         to_client: The outputs that are written to the client's memory.
         responses: The unpacked schemas of the responses.
@@ -95,7 +96,7 @@ class StepKind(NamedTuple):
 
     schema: bytes
     schema_reusing_input: bytes
-    placed: tuple[tuple[str, str], ...]
+    outputs_with_ranges: tuple[tuple[str, str], ...]
     allocations: dict[str, tuple[int, int | None]]
     to_client: frozenset[str]
     responses: Schemas[StepResponse]
@@ -203,7 +204,7 @@ class StepMessages:
             if value.sequence_override:
                 sequence_override = {**(sequence_override or {}), **value.sequence_override}
         schema = kind.schema
-        for name, tensor in kind.placed:
+        for name, tensor in kind.outputs_with_ranges:
             block = blocks.get(name)
             data.append(
                 pack_range(request.memory_ranges[tensor] if block is None else block.memory_range)
@@ -230,7 +231,9 @@ class StepMessages:
             number_id,
             text_id,
             client_request.connection_id,
-            TraceContext.of(client_request.trace).child().message if client_request.trace else "",
+            TraceContext.of(client_request.trace).child().message_field
+            if client_request.trace
+            else "",
             callers=client_request.callers,
         )
         return StepRequest(
@@ -329,7 +332,7 @@ class StepMessages:
         )
         if own_credit is not None:
             held_credits = (*held_credits, own_credit)
-        tensors: list[tuple[str, Value]] = []
+        tensors: list[tuple[str, TensorValue]] = []
         try:
             for index, (name, kind, tensor, is_condition, for_client) in enumerate(
                 response.outputs
@@ -340,7 +343,12 @@ class StepMessages:
                 if type(content) is not bytes:
                     content, memory = self._keep_output(step, name, content, for_client)  # type: ignore[arg-type]
                 tensors.append(
-                    (tensor, Value(kind, content, memory, is_true, sequence_override, held_credits))
+                    (
+                        tensor,
+                        TensorValue(
+                            kind, content, memory, is_true, sequence_override, held_credits
+                        ),
+                    )
                 )
         except ShmserveError:
             for _, value in tensors:

@@ -77,13 +77,13 @@ class AssignedRequest:
         if generation is None or generation.beams is not None:
             return {}
         prompt_size = len(generation.prompt)
-        return {s.sample: s.tokens[prompt_size:] for s in generation.sequences}
+        return {s.sample_index: s.tokens[prompt_size:] for s in generation.sequences}
 
     def resume_state(self) -> list[Resumed]:
         """Return the state from which another worker continues."""
         open_samples = {sample: (tokens, "") for sample, tokens in self.open_samples.items()}
         samples = open_samples | self.ended_samples
-        if len(samples) < (1 if self.generation is None else self.generation.samples):
+        if len(samples) < (1 if self.generation is None else self.generation.sample_count):
             return []  # the other samples of the request had not begun
         return [
             Resumed(
@@ -148,7 +148,7 @@ class GenerativeDispatcher(Dispatcher):
         self._assign(now_ns)
         for slot in self._pool.ready():
             engine = self._engine(slot)
-            if engine.running is None and slot.idle:
+            if engine.running is None and slot.is_idle:
                 began_ns = self._clock()
                 step = engine.plan(now_ns)
                 if step is not None:
@@ -192,7 +192,7 @@ class GenerativeDispatcher(Dispatcher):
 
     def _assign(self, now_ns: int) -> None:
         """Assign requests without an instance; requests whose instance died come first."""
-        slots = [slot for slot in self._pool.ready() if not slot.retiring]
+        slots = [slot for slot in self._pool.ready() if not slot.is_retiring]
         if not slots:
             return
         unassigned, self._unassigned_requests = self._unassigned_requests, []
@@ -259,7 +259,7 @@ class GenerativeDispatcher(Dispatcher):
             self._responses.fail(request, "INVALID_ARG", text, reason, now_ns, is_early=True)
             self._executions.cancel(request)
             return
-        can_resume = len(resumed) + len(assigned.ended_samples) == generation.samples
+        can_resume = len(resumed) + len(assigned.ended_samples) == generation.sample_count
         if message.replays_tokens:
             ended_samples = {s: tokens for s, (tokens, _) in assigned.ended_samples.items()}
             for sample, tokens in (resumed | ended_samples).items():
@@ -301,14 +301,14 @@ class GenerativeDispatcher(Dispatcher):
         """Record the latency of a sequence's new tokens."""
         if sequence.sampled_ns:
             self._counts.inter_token_seconds.observe(now_ns - sequence.sampled_ns)
-        elif not sequence.sample:
+        elif not sequence.sample_index:
             self._counts.first_token_seconds.observe(now_ns - request.arrived_ns)
         sequence.sampled_ns = now_ns
 
     def _on_sequence_end(self, sequence: Sequence[AssignedRequest], finish_reason: str) -> None:
         generation = sequence.generation
         tokens = sequence.tokens[len(generation.prompt) :]
-        generation.owner.ended_samples[sequence.sample] = (tokens, finish_reason)
+        generation.owner.ended_samples[sequence.sample_index] = (tokens, finish_reason)
         self._counts.finished[finish_reason] += 1
         self._counts.generation_tokens.observe(len(tokens))
 
@@ -337,7 +337,7 @@ class GenerativeDispatcher(Dispatcher):
                 "free": sum(engine.pool.free_count for engine in engines),
                 "cached": sum(engine.pool.cached_count for engine in engines),
                 "used": sum(engine.pool.used_count for engine in engines),
-                "host": sum(engine.host.used_count for engine in engines),
+                "host": sum(engine.host_pool.used_count for engine in engines),
             },
             "utilization": rows / capacity if capacity else 0.0,
         }
@@ -346,10 +346,14 @@ class GenerativeDispatcher(Dispatcher):
 
     def exclude_continuing(self, lost_work: LostWork) -> LostWork:
         removed_requests: list[ScheduledRequest] = []
-        for request in lost_work.open:
+        for request in lost_work.open_requests:
             assigned = self._assigned_requests.get(request.key)
-            request.deaths += 1
-            if assigned is None or request.state not in AT_WORK or request.deaths >= _MAX_DEATHS:
+            request.worker_deaths += 1
+            if (
+                assigned is None
+                or request.state not in AT_WORK
+                or request.worker_deaths >= _MAX_DEATHS
+            ):
                 removed_requests.append(request)
             else:
                 assigned.slot = request.worker = None

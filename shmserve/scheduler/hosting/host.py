@@ -114,14 +114,14 @@ class HostedScheduler(ABC):
     it.
     """
 
-    allowed: ClassVar[frozenset[type]]  # the messages that the supervisor may send
+    allowed_messages: ClassVar[frozenset[type]]  # the messages that the supervisor may send
 
     def __init__(
         self,
         start: SchedulerStart,
         waiter: DescriptorWaiter,
         in_process_links: InProcessLinks,
-        active: dict[HostedScheduler, None],
+        active_schedulers: dict[HostedScheduler, None],
     ) -> None:
         number, run_dir = start.number, start.run_dir
         self.number = number
@@ -129,7 +129,7 @@ class HostedScheduler(ABC):
         self.wake_ns = NEVER
         self.live_requests = 0
         self.stopped = False
-        self._active_schedulers = active
+        self._active_schedulers = active_schedulers
         self._start = start
         self._waiter = waiter
         self._in_process_links = in_process_links
@@ -158,7 +158,7 @@ class HostedScheduler(ABC):
             waiter.watch(fd, handler)
         in_process_links.register(self.endpoint, self._handle_in_process_message)
         self._control.send(SchedulerReady(os.getpid()))
-        active[self] = None
+        active_schedulers[self] = None
 
     @abstractmethod
     def _create_parts(self) -> SchedulerParts:
@@ -177,7 +177,7 @@ class HostedScheduler(ABC):
                 self._traces.process_exited(message.process)
             if type(message) is SetTracing:
                 self._traces.use(message)
-            elif type(message) in self.allowed:
+            elif type(message) in self.allowed_messages:
                 front.handle_control_message(message, now_ns)
             else:
                 front.count_unexpected()

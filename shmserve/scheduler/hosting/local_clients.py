@@ -91,7 +91,7 @@ class LocalClientListener:
         self._exited_numbers.append(client_number)
         for peer in self.link.peers():
             if _client_number(peer) == client_number:
-                self.link.dismiss(peer)
+                self.link.disconnect(peer)
         self._rules.process_exited(client_number)
 
 
@@ -255,12 +255,12 @@ class LocalTraces:
     def start_trace(self, peer: bytes, submit: Submit) -> Submit:
         """Return a client's request, with a trace if it is measured."""
         context = TraceContext.of(submit.trace)
-        is_sampled = self._sampler.samples(context.sampled if context.parent_id else None)
+        is_sampled = self._sampler.should_sample(context.sampled if context.parent_id else None)
         if not is_sampled and not self._slow_ns:
             return submit
         if not submit.trace:
             tensors = is_sampled and self._sampler.settings.with_tensors
-            submit = replace(submit, trace=TraceContext.new(is_sampled, tensors).message)
+            submit = replace(submit, trace=TraceContext.new(is_sampled, tensors).message_field)
         self.measured_requests[peer, submit.id] = submit, is_sampled
         return submit
 

@@ -24,7 +24,7 @@ from shmserve.ipc.messages.inference import (
 from shmserve.ipc.messages.supervision import InstanceServed
 from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot
-from shmserve.scheduler.requests.request import ControlLink, Peers, ScheduledRequest, Timing
+from shmserve.scheduler.requests.request import ControlLink, ScheduledRequest, Timing, WorkerLink
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics import Statistics
@@ -89,7 +89,7 @@ class ServiceTime:
             self.pipeline_depth = _MAX_DEPTH if depth > _MAX_DEPTH else depth or 1
             self.has_short_batches = self._busy_ns < _SHORT_BATCH_NS
 
-    def drain_s(self, waiting: int, instances: int) -> int:
+    def seconds_to_complete(self, waiting: int, instances: int) -> int:
         """Return the whole seconds, at least 1, until `waiting` requests are completed."""
         if not self._mean_requests:
             return 1
@@ -104,7 +104,7 @@ class Executions:
 
     _settings: Settings
     _pool: Pool
-    _workers: Peers
+    _workers: WorkerLink
     _control: ControlLink
     _responses: Responses
     _statistics: Statistics
@@ -137,10 +137,10 @@ class Executions:
             rows: The sequence of each row, if the model is stateful.
         """
         if self._settings.padding is not None:
-            padded_batch = self._settings.padding.batch()
+            padded_batch = self._settings.padding.new_batch()
             for request in requests:
                 padded_batch.may_join(request.shape_key, request.units)
-            self._statistics.executions.count_padding(padded_batch.elements())
+            self._statistics.executions.count_padding(padded_batch.element_counts())
         gaps = len(rows) - len(requests) if rows else 0
         execution = Execution(next(self._ids), requests, reason, now_ns, now_ns, gaps)
         slot = self._pool.assign(execution, required_slot)

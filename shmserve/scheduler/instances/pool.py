@@ -103,7 +103,7 @@ class Slot:
     awaited_pid: int = 0  # the pid of the announced process
     registration: Worker | None = None  # the last registration of a worker, until it is accepted
     worker: Worker | None = None  # the accepted worker: `peer` and `pid`
-    retiring: bool = False
+    is_retiring: bool = False
     has_served: bool = False  # its process has completed an execution
     engine: Any = None  # the engine of its process, if the model is generative
     executions: deque[Execution] = field(default_factory=deque)
@@ -115,7 +115,7 @@ class Slot:
         return self.executions[0] if self.executions else None
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Return whether the instance can run a batch immediately."""
         return self.state is SlotState.IDLE
 
@@ -129,11 +129,11 @@ class LostWork(NamedTuple):
 
     Attributes:
         executions: Its executions, the running one first.
-        open: The open requests whose execution had returned.
+        open_requests: The open requests whose execution had returned.
     """
 
     executions: list[Execution]
-    open: list[ScheduledRequest]
+    open_requests: list[ScheduledRequest]
 
 
 class InstanceTickets:
@@ -277,8 +277,8 @@ class Pool:
     def retire(self, index: int) -> None:
         """Mark an instance to be removed when it has nothing to do."""
         slot = self._get_slot(index)
-        if not slot.retiring:
-            slot.retiring = True
+        if not slot.is_retiring:
+            slot.is_retiring = True
             self.retiring_slots.append(slot)
             self.membership_changes += 1
             if slot in self.free_slots:
@@ -326,7 +326,7 @@ class Pool:
         slot.peer, slot.pid = slot.worker = registration
         slot.registration = None
         self._by_peer[slot.peer] = slot
-        if not slot.retiring:
+        if not slot.is_retiring:
             self.free_slots.append(slot)
         self.membership_changes += 1
         return slot
@@ -350,7 +350,7 @@ class Pool:
             slot.awaited_pid = 0
         slot.peer, slot.pid, slot.worker, slot.has_served = b"", 0, None, False
         slot.engine = None  # its successor's memory is empty, also if it has the same pid
-        if slot.retiring:
+        if slot.is_retiring:
             self.retiring_slots.remove(slot)
             del self._slots[slot.index]
             self._update_failure()
@@ -358,24 +358,24 @@ class Pool:
 
     # --- work -------------------------------------------------------------------------------------
 
-    def least_busy(self, credit: int, has_short_batches: bool = False) -> Slot | None:
-        """Return the busy instance with the fewest batches, if they are fewer than `credit`.
+    def least_busy(self, max_batches: int, has_short_batches: bool = False) -> Slot | None:
+        """Return the busy instance with the fewest batches, if they are fewer than `max_batches`.
 
         With `has_short_batches`, the only instance of a model has a credit of at least two.
         """
         least_busy: Slot | None = None
-        if credit == 1 and has_short_batches and len(self._by_peer) == 1:
-            credit = 2  # no other instance could run a batch that is sent ahead
-        if credit > 1:
+        if max_batches == 1 and has_short_batches and len(self._by_peer) == 1:
+            max_batches = 2  # no other instance could run a batch that is sent ahead
+        if max_batches > 1:
             for slot in self._by_peer.values():
                 batches = len(slot.executions)
                 if (
-                    batches < credit
+                    batches < max_batches
                     and slot.state is SlotState.BUSY
-                    and not slot.retiring
+                    and not slot.is_retiring
                     and (not self._max_open or len(slot.requests) < self._max_open)
                 ):
-                    least_busy, credit = slot, batches
+                    least_busy, max_batches = slot, batches
         return least_busy
 
     def assign(self, execution: Execution, required_slot: Slot | None = None) -> Slot:
@@ -428,7 +428,7 @@ class Pool:
 
     def update_free(self, slot: Slot) -> None:
         """Update `free_slots` after an execution or an open request of an instance has ended."""
-        if slot.state is not SlotState.IDLE or slot.retiring or slot in self.free_slots:
+        if slot.state is not SlotState.IDLE or slot.is_retiring or slot in self.free_slots:
             return
         if not self._max_open or len(slot.requests) < self._max_open:
             self.free_slots.append(slot)
@@ -509,7 +509,7 @@ class Pool:
         """Return the number of requests that instances have."""
         return sum(len(slot.requests) for slot in self._by_peer.values())
 
-    def counts(self) -> dict[str, int]:
+    def state_counts(self) -> dict[str, int]:
         """Return the number of instances in each state."""
         counts = dict.fromkeys(map(str, SlotState), 0)
         for slot in self._slots.values():

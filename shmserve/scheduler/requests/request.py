@@ -26,7 +26,7 @@ CACHED = "cached"  # `Timing.closed` of a request that was answered from the res
 R = TypeVar("R")
 
 
-class Peers(Protocol):
+class WorkerLink(Protocol):
     """The link to workers."""
 
     @property
@@ -68,7 +68,7 @@ class Client(Generic[R]):
 class Timing(NamedTuple):
     """The phases of an execution: its start (monotonic ns) and the duration of each phase (ns).
 
-    The execution had `rows` rows, and `closed` is the reason why its batch was closed. `spans` are
+    The execution had `rows` rows, and `close_reason` is why its batch was closed. `spans` are
     the spans of requests that its model sent to other models.
     """
 
@@ -77,7 +77,7 @@ class Timing(NamedTuple):
     infer_ns: int
     output_ns: int
     rows: int = 0
-    closed: str = ""
+    close_reason: str = ""
     spans: bytes = b""
 
     @classmethod
@@ -169,7 +169,7 @@ class Worker(NamedTuple):
     pid: int
 
 
-class Lookup(NamedTuple):
+class CacheLookup(NamedTuple):
     """The result of a lookup in the response cache.
 
     Attributes:
@@ -242,7 +242,7 @@ class ScheduledRequest:
     level: int = 0
     delayed: bool = False
     state: State = State.QUEUED
-    deaths: int = 0
+    worker_deaths: int = 0
     outcome: Outcome | None = None
     worker: Worker | None = None
     responses: int = 0
@@ -252,7 +252,7 @@ class ScheduledRequest:
     sequence: Any = None  # a `batchers.sequences.StatefulSequence`
     flags: int = 0
     succeeded_early: bool = False  # whether the request succeeded before its execution returned
-    lookup: Lookup | None = None
+    lookup: CacheLookup | None = None
 
     def transition(self, event: Event) -> None:
         """Apply an event to the state.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shmserve.common.host import cuda_devices
-from shmserve.common.peers import credentials
+from shmserve.common.peers import peer_credentials
 from shmserve.config.server import ServerConfig
 from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
@@ -38,7 +38,7 @@ def server_pid(run_dir: Path) -> int:
     """Return the pid of the server that uses a run directory, or 0 if none can be reached."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
         link.connect(os.fspath(endpoints.listener_socket(run_dir)))
-        return credentials(link)[0]
+        return peer_credentials(link)[0]
     return 0
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import shmserve
 from shmserve.common import fd_limits
-from shmserve.common.host import cgroup_limit, processors
+from shmserve.common.host import cgroup_limit, processor_limits
 from shmserve.config.server import ServerConfig
 from shmserve.supervisor.checks import Verdict, ok, warning, wrong
 
@@ -133,7 +133,7 @@ def judge_units(facts: tuple[int, str]) -> Verdict:
 
 def gather_files(config: ServerConfig) -> tuple[int, int]:
     """Return the attainable number of descriptors, and the configured number of regions."""
-    return fd_limits.attainable(), config.shm.max_regions
+    return fd_limits.max_limit(), config.shm.max_regions
 
 
 def judge_files(facts: tuple[int, int]) -> Verdict:
@@ -166,7 +166,7 @@ def judge_tasks(limit: int) -> Verdict:
 
 def gather_processors(_: ServerConfig) -> tuple[int, float | None]:
     """Return the number of usable processors, and the quota (None: no quota)."""
-    return processors()
+    return processor_limits()
 
 
 def judge_processors(facts: tuple[int, float | None]) -> Verdict:

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shmserve.common.peers import credentials
+from shmserve.common.peers import peer_credentials
 from shmserve.common.tasks import resolve_future
 from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
@@ -59,7 +59,7 @@ class Offer:
         link.settimeout(_PATIENCE_S)
         try:
             link.connect(os.fspath(endpoints.handover_socket(run_dir)))
-            if credentials(link)[1] != os.geteuid():
+            if peer_credentials(link)[1] != os.geteuid():
                 raise PermissionError
             data, fds = _receive(link, _MAX_DESCRIPTORS)
             response = json.loads(data or b'{"refused": "it ends"}')

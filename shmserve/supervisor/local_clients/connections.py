@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shmserve.common import fd_limits
-from shmserve.common.peers import NO_GROUP, admit_group, credentials
+from shmserve.common.peers import NO_GROUP, admit_group, peer_credentials
 from shmserve.errors import Unsupported
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
@@ -249,7 +249,7 @@ class LocalClientConnections:
             link = listener.accept()
             if link is None:
                 return
-            pid, uid, _ = credentials(link)
+            pid, uid, _ = peer_credentials(link)
             unwelcomed = [client for client in self._clients.values() if not client.welcomed]
             if len(unwelcomed) >= _MAX_CLIENTS_BEFORE_HELLO:
                 self.disconnect(unwelcomed[0])
@@ -272,7 +272,7 @@ class LocalClientConnections:
         user_clients = sum(client.uid == uid for client in self._clients.values())
         if len(self._clients) >= self._max_clients:
             return False
-        return user_clients < fd_limits.share_of(self._max_clients)
+        return user_clients < fd_limits.limit_per_peer(self._max_clients)
 
     def disconnect(self, client: LocalClient) -> None:
         """Close a connection, unless it is closed."""

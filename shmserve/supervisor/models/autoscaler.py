@@ -28,7 +28,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
-from shmserve.common.host import CpuUtilization, available_memory, memory_bytes, processors
+from shmserve.common.host import CpuUtilization, available_memory, memory_bytes, processor_limits
 from shmserve.errors import ShmserveError
 from shmserve.ipc import model_spec
 from shmserve.ipc.messages.publications import InstancesChanged
@@ -174,7 +174,7 @@ def _create_state(config: ModelSpec, bounds: Bounds) -> _ScalingState:
     batching = config.dynamic_batching
     delay_us = 0 if batching is None else batching.max_queue_delay_microseconds
     policy = ScalingPolicy(*bounds, target_s=target_ms / 1e3, delay_s=delay_us / 1e6)
-    count, quota = processors()
+    count, quota = processor_limits()
     return _ScalingState(policy, HostCapacity(count if quota is None else min(count, quota)))
 
 

@@ -234,7 +234,7 @@ class RegionOpener:
     def set_limits(self, policy: ShmPolicy) -> None:
         """Change the limits for later regions."""
         # A server without a free descriptor could start no process.
-        max_regions = min(policy.max_regions, fd_limits.regions_share(fd_limits.limit()))
+        max_regions = min(policy.max_regions, fd_limits.regions_share(fd_limits.current_limit()))
         self._quota.policy = replace(policy, max_regions=max_regions)
 
     async def open_object(

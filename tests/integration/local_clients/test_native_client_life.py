@@ -439,7 +439,7 @@ def test_requests_fail_when_the_connection_ends_first(gated_server: Server, endi
     waiting.start()
     visit = gated_server.gate.next()
     try:
-        connection.call(block_connection_thread)
+        connection.run_task(block_connection_thread)
         assert at_work.wait(10)
         if ending == "the server":
             connection._link._socket.send(b"what is no message")

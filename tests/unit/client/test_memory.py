@@ -18,7 +18,7 @@ from shmserve.client.memory.region import Region
 from shmserve.client.memory.segments import AnySegment, Segment, SegmentAllocator
 from shmserve.client.memory.views import MemoryLease, View
 from shmserve.client.request.arrays import as_array
-from shmserve.client.request.prepare import PLAIN, options_of, prepare
+from shmserve.client.request.prepare import PLAIN, make_options, prepare
 from shmserve.client.request.prepared import ClientTemplate
 from shmserve.client.request.results import read
 from shmserve.client.server_state import ClientModel, ClientModels
@@ -238,7 +238,7 @@ def test_options_of_one_call_are_not_in_the_template(
     x = np.zeros((1, 16), np.float32)
     requests = []
     for number in range(3):
-        options = options_of(f"id-{number}", None, number, number + 0.5, number + 1, True, False)
+        options = make_options(f"id-{number}", None, number, number + 0.5, number + 1, True, False)
         for value in (PLAIN, options):
             request = prepare(memories, model, {"x": x}, None, value)
             assert request.options is value
@@ -349,18 +349,18 @@ def test_a_region_keeps_no_templates_of_reloaded_models(memories: SegmentAllocat
 def test_invalid_request_options_are_rejected(wrong_options: dict[str, Any], text: str) -> None:
     options: dict[str, Any] = {"request_id": "", "parameters": None, "priority": 0}
     with pytest.raises(InvalidArgument, match=text):
-        options_of(**{**options, "timeout_s": None, **wrong_options})
+        make_options(**{**options, "timeout_s": None, **wrong_options})
 
 
 def test_request_options_are_encoded() -> None:
-    assert options_of("", {}, 0, None) is PLAIN
-    assert options_of("a", {"b": True}, np.int64(2), None)[:4] == ("a", {"b": True}, 2, 0)  # type: ignore[arg-type]
+    assert make_options("", {}, 0, None) is PLAIN
+    assert make_options("a", {"b": True}, np.int64(2), None)[:4] == ("a", {"b": True}, 2, 0)  # type: ignore[arg-type]
     for expired_s in (0, -1, -1e300, float("-inf")):
-        assert options_of("", None, 0, expired_s).timeout_us == 1
-    assert options_of("", None, 0, float("inf")) == PLAIN
-    assert options_of(None, None, 0, 1e9) == PLAIN  # type: ignore[arg-type]
+        assert make_options("", None, 0, expired_s).timeout_us == 1
+    assert make_options("", None, 0, float("inf")) == PLAIN
+    assert make_options(None, None, 0, 1e9) == PLAIN  # type: ignore[arg-type]
     # The longest that epoll can wait for, in milliseconds.
-    assert options_of("", None, 0, 1.99e6).timeout_us // 1000 < 1 << 31
+    assert make_options("", None, 0, 1.99e6).timeout_us // 1000 < 1 << 31
 
 
 def test_a_response_is_decoded_by_its_schema(memories: SegmentAllocator) -> None:
@@ -445,10 +445,10 @@ def test_lists_with_values_outside_the_datatype_are_rejected(value: object, data
 
 def test_an_unknown_model_is_awaited_until_the_server_is_ready() -> None:
     models = ClientModels()
-    models.ready = False
+    models.is_ready = False
     with pytest.raises(Unavailable, match="unknown model: 'm' is not found, and the server is not"):
         models.resolve("m", "")
-    models.ready = True
+    models.is_ready = True
     with pytest.raises(NotFound, match=r"unknown model: 'm' is not found$"):
         models.resolve("m", "")
 
@@ -460,7 +460,7 @@ def test_models_are_updated_by_publications() -> None:
     assert models.resolve("m", "").version == "3"
     models.publish(published(version="1", latest=False))
     assert models.resolve("m", "").version == "3"
-    assert models.names() == [("m", "1"), ("m", "3")]
+    assert models.model_versions() == [("m", "1"), ("m", "3")]
     models.withdraw("m", "3")
     with pytest.raises(Unavailable, match="no available versions"):
         models.resolve("m", "")

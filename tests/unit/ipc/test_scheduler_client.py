@@ -378,7 +378,7 @@ def test_old_losses_are_removed() -> None:
 def test_withdrawing_all_frees_settling_requests(client: Client) -> None:
     first_request, second_request = Request(client, number=1), Request(client, number=2)
     client.receive(failure_message(1, is_early=True))
-    assert client.withdraw_all() == [second_request]
+    assert client.remove_all_requests() == [second_request]
     assert (first_request.freed, second_request.freed, bool(client)) == (1, 0, False)
 
 
@@ -416,7 +416,7 @@ def test_each_request_is_ended_and_its_memory_freed_once(events: list[tuple[str,
                 client.lose(NEW, "ipc://newest")
         for request in requests.values():
             check(client, request)
-    for request in client.withdraw_all():
+    for request in client.remove_all_requests():
         request.fail("the end")
     assert all(request.freed == 1 for request in requests.values())
 

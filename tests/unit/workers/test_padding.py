@@ -173,7 +173,7 @@ def test_an_output_that_cannot_be_cut_is_an_error_to_its_request() -> None:
     padded_batch = padder.pad([request(np.ones((1, n), F32)) for n in (1, 3, 2)])
     shapes = ((1, 3, 2), (1, 2, 2), (1, 2, 2))
     responses = [Response([Output("FEATURES", "FP32", np.zeros(shape, F32))]) for shape in shapes]
-    padder.cut(responses, padded_batch)
+    padder.cut_outputs(responses, padded_batch)
     assert responses[0].outputs[0].shape == (1, 1, 2) and responses[1].error is not None
     assert responses[1].error.message == (
         "inference output 'FEATURES' has the shape [1,2,2], which cannot be cut like input "

@@ -135,7 +135,7 @@ class Model:
         copies: bool = True,
     ) -> None:
         states = sequence_inputs.read_states(ModelSpec.of(config(batch, state=list(specs))), folder)
-        self.states = sequence_inputs.States(states, copies)
+        self.states = sequence_inputs.SequenceStates(states, copies)
 
     def add_inputs(self, slot: int = 0, flags: int = 0) -> Request:
         packed_request = pack_inference(Inference(()))
@@ -286,7 +286,7 @@ class Sequences:
             sequence_batching=sequence_batching,
         )
         worker_rig.serve(FunctionBackend(worker_rig.context, self._execute), configuration)
-        self.states: sequence_inputs.States = worker_rig.instance._executor._states  # type: ignore[attr-defined]
+        self.states: sequence_inputs.SequenceStates = worker_rig.instance._executor._states  # type: ignore[attr-defined]
 
     def _execute(self, requests: list[Request]) -> list[Response]:
         if self.fails:

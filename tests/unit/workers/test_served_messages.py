@@ -45,7 +45,7 @@ class StepBackend(FunctionBackend):
         """Return the message table, which contains only steps."""
 
         def step(message: Step, requests: list[WorkerRequest]) -> m.BatchFinished | None:
-            self.steps.append((message.number, [r.cancelled for r in requests]))
+            self.steps.append((message.number, [r.is_cancelled for r in requests]))
             for r in requests:
                 request: Request = unpacker.request(r.work)
                 doubled_output = Output("Y", "FP32", request.inputs["X"].numpy() * 2)

@@ -33,7 +33,7 @@ from shmserve.workers.backends.llm.engine import DraftModel, Propose, WorkerEngi
 from shmserve.workers.backends.llm.engine_file import max_instances_per_device, with_sizes
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
+from shmserve.workers.backends.llm.model.transformer import PassRunner, Transformer
 from shmserve.workers.backends.llm.parameters import parse
 from shmserve.workers.backends.llm.prompts import read_inputs
 from shmserve.workers.backends.llm.texts import TextThread
@@ -122,7 +122,7 @@ class LlmBackend(Backend):
                 f"{self.context.device}"
             )
         vocab_size = checkpoint.architecture.vocab_size
-        parse({}, checkpoint.defaults, vocab_size, checkpoint.defaults_file)
+        parse({}, checkpoint.default_parameters, vocab_size, checkpoint.defaults_file)
         self._pass_runner = self._make_passes(checkpoint, settings, settings.swap_blocks)
         self._propose = self._find_proposer(settings)
         self._engine_settings = settings
@@ -152,7 +152,7 @@ class LlmBackend(Backend):
 
         def step(message: Step, _: list[WorkerRequest]) -> Stepped:
             try:
-                return replace(engine.step(message), text_ns=texts.spent_ns())
+                return replace(engine.step(message), text_ns=texts.take_cpu_ns())
             except Exception as error:
                 texts.fail_requests(engine.request_keys(message), error)
                 skipped = [row.sequence for row in message.rows]
@@ -205,11 +205,11 @@ class LlmBackend(Backend):
 
     def _make_passes(
         self, checkpoint: Checkpoint, settings: EngineSettings, host_blocks: int
-    ) -> Passes:
+    ) -> PassRunner:
         device = self.context.device
         model = Transformer(checkpoint, settings.weights, device)
         sizes = settings.block_size, settings.kv_cache_blocks, host_blocks
-        passes = Passes(model, KvCache(checkpoint.architecture, *sizes, device))
+        passes = PassRunner(model, KvCache(checkpoint.architecture, *sizes, device))
         passes.capture(settings.max_batch_size, settings.max_model_len)
         return passes
 

@@ -22,19 +22,19 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.generation import BeamSearch, Prepared, Row, RowResult, Step, Stepped
 from shmserve.workers.backends.llm.grammars import allowed_tokens, matcher_error
 from shmserve.workers.backends.llm.message_parsers import MessageFormat
-from shmserve.workers.backends.llm.model.transformer import Passes
+from shmserve.workers.backends.llm.model.transformer import PassRunner
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 from shmserve.workers.backends.llm.sampler import (
     PROPOSAL,
-    Check,
+    DraftCheck,
     Proposal,
     SampledRow,
     TokenLogprobs,
-    candidates,
     logprobs,
-    process,
+    process_logits,
     sample,
-    verify,
+    top_candidates,
+    verify_drafts,
 )
 
 _NO_ALLOWED_TOKEN = "the other parameters forbid all tokens that it allows"
@@ -203,8 +203,8 @@ class DraftModel:
     Its KV cache has the same blocks as the target model's, so both models use one block table.
     """
 
-    def __init__(self, passes: Passes) -> None:
-        self._passes = passes
+    def __init__(self, pass_runner: PassRunner) -> None:
+        self._passes = pass_runner
 
     def propose(self, rows: Sequence[_SequenceRow]) -> dict[int, Proposal]:
         """Return proposed tokens as a `Propose` function does."""
@@ -226,7 +226,7 @@ class DraftModel:
         """
         stale = [(s, row) for s, row in rows if len(s.tokens) - s.draft_computed > _MAX_DRAFT_INPUT]
         if stale:
-            batch = self._passes.empty()
+            batch = self._passes.new_pass()
             for sequence, _ in stale:
                 begin, end = sequence.draft_computed, sequence.draft_computed + _MAX_DRAFT_INPUT
                 batch.add(sequence.tokens[begin:end], begin, sequence.block_table)
@@ -236,7 +236,7 @@ class DraftModel:
 
     def _next_logits(self, rows: Sequence[_SequenceRow], proposals: dict[int, Proposal]) -> Tensor:
         """Return the logits after each sequence and its draft tokens, [rows, vocabulary]."""
-        batch = self._passes.empty()
+        batch = self._passes.new_pass()
         logit_rows: list[int] = []
         for sequence, _ in rows:
             drafts = proposals[sequence.number].tokens
@@ -249,7 +249,7 @@ class DraftModel:
         self, logits: Tensor, rows: Sequence[_SequenceRow], proposals: dict[int, Proposal]
     ) -> None:
         sampled = [sequence.sampled_row(proposals[sequence.number].tokens) for sequence, _ in rows]
-        process(logits, sampled)
+        process_logits(logits, sampled)
         tokens, distributions = sample(logits, sampled, PROPOSAL)
         for index, (sequence, _) in enumerate(rows):
             proposal = proposals[sequence.number]
@@ -296,7 +296,7 @@ class WorkerEngine:
         fail: Fails the requests with these keys with an error.
     """
 
-    passes: Passes
+    pass_runner: PassRunner
     propose: Propose | None
     prompts: Mapping[int, Prompt]
     emit: Callable[[list[SequenceOutput]], None]
@@ -308,7 +308,7 @@ class WorkerEngine:
         """Execute a step; sequences whose requests have ended are reported as skipped."""
         start_ns = time.perf_counter_ns()
         self._begin_sequences(message)
-        self.passes.cache.copy(message.swap_out, message.swap_in, message.copies)
+        self.pass_runner.cache.copy(message.swap_out, message.swap_in, message.copies)
         rows = self._prepare_rows(message)
         prepared = time.perf_counter_ns()
         plans = self._plan_rows(rows)
@@ -355,7 +355,7 @@ class WorkerEngine:
         for row in message.rows:
             sequence = self._sequences.get(row.sequence)
             if sequence is not None:
-                sequence.add_blocks(row, self.passes.cache.block_size)
+                sequence.add_blocks(row, self.pass_runner.cache.block_size)
                 if sequence.prompt.cached_tokens < 0:
                     sequence.prompt.cached_tokens = min(
                         row.start_position, len(sequence.prompt.tokens)
@@ -384,7 +384,7 @@ class WorkerEngine:
 
     def _forward(self, plans: list[RowPlan]) -> Tensor:
         """Run the model; return the logits of rows that are sampled or need log probabilities."""
-        batch = self.passes.empty()
+        batch = self.pass_runner.new_pass()
         logit_rows: list[int] = []
         for plan in plans:
             row, sequence = plan.row, plan.sequence
@@ -397,7 +397,7 @@ class WorkerEngine:
             logit_rows += range(pass_row + skipped, pass_row + len(tokens))
         if not plans:
             return torch.empty(0)
-        return self.passes.logits(batch, logit_rows)
+        return self.pass_runner.logits(batch, logit_rows)
 
     @staticmethod
     def _scores_prompt(plan: RowPlan) -> bool:
@@ -424,18 +424,18 @@ class WorkerEngine:
         """Sample the next token of each sequence, and verify its draft tokens."""
         sampled: list[SampledRow] = []
         logit_rows: list[int] = []
-        checks: list[Check] = []
+        checks: list[DraftCheck] = []
         for plan in plans:
             tokens = plan.proposal.tokens
-            checks.append(Check(len(sampled), plan.proposal))
+            checks.append(DraftCheck(len(sampled), plan.proposal))
             logit_rows += range(plan.logit_row, plan.logit_row + len(tokens) + 1)
             for count in range(len(tokens) + 1):
                 mask = plan.masks[count] if plan.masks else None
                 sampled.append(plan.sequence.sampled_row(tokens[:count], mask))
         row_logits = logits if len(logit_rows) == len(logits) else logits[logit_rows]
         raw_logits = _copy_raw(row_logits, sampled)
-        process(row_logits, sampled)
-        accepted_tokens = verify(row_logits, sampled, checks)
+        process_logits(row_logits, sampled)
+        accepted_tokens = verify_drafts(row_logits, sampled, checks)
         parts = [
             (plan, check, tokens)
             for plan, check, tokens in zip(plans, checks, accepted_tokens, strict=True)
@@ -451,7 +451,7 @@ class WorkerEngine:
     def _are_allowed(self, plan: RowPlan, tokens: list[int], logits: Tensor) -> bool:
         """Return whether sampled tokens are allowed; fail the request if no token is allowed."""
         prompt, parameters = plan.sequence.prompt, plan.sequence.prompt.parameters
-        is_restricted = parameters.restricted or plan.masks
+        is_restricted = parameters.is_restricted or plan.masks
         if not is_restricted or logits[range(len(tokens)), tokens].min() > -math.inf:
             return True
         name = "allowed_token_ids" if parameters.allowed_token_ids else "bad_words"
@@ -461,7 +461,7 @@ class WorkerEngine:
         return False
 
     def _append_tokens(
-        self, plan: RowPlan, check: Check, tokens: list[int], raw_logits: Tensor | None
+        self, plan: RowPlan, check: DraftCheck, tokens: list[int], raw_logits: Tensor | None
     ) -> SequenceOutput:
         """Add the sampled tokens to a sequence and its matcher."""
         sequence, prompt = plan.sequence, plan.sequence.prompt
@@ -498,7 +498,7 @@ class WorkerEngine:
 def _beam_candidates(plan: RowPlan, logits: Tensor) -> RowResult:
     prompt = plan.sequence.prompt
     count = max(2, 1 + len(prompt.end_tokens)) * prompt.parameters.beams
-    tokens, scores = candidates(logits, count)
+    tokens, scores = top_candidates(logits, count)
     return RowResult(plan.sequence.number, [], candidates=tokens, scores=scores)
 
 

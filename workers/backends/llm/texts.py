@@ -98,7 +98,10 @@ class SampleText:
         self._echo_length = len(echo)
         skip, self._dropped_tokens = parameters.skip_special_tokens, frozenset[int]()
         if skip and self.parser is not None and self.parser.format.kept_tokens:
-            skip, self._dropped_tokens = False, texts.special - self.parser.format.kept_tokens
+            skip, self._dropped_tokens = (
+                False,
+                texts.special_tokens - self.parser.format.kept_tokens,
+            )
         self._detokenizer = Detokenizer(texts, skip, prompt.tokens)
         self._stop_strings = StopStrings(parameters.stop, parameters.include_stop_str_in_output)
 
@@ -252,7 +255,7 @@ class TextResponse:
         return SampleText(self.prompt, self._texts, index, self._echo, message)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return whether all samples have ended."""
         return bool(self.samples) and all(sample.finish_reason for sample in self.samples)
 
@@ -267,7 +270,7 @@ class TextResponse:
     def respond(self) -> bool:
         """Send the responses that credit allows; return whether the request is complete."""
         if not self.prompt.parameters.stream:
-            return self.finished and self._send(self._best_samples(), True)
+            return self.is_finished and self._send(self._best_samples(), True)
         for sample in self.samples:
             if not (sample.is_open and sample.has_unsent):
                 continue
@@ -394,8 +397,8 @@ class TextThread:
     """The texts of all running requests, processed in a separate thread.
 
     `put` and `close` may be called in any thread. The engine's thread calls `fail_requests` and
-    `spent_ns`. No lock is needed: these methods read single values that the text thread replaces,
-    and a stream has its own lock. All other methods run in the text thread.
+    `take_cpu_ns`. No lock is needed: these methods read single values that the text thread
+    replaces, and a stream has its own lock. All other methods run in the text thread.
 
     Attributes:
         prompts: The prompt of each prepared request by key. The engine's thread reads it.
@@ -445,7 +448,7 @@ class TextThread:
             self._fail_overdue()
             self._cpu_ns = time.thread_time_ns()
 
-    def spent_ns(self) -> int:
+    def take_cpu_ns(self) -> int:
         """Return the CPU time (ns) of the text thread since the last call."""
         cpu_ns = self._cpu_ns
         spent_ns, self._reported_cpu_ns = cpu_ns - self._reported_cpu_ns, cpu_ns

@@ -342,18 +342,18 @@ class PythonExecution:
             for request, response in pairs
         ]
 
-    def _as_list(self, returned: Any, received_requests: list[ReceivedRequest]) -> list[Any]:
+    def _as_list(self, returned_value: Any, received_requests: list[ReceivedRequest]) -> list[Any]:
         """Return the list that `execute`, or its coroutine, has returned."""
-        if asyncio.iscoroutine(returned):
-            returned = self.run(returned)
-        if returned is None and all(
+        if asyncio.iscoroutine(returned_value):
+            returned_value = self.run(returned_value)
+        if returned_value is None and all(
             request.outbox is not None or request.rescheduled for request in received_requests
         ):
             return [None] * len(received_requests)
-        if not isinstance(returned, list):
-            problem = f"Expected a list in the execute return, found type '{type(returned)}'."
+        if not isinstance(returned_value, list):
+            problem = f"Expected a list in the execute return, found type '{type(returned_value)}'."
             raise _misuse_error(self._instance_name, problem)
-        return returned
+        return returned_value
 
     def _response(self, request: ReceivedRequest, response: Any) -> Response:
         if request.rescheduled:

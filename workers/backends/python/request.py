@@ -519,7 +519,7 @@ class InferenceRequest:
             self._timeout,
             api.deadline_ns(),
             self._priority,
-            TraceContext.of(trace).child().message if trace else "",
+            TraceContext.of(trace).child().message_field if trace else "",
             api.origins(),
             api.caller_lines(),
         )
@@ -587,7 +587,7 @@ class ReceivedRequest(InferenceRequest):
         self._timeout = work.timeout_us
         self._priority = work.priority
         self._parameters = origin.schema.parameters
-        self._outputs = origin.requested
+        self._outputs = origin.requested_outputs
         inputs = origin.inputs
         tensors = map(ReceivedTensor, inputs.values(), repeat(lender))
         self.tensors = dict(zip(inputs, tensors, strict=True))

@@ -31,7 +31,7 @@ from shmserve.gateway.inference.request import (
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import MAX_INT64, MAX_UINT64
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
-from shmserve.ipc.tensors.signature import check_extent
+from shmserve.ipc.tensors.signature import check_fits_int64
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def _read_input(member: Any, json_limit: int) -> InferInput:
             f"{', '.join(ITEM_SIZE)})"
         )
     if count * (item_size or 1) > MAX_INT64 or count == 0:
-        check_extent(name, shape, count, item_size)
+        check_fits_int64(name, shape, count, item_size)
     tensor = InferInput(name, datatype, tuple(shape), count)
     if is_binary:
         tensor.binary_size = check_unsigned(parameters["binary_data_size"], "binary_data_size")

@@ -7,14 +7,16 @@ from hypothesis import strategies as st
 
 from shmserve.ipc.memory.lent import CallbackToken
 from shmserve.scheduler.ensemble.flow import Flow, Graph, ModelProperties, Plan, ReadyStep, StepNode
-from shmserve.scheduler.ensemble.memory import SKIPPED, TensorKind, Value
+from shmserve.scheduler.ensemble.memory import SKIPPED, TensorKind, TensorValue
 
 TENSOR_KIND = TensorKind("BYTES", (1,))
 
 
-def value(text: str, freed_values: list[str] | None = None, holds_value: bool = True) -> Value:
+def value(
+    text: str, freed_values: list[str] | None = None, holds_value: bool = True
+) -> TensorValue:
     memory = None if freed_values is None else CallbackToken(lambda: freed_values.append(text))
-    return Value(TENSOR_KIND, text.encode(), memory, holds_value)
+    return TensorValue(TENSOR_KIND, text.encode(), memory, holds_value)
 
 
 @st.composite
@@ -55,7 +57,7 @@ def plan(graph: Graph, stream_steps: tuple[int, ...] = (), optional: tuple[str, 
     return Plan(graph, graph.outputs, models(stream_steps, optional))
 
 
-def respond(flow: Flow, ready_step: ReadyStep, values: dict[str, Value]) -> None:
+def respond(flow: Flow, ready_step: ReadyStep, values: dict[str, TensorValue]) -> None:
     """Add a step's response, whose outputs have the names of the model."""
     outputs = ready_step.step.outputs
     flow.respond(

@@ -147,7 +147,7 @@ def test_the_last_sequence_in_order_is_preempted() -> None:
     rig.run_turn()
     first_generation = submit(rig, [2] * 12, 12)
     rig.drain()
-    assert (first_generation.preemptions, later_generation.preemptions) == (0, 1)
+    assert (first_generation.preemption_count, later_generation.preemption_count) == (0, 1)
 
 
 def test_a_step_that_preempted_admits_no_request() -> None:
@@ -158,14 +158,14 @@ def test_a_step_that_preempted_admits_no_request() -> None:
     while rig.run_turn():
         if second.sequences and second.sequences[0].status is not SequenceStatus.RUNNING:
             assert third_generation.sequences[0].status is SequenceStatus.WAITING
-    assert second.preemptions
+    assert second.preemption_count
 
 
 def test_sequences_of_the_running_step_are_not_preempted() -> None:
     rig = make_rig(kv_cache_blocks=9, prefill_chunk_size=4)
     long_generation, short_generation = submit(rig, [1] * 28, 2), submit(rig, [2] * 4, 12)
     rig.drain()
-    assert (long_generation.preemptions, short_generation.preemptions) == (1, 0)
+    assert (long_generation.preemption_count, short_generation.preemption_count) == (1, 0)
     for generation in (long_generation, short_generation):
         rig.verify(generation, [0])
 

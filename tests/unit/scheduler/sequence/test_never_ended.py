@@ -20,7 +20,7 @@ class Table:
     def __init__(self) -> None:
         self.sequences = Sequences("m", IDLE_NS, MAX_SEQUENCES)
         self.slots = InstanceSlots(b"0.100", (0, 0), SLOTS)
-        self.sequences.join(self.slots)
+        self.sequences.add_instance(self.slots)
         self.now = 0
         self.keys = itertools.count()
         self.executed: list[Any] = []
