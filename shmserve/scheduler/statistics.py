@@ -278,9 +278,7 @@ class Statistics(Table):
         """Return the complete report; `gauges` are the current values under `shmserve`."""
         self._count_recorded()
         executions = self.executions
-        counts = {"success": self.success, "fail": self.fail, "queue": self.success}
-        counts |= dict.fromkeys(_QUANTILE_TIMES[2:], self.success - self.cache_hit)
-        counts |= {"cache_hit": self.cache_hit, "cache_miss": self.cache_miss}
+        count, executed_count = self.success, self.success - self.cache_hit
         return {
             "name": self._model[0],
             "version": self._model[1],
@@ -288,8 +286,14 @@ class Statistics(Table):
             "inference_count": self.inference_count,
             "execution_count": executions.execution_count,
             "inference_stats": {
-                name: duration_entry(count, getattr(self, f"{name}_ns"))
-                for name, count in counts.items()
+                "success": duration_entry(count, self.success_ns),
+                "fail": duration_entry(self.fail, self.fail_ns),
+                "queue": duration_entry(count, self.queue_ns),
+                "compute_input": duration_entry(executed_count, self.compute_input_ns),
+                "compute_infer": duration_entry(executed_count, self.compute_infer_ns),
+                "compute_output": duration_entry(executed_count, self.compute_output_ns),
+                "cache_hit": duration_entry(self.cache_hit, self.cache_hit_ns),
+                "cache_miss": duration_entry(self.cache_miss, self.cache_miss_ns),
             },
             "response_stats": self._responses.report(),
             "batch_stats": executions.by_size(),
