@@ -19,7 +19,7 @@ from shmserve.client import discovery
 from shmserve.client.connection import ServerConnection
 from shmserve.client.memory.cuda import DeviceSegment, device_number, open_exporter
 from shmserve.client.memory.region import Region, Specs, attach_region
-from shmserve.client.memory.segments import AnySegment, Segment, SegmentAllocator
+from shmserve.client.memory.segments import Allocator, AnySegment, Segment
 from shmserve.client.request.channel import DECOUPLED, FULL
 from shmserve.client.request.prepare import PackedRequest, RequestOptions, make_options, prepare
 from shmserve.client.server_state import ClientModel
@@ -179,9 +179,7 @@ class Session:
         self._lock = threading.RLock()
         self._is_closed = False
         self._cuda: CudaExporter | None = None
-        self.memories = SegmentAllocator(
-            memory_limit, self._share, self._withdraw, self._wake_connection
-        )
+        self.memories = Allocator(memory_limit, self._share, self._withdraw, self._wake_connection)
         self._connection = self._connect()
 
     def _connect(self) -> ServerConnection:

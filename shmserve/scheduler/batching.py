@@ -44,10 +44,10 @@ from shmserve.scheduler.requests.queue import RequestQueue, expired_text
 from shmserve.scheduler.requests.request import (
     CACHED,
     NEVER,
-    CacheLookup,
     Client,
     ControlLink,
     Event,
+    Lookup,
     ScheduledRequest,
     State,
     Timing,
@@ -129,7 +129,7 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
         self,
         client: Client[ScheduledRequest],
         submit: Submit,
-        lookup: CacheLookup | None,
+        lookup: Lookup | None,
         now_ns: int,
     ) -> None:
         if self._pool.failure:
@@ -217,7 +217,7 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
             raise Internal("internal error") from None
 
     def serve_cached(
-        self, client: Client[ScheduledRequest], submit: Submit, lookup: CacheLookup, now_ns: int
+        self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup, now_ns: int
     ) -> None:
         # The response may still have to wait for its turn.
         fits, schema = self._fits, submit.schema

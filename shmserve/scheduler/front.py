@@ -46,7 +46,7 @@ from shmserve.ipc.tensors.signature import stopping_text
 from shmserve.ipc.trace import TraceContext
 from shmserve.ipc.transport.router import trailing_pid
 from shmserve.scheduler.requests.queue import plausible_arrival_ns
-from shmserve.scheduler.requests.request import NEVER, CacheLookup, Client, ControlLink
+from shmserve.scheduler.requests.request import NEVER, Client, ControlLink, Lookup
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics import Reason, Statistics
 
@@ -220,17 +220,13 @@ class SchedulerCore(Protocol[R]):
     def check(self, submit: Submit, now_ns: int) -> None:
         """Raise ShmserveError if the request would not be admitted; `admit` has the same checks."""
 
-    def admit(
-        self, client: Client[R], submit: Submit, lookup: CacheLookup | None, now_ns: int
-    ) -> None:
+    def admit(self, client: Client[R], submit: Submit, lookup: Lookup | None, now_ns: int) -> None:
         """Admit a request with the result of its cache lookup.
 
         Raise ShmserveError if it is not admitted.
         """
 
-    def serve_cached(
-        self, client: Client[R], submit: Submit, lookup: CacheLookup, now_ns: int
-    ) -> None:
+    def serve_cached(self, client: Client[R], submit: Submit, lookup: Lookup, now_ns: int) -> None:
         """Serve a request from the cache; it has passed `check`."""
 
     def cancel(self, request: R, now_ns: int, keeps_reading: bool = False) -> None:

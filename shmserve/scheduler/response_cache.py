@@ -34,7 +34,7 @@ from shmserve.ipc.tensors.descriptors import Range, pack_range, unpack_range
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Packed, RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.transport.frames import MalformedMessage
-from shmserve.scheduler.requests.request import NOTHING, CacheLookup
+from shmserve.scheduler.requests.request import NOTHING, Lookup
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class ResponseCache:
         self._entries: LruCache[_Entry] = LruCache(self._start.byte_size)
         self._schema_keys: Schemas[_SchemaKey] = Schemas(self._schema_key)
 
-    def look_up(self, submit: Submit) -> CacheLookup | None:
+    def look_up(self, submit: Submit) -> Lookup | None:
         """Return the result of a lookup, or None if the request bypasses the cache.
 
         The caller must lend or cancel the result.
@@ -106,13 +106,13 @@ class ResponseCache:
             key = cache_key(schema_key.prefix, sequence, contents)
             entry = self._entries.find(key)
             if entry is None:
-                return CacheLookup(key, NOTHING, self._clock() - began_ns, copies)
+                return Lookup(key, NOTHING, self._clock() - began_ns, copies)
             response_data = (
                 entry.data if entry.is_inline else self._copy_to_lent(entry.data, copies)
             )
         except (MalformedMessage, ShmserveError, LookupError):
             return None
-        return CacheLookup(b"", (entry.schema, response_data), self._clock() - began_ns, copies)
+        return Lookup(b"", (entry.schema, response_data), self._clock() - began_ns, copies)
 
     def _schema_key(self, schema: bytes) -> _SchemaKey:
         """Return the schema's part of the cache key; empty if its requests bypass the cache."""
@@ -201,7 +201,7 @@ class ResponseCache:
             raise
         return response_data
 
-    def lend(self, reader: int, lookup: CacheLookup) -> None:
+    def lend(self, reader: int, lookup: Lookup) -> None:
         """Lend the copies of a response to `reader` until it releases them."""
         for copy in lookup.copies:
             self.lent.lend(reader, copy.memory_range, copy)

@@ -63,17 +63,17 @@ class Installation:
     systemd_version: int = 0
 
     @property
-    def units_folder(self) -> Path:
+    def unit_dir(self) -> Path:
         """Return the folder of units."""
         return self.home[0] / "systemd/user" if self.home else Path("/etc/systemd/system")
 
     @property
-    def settings_folder(self) -> Path:
+    def settings_dir(self) -> Path:
         """Return the folder of the configuration file and of tokens."""
         return self.home[0] / "shmserve" if self.home else Path("/etc/shmserve")
 
     @property
-    def models_folder(self) -> Path:
+    def models_dir(self) -> Path:
         """Return the model repository of a new configuration file."""
         data = self.home[1] if self.home else Path("/var/lib")
         return data / "shmserve/models"
@@ -107,7 +107,7 @@ class InstalledFile:
 
 def list_files(installation: Installation) -> list[InstalledFile]:
     """Return all files that may be installed, in the order of writing."""
-    settings_file = installation.settings_folder / "shmserve.yaml"
+    settings_file = installation.settings_dir / "shmserve.yaml"
     files = []
     for path, purpose, body in _file_bodies(installation):
         is_settings = path == settings_file
@@ -118,41 +118,33 @@ def list_files(installation: Installation) -> list[InstalledFile]:
 
 def _file_bodies(installation: Installation) -> Iterator[tuple[Path, str, str | None]]:
     user = installation.home is not None
-    models = json.dumps(str(installation.models_folder), ensure_ascii=False)
+    models = json.dumps(str(installation.models_dir), ensure_ascii=False)
     group = "" if user else "# Its members may share memory with the server.\nshm-group: shmclients"
     config = _render("config.yaml", models=models, group=group)
-    yield installation.settings_folder / "shmserve.yaml", "the server's flags", config
+    yield installation.settings_dir / "shmserve.yaml", "the server's flags", config
     yield (
-        installation.units_folder / SERVICES[0],
+        installation.unit_dir / SERVICES[0],
         "the server",
         _service_unit(installation, is_template=False),
     )
     purpose = (
-        f"further servers: shmserve@NAME has the flags of {installation.settings_folder}/NAME.yaml"
+        f"further servers: shmserve@NAME has the flags of {installation.settings_dir}/NAME.yaml"
     )
     yield (
-        installation.units_folder / SERVICES[1],
+        installation.unit_dir / SERVICES[1],
         purpose,
         _service_unit(installation, is_template=True),
     )
     for unit, (name, port, path) in _SOCKETS.items():
         listen = _listen_lines(f"127.0.0.1:{port}" if port else "", path, user)
-        yield (
-            installation.units_folder / unit,
-            f"the {name} listener",
-            _socket_unit(name, listen, ""),
-        )
+        yield (installation.unit_dir / unit, f"the {name} listener", _socket_unit(name, listen, ""))
         purpose = f"the {name} listener of shmserve@NAME, if it is enabled; a drop-in adds ports"
         listen = _listen_lines("", f"%i-{name}.sock", user)
-        yield (
-            installation.units_folder / _TEMPLATES[unit],
-            purpose,
-            _socket_unit(name, listen, "@%i"),
-        )
+        yield (installation.unit_dir / _TEMPLATES[unit], purpose, _socket_unit(name, listen, "@%i"))
     limits = "the resource limits of all servers together"
-    yield installation.units_folder / UNITS[-1], limits, _render("slice.conf")
+    yield installation.unit_dir / UNITS[-1], limits, _render("slice.conf")
     for service in SERVICES:
-        folder = installation.units_folder / f"{service}.d"
+        folder = installation.unit_dir / f"{service}.d"
         for device in DEVICES:
             text = None if user or device != installation.device else _render(f"{device}.conf")
             yield folder / f"10-{device}.conf", f"the devices of a host ({device})", text
@@ -160,7 +152,7 @@ def _file_bodies(installation: Installation) -> Iterator[tuple[Path, str, str | 
         text = _render("token.conf", credential=_credential_lines(user)) if has_token else None
         yield folder / "20-token.conf", "the tokens that clients must send", text
     if user:
-        text = _render("user-tmpfiles.conf", models=quote(str(installation.models_folder)))
+        text = _render("user-tmpfiles.conf", models=quote(str(installation.models_dir)))
     else:
         text = _render("tmpfiles.conf")
         yield SYSUSERS, "the user shmserve, the group shmclients", _render("sysusers.conf")
@@ -284,11 +276,9 @@ def _select_installation(arguments: argparse.Namespace, root: Path) -> Installat
         program=_server_command(arguments, arguments.verb == "show" or arguments.dry_run),
         home=home,
         device=arguments.device or ("nvidia" if (root / "dev/nvidiactl").exists() else "cpu"),
-        has_token=_path_in(root, installation.settings_folder / "token").exists(),
+        has_token=_path_in(root, installation.settings_dir / "token").exists(),
         systemd_version=_systemd_version(root),
-        exit_timeout_s=_exit_timeout_s(
-            _path_in(root, installation.settings_folder / "shmserve.yaml")
-        ),
+        exit_timeout_s=_exit_timeout_s(_path_in(root, installation.settings_dir / "shmserve.yaml")),
     )
 
 
@@ -343,7 +333,7 @@ class _Installer:
 
     def __init__(self, installation: Installation, root: Path, options: argparse.Namespace) -> None:
         self._installation = installation
-        self._units_folder = _path_in(root, installation.units_folder)
+        self._unit_dir = _path_in(root, installation.unit_dir)
         self._root = root
         self._dry_run = options.dry_run
         self._force = options.force
@@ -360,7 +350,7 @@ class _Installer:
                 self._install(file)
         else:
             if not any(_path_in(self._root, file.path).exists() for file in installed):
-                print(f"No units are installed in {self._units_folder}.")
+                print(f"No units are installed in {self._unit_dir}.")
             else:
                 self._command(*self._manager, "stop", *_STOPPED_UNITS, may_fail=True)
             for file in installed:
@@ -432,7 +422,7 @@ class _Installer:
 
     def _remove_links(self) -> None:
         # Links made by `systemctl enable`, including those of shmserve@NAME.
-        for link in sorted(self._units_folder.glob("*.wants/shmserve[.@-]*")):
+        for link in sorted(self._unit_dir.glob("*.wants/shmserve[.@-]*")):
             if link.is_symlink():
                 self._report("removed", str(link))
                 if not self._dry_run:
@@ -440,7 +430,7 @@ class _Installer:
 
     def _remove_folders(self) -> None:
         # The empty folders created by tmpfiles.d.
-        models = self._installation.models_folder
+        models = self._installation.models_dir
         for folder in (models, models.parent, *(() if self._installation.home else (_RUN_ROOT,))):
             path = _path_in(self._root, folder)
             if not self._dry_run and path.is_dir() and not any(path.iterdir()):
@@ -461,9 +451,9 @@ class _Installer:
         if verb == "install" and not self._dry_run:
             manager = " ".join(self._manager)
             command = f"{manager} enable --now shmserve.service"
-            print(f"Models go to {self._installation.models_folder}. Then: {command}")
+            print(f"Models go to {self._installation.models_dir}. Then: {command}")
             if not self._installation.has_token:
-                token = self._installation.settings_folder / "token"
+                token = self._installation.settings_dir / "token"
                 print(
                     f"No {token}: any client that reaches the sockets is served. "
                     "Write the file and install again."

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from shmserve.client.memory.segments import (
+    Allocator,
     AnySegment,
     AttachedSegment,
     Segment,
-    SegmentAllocator,
     aligned,
 )
 from shmserve.client.memory.views import MemoryLease, noop
@@ -62,7 +62,7 @@ class Region(Mapping[str, Any]):
 
     def __init__(
         self,
-        allocator: SegmentAllocator,
+        allocator: Allocator,
         tensors: Specs,
         make_segment: Callable[[int], AnySegment] | None = None,
         offset: int = 0,
@@ -93,11 +93,9 @@ class Region(Mapping[str, Any]):
         self.allocator = allocator
         # The schema and data of a request to each model.
         self.requests: dict[ClientModel, Packed] = {}
-        self._attached: weakref.WeakKeyDictionary[SegmentAllocator, Region] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._attached: weakref.WeakKeyDictionary[Allocator, Region] = weakref.WeakKeyDictionary()
 
-    def attached_to(self, memories: SegmentAllocator) -> Region:
+    def attached_to(self, memories: Allocator) -> Region:
         """Return this region, or a region over the same memory that belongs to another client.
 
         Raises:
@@ -215,7 +213,7 @@ class Region(Mapping[str, Any]):
 
 
 def attach_region(
-    memories: SegmentAllocator,
+    memories: Allocator,
     source: Any,
     tensors: Specs | None = None,
     *,
@@ -265,7 +263,7 @@ def _descriptor(source: Any) -> int:
 
 def _receive_region(descriptor: Any, specs: Specs, start: int, pin: bool) -> Region:
     """Return a region that another process has sent; its first request shares it with a server."""
-    unshared = SegmentAllocator(0, _share_nothing, _share_nothing)
+    unshared = Allocator(0, _share_nothing, _share_nothing)
     return Region(unshared, specs, partial(AttachedSegment, descriptor.detach(), pin), start)
 
 

@@ -147,11 +147,11 @@ class MemoryBlock:
 
     __slots__ = ("_allocator", "offset", "segment", "size")
 
-    def __init__(self, segment: Any, offset: int, size: int, allocator: SegmentAllocator) -> None:
+    def __init__(self, segment: Any, offset: int, size: int, allocator: Allocator) -> None:
         self.segment = segment  # usually a `Segment`, which has `bytes`
         self.offset = offset
         self.size = size
-        self._allocator: SegmentAllocator | None = allocator
+        self._allocator: Allocator | None = allocator
 
     def recycle(self) -> None:
         """Mark the block unused; the next `free_recycled` frees it. This method is idempotent.
@@ -174,7 +174,7 @@ class BlockOwner(Protocol):
 
 
 @dataclass(eq=False)
-class SegmentAllocator:
+class Allocator:
     """A client's allocator over all its segments; thread-safe.
 
     Args:

@@ -15,7 +15,7 @@ import numpy as np
 
 from shmserve.client.memory.cuda import DeviceView
 from shmserve.client.memory.region import Region, check_datatype
-from shmserve.client.memory.segments import AnySegment, MemoryBlock, SegmentAllocator, aligned
+from shmserve.client.memory.segments import Allocator, AnySegment, MemoryBlock, aligned
 from shmserve.client.memory.views import View, lease_of, noop
 from shmserve.client.request.arrays import Array, as_array, datatype_of, is_torch
 from shmserve.client.request.prepared import ClientTemplate, TemplateSlot, pack
@@ -178,7 +178,7 @@ class PackedRequest(NamedTuple):
 
 
 def prepare(
-    allocator: SegmentAllocator,
+    allocator: Allocator,
     model: ClientModel,
     inputs: Mapping[str, Any],
     outputs: Sequence[str] | Mapping[str, Any] | None,
@@ -264,7 +264,7 @@ def _fill_template(
 
 
 def _prepare_region(
-    allocator: SegmentAllocator, model: ClientModel, region: Region, options: RequestOptions
+    allocator: Allocator, model: ClientModel, region: Region, options: RequestOptions
 ) -> PackedRequest:
     if region.allocator is not allocator:
         region = region.attached_to(allocator)
@@ -300,7 +300,7 @@ def _encode(array: Array, name: str) -> bytes:
 class _UntemplatedRequest:
     """A request that is packed without a template."""
 
-    _allocator: SegmentAllocator
+    _allocator: Allocator
     _model: ClientModel
     inputs: InitVar[Mapping[str, Any]]
     _arrays: list[Array]

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.client.memory.segments import MemoryBlock, SegmentAllocator, aligned
+from shmserve.client.memory.segments import Allocator, MemoryBlock, aligned
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.ipc.tensors.descriptors import MAX_INT64, Memory, Range, TensorRef, pack_range
 from shmserve.ipc.tensors.inference import (
@@ -75,7 +75,7 @@ class ClientTemplate:
         signature: Signature,
         templates: Sequence[TensorSchema],
         outputs: Sequence[str],
-        allocator: SegmentAllocator,
+        allocator: Allocator,
         *,
         with_outputs: bool = True,
     ) -> None:

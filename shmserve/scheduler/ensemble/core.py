@@ -42,7 +42,7 @@ from shmserve.scheduler.ensemble.runner import StepRunner
 from shmserve.scheduler.ensemble.step_messages import placed_sizes
 from shmserve.scheduler.front import SchedulerCore
 from shmserve.scheduler.requests.queue import earlier_deadline, expired_text, plausible_arrival_ns
-from shmserve.scheduler.requests.request import CacheLookup, Client, ControlLink
+from shmserve.scheduler.requests.request import Client, ControlLink, Lookup
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics import Statistics
@@ -113,7 +113,7 @@ class EnsembleCore(SchedulerCore[EnsembleRequest]):
         self,
         client: Client[EnsembleRequest],
         submit: Submit,
-        lookup: CacheLookup | None,
+        lookup: Lookup | None,
         now_ns: int,
     ) -> None:
         self.check(submit, now_ns)
@@ -130,7 +130,7 @@ class EnsembleCore(SchedulerCore[EnsembleRequest]):
         self,
         client: Client[EnsembleRequest],
         submit: Submit,
-        lookup: CacheLookup | None,
+        lookup: Lookup | None,
         now_ns: int,
     ) -> EnsembleRequest:
         """Return the request that a message submits, with its inputs in the data flow.
@@ -218,7 +218,7 @@ class EnsembleCore(SchedulerCore[EnsembleRequest]):
         return plan
 
     def serve_cached(
-        self, client: Client[EnsembleRequest], submit: Submit, lookup: CacheLookup, now_ns: int
+        self, client: Client[EnsembleRequest], submit: Submit, lookup: Lookup, now_ns: int
     ) -> None:
         self._requests.serve_cached(client, submit, lookup, now_ns)
 

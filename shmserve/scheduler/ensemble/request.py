@@ -45,9 +45,9 @@ from shmserve.scheduler.requests.queue import Timers, expired_text, plausible_ar
 from shmserve.scheduler.requests.request import (
     CACHED,
     NOTHING,
-    CacheLookup,
     Client,
     IllegalEvent,
+    Lookup,
     Timing,
 )
 from shmserve.scheduler.requests.responses import spans_of
@@ -141,7 +141,7 @@ class EnsembleRequest:
     properties: RequestProperties
     memory_ranges: dict[str, Range]
     flow: Flow
-    lookup: CacheLookup | None
+    lookup: Lookup | None
     arrived_ns: int
     enqueued_ns: int
     deadline_ns: int
@@ -364,7 +364,7 @@ class EnsembleRequests:
             logger.warning(self.error_text(f"composing models did not output tensor {tensor}"))
 
     def serve_cached(
-        self, client: Client[EnsembleRequest], message: Submit, lookup: CacheLookup, now_ns: int
+        self, client: Client[EnsembleRequest], message: Submit, lookup: Lookup, now_ns: int
     ) -> None:
         """Send the cached response to a request; no step runs."""
         assert self._cache is not None

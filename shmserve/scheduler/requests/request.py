@@ -169,7 +169,7 @@ class Worker(NamedTuple):
     pid: int
 
 
-class CacheLookup(NamedTuple):
+class Lookup(NamedTuple):
     """The result of a lookup in the response cache.
 
     Attributes:
@@ -252,7 +252,7 @@ class ScheduledRequest:
     sequence: Any = None  # a `batchers.sequences.StatefulSequence`
     flags: int = 0
     succeeded_early: bool = False  # whether the request succeeded before its execution returned
-    lookup: CacheLookup | None = None
+    lookup: Lookup | None = None
 
     def transition(self, event: Event) -> None:
         """Apply an event to the state.

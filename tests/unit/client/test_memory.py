@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shmserve.client.memory.region import Region
-from shmserve.client.memory.segments import AnySegment, Segment, SegmentAllocator
+from shmserve.client.memory.segments import Allocator, AnySegment, Segment
 from shmserve.client.memory.views import MemoryLease, View
 from shmserve.client.request.arrays import as_array
 from shmserve.client.request.prepare import PLAIN, make_options, prepare
@@ -48,7 +48,7 @@ CONFIG = {
 
 
 @pytest.fixture
-def memories() -> Iterator[SegmentAllocator]:
+def memories() -> Iterator[Allocator]:
     numbers = iter(range(1, 100))
 
     def share(segment: AnySegment) -> None:
@@ -56,7 +56,7 @@ def memories() -> Iterator[SegmentAllocator]:
         inode = os.fstat(segment.fd).st_ino
         segment.memory = Memory(next(numbers), 1, segment.fd, inode, segment.size, True)
 
-    new_memories = SegmentAllocator(64 << 20, share, lambda segment: None)
+    new_memories = Allocator(64 << 20, share, lambda segment: None)
     yield new_memories
     new_memories.close()
 
@@ -68,7 +68,7 @@ def published(name: str = "m", version: str = "1", latest: bool = True) -> m.Mod
     )
 
 
-def test_released_blocks_are_reused_and_empty_segments_removed(memories: SegmentAllocator) -> None:
+def test_released_blocks_are_reused_and_empty_segments_removed(memories: Allocator) -> None:
     blocks = [memories.allocate(1 << 20) for _ in range(3)]
     assert len({block.segment for block in blocks}) == 1
     whole_segment = memories.allocate(100, whole_segment=True)
@@ -87,7 +87,7 @@ def test_a_client_can_use_all_of_its_memory() -> None:
     def share(segment: AnySegment) -> None:
         segment.on_shared(Memory(1, 0, 0, 0, segment.size, True).packed)
 
-    memories = SegmentAllocator(6 << 20, share, lambda segment: None)
+    memories = Allocator(6 << 20, share, lambda segment: None)
     blocks = [memories.allocate(1 << 20) for _ in range(6)]
     assert sorted(segment.size >> 20 for segment in {block.segment for block in blocks}) == [2, 4]
     with pytest.raises(Unavailable, match="6291456 are in use, 64 more are needed"):
@@ -100,7 +100,7 @@ class Pair(NamedTuple):
     b: View
 
 
-def test_unused_slots_are_evicted_for_new_ones(memories: SegmentAllocator) -> None:
+def test_unused_slots_are_evicted_for_new_ones(memories: Allocator) -> None:
     """Requests of ever other sizes, one at a time, need the memory of one."""
     model = ClientModel(published())
     for step in range(8):
@@ -115,7 +115,7 @@ def test_unused_slots_are_evicted_for_new_ones(memories: SegmentAllocator) -> No
     assert memories.allocate(60 << 20, whole_segment=True)
 
 
-def test_memory_returned_after_close_is_freed(memories: SegmentAllocator) -> None:
+def test_memory_returned_after_close_is_freed(memories: Allocator) -> None:
     block = memories.allocate(100)
     segment = weakref.ref(block.segment)
     memories.close()
@@ -126,7 +126,7 @@ def test_memory_returned_after_close_is_freed(memories: SegmentAllocator) -> Non
 
 
 def test_memory_is_freed_if_its_allocation_is_interrupted(
-    memories: SegmentAllocator, monkeypatch: pytest.MonkeyPatch
+    memories: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def raise_interrupt(*_: int) -> None:
         raise KeyboardInterrupt
@@ -143,7 +143,7 @@ def test_memory_is_freed_if_its_allocation_is_interrupted(
 
 @pytest.mark.parametrize("writes_to_region", [False, True])
 def test_a_request_that_is_interrupted_while_built_keeps_no_memory(
-    memories: SegmentAllocator, monkeypatch: pytest.MonkeyPatch, writes_to_region: bool
+    memories: Allocator, monkeypatch: pytest.MonkeyPatch, writes_to_region: bool
 ) -> None:
     """Most often while its inputs are copied, which takes longest."""
 
@@ -166,7 +166,7 @@ def test_a_request_that_is_interrupted_while_built_keeps_no_memory(
     assert not memories._segments
 
 
-def test_a_region_accepts_numpy_types_and_a_single_size(memories: SegmentAllocator) -> None:
+def test_a_region_accepts_numpy_types_and_a_single_size(memories: Allocator) -> None:
     fields: Any = {
         "a": ((2, 3), np.float32),
         "b": (np.int64(4), "uint8"),
@@ -181,9 +181,7 @@ def test_a_region_accepts_numpy_types_and_a_single_size(memories: SegmentAllocat
 
 
 @pytest.mark.parametrize("datatype", ["nonsense", None, np.complex64, object, "BYTES", 5])
-def test_a_regions_unknown_datatype_names_the_allowed(
-    memories: SegmentAllocator, datatype: Any
-) -> None:
+def test_a_regions_unknown_datatype_names_the_allowed(memories: Allocator, datatype: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"allowed: BOOL, .*numpy\.float32 or 'float32'"):
         Region(memories, {"x": ((1,), datatype)})
 
@@ -228,9 +226,7 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
 
 
 @pytest.mark.parametrize("is_large", [False, True])
-def test_options_of_one_call_are_not_in_the_template(
-    memories: SegmentAllocator, is_large: bool
-) -> None:
+def test_options_of_one_call_are_not_in_the_template(memories: Allocator, is_large: bool) -> None:
     """Its id, its sequence and its timeout go beside it: by the same way as without them."""
     size = 8192 if is_large else 1
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [size]}]}
@@ -247,7 +243,7 @@ def test_options_of_one_call_are_not_in_the_template(
     assert requests == requests[:1] * 6 and len(model.templates) == 1
 
 
-def test_requests_of_one_template_have_the_same_schema(memories: SegmentAllocator) -> None:
+def test_requests_of_one_template_have_the_same_schema(memories: Allocator) -> None:
     model = ClientModel(published())
     schemas = set()
     for number in (1.0, 2.0):
@@ -263,7 +259,7 @@ def test_requests_of_one_template_have_the_same_schema(memories: SegmentAllocato
     assert len(model.templates) == 1 and len(schemas) == 1
 
 
-def test_large_inputs_lie_in_slots_that_are_used_again(memories: SegmentAllocator) -> None:
+def test_large_inputs_lie_in_slots_that_are_used_again(memories: Allocator) -> None:
     model = ClientModel(published())
     x = np.arange(8192, dtype=np.float32)[None]
     first = prepare(memories, model, {"x": x}, None, PLAIN)
@@ -280,7 +276,7 @@ def test_large_inputs_lie_in_slots_that_are_used_again(memories: SegmentAllocato
     assert memories.find(address, 1) is None
 
 
-def test_every_kind_of_input_is_checked(memories: SegmentAllocator) -> None:
+def test_every_kind_of_input_is_checked(memories: Allocator) -> None:
     model = ClientModel(published())
     wrong_cases: list[tuple[Any, str]] = [
         ([np.zeros((1, 2), np.float32)], "inputs must be a mapping of names to arrays, got "),
@@ -296,7 +292,7 @@ def test_every_kind_of_input_is_checked(memories: SegmentAllocator) -> None:
     assert not model.templates
 
 
-def test_completed_prepared_requests_keep_no_memory(memories: SegmentAllocator) -> None:
+def test_completed_prepared_requests_keep_no_memory(memories: Allocator) -> None:
     """A thread may be about to make one while another closes the model, or makes the same."""
     x = {"x": np.ones((1, 8192), np.float32)}
     model = ClientModel(published())
@@ -315,7 +311,7 @@ def test_completed_prepared_requests_keep_no_memory(memories: SegmentAllocator) 
     assert memories._used_bytes() == 0
 
 
-def test_a_region_keeps_no_templates_of_reloaded_models(memories: SegmentAllocator) -> None:
+def test_a_region_keeps_no_templates_of_reloaded_models(memories: Allocator) -> None:
     region = Region(memories, {"x": ((1, 8192), "FP32"), "y": ((1, 8192), "FP32")})
     models = ClientModels()
     models.publish(published("other"))
@@ -363,7 +359,7 @@ def test_request_options_are_encoded() -> None:
     assert make_options("", None, 0, 1.99e6).timeout_us // 1000 < 1 << 31
 
 
-def test_a_response_is_decoded_by_its_schema(memories: SegmentAllocator) -> None:
+def test_a_response_is_decoded_by_its_schema(memories: Allocator) -> None:
     """The schema of a repeated response is not parsed again, with any values and memory ranges."""
     model = ClientModel(published())
     packed_request = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
@@ -470,7 +466,7 @@ def test_models_are_updated_by_publications() -> None:
         models.resolve("other", "")
 
 
-def test_a_template_is_prepared_for_inputs_without_bytes(memories: SegmentAllocator) -> None:
+def test_a_template_is_prepared_for_inputs_without_bytes(memories: Allocator) -> None:
     template = ClientTemplate(
         ClientModel(published()).signature, [TensorSchema("x", "FP32", (1, 0), 0)], (), memories
     )
@@ -478,7 +474,7 @@ def test_a_template_is_prepared_for_inputs_without_bytes(memories: SegmentAlloca
 
 
 @pytest.mark.parametrize("size", [1, 2, 200])
-def test_small_inputs_travel_in_the_message(memories: SegmentAllocator, size: int) -> None:
+def test_small_inputs_travel_in_the_message(memories: Allocator, size: int) -> None:
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_INT8", "dims": [-1]}]}
     template = TensorSchema("x", "FP32", (1, size), 4 * size)
     client_template = ClientTemplate(Signature(ModelSpec.of(config), "1"), [template], (), memories)
