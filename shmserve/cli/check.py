@@ -100,7 +100,7 @@ def _check_models(config: ServerConfig, input_values: dict[str, Any], *, as_json
     logs.configure("check", config.log)
     set_process_title("check")
     config = dataclasses.replace(
-        config, gateways=0, model_control_mode="none", exit_on_error=False, load_models=()
+        config, gateways=0, model_control_mode="none", exit_on_error=False, models_to_load=()
     )
     signals = defer_signals()
     task = partial(_check, input_values=input_values, as_json=as_json)

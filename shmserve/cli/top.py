@@ -21,7 +21,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from shmserve.errors import Unavailable, missing_package
-from shmserve.logs import clean
+from shmserve.logs import sanitise
 from shmserve.protocols.servers import read_token
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Top:
             body = self._overview(keys, free_lines, width)
         problem = self.models.get(self.selected_name, {}).get("because") or ""
         title = _display_name(self.selected_name)
-        problem_line = Text(clean(f"{title}: {problem}") if problem else "", "red")
+        problem_line = Text(sanitise(f"{title}: {problem}") if problem else "", "red")
         footer = [problem_line, Text(_KEYS_HELP, "dim")]
         return [*map(_single_line, header), *body, *map(_single_line, footer)]
 
@@ -239,7 +239,7 @@ class Top:
         name = self.selected_name.rpartition("/")[0]
         lines = [*details(self.models[self.selected_name]), *self._events_about(name)]
         for label, text in lines[: free_lines - 1]:
-            table.add_row(label, Text(clean(text)))
+            table.add_row(label, Text(sanitise(text)))
         return [_ShortenedName(_display_name(self.selected_name), "bold"), table]
 
     def _events_about(self, name: str) -> Iterator[tuple[str, str]]:
@@ -250,7 +250,7 @@ class Top:
                 time = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
                 words = (event.get("state"), event.get("reason"))
                 text = f"{event['event']} {subject} {' '.join(filter(None, words))}"
-                yield time, clean(" ".join(text.split()))
+                yield time, sanitise(" ".join(text.split()))
 
 
 def details(row: Row) -> Iterator[tuple[str, str]]:
@@ -292,7 +292,7 @@ def _format_counts(counts: dict[str, float]) -> str:
 
 def _display_name(key: str) -> str:
     """Return a model's name, with its version unless it is 1."""
-    return clean(key.removesuffix("/1").removesuffix("/"))
+    return sanitise(key.removesuffix("/1").removesuffix("/"))
 
 
 class _ShortenedName:

@@ -157,7 +157,7 @@ class _Process:
         self._state_received = asyncio.Event()
         self._accept_received = asyncio.Event()
         self._stop_received = asyncio.Event()
-        if not start.held:
+        if not start.waits_for_accept:
             self._accept_received.set()
         schedulers = GatewaySchedulers()
         malloc_trim = MallocTrim()
@@ -260,7 +260,7 @@ class _Process:
             gateway.supervisor.post(Acknowledged(number))
 
     def _on_clients_notified(self) -> None:
-        self._gateway.refusing = True
+        self._gateway.refuses_requests = True
         self._frontend.call_when_idle(self._on_idle)
 
     def _on_idle(self) -> None:

@@ -154,7 +154,7 @@ def defer_signals() -> list[int]:
 
 def _open_listeners(config: ServerConfig, listeners: Listeners) -> None:
     """Open the listeners. Inherited sockets of a protocol replace the configured ones."""
-    guarded = config.guarded
+    guarded = config.allows_remote_clients
     http, grpc = config.http, config.grpc
     inherited_sockets, listeners.stored_fds = take_inherited(os.environ)
     source = "LISTEN_FDS"

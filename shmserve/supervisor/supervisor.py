@@ -156,7 +156,7 @@ class Supervisor:
             self._signal(number)
         # The parent may have blocked signals, so that exits and the end would not be detected.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        for name in context.config.without_effect:
+        for name in context.config.flags_without_effect:
             logger.warning("--%s has no effect: %s", name, FLAGS[name].help)
         for backend, setting, value in context.config.backend_config:
             if setting in IDLE_BACKEND_SETTINGS:

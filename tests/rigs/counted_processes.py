@@ -27,7 +27,7 @@ import uvloop
 from bench.system.servers import BENCH
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.calls.call import GrpcFront
+from shmserve.gateway.grpc.calls.call import GrpcSharedState
 from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
@@ -359,17 +359,17 @@ def _http(gateway: Gateway) -> Callable[[Acceptor], HttpConnection]:
 
 
 def _grpc(gateway: Gateway) -> Callable[[Acceptor], GrpcConnection]:
-    front = GrpcFront(
+    front = GrpcSharedState(
         settings=GrpcSettings(),
         create_call=Service(gateway, Inferences(gateway)).begin_call,
-        budget=gateway.body_budget,
+        body_budget=gateway.body_budget,
         header_timeout_s=gateway.settings.header_timeout_s,
         body_timeout_s=gateway.settings.body_timeout_s,
-        largest_inflated=gateway.settings.max_input_size,
+        max_inflated_bytes=gateway.settings.max_input_size,
         tls=None,
         deflater=None,
     )
-    return partial(GrpcConnection, front=front)
+    return partial(GrpcConnection, shared=front)
 
 
 @coroutine

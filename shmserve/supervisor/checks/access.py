@@ -81,7 +81,7 @@ def judge_run_directory(facts: RunDirectoryFacts) -> Verdict:
 
 def tcp_listeners(config: ServerConfig) -> Iterator[tuple[str, str, int, str]]:
     """Yield (protocol, address, port, flag that sets the address) of each TCP listener."""
-    if config.http.allow:
+    if config.http.allow_tcp:
         yield "http", config.http.address, config.http.port, "--http-address"
     if config.allow_metrics:
         yield "metrics", config.metrics_address, config.metrics_port, "--metrics-address"
@@ -107,7 +107,7 @@ def gather_ports(config: ServerConfig) -> PortFacts:
     for _, address, port, flag in tcp_listeners(config):
         endpoint = f"{address}:{port}"
         try:
-            for sock in listen(address, port, flag, config.guarded):
+            for sock in listen(address, port, flag, config.allows_remote_clients):
                 sock.close()
             free.append(endpoint)
         except InvalidArgument as error:

@@ -359,7 +359,9 @@ class ModelManager:
                 ", ".join(f"'{root}'" for root in config.model_repositories),
             )
         if config.model_control_mode == "explicit":
-            names = list(folders) if config.load_models == ("*",) else list(config.load_models)
+            names = (
+                list(folders) if config.models_to_load == ("*",) else list(config.models_to_load)
+            )
         if config.load_on_demand:
             names = names if config.model_control_mode == "explicit" else []
             self._lifecycle.offer_on_demand(folders.keys() - set(names))

@@ -66,7 +66,7 @@ def run_gateway(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
         name="grpc",
         run_dir=tmp_path,
         settings=GatewaySettings(**limits),
-        http_sockets=0,
+        http_socket_count=0,
         grpc=GrpcSettings(),
     )
     fd = listener.fileno()

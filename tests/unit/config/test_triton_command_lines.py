@@ -1,7 +1,7 @@
 """Command lines of Triton's documentation, tests and public charts, and the settings they give.
 
 M stands for a folder that exists. A text is a part of the error; a mapping has settings by their
-paths. The words "without effect" are `ServerConfig.without_effect`.
+paths. The words "without effect" are `ServerConfig.flags_without_effect`.
 """
 
 import os
@@ -17,7 +17,7 @@ import pytest
 from shmserve.config import command_line, server
 from shmserve.errors import InvalidArgument
 
-WITHOUT_EFFECT = "without_effect"
+WITHOUT_EFFECT = "flags_without_effect"
 TIMESTAMPS = ("TIMESTAMPS",)
 
 LINES: dict[str, str | Mapping[str, Any]] = {

@@ -48,7 +48,7 @@ START_RECORDS = [
         settings=GatewaySettings(tokens={"ab": ("admin", "infer")},
         grpc_restricted={"health": Restriction("k", "v")}, allow_client_shm=False),
         grpc=GrpcSettings(TLS, compression_level=6, max_connection_age_ms=1), log=LOG),
-    GatewayStart(name="0", run_dir=RUN_DIR, settings=GatewaySettings(), http_sockets=2),
+    GatewayStart(name="0", run_dir=RUN_DIR, settings=GatewaySettings(), http_socket_count=2),
 ]  # fmt: skip
 
 

@@ -181,8 +181,11 @@ def has_many_objects(json_text: bytes) -> bool:
     return _has_too_many(json_text, b"{", MAX_OBJECTS)
 
 
-def _has_too_many(json_text: bytes, mark: bytes, limit: int = MAX_MEMBERS) -> bool:
-    return json_text.count(mark) > limit and len(_select_outside_strings(json_text, mark)) > limit
+def _has_too_many(json_text: bytes, character: bytes, limit: int = MAX_MEMBERS) -> bool:
+    return (
+        json_text.count(character) > limit
+        and len(_select_outside_strings(json_text, character)) > limit
+    )
 
 
 def _is_too_deep(json_text: bytes) -> bool:

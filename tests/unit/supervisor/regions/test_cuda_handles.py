@@ -517,10 +517,10 @@ def test_outputs_overlap_in_one_allocation_only() -> None:
     for number, handle in enumerate((HANDLE, HANDLE, OTHER)):
         table.publish(region_published(f"r{number}", number + 1, handle=handle))
     references = RegionReferences(table)
-    references.reference_range(RegionRange("r0", 0, 16), write=True)
-    references.reference_range(RegionRange("r2", 0, 16), write=True)
+    references.reference_range(RegionRange("r0", 0, 16), for_output=True)
+    references.reference_range(RegionRange("r2", 0, 16), for_output=True)
     with pytest.raises(AlreadyExists, match="'r1' overlaps"):
-        RegionReferences(table).reference_range(RegionRange("r1", 8, 16), write=True)
+        RegionReferences(table).reference_range(RegionRange("r1", 8, 16), for_output=True)
     references.release()
     for number in range(3):
         table.withdraw(number + 1)
@@ -580,7 +580,7 @@ class Stub:
     """As much of a gateway as the calls of gRPC need, and their caller."""
 
     def __init__(self) -> None:
-        self.settings = GatewaySettings(cuda_devices=2)
+        self.settings = GatewaySettings(cuda_device_count=2)
         self.regions = RegionTable(lambda memory_id: None)
         self.regions.publish(region_published("device", 5))
         self.regions.publish(host_region(6, 0))
