@@ -136,9 +136,8 @@ class Exporter:
         for span in trace.spans:
             times = (span.arrived_ns + epoch_ns, span.responded_ns + epoch_ns)
             parent_id = span.parent_id
-            if (
-                span.span_id == trace.scheduler_context.span_id
-            ):  # this span is the request at the gateway
+            # This span is the request at the gateway.
+            if span.span_id == trace.scheduler_context.span_id:
                 times = (trace.submitted_ns + epoch_ns, times[1])
                 parent_id = trace.context.span_id
             attributes = _attributes(span.model, span.version, span.request_id)

@@ -1,7 +1,7 @@
 """The lifecycle of a gateway process of any protocol: start-up, readiness, drain, stop.
 
 Started ──> models and regions, then HealthChanged ──> GatewayReady ──> clients are
-accepted (after Accept if the gateway was started as `held`)
+accepted (after Accept if the gateway `waits_for_accept`)
 Drain ──> clients are no longer accepted ──> clients are notified, requests in flight end ──>
 Drained ──> Stop
 """

@@ -140,7 +140,7 @@ class HttpRequest:
 
     __slots__ = (
         *("begun_request", "closes_connection", "connection", "content", "headers", "is_http10"),
-        *("route_match", "method", "repeat", "target"),
+        *("route_match", "method", "start_repeated", "target"),
     )
 
     def __init__(

@@ -236,9 +236,8 @@ class UnaryInference(GatewayRequest):
                         built_request.infer_request.id, message.data
                     )
                 except Exception:
-                    self.encoded_response = (
-                        None  # the error is reported when the response is encoded again
-                    )
+                    # The error is reported when the response is encoded again.
+                    self.encoded_response = None
         self.on_response(self)
 
     def take(self) -> m.Finished | m.Responded:

@@ -159,7 +159,7 @@ class GrpcCall(ABC):
     _window_share: ClassVar[float]  # the share of the flow-control window that one message may use
     __slots__ = (
         *("_arriving_message", "_assembly", "_is_head_sent", "_compression", "_connection"),
-        *("_deadline", "_sinks", "_stream", "_timer", "client", "done", "head", "on_disconnect"),
+        *("_deadline", "_sinks", "_stream", "_timer", "client", "is_done", "head", "on_disconnect"),
         "on_ended",
     )
 
@@ -471,7 +471,7 @@ class StreamingCall(GrpcCall):
     delays_drain = False
     _window_share = 1 / 2  # earlier messages may use the other half of the window
     __slots__ = (
-        *("_is_half_closed", "_consumed", "_has_unparsed_data", "_message_waiter", "_queue"),
+        *("_is_half_closed", "_consumed_bytes", "_has_unparsed_data", "_message_waiter", "_queue"),
         *("_task", "_write_waiter"),
     )
 

@@ -85,7 +85,7 @@ class CallHead:
 
     __slots__ = (
         *("_fields", "_metadata", "accepted_encodings", "data_size", "encoding", "path", "refusal"),
-        *("status", "strict", "timeout_s", "traceparent"),
+        *("http_status", "strict", "timeout_s", "traceparent"),
     )
 
     def __init__(self, fields: Fields) -> None:
