@@ -223,7 +223,7 @@ class LoadGenerator:
         name = error if error in errors or len(errors) < _MAX_ERRORS else _OTHER_ERRORS
         errors[name] += 1
 
-    def mark(self) -> Mark:
+    def current_mark(self) -> Mark:
         """Return the current counts."""
         records = self.records
         # An interrupt can leave an incomplete row, whose last column is then missing.
@@ -277,13 +277,13 @@ def probe(poller: Poller, lane_factory: LaneFactory, request: Any, patience_s: f
         lane.close()
 
 
-def constant(per_second: float) -> Iterator[int]:
+def constant_schedule(per_second: float) -> Iterator[int]:
     """Yield evenly spaced offsets in nanoseconds."""
     for number in itertools.count():
         yield round(number * _NS / per_second)
 
 
-def poisson(per_second: float, seed: int) -> Iterator[int]:
+def poisson_schedule(per_second: float, seed: int) -> Iterator[int]:
     """Yield the offsets of a Poisson process in nanoseconds."""
     draw_interval_s = random.Random(seed).expovariate
     offset_s = 0.0
@@ -294,8 +294,8 @@ def poisson(per_second: float, seed: int) -> Iterator[int]:
 
 # The schedules by kind, as functions of the rate per second and a seed.
 SCHEDULES: dict[str, Callable[[float, int], Iterator[int]]] = {
-    "poisson": poisson,
-    "constant": lambda per_second, _: constant(per_second),
+    "poisson": poisson_schedule,
+    "constant": lambda per_second, _: constant_schedule(per_second),
 }
 
 

@@ -48,7 +48,7 @@ def latencies(records: Records, before: Mark, after: Mark) -> Values:
     return np.array(ended_ns, np.int64) - np.array(scheduled_ns, np.int64)
 
 
-def agree(values: Sequence[float], tolerance: float) -> bool:
+def have_settled(values: Sequence[float], tolerance: float) -> bool:
     """Check whether the last `AGREEING_WINDOWS` values differ by a small share from their mean."""
     last_values = values[-AGREEING_WINDOWS:]
     if len(last_values) < AGREEING_WINDOWS:
@@ -57,7 +57,7 @@ def agree(values: Sequence[float], tolerance: float) -> bool:
     return all(abs(value - mean) <= tolerance * mean for value in last_values)
 
 
-def confidence(values: Sequence[float]) -> float:
+def confidence_half_width(values: Sequence[float]) -> float:
     """Return half the width of the mean's 95 % confidence interval; inf for less than two values.
 
     The method (batch means) assumes that the windows are independent.
@@ -180,7 +180,7 @@ def measure_load(
 
         def mark() -> None:
             statistics_futures.append(executor.submit(_query_statistics, statistics))
-            marks.append(load.mark())
+            marks.append(load.current_mark())
 
         settled = interrupted = False
         load.begin()
@@ -193,7 +193,7 @@ def measure_load(
                 load.run(plan.window_s)
                 mark()
                 figures = window_rates(marks), window_means(load.records, marks)
-                settled = all(agree(values, plan.tolerance) for values in figures)
+                settled = all(have_settled(values, plan.tolerance) for values in figures)
             load.finish()
         except KeyboardInterrupt:
             interrupted = True
@@ -232,7 +232,7 @@ def _point(records: Records, marks: list[Mark], kind: str, value: float, settled
         records.errors.most_common(1)[0][0] if failed_count else "",
         seconds,
         count / seconds,
-        confidence(window_rates(marks)),
+        confidence_half_width(window_rates(marks)),
         settled,
         summarize(latencies(records, start, end)),
         summarize(delays),

@@ -367,7 +367,7 @@ class Http2Client:
     @property
     def open(self) -> bool:
         """Check whether the connection is open."""
-        return self._connection.open
+        return self._connection.is_open
 
     def start(self, lane: GrpcLane, head: bytes) -> int:
         """Begin a call and return its stream id.

@@ -112,7 +112,7 @@ class SupervisorContext:
         """Send the readiness of a model to every gateway."""
         self.control.broadcast(message, "gateway")
 
-    def background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine in a task that is cancelled when the server ends."""
         return in_background(coroutine, self.tasks)
 

@@ -62,14 +62,14 @@ class ControlApi:
             case RegionReleased(memory_id):
                 self._regions.draining.record_release(pid, memory_id)
             case RegionAbandoned(memory_id):
-                self._context.background(self._regions.withdraw_leased(pid, memory_id))
+                self._context.start_task(self._regions.withdraw_leased(pid, memory_id))
             case MemoryChecked():
                 self._handles.handle_response(pid, message)
             case ReadyChecked():
                 self._readiness.handle_response(pid, message)
 
     def _on_request(self, pid: int, message: Any) -> None:
-        self._context.background(self._respond(pid, message))
+        self._context.start_task(self._respond(pid, message))
 
     async def _respond(self, pid: int, request: Any) -> None:
         number, send = request.id, self._context.control.send

@@ -100,7 +100,7 @@ class PermanentProcesses(ABC):
             process.contact.exception()
         else:
             logger.error("%s ended (%s); restarting it", child.title, child.reason)
-            self._context.background(self._restart(process))
+            self._context.start_task(self._restart(process))
 
     async def _restart(self, process: PermanentProcess) -> None:
         await asyncio.sleep(process.backoff.pause_s(time.monotonic() - process.started_at))
@@ -110,7 +110,7 @@ class PermanentProcesses(ABC):
             await self._start(process)
         except (ShmserveError, OSError) as error:  # OSError: no descriptor or memory is free
             logger.error("%s %s could not be started: %s", self.role, process.name, error)
-            self._context.background(self._restart(process))
+            self._context.start_task(self._restart(process))
 
     def retire(self) -> None:
         """Stop restarting processes, because the server exits."""

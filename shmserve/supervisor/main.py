@@ -219,7 +219,7 @@ def compose(
     feed = EventFeed(events, *state_sources, registry.publish_counters)
 
     def state() -> str:
-        return progress_line(registry.progress())
+        return progress_line(registry.progress_by_model())
 
     observers: list[Callable[[], None]] = [feed.models_changed, partial(announce, context, health)]
     if service_manager.is_present:
@@ -261,7 +261,7 @@ def compose(
         autoscaler=autoscaler,
         health=health,
         feed=feed,
-        progress=StartupReport(registry.progress, observers),
+        progress=StartupReport(registry.progress_by_model, observers),
         service_manager=service_manager,
         handover=handover,
         watchdog=Watchdog(control, processes, service_manager),

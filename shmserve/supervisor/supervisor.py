@@ -177,7 +177,7 @@ class Supervisor:
         gateways = asyncio.ensure_future(self.gateways.start())
         with self.progress:
             loading = asyncio.ensure_future(self._load())
-            waited_for = asyncio.ensure_future(self.service_manager.keep_waiting())
+            waited_for = asyncio.ensure_future(self.service_manager.extend_timeout())
             try:
                 started = asyncio.gather(loading, gateways)
                 has_loaded, _ = await self.handover.run_beside_predecessor(started)
@@ -206,16 +206,16 @@ class Supervisor:
         state = "is ready" if self.health.current().ready else "serves requests, but is not ready,"
         logger.info("the server %s after %.2f s", state, time.monotonic() - started_at)
         self._log_first_steps()
-        self.service_manager.notify_ready(progress_line(self.registry.progress()))
+        self.service_manager.notify_ready(progress_line(self.registry.progress_by_model()))
         _trim_heap()
-        self.context.background(self.watchdog.run())
-        self.context.background(self.autoscaler.run())
+        self.context.start_task(self.watchdog.run())
+        self.context.start_task(self.autoscaler.run())
         if self.context.config.load_on_demand:
-            self.context.background(self.models.on_demand.run())
+            self.context.start_task(self.models.on_demand.run())
         if self.context.config.model_control_mode == "poll" and not self.health.has_failed:
-            self.context.background(self.poller.run())
+            self.context.start_task(self.poller.run())
         if self.reload is not None:
-            self.context.background(self.reload.run())
+            self.context.start_task(self.reload.run())
         return 0
 
     def _log_first_steps(self) -> None:
@@ -252,7 +252,7 @@ class Supervisor:
         match context.control.dismiss(pid):
             case "gateway":
                 self.regions.draining.gateway_exited(pid)
-                context.background(self.regions.withdraw_leased(pid))
+                context.start_task(self.regions.withdraw_leased(pid))
             case "host":
                 context.tickets.process_exited(pid)
             case "worker":
@@ -260,7 +260,7 @@ class Supervisor:
                 context.workspaces.process_exited(pid)
         context.events.publish(ProcessEnded(pid, child.title, child.reason))
         if reason == f"signal {signal.SIGBUS.value}":
-            context.background(self.regions.drop_shrunk())
+            context.start_task(self.regions.drop_shrunk())
             self.local_memory.drop_shrunk()
         exited = ProcessExited(pid, reason)
         context.broadcast(exited, *_CLIENT_ROLES, *(() if child.stops else _MODEL_ROLES))
@@ -301,7 +301,7 @@ class Supervisor:
         """
         context = self.context
         self.service_manager.report_stopping("finishing requests in flight")
-        waited_for = asyncio.ensure_future(self.service_manager.keep_waiting())
+        waited_for = asyncio.ensure_future(self.service_manager.extend_timeout())
         if not self.handover.has_successor:  # otherwise its clients use the successor
             self.health.exiting = True
         self.gateways.retire()

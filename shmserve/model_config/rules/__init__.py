@@ -296,15 +296,15 @@ def _read_lines(path: Path, output: str) -> list[str]:
 
 def ignored_fields(config: ModelConfig) -> list[str]:
     """Return the paths of fields that are set but have no effect, for one log line per model."""
-    return list(_ignored(config))
+    return list(_ignored_fields(config))
 
 
-def warnings_of(written_config: ModelConfig, final: ModelConfig) -> list[str]:
+def warnings_of(written_config: ModelConfig, final_config: ModelConfig) -> list[str]:
     """Return warnings about valid settings that are probably mistakes, one log line each.
 
     Args:
         written_config: The configuration as its author wrote it.
-        final: The completed configuration.
+        final_config: The completed configuration.
     """
     counts = ((i, group.count) for i, group in enumerate(written_config.instance_group))
     text = "is replaced by the default, because a count must be at least 1"
@@ -317,12 +317,12 @@ def warnings_of(written_config: ModelConfig, final: ModelConfig) -> list[str]:
         if parameter.string_value.startswith("${"):
             text = f"'{clip(parameter.string_value)}' is a placeholder of a template; fill it in"
             warnings.append(f"parameters['{clip(name)}']: {text}")
-    if written_config.HasField("dynamic_batching") and final.max_batch_size < 1:
+    if written_config.HasField("dynamic_batching") and final_config.max_batch_size < 1:
         warnings.append("dynamic_batching: no effect because max_batch_size is 0")
     return warnings
 
 
-def _ignored(config: ModelConfig) -> Iterator[str]:
+def _ignored_fields(config: ModelConfig) -> Iterator[str]:
     if config.backend not in _BATCH_BACKENDS:
         yield from (name for name in _BATCH_FIELDS if _is_set(config, name))
     for name, backend in _TOP_FIELDS.items():

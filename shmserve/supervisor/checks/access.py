@@ -20,7 +20,7 @@ from shmserve.common.peers import peer_credentials
 from shmserve.config.server import ServerConfig
 from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
-from shmserve.supervisor.checks import Verdict, megabytes, ok, warning, wrong
+from shmserve.supervisor.checks import Verdict, megabytes_text, ok, warning, wrong
 from shmserve.supervisor.checks.memory import filesystem_space
 from shmserve.supervisor.host.listeners import listen, port_users
 from shmserve.supervisor.host.run_directory import unsafe_reason
@@ -74,7 +74,7 @@ def judge_run_directory(facts: RunDirectoryFacts) -> Verdict:
     if facts.server_pid:
         return ok(f"{facts.path}, in use by a server (pid {facts.server_pid})")
     if facts.free_bytes < _MIN_FREE_BYTES:
-        finding = f"{facts.path}: only {megabytes(facts.free_bytes)} are free"
+        finding = f"{facts.path}: only {megabytes_text(facts.free_bytes)} are free"
         return warning(finding, "free space there, or choose another --run-dir")
     return ok(str(facts.path))
 
@@ -174,12 +174,12 @@ class PeerFacts(NamedTuple):
 class ServerFacts(NamedTuple):
     """The facts about the running server, or about this process if no server runs.
 
-    `runs` is whether a server runs. `group` is its --shm-group (-1: none). `device_count` is the
-    number of its CUDA devices.
+    `is_running` is whether a server runs. `group` is its --shm-group (-1: none). `device_count` is
+    the number of its CUDA devices.
     """
 
     process: PeerFacts
-    runs: bool
+    is_running: bool
     group: int
     device_count: int
 
@@ -265,7 +265,7 @@ def _judge_peer_user(server: ServerFacts, peer: PeerFacts, different_kinds: set[
 
 
 def _judge_peer_run_directory(server: ServerFacts, different_kinds: set[str]) -> Verdict:
-    if not server.runs:
+    if not server.is_running:
         return ok("no server is running; a server of this user is assumed")
     if "run directory" not in different_kinds:
         return ok("same as the server's: shmserve.client finds it")

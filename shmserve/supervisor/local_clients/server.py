@@ -96,7 +96,7 @@ class LocalMemory:
     def publications(self) -> Iterator[RegionPublished]:
         """Yield the messages that bring a new gateway up to date."""
         for region in self._regions.values():
-            yield region.listing(0)
+            yield region.listing_message(0)
 
     def share(self, client: LocalClient, byte_size: int, pin: bool, fds: list[int]) -> bytes:
         """Share memory that a client has opened, and take its descriptor out of `fds`."""
@@ -147,7 +147,7 @@ class LocalMemory:
     def _add_region(self, region: OpenRegion) -> None:
         self._regions[region.memory_id] = region
         self._publish_event(region.registration_event())
-        self._processes.broadcast(region.listing(0), "gateway")
+        self._processes.broadcast(region.listing_message(0), "gateway")
 
     def release(self, client_number: int, memory_id: int = 0, reason: str = "") -> None:
         """Release a region of a local client, or with `memory_id` 0 all regions of the client."""
@@ -311,16 +311,16 @@ class LocalClientServer:
 
     def _on_message(self, client: LocalClient, message: Any, fds: list[int]) -> None:
         match message:
-            case Hello(version=frames.VERSION) if not client.welcomed:
-                client.welcomed = True
+            case Hello(version=frames.VERSION) if not client.is_welcomed:
+                client.is_welcomed = True
                 welcome = Welcome(client.number, self._capabilities.token(client.number))
                 for greeting in (welcome, *self._snapshot()):
                     self.connections.send(client, self._packet(greeting))
             case Hello(version=version) if version != frames.VERSION:
                 raise frames.VersionMismatch(version)
-            case Acknowledged(number=number) if client.welcomed:
+            case Acknowledged(number=number) if client.is_welcomed:
                 self._acknowledgements.record_acknowledged(client.number, number)
-            case ShareMemory(number, size, pin) if client.welcomed:
+            case ShareMemory(number, size, pin) if client.is_welcomed:
                 # The request is handled immediately, since `fds` are closed afterwards.
                 response: Answered | Refused
                 try:
@@ -329,11 +329,11 @@ class LocalClientServer:
                 except ShmserveError as error:
                     response = Refused.of(number, error)
                 self.connections.send(client, frames.pack([response]))
-            case ShareDeviceMemory() if client.welcomed:
+            case ShareDeviceMemory() if client.is_welcomed:
                 self._respond(client, message.id, self._share_device(client, message))
-            case WantModel(number, name, patience_s) if client.welcomed:
+            case WantModel(number, name, patience_s) if client.is_welcomed:
                 self._respond(client, number, self._load_on_demand(name, patience_s))
-            case WithdrawMemory(memory_id=memory_id) if client.welcomed and memory_id:
+            case WithdrawMemory(memory_id=memory_id) if client.is_welcomed and memory_id:
                 self._memory.release(client.number, memory_id)
             case _:
                 raise MalformedMessage(f"an unexpected {type(message).__name__}")

@@ -146,7 +146,7 @@ class Autoscaler:
             logger.warning(text, version.spec.name, before, change.reason, missing)
             return
         state.is_changing = True
-        self._context.background(self._change(version, state, change))
+        self._context.start_task(self._change(version, state, change))
 
     async def _change(self, version: ModelVersion, state: _ScalingState, change: Change) -> None:
         before, name = version.instances.count, version.spec.name
@@ -240,14 +240,14 @@ class ScalingPolicy:
     """The policy that decides the number of instances of a model.
 
     Attributes:
-        minimum: The minimum number of instances.
-        maximum: The maximum number of instances.
+        min_instances: The minimum number of instances.
+        max_instances: The maximum number of instances.
         target_s: The latency target, which includes the execution; 0 for none.
         delay_s: The allowed mean wait if there is no target; at least one execution is allowed.
     """
 
-    minimum: int
-    maximum: int
+    min_instances: int
+    max_instances: int
     target_s: float = 0.0
     delay_s: float = 0.0
     _loads: deque[LoadSample] = field(init=False, default_factory=deque)
@@ -264,16 +264,20 @@ class ScalingPolicy:
     def sample(self, load: LoadSample, count: int) -> Change | None:
         """Return the change that a sample requires, or None; `count` is the number of instances."""
         self._update_estimates(load)
-        if count < self.minimum:
-            return Change(count + 1, f"at least {self.minimum}")
-        if count > self.maximum:
-            return Change(count - 1, f"at most {self.maximum}")
+        if count < self.min_instances:
+            return Change(count + 1, f"at least {self.min_instances}")
+        if count > self.max_instances:
+            return Change(count - 1, f"at most {self.max_instances}")
         wait = self._long_wait_text(load)
         if not wait:
             self._late_samples = 0
             return self._remove_idle(load, count)
         self._long_wait_s, self._late_samples = load.at_s, self._late_samples + 1
-        if self._late_samples < _LATE_SAMPLES or count == self.maximum or self._catches_up(load):
+        if (
+            self._late_samples < _LATE_SAMPLES
+            or count == self.max_instances
+            or self._catches_up(load)
+        ):
             return None
         return Change(count + 1, wait)
 
@@ -348,7 +352,7 @@ class ScalingPolicy:
         at_s, start_s = load.at_s, self._loads[0].at_s
         without_wait_s = at_s - max(self._long_wait_s, start_s)
         has_changed = at_s - self._last_change_s < _REMOVAL_PAUSE_S
-        if count == self.minimum or has_changed or without_wait_s < 0.95 * self._idle_s:
+        if count == self.min_instances or has_changed or without_wait_s < 0.95 * self._idle_s:
             return None
         busy = self._max_mean_busy()
         if busy > _TARGET_UTILIZATION * (count - 1):

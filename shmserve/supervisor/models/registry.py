@@ -125,7 +125,7 @@ class ModelRegistry:
         ensembles = [model for model in self.models.values() if model.has_steps]
         return [version for model in ensembles for version in model.versions if version.uses(name)]
 
-    def loaded_for(self, name: str) -> list[str]:
+    def steps_loaded_for(self, name: str) -> list[str]:
         """Return the step models of an ensemble that were loaded only for this ensemble."""
         models = self.models
         used = {step for user in models.values() if user.name != name for step in user.step_models}
@@ -219,7 +219,7 @@ class ModelRegistry:
         summaries = self._summaries.items()
         return {(n, v): state for n, summary in summaries for v, state in summary.states.items()}
 
-    def progress(self) -> dict[str, str]:
+    def progress_by_model(self) -> dict[str, str]:
         """Return the progress of each model that is loaded at the start."""
         summaries = self._summaries.items()
         return {name: summary.progress for name, summary in summaries if summary.progress}

@@ -119,7 +119,7 @@ class VersionScheduler:
         return endpoints.instances(self._context.run_dir, self.number)
 
     @property
-    def serves(self) -> bool:
+    def is_serving(self) -> bool:
         """Return whether a scheduler accepts requests."""
         return self._serving_scheduler is not None and self._serving_scheduler.alive
 

@@ -48,7 +48,7 @@ class RegionQuota:
     def __init__(self, policy: ShmPolicy, has_cuda: bool = False) -> None:
         self.policy = policy
         self._has_cuda = has_cuda
-        self._pinned = 0
+        self._pinned_bytes = 0
         self._regions: Counter[int] = Counter()  # number of regions by user id
         self._bytes: Counter[int] = Counter()  # bytes of regions by user id
         # Number of regions by (device, inode) of their object.
@@ -150,16 +150,16 @@ class RegionQuota:
             text = "memory that other processes may truncate is neither mapped nor pinned"
             raise InvalidArgument(text)
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        if limit != resource.RLIM_INFINITY and byte_size > limit - self._pinned:
+        if limit != resource.RLIM_INFINITY and byte_size > limit - self._pinned_bytes:
             raise InvalidArgument(
-                f"{byte_size} bytes cannot be pinned: {self._pinned} of the {limit} bytes that a "
-                "process may lock are in use (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
+                f"{byte_size} bytes cannot be pinned: {self._pinned_bytes} of the {limit} bytes that "
+                "a process may lock are in use (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
             )
-        self._pinned += byte_size
+        self._pinned_bytes += byte_size
 
     def unpin(self, byte_size: int) -> None:
         """Remove counted bytes."""
-        self._pinned -= byte_size
+        self._pinned_bytes -= byte_size
 
 
 @dataclass(eq=False)
