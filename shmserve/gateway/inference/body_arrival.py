@@ -103,7 +103,7 @@ class BodyBudget:
         """Return the slow bodies for which `is_useful` is true, the slowest first."""
         now = time.monotonic()
         slow_bodies = [body for body in self._bodies if is_useful(body) and body.is_slow(now)]
-        return sorted(slow_bodies, key=methodcaller("rate", now))
+        return sorted(slow_bodies, key=methodcaller("bytes_per_second", now))
 
 
 # A body is not evicted before this fraction of `body_timeout_s` has passed.
