@@ -180,7 +180,7 @@ class EngineSettings:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the settings from the JSON that the method `text` returned."""
+        """Return the settings from the JSON that the method `json_text` returned."""
         return cls.of(json.loads(text))
 
     @property

@@ -191,7 +191,7 @@ class BusyPoll:
         self.should_spin = _NO_SPIN
 
     def observe(self, in_flight: int, waited_ns: int) -> None:
-        """Record the time that passed until there was work, with `requests` in flight."""
+        """Record the time that passed until there was work, with `in_flight` requests."""
         has_requests = in_flight > 0
         self._recent_requests -= 1 / 32
         if in_flight > self._recent_requests:

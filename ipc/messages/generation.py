@@ -93,7 +93,7 @@ class Prepared(Message):
 
 
 class NewSequence(Record):
-    """A sequence to start in a step: sample `sample` of request `key`.
+    """A sequence to start in a step: sample `sample_index` of request `key`.
 
     With a `parent`, the sequence is a copy of that sequence before this step, followed by `token`
     unless that is -1.

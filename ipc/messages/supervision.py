@@ -66,9 +66,9 @@ class HostStart:
 class SchedulerStart:
     """The start record of a scheduler of a `kind`, "scheduler" or "ensemble".
 
-    Its endpoints contain `number`. `snapshot` is the last `StatisticsSnapshot` of a predecessor
-    that died, or empty. `worker_pids` are those of running workers. `capability_key` authenticates
-    local clients; members of `group` are admitted, too (-1: none).
+    Its endpoints contain `number`. `statistics_snapshot` is the last `StatisticsSnapshot` of a
+    predecessor that died, or empty. `worker_pids` are those of running workers. `capability_key`
+    authenticates local clients; members of `group` are admitted, too (-1: none).
     """
 
     kind: str
@@ -442,7 +442,7 @@ class InstanceLoaded(Message):
 class LoadFailed(Message):
     """Sent by a worker to the supervisor when its model could not be loaded.
 
-    `frames` is the traceback of the model's own code.
+    `model_traceback` is the traceback of the model's own code.
     """
 
     code: str

@@ -171,7 +171,7 @@ class ServerState(ABC):
         models: The available models.
         successors: The endpoint of the successor, or "", by the endpoint of a lost scheduler.
         loss_count: The number of schedulers lost so far.
-        alive: Whether the connection is alive.
+        is_alive: Whether the connection is alive.
         link_numbers: The numbers that identify the links of this connection.
     """
 
@@ -179,7 +179,7 @@ class ServerState(ABC):
         self.models = ClientModels()
         self.successors = Successors()
         self.loss_count = 0
-        self.alive = True
+        self.is_alive = True
         self.draining = False  # new requests must go to another server
         self.identity = ""
         self.mappings = Mappings()
@@ -208,14 +208,14 @@ class ServerState(ABC):
         """Register a channel to be woken after losses."""
         with self._lock:
             self._channels.add(channel)
-            if not self.alive:
+            if not self.is_alive:
                 channel.wake()
 
     def remove_channel(self, channel: Wakeable) -> None:
         """Remove a closed channel; the last one frees the mappings of a closed connection."""
         with self._lock:
             self._channels.discard(channel)
-            is_last = not self._channels and not self.alive
+            is_last = not self._channels and not self.is_alive
         if is_last:
             self.mappings.unmap_all()
 

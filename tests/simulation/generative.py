@@ -397,7 +397,7 @@ class Schedule:
             return
         self.rig.engine.cancel(generation)
         moved_generation = self.rig.submit(
-            generation.prompt, generation.max_tokens, sampled, samples=generation.sample_count
+            generation.prompt, generation.max_tokens, sampled, sample_count=generation.sample_count
         )
         assert moved_generation is not None
         self._samples[generation.key] -= sampled.keys()

@@ -108,8 +108,8 @@ class SchedulerParts(NamedTuple):
 class HostedScheduler(ABC):
     """A scheduler with its sockets.
 
-    The scheduler adds itself to `active` when it has received messages, and the host then runs its
-    turn. After each turn, `wake_ns` is the time of the next turn (monotonic ns), and
+    The scheduler adds itself to `active_schedulers` when it has received messages. The host then
+    runs its turn. After each turn, `wake_ns` is the time of the next turn (monotonic ns), and
     `live_requests` the number of requests. Once the scheduler has `stopped`, the host only closes
     it.
     """
@@ -266,7 +266,7 @@ class HostedScheduler(ABC):
 class BatchingScheduler(HostedScheduler):
     """The scheduler of a model that has instances; its peers are their workers."""
 
-    allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToBatching))
+    allowed_messages = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToBatching))
 
     def _create_parts(self) -> SchedulerParts:
         endpoint = endpoints.instances(self._start.run_dir, self._start.number)
@@ -296,7 +296,7 @@ class EnsembleScheduler(HostedScheduler):
     Its peers are the schedulers of its steps, in this process or others.
     """
 
-    allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToEnsemble))
+    allowed_messages = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToEnsemble))
 
     def _create_parts(self) -> SchedulerParts:
         start, control = self._start, self._control

@@ -277,7 +277,7 @@ class LocalClientServer:
 
     def announce(self, message: Any) -> None:
         """Send a message that every local client has to acknowledge within a second."""
-        clients, number = self.numbers(), message.acknowledge
+        clients, number = self.numbers(), message.change_number
         self.broadcast(message)
         loop, acknowledged = asyncio.get_running_loop(), self._acknowledgements.record_acknowledged
         for client in clients:
