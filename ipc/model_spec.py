@@ -26,9 +26,9 @@ MAX_INSTANCES = "max_instances"
 IDLE_UNLOAD = "idle_unload_secs"
 EXECUTION_TIMEOUT = "execution_timeout_seconds"
 PADDING = "padding"
-ENVIRONMENT = "environment"  # an attribute of a class; a configuration has ENVIRONMENT_PATH
+ENVIRONMENT = "environment"  # a class's attribute; in configurations: ENVIRONMENT_PATH
 ENVIRONMENT_PATH = "EXECUTION_ENV_PATH"
-# The parameters that a model may set, and all that the server itself reads.
+# The parameters that a model may set; then all parameters that the server itself reads.
 MODEL_SETTINGS = (
     *(STRATEGY_PARAMETER, TARGET_PARAMETER, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, PADDING),
 )

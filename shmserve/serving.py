@@ -246,7 +246,7 @@ def _file_of(cls: type, folder: Path, sources: Sources) -> Path:
         text = _source_of(cls)
         sources[path] = _source_file(cls) or path
     if path.parent.exists():
-        raise InvalidArgument(f"two classes have the name '{cls.__name__}'")
+        raise InvalidArgument(f"two classes have the name '{cls.__name__}': rename one of them")
     path.parent.mkdir()
     path.write_text(text, encoding="utf-8")
     return path

@@ -110,7 +110,7 @@ class ProcessExited(Message):
     `reason` is meant for clients and may be empty.
     """
 
-    TAG: ClassVar[str] = "Exited"  # OwnerExited has the tag "ProcessExited"
+    TAG: ClassVar[str] = "Exited"  # not "ProcessExited", which is the tag of `OwnerExited`
 
     process: int
     reason: str

@@ -215,8 +215,8 @@ class Signature:
         if pad.padded_shape(shape) is None:
             buckets = ", ".join(map(shape_text, pad.buckets))
             raise InvalidArgument(
-                f"unexpected shape for input '{pad.name}' for model '{self.name}'. Its "
-                f"buckets are {buckets} behind the batch dimension; {shape_text(shape)} fits none"
+                f"unexpected shape for input '{pad.name}' for model '{self.name}'. "
+                f"{shape_text(shape)} fits no bucket (without the batch dimension: {buckets})"
             )
 
 

@@ -206,7 +206,7 @@ _GETTERS = _FieldGetters()
 def _plain_type(annotation: Any) -> type[Any]:
     plain_type = dict if _is_document(annotation) else typing.get_origin(annotation) or annotation
     if plain_type not in (int, str, bytes, bool, float, list, dict):
-        raise TypeError(f"a message field cannot be {annotation}")
+        raise TypeError(f"a message field cannot have the type {annotation}")
     return plain_type
 
 

@@ -71,7 +71,8 @@ def check_files(args: argparse.Namespace, *flags: str) -> None:
             raise InvalidArgument(f"--plot: '{path}' does not end in .svg, the only format")
         target = path if os.path.exists(path) else os.path.dirname(path) or "."
         if os.path.isdir(path) or not os.access(target, os.W_OK):
-            raise InvalidArgument(f"--{flag}: cannot write '{path}'")
+            text = "it is a directory, its folder does not exist, or this user may not write to it"
+            raise InvalidArgument(f"--{flag}: cannot write '{path}': {text}")
 
 
 def write_file(flag: str, path: str, text: str) -> None:

@@ -248,7 +248,9 @@ class _Model:
                         case Responded(code="", schema=b""):  # the response only marks the end
                             return _Verdict("ok")
                         case Failed() | Responded() if message.code:
-                            return _Verdict(outcome, message.message + note)
+                            # No input may end the process of a model.
+                            died = message.message.startswith("the model's worker died")
+                            return _Verdict("FAILED" if died else outcome, message.message + note)
                         case Responded() | Finished():
                             response = unpack_inferred(message.schema, message.data)
                             differences = self._describe_differences(response, fit.batch_size)

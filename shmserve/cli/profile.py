@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         Unavailable: The server is unreachable.
     """
     if args.seconds <= 0:
-        raise InvalidArgument(f"--seconds: {args.seconds:g} is not more than 0")
+        raise InvalidArgument(f"--seconds: must be more than 0, got {args.seconds:g}")
     token = read_token(args.token_file) if args.token_file else ""
     profile = watch(args.metrics_url, token, args.model, args.seconds)
     print(table(args.model, profile))
@@ -128,7 +128,7 @@ def _scrape(url: str, token: str, model: str) -> dict[str, float]:
                 name = f"{name}.{phase}" if phase else name
                 samples[name] = samples.get(name, 0.0) + sample.value
     if not samples:
-        raise InvalidArgument(f"{url} shows no model '{model}' that generates text")
+        raise InvalidArgument(f"{url} has no metrics of a model '{model}' that generates text")
     return samples
 
 

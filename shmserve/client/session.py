@@ -41,7 +41,7 @@ from shmserve.ipc.tensors.inference import is_aliased_request
 Tensors = Mapping[str, Any]
 # The requested outputs: names, arrays of a region by name, or a region.
 Outputs = Sequence[str] | Mapping[str, Any]
-# Model, inputs, outputs, version, options, inputs given by keyword.
+# A call: model, inputs, outputs, version, options, and the inputs given by keyword.
 Call = tuple[str, Tensors | None, Outputs | None, str, RequestOptions, Tensors]
 
 _WELCOME_S = 10.0

@@ -211,7 +211,7 @@ def _cache_size(text: str) -> int:
     name, comma, setting = text.partition(",")
     key, equals, value = setting.partition("=")
     if not (name and comma and key and equals):
-        raise InvalidArgument(f"{_CACHE}: '{text}' is not CACHE,SETTING=VALUE (local,size=BYTES)")
+        raise InvalidArgument(f"{_CACHE}: '{text}' is not local,size=BYTES")
     if name != "local":
         raise InvalidArgument(f"{_CACHE}: there is no cache '{name}' (allowed: local,size=BYTES)")
     if key != "size":
@@ -236,7 +236,7 @@ def workspace_byte_sizes(settings: Sequence[str]) -> dict[str, int]:
     for setting in settings:
         device, equals, value = setting.partition("=")
         if not (device and equals):
-            raise InvalidArgument(f"{_WORKSPACE}: '{setting}' is not DEVICE=BYTES (cpu=1073741824)")
+            raise InvalidArgument(f"{_WORKSPACE}: expected DEVICE=BYTES, got '{setting}'")
         if _WORKSPACE_DEVICE.fullmatch(device) is None:
             raise InvalidArgument(
                 f"{_WORKSPACE}: '{device}' is not a device with a pool (allowed: cpu, cuda:NUMBER)"

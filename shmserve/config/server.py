@@ -275,13 +275,13 @@ def _on_demand(value: dict[str, Any], name: str) -> Any:
 
 def _config_name(name: str) -> str:
     if "/" in name or "\0" in name:
-        raise InvalidArgument(f"--model-config-name: '{name}' is not the name of a file")
+        raise InvalidArgument(f"--model-config-name: '{name}' must not contain / or NUL")
     return name
 
 
 def _tokens(file: str | None) -> Tokens:
     if file == "":  # an unset shell variable must not disable authentication
-        raise InvalidArgument("--auth-token-file: '' is not a file")
+        raise InvalidArgument("--auth-token-file: the path is empty; name a file, or omit the flag")
     return {} if file is None else read_tokens(Path(file))
 
 
@@ -310,7 +310,7 @@ def _group(name: str | None) -> int:
     try:
         return grp.getgrnam(name).gr_gid
     except KeyError:
-        raise InvalidArgument(f"--shm-group: there is no group '{name}' here") from None
+        raise InvalidArgument(f"--shm-group: this host has no group '{name}'") from None
 
 
 def _models(parsed: Parsed, are_needed: bool, collected: Collector) -> tuple[list[Path], list[str]]:
@@ -363,14 +363,14 @@ def _check_folder(path: Path, parsed: Parsed) -> None:
         may_miss = not parsed.values["exit-on-error"] and not path.exists()
         if not path.is_dir() and (str(path) in parsed.after_boolean or not may_miss):
             if flag := parsed.after_boolean.get(str(path)):
-                text = f"--{flag}: '{path}' is not true or false, nor a folder of models"
+                text = f"--{flag}: '{path}' is neither true, false nor a folder of models"
                 raise InvalidArgument(text)
             raise InvalidArgument(f"--model-repository: '{path}' is not a folder")
 
 
 def _class_settings(references: list[str], files: list[str]) -> dict[str, str]:
     if references and not any(map(CLASS_IN_FILE.fullmatch, files)):
-        raise InvalidArgument("--set: is for a class, and no path/model.py:Class is given")
+        raise InvalidArgument("--set: requires the class of a model (path/model.py:Class)")
     pairs = [text.partition("=") for text in references]
     for text, (name, equals, _) in zip(references, pairs, strict=True):
         if not name or not equals or name == "class":
@@ -390,7 +390,7 @@ def _backend_setting(text: str) -> tuple[str, str, str]:
 def _count(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "") or "0"
     if not text.isdecimal():
-        raise InvalidArgument(f"{name}: '{text}' is not a number of requests")
+        raise InvalidArgument(f"environment variable {name}: '{text}' is not an integer >= 0")
     return int(text)
 
 

@@ -57,12 +57,14 @@ class Inflater:
         has_input = bool(chunk)
         self._input_bytes += len(chunk)
         if self._input_bytes > self._limit + self._limit // 64 + _PIECE_BYTES:
-            raise InvalidArgument(f"{_FAILED}: it is mostly overhead")
+            text = f"it has {self._input_bytes} compressed bytes, too many for the limit"
+            raise InvalidArgument(f"{_FAILED}: {text} of {self._limit} decompressed bytes")
         while has_input:
             if self._decompressor.eof:
                 self._member_count += 1
                 if self._member_count > self._input_bytes // _MIN_MEMBER_BYTES + _FREE_MEMBERS:
-                    raise InvalidArgument(f"{_FAILED}: it is mostly overhead")
+                    text = f"it has {self._member_count} gzip members in {self._input_bytes} bytes"
+                    raise InvalidArgument(f"{_FAILED}: {text}; compress it as one member")
                 # The next member of the compressed data begins.
                 self._decompressor = zlib.decompressobj(_GZIP_OR_ZLIB)
             try:

@@ -74,7 +74,7 @@ class GatewayModel:
         if is_vllm:
             max_length = publication.config.parameters.get("max_model_len", "")
             self.max_model_len = int(max_length) if max_length.isdecimal() else None
-        # whether the model converts text by the parameter `task`
+        # Whether requests with the parameter `task` convert between texts and tokens.
         self.has_task_parameter = is_vllm or publication.config.backend == LLM_BACKEND
         # Whether texts may contain reasoning. An engine of vLLM has this output only with a parser.
         self.may_reason = is_vllm or engine_settings.reasoning_parser not in ("", "none")
@@ -191,7 +191,7 @@ class ModelTable:
         if current_model.immutable_config != model.immutable_config:
             raise Unavailable(
                 f"model '{model.name}' was loaded with another configuration while the request "
-                "arrived"
+                "arrived; send it again"
             )
         return current_model
 

@@ -139,10 +139,10 @@ def read_report(path: str) -> list[Point]:
     try:
         report = json.loads(text)
         if report["format"] != FORMAT:
-            raise InvalidArgument(f"--compare: '{path}' is of format {report['format']}, not 1")
+            raise InvalidArgument(f"--compare: '{path}' has format {report['format']}, not 1")
         return [Point(**row) for row in report["points"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise InvalidArgument(f"--compare: '{path}' is not a report of --json: {error}") from None
+        raise InvalidArgument(f"--compare: '{path}' was not written with --json: {error}") from None
 
 
 def comparison(old_points: Sequence[Point], new_points: Sequence[Point]) -> str:

@@ -201,7 +201,7 @@ def _send_probe(args: Namespace, poller: Poller, lane_factory: LaneFactory, requ
 
 
 def _open_openai(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
-    from shmserve.protocols.http import OPENAI_PATHS, OpenAILaneFactory, OpenAIRequest
+    from shmserve.protocols.http import OPENAI_PATHS, OpenAILaneFactory
 
     if args.url is None:
         raise InvalidArgument("--openai requires --url http://HOST:PORT")
@@ -209,10 +209,11 @@ def _open_openai(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarge
     if address.protocol != "http":
         raise InvalidArgument(f"--openai requires --url http://HOST:PORT, got '{args.url}'")
     credentials = servers.read_credentials(args)
-    lane_factory = OpenAILaneFactory(address, credentials, poller, OPENAI_PATHS[args.openai])
-    requests = [lane_factory.encode(OpenAIRequest(body)) for body in _bodies(args)]
+    lane_factory = OpenAILaneFactory(address, credentials, poller)
+    path = OPENAI_PATHS[args.openai]
+    requests = [lane_factory.post_json(path, body) for body in _bodies(args)]
     _send_probe(args, poller, lane_factory, requests[0])
-    title = address.address_text + lane_factory.route
+    title = address.address_text + path
     return LoadTarget(lane_factory, lambda slots: partial(_rotated, requests), dict, True, title)
 
 

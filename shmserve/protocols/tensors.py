@@ -230,7 +230,7 @@ def _from_file(tensor: ModelTensor, content: bytes) -> _Array:
     pixels = pixels.reshape([1] * (len(tensor.shape) - len(dims)) + list(pixels.shape))
     size_pairs = zip(tensor.shape, pixels.shape, strict=False)
     if len(tensor.shape) != pixels.ndim or any(dim not in (-1, size) for dim, size in size_pairs):
-        raise InvalidArgument(f"{subject}, and the image has {list(pixels.shape)}: resize it")
+        raise InvalidArgument(f"{subject}, but the image has {list(pixels.shape)}: resize it")
     return np.ascontiguousarray(pixels)
 
 

@@ -138,7 +138,7 @@ class Reports:
         try:
             self._statistics.set_base(message.statistics)
         except (AttributeError, KeyError, TypeError, ValueError):
-            logger.exception("the statistics of the previous version cannot be read")
+            logger.exception("the statistics of the previous model version cannot be read")
         self.send_snapshot()
 
     def restore(self, snapshot: list[Any], alive_pids: list[int]) -> None:

@@ -257,6 +257,6 @@ def _execution_limit_s(config: ModelSpec, default: float) -> float:
         seconds = math.nan
     if math.isfinite(seconds) and seconds >= 0:
         return seconds
-    text = "parameter '%s' is not a number of seconds; it is ignored"
-    logger.warning(text, model_spec.EXECUTION_TIMEOUT)
+    message = "model '%s': parameter '%s' is ignored: '%s' is not a number of seconds"
+    logger.warning(message, config.name, model_spec.EXECUTION_TIMEOUT, text)
     return default

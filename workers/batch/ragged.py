@@ -96,8 +96,8 @@ class RaggedBatching:
         expected_count = sum(map(element_count, shapes))
         if element_count(shape) != expected_count:
             raise Internal(
-                f"inference output '{name}' has {element_count(shape)} elements, expecting the "
-                f"{expected_count} of the requests' inputs '{split.source}'"
+                f"inference output '{name}' has {element_count(shape)} elements, expected "
+                f"{expected_count} for the shapes of input '{split.source}'"
             )
         return shapes
 

@@ -444,7 +444,7 @@ class Runner:
                 array = array.reshape(rows, -1)
             return Output(name, datatype, array)
         if isinstance(output, np.ndarray):
-            return Output(name, _array_datatype(output, datatype), output)
+            return Output(name, _array_datatype(name, output, datatype), output)
         raise Internal(f"inference output '{name}' is a {type(output).__name__}, not a tensor")
 
     def _fetch_state(
@@ -507,11 +507,11 @@ def _weights_byte_size(model: Any) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-def _array_datatype(array: np.ndarray[Any, Any], expected_datatype: str) -> str:
+def _array_datatype(name: str, array: np.ndarray[Any, Any], expected_datatype: str) -> str:
     dtype = array.dtype.newbyteorder("=")
     if dtype == STORAGE_DTYPES[expected_datatype]:
         return expected_datatype
     for datatype, candidate in NUMPY_DTYPES.items():
         if candidate == dtype:
             return datatype
-    raise Internal(f"an inference output has the datatype {dtype}, which no client can receive")
+    raise Internal(f"inference output '{name}' is {dtype}, which no client can receive")

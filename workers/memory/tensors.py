@@ -114,5 +114,5 @@ def to_host(raw: Bytes) -> memoryview:
     except RuntimeError as error:
         if is_device_lost(error):
             raise
-        logger.error("a client's memory cannot be read: %s", error)
+        logger.error("device memory cannot be read: %s", error)
         raise Unavailable("the memory of a tensor cannot be read") from error

@@ -167,8 +167,8 @@ class Region(Mapping[str, Any]):
             template, output_range = _parse_spec(name, shape, template.datatype), template
             if template.byte_size > output_range.byte_size:
                 raise InvalidArgument(
-                    f"'{name}' has shape {output_range.shape}, which is too small for "
-                    f"{template.shape}"
+                    f"'{name}' has shape {output_range.shape} in this region, which is too small "
+                    f"for {template.shape}"
                 )
         return self.segment.view(self._offsets[name], template.shape, template.datatype, self.lease)
 
@@ -289,7 +289,7 @@ def _parse_specs(tensors: Specs) -> dict[str, TensorSchema]:
     templates: dict[str, TensorSchema] = {}
     for name, spec in tensors.items():
         if not isinstance(name, str) or not isinstance(spec, list | tuple) or len(spec) != 2:
-            raise InvalidArgument(f"{name!r:.80}: {spec!r:.80} is not a (shape, datatype)")
+            raise InvalidArgument(f"{name!r:.80}: {spec!r:.80} is not a pair (shape, datatype)")
         templates[name] = _parse_spec(name, *spec)
     return templates
 

@@ -51,7 +51,7 @@ DECOUPLED = "model '%s' is decoupled (any number of responses to a request): use
 LATE = "no response arrived within the timeout"
 CLOSED_EARLY = "the connection to the server was closed before the response"
 FULL = "this process has no file descriptor left for another connection"
-_TWICE = "the server closed the connection twice"
+_TWICE = "the server closed the connection before the response, also after one retry"
 
 
 class ClientRequest(InflightRequest):

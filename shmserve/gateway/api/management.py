@@ -216,7 +216,7 @@ def check_may_send_files(client: ClientIdentity) -> None:
     if not (client.listener.authorisation.asks_for_tokens or client.runs_the_server()):
         raise PermissionDenied(
             "the configuration or files of a model are accepted only from the user who runs the "
-            "server, or with a token"
+            "server, or with a token (--auth-token-file)"
         )
 
 

@@ -182,14 +182,15 @@ async def register_cuda(
     if not devices:
         raise cuda_not_supported(name)
     if len(handle.raw) != HANDLE_SIZE:
-        text = f"{CUDA_INVALID} (a handle has {HANDLE_SIZE} bytes, this {len(handle.raw)})"
+        text = f"{CUDA_INVALID} (a handle has {HANDLE_SIZE} bytes, got {len(handle.raw)})"
         raise InvalidArgument(text)
     if not 0 <= handle.device < devices:
         text = f"{CUDA_INVALID} (device_id {handle.device}; the server has {devices} CUDA devices)"
         raise InvalidArgument(text)
     size = require_integer(byte_size, "byte_size")
     if not 0 < size <= MAX_INT64 - require_integer(offset, "offset"):
-        raise InvalidArgument(f"{CUDA_INVALID} (byte_size {byte_size}, offset {offset})")
+        text = f"(byte_size must be from 1 to 2^63-1 - offset, got {byte_size} at offset {offset})"
+        raise InvalidArgument(f"{CUDA_INVALID} {text}")
     await gateway.supervisor.send_request(
         *(RegisterCudaRegion, name, handle.raw, handle.device, handle.uuid, offset, byte_size),
         *(peer.uid, list(peer.groups), exporter_pid),

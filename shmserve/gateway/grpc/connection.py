@@ -228,7 +228,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         try:
             call = stream.call = self.front.create_call(self, stream, head)
         except Exception:
-            logger.exception("a call could not be started")
+            logger.exception("a call of %s could not be started", head.path)
             self.http2.reset(stream, FaultCode.INTERNAL_ERROR)
         else:
             if not stream.ended:
@@ -326,7 +326,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     def _reset_stalled(self, stream: Stream) -> None:
         """Reset a stream whose data the client does not read."""
         if self.http2.sending.paused:
-            logger.info("a client that does not read its responses was disconnected")
+            logger.info("a gRPC client that does not read its responses was disconnected")
             self.abort()
             return
         del self._stalled_streams[stream]

@@ -140,7 +140,7 @@ class Inferences(ActiveCount):
         metadata = sorted((key, value) for key, value in head.metadata if type(value) is str)
         return select_forwarded_headers(pattern, metadata)
 
-    def create_sink(self, head: CallHead, size: int) -> RequestSink[ArrivingRequest]:
+    def create_sink(self, head: CallHead, size: int) -> RequestSink:
         """Return the receiver of a large request, which writes its tensors into the arena."""
         return RequestSink(partial(self._reserve_request, head, size))
 

@@ -55,7 +55,7 @@ from shmserve.gateway.http.messages import (
 )
 from shmserve.gateway.inference.body_arrival import Arrival, BodyBudget
 from shmserve.gateway.inference.prepare import (
-    ArrivingTensors,
+    ArrivingRequest,
     BuiltRequest,
     build_request,
     build_with_template,
@@ -301,7 +301,7 @@ class Body:
             self.arrival.reserve(len(piece))
         return bytes(start)
 
-    async def read_tensors(self, tensors: ArrivingTensors, start: bytes = b"") -> bool:
+    async def read_tensors(self, tensors: ArrivingRequest, start: bytes = b"") -> bool:
         """Receive tensors, whose first bytes are `start`; return whether they are complete."""
         piece = start
         while True:

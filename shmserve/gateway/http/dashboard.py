@@ -104,7 +104,7 @@ class LiveFigures:
         if request.headers.get(FETCH_SITE) in ("cross-site", "same-site"):
             raise PermissionDenied("pages of other origins may not open the dashboard's stream")
         if self._viewer_count >= _MAX_VIEWERS:
-            raise QueueFull(f"{_MAX_VIEWERS} dashboards are already connected to this server")
+            raise QueueFull(f"{_MAX_VIEWERS} dashboards (the maximum) are connected to this server")
         return ChunkedResponse(200, self._events(), _HEADERS)
 
     def end_streams(self) -> None:

@@ -120,7 +120,7 @@ class WriteResponse(Protocol):
 
 
 # Starts a request with this body, or returns None if a handler is needed. `WriteResponse` is called
-# once: later, or without a body before the return if the request fails at once.
+# once: after the return, or, if the request fails at once, before the return and without a body.
 StartRepeatedRequest = Callable[[bytes, WriteResponse], BegunRequest | None]
 
 

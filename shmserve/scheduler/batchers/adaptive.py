@@ -122,7 +122,9 @@ class WaitingChoice:
         self._exploration_interval = _INITIAL_EXPLORATION_INTERVAL
         self._next_exploration_epoch = 2 * _INITIAL_EXPLORATION_INTERVAL
         self._mean_ns: dict[bool, float] = {}
-        self._exploration_miss_count = 0  # misses in the last epoch of the other choice
+        self._exploration_miss_count = (
+            0  # misses in the last epoch with the choice that seems worse
+        )
         self._epoch_count = 0
         self._start()
 

@@ -18,7 +18,7 @@ _SHARED_GAIN = 1 / 32  # gain of the level and the spread, which all sizes share
 _INITIAL_SPREAD, _MIN_SPREAD = 0.1, 0.02  # relative spread of durations
 # `SizeTimes` sets its level anew after this many durations in a row far from the estimate.
 _CHANGE_LENGTH = 8
-# Minimum ratio of such a duration to the estimate, and maximum ratio between two such ratios.
+# Minimum ratio of an outlier to the estimate, and maximum ratio between two outliers' ratios.
 _MIN_CHANGE, _MAX_DISAGREEMENT = 1.5, 2.0
 _DEVIATIONS_PER_SPREAD = 1.25  # standard deviations per spread, for a normal distribution
 _EQUAL_RATES = 0.03  # relative difference below which rates count as equal

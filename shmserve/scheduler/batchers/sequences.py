@@ -407,8 +407,8 @@ class Sequences:
             raise InvalidArgument(text)
         if self.backlog.count(owner) >= self._max_waiting:
             raise QueueFull(
-                f"{self._max_waiting} sequences of this client wait for a slot of model "
-                f"'{self._model}', and no more are allowed"
+                f"at most {self._max_waiting} sequences of a client may wait for a slot of model "
+                f"'{self._model}'"
             )
 
     def enqueue(self, request: ScheduledRequest, correlation_id: int | str) -> bool:

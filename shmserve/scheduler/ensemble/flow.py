@@ -30,13 +30,13 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.ensemble.memory import ABSENT, SKIPPED, TensorKind, TensorValue
 
 ONCE_PER_REQUEST = -1  # the origin of tensors that exist once per request
-RESPONSE = -1  # the index of the response among the readers of tensors
+RESPONSE = -1  # the index of the response among the readers of tensors; steps have indices from 0
 _ANY_NUMBER = -1  # the number of uses is unknown until the request ends
 
 _CONDITION = "step[{}].condition"
 _MAX_KINDS = 256
 
-# Pairs of a tensor's name and its value, all with the same number.
+# The tensors of one step or response: pairs of a name and a value.
 Tensors = Sequence[tuple[str, TensorValue]]
 
 
@@ -351,7 +351,7 @@ class Flow:
             route = routes.get(tensor)
             if route is None:
                 continue
-            if route.only_reader is not None:  # nothing else is missing
+            if route.only_reader is not None:  # it needs no other tensor
                 self._start(route.only_reader, response_index, {tensor: value})
             else:
                 for reader in route.readers:

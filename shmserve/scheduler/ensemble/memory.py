@@ -185,7 +185,7 @@ class EnsembleMemory:
         try:
             blocks.extend(starmap(self.allocate, sizes))
         except ShmserveError as error:
-            logger.warning("the memory between steps cannot be planned: %s", error)
+            logger.warning("memory for tensors between ensemble steps is not reserved: %s", error)
         for block in blocks:
             block.release()
 
@@ -246,8 +246,8 @@ class EnsembleMemory:
         memory = data.memory
         if memory.cuda is not None or memory.copied or not memory.sealed:
             raise InvalidArgument(
-                f"'{name}' is a condition, which must be sent in the request, not in a shared "
-                "memory region"
+                f"input '{name}' is a step's condition: send its data in the request, not in a "
+                "shared memory region"
             )
         return any(self._mappings.view(data))
 
@@ -324,7 +324,8 @@ class DeviceBlocks:
             segment = _Segment(self._cuda, device, size)
         except ShmserveError as error:
             self._full_devices.add(device)
-            logger.warning("tensors between steps use host memory: %s", error.message)
+            text = "tensors between ensemble steps use host memory, not device %d: %s"
+            logger.warning(text, device, error.message)
             return None
         self._segments[segment.memory.id] = segment
         return segment

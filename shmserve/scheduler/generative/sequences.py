@@ -189,7 +189,7 @@ T = TypeVar("T")
 class SequenceStatus(StrEnum):
     """The status of a sequence, which determines where its keys and values are."""
 
-    WAITING = "waiting"  # its keys and values are nowhere
+    WAITING = "waiting"  # its keys and values are not stored
     RUNNING = "running"
     SWAPPED = "swapped"  # its keys and values are in blocks of the host
     ENDED = "over"

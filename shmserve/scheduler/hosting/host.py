@@ -457,7 +457,7 @@ class Host:
         except (ShmserveError, OSError) as error:
             # No descriptor or memory is left; the other schedulers continue.
             reason = error.message if isinstance(error, ShmserveError) else str(error)
-            logger.error("a scheduler cannot start: %s", reason)
+            logger.error("the scheduler of model '%s' cannot start: %s", start.config.name, reason)
             self._control.send(SchedulerClosed(start.number, reason))
             return
         self._schedulers.append(scheduler)

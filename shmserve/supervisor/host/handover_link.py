@@ -62,7 +62,7 @@ class Offer:
             if peer_credentials(link)[1] != os.geteuid():
                 raise PermissionError
             data, fds = _receive(link, _MAX_DESCRIPTORS)
-            response = json.loads(data or b'{"refused": "it ends"}')
+            response = json.loads(data or b'{"refused": "it is stopping"}')
             if response.get("version", _VERSION) != _VERSION:
                 response = {"refused": "its version uses another handover protocol"}
             if "refused" in response:
@@ -165,7 +165,7 @@ class HandoverLink:
                 socket.send_fds(self._link, [json.dumps(message).encode()], fds)
                 return
             except OSError as error:  # the other server has ended, or does not read
-                logger.warning("messages to the other server are disabled: %s", error.strerror)
+                logger.warning("the handover's other server is unreachable: %s", error.strerror)
                 self._end()
         self._resolve_all()
 

@@ -55,7 +55,8 @@ _IDLE_S = 20.0  # the time without long waits before a removal
 _BUSY_WINDOW_S = 0.5  # the window of the mean number of busy instances
 _REMOVAL_PAUSE_S = 2.0  # the shortest time between a change and a removal
 _TARGET_UTILIZATION = 0.6  # the highest utilization of the remaining instances
-_SOON_FACTOR = 3.0  # an instance added within this many idle times of a removal doubles them
+# If an instance is added sooner after a removal than this multiple of the idle time, that doubles.
+_SOON_FACTOR = 3.0
 _MAX_IDLE_S = 320.0
 _MIN_SHARE = 0.25  # the share of the target that is always allowed as p99 of the wait
 
@@ -265,9 +266,9 @@ class ScalingPolicy:
         """Return the change that a sample requires, or None; `count` is the number of instances."""
         self._update_estimates(load)
         if count < self.minimum:
-            return Change(count + 1, f"at least {self.minimum}")
+            return Change(count + 1, f"at least {self.minimum} are configured")
         if count > self.maximum:
-            return Change(count - 1, f"at most {self.maximum}")
+            return Change(count - 1, f"at most {self.maximum} are configured")
         wait = self._long_wait_text(load)
         if not wait:
             self._late_samples = 0

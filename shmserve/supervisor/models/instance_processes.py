@@ -307,7 +307,8 @@ class Instances:
                 error.add_note(message.model_traceback)
             raise error
         if not isinstance(message, kind):
-            raise InvalidArgument(f"unexpected {type(message).__name__} while loading")
+            text = f"instance '{instance.name}' sent an unexpected {type(message).__name__}"
+            raise InvalidArgument(f"{text} while it was loading")
         self._check_needed(instance)
         if not instance.alive:  # the process died right after its message
             raise Unavailable(problem)

@@ -119,7 +119,8 @@ class LoadPlanner:
         except model_config.LoadProblem as error:
             fault = error.message
         except ShmserveError as error:
-            hint = repository.layout_hint(folder)
+            hints = (repository.layout_hint(folder), *repository.incomplete_files(folder.path, ()))
+            hint = "; ".join(filter(None, hints))
             if hint:
                 error = InvalidArgument(f"{error.message} ({hint})")
             raise _not_polled(name, error) from None

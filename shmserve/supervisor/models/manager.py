@@ -349,7 +349,7 @@ class ModelManager:
         config = self._context.config
         for root in config.model_repositories:
             if (root / CONFIG_FILE).is_file():
-                logger.warning("'%s' is a model folder: the repository is its parent folder", root)
+                logger.warning("'%s' is a model: set --model-repository to its parent folder", root)
         folders = await asyncio.to_thread(self._planner.scan)
         names = list(folders)
         if not folders and config.model_control_mode != "explicit":

@@ -297,8 +297,8 @@ class ModelVersion:
                     self._broadcast_lost(lost_endpoint, "", *_CLIENT_ROLES)
                 continue
             self.instances.attach()
-            # Clients keep their submitted requests and resubmit them while they know the old
-            # endpoint.
+            # Clients keep submitted requests until this message, which lets them resubmit the
+            # requests to the successor.
             self._broadcast_lost(lost_endpoint, self.scheduler.endpoint, *_CLIENT_ROLES)
             self.report_change()
             return

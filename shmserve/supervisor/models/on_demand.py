@@ -189,7 +189,7 @@ class OnDemand:
             self._context.background(self._load(name, load))
         await wait_any(load, timeout_s=patience_s if 0 < patience_s < _MAX_WAIT_S else None)
         if not load.done():
-            raise Unavailable(f"model '{name}' was not loaded within the time of the request")
+            raise Unavailable(f"model '{name}' was not loaded within the request's timeout")
         error = load.result()
         if error is not None:
             raise error

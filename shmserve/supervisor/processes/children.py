@@ -185,7 +185,8 @@ class ProcessTable:
                 logger.exception("the exit of %s could not be handled", child.title)
 
     def _on_stopped(self, child: Child) -> None:
-        logger.warning("%s is stopped; it is replaced if it does not continue", child.title)
+        text = "%s was stopped by a signal; it is replaced unless it continues within %g s"
+        logger.warning(text, child.title, STOPPED_LIMIT_S)
         self._on_continued(child)
         child.stop_timer = self._loop.call_later(STOPPED_LIMIT_S, self._kill_stopped, child)
 
@@ -226,7 +227,7 @@ class ProcessTable:
 # Pauses before a start after the n-th death in a row.
 _PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
 _HEALTHY_S = 30.0  # a process that lives longer resets the number of deaths
-_MAX_DEATHS_AFTER_WORK = 4  # number of consecutive deaths that remain counted after useful work
+_MAX_DEATHS_AFTER_WORK = 4  # useful work lowers the number of consecutive deaths to this
 
 
 @dataclass(slots=True)
@@ -374,7 +375,7 @@ class Zygote:
                 ],
                 self._environment,
                 file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
-                # Until the zygote ignores them: Ctrl-C is for the supervisor.
+                # Blocked until the zygote ignores them, because only the supervisor handles Ctrl-C.
                 setsigmask=[signal.SIGINT, signal.SIGTERM],
             )
         finally:
@@ -451,7 +452,7 @@ class Zygote:
                 own_end, child_end = map(stack.enter_context, _create_link())
                 child = await self.spawn(f"spare {self._title}", SPARE, b"", [child_end.fileno()])
             except (OSError, Unavailable) as error:
-                logger.warning("the %s has no spare: %s", self._title, error)
+                logger.warning("a spare %s could not be started: %s", self._title, error)
                 self._loop.call_later(_RETRY_PAUSE_S, self._fork_spare)
                 return
             child_end.close()

@@ -145,7 +145,7 @@ class RegionQuota:
             InvalidArgument: The bytes cannot be pinned. They are not counted.
         """
         if not self._has_cuda:
-            raise InvalidArgument("memory is pinned for CUDA devices, and the server has none")
+            raise InvalidArgument("memory can be pinned for CUDA devices only; the server has none")
         if copied:
             text = "memory that other processes may truncate is neither mapped nor pinned"
             raise InvalidArgument(text)
@@ -197,7 +197,7 @@ class HandleCheck:
             async with asyncio.timeout(_CHECK_TIMEOUT_S):
                 response = await future
         except TimeoutError:
-            logger.info("no worker was free to check a CUDA handle; its first request checks it")
+            logger.info("no worker is free to check a CUDA handle: its first request checks it")
             return
         finally:
             del self._open_checks[number]

@@ -228,7 +228,7 @@ def test_the_link_to_an_exited_scheduler_is_closed(tmp_path: Path, inflight: boo
         if request is not None:
             (failed_message,) = request.messages
             assert failed_message.message.startswith("[request id: mine] ")
-            assert "no other serves the model" in failed_message.message
+            assert "no other scheduler serves it" in failed_message.message
 
     run(tmp_path, scenario)
 

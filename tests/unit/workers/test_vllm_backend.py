@@ -457,7 +457,7 @@ def test_older_names_of_constraints() -> None:
     assert engine._request_body(parameters) == {"structured_outputs": {"choice": ["b"]}}
     repeated_fields = {"guided_regex": "a", "structured_outputs": {"regex": "a"}}
     assert engine._request_body(repeated_fields) == {"structured_outputs": {"regex": "a"}}
-    with pytest.raises(InvalidArgument, match=r"outputs: .*'a'.* contradicts guided_\* .*'b'"):
+    with pytest.raises(InvalidArgument, match=r"outputs: .*'a'.* contradicts guided_\*: .*'b'"):
         engine._request_body({**repeated_fields, "guided_regex": "b"})
 
 

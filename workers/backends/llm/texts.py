@@ -123,7 +123,7 @@ class SampleText:
         count = min(len(self.pending_text), self._skip_characters - self.sent_characters)
         if count > 0:
             if self.parser is not None:
-                # Responses end at token boundaries, so the other instance has sent all parts.
+                # Responses end at token boundaries, so the earlier instance has sent all parts.
                 self.parser.take()
             self.pending_text = self.pending_text[count:]
             self.sent_characters += count

@@ -395,8 +395,8 @@ def client_inputs(
     names = {tensor["name"] for tensor in inputs} - generated
     if not isinstance(ragged, list | tuple | set | frozenset) or not names.issuperset(ragged):
         raise InvalidArgument(
-            f"{prefix_of('ragged')}'{model.__name__}.ragged' must be the names of inputs, of "
-            f"{sorted(names)}, got {ragged!r}"
+            f"{prefix_of('ragged')}'{model.__name__}.ragged' must be a list of input names "
+            f"(allowed: {', '.join(sorted(names))}), got {ragged!r}"
         )
     client_tensors = [tensor for tensor in inputs if tensor["name"] not in generated]
     extra = {"allow_ragged_batch": True}

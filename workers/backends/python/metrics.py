@@ -247,7 +247,7 @@ def _as_float(value: object) -> float:
         TypeError: The value is not a number.
     """
     if isinstance(value, str | bytes):
-        raise TypeError(f"the value of a metric must be a number, not {type(value)}")
+        raise TypeError(f"the value of a metric must be a number, not {type(value).__name__}")
     return float(value)  # type: ignore[arg-type]
 
 

@@ -186,7 +186,7 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
     contents: dict[str, bytes] = {}
     for key, content in (files or {}).items():
         if not isinstance(content, bytes):
-            raise TypeError(f"the contents of '{key}' must be bytes, not {type(content)}")
+            raise TypeError(f"the contents of '{key}' must be bytes, not {type(content).__name__}")
         path = as_text(key, "the name of a file")
         if not path.startswith("file:"):
             text = f"Failed to load model: the name of a file must begin with 'file:', got '{path}'"

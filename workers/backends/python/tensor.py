@@ -160,7 +160,7 @@ class Tensor:
         if type(name) is not str:
             name = as_text(name, "the name of a Tensor")
         if type(numpy_array) is not np.ndarray and not isinstance(numpy_array, np.ndarray):
-            raise TypeError(f"a Tensor is made of a numpy.ndarray, not of {type(numpy_array)}")
+            raise TypeError(f"Tensor: expected a numpy.ndarray, not {type(numpy_array).__name__}")
         if not name:
             raise TritonModelException("Tensor name cannot be an empty string.")
         try:

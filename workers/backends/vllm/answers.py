@@ -60,7 +60,7 @@ class VllmAnswer:
         request = self._call.request
         for sample in result.outputs:
             if sample.finish_reason == "error":
-                raise Internal("the engine has failed to generate the text")
+                raise Internal("vLLM has failed to generate the text; see the server's log")
             if request.echo and request.max_tokens == 0:
                 sample.text, sample.token_ids, sample.logprobs = "", [], []
                 sample.finish_reason = "length"

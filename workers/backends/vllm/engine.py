@@ -281,7 +281,7 @@ class VllmEngine:
                 ChatCompletionRequest, {**body, **parse_conversation(inputs[name])}
             )
             if request.tool_choice not in (None, "none") and not self._renderer.enable_auto_tools:
-                raise InvalidArgument(f"tools: the model's {FILE} has no {_TOOL_PARSER}")
+                raise InvalidArgument(f"tools: {_TOOL_PARSER} is not set in the model's {FILE}")
             _, (prompt,) = _check_accepted(await self._renderer.render_chat(request))
         else:
             source, defaults = inputs[name], self._defaults if is_openai else {}
@@ -370,7 +370,7 @@ def _request_body(parameters: Mapping[str, Any]) -> dict[str, Any]:
     constraints = {key: value for key, value in constraints.items() if value is not None}
     if constraints and body.get("structured_outputs", constraints) != constraints:
         found, guided_text = clip(repr(body["structured_outputs"])), clip(repr(constraints))
-        raise InvalidArgument(f"structured_outputs: {found} contradicts guided_* {guided_text}")
+        raise InvalidArgument(f"structured_outputs: {found} contradicts guided_*: {guided_text}")
     return {**body, "structured_outputs": constraints} if constraints else body
 
 

@@ -42,7 +42,7 @@ MessageContent = bytes | ArrivingRequest
 
 
 # Returns the destination of a call's next message, given its size. None: the message is assembled.
-Sinks = Callable[[CallHead, int], RequestSink[ArrivingRequest] | None]
+Sinks = Callable[[CallHead, int], RequestSink | None]
 
 
 def release_message(message: MessageContent) -> None:
@@ -94,7 +94,7 @@ class Assembly:
     _permitted_bytes: int
     _head: CallHead
     _sinks: Sinks | None
-    sink: RequestSink[ArrivingRequest] | None = None
+    sink: RequestSink | None = None
     _piece: memoryview = _EMPTY_VIEW  # received data, of which `_position` bytes are consumed
     _position: int = 0
     _is_piece_copied: bool = True  # whether the piece was copied out of the read buffer

@@ -14,13 +14,13 @@ fields behind the tensors, a long head, and tensors of other sizes than the head
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.grpc.wire.fingerprint import HEAD_TAGS, MAX_SHIFT, RAW_INPUT_TAG
-from shmserve.gateway.inference.prepare import ArrivingTensors
+from shmserve.gateway.inference.prepare import ArrivingRequest
 from shmserve.gateway.inference.request import (
     InferInput,
     InferOutput,
@@ -268,10 +268,8 @@ def _kind_error(key: str, allowed: tuple[str, ...]) -> InvalidArgument:
 _MAX_HEAD_BYTES = 64 * 1024
 _INCOMPLETE, _MALFORMED = -1, -2
 
-A = TypeVar("A", bound=ArrivingTensors)
 
-
-class RequestSink(Generic[A]):
+class RequestSink:
     """The receiver of one large message, which writes its tensors into their final memory.
 
     Args:
@@ -279,9 +277,9 @@ class RequestSink(Generic[A]):
             the first tensor; None if the message has to be collected as a whole.
     """
 
-    def __init__(self, create_tensors: Callable[[bytes, int], A | None]) -> None:
+    def __init__(self, create_tensors: Callable[[bytes, int], ArrivingRequest | None]) -> None:
         self._create_tensors = create_tensors
-        self._tensors: A | None = None
+        self._tensors: ArrivingRequest | None = None
         self._head = bytearray()  # the head, then the bytes between two tensors
         self._position = 0  # the position of the next field in the head
         self._prefixes: list[bytes] = []  # the bytes before each tensor that has begun
@@ -354,7 +352,7 @@ class RequestSink(Generic[A]):
         pieces.append(bytes(self._head))
         self._whole_message = pieces
 
-    def finish(self) -> bytes | A:
+    def finish(self) -> bytes | ArrivingRequest:
         """Return the complete message.
 
         The result is the request with its received tensors, or the collected bytes.

@@ -348,7 +348,7 @@ async def parse_completion(gateway: Gateway, body: dict[str, Any]) -> TextReques
     is_single = type(value) is not list or are_tokens(value)
     prompts = [prompt(value)] if is_single else await _prompt_inputs(model, value)
     echo = check_member(fields, "echo", bool, False)
-    if "max_completion_tokens" in fields:  # the name that chats have
+    if "max_completion_tokens" in fields:  # the field of chats
         fields["max_tokens"] = fields.pop("max_completion_tokens")
     return _text_request(model, prompts, {**fields, "echo": echo})
 
@@ -498,6 +498,10 @@ class RequestTooLarge(InvalidArgument):
     status = 413
 
 
+class RefusedFields(InvalidArgument):
+    """The error for refused fields of a body, which have the names that the client knows."""
+
+
 class UnsupportedMediaType(UnsupportedEncoding):
     """The error for an unknown encoding of a body; OpenAI's clients would retry after a 501."""
 
@@ -537,6 +541,7 @@ def encode_openai_error(error: ShmserveError, names: Mapping[str, str] = _FIELDS
     field = _FIELD_PREFIX.match(message) if invalid else None
     param = None
     if field is not None:
+        names = {} if isinstance(error, RefusedFields) else names
         param = names.get(field[1], field[1])
         for infix in (".function.", ".custom."):  # "tools[0].function.name"
             param = param.replace(infix, names.get(infix, infix))

@@ -53,11 +53,11 @@ _CHAT_MEMBERS = {
 # Members that are refused, unless they have one of these values.
 _NOT_STORED = "are not stored; the input must contain the conversation"
 _ALLOWED_VALUES: Mapping[str, AllowedValues] = {
-    "background": AllowedValues((False,), "supported is False"),
+    "background": AllowedValues((False,), "only False is supported"),
     "conversation": AllowedValues((), f"conversations {_NOT_STORED}"),
     "previous_response_id": AllowedValues((), f"responses {_NOT_STORED}"),
-    "prompt": AllowedValues((), "supported is null"),
-    "truncation": AllowedValues(("disabled",), "supported is 'disabled'"),
+    "prompt": AllowedValues((), "only null is supported"),
+    "truncation": AllowedValues(("disabled",), "only 'disabled' is supported"),
 }
 # Members of a response that repeat the request, with their defaults.
 _REPEATED_MEMBERS: Mapping[str, Any] = {
@@ -129,7 +129,11 @@ async def _read_request(
     is_converted = type(chat) is dict and type(chat.get("messages")) is Packed
     unpack = bodies.as_fragment if is_converted else Packed.value
     body = {name: unpack(value) if type(value) is Packed else value for name, value in body.items()}
-    fields = select_supported_fields(body, RESPONSE_FIELDS, gateway.settings.refuse_unknown_fields)
+    refuses_unknown = gateway.settings.refuse_unknown_fields
+    try:
+        fields = select_supported_fields(body, RESPONSE_FIELDS, refuses_unknown)
+    except InvalidArgument as error:
+        raise bodies.RefusedFields(error.message) from None
     chat = chat if is_converted else _chat_body(fields)
     return body, await bodies.parse_chat(gateway, chat)
 
