@@ -294,9 +294,7 @@ class AscendBackend(Backend):
         model.run()
         self.context.stopwatch.output_start_ns = time.monotonic_ns()
         rows = sum(request.batch_size for request in requests)
-        needed = {
-            name for request in requests for name in (*request.requested_outputs, *request.states)
-        }
+        needed = {name for request in requests for name in (*request.requested, *request.states)}
         outputs: dict[str, Output] = {}
         for index, tensor in enumerate(model.outputs):
             if tensor.name in needed:
@@ -320,7 +318,7 @@ class AscendBackend(Backend):
             rows, end = batch, start + request.batch_size
             if self._supports_batching:
                 rows = {n: o._replace(data=o.data[start:end]) for n, o in batch.items()}
-            outputs = [output for name, output in rows.items() if name in request.requested_outputs]
+            outputs = [output for name, output in rows.items() if name in request.requested]
             responses.append(Response(outputs, states=[rows[name] for name in request.states]))
             start = end
         return responses

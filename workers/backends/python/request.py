@@ -590,7 +590,7 @@ class ReceivedRequest(InferenceRequest):
         self._timeout = work.timeout_us
         self._priority = work.priority
         self._parameters = origin.schema.parameters
-        self._outputs = origin.requested_outputs
+        self._outputs = origin.requested
         inputs = origin.inputs
         tensors = map(ReceivedTensor, inputs.values(), repeat(lender))
         self.tensors = dict(zip(inputs, tensors, strict=True))
