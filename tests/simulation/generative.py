@@ -341,7 +341,7 @@ class Schedule:
         prompt = draw.choice(self._prefixes)[: draw.randint(1, 30)]
         if draw.random() < 0.5:
             prompt = prompt + [draw.randint(1, VOCABULARY_SIZE) for _ in range(9)]
-        fields: dict[str, Any] = {"samples": draw.choice((1, 1, 1, 2, 4))}
+        fields: dict[str, Any] = {"sample_count": draw.choice((1, 1, 1, 2, 4))}
         if draw.random() < 0.1:
             early, penalty = (draw.choice(("true", "false", "never")), draw.choice((-0.5, 0.7, 1)))
             fields = {"beams": BeamSearch(draw.randint(2, 3), penalty, early, [END_TOKEN, 7, 19])}

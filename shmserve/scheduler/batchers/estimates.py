@@ -428,7 +428,7 @@ class Arrivals:
     the gap before it.
 
     Events are arrivals and the ends of batches. `in_flight` is the number of requests that are not
-    completed after an event, and `soon_ns` the limit of a short gap.
+    completed after an event, and `max_gap_ns` the limit of a short gap.
     """
 
     def __init__(self) -> None:
