@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from shmserve.cli.arguments import with_scheme
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.protocols.servers import read_token
 
@@ -105,6 +106,7 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
 
 def _scrape(url: str, token: str, model: str) -> dict[str, float]:
     """Return the current metrics of a model by name; a metric of a phase is named NAME.PHASE."""
+    url = with_scheme(url)
     if urlsplit(url).path in ("", "/") and url.startswith("http"):
         url = url.rstrip("/") + "/metrics"
     request = urllib.request.Request(url)

@@ -73,7 +73,8 @@ def _parse_milliseconds(text: str) -> float:
 
 def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStack) -> int:
     server = stack.enter_context(contextlib.closing(servers.create_admin_transport(args)))
-    config = server.config(args.model, "")
+    with targets.naming_server(server):
+        config = server.config(args.model, "")
     start = search.current_candidate(config)
     processors = len(os.sched_getaffinity(0))
     max_instances = args.most_instances or processors

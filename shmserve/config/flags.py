@@ -45,7 +45,8 @@ class Flag:
         metavar: The name of the value in help texts of client commands.
         is_exclusive: Whether only one flag of its group may be set (client commands).
         is_required: Whether the flag must be set (client commands).
-        prefix: For an older name of a flag, the text before its value in the newer flag ("rate=").
+        prefix: The text that precedes the value if this is an older name of another flag. For
+            example, `--trace-rate=N` stands for `--trace-config=rate=N`, so its prefix is "rate=".
     """
 
     name: str
@@ -64,7 +65,11 @@ class Flag:
     prefix: str = ""
 
     def parse(self, text: str) -> Value:
-        """Return the value of `text`; raise InvalidArgument naming the flag."""
+        """Return the value of `text`.
+
+        Raises:
+            InvalidArgument: The flag does not allow this value; the message names the flag.
+        """
         if self.kind is bool:
             if text.lower() in _TRUE + _FALSE:
                 return text.lower() in _TRUE
@@ -188,7 +193,7 @@ _CACHE_SIZE = Flag("cache-config", kind=int)
 
 
 def cache_byte_size(configs: Sequence[str], byte_size: int | None) -> int:
-    """Return the bytes of the cache from "local,size=BYTES" or the older flag; 0: no cache.
+    """Return the byte size of the cache from "local,size=BYTES" or the older flag; 0: no cache.
 
     Raises:
         InvalidArgument: The syntax is wrong, the cache is not `local`, or there are two caches.
@@ -365,7 +370,11 @@ _CLASSES = {
 
 
 def header_pattern(value: Mapping[str, Any], flag: str) -> str:
-    """Return a header-name pattern in Python's syntax; raise InvalidArgument naming the flag."""
+    """Return a header-name pattern in Python's syntax.
+
+    Raises:
+        InvalidArgument: The value is not a regular expression; the message names the flag.
+    """
     re2: str = value[flag] or ""
     pattern = _convert_re2(re2)
     try:
@@ -416,7 +425,7 @@ _HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.IGNORECASE)
 
 
 def origin(text: str) -> str:
-    """Return a value of --cors-allow-origin: an origin or "*"; raise InvalidArgument."""
+    """Return `text` if it is an origin or "*", else raise InvalidArgument (--cors-allow-origin)."""
     if text != "*" and not _ORIGIN.fullmatch(text):
         raise InvalidArgument(
             f"--cors-allow-origin: got '{text}' (allowed: '*', or SCHEME://HOST or "
@@ -426,7 +435,7 @@ def origin(text: str) -> str:
 
 
 def host_name(text: str) -> str:
-    """Return a value of --allowed-host: a name, *.NAME or "*"; raise InvalidArgument."""
+    """Return `text` if it is a name, *.NAME or "*", else raise InvalidArgument (--allowed-host)."""
     if not _HOST.fullmatch(text):
         raise InvalidArgument(
             f"--allowed-host: got '{text}' (allowed: '*', NAME or *.NAME, without scheme and port)"
@@ -435,7 +444,11 @@ def host_name(text: str) -> str:
 
 
 def served_name(text: str) -> tuple[str, str]:
-    """Return model ("": the only model) and name of "[MODEL=]NAME"; raise InvalidArgument."""
+    """Return the model and the name in "[MODEL=]NAME"; the model "" stands for the only model.
+
+    Raises:
+        InvalidArgument: The text has another form.
+    """
     model, equals, name = text.rpartition("=")
     if not name or (equals and not model):
         raise InvalidArgument(f"--served-model-name: '{text}' is neither NAME nor MODEL=NAME")

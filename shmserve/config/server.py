@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HttpConfig:
-    """The HTTP listener; `allow` enables TCP."""
+    """The settings of the HTTP listener; `allow` enables TCP."""
 
     allow: bool
     address: str
@@ -53,7 +53,7 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True)
 class GrpcConfig:
-    """The gRPC listener, whose TCP and unix sockets are shared by `workers` processes."""
+    """The settings of the gRPC listener. `workers` processes share its TCP and unix sockets."""
 
     address: str
     port: int

@@ -151,7 +151,7 @@ class ModelTable:
     def resolve_alias(self, name: str) -> str:
         """Return the name of the model that an alias stands for; return other names unchanged.
 
-        A model's own name precedes the aliases of other models.
+        A model's own name takes precedence over the aliases of other models.
         """
         return name if name in self else self._aliases.get(name, name)
 

@@ -1,4 +1,4 @@
-"""Traces for OpenTelemetry: spans by OTLP over HTTP, sent by its SDK, in a thread of its own.
+"""Traces for OpenTelemetry, whose SDK sends the spans by OTLP over HTTP in a separate thread.
 
 InferRequest ──> receive, a model, encode
                      └──> queue, compute_input, compute, compute_output

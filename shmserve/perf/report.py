@@ -135,7 +135,7 @@ def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 def read_report(path: str) -> list[Point]:
     """Return the points of a JSON report; raise InvalidArgument if the file is not a report."""
     with convert_os_errors(f"--compare: cannot read '{path}'", "not text"):
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     try:
         report = json.loads(text)
         if report["format"] != FORMAT:

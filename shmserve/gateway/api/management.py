@@ -61,7 +61,7 @@ def check_not_exiting(gateway: Gateway) -> None:
 async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
     """Return whether a model's version is ready.
 
-    A model that is loaded on demand is ready. If the model defines `is_ready`, its result counts.
+    A model that is loaded on demand is ready. If the model defines `is_ready`, its result decides.
 
     Raises:
         InvalidArgument: `version` is not a version.
@@ -89,7 +89,7 @@ async def model_metadata(gateway: Gateway, name: str, version: str) -> dict[str,
     """Return a model's metadata, with all versions or with the requested `version` only.
 
     Raises:
-        ShmserveError: `resolve_model` has raised it.
+        ShmserveError: `resolve_model` does not find the model, or cannot load it.
     """
     model = await resolve_model(gateway, name, version)
     return describe_model(model, [model.version] if version else gateway.models.versions(name))

@@ -344,7 +344,7 @@ class Inferences(ActiveCount):
     # --- models that are loaded on demand
 
     def needs_load(self, raw_request: bytes | ArrivingRequest) -> bool:
-        """Return whether the model of a refused request is loaded on demand."""
+        """Return whether the model of a refused request is on demand, and not loaded."""
         if not isinstance(raw_request, bytes):
             model = raw_request.built_request.model
             return needs_load(self.gateway, model.name, model.version)

@@ -401,7 +401,10 @@ async def _read(
     header_length: str | None,
     forwarded_headers: dict[str, str],
 ) -> bytes | BuiltRequest:
-    """Return a body that is compressed or still arriving, or the request if it is large."""
+    """Return a body, decompressed if necessary, or the request that was built from it.
+
+    The request is built while the body arrives if its tensors exceed `INLINE_LIMIT`.
+    """
     body = Body(request, gateway.settings, gateway.body_budget)
     if CONTENT_ENCODING in request.headers and body.compressed():
         return await body.inflate()

@@ -343,6 +343,6 @@ def _load_page() -> tuple[bytes, bytes]:
 
 
 def _content_hash(body: bytes, tag: bytes) -> str:
-    """Return the hash by which the policy permits the only element with this tag."""
+    """Return the hash of the only element with this tag, for the Content-Security-Policy."""
     (content,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), body, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"

@@ -185,7 +185,10 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     @property
     def sending_since(self) -> float | None:
-        """Return the end of the previous request while a body is incomplete; otherwise None."""
+        """Return the event loop's time since which a request is incomplete; None if none is.
+
+        This is the time when the previous request ended.
+        """
         is_sending = self._pending_head or (self._is_handling and self._body_stream is not None)
         return self._idle_start if is_sending else None
 

@@ -119,7 +119,10 @@ async def _load(gateway: Gateway, request: HttpRequest, name: str, version: str)
 
 
 def _is_plain(request: HttpRequest) -> bool:
-    """Return whether the response depends only on the body, and neither body is compressed."""
+    """Return whether the response depends only on the request's body.
+
+    Neither the request's nor the response's body may be compressed.
+    """
     headers = request.headers
     return not (
         request.is_http10
@@ -389,7 +392,7 @@ class ResponseQueue:
 
     @property
     def headers(self) -> bytes:
-        """Return the headers of the response, which identify the trace also for later errors."""
+        """Return the header of the response that identifies the trace, if there is one."""
         trace = self.request.built_request.trace
         return b"" if trace is None else traceparent_header(trace.context.traceparent)
 

@@ -59,7 +59,7 @@ class Limits:
         resets_per_s: The refill rate of that budget.
         control: The budget of control frames.
         control_per_s: The refill rate of that budget.
-        frames: Work per call of `FrameReader.receive`, in frames.
+        frames: The maximum work of one call of `FrameReader.receive`, in frames.
         stream_cost: The cost of opening a stream, in frames.
         window: The initial receive window of a stream in bytes.
         frame: The maximum payload of a DATA frame in bytes.

@@ -214,7 +214,7 @@ class RequestTemplate:
         """Return the request with these tensors, or None if its regions have changed.
 
         Raises:
-            AlreadyExists: The range of an output is in use, and overlaps are errors.
+            AlreadyExists: The range of an output is in use, and `shm_overlap` is "error".
             Unavailable: The arena is full.
         """
         on_release: Callable[[], None] | None = None

@@ -88,7 +88,7 @@ class Offer:
         return self.sockets
 
     def send(self) -> None:
-        """Send the offer over the link. Raises OSError."""
+        """Send the offer over the link; raise OSError if the successor has disconnected."""
         listeners = [(name, sock) for name, sockets in self.sockets.items() for sock in sockets]
         listeners.append((_CLIENT_LISTENER, self.client_listener))
         sockets = [(name, sock in self.shared) for name, sock in listeners]
@@ -103,7 +103,11 @@ def refuse(link: socket.socket, reason: str) -> None:
 
 
 def _receive(link: socket.socket, max_descriptors: int) -> tuple[bytes, list[int]]:
-    """Receive a packet and its descriptors, which are not inherited. Raises OSError."""
+    """Receive a packet and its descriptors, which child processes do not inherit.
+
+    Raises:
+        OSError: Nothing can be received.
+    """
     data, fds, _, _ = socket.recv_fds(link, _MAX_PACKET_BYTES, max_descriptors)
     for fd in fds:
         os.set_inheritable(fd, False)

@@ -193,7 +193,7 @@ class LoadSample(NamedTuple):
         executions: The number of executions (batches).
         execution_s: The total execution time in seconds.
         queued_count: The current number of requests in the queue.
-        ready_count: The current number of instances.
+        ready_count: The current number of ready instances.
         busy_count: The current number of executing instances.
     """
 

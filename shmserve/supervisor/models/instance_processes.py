@@ -155,7 +155,7 @@ class Instances:
         return [child.pid for child in self.children() if child.alive]
 
     def serving_exits(self) -> list[asyncio.Future[str]]:
-        """Return the exits of the processes that execute requests."""
+        """Return the futures of the exits of the processes that execute requests."""
         serving = [i for i in self._instances if i.state in _SERVING_STATES]
         return [i.child.exited for i in serving if i.child is not None]
 

@@ -296,7 +296,7 @@ def _updated(usage: _Usage, report: Mapping[str, Any] | None) -> _Usage:
     used_ns = usage.used_ns
     if executed_ns > usage.executed_ns:
         used_ns = max(used_ns, executed_ns)
-    elif response_count != usage.response_count:  # responses of the response cache, or errors
+    elif response_count != usage.response_count:  # cached responses and errors count as use, too
         used_ns = time.monotonic_ns()
     is_busy = bool(report["live"] or report["open_sequences"])
     return _Usage(response_count, executed_ns, used_ns, is_busy)

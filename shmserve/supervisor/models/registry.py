@@ -388,7 +388,7 @@ class ReadinessCheck:
         self._in_flight: dict[int, _Check] = {}
 
     async def check(self, pids: Sequence[int]) -> bool:
-        """Check whether a worker reports that the model is ready and no worker denies it.
+        """Check whether a worker reports the model as ready, and no worker as not ready.
 
         Workers that end, or send no response within `PATIENCE_S`, are ignored.
         """

@@ -190,7 +190,12 @@ def layout_hint(folder: ModelFolder) -> str:
         return f"'{shown_path}' is a model: is the folder '{folder.name}' the repository?"
     with convert_os_errors(folder.name):
         names = sorted(filter(_MISNAMED_CONFIG.fullmatch, os.listdir(folder.path)))
-    return f"'{folder.name}/{names[0]}' is not read: rename it to '{CONFIG_FILE}'" if names else ""
+    if names:
+        return f"'{folder.name}/{names[0]}' is not read: rename it to '{CONFIG_FILE}'"
+    if not folder.versions and folder.name.isdecimal():
+        parent = folder.path.resolve().parent.name
+        return f"'{folder.name}' is a version: is the folder '{parent}' a model, not a repository?"
+    return "" if folder.versions else _no_version_hint(folder)
 
 
 def incomplete_files(model_dir: Path, versions: Iterable[int | str]) -> list[str]:
@@ -267,10 +272,14 @@ def missing_version_text(folder: ModelFolder) -> str:
     if folder.versions:
         hint = f"it excludes version {', '.join(map(str, folder.versions))}"
     else:
-        ignored = ", ".join(ignored_folders(folder))
-        hint = "a version is a folder whose name is an integer, such as 1"
-        hint += f", but found {clip(ignored)}" if ignored else ""
+        hint = _no_version_hint(folder)
     return f"{_NO_VERSION} '{folder.name}' ({hint})"
+
+
+def _no_version_hint(folder: ModelFolder) -> str:
+    ignored = ", ".join(ignored_folders(folder))
+    hint = "a version is a folder whose name is an integer, such as 1"
+    return hint + (f", but found {clip(ignored)}" if ignored else "")
 
 
 def lacks_version(reason: str) -> bool:
@@ -294,7 +303,7 @@ def version_fingerprint(folder: ModelFolder, version: int) -> str:
 def _all_lines(folder: ModelFolder) -> list[bytes]:
     if folder.class_file is None:
         return list(_file_lines(folder.path))
-    files = {folder.class_file, *folder.class_file.parent.glob("*.py")}  # and modules it may import
+    files = {folder.class_file, *folder.class_file.parent.glob("*.py")}  # with its modules
     return [_file_line(file.name, file) for file in files]
 
 

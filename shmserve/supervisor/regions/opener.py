@@ -173,7 +173,7 @@ class HandleCheck:
     _open_checks: dict[int, _OpenCheck] = field(init=False, default_factory=dict)
 
     async def check(self, memory: Memory) -> None:
-        """Let the workers on a device open a memory. Without a free worker, nothing is checked.
+        """Have the workers on the device of `memory` open it; without a free worker, do nothing.
 
         Raises:
             InvalidArgument: A worker cannot open the memory.

@@ -25,7 +25,7 @@ with shmserve.client.connect(sys.argv[1]) as client:
         try:
             client.infer("identity", INPUT0=numpy.ones(4, numpy.float32))
         except shmserve.client.Unavailable as error:
-            assert "no other serves the model" in str(error), error
+            assert "no other scheduler serves it" in str(error), error
         else:
             raise AssertionError("answered")
 """

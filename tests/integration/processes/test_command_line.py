@@ -103,6 +103,14 @@ class TritonPythonModel:
             final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
             sender.send(pb_utils.InferenceResponse([out]), final)
 """
+ARRAY_MODEL = """
+import numpy as np
+from shmserve.model import FP32
+
+class Model:
+    def predict(self, x: FP32[np.ndarray, 2]) -> FP32[np.ndarray, 2]:
+        return x.sum(1)
+"""
 STREAM_CONFIG = """
 backend: "python"
 input { name: "X" data_type: TYPE_FP32 dims: 1 }
@@ -138,6 +146,9 @@ def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_pat
         (folder / "warmup").mkdir()
         (folder / "warmup" / "image").write_bytes(b"\4\0\0\0\x89PNG")
     repositories.write(repository, "unnamed", 'backend: "python"', DECODER_MODEL)
+    repositories.write(repository, "returns_a_shape", "", ARRAY_MODEL)
+    wide = ARRAY_MODEL.replace("sum(1)", "astype(np.float64)")
+    repositories.write(repository, "returns_a_type", "", wide)
     repositories.write(repository, "yields_one", STREAM_CONFIG, STREAM)
     none_of_them = STREAM.replace('"SUM"', '"sum"')
     repositories.write(repository, "yields_other", STREAM_CONFIG, none_of_them)
@@ -146,9 +157,9 @@ def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_pat
     told_of = (line for line in completed.stdout.splitlines() if ":1 " in line)
     verdicts = {line.split(":")[0]: line.split()[1] for line in told_of}
     assert verdicts == {
-        "dies": "FAILED", "empty": "refused", "given": "ok", "name": "differs", "sampled": "ok",
-        "shape": "differs", "type": "differs", "unnamed": "refused", "yields_one": "ok",
-        "yields_other": "differs",
+        "dies": "FAILED", "returns_a_shape": "differs", "returns_a_type": "differs",
+        "empty": "refused", "given": "ok", "name": "differs", "sampled": "ok", "shape": "differs",
+        "type": "differs", "unnamed": "refused", "yields_one": "ok", "yields_other": "differs",
     }  # fmt: skip
     lines = [" ".join(line.split()) for line in completed.stdout.splitlines()]
     assert any(line.endswith("AssertionError: no PNG") for line in lines)
@@ -158,7 +169,7 @@ def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_pat
     assert "SIZE TYPE_INT32 [1,2] TYPE_FP32 [1,2]" in lines
     assert lines[-2:] == [
         "--input: no loaded model has an input 'Z'",
-        "10 models: 3 ok, 2 refused, 4 differs, 1 FAILED",
+        "12 models: 3 ok, 2 refused, 6 differs, 1 FAILED",
     ]
 
 

@@ -69,7 +69,7 @@ def test_a_process_converts_a_large_body_to_a_chat(items: Any, instructions: Any
 
 def test_warnings_of_the_process_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     parse_large({"input": "hi", "tools": [FUNCTION, {"type": "tool_search"}]})
-    assert "a tool of /v1/responses is ignored: 'tool_search' is not 'function'" in caplog.text
+    assert "a tool of /v1/responses is ignored: 'tool_search' is not 'function', " in caplog.text
 
 
 def test_a_response_repeats_large_fields_as_they_were_received() -> None:
@@ -163,6 +163,7 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "an image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
         r"input\[0\]: content of type 'input_image' is not a string"),
     "an item": ({"input": [{"type": "web_search_call"}]}, r"input\[0\]: items of type"),
+    "no type": ({"input": [{"type": [], "role": "user"}]}, r"input\[0\]: items of type"),
     "a reference": ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: item 'x' is"),
     "no role": ({"input": [{"content": "x"}]}, r"input\[0\]: role None is not a string"),
     "no text": ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]},

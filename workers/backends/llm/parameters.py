@@ -427,13 +427,13 @@ def _parse_structured_outputs(name: str, value: Any) -> dict[str, Any]:
     enabled = {key: option for key, option in members.items() if option not in (None, False)}
     kinds = [key for key in enabled if key in _CONSTRAINTS]
     unknown = [key for key in enabled if key not in _CONSTRAINTS and key not in _OPTIONS]
-    options_text = f"{allowed_text}, and of the options {', '.join(_OPTIONS)}"
+    options_text = f"{allowed_text}, and optionally {', '.join(_OPTIONS)}"
     _check(len(kinds) == 1 and not unknown, options_text)
     kind = kinds[0]
     grammar: tuple[str, str] = _CONSTRAINTS[kind](name, enabled[kind])["grammar"]
     for key in ("disable_any_whitespace", "disable_fallback"):
         is_flag = isinstance(members.get(key), bool | None)
-        _check(is_flag, f"{allowed_text}; {key} is true or false")
+        _check(is_flag, f"an object in which {key} is true or false")
     options: dict[str, Any] = {}
     if enabled.get("disable_any_whitespace"):
         options["whitespace_flexible"] = False

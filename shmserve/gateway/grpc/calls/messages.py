@@ -120,7 +120,11 @@ class Assembly:
         return len(self._prefix)
 
     def next_buffer(self, byte_limit: int) -> memoryview | None:
-        """Return the memory for the next bytes, at most `byte_limit` bytes, or None if unknown."""
+        """Return the memory for the next bytes, at most `byte_limit` bytes.
+
+        Returns:
+            None if the caller has to receive the bytes into a buffer of its own.
+        """
         if self.sink is None or self._position < len(self._piece) or self._buffered_data:
             return None
         return self.sink.next_buffer(min(byte_limit, self.missing_bytes))

@@ -127,7 +127,7 @@ def _encode_parameters(values: dict[str, Any]) -> bytes:
 
 
 def set_parameter(parameter: InferParameter, value: Any) -> None:
-    """Set a parameter by the type of the value; a dict becomes a JSON text."""
+    """Set the field of a parameter that has the type of the value; a dict becomes a JSON text."""
     match value:
         case bool():
             parameter.bool_param = value

@@ -81,7 +81,7 @@ class Packed:
         return "INT32" if self.kind == "tokens" else "BYTES"
 
     def __repr__(self) -> str:
-        """Return the beginning of the text by which errors show the field."""
+        """Return the beginning of the field, as error messages show it."""
         beginning = b"".join(self.pieces[:1])
         if self.kind == "tokens":
             return repr(np.frombuffer(beginning, np.int32).tolist())
@@ -233,7 +233,9 @@ def check_tokens(name: str, tokens: Sequence[Any]) -> None:
         return
     for index, token in enumerate(tokens):
         if type(token) is not int or abs(token) > _MAX_TOKEN_ID:
-            raise InvalidArgument(f"{name}[{index}]: {clip(repr(token))} is not a token (INT32)")
+            raise InvalidArgument(
+                f"{name}[{index}]: {clip(repr(token))} is not a token (32-bit integer)"
+            )
 
 
 def check_count(name: str, values: Sequence[Any]) -> None:

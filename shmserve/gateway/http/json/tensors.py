@@ -72,7 +72,7 @@ def _flatten_with_types(values: list[Any]) -> tuple[list[Any], set[type]]:
 
 
 def create_packer(datatype: str, count: int) -> Callable[..., bytes] | None:
-    """Return a function that converts `count` numbers to bytes; None for other datatypes.
+    """Return a function that converts `count` numbers to bytes; None if only `decode` can.
 
     The function raises struct.error or OverflowError for values that only `decode` can handle.
     """

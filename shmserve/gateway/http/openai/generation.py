@@ -96,7 +96,7 @@ class ChoiceFormat(NamedTuple):
         return {"delta" if is_chunk else "message": message}
 
     def logprobs(self, tokens: list[dict[str, Any]] | None, offset: int) -> dict[str, Any] | None:
-        """Return the probabilities of tokens; the first is at character `offset` of its text."""
+        """Return the log probabilities of tokens; the first begins at character `offset`."""
         if tokens is None:
             return None
         if self.is_chat:
@@ -114,7 +114,11 @@ class ChoiceFormat(NamedTuple):
 
 
 def _likeliest_tokens(token: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the likeliest tokens at a position and the token itself, by their texts."""
+    """Return the log probability of a token and of the likeliest tokens at its position, by text.
+
+    Returns:
+        None if the token has no `top_logprobs`.
+    """
     if token["top_logprobs"] is None:
         return None
     logprob_by_token: dict[str, Any] = {}
@@ -649,5 +653,5 @@ def _parse_logprobs(data: bytes) -> dict[str, Any]:
 
 
 async def _convert(byte_size: int, conversion: Callable[[], T]) -> T:
-    """Call a function, in a thread if it converts many bytes, as log probabilities can have."""
+    """Call a conversion, in a thread if `byte_size` is large, as log probabilities can be."""
     return await asyncio.to_thread(conversion) if byte_size > _LARGE else conversion()

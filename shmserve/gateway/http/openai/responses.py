@@ -200,10 +200,11 @@ def _chat_tools(body: dict[str, Any]) -> list[dict[str, Any]]:
         elif kind == "namespace":
             functions = _namespace_functions(tool, f"tools[{index}]")
             tools += [_chat_tool(function, name) for name, function in functions.items()]
-        elif kind in _HOSTED_TOOLS:
-            others.append(f"tools[{index}]: {clip(repr(kind))} is not 'function'")
         else:
-            raise InvalidArgument(f"tools[{index}]: {clip(repr(kind))} is not 'function'")
+            allowed = "'function', 'custom' or 'namespace'"
+            others.append(f"tools[{index}]: {clip(repr(kind))} is not {allowed}")
+            if kind not in _HOSTED_TOOLS:
+                raise InvalidArgument(others[-1])
     if others and not tools:
         raise InvalidArgument(others[0])
     for problem in others:
@@ -272,7 +273,7 @@ def _is_reference(item: Any) -> bool:
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position: str) -> None:
     """Add an item to the messages of a chat. Calls are parts of the assistant's message."""
-    kind = item.get("type") or "message"
+    kind = "message" if item.get("type") is None else item["type"]
     if kind == "message" and type(item.get("role")) is not str:
         raise InvalidArgument(f"{position}: role {clip(repr(item.get('role')))} is not a string")
     if kind in ("function_call_output", "custom_tool_call_output"):
@@ -400,7 +401,10 @@ class ResponseObject:
 
     @cached_property
     def _calls(self) -> dict[str, tuple[str, dict[str, str]]]:
-        """Return the type and names of a call's item, by custom tool or function of a namespace."""
+        """Return the item type and the name members of calls, by the name that the model calls.
+
+        Only custom tools and functions of namespaces have an entry.
+        """
         calls: dict[str, tuple[str, dict[str, str]]] = {}
         tools = self.body.get("tools") or []
         for tool in tools if type(tools) is list else orjson.loads(orjson.dumps(tools)):
@@ -479,7 +483,10 @@ class ResponseObject:
         return [*events, self._event("response.output_item.done", output_index=index, item=item)]
 
     def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Return an event of the last item; a `kind` of ".done" follows the prefix of its type."""
+        """Return an event of the last item.
+
+        A `kind` that begins with "." is appended to the event prefix of the item's type.
+        """
         item = self._items[-1]
         kind = _ITEM_TYPES[item["type"]][1] + kind if kind.startswith(".") else kind
         location: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._items) - 1}

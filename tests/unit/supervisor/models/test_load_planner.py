@@ -241,6 +241,13 @@ def test_a_misplaced_configuration_is_named(tmp_path: Path) -> None:
     (folder.parent / "inner" / "config.pbtxt").write_text("")
     text = "'m/inner' is a model: is the folder 'm' the repository?"
     assert text in refusal(plans).message
+    (folder.parent / "inner" / "config.pbtxt").unlink()
+    folder.rmdir()
+    assert refusal(plans).message.endswith(", such as 1, but found inner)")
+    (tmp_path / "repository" / "1").mkdir()
+    (tmp_path / "repository" / "1" / "model.py").touch()
+    with pytest.raises(ShmserveError, match="is the folder 'repository' a model, not a repository"):
+        plans.plan("1", "", {})
 
 
 @pytest.mark.parametrize("name", ["config.pbtxt.txt", "Config.pbtxt"])
