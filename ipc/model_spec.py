@@ -68,7 +68,7 @@ def parse_strategy(text: str) -> Strategy | None:
 
 
 def parse_target_ms(text: str) -> float | None:
-    """Return a target in milliseconds, from a microsecond to a day; None if invalid."""
+    """Return a latency target in milliseconds, from a microsecond to a day; None if invalid."""
     return _number_between(SHORTEST_TARGET_MS, LONGEST_TARGET_MS, text)
 
 
@@ -212,8 +212,8 @@ class DynamicBatching(Record):
 class SequenceControl(Record):
     """A control input of a sequence.
 
-    The control is given by its values for false and true, or it is the correlation id, which has a
-    `datatype`.
+    The input receives one of two values, for false and for true, or the correlation id, which has
+    the `datatype`.
     """
 
     kind: str = "CONTROL_SEQUENCE_START"
@@ -338,7 +338,10 @@ class GraphShape(Record):
 
 
 class Optimization(Record):
-    """The effective part of `optimization`; accelerators are by the name of their field in it."""
+    """The settings of `optimization` that have an effect.
+
+    `execution_accelerators` maps the name of a field of config.pbtxt to its accelerators.
+    """
 
     graph_level: int = _config_field("graph.level", 0)
     cuda_graphs: bool = _config_field("cuda.graphs", False)

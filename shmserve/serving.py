@@ -371,7 +371,10 @@ def _statements(cls: type) -> Iterator[tuple[ast.stmt, list[str]]]:
 
 
 def _block(node: ast.stmt, lines: list[str]) -> tuple[int, str]:
-    """Return the first line of a statement with its decorators, and the statement's text."""
+    """Return the number of the first line of a statement, and its text.
+
+    Both include the decorators.
+    """
     decorators = getattr(node, "decorator_list", [])
     first_line = min([node.lineno, *(decorator.lineno for decorator in decorators)])
     if lines[node.lineno - 1][: node.col_offset].strip():

@@ -75,7 +75,7 @@ class ModelContext(WorkerStart):
         return self.model_dir / self.version
 
     def warn(self, topic: str, text: str) -> None:
-        """Log a warning, the first one of a topic from any instance of the version."""
+        """Log a warning, unless an instance of the version has logged one of this topic before."""
         self.control.send(ModelWarned(topic, text))
 
     def warn_of_writes(self) -> None:

@@ -72,7 +72,7 @@ class UnloadModel(ControlRequest, Message):
 class IndexRepository(ControlRequest, Message):
     """Sent by a gateway to the supervisor to request {"models": [...]}.
 
-    The list is as of POST /v2/repository/index; with `ready`, only ready models are in it.
+    The list is the response to POST /v2/repository/index. With `ready`, it has only ready models.
     """
 
     ready: bool
@@ -108,8 +108,8 @@ class ChangeTracing(ControlRequest, Message):
 class WantModel(ControlRequest, Message):
     """Sent by a gateway or a local client to the supervisor to load a model on demand.
 
-    The reply follows once the model serves and all peers have it. The request expires after
-    `timeout_s` seconds; 0 means never.
+    The reply follows once the model serves and all peers have received its publication. The request
+    expires after `timeout_s` seconds; 0 means never.
     """
 
     name: str
@@ -192,10 +192,10 @@ class UnregisterRegion(ControlRequest, Message):
 
 
 class RegionInUse(Message):
-    """Sent by a gateway to the supervisor when its use of a retired region begins or ends.
+    """Sent by a gateway to the supervisor when its use of an unregistered region begins or ends.
 
-    `in_use` is true when the use begins. The supervisor withdraws the region once no gateway uses
-    it.
+    `RegionRetired` has named the region. `in_use` is true when the use begins. The supervisor
+    withdraws the region once no gateway uses it.
     """
 
     memory_id: int
@@ -205,7 +205,8 @@ class RegionInUse(Message):
 class RegionReleased(Message):
     """Sent by a gateway to the supervisor when none of its requests uses a withdrawn region.
 
-    The supervisor sends `RegionDrained` once all gateways have released the region.
+    `RegionWithdrawn` has named the region. The supervisor sends `RegionDrained` once all gateways
+    have released the region.
     """
 
     memory_id: int

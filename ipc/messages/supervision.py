@@ -46,7 +46,8 @@ class SchedulingLimits:
 class CacheStart:
     """A model version's share of the response cache, in bytes (0: no cache).
 
-    The process `supervisor_pid` holds the memory of clients, which the cache does not read.
+    The process `supervisor_pid` holds the memory of clients open. The cache does not read tensors
+    in memory of that process.
     """
 
     byte_size: int = 0
@@ -361,7 +362,7 @@ class KillInstance(Message):
 class SnapshotStatistics(Message):
     """Sent by the supervisor to a scheduler every second to request `StatisticsSnapshot`.
 
-    The snapshot lacks the long lists of responses.
+    The snapshot is brief: it lacks the statistics of each response index of a decoupled model.
     """
 
 
@@ -463,7 +464,7 @@ class ModelWarned(Message):
 class Attach(Message):
     """Sent by the supervisor to a worker whose scheduler has died or whose model has moved.
 
-    The worker connects to the scheduler at this endpoint only.
+    The worker connects to the scheduler at this endpoint, instead of its previous scheduler.
     """
 
     endpoint: str

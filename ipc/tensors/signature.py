@@ -244,7 +244,7 @@ def shapes_match(first_shape: Sequence[int], second_shape: Sequence[int]) -> boo
 def reshape(
     shape: tuple[int, ...], dims: tuple[int, ...], target: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return a shape that matches `dims`, reshaped to `target` with variable sizes in order.
+    """Return `shape`, which matches `dims`, reshaped to `target`; variable sizes keep their order.
 
     >>> reshape((5, 7), (-1, 7), (7, -1))
     (7, 5)

@@ -292,7 +292,7 @@ class Message(Record):
 
 
 def _read_fields(tag: str, record_class: type[Any]) -> None:
-    """Read the fields of a message class into the tables."""
+    """Store the properties of a message class's fields, for encoding and decoding."""
     hints = typing.get_type_hints(record_class)
     names = [f.name for f in fields(record_class)]
     annotations = [hints[name] for name in names]

@@ -49,7 +49,7 @@ class ClientModel:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Return name and version."""
+        """Return the model's name and version."""
         return self.name, self.version
 
     def store_template(self, key: Any, template: ClientTemplate) -> ClientTemplate:
@@ -69,7 +69,7 @@ class ClientModels:
     """The models by (name, version); version "" is the latest. One thread writes, any may read.
 
     Attributes:
-        on_demand_names: The names of models that are loaded on request, loaded or not.
+        on_demand_names: The names of models that can be loaded on demand, including loaded ones.
         is_ready: Whether the server is ready; before that, models may still be loading.
         started: Whether the loads of the server's start have ended.
     """
@@ -164,8 +164,8 @@ class Wakeable(Protocol):
 class ServerState(ABC):
     """The models, lost schedulers and liveness of a server.
 
-    One thread writes the attributes and all threads read them. The joined channels are woken after
-    each loss of a scheduler.
+    One thread writes the attributes and all threads read them. The registered channels are woken
+    after each loss of a scheduler.
 
     Attributes:
         models: The available models.

@@ -42,7 +42,7 @@ class FlagValues:
     positions: dict[str, str] = field(default_factory=dict)
 
     def add(self, flag: Flag, value: Value) -> None:
-        """Store a value of `flag`."""
+        """Store a value of `flag`; the values of a repeatable flag are collected in order."""
         if not flag.has_effect:
             self.without_effect.append(flag.name)
         elif flag.is_repeatable:

@@ -171,7 +171,10 @@ class Exporter:
 
 
 def _gateway_phases(trace: RequestTrace) -> Iterator[tuple[str, int, int]]:
-    """Yield the phases of a request at the gateway: receiving it, and encoding its response."""
+    """Yield (name, start, end) of the request's phases at the gateway.
+
+    The phases are the receipt of the request and the encoding of its response.
+    """
     yield "receive", trace.arrived_ns, trace.submitted_ns
     if trace.responded_ns:
         yield "encode", trace.responded_ns, trace.ended_ns

@@ -238,7 +238,12 @@ class LaneFactory(Protocol):
 
 
 def output_json(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> dict[str, Any]:
-    """Return the JSON object of an output. Raises ValueError or KeyError if it is malformed."""
+    """Return {"name", "datatype", "shape", "data"} of an output.
+
+    Raises:
+        ValueError: The bytes do not match the datatype or the shape.
+        KeyError: The datatype is unknown.
+    """
     data = decode(datatype, list(shape), memoryview(raw))
     return {"name": name, "datatype": datatype, "shape": list(shape), "data": data}
 

@@ -258,7 +258,7 @@ class SchedulerCore(Protocol[R]):
         """
 
     def gauges(self) -> dict[str, Any]:
-        """Return the current values for metrics: pending, executing, instances, malformed."""
+        """Return the current values for metrics by name, such as `pending` and `executing`."""
 
     def drain(self, sequences: bool) -> None:
         """Start to drain; with `sequences`, the drain waits until open sequences have ended."""

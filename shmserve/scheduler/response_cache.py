@@ -227,7 +227,7 @@ class ResponseCache:
         self._entries.resize(byte_size)
 
     def gauges(self) -> dict[str, int]:
-        """Return the current sizes and counts."""
+        """Return the current sizes and counts by name, as `cache` of scheduler/statistics.py."""
         return {
             "bytes": self._entries.used_bytes,
             "bound": self._entries.max_bytes,

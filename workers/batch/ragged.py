@@ -44,7 +44,10 @@ class _GeneratedTensor(NamedTuple):
 
 
 class _OutputSplit(NamedTuple):
-    """The rule for splitting an output; -1 in a row's `dims` is the size of the input `source`."""
+    """The rule for splitting a flat output into the shapes of the input `source`.
+
+    `dims` is the shape of the output for a row; its -1 are the sizes of the input.
+    """
 
     source: str
     dims: Shape
@@ -73,7 +76,7 @@ class RaggedBatching:
         }
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Array]:
-        """Return the generated inputs of a batch, except those whose source is missing."""
+        """Return the generated inputs of a batch by name, except those whose source is missing."""
         arrays: dict[str, Array] = {}
         for name, source, compute, dtype in self._generated_inputs:
             if source in requests[0].inputs:

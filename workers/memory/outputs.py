@@ -72,7 +72,7 @@ class OutputMemory:
         return len(self._readers) + len(self.unsent)
 
     def allocate(self, reader: int, byte_size: int) -> tuple[Range, memoryview]:
-        """Allocate a block for a process.
+        """Allocate a block for a process; return its range and its bytes.
 
         Raises:
             Unavailable: The arena is full, or the share of a local client is used up.

@@ -41,7 +41,7 @@ _TLS_READ_BYTES = 64 * 1024
 
 
 class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
-    """One client's connection."""
+    """The gRPC connection of one client."""
 
     def __init__(self, acceptor: Acceptor, front: GrpcFront) -> None:
         self._acceptor = acceptor

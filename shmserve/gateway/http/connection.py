@@ -147,7 +147,7 @@ class HttpConnection(Incoming):
     # --- requests in the task
 
     async def _serve_requests(self) -> None:
-        """Handle requests until the connection is to end."""
+        """Handle requests in order until the last one, then close the connection."""
         messages = self._messages
         try:
             while True:

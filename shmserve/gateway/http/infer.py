@@ -182,7 +182,7 @@ class HttpInference(UnaryInference):
     _waiter: asyncio.Future[None] | None = field(init=False, default=None)
 
     def on_arrival(self) -> None:
-        """Handle the arrival of the response."""
+        """Write the response, or resume the task that awaits it."""
         write_response, self.write_response = self.write_response, None
         if write_response is None:
             resolve_future(self._waiter, None)

@@ -326,7 +326,14 @@ def error_response(
     headers: bytes = b"",
     close: bool = False,
 ) -> HttpResponse:
-    """Return the response of an error."""
+    """Return the response for an error.
+
+    Args:
+        error: The error, which determines the status.
+        encode_error: Encodes the body in the format of the route's API.
+        headers: Further header lines.
+        close: Whether the connection ends with this response.
+    """
     return HttpResponse(error.status, (encode_error(error),), JSON_HEADER + headers, close=close)
 
 
@@ -338,7 +345,7 @@ class Framing(NamedTuple):
     suffix: bytes
 
     def frame(self, json: bytes) -> bytes:
-        """Return one framed text."""
+        """Return a JSON text with the prefix and the suffix of this framing."""
         return b"%b%b%b" % (self.prefix, json, self.suffix)
 
 

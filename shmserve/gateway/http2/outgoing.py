@@ -101,7 +101,7 @@ class Outgoing:
     # --- called by the receiver of calls
 
     def send_head(self, stream: Stream, block: bytes, *, end: bool = False) -> None:
-        """Send a header block."""
+        """Send the first header block of a stream; `end` closes the server's side of the stream."""
         if stream.finished:
             return
         if end:

@@ -539,7 +539,7 @@ class LoadStatistics:
 
     @property
     def rows_per_ns(self) -> float:
-        """Return the rows that arrive per ns."""
+        """Return the rows that arrive per ns for each instance."""
         return self._arrived_rows / max(self._interval_ns, 1.0) / self._busy_instances
 
     @property
@@ -549,7 +549,7 @@ class LoadStatistics:
 
     @property
     def waiting_rows(self) -> float:
-        """Return the rows that are not completed."""
+        """Return the rows that are not completed, for each instance."""
         return self.in_flight * self._rows_per_request / self._busy_instances
 
     @property

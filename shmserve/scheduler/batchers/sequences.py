@@ -496,9 +496,10 @@ class Sequences:
         self._release(sequence)
 
     def take_unended(self) -> dict[InstanceSlots, list[int]]:
-        """Return the slots whose sequences have ended without an END since the last call.
+        """Return the slots, by instance, whose sequences have ended without an END.
 
-        Their instances must be notified before another sequence begins there.
+        Slots that an earlier call has returned are not included. The instances must be notified
+        before another sequence begins in these slots.
         """
         unended, self._unended_slots = self._unended_slots, {}
         return unended

@@ -112,7 +112,7 @@ class TensorValue(Token):
         return isinstance(self.data, bytes) or isinstance(self.memory, Block)
 
     def block_at(self, memory_range: Range) -> Block | None:
-        """Return the ensemble's block that holds the tensor if it is at `memory_range`."""
+        """Return the ensemble's block of the tensor if the block is at `memory_range`, or None."""
         block = self.memory
         return block if isinstance(block, Block) and block.memory_range == memory_range else None
 
@@ -133,7 +133,7 @@ class TensorValue(Token):
 
 
 def overrides(values: Iterable[TensorValue]) -> dict[str, Any]:
-    """Return the sequence parameters in the responses that contained these tensors."""
+    """Return the sequence parameters, by name, in the responses that contained these tensors."""
     parameters: dict[str, Any] = {}
     for value in values:
         if value.sequence_override:

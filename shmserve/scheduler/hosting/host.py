@@ -254,7 +254,7 @@ class HostedScheduler(ABC):
             logger.error("inference of model '%s' failed: %s", *args, extra=extra)
 
     def close(self) -> None:
-        """Close every link; its last messages have a moment to be delivered."""
+        """Close every link, after waiting shortly for the delivery of its last messages."""
         self._in_process_links.remove(self.endpoint)
         for fd in self._handlers_by_fd:
             self._waiter.unwatch(fd)

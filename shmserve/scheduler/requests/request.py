@@ -1,6 +1,6 @@
 """A request inside the scheduler, its state machine, and the processes that take part in it (pure).
 
-The client of a request receives one end: the response, the last of the responses, or an error. If a
+The client of a request receives one final message: the (last) response, or an error. If a
 worker still has the request then, the client also receives a `Settled` later. The state determines
 which of these messages are outstanding. A worker may read a request's memory long after its client
 has stopped waiting.

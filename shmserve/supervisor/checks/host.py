@@ -198,7 +198,7 @@ def judge_tracing(scope: int) -> Verdict:
 
 
 def gather_user(_: ServerConfig) -> tuple[int, bool]:
-    """Return the uid, and whether logind deletes its shared memory after its last session."""
+    """Return the uid, and whether logind deletes the user's shared memory at the last logout."""
     uid = os.getuid()
     names = [user.pw_name for user in pwd.getpwall() if user.pw_uid == uid]
     lingers = any(Path("/var/lib/systemd/linger", name).exists() for name in names)

@@ -74,7 +74,7 @@ _EXCESS = 0.5  # the number of processors by which the demand may exceed the lim
 
 @dataclass(slots=True, eq=False)
 class _ScalingState:
-    """The scaling state of a serving version."""
+    """The policy and the pending work of the autoscaler for one serving version."""
 
     policy: ScalingPolicy
     capacity: HostCapacity
@@ -314,7 +314,7 @@ class ScalingPolicy:
 
     @property
     def _allowed_s(self) -> float:
-        """Return the allowed mean wait."""
+        """Return the allowed mean wait in seconds: from `target_s`, or else from `delay_s`."""
         if self.target_s:
             left_s = max(self.target_s - self._mean_execution_s, _MIN_SHARE * self.target_s)
             return left_s / _P99_RATIO
@@ -340,7 +340,7 @@ class ScalingPolicy:
         return f"requests wait {_ms(mean_s)} on average, the limit is {_ms(allowed_s)}"
 
     def _catches_up(self, load: LoadSample) -> bool:
-        """Check whether the queue will be empty soon."""
+        """Check whether the queue shrinks so fast that it is empty within `_CATCH_UP_S` seconds."""
         earlier = self._loads[-min(4, len(self._loads))]
         elapsed_s, dequeued = load.at_s - earlier.at_s, earlier.queued_count - load.queued_count
         return dequeued > 0 and load.queued_count / dequeued * elapsed_s < _CATCH_UP_S

@@ -82,7 +82,7 @@ class Lifecycle:
             self._changed_models.add(name)
 
     def offer_on_demand(self, names: Iterable[str]) -> None:
-        """Publish models as loaded on demand."""
+        """Publish that these models are loaded on demand."""
         for name in names:
             model = self._registry.model(name)
             model.on_demand = True

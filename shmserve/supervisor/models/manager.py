@@ -426,7 +426,7 @@ class ModelManager:
     # --- load and unload
 
     def offer_on_demand(self, name: str) -> None:
-        """Publish a model as loaded on demand."""
+        """Publish that a model is loaded on demand."""
         self._lifecycle.offer_on_demand([name])
 
     async def load(self, name: str, source: LoadSource = FOLDER, pins: bool = True) -> None:

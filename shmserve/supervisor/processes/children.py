@@ -350,7 +350,7 @@ class Zygote:
         self._serve(_ZygoteProcess(self._table.adopt(pid, self._title), own_end))
 
     def _serve(self, process: _ZygoteProcess) -> None:
-        """Use this process for further requests."""
+        """Send all further requests to this process, which is the zygote or its former spare."""
         self._serving_zygote = process
         process.child.exited.add_done_callback(self._on_exit)
         self._loop.add_reader(process.link.fileno(), self._read_responses)

@@ -50,8 +50,8 @@ class ServerApi:
     def decoupled_execution(self, requests: Sequence[Request]) -> Iterator[None]:
         """Record `requests` as the origins of calls of other models in the `with` block.
 
-        Calls of coroutines that the block starts are included. The instance waits only for calls
-        that this thread makes.
+        Calls that are made by coroutines started in the block are included. The instance waits only
+        for calls that this thread makes.
         """
         self.executing_requests, self._executing_thread = requests, threading.get_ident()
         token = _ORIGINS.set(requests)

@@ -339,7 +339,7 @@ class ReceivedTensor(Tensor):
         return CallInput(self._name, self._datatype, source.shape, wire_data)
 
     def detach(self) -> None:
-        """Detach the tensor, because the model keeps it beyond its request."""
+        """Copy shared data, because the model keeps the tensor beyond its request."""
         self._data.detach()
 
     def _device(self) -> tuple[int, int]:

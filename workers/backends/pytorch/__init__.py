@@ -154,7 +154,7 @@ class PytorchBackend(Backend):
             raise InvalidArgument(text) from None
 
     def _plan_memory(self, config: ModelSpec, signature: Signature) -> RecordedGraphs | None:
-        """Allocate the memory of a model with fixed shapes; return its CUDA graphs, if enabled."""
+        """Allocate the memory of a model with fixed shapes; return its CUDA graphs, or None."""
         plan = self._runner.memory_plan(config, self._program.module)
         graphs, recorder, use_graphs = None, self._recorder(), config.optimization.cuda_graphs
         if use_graphs and (plan is None or recorder is None):

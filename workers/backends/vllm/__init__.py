@@ -107,7 +107,7 @@ class VllmBackend(Backend):
             stream.on_cancel(future.cancel)
 
     def metrics(self) -> list[list[Any]] | None:
-        """Return vLLM's metrics if they have changed."""
+        """Return vLLM's metrics if they have changed, or None."""
         metrics, self._changed_metrics = self._changed_metrics, None
         return metrics
 

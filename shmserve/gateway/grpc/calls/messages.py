@@ -247,7 +247,7 @@ async def inflate_message(data: bytes, encoding: str, limit: int, budget: BodyBu
 
 
 def frame_message(data: bytes) -> tuple[bytes, bytes]:
-    """Return a message with gRPC's prefix, as prefix and content."""
+    """Return gRPC's prefix of a message, and the message."""
     return PREFIX.pack(0, len(data)), data
 
 
@@ -262,12 +262,12 @@ class Deflater:
         return next((name for name in WBITS_BY_ENCODING if name in accepts), None)
 
     def frame(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
-        """Return a message with gRPC's prefix, compressed if that is shorter."""
+        """Return gRPC's prefix and the content of a message, compressed if that is shorter."""
         compressor = zlib.compressobj(self._level, wbits=WBITS_BY_ENCODING[encoding])
         return _frame_shorter(data, compressor.compress(data) + compressor.flush())
 
     async def frame_in_turns(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
-        """Return a message with gRPC's prefix, compressed in several turns of the event loop."""
+        """Return prefix and content like `frame`; compress in several turns of the event loop."""
         compressor = zlib.compressobj(self._level, wbits=WBITS_BY_ENCODING[encoding])
         pieces: list[bytes] = []
         view = memoryview(data)

@@ -77,7 +77,7 @@ async def resolve_alias(gateway: Gateway, name: str) -> str:
 
 
 async def unloaded_aliases(gateway: Gateway) -> dict[str, list[str]]:
-    """Return the aliases of models on demand that generate text and are not loaded."""
+    """Return the aliases of each on-demand model that generates text and is not loaded."""
     models = gateway.models
     if all(models.versions(name) for name in models.on_demand):
         return {}

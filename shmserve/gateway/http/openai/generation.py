@@ -387,7 +387,7 @@ class Choices:
         return [SERVER_SENT_EVENTS.frame(encode_openai_error(error)), _DONE_EVENT]
 
     def usage(self) -> dict[str, Any]:
-        """Return the numbers of tokens."""
+        """Return the response's member `usage`: the numbers of tokens, over all prompts."""
         prompt, generated, cached = self._usage.values()
         reasoning_tokens = self._reasoning_tokens
         details = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
@@ -636,7 +636,7 @@ class _Generation:
 
 
 def _parse_logprobs(data: bytes) -> dict[str, Any]:
-    """Parse the log probabilities of a response.
+    """Return the member `logprobs` of a response, parsed from JSON.
 
     Many tokens are parsed line by line, because the parser holds the GIL.
     """

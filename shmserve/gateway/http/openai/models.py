@@ -267,7 +267,7 @@ async def infer_once(
     outputs: Sequence[str],
     parameters: dict[str, Any],
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return outputs of a model for one input, from its only response.
+    """Return these outputs of a model by name, from its only response to one input.
 
     With a `task` parameter, the model's worker, which has the tokenizer, only converts text.
 
