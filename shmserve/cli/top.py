@@ -209,7 +209,7 @@ class Top:
         return [self._table(keys, free_lines, width), *events]
 
     def _columns(self, width: int) -> list[str]:
-        """Return the columns that fit beside names: the sort column, and the first columns."""
+        """Return the columns that fit: name, the sort column, and the first of the others."""
         ranked_columns = sorted(_COLUMNS, key=lambda key: key not in ("name", self.sort_key))
         shown_columns = ranked_columns[: max(width // _COLUMN_WIDTH - 1, 2)]
         return [key for key in _COLUMNS if key in shown_columns]

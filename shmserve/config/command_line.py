@@ -162,7 +162,7 @@ def parse_file(text: str, path: str) -> FlagValues:
     """Return the settings in the text of the file at `path` (pure).
 
     Raises:
-        Problems: As `read` raises it.
+        Problems: The text has invalid lines (see `read`).
     """
     try:
         top = yaml.compose(text, Loader=yaml.SafeLoader)

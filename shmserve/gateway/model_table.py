@@ -126,7 +126,7 @@ class ModelTable:
     def withdraw(self, name: str, version: str) -> None:
         """Remove a version; requests in flight on it finish.
 
-        Version "" means that the model exists without versions and is not loaded on demand.
+        Version "" records that the model exists, but is no longer loaded on demand.
         """
         self.revision += 1
         if not version:

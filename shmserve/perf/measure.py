@@ -51,7 +51,8 @@ def latencies(records: Records, before: Mark, after: Mark) -> Values:
 def agree(values: Sequence[float], tolerance: float) -> bool:
     """Check whether the last values agree.
 
-    Each of the last `AGREEING_WINDOWS` values may differ from their mean by the share `tolerance`.
+    Each of the last `AGREEING_WINDOWS` values may differ from their mean by at most `tolerance`, a
+    share of the mean.
     """
     last_values = values[-AGREEING_WINDOWS:]
     if len(last_values) < AGREEING_WINDOWS:
@@ -81,7 +82,7 @@ def percentile(ordered: Values, percent: float) -> int:
 
 
 def summarize(values: Values) -> dict[str, float]:
-    """Return mean, percentiles and maximum of nanoseconds, in milliseconds by name."""
+    """Return mean, percentiles and maximum, by name, in milliseconds; `values` are nanoseconds."""
     ordered = np.sort(values)
     figures = {"mean": float(ordered.mean()) if ordered.size else 0.0}
     figures |= {f"p{percent:g}": percentile(ordered, percent) for percent in PERCENTILES}

@@ -61,7 +61,8 @@ def check_not_exiting(gateway: Gateway) -> None:
 async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
     """Return whether a model's version is ready.
 
-    A model that is loaded on demand is ready. If the model defines `is_ready`, its result decides.
+    A model on demand is ready even if it is not loaded. If the model defines `is_ready`, the result
+    of this function decides.
 
     Raises:
         InvalidArgument: `version` is not a version.

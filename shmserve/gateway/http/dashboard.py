@@ -1,6 +1,6 @@
 """The dashboard of a metrics listener: the page at `/` and its feed of figures at `/live`.
 
-GET /live sends the server's figures as server-sent events, one a second, to any number of viewers.
+GET /live sends the server's figures as server-sent events, one a second, to several viewers.
 The first event for a viewer contains all figures and their history of ten minutes; later events
 contain the models that changed. While no viewer is connected, the schedulers are queried only every
 five seconds, for the history.

@@ -132,7 +132,7 @@ def judge_units(facts: tuple[int, str]) -> Verdict:
 
 
 def gather_files(config: ServerConfig) -> tuple[int, int]:
-    """Return the attainable number of descriptors, and the configured number of regions."""
+    """Return the attainable number of descriptors, and the configured maximum of regions."""
     return fd_limits.max_limit(), config.shm.max_regions
 
 
@@ -165,12 +165,12 @@ def judge_tasks(limit: int) -> Verdict:
 
 
 def gather_processors(_: ServerConfig) -> tuple[int, float | None]:
-    """Return the number of usable processors, and the quota (None: no quota)."""
+    """Return the number of usable processors, and the quota of CPU time in processors, or None."""
     return processor_limits()
 
 
 def judge_processors(facts: tuple[int, float | None]) -> Verdict:
-    """Warn about a quota: workers compute with one thread for each processor regardless of it."""
+    """Warn about a quota of CPU time: workers still compute with a thread for each processor."""
     count, quota = facts
     if quota is not None and quota <= count - 1:
         fix = (

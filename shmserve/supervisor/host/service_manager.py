@@ -101,7 +101,7 @@ class ServiceManager:
             await asyncio.sleep(_SIGN_OF_LIFE_INTERVAL_S)
 
     def keep(self, name: str, fds: list[int]) -> None:
-        """Store descriptors by a name for the next server."""
+        """Store descriptors under a name for the next server."""
         self._notify("FDSTORE=1", f"FDNAME={_STORED_PREFIX}{name}", "FDPOLL=0", fds=fds)
 
     def drop(self, name: str) -> None:

@@ -267,7 +267,7 @@ class ModelSummary(NamedTuple):
     Attributes:
         states: The status of each version.
         is_ready: Whether every version that should serve is ready; models on demand always are.
-        problems: The reasons why versions that should serve do not, by number.
+        problems: The reasons why versions do not serve that should, by version number.
         progress: The progress of a load at the start: "loading", "ready", or "failed" with the
             unlogged reason; empty if the model is not loaded at the start.
     """

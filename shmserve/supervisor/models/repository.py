@@ -430,7 +430,7 @@ def _inline_config(folder: ModelFolder) -> ModelConfig:
 
 
 def _file_lines(root: Path) -> Iterator[bytes]:
-    """Yield a line for each file below `root`; follows links and visits each folder once."""
+    """Yield a line for each file below `root`; follow links, but visit each folder once."""
     visited: set[tuple[int, int]] = set()
     unvisited = [("", root)]
     while unvisited:

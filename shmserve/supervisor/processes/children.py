@@ -138,7 +138,7 @@ class ProcessTable:
             self._kill_strays()
 
     async def wait_for_trackers(self, timeout_s: float) -> None:
-        """Wait until the resource trackers of ended models have removed their shared memory.
+        """Wait until the resource trackers of ended models have removed the models' shared memory.
 
         When the supervisor exits, systemd and containers kill all processes that are left.
         """
@@ -553,7 +553,7 @@ def worker_preloads(
     """Return the modules to import and functions to call, in order, before the zygote forks.
 
     Importing torch takes a second and about 200 MB. The zygote imports torch if a model's file
-    needs it or names it. A worker whose model imports torch by other ways imports it itself.
+    needs it or names it. A worker whose model imports torch in other ways imports it itself.
 
     Args:
         repositories: The model repositories.

@@ -43,7 +43,7 @@ _OpenCheck = tuple[list[int], asyncio.Future[MemoryChecked]]
 
 
 class RegionQuota:
-    """The amounts that are counted against a policy's limits; only `has_cuda` permits pinning."""
+    """The amounts that are counted against a policy's limits; pinning requires `has_cuda`."""
 
     def __init__(self, policy: ShmPolicy, has_cuda: bool = False) -> None:
         self.policy = policy
@@ -85,7 +85,7 @@ class RegionQuota:
             self._regions_by_file[file] += 1
 
     def release(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
-        """Remove a counted region."""
+        """Remove a region from the count."""
         self._regions[uid] -= 1
         self._bytes[uid] -= byte_size
         if not self._regions[uid]:
@@ -158,13 +158,13 @@ class RegionQuota:
         self._pinned += byte_size
 
     def unpin(self, byte_size: int) -> None:
-        """Remove counted bytes."""
+        """Remove pinned bytes from the count."""
         self._pinned -= byte_size
 
 
 @dataclass(eq=False)
 class HandleCheck:
-    """The check of CUDA handles by the workers of a device, from `_find_workers(device_id)`."""
+    """The check of CUDA handles by a device's workers, which `_find_workers(device_id)` returns."""
 
     device_count: int
     _find_workers: Callable[[int], list[int]]

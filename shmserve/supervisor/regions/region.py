@@ -104,7 +104,7 @@ class OpenRegion:
         return RegionPublished(self.name, self.key, packed, owner.uid, owner.group, change_number)
 
     def listing(self, change_number: int) -> RegionPublished:
-        """Return the message for a region that gateways only list."""
+        """Return the message for a region that gateways list, but that no request can name."""
         return replace(self.publication(change_number), draining=True)
 
     def _memory(self) -> Memory:

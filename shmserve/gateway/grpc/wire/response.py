@@ -34,7 +34,8 @@ class GrpcResponseTemplate:
     Args:
         model: The model.
         response: A response with the schema.
-        in_regions: The names of the outputs in regions of the client. Messages lack their bytes.
+        in_regions: The names of the outputs in regions of the client. The messages do not contain
+            the bytes of these outputs.
     """
 
     __slots__ = ("_empty_outputs", "_format", "_output_count", "_prefix", "_sizes")

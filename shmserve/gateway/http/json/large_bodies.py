@@ -228,7 +228,7 @@ def are_tokens(value: Any) -> bool:
 
 
 def check_tokens(name: str, tokens: Sequence[Any]) -> None:
-    """Raise InvalidArgument if an element is not an integer, or if INT32 would wrap it."""
+    """Raise InvalidArgument if an element is not an integer, or exceeds the range of INT32."""
     if {*map(type, tokens)} == {int} and max(-min(tokens), max(tokens)) <= _MAX_TOKEN_ID:
         return
     for index, token in enumerate(tokens):

@@ -273,7 +273,7 @@ async def read_fields(
     """Return the supported fields of a request's body.
 
     Raises:
-        ShmserveError: As by `read_body` and `select_supported_fields`.
+        ShmserveError: As in `read_body` and `select_supported_fields`.
     """
     body = await read_body(gateway, request, prompts)
     return select_supported_fields(body, supported, gateway.settings.refuse_unknown_fields)
@@ -289,7 +289,7 @@ async def parse_prompts(
     """Parse a large body with prompts, for `model` or the model that the body names.
 
     Raises:
-        ShmserveError: As by `parse_large`.
+        ShmserveError: As in `parse_large`.
     """
     token_limits = {
         name: served.max_model_len
@@ -405,7 +405,7 @@ async def resolve_generative_model(
     """Return the text-generating model that a body names, or the default.
 
     Raises:
-        ShmserveError: As by `resolve_named_model`.
+        ShmserveError: As in `resolve_named_model`.
     """
     model = await resolve_named_model(gateway, body, default=default)
     if not generates_text(model):
