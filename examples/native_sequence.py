@@ -2,14 +2,14 @@
 
 from typing import NamedTuple
 
-from torch import Tensor, cat
+from numpy import concatenate, ndarray
 
 from shmserve.model import FP32
 
 
 class Outputs(NamedTuple):
-    mean: FP32[Tensor, 1]
-    seen_out: FP32[Tensor, 2]
+    mean: FP32[ndarray, 1]
+    seen_out: FP32[ndarray, 2]
 
 
 class Mean:
@@ -21,6 +21,6 @@ class Mean:
         ],
     }
 
-    def predict(self, value: FP32[Tensor, 1], seen: FP32[Tensor, 2]) -> Outputs:
+    def predict(self, value: FP32[ndarray, 1], seen: FP32[ndarray, 2]) -> Outputs:
         total, count = seen[:, :1] + value, seen[:, 1:] + 1
-        return Outputs(total / count, cat([total, count], dim=1))
+        return Outputs(total / count, concatenate([total, count], axis=1))

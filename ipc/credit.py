@@ -52,7 +52,7 @@ class SendWindow:
         self._unread_bytes += byte_size
 
     def record_credit(self, response_count: int) -> int:
-        """Record credit for `responses` responses.
+        """Record credit for `response_count` responses.
 
         Returns:
             The number of credited responses that were unread; excess credit is ignored.

@@ -79,17 +79,17 @@ def local_client_folder(run_dir: Path) -> Path:
 
 
 def listener_socket(run_dir: Path) -> Path:
-    """Return the socket (SOCK_SEQPACKET) where a program becomes a local client."""
+    """Return the path of the socket (SOCK_SEQPACKET) where a program becomes a local client."""
     return local_client_folder(run_dir) / "door"
 
 
 def addresses_file(run_dir: Path) -> Path:
-    """Return the file with the server's HTTP and gRPC URLs, one on each line."""
+    """Return the path of the file with the server's HTTP and gRPC URLs, one on each line."""
     return local_client_folder(run_dir) / "addresses"
 
 
 def handover_socket(run_dir: Path) -> Path:
-    """Return the socket (SOCK_SEQPACKET) where a successor of this server connects."""
+    """Return the path of the socket (SOCK_SEQPACKET) where a successor of this server connects."""
     return run_dir / "handover"
 
 

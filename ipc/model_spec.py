@@ -26,9 +26,9 @@ MAX_INSTANCES = "max_instances"
 IDLE_UNLOAD = "idle_unload_secs"
 EXECUTION_TIMEOUT = "execution_timeout_seconds"
 PADDING = "padding"
-ENVIRONMENT = "environment"  # an attribute of a class; a configuration has ENVIRONMENT_PATH
+ENVIRONMENT = "environment"  # a class's attribute; in configurations: ENVIRONMENT_PATH
 ENVIRONMENT_PATH = "EXECUTION_ENV_PATH"
-# The parameters that a model may set, and all that the server itself reads.
+# The parameters that a model may set; then all parameters that the server itself reads.
 MODEL_SETTINGS = (
     *(STRATEGY_PARAMETER, TARGET_PARAMETER, MAX_STREAMS, MIN_INSTANCES, MAX_INSTANCES, PADDING),
 )
@@ -68,7 +68,7 @@ def parse_strategy(text: str) -> Strategy | None:
 
 
 def parse_target_ms(text: str) -> float | None:
-    """Return a target in milliseconds, from a microsecond to a day; None if invalid."""
+    """Return a latency target in milliseconds, from a microsecond to a day; None if invalid."""
     return _number_between(SHORTEST_TARGET_MS, LONGEST_TARGET_MS, text)
 
 
@@ -212,8 +212,8 @@ class DynamicBatching(Record):
 class SequenceControl(Record):
     """A control input of a sequence.
 
-    The control is given by its values for false and true, or it is the correlation id, which has a
-    `datatype`.
+    The input receives one of two values, for false and for true, or the correlation id, which has
+    the `datatype`.
     """
 
     kind: str = "CONTROL_SEQUENCE_START"
@@ -338,7 +338,10 @@ class GraphShape(Record):
 
 
 class Optimization(Record):
-    """The effective part of `optimization`; accelerators are by the name of their field in it."""
+    """The settings of `optimization` that have an effect.
+
+    `execution_accelerators` maps the name of a field of config.pbtxt to its accelerators.
+    """
 
     graph_level: int = _config_field("graph.level", 0)
     cuda_graphs: bool = _config_field("cuda.graphs", False)

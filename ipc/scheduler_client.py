@@ -43,7 +43,7 @@ from shmserve.ipc.messages.inference import (
 from shmserve.ipc.tensors.inference import is_aliased_request
 from shmserve.ipc.tensors.signature import id_prefix
 
-NO_SCHEDULER = "the model's scheduler ended before it could answer, and no other serves the model"
+NO_SCHEDULER = "the model's scheduler ended before its response, and no other scheduler serves it"
 LOST_AFTER_RESPONSE = (
     "the model's scheduler was lost after the request's first response and before its last"
 )

@@ -74,7 +74,10 @@ class TraceContext(NamedTuple):
 
     @property
     def message_field(self) -> str:
-        """Return the `trace` field of messages: `traceparent` with `tensors`, then `parent_id`."""
+        """Return the `trace` field of messages.
+
+        The field is the `traceparent` with the flag `tensors` added, followed by `parent_id`.
+        """
         flags = f"{self.tensors:d}{self.sampled:d}"
         return f"00-{self.trace_id}-{self.span_id}-{flags}-{self.parent_id}"
 
@@ -139,7 +142,7 @@ def unpack_spans(spans: bytes, tensors: list[TracedTensor] | None = None) -> lis
 
     Args:
         spans: The message's spans and tensors.
-        tensors: Receives the tensors.
+        tensors: A list to which the tensors are appended, if given.
     """
     unpacked: list[Span] = []
     unpacker = msgpack.Unpacker(max_buffer_size=len(spans) or 1)
@@ -160,7 +163,7 @@ def unpack_spans(spans: bytes, tensors: list[TracedTensor] | None = None) -> lis
                 break
             unpacked.append(span)
     except Exception as error:  # msgpack and values that are not lists raise many types
-        logger.error("the spans of a response are malformed: %s", error)
+        logger.error("the trace spans of a response are malformed: %s", error)
     return unpacked
 
 

@@ -163,7 +163,7 @@ class Journal:
 
     @classmethod
     def of_stderr(cls, formatter: LineFormatter) -> Journal | None:
-        """Return the journal if stderr is a stream of it, by JOURNAL_STREAM."""
+        """Return the journal if JOURNAL_STREAM shows that stderr is connected to it, or None."""
         try:
             stream = os.fstat(2)
             if os.environ.get("JOURNAL_STREAM") == f"{stream.st_dev}:{stream.st_ino}":

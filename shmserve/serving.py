@@ -18,6 +18,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import PathFinder
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -31,6 +32,8 @@ Models = type | str | os.PathLike[str] | Sequence[type | str | os.PathLike[str]]
 Sources = dict[Path, Path]  # the files generated for classes, and the user's files
 
 _STOP_S = 40.0
+# A run directory has at most 85 bytes, since the paths of sockets are limited.
+_LONGEST_TMPDIR = 85 - len("/shmserve-12345678/run")
 _PAUSE_S = 0.05
 # The program of the server's process, which is terminated when its parent exits for any reason.
 # The server then removes the folder that its parent has left behind.
@@ -101,7 +104,8 @@ def serve(
     single = isinstance(models, type | str | os.PathLike) or not isinstance(models, Iterable)
     classes: list[Any] = [models] if single else list(models)  # type: ignore[arg-type]
     sources: Sources = {}
-    folder = Path(tempfile.mkdtemp(prefix="shmserve-"))
+    is_long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR
+    folder = Path(tempfile.mkdtemp(prefix="shmserve-", dir="/tmp" if is_long else None))
     try:
         arguments = [word for model in classes for word in _arguments(model, folder, sources)]
         run_dir = folder / "run"
@@ -132,10 +136,14 @@ def _process(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[b
     paths = [path or os.getcwd() for path in sys.path]  # "" is the working directory
     environment = {**os.environ, _INSIDE: "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-c", _PROGRAM, str(log.parent), "serve", *arguments]
+    # The signal at the parent's death is sent when the thread that started the process ends.
+    starter = ThreadPoolExecutor(1)
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment
-        )
+        process = starter.submit(
+            lambda: subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment
+            )
+        ).result()
     try:
         yield process
     finally:
@@ -145,6 +153,7 @@ def _process(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[b
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        starter.shutdown()
 
 
 def _ready_client(
@@ -248,7 +257,7 @@ def _file_of(cls: type, folder: Path, sources: Sources) -> Path:
         text = _source_of(cls)
         sources[path] = _source_file(cls) or path
     if path.parent.exists():
-        raise InvalidArgument(f"two classes have the name '{cls.__name__}'")
+        raise InvalidArgument(f"two classes have the name '{cls.__name__}': rename one of them")
     path.parent.mkdir()
     path.write_text(text, encoding="utf-8")
     return path
@@ -364,7 +373,10 @@ def _statements(cls: type) -> Iterator[tuple[ast.stmt, list[str]]]:
 
 
 def _block(node: ast.stmt, lines: list[str]) -> tuple[int, str]:
-    """Return the first line of a statement with its decorators, and the statement's text."""
+    """Return the number of the first line of a statement, and its text.
+
+    Both include the decorators.
+    """
     decorators = getattr(node, "decorator_list", [])
     first_line = min([node.lineno, *(decorator.lineno for decorator in decorators)])
     if lines[node.lineno - 1][: node.col_offset].strip():

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shmserve.errors import Internal, ShmserveError, Unavailable
+from shmserve.errors import Internal, ShmserveError, Unavailable, clip
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.inference import WorkItem
@@ -75,7 +75,7 @@ class ModelContext(WorkerStart):
         return self.model_dir / self.version
 
     def warn(self, topic: str, text: str) -> None:
-        """Log a warning, the first one of a topic from any instance of the version."""
+        """Log a warning, unless an instance of the version has logged one of this topic before."""
         self.control.send(ModelWarned(topic, text))
 
     def warn_of_writes(self) -> None:
@@ -95,8 +95,14 @@ class ModelContext(WorkerStart):
                 return path
         raise Unavailable(
             f"unable to find '{self.version}/{display_name}' for model instance "
-            f"'{self.instance_name}'"
+            f"'{self.instance_name}'{found_files(self.version_dir)}"
         )
+
+
+def found_files(version_dir: Path) -> str:
+    """Return a hint at a version's files for the error of a missing file, or ""."""
+    found = ", ".join(sorted(path.name for path in version_dir.glob("[!._]*") if path.exists()))
+    return f" (found {clip(found)}: set default_model_filename)" if found else ""
 
 
 logger = logging.getLogger(__name__)

@@ -125,7 +125,8 @@ def open_device(name: str) -> Device:
     if kind == "cpu":
         return Device("cpu")
     if not number.isdecimal():
-        raise InvalidArgument(f"'{name}' is not a device (allowed: 'cpu', 'cuda:0', 'npu:0')")
+        allowed = "'cpu', or KIND:NUMBER such as 'cuda:0' or 'npu:1'"
+        raise InvalidArgument(f"'{name}' is not a device (allowed: {allowed})")
     torch = import_torch(f"device '{name}'")
     _import_support(kind, name)
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -133,7 +134,8 @@ def open_device(name: str) -> Device:
         raise Unavailable(f"device '{name}' is not available: torch finds no {kind} on this host")
     device_count = torch.accelerator.device_count()
     if int(number) >= device_count:
-        raise Unavailable(f"device '{name}' is not available: this host has {device_count}")
+        text = f"this host has {device_count} devices of kind '{kind}'"
+        raise Unavailable(f"device '{name}' is not available: {text}")
     return Accelerator(name)
 
 

@@ -88,8 +88,10 @@ def _locate_environment(start: WorkerStart) -> Path:
         path = folder / os.path.expanduser(setting)
         if path.exists():
             return path
-    text = f"environment '{setting}' does not exist (a relative path is looked up in the folders of"
-    raise InvalidArgument(f"{text} the version and the model, and in the server's)")
+    raise InvalidArgument(
+        f"environment '{setting}' does not exist (a relative path begins in the folder of the "
+        "version or of the model, or in the server's working directory)"
+    )
 
 
 def _server_package_folders() -> Iterator[str]:

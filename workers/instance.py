@@ -190,7 +190,11 @@ class WorkerInstance:
         self._context.control.send(ReadyChecked(check_number, is_ready))
 
     def _wait(self, timeout_s: float | None) -> bool:
-        """Wait as `SupervisorLink.wait` does, after polling for a while if polling is faster."""
+        """Wait as `SupervisorLink.wait` does, after polling for a while if polling is faster.
+
+        Returns:
+            Whether a watched descriptor is readable or another thread has woken the loop.
+        """
         control, in_flight = self._context.control, self._in_flight
         start_ns = time.monotonic_ns()
         is_readable = False

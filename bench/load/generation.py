@@ -109,9 +109,9 @@ def floor(model: Transformer, rows: int, head_rows: int) -> Callable[[], None]:
 
     @torch.inference_mode()
     def run_layers() -> None:
-        for layer in model.layer_count[:-1]:
+        for layer in model.layers[:-1]:
             layer.qkv(hidden), layer.output(hidden), layer.gate_up(hidden), layer.down(inner)
-        layer = model.layer_count[-1]
+        layer = model.layers[-1]
         (
             layer.qkv(hidden),
             layer.output(last_hidden),

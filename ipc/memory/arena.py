@@ -60,7 +60,7 @@ class FreeList:
         size = self._block_sizes.get(offset)
         if size is None:
             return False
-        # No call in between, so that an interrupted program finds both changes or neither.
+        # No function call separates the two changes, so that no signal handler runs between them.
         del self._block_sizes[offset]
         self.used_bytes -= size
         holes = self._holes
@@ -97,8 +97,8 @@ class Arena:
         except OSError as error:  # the limit of ulimit -f or ulimit -v
             os.close(self._fd)
             raise Unavailable(
-                f"no server memory for tensors ({capacity} bytes): {error.strerror}; reduce "
-                "--arena-byte-size, or raise the limits of ulimit -f and -v"
+                f"cannot allocate {capacity} bytes of server memory for tensors: {error.strerror}; "
+                "reduce --arena-byte-size, or raise the limits of ulimit -f and -v"
             ) from None
         self._view = memoryview(self._map)
         self._free_list = FreeList(capacity)
@@ -127,7 +127,8 @@ class Arena:
                 os.posix_fallocate(self._fd, self._committed_bytes, end - self._committed_bytes)
             except OSError as error:
                 self._free_list.free(offset)
-                raise Unavailable(f"server memory for tensors is full: {error.strerror}") from error
+                text = f"server memory for tensors cannot grow to {end} bytes: {error.strerror}"
+                raise Unavailable(text) from error
             self._committed_bytes = end
         return Range(self.memory, offset, byte_size)
 

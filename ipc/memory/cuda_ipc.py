@@ -118,7 +118,7 @@ class Driver(Cuda, CudaExporter):
     def open(self, handle: bytes, device: int) -> int:
         driver_handle = self._driver.CUipcMemHandle()
         assert len(handle) == HANDLE_SIZE
-        # Not every version of the package has a field for the bytes.
+        # In some versions of the package, the handle has no attribute for its bytes.
         ctypes.memmove(driver_handle.getPtr(), handle, HANDLE_SIZE)
         with self._device_context(device):
             return int(self._call("cuIpcOpenMemHandle", driver_handle, _LAZY_PEER_ACCESS_FLAG))
@@ -236,7 +236,8 @@ class DeviceAllocation:
         try:
             uuid = cuda.uuid(device)
         except CudaError as error:
-            raise InvalidArgument(f"this program sees no device 'cuda:{device}'") from error
+            text = f"this program has no device 'cuda:{device}' (see CUDA_VISIBLE_DEVICES)"
+            raise InvalidArgument(text) from error
         try:
             self.pointer = cuda.allocate(self.size, device)
             finalizer = weakref.finalize(self, _free, cuda, self.pointer, device, os.getpid())

@@ -219,7 +219,8 @@ class Mappings:
                 count = os.pwrite(mapping.fd, remaining, offset)
             except OSError as error:
                 # Pages that were allocated at registration may have been freed since.
-                raise Unavailable(f"shared memory is full: {error.strerror}") from error
+                text = f"an output cannot be written to shared memory: {error.strerror}"
+                raise Unavailable(text) from error
             remaining, offset = remaining[count:], offset + count
 
     def _open(self, memory: Memory) -> Mapping:

@@ -72,7 +72,7 @@ class UnloadModel(ControlRequest, Message):
 class IndexRepository(ControlRequest, Message):
     """Sent by a gateway to the supervisor to request {"models": [...]}.
 
-    The list is as of POST /v2/repository/index; with `ready`, only ready models are in it.
+    The list is the response to POST /v2/repository/index. With `ready`, it has only ready models.
     """
 
     ready: bool
@@ -108,8 +108,8 @@ class ChangeTracing(ControlRequest, Message):
 class WantModel(ControlRequest, Message):
     """Sent by a gateway or a local client to the supervisor to load a model on demand.
 
-    The reply follows once the model serves and all peers have it. The request expires after
-    `patience_s` seconds; 0 means never.
+    The reply follows once the model serves and all peers have received its publication. The request
+    expires after `timeout_s` seconds; 0 means never.
     """
 
     name: str
@@ -181,8 +181,8 @@ class RegisterCudaRegion(ControlRequest, Message):
 class UnregisterRegion(ControlRequest, Message):
     """Sent by a gateway to the supervisor to unregister a region of system memory.
 
-    With `cuda`, the region is one of CUDA memory. An empty name means all regions of that kind that
-    belong to the user.
+    With `is_cuda`, the region is one of CUDA memory. An empty name means all regions of that kind
+    that belong to the user.
     """
 
     name: str
@@ -192,9 +192,10 @@ class UnregisterRegion(ControlRequest, Message):
 
 
 class RegionInUse(Message):
-    """Sent by a gateway to the supervisor when its use of a retired region begins or ends.
+    """Sent by a gateway to the supervisor when its use of an unregistered region begins or ends.
 
-    `used` is true when the use begins. The supervisor withdraws the region once no gateway uses it.
+    `RegionRetired` has named the region. `in_use` is true when the use begins. The supervisor
+    withdraws the region once no gateway uses it.
     """
 
     memory_id: int
@@ -204,7 +205,8 @@ class RegionInUse(Message):
 class RegionReleased(Message):
     """Sent by a gateway to the supervisor when none of its requests uses a withdrawn region.
 
-    The supervisor sends `RegionDrained` once all gateways have released the region.
+    `RegionWithdrawn` has named the region. The supervisor sends `RegionDrained` once all gateways
+    have released the region.
     """
 
     memory_id: int
@@ -279,8 +281,8 @@ class ResourcesHeld(Message):
 class CallsWaiting(Message):
     """Sent by a scheduler to the supervisor at intervals while calls from other models wait long.
 
-    The last report has no `waits`. Each element of `waits` is a pair of lists: of calls that wait,
-    and of the instances that may run them. A call is a pair of the request's key and its
+    The last report has no `waiting_calls`. Each element of `waiting_calls` is a pair of lists: of
+    calls, and of the instances that may run them. A call is a pair of the request's key and its
     `Submit.callers`. An instance is a list of its pid and the keys of the requests that it runs.
     """
 
@@ -291,8 +293,8 @@ class CallsWaiting(Message):
 class CallDeadlocked(Message):
     """Sent by the supervisor to a scheduler when request `key`, a call, is part of a deadlock.
 
-    `chain` has the names of the models that wait for each other. The scheduler fails the call, and
-    the other calls of the deadlock go on.
+    `model_chain` has the names of the models that wait for each other. The scheduler fails the
+    call, and the other calls of the deadlock go on.
     """
 
     key: int

@@ -72,7 +72,7 @@ class Prepared(Message):
         key: The key of the request.
         prompt: The tokens of the prompt (int32, little endian).
         max_tokens: The maximum number of tokens of each sample.
-        is_sampled: The number of samples.
+        sample_count: The number of samples.
         priority: The priority; lower values run first.
         needs_whole_prompt: Whether the whole prompt is computed even if a prefix is cached.
         allows_drafts: Whether draft tokens may be proposed.
@@ -93,7 +93,7 @@ class Prepared(Message):
 
 
 class NewSequence(Record):
-    """A sequence to start in a step: sample `sample` of request `key`.
+    """A sequence to start in a step: sample `sample_index` of request `key`.
 
     With a `parent`, the sequence is a copy of that sequence before this step, followed by `token`
     unless that is -1.
@@ -195,7 +195,7 @@ class ResponseSent(Message):
 
     Attributes:
         key: The key of the request.
-        sample_index: The number of the sample.
+        sample: The number of the sample.
         sent_characters: The number of characters of its text sent so far.
         closed: Whether its end was sent.
         tokens: The number of its tokens sent so far.

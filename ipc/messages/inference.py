@@ -395,8 +395,8 @@ def make_submit(
 ) -> Submit:
     """Return the message that submits a request, of this schema and these data.
 
-    The deadline is `limit_us` after the arrival, with the origin `limit_origin`, or the caller's
-    deadline `ends_ns` (monotonic clock) if that is earlier. A limit of 0 does not apply.
+    The deadline is `time_limit_us` after the arrival, with the origin `time_limit_origin`, or
+    `caller_deadline_ns` (monotonic clock) if that is earlier. A limit of 0 does not apply.
     """
     deadline_ns = caller_deadline_ns
     if time_limit_us:

@@ -46,7 +46,8 @@ class SchedulingLimits:
 class CacheStart:
     """A model version's share of the response cache, in bytes (0: no cache).
 
-    The process `supervisor_pid` holds the memory of clients, which the cache does not read.
+    The process `supervisor_pid` holds the memory of clients open. The cache does not read tensors
+    in memory of that process.
     """
 
     byte_size: int = 0
@@ -66,9 +67,9 @@ class HostStart:
 class SchedulerStart:
     """The start record of a scheduler of a `kind`, "scheduler" or "ensemble".
 
-    Its endpoints contain `number`. `snapshot` is the last `StatisticsSnapshot` of a predecessor
-    that died, or empty. `worker_pids` are those of running workers. `capability_key` authenticates
-    local clients; members of `group` are admitted, too (-1: none).
+    Its endpoints contain `number`. `statistics_snapshot` is the last `StatisticsSnapshot` of a
+    predecessor that died, or empty. `worker_pids` are those of running workers. `capability_key`
+    authenticates local clients; members of `group` are admitted, too (-1: none).
     """
 
     kind: str
@@ -361,7 +362,7 @@ class KillInstance(Message):
 class SnapshotStatistics(Message):
     """Sent by the supervisor to a scheduler every second to request `StatisticsSnapshot`.
 
-    The snapshot lacks the long lists of responses.
+    The snapshot is brief: it lacks the statistics of each response index of a decoupled model.
     """
 
 
@@ -442,7 +443,7 @@ class InstanceLoaded(Message):
 class LoadFailed(Message):
     """Sent by a worker to the supervisor when its model could not be loaded.
 
-    `frames` is the traceback of the model's own code.
+    `model_traceback` is the traceback of the model's own code.
     """
 
     code: str
@@ -463,7 +464,7 @@ class ModelWarned(Message):
 class Attach(Message):
     """Sent by the supervisor to a worker whose scheduler has died or whose model has moved.
 
-    The worker connects to the scheduler at this endpoint only.
+    The worker connects to the scheduler at this endpoint, instead of its previous scheduler.
     """
 
     endpoint: str

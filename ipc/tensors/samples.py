@@ -63,8 +63,8 @@ def _sample_input(name: str, warmup: WarmupInput, batch: tuple[int, ...], root: 
     byte_size = element_count(dims) * (ITEM_SIZE[datatype] or _EMPTY_STRING_SIZE)
     if byte_size > _MAX_TENSOR_BYTES:
         raise InvalidArgument(
-            f"warmup setting of input '{name}' has dims {list(dims)}, which are {byte_size} bytes: "
-            f"at most {_MAX_TENSOR_BYTES} may be"
+            f"warmup setting of input '{name}' has dims {list(dims)}, which are {byte_size} bytes; "
+            f"at most {_MAX_TENSOR_BYTES} bytes are allowed"
         )
     if warmup.input_data_file:
         setting_name, file = f"warmup setting of input '{name}'", warmup.input_data_file

@@ -215,8 +215,8 @@ class Signature:
         if pad.padded_shape(shape) is None:
             buckets = ", ".join(map(shape_text, pad.buckets))
             raise InvalidArgument(
-                f"unexpected shape for input '{pad.name}' for model '{self.name}'. Its "
-                f"buckets are {buckets} behind the batch dimension; {shape_text(shape)} fits none"
+                f"unexpected shape for input '{pad.name}' for model '{self.name}'. "
+                f"{shape_text(shape)} fits no bucket (without the batch dimension: {buckets})"
             )
 
 
@@ -244,7 +244,7 @@ def shapes_match(first_shape: Sequence[int], second_shape: Sequence[int]) -> boo
 def reshape(
     shape: tuple[int, ...], dims: tuple[int, ...], target: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return a shape that matches `dims`, reshaped to `target` with variable sizes in order.
+    """Return `shape`, which matches `dims`, reshaped to `target`; variable sizes keep their order.
 
     >>> reshape((5, 7), (-1, 7), (7, -1))
     (7, 5)

@@ -206,7 +206,7 @@ _GETTERS = _FieldGetters()
 def _plain_type(annotation: Any) -> type[Any]:
     plain_type = dict if _is_document(annotation) else typing.get_origin(annotation) or annotation
     if plain_type not in (int, str, bytes, bool, float, list, dict):
-        raise TypeError(f"a message field cannot be {annotation}")
+        raise TypeError(f"a message field cannot have the type {annotation}")
     return plain_type
 
 
@@ -292,7 +292,7 @@ class Message(Record):
 
 
 def _read_fields(tag: str, record_class: type[Any]) -> None:
-    """Read the fields of a message class into the tables."""
+    """Store the properties of a message class's fields, for encoding and decoding."""
     hints = typing.get_type_hints(record_class)
     names = [f.name for f in fields(record_class)]
     annotations = [hints[name] for name in names]

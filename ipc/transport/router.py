@@ -47,7 +47,7 @@ _MAX_UNREGISTERED = 64  # maximum number of connections without a registered ide
 _MAX_UNPOLLED_READS = 8
 _MAX_UNSENT_BYTES = 4 << 20  # a peer with more unread output is not read
 _MAX_BUFFERED_BYTES = 64 << 20  # maximum bytes of incomplete frames of all peers
-_MUCH_BUFFERED_BYTES = 1 << 20  # a peer with fewer buffered bytes is not disconnected for them
+_MUCH_BUFFERED_BYTES = 1 << 20  # peers with fewer buffered bytes stay connected
 _MAX_MALFORMED = 16  # malformed messages after which a peer is disconnected
 # The value in linux/asm-generic/socket.h since Linux 6.16, which Python does not define.
 _SO_PASSRIGHTS = 83
@@ -144,7 +144,7 @@ class Router:
         self._peers: dict[bytes, Connection] = {}
         self._anonymous_numbers = itertools.count(1)
         self._only_connection: Connection | None = None  # the connection of an only peer
-        self._reads_since_poll = 0  # its reads since the last poll
+        self._reads_since_poll = 0  # reads of the only connection since the last poll
         self._path = endpoint.removeprefix(ENDPOINT_PREFIX)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)  # the socket of a killed server
@@ -242,7 +242,7 @@ class Router:
     def _identify(self, connection: Connection, properties: dict[str, bytes]) -> None:
         identity = properties.get("identity") or b"\0%d" % next(self._anonymous_numbers)
         if identity in self._peers:
-            connection.decoder.violation = "it claims the identity of another"
+            connection.decoder.violation = "it claims the identity of another peer"
             return
         connection.identity = identity
         self._peers[identity] = connection

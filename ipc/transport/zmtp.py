@@ -328,7 +328,7 @@ class Dealer:
         return self._write(pack(messages))
 
     def send(self, message: Any) -> bool:
-        """Call `post` and `flush`."""
+        """Call `post` and `flush`; return False if the other end is gone."""
         if self.pending:
             self.post(message)
             return self.flush()
@@ -418,7 +418,7 @@ class LinkTable:
         return iter(self._by_endpoint.values())
 
     def by_fd(self, fd: int) -> Dealer | None:
-        """Return the link with this descriptor."""
+        """Return the link with this descriptor, or None."""
         return self._by_fd.get(fd)
 
     def open(self, endpoint: str) -> Dealer:

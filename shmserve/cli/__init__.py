@@ -19,7 +19,9 @@ verbs.txt            the texts of the verbs in the usage
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import io
 import os
 import signal
 import sys
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
     from shmserve.config.server import ServerConfig
 
 _TRITON = "tritonserver"
+# Errors of writing the output. EPIPE: its reader has closed the pipe (`| head`).
+_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and os.path.basename(sys.argv[0]) == _TRITON:  # a link to this program
         arguments.insert(0, _TRITON)
     fd_limits.fill_standard_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the encoding of the locale may lack a letter
+        sys.stdout.reconfigure(errors="replace")
     try:
         status = _run(arguments)
         sys.stdout.flush()
@@ -62,8 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader of the output has closed the pipe (`| head`); Python flushes again at exit.
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS:
+            raise
+        if error.errno != errno.EPIPE:
+            print(f"shmserve: the output cannot be written: {error.strerror}", file=sys.stderr)
+        # Python flushes again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -150,7 +160,8 @@ def _asks_for_help(arguments: list[str]) -> bool:
 def _run_with_own_flags(name: str, arguments: list[str]) -> int:
     """Run a verb whose module defines `run(args)`.
 
-    NAME.txt contains the verb's flags. `add_arguments(parser)` of the module declares arguments.
+    The parser has the flags of the table NAME.txt, if the verb has one, and then the arguments that
+    the module's function `add_arguments(parser)` adds, if there is one.
     """
     from shmserve.cli.arguments import add_flags, has_flag_table
 
@@ -166,7 +177,7 @@ def _run_with_own_flags(name: str, arguments: list[str]) -> int:
 
 
 def _read_verbs() -> dict[str, tuple[str, str]]:
-    """Return, by verb, its line in the usage and the description in its help."""
+    """Return for each verb its line in the usage and the description in its help."""
     text = Path(__file__).with_name("verbs.txt").read_text(encoding="utf-8")
     blocks = (block.splitlines() for block in text.split("\n\n")[1:])
     return {name: (line, " ".join(description)) for name, line, *description in blocks}

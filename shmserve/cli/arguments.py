@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,13 @@ def _add_flag(argument_group: Any, flag: Flag) -> None:
     )
 
 
+def with_scheme(url: str) -> str:
+    """Return a URL, to which `http://` is added if it is only HOST:PORT."""
+    return f"http://{url}" if re.match(r"[\w.-]+:\d", url) else url
+
+
 def check_files(args: argparse.Namespace, *flags: str) -> None:
-    """Check before a long measurement that the files of these flags can be written.
+    """Check, before a long measurement, that the files that these flags name can be written.
 
     Raises:
         InvalidArgument: A file cannot be written, or the file of --plot does not end in .svg.
@@ -71,10 +77,15 @@ def check_files(args: argparse.Namespace, *flags: str) -> None:
             raise InvalidArgument(f"--plot: '{path}' does not end in .svg, the only format")
         target = path if os.path.exists(path) else os.path.dirname(path) or "."
         if os.path.isdir(path) or not os.access(target, os.W_OK):
-            raise InvalidArgument(f"--{flag}: cannot write '{path}'")
+            text = "it is a directory, its folder does not exist, or this user may not write to it"
+            raise InvalidArgument(f"--{flag}: cannot write '{path}': {text}")
 
 
 def write_file(flag: str, path: str, text: str) -> None:
-    """Write `text` to the path that is the value of a flag. Raises InvalidArgument."""
+    """Write `text` to the path that is the value of a flag.
+
+    Raises:
+        InvalidArgument: The file cannot be written.
+    """
     with convert_os_errors(f"--{flag}: cannot write '{path}'"):
-        Path(path).write_text(text)
+        Path(path).write_text(text, encoding="utf-8")

@@ -53,6 +53,7 @@ _ZEROS_NOTE = (
     "\nthe inputs were zeros and empty strings; set other values with --input NAME=VALUE, or with "
     "samples in `model_warmup`"
 )
+_INVALID_OUTPUT = "inference output '"  # in errors that no other inputs would avoid
 _NOT_LOADED = "the model is not loaded; see the log for the reason"
 _NO_INPUTS_NOTE = "\nthe request had no inputs, because the configuration lists none"
 
@@ -247,8 +248,12 @@ class _Model:
                     match message:
                         case Responded(code="", schema=b""):  # the response only marks the end
                             return _Verdict("ok")
+                        case Failed() | Responded() if _INVALID_OUTPUT in message.message:
+                            return _Verdict("differs", message.message)
                         case Failed() | Responded() if message.code:
-                            return _Verdict(outcome, message.message + note)
+                            # No input may end the process of a model.
+                            died = message.message.startswith("the model's worker died")
+                            return _Verdict("FAILED" if died else outcome, message.message + note)
                         case Responded() | Finished():
                             response = unpack_inferred(message.schema, message.data)
                             differences = self._describe_differences(response, fit.batch_size)

@@ -14,6 +14,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -34,7 +35,7 @@ _INTERNAL_METHODS = ("memory_range", "ref", "store_request", "output_range", "at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line."""
+    """Define the command's arguments."""
     parser.add_argument(
         "topic", nargs="?", default=_CONTENTS, metavar="TOPIC", help="the name of the page"
     )
@@ -58,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _pages() -> dict[str, Callable[[], str]]:
     """Return, for each topic, the function that returns the text of its page."""
     files = sorted(Path(shmserve.__path__[0]).glob("**/*.md"))
-    return {**{file.stem.lower(): file.read_text for file in files}, **_GENERATED}
+    readers = {file.stem.lower(): partial(file.read_text, encoding="utf-8") for file in files}
+    return {**readers, **_GENERATED}
 
 
 def page(topic: str) -> str:

@@ -75,9 +75,9 @@ def _parse_loads(args: argparse.Namespace) -> tuple[str, list[float]]:
 def _parse_plan(args: argparse.Namespace) -> measure.MeasurementPlan:
     for flag in ("window", "stability", "patience"):
         if not 0 < (value := getattr(args, flag)) < math.inf:
-            raise InvalidArgument(f"--{flag}: {value:g} is not more than 0")
+            raise InvalidArgument(f"--{flag}: must be a finite number above 0, got {value:g}")
     if not 0 <= args.warm_up < math.inf:
-        raise InvalidArgument(f"--warm-up: {args.warm_up:g} is less than 0")
+        raise InvalidArgument(f"--warm-up: must be a finite number >= 0, got {args.warm_up:g}")
     return measure.MeasurementPlan(args.warm_up, args.window, args.windows, args.stability / 100)
 
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from shmserve.cli.arguments import with_scheme
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.protocols.servers import read_token
 
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         Unavailable: The server is unreachable.
     """
     if args.seconds <= 0:
-        raise InvalidArgument(f"--seconds: {args.seconds:g} is not more than 0")
+        raise InvalidArgument(f"--seconds: must be more than 0, got {args.seconds:g}")
     token = read_token(args.token_file) if args.token_file else ""
     profile = watch(args.metrics_url, token, args.model, args.seconds)
     print(table(args.model, profile))
@@ -105,6 +106,7 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
 
 def _scrape(url: str, token: str, model: str) -> dict[str, float]:
     """Return the current metrics of a model by name; a metric of a phase is named NAME.PHASE."""
+    url = with_scheme(url)
     if urlsplit(url).path in ("", "/") and url.startswith("http"):
         url = url.rstrip("/") + "/metrics"
     request = urllib.request.Request(url)
@@ -128,7 +130,7 @@ def _scrape(url: str, token: str, model: str) -> dict[str, float]:
                 name = f"{name}.{phase}" if phase else name
                 samples[name] = samples.get(name, 0.0) + sample.value
     if not samples:
-        raise InvalidArgument(f"{url} shows no model '{model}' that generates text")
+        raise InvalidArgument(f"{url} has no metrics of a model '{model}' that generates text")
     return samples
 
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from shmserve.cli.arguments import with_scheme
 from shmserve.errors import Unavailable, missing_package
 from shmserve.logs import sanitise
 from shmserve.protocols.servers import read_token
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         from rich.console import Console, Group
     except ImportError as error:
         raise Unavailable(missing_package("shmserve top", error, "top")) from None
-    address = args.metrics_url.rstrip("/").removesuffix("/metrics") + "/live"
+    address = with_scheme(args.metrics_url).rstrip("/").removesuffix("/metrics") + "/live"
     request = urllib.request.Request(address)
     if args.token_file:
         request.add_header("Authorization", f"Bearer {read_token(args.token_file)}")
@@ -146,7 +147,11 @@ class Top:
         )
 
     def render(self, height: int, width: int) -> list[RenderableType]:
-        """Return the lines of a page: server, models or one model, the selected model's problem."""
+        """Return the lines of a page.
+
+        A page shows the server, then the models or the details of one model, and last the problem
+        of the selected model.
+        """
         from rich.text import Text
 
         keys = self.sorted_keys()
@@ -204,7 +209,7 @@ class Top:
         return [self._table(keys, free_lines, width), *events]
 
     def _columns(self, width: int) -> list[str]:
-        """Return the columns that fit beside names: the sort column, and the first columns."""
+        """Return the columns that fit: name, the sort column, and the first of the others."""
         ranked_columns = sorted(_COLUMNS, key=lambda key: key not in ("name", self.sort_key))
         shown_columns = ranked_columns[: max(width // _COLUMN_WIDTH - 1, 2)]
         return [key for key in _COLUMNS if key in shown_columns]

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     if args.openai:
         raise InvalidArgument("--openai is not supported; tune generative models in engine.yaml")
     if args.window is not None and not 0 < args.window < math.inf:
-        raise InvalidArgument(f"--window: {args.window:g} is not more than 0")
+        raise InvalidArgument(f"--window: must be a finite number above 0, got {args.window:g}")
     check_files(args, "plot", "write")
     with contextlib.ExitStack() as stack:
         return _tune(args, target_ms, stack)
@@ -67,13 +67,14 @@ def _parse_milliseconds(text: str) -> float:
     match = _TIME.fullmatch(text)
     value = float(match[1]) * _MS[match[2] or "ms"] if match else 0.0
     if not value:
-        raise InvalidArgument(f"--p99: '{text}' is not a time (30ms, 1.5s, 800us)")
+        raise InvalidArgument(f"--p99: '{text}' is not a time (for example, 30ms, 1.5s or 800us)")
     return value
 
 
 def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStack) -> int:
     server = stack.enter_context(contextlib.closing(servers.create_admin_transport(args)))
-    config = server.config(args.model, "")
+    with targets.naming_server(server):
+        config = server.config(args.model, "")
     start = search.current_candidate(config)
     processors = len(os.sched_getaffinity(0))
     max_instances = args.most_instances or processors

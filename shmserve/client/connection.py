@@ -97,7 +97,11 @@ class ListenerLink:
         return frames.unpack(data)
 
     def send_message(self, message: Any, fds: tuple[int, ...] = ()) -> None:
-        """Send a message and descriptors to the server. Raises Disconnected."""
+        """Send a message and descriptors to the server.
+
+        Raises:
+            Disconnected: The server has closed the connection.
+        """
         # No lock: the kernel sends each packet atomically.
         try:
             socket.send_fds(self._socket, [frames.pack([message])], fds)
@@ -314,7 +318,11 @@ class ServerConnection(ServerState):
     # --- the connection's own channel
 
     def run_task(self, task: Callable[[RequestChannel], None]) -> None:
-        """Run a task in the connection's thread, with its channel. Raises Disconnected."""
+        """Run a task in the connection's thread, with its channel.
+
+        Raises:
+            Disconnected: The connection has ended.
+        """
         with self._lock:
             if not self.is_alive:
                 raise Disconnected(GONE)

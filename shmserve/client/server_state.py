@@ -49,7 +49,7 @@ class ClientModel:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Return name and version."""
+        """Return the model's name and version."""
         return self.name, self.version
 
     def store_template(self, key: Any, template: ClientTemplate) -> ClientTemplate:
@@ -69,7 +69,7 @@ class ClientModels:
     """The models by (name, version); version "" is the latest. One thread writes, any may read.
 
     Attributes:
-        on_demand_names: The names of models that are loaded on request, loaded or not.
+        on_demand_names: The names of models that can be loaded on demand, including loaded ones.
         is_ready: Whether the server is ready; before that, models may still be loading.
         started: Whether the loads of the server's start have ended.
     """
@@ -164,14 +164,14 @@ class Wakeable(Protocol):
 class ServerState(ABC):
     """The models, lost schedulers and liveness of a server.
 
-    One thread writes the attributes and all threads read them. The joined channels are woken after
-    each loss of a scheduler.
+    One thread writes the attributes and all threads read them. The registered channels are woken
+    after each loss of a scheduler.
 
     Attributes:
         models: The available models.
         successors: The endpoint of the successor, or "", by the endpoint of a lost scheduler.
         loss_count: The number of schedulers lost so far.
-        alive: Whether the connection is alive.
+        is_alive: Whether the connection is alive.
         link_numbers: The numbers that identify the links of this connection.
     """
 
@@ -179,7 +179,7 @@ class ServerState(ABC):
         self.models = ClientModels()
         self.successors = Successors()
         self.loss_count = 0
-        self.alive = True
+        self.is_alive = True
         self.draining = False  # new requests must go to another server
         self.identity = ""
         self.mappings = Mappings()
@@ -208,14 +208,14 @@ class ServerState(ABC):
         """Register a channel to be woken after losses."""
         with self._lock:
             self._channels.add(channel)
-            if not self.alive:
+            if not self.is_alive:
                 channel.wake()
 
     def remove_channel(self, channel: Wakeable) -> None:
         """Remove a closed channel; the last one frees the mappings of a closed connection."""
         with self._lock:
             self._channels.discard(channel)
-            is_last = not self._channels and not self.alive
+            is_last = not self._channels and not self.is_alive
         if is_last:
             self.mappings.unmap_all()
 

@@ -41,7 +41,7 @@ from shmserve.ipc.tensors.inference import is_aliased_request
 Tensors = Mapping[str, Any]
 # The requested outputs: names, arrays of a region by name, or a region.
 Outputs = Sequence[str] | Mapping[str, Any]
-# Model, inputs, outputs, version, options, inputs given by keyword.
+# A call: model, inputs, outputs, version, options, and the inputs given by keyword.
 Call = tuple[str, Tensors | None, Outputs | None, str, RequestOptions, Tensors]
 
 _WELCOME_S = 10.0
@@ -200,7 +200,7 @@ class Session:
             Disconnected: There is no server.
         """
         connection = self._connection
-        is_usable = connection.alive and not connection.draining
+        is_usable = connection.is_alive and not connection.draining
         if is_usable and connection.pid == os.getpid() and not self._is_closed:
             return connection
         return self._reconnect(connection)
@@ -225,7 +225,10 @@ class Session:
         A request is retried if its on-demand model was unloaded before the request reached it, or
         if a successor has replaced the server. In the second case, the session connects to the
         successor. Requests of sequences, and requests that write an output over an input, are
-        never retried. Raises Disconnected.
+        never retried.
+
+        Raises:
+            Disconnected: The session cannot connect to the successor.
         """
         is_once = options.sequence or (
             packed is not None and is_aliased_request(packed.schema, packed.data)
@@ -288,7 +291,12 @@ class Session:
             raise
 
     def ready(self, model: str = "", version: str = "") -> bool:
-        """Check whether the server, or a model, is ready. Raises authentication errors."""
+        """Check whether the server, or a model, is ready.
+
+        Raises:
+            Disconnected: There is no server.
+            Unauthenticated, PermissionDenied: The client's token does not permit health checks.
+        """
         path = model_path(model, version, "ready") if model else "/v2/health/ready"
         try:
             self.control("GET", path)
@@ -310,7 +318,7 @@ class Session:
         self.control("POST", model_path(model, "", "unload").replace("v2", "v2/repository", 1), {})
 
     def statistics(self, model: str, version: str) -> list[dict[str, Any]]:
-        """Return the statistics of each version of the models."""
+        """Return the statistics of each version of a model; of all models if `model` is ""."""
         path = model_path(model, version, "stats") if model else "/v2/models/stats"
         entries: list[dict[str, Any]] = self.control("GET", path)["model_stats"]
         return entries

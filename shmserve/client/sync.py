@@ -411,7 +411,7 @@ class Server:
     def _close_former(self) -> None:
         for waiter in self._former_channels[:]:
             connection = waiter.connection
-            if not (connection.draining and connection.alive and waiter.channel.pending_ids):
+            if not (connection.draining and connection.is_alive and waiter.channel.pending_ids):
                 self._former_channels.remove(waiter)
                 waiter.close()
 

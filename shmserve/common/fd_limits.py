@@ -62,12 +62,15 @@ def regions_share(max_fds: int) -> int:
 
 
 def scrapes_share() -> int:
-    """Return a gateway's descriptors for the connections of a metrics listener."""
+    """Return how many descriptors a gateway may use for connections to a metrics listener."""
     return min(_MAX_SCRAPES, (current_limit() - _RESERVED) // 4)
 
 
 def connections_share(listeners: int, metrics_listeners: int = 0) -> int:
-    """Return a gateway's descriptors per listener, without the share of its metrics listeners."""
+    """Return how many descriptors a gateway may use for connections to each of its `listeners`.
+
+    The share of its metrics listeners is subtracted first.
+    """
     return max(
         1, (current_limit() - _RESERVED - metrics_listeners * scrapes_share()) // max(1, listeners)
     )

@@ -49,7 +49,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def processor_limits() -> tuple[int, float | None]:
-    """Return the number of usable processors, and the quota in processors (None: no quota)."""
+    """Return the number of usable processors, and the quota of CPU time in processors, or None."""
     quota = cgroup_limit("cpu", "cpu.max", "cpu.cfs_quota_us")
     return len(os.sched_getaffinity(0)), None if quota is None else quota / _CPU_PERIOD_US
 
@@ -72,9 +72,9 @@ def available_memory() -> int:
 
 
 def cgroup_limit(controller: str, name: str, v1_name: str) -> int | None:
-    """Return the least limit of this process's control groups, None without a limit.
+    """Return the least limit that this process's control groups set; None without a limit.
 
-    The limit is in the file `name`, or `v1_name` if the controller's hierarchy is of cgroup v1.
+    Each group has its limit of the `controller` in the file `name`, or `v1_name` for cgroup v1.
     """
     limits = (_read_number(group / (v1_name if v1 else name)) for group, v1 in _cgroups(controller))
     return min((number for number in limits if number is not None), default=None)

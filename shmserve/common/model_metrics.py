@@ -211,7 +211,10 @@ def _as_text(value: float) -> str:
 
 
 def sum_counters(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """Return a snapshot's table plus its base: the base of a successor. Raises KeyError."""
+    """Return the counters in a snapshot, plus its "base": those of earlier schedulers.
+
+    The result is the base of the successor. Raises KeyError if the snapshot has no base.
+    """
     table = {name: value for name, value in snapshot.items() if name not in _NOT_IN_BASE}
     combined: dict[str, Any] = add_tables(table, snapshot["base"])
     return combined

@@ -67,7 +67,10 @@ class DoubledName(ValueError):
 
 
 def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object with these members (json's `object_pairs_hook`); raise DoubledName."""
+    """Return a JSON object's members by name; raise DoubledName if a name is repeated.
+
+    This function is an `object_pairs_hook` of the module json.
+    """
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:

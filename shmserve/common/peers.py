@@ -147,7 +147,7 @@ def ownership(peer: Peer, key: str, uid: int, gid: int, mode: int, group: int) -
 
 
 def peer_credentials(sock: Any) -> tuple[int, int, int]:
-    """Return pid, uid and gid of the peer of a unix socket; raise OSError.
+    """Return pid, uid and gid of the peer of a unix socket; raise OSError if it is no such socket.
 
     The pid is 0 for a process of another pid namespace.
     """
@@ -157,7 +157,7 @@ def peer_credentials(sock: Any) -> tuple[int, int, int]:
 
 
 def unix_peer(sock: Any) -> Peer:
-    """Return the user at the other end of a unix socket. Raises OSError."""
+    """Return the user at the other end of a unix socket; raise OSError for other sockets."""
     _, uid, gid = peer_credentials(sock)
     raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MAX_GROUPS)
     return Peer(uid, (gid, *struct.unpack(f"{len(raw) // 4}I", raw)))
@@ -271,7 +271,11 @@ def tcp_owner(local: Address, remote: Address) -> tuple[int, int] | None:
 
 
 def _query(local: Address, remote: Address) -> bytes | None:
-    """Return the kernel's response, None for an unknown socket. Raises OSError."""
+    """Return the kernel's response; None for an unknown socket.
+
+    Raises:
+        OSError: The kernel rejects the query, or does not respond at once.
+    """
     source, target = _parse_ip(local[0]), _parse_ip(remote[0])
     family = socket.AF_INET if source.version == target.version == 4 else socket.AF_INET6
     body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, _ANY_STATE)

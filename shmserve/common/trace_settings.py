@@ -19,7 +19,7 @@ _RANGES = {
 }
 TRITON, OPENTELEMETRY = MODES = ("triton", "opentelemetry")
 OFF, TIMESTAMPS, TENSORS = LEVELS = ("OFF", "TIMESTAMPS", "TENSORS")
-# The settings of --trace-config and the fields they set; a prefix is the exporter's mode.
+# The fields by the names of --trace-config. Names with a prefix concern that mode only.
 _NAMES = {
     "mode": "trace_mode",
     "level": "trace_level",

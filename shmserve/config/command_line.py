@@ -42,7 +42,7 @@ class FlagValues:
     flag_positions: dict[str, str] = field(default_factory=dict)
 
     def add(self, flag: Flag, value: Value) -> None:
-        """Store a value of `flag`."""
+        """Store a value of `flag`; the values of a repeatable flag are collected in order."""
         if not flag.has_effect:
             self.flags_without_effect.append(flag.name)
         elif flag.is_repeatable:
@@ -60,7 +60,8 @@ class Parsed:
         repeated: The values of each repeatable flag.
         positional: The arguments that are not flags.
         flags_without_effect: Accepted flags that have no effect.
-        boolean_flag_before: The boolean flag without a value before an argument, by argument.
+        boolean_flag_before: Maps an argument that follows a boolean flag without a value to
+            the name of that flag.
         flag_positions: The position of each flag that the file sets.
     """
 
@@ -158,7 +159,11 @@ def read(path: str) -> FlagValues:
 
 
 def parse_file(text: str, path: str) -> FlagValues:
-    """Return the settings in the text of the file at `path` (pure). Raises Problems."""
+    """Return the settings in the text of the file at `path` (pure).
+
+    Raises:
+        Problems: The text has invalid lines (see `read`).
+    """
     try:
         top = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
@@ -209,7 +214,11 @@ def _flag_of(name: str) -> Flag:
 
 
 def _value_texts(flag: Flag, value: yaml.Node) -> list[str]:
-    """Return the texts that a YAML value gives for a flag; raise InvalidArgument."""
+    """Return the texts of a YAML value: one, or those of the list for a repeatable flag.
+
+    Raises:
+        InvalidArgument: A value is missing, or is a mapping or a list that the flag forbids.
+    """
     is_list = isinstance(value, yaml.SequenceNode)
     if is_list and not flag.is_repeatable:
         raise InvalidArgument("takes one value, not a list")

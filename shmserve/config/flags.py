@@ -45,7 +45,9 @@ class Flag:
         metavar: The name of the value in help texts of client commands.
         is_exclusive: Whether only one flag of its group may be set (client commands).
         is_required: Whether the flag must be set (client commands).
-        value_prefix: For an older name of a flag, the text before its value in the newer flag.
+        value_prefix: The text that precedes the value if this is an older name of another flag. For
+            example, `--trace-rate=N` stands for `--trace-config=rate=N`, so its
+            prefix is "rate=".
     """
 
     name: str
@@ -64,7 +66,11 @@ class Flag:
     value_prefix: str = ""
 
     def parse(self, text: str) -> Value:
-        """Return the value of `text`; raise InvalidArgument naming the flag."""
+        """Return the value of `text`.
+
+        Raises:
+            InvalidArgument: The flag does not allow this value; the message names the flag.
+        """
         if self.kind is bool:
             if text.lower() in _TRUE + _FALSE:
                 return text.lower() in _TRUE
@@ -190,7 +196,7 @@ _CACHE_SIZE = Flag("cache-config", kind=int)
 
 
 def cache_byte_size(configs: Sequence[str], byte_size: int | None) -> int:
-    """Return the bytes of the cache from "local,size=BYTES" or the older flag; 0: no cache.
+    """Return the byte size of the cache from "local,size=BYTES" or the older flag; 0: no cache.
 
     Raises:
         InvalidArgument: The syntax is wrong, the cache is not `local`, or there are two caches.
@@ -213,7 +219,7 @@ def _parse_cache_size(text: str) -> int:
     name, comma, setting = text.partition(",")
     key, equals, value = setting.partition("=")
     if not (name and comma and key and equals):
-        raise InvalidArgument(f"{_CACHE}: '{text}' is not CACHE,SETTING=VALUE (local,size=BYTES)")
+        raise InvalidArgument(f"{_CACHE}: '{text}' is not local,size=BYTES")
     if name != "local":
         raise InvalidArgument(f"{_CACHE}: there is no cache '{name}' (allowed: local,size=BYTES)")
     if key != "size":
@@ -238,7 +244,7 @@ def workspace_byte_sizes(settings: Sequence[str]) -> dict[str, int]:
     for setting in settings:
         device, equals, value = setting.partition("=")
         if not (device and equals):
-            raise InvalidArgument(f"{_WORKSPACE}: '{setting}' is not DEVICE=BYTES (cpu=1073741824)")
+            raise InvalidArgument(f"{_WORKSPACE}: expected DEVICE=BYTES, got '{setting}'")
         if _WORKSPACE_DEVICE.fullmatch(device) is None:
             raise InvalidArgument(
                 f"{_WORKSPACE}: '{device}' is not a device with a pool (allowed: cpu, cuda:NUMBER)"
@@ -367,7 +373,11 @@ _CLASSES = {
 
 
 def header_pattern(value: Mapping[str, Any], flag: str) -> str:
-    """Return a header-name pattern in Python's syntax; raise InvalidArgument naming the flag."""
+    """Return a header-name pattern in Python's syntax.
+
+    Raises:
+        InvalidArgument: The value is not a regular expression; the message names the flag.
+    """
     re2: str = value[flag] or ""
     pattern = _convert_re2(re2)
     try:
@@ -418,7 +428,7 @@ _HOST = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*", re.IGNORECASE)
 
 
 def origin(text: str) -> str:
-    """Return a value of --cors-allow-origin: an origin or "*"; raise InvalidArgument."""
+    """Return `text` if it is an origin or "*", else raise InvalidArgument (--cors-allow-origin)."""
     if text != "*" and not _ORIGIN.fullmatch(text):
         raise InvalidArgument(
             f"--cors-allow-origin: got '{text}' (allowed: '*', or SCHEME://HOST or "
@@ -428,7 +438,7 @@ def origin(text: str) -> str:
 
 
 def host_name(text: str) -> str:
-    """Return a value of --allowed-host: a name, *.NAME or "*"; raise InvalidArgument."""
+    """Return `text` if it is a name, *.NAME or "*", else raise InvalidArgument (--allowed-host)."""
     if not _HOST.fullmatch(text):
         raise InvalidArgument(
             f"--allowed-host: got '{text}' (allowed: '*', NAME or *.NAME, without scheme and port)"
@@ -437,7 +447,11 @@ def host_name(text: str) -> str:
 
 
 def served_name(text: str) -> tuple[str, str]:
-    """Return model ("": the only model) and name of "[MODEL=]NAME"; raise InvalidArgument."""
+    """Return the model and the name in "[MODEL=]NAME"; the model "" stands for the only model.
+
+    Raises:
+        InvalidArgument: The text has another form.
+    """
     model, equals, name = text.rpartition("=")
     if not name or (equals and not model):
         raise InvalidArgument(f"--served-model-name: '{text}' is neither NAME nor MODEL=NAME")

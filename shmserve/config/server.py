@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HttpConfig:
-    """The HTTP listener; `allow_tcp` enables TCP."""
+    """The settings of the HTTP listener; `allow_tcp` enables TCP."""
 
     allow_tcp: bool
     address: str
@@ -53,7 +53,7 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True)
 class GrpcConfig:
-    """The gRPC listener, whose TCP and unix sockets are shared by `process_count` processes."""
+    """The settings of the gRPC listener, whose sockets are shared by `process_count` processes."""
 
     address: str
     port: int
@@ -279,13 +279,13 @@ def _on_demand_setting(value: dict[str, Any], name: str) -> Any:
 
 def _checked_config_name(name: str) -> str:
     if "/" in name or "\0" in name:
-        raise InvalidArgument(f"--model-config-name: '{name}' is not the name of a file")
+        raise InvalidArgument(f"--model-config-name: '{name}' must not contain / or NUL")
     return name
 
 
 def _read_token_file(file: str | None) -> Tokens:
     if file == "":  # an unset shell variable must not disable authentication
-        raise InvalidArgument("--auth-token-file: '' is not a file")
+        raise InvalidArgument("--auth-token-file: the path is empty; name a file, or omit the flag")
     return {} if file is None else read_tokens(Path(file))
 
 
@@ -314,7 +314,7 @@ def _group(name: str | None) -> int:
     try:
         return grp.getgrnam(name).gr_gid
     except KeyError:
-        raise InvalidArgument(f"--shm-group: there is no group '{name}' here") from None
+        raise InvalidArgument(f"--shm-group: this host has no group '{name}'") from None
 
 
 def _model_sources(
@@ -369,14 +369,14 @@ def _check_folder(path: Path, parsed: Parsed) -> None:
         may_miss = not parsed.values["exit-on-error"] and not path.exists()
         if not path.is_dir() and (str(path) in parsed.boolean_flag_before or not may_miss):
             if flag := parsed.boolean_flag_before.get(str(path)):
-                text = f"--{flag}: '{path}' is not true or false, nor a folder of models"
+                text = f"--{flag}: '{path}' is neither true, false nor a folder of models"
                 raise InvalidArgument(text)
             raise InvalidArgument(f"--model-repository: '{path}' is not a folder")
 
 
 def _class_settings(assignments: list[str], files: list[str]) -> dict[str, str]:
     if assignments and not any(map(CLASS_IN_FILE.fullmatch, files)):
-        raise InvalidArgument("--set: is for a class, and no path/model.py:Class is given")
+        raise InvalidArgument("--set: requires the class of a model (path/model.py:Class)")
     pairs = [text.partition("=") for text in assignments]
     for text, (name, equals, _) in zip(assignments, pairs, strict=True):
         if not name or not equals or name == "class":
@@ -396,7 +396,7 @@ def _backend_setting(text: str) -> tuple[str, str, str]:
 def _environment_count(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "") or "0"
     if not text.isdecimal():
-        raise InvalidArgument(f"{name}: '{text}' is not a number of requests")
+        raise InvalidArgument(f"environment variable {name}: '{text}' is not an integer >= 0")
     return int(text)
 
 

@@ -27,7 +27,11 @@ class UnsupportedEncoding(Unsupported):
 
 
 def is_compressed_encoding(name: str) -> bool:
-    """Return whether a body with this Content-Encoding is compressed; raise UnsupportedEncoding."""
+    """Return whether a body with this Content-Encoding is compressed.
+
+    Raises:
+        UnsupportedEncoding: The encoding is neither gzip, deflate nor identity.
+    """
     lower = name.strip().lower()
     if lower not in ("identity", *WBITS_BY_ENCODING):
         raise UnsupportedEncoding("Unsupported compression type")
@@ -57,12 +61,14 @@ class Inflater:
         has_input = bool(chunk)
         self._input_bytes += len(chunk)
         if self._input_bytes > self._limit + self._limit // 64 + _PIECE_BYTES:
-            raise InvalidArgument(f"{_FAILED}: it is mostly overhead")
+            text = f"it has {self._input_bytes} compressed bytes, too many for the limit"
+            raise InvalidArgument(f"{_FAILED}: {text} of {self._limit} decompressed bytes")
         while has_input:
             if self._decompressor.eof:
                 self._member_count += 1
                 if self._member_count > self._input_bytes // _MIN_MEMBER_BYTES + _FREE_MEMBERS:
-                    raise InvalidArgument(f"{_FAILED}: it is mostly overhead")
+                    text = f"it has {self._member_count} gzip members in {self._input_bytes} bytes"
+                    raise InvalidArgument(f"{_FAILED}: {text}; compress it as one member")
                 # The next member of the compressed data begins.
                 self._decompressor = zlib.decompressobj(_GZIP_OR_ZLIB)
             try:
@@ -106,9 +112,9 @@ def compress_pieces(pieces: Iterable[bytes | memoryview], encoding: str) -> Iter
 
 
 def preferred_encoding(header: str) -> str:
-    """Return the encoding with the highest weight ("gzip", "deflate" or "identity").
+    """Return the encoding with the highest weight in an Accept-Encoding header.
 
-    The first wins ties.
+    The result is "gzip", "deflate" or "identity". Of equal weights, the first one counts.
     """
     best_encoding, best_weight = "identity", 0.0
     for item in header.split(","):

@@ -56,7 +56,7 @@ class Gateway:
 
 
 def needs_load(gateway: Gateway, name: str, version: str) -> bool:
-    """Return whether a model is not loaded and is loaded on demand."""
+    """Return whether a request must first load the model: it is on demand, and not loaded."""
     models = gateway.models
     return name in models.on_demand and models.find(name, version) is None
 

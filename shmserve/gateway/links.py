@@ -263,7 +263,7 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
     # --- statistics
 
     def report(self, endpoint: str) -> asyncio.Future[dict[str, Any]]:
-        """Request a scheduler's statistics. The caller must set a timeout."""
+        """Request a scheduler's statistics; the caller must await the future with a timeout."""
         statistics: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         request_number = self.next_number()
         endpoint = self.successors.latest(endpoint)

@@ -206,7 +206,7 @@ class ClientIdentity:
         return peer
 
     def _find_user(self) -> Peer | None:
-        """Return the user of a client on this host, or None if unknown; raise OSError."""
+        """Return the user of a client on this host, or None; raise OSError after a disconnect."""
         local, remote = self._sock.getsockname(), self._sock.getpeername()
         return loopback_peer(_address(local), _address(remote))
 

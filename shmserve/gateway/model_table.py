@@ -74,7 +74,7 @@ class GatewayModel:
         if is_vllm:
             max_length = publication.config.parameters.get("max_model_len", "")
             self.max_model_len = int(max_length) if max_length.isdecimal() else None
-        # whether the model converts text by the parameter `task`
+        # Whether requests with the parameter `task` convert between texts and tokens.
         self.has_task_parameter = is_vllm or publication.config.backend == LLM_BACKEND
         # Whether texts may contain reasoning. An engine of vLLM has this output only with a parser.
         self.may_reason = is_vllm or engine_settings.reasoning_parser not in ("", "none")
@@ -126,7 +126,7 @@ class ModelTable:
     def withdraw(self, name: str, version: str) -> None:
         """Remove a version; requests in flight on it finish.
 
-        Version "" means that the model exists without versions and is not loaded on demand.
+        Version "" records that the model exists, but is no longer loaded on demand.
         """
         self.revision += 1
         if not version:
@@ -151,7 +151,7 @@ class ModelTable:
     def resolve_alias(self, name: str) -> str:
         """Return the name of the model that an alias stands for; return other names unchanged.
 
-        A model's own name precedes the aliases of other models.
+        A model's own name takes precedence over the aliases of other models.
         """
         return name if name in self else self._aliases.get(name, name)
 
@@ -191,7 +191,7 @@ class ModelTable:
         if current_model.immutable_config != model.immutable_config:
             raise Unavailable(
                 f"model '{model.name}' was loaded with another configuration while the request "
-                "arrived"
+                "arrived; send it again"
             )
         return current_model
 

@@ -1,4 +1,4 @@
-"""Traces for OpenTelemetry: spans by OTLP over HTTP, sent by its SDK, in a thread of its own.
+"""Traces for OpenTelemetry, whose SDK sends the spans by OTLP over HTTP in a separate thread.
 
 InferRequest ──> receive, a model, encode
                      └──> queue, compute_input, compute, compute_output
@@ -176,7 +176,10 @@ class Exporter:
 
 
 def _gateway_phases(trace: RequestTrace) -> Iterator[tuple[str, int, int]]:
-    """Yield the phases of a request at the gateway: receiving it, and encoding its response."""
+    """Yield (name, start, end) of the request's phases at the gateway.
+
+    The phases are the receipt of the request and the encoding of its response.
+    """
     yield "receive", trace.arrived_ns, trace.submitted_ns
     if trace.responded_ns:
         yield "encode", trace.responded_ns, trace.ended_ns

@@ -140,7 +140,7 @@ class RegionReferences:
         Raises:
             NotFound: The region is not registered.
             InvalidArgument: The range does not lie within the region.
-            AlreadyExists: The range of an output is in use, and overlaps are errors.
+            AlreadyExists: The range of an output is in use, and `overlap` is "error".
         """
         region = self._table.find(requested.region)
         memory_range = region.memory_range(requested)
@@ -181,7 +181,7 @@ class RegionReferences:
         """Return the references of `pattern` for a new request; None if the table has changed.
 
         Raises:
-            AlreadyExists: The range of an output is in use, and overlaps are errors.
+            AlreadyExists: The range of an output is in use, and `overlap` is "error".
         """
         table, version, regions, spans = pattern
         if version != table.version:

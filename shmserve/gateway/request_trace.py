@@ -41,7 +41,7 @@ class RequestTrace:
         tensors: The traced inputs and outputs of these spans.
         explained: Whether the response contains an explanation.
         sampled: Whether the trace is written to the file or sent to the collector.
-        is_local: Whether a scheduler received the request from a program on this host.
+        is_local: Whether a local client sent the request to the scheduler, without a gateway.
         error: The message of the error, if the request failed.
     """
 

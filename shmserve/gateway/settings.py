@@ -89,7 +89,7 @@ def _can_shake_hands(context: ssl.SSLContext) -> bool:
 def check_file(flag: str, path: str) -> None:
     """Raise InvalidArgument, naming the flag, if `path` is no file or cannot be read."""
     if not path:
-        raise InvalidArgument(f"--{flag}: TLS requires this file")
+        raise InvalidArgument(f"--{flag}: not set, but TLS requires this file")
     if not os.access(path, os.R_OK) or not os.path.isfile(path):
         raise InvalidArgument(f"--{flag}: '{path}' is not a file that can be read")
 

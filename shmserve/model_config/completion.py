@@ -262,7 +262,7 @@ def merge_autocomplete(
 
     Raises:
         InvalidArgument: The model contradicts `config`. The message has one line per conflict, in
-            the format of `Source.check`.
+            the format of `Source.raise_for_problems`.
     """
     fields = {name: completed[name] for name in _COMPLETABLE if name in completed}
     parameters = completed.get("parameters") or {}

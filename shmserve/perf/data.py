@@ -68,10 +68,13 @@ class DataOptions:
 
 
 def read_interface(transport: Any, model: str, version: str) -> ModelInterface:
-    """Return a model's interface from the server. Raises TransportError.
+    """Return a model's interface from the server.
 
     The server may reject the request for the configuration: the client lacks a permission, or the
-    server lacks the extension.
+    server lacks the extension. The interface then has a `config_error`.
+
+    Raises:
+        TransportError: The server is unreachable, or rejects the request for the metadata.
     """
     config: Mapping[str, Any] = {}
     config_error = ""
@@ -220,7 +223,7 @@ def _parse_shape(text: str, model: ModelInterface) -> tuple[str, tuple[int, ...]
 def read_json(path: Path) -> list[Any]:
     """Return the requests of a file: a JSON list, an object's list "data", or lines (.jsonl)."""
     with convert_os_errors(f"--data: cannot read '{path}'", "not text"):
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     try:
         if path.suffix == ".jsonl":
             return [json.loads(line) for line in text.splitlines() if line.strip()]

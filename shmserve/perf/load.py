@@ -133,7 +133,7 @@ class LoadGenerator:
         schedule: Iterator[int] | None,
         patience_s: float,
     ) -> None:
-        """Open the slots. Raises Unavailable.
+        """Open the slots.
 
         Args:
             poller: The event loop.
@@ -142,6 +142,9 @@ class LoadGenerator:
             slots: The number of slots.
             schedule: Offsets of requests from the start in nanoseconds; None: a closed loop.
             patience_s: Seconds without a response after which the server counts as lost.
+
+        Raises:
+            Unavailable: The server cannot be reached.
         """
         self.records = Records()
         self._poller = poller
@@ -231,7 +234,11 @@ class LoadGenerator:
         return Mark(_clock(), *counts, time.process_time())
 
     def finish(self) -> None:
-        """Stop sending, and wait for requests in flight. Raises Unavailable."""
+        """Stop sending, and wait for requests in flight.
+
+        Raises:
+            Unavailable: The server stops responding.
+        """
         self._is_running = False
         self._queued.clear()
         self._last_completion_ns = _clock()
@@ -262,7 +269,11 @@ class Probe:
 
 
 def probe(poller: Poller, lane_factory: LaneFactory, request: Any, patience_s: float) -> str:
-    """Send a single request, and return its error or "". Raises Unavailable."""
+    """Send a single request, and return its error or "".
+
+    Raises:
+        Unavailable: The server has not responded within `patience_s` seconds.
+    """
     observer = Probe()
     lane = lane_factory.lane(observer)
     end_ns = _clock() + int(patience_s * 1e9)

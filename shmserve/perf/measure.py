@@ -49,7 +49,11 @@ def latencies(records: Records, before: Mark, after: Mark) -> Values:
 
 
 def have_settled(values: Sequence[float], tolerance: float) -> bool:
-    """Check whether the last `AGREEING_WINDOWS` values differ by a small share from their mean."""
+    """Check whether the last values agree.
+
+    Each of the last `AGREEING_WINDOWS` values may differ from their mean by at most `tolerance`, a
+    share of the mean.
+    """
     last_values = values[-AGREEING_WINDOWS:]
     if len(last_values) < AGREEING_WINDOWS:
         return False
@@ -78,7 +82,7 @@ def percentile(ordered: Values, percent: float) -> int:
 
 
 def summarize(values: Values) -> dict[str, float]:
-    """Return mean, percentiles and maximum of nanoseconds, in milliseconds by name."""
+    """Return mean, percentiles and maximum, by name, in milliseconds; `values` are nanoseconds."""
     ordered = np.sort(values)
     figures = {"mean": float(ordered.mean()) if ordered.size else 0.0}
     figures |= {f"p{percent:g}": percentile(ordered, percent) for percent in PERCENTILES}
@@ -282,7 +286,16 @@ def statistics_change(before: Statistics, after: Statistics) -> dict[str, float]
 
 
 def statistics_of(transport: Any, models: Sequence[str], version: str) -> dict[str, Statistics]:
-    """Return the server's statistics of a model version and of its steps. Raises TransportError."""
+    """Return the server's statistics of a model version and of its steps, by model.
+
+    Args:
+        transport: The transport to the server.
+        models: The model, followed by the models of its steps.
+        version: The version of the first model; "" for the latest.
+
+    Raises:
+        TransportError: The server is unreachable or rejects the request.
+    """
     by_model: dict[str, Statistics] = {}
     for number, model in enumerate(models):
         rows = transport.stats(model, "" if number else version)

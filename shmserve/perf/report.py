@@ -135,14 +135,14 @@ def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 def read_report(path: str) -> list[Point]:
     """Return the points of a JSON report; raise InvalidArgument if the file is not a report."""
     with convert_os_errors(f"--compare: cannot read '{path}'", "not text"):
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
     try:
         report = json.loads(text)
         if report["format"] != FORMAT:
-            raise InvalidArgument(f"--compare: '{path}' is of format {report['format']}, not 1")
+            raise InvalidArgument(f"--compare: '{path}' has format {report['format']}, not 1")
         return [Point(**row) for row in report["points"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise InvalidArgument(f"--compare: '{path}' is not a report of --json: {error}") from None
+        raise InvalidArgument(f"--compare: '{path}' was not written with --json: {error}") from None
 
 
 def compare_reports(old_points: Sequence[Point], new_points: Sequence[Point]) -> str:

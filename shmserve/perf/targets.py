@@ -72,7 +72,8 @@ def connect(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
     address = servers.parse_address(args.url) if args.url else None
     run_dir = discovery.find(args.run_dir) if address is None else None
     transport: Any = stack.enter_context(contextlib.closing(_describing_transport(args, address)))
-    model = data.read_interface(transport, args.model, args.model_version)
+    with naming_server(transport):
+        model = data.read_interface(transport, args.model, args.model_version)
     options = data.DataOptions(args.input, args.shape, args.data, args.batch, args.text_length)
     items = data.read_requests(model, options)
     output_sizes = data.output_sizes(model, args.batch, args.output_byte_size)
@@ -92,6 +93,15 @@ def connect(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
     statistics = partial(measure.statistics_of, transport, models, args.model_version)
     title = address.address_text if address else str(run_dir)
     return LoadTarget(lane_factory, requests, statistics, lane_factory.streams, title)
+
+
+@contextlib.contextmanager
+def naming_server(transport: AdminTransport) -> Iterator[None]:
+    """Prefix an error of the transport in this block with the server's address."""
+    try:
+        yield
+    except TransportError as error:
+        raise TransportError(f"{transport.address_text}: {error.message}") from None
 
 
 def _describing_transport(args: Namespace, address: Address | None) -> Any:
@@ -201,7 +211,7 @@ def _send_probe(args: Namespace, poller: Poller, lane_factory: LaneFactory, requ
 
 
 def _open_openai(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
-    from shmserve.protocols.http import OPENAI_PATHS, OpenAILaneFactory, OpenAIRequest
+    from shmserve.protocols.http import OPENAI_PATHS, OpenAILaneFactory
 
     if args.url is None:
         raise InvalidArgument("--openai requires --url http://HOST:PORT")
@@ -209,10 +219,11 @@ def _open_openai(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarge
     if address.protocol != "http":
         raise InvalidArgument(f"--openai requires --url http://HOST:PORT, got '{args.url}'")
     credentials = servers.read_credentials(args)
-    lane_factory = OpenAILaneFactory(address, credentials, poller, OPENAI_PATHS[args.openai])
-    requests = [lane_factory.encode(OpenAIRequest(body)) for body in _bodies(args)]
+    lane_factory = OpenAILaneFactory(address, credentials, poller)
+    path = OPENAI_PATHS[args.openai]
+    requests = [lane_factory.post_json(path, body) for body in _bodies(args)]
     _send_probe(args, poller, lane_factory, requests[0])
-    title = address.address_text + lane_factory.route
+    title = address.address_text + path
     return LoadTarget(lane_factory, lambda slots: partial(_rotated, requests), dict, True, title)
 
 
@@ -309,7 +320,9 @@ class Regions:
     def inputs(self, items: Sequence[Inputs]) -> list[Inputs]:
         """Return the same requests with their inputs in a region.
 
-        Raises Unavailable or TransportError.
+        Raises:
+            Unavailable: There is no memory for the region.
+            TransportError: The server rejects the region.
         """
         parts: list[RegionPart] = []
         name = self._region_name("in")
@@ -325,7 +338,12 @@ class Regions:
         return [[replace(tensor, raw=b"", part=part) for tensor, part in item] for item in assigned]
 
     def outputs(self, byte_sizes: Mapping[str, int], slots: int) -> list[dict[str, RegionPart]]:
-        """Reserve space for the outputs of each slot. Raises Unavailable, TransportError."""
+        """Reserve space in a region for the outputs of each slot; return the parts by output.
+
+        Raises:
+            Unavailable: There is no memory for the region.
+            TransportError: The server rejects the region.
+        """
         name = self._region_name(f"out{slots}")
         output_parts: list[dict[str, RegionPart]] = []
         offset = 0

@@ -188,7 +188,7 @@ def create_tls_context(
 def connect(
     address: Address, tls: ssl.SSLContext | None, timeout_s: float | None = None
 ) -> socket.socket:
-    """Return a blocking socket that is connected to an address. Raises OSError."""
+    """Return a blocking socket that is connected to an address; raise OSError if that fails."""
     host, _, port = address.target.rpartition(":")
     with contextlib.ExitStack() as cleanup:
         if address.unix_socket:

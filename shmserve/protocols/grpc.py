@@ -86,7 +86,8 @@ class GrpcTransport:
         if not model and not self._call("ServerReady").ready:
             raise TransportError(NOT_READY)
         if model and not self._call("ModelReady", name=model, version=version).ready:
-            raise TransportError("Model version not ready")
+            subject = f"model '{model}' version {version}" if version else f"model '{model}'"
+            raise TransportError(f"{subject} is not ready")
 
     def models(self) -> list[dict[str, Any]]:
         """Call RepositoryIndex."""
@@ -441,7 +442,7 @@ class Http2Client:
 
     def _handle_frame(self, frame_type: int, flags: int, stream: int, payload: bytes) -> None:
         if flags & h2.PADDED and frame_type in (h2.DATA, h2.HEADERS):
-            raise Unavailable("the server sent padded frames, which are not supported")
+            raise Unavailable("the server sent padded HTTP/2 frames, which are not supported")
         match frame_type:
             case h2.DATA:
                 self._handle_data(stream, payload)

@@ -15,7 +15,6 @@ import json
 import re
 import ssl
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from urllib.parse import quote
@@ -447,24 +446,12 @@ def _describe_error(error: bytes) -> str:
     return f"{status.decode()}: {' '.join(message.split())[:_MAX_ERROR_LENGTH]}"
 
 
-@dataclass(frozen=True, slots=True)
-class OpenAIRequest:
-    """The JSON body of a request to one of the OpenAI routes."""
-
-    body: dict[str, Any]
-
-
 class EventLane(HttpLane):
-    """A lane for server-sent events. `is_response(event)` selects responses among events."""
+    """A lane for server-sent events."""
 
-    def __init__(
-        self,
-        lane_factory: HttpLaneFactory,
-        observer: LaneObserver,
-        is_response: Callable[[bytes], Any],
-    ) -> None:
+    def __init__(self, lane_factory: GenerateLaneFactory, observer: LaneObserver) -> None:
         super().__init__(lane_factory, observer)
-        self._is_response = is_response
+        self._is_response = lane_factory.is_response
         self._partial_event = b""
         self._error_event = b""
         self._token_count = -1
@@ -493,45 +480,36 @@ class EventLane(HttpLane):
 
 
 class GenerateLaneFactory(HttpLaneFactory):
-    """A factory of lanes for `generate_stream`: inputs as JSON, any number of responses."""
+    """A factory of lanes for `generate_stream`: inputs as JSON, any number of responses.
+
+    `is_response(event)` selects responses among events.
+    """
 
     streams = True
+    is_response: Callable[[bytes], Any] = bool
 
     def encode(self, request: OutgoingRequest) -> bytes:
         """Return the bytes of a POST request to .../generate_stream."""
         body: dict[str, Any] = {tensor.name: _tensor_value(tensor) for tensor in request.inputs}
         body |= request.request_parameters()
-        path = f"{model_path(request.model, request.version)}/generate_stream"
+        return self.post_json(f"{model_path(request.model, request.version)}/generate_stream", body)
+
+    def post_json(self, path: str, body: dict[str, Any]) -> bytes:
+        """Return the bytes of a POST request with a JSON body."""
         return self.post(path, json.dumps(body).encode(), _JSON_HEADERS)
 
     def lane(self, observer: LaneObserver) -> EventLane:
-        """Open a connection on which each event is a response."""
-        return EventLane(self, observer, bool)
+        """Open a connection and return its lane."""
+        return EventLane(self, observer)
 
 
-class OpenAILaneFactory(HttpLaneFactory):
+class OpenAILaneFactory(GenerateLaneFactory):
     """A factory of lanes for text generation by the OpenAI routes.
 
     Each chunk with text is a response. The usage at the end contains the number of tokens.
     """
 
-    streams = True
-
-    def __init__(
-        self, address: Address, credentials: Credentials, poller: Poller, route: str
-    ) -> None:
-        """Prepare the factory for a route. Raises InvalidArgument for invalid TLS files."""
-        super().__init__(address, credentials, poller)
-        self.route = route
-
-    def encode(self, request: Any) -> bytes:
-        """Return the bytes of a POST request with a body."""
-        assert isinstance(request, OpenAIRequest)
-        return self.post(self.route, json.dumps(request.body).encode(), _JSON_HEADERS)
-
-    def lane(self, observer: LaneObserver) -> EventLane:
-        """Open a connection and return its lane."""
-        return EventLane(self, observer, _has_text)
+    is_response = _has_text
 
 
 def _tensor_value(tensor: InputTensor) -> Any:

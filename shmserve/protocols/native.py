@@ -212,4 +212,4 @@ class NativeLane:
 
 
 def _ignore_item() -> None:
-    """Ignore an item."""
+    """Ignore a response that arrives after the end of its request was reported."""

@@ -142,7 +142,7 @@ class Node:
         await self._server.wait_ready()
 
     async def check_health(self) -> None:
-        """Raise RuntimeError if the server is gone: Ray then replaces the replica."""
+        """Raise RuntimeError if the server does not respond: Ray then replaces the replica."""
         await self._server.check()
 
     async def __call__(self, request: Request) -> Response:

@@ -184,7 +184,7 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
                 unbound.append(call)
             elif instance_slots.peer in occupants:
                 waits.append([[call], [occupants[instance_slots.peer]]])
-        if unbound and self._preserves_order:  # a response waits for the responses of all instances
+        if unbound and self._preserves_order:  # each response waits for those of all instances
             waits += [[unbound, [occupant]] for occupant in occupants_by_instance]
         elif unbound:
             waits.append([unbound, occupants_by_instance])
@@ -213,7 +213,7 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
         except InvalidArgument as error:
             raise InvalidArgument(id_prefix(message.request_id) + error.message) from None
         except MalformedMessage as error:
-            logger.error("a request cannot be read: %s", error)
+            logger.error("model '%s': a request is malformed: %s", self._name, error)
             raise Internal("internal error") from None
 
     def serve_cached(

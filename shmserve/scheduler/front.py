@@ -138,7 +138,7 @@ class Reports:
         try:
             self._statistics.set_base(message.statistics)
         except (AttributeError, KeyError, TypeError, ValueError):
-            logger.exception("the statistics of the previous version cannot be read")
+            logger.exception("the statistics of the previous model version cannot be read")
         self.send_snapshot()
 
     def restore(self, snapshot: list[Any], alive_pids: list[int]) -> None:
@@ -258,7 +258,7 @@ class SchedulerCore(Protocol[R]):
         """
 
     def gauges(self) -> dict[str, Any]:
-        """Return the current values for metrics: pending, executing, instances, malformed."""
+        """Return the current values for metrics by name, such as `pending` and `executing`."""
 
     def drain(self, sequences: bool) -> None:
         """Start to drain; with `sequences`, the drain waits until open sequences have ended."""

@@ -152,12 +152,12 @@ class ResponseCache:
         # Log only the 1st, 2nd, 4th, 8th, ... refusal.
         if self._too_large_count & (self._too_large_count - 1) == 0:
             logger.warning(
-                "Failed to insert key %s: a response of model '%s' takes %d bytes, its share of "
-                "the response cache is %d (so far %d were too large)",
+                "Failed to insert key %s: a response has %d bytes, but the share of model '%s' in "
+                "the response cache is %d bytes (%d responses were too large so far)",
                 *(
                     key.hex()[:16],
-                    self._model,
                     byte_size,
+                    self._model,
                     self._entries.max_bytes,
                     self._too_large_count,
                 ),
@@ -173,7 +173,7 @@ class ResponseCache:
         memory = memory_range.memory
         clients = memory.pid == self._start.supervisor_pid
         if memory.cuda is not None or memory.copied or not memory.sealed or clients:
-            raise Unavailable("the cache stores no tensors in device memory or memory of clients")
+            raise Unavailable("the response cache stores no tensors in device or client memory")
         view: memoryview = self._mappings.view(memory_range)
         return view
 
@@ -227,7 +227,7 @@ class ResponseCache:
         self._entries.resize(byte_size)
 
     def gauges(self) -> dict[str, int]:
-        """Return the current sizes and counts."""
+        """Return the current sizes and counts by name, as `cache` of scheduler/statistics.py."""
         return {
             "bytes": self._entries.used_bytes,
             "bound": self._entries.max_bytes,

@@ -137,7 +137,7 @@ class Settings:
 
     @property
     def queue_delay_ns(self) -> int:
-        """Return the longest time that a request may wait by configuration for a larger batch."""
+        """Return the longest configured time that a request may wait for a larger batch."""
         batchings = (self.batching, self.sequences, self.sequences and self.sequences.oldest_rules)
         return max((batching.delay_ns for batching in batchings if batching), default=0)
 
@@ -211,7 +211,10 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
 
 
 def _hold_thresholds(config: ModelSpec, limits: SchedulingLimits) -> tuple[int, int]:
-    """Return `Settings.hold_thresholds`. As in Triton, the default scheduler holds nothing."""
+    """Return `Settings.hold_thresholds`: the minimum numbers of waiting requests to run a batch.
+
+    As in Triton, a model without a batcher has no thresholds.
+    """
     if config.sequence_batching is not None:
         return limits.min_queued_requests, limits.min_backlogged_requests
     return (0 if config.dynamic_batching is None else limits.min_queued_requests), 0
@@ -257,6 +260,6 @@ def _execution_limit_s(config: ModelSpec, default: float) -> float:
         seconds = math.nan
     if math.isfinite(seconds) and seconds >= 0:
         return seconds
-    text = "parameter '%s' is not a number of seconds; it is ignored"
-    logger.warning(text, model_spec.EXECUTION_TIMEOUT)
+    message = "model '%s': parameter '%s' is ignored: '%s' is not a number of seconds"
+    logger.warning(message, config.name, model_spec.EXECUTION_TIMEOUT, text)
     return default

@@ -83,9 +83,9 @@ MAX_RECORDED_UNITS = 64
 
 _NS_PER_MS = 1_000_000
 _NS_PER_US = 1_000
-# A success: its end, its arrival, its units, its enqueueing, and the phases of its execution, if it
-# has returned. Otherwise `_RecordedTimes` follow: the time of its return, the enqueueing, and the
-# phases.
+# A success: the times of its end and its arrival, its units, the time of its enqueueing, and the
+# phases of its execution. The phases are None if the execution has not returned. Its return then
+# records `_RecordedTimes`: the times of the return and of the enqueueing, and the phases.
 _RecordedSuccess = tuple[int, int, int, int, Timing | None]
 _RecordedTimes = tuple[int, int, Timing]
 _QUANTILE_TIMES = ("request", "queue", "compute_input", "compute_infer", "compute_output")

@@ -67,7 +67,7 @@ class SupervisorContext:
         return self.logging.settings
 
     def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
-        """Route messages from `address` to `handler`, and send settings in reply to the first."""
+        """Route messages from `address` to `handler`, and send settings after the first message."""
 
         def handle(message: Any) -> None:
             self.logging.on_message(address, message)
@@ -78,7 +78,7 @@ class SupervisorContext:
         self.control.enrol(address, role, handle)
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """Send a message to all processes with one of these roles, among them LOCAL_CLIENT."""
+        """Send a message to all processes with one of these roles; LOCAL_CLIENT is a role, too."""
         if LOCAL_CLIENT in roles:
             self.local_clients.broadcast(message)
         self.control.broadcast(message, *roles)

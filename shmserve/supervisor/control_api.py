@@ -78,7 +78,7 @@ class ControlApi:
         except ShmserveError as error:
             send(pid, m.Refused.of(number, error))
         except Exception:
-            logger.exception("a %s from process %d failed", type(request).__name__, pid)
+            logger.exception("the request %s of process %d failed", type(request).__name__, pid)
             send(pid, m.Refused.of(number, Internal("internal error")))
         else:
             send(pid, m.Answered(number, payload or {}))

@@ -138,7 +138,8 @@ class Gateways(PermanentProcesses):
         self._listeners = listeners
         self._snapshot = snapshot
         self._drain_futures: dict[int, asyncio.Future[None]] = {}
-        # Clients wait at the shared sockets until the models are loaded.
+        # Gateways accept no client at shared sockets until the models are loaded: until then, other
+        # servers accept the clients, or the clients wait in the queues of the sockets.
         self._waits_for_models = bool(listeners.shared_sockets)
 
     async def _spawn(self, name: str, title: str) -> Child:

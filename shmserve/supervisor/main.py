@@ -146,7 +146,7 @@ def defer_signals() -> list[int]:
     def defer_signal(number: int, _: object) -> None:
         pending_signals.append(number)
 
-    # A signal mask would not suffice: it holds for one thread, and another would get the signal.
+    # A signal mask would not suffice: another thread would receive the signal.
     for number in handled_signals():
         signal.signal(number, defer_signal)
     return pending_signals

@@ -244,7 +244,7 @@ class Supervisor:
     # --- deaths
 
     def _process_exited(self, child: Child) -> None:
-        """Release the resources of a process by its role, and broadcast its exit.
+        """Release the resources that a process has in its role, and broadcast its exit.
 
         The waiters of `child.exited` are called afterwards.
         """

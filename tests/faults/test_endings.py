@@ -31,7 +31,7 @@ def assert_nothing_is_left(
 
 def test_kill_the_supervisor(serve: Callable[..., Server]) -> None:
     """Its own processes and those started by models exit, too."""
-    server = serve("--gateways=2")
+    server = serve("--gateways=2", grpc=True)
     _, child_processes = start_processes(server)
     members = server.tree()
     assert set(child_processes) < set(members)

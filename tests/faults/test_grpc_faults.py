@@ -64,17 +64,6 @@ def test_the_process_behind_a_grpc_call_dies(server: Server, victim: str) -> Non
         assert answers(call)
 
 
-def test_the_supervisor_dies(tmp_path: Path) -> None:
-    repository = tmp_path / "models"
-    repository.mkdir()
-    repositories.add(repository, "simple")
-    with Server([repository], grpc=True) as server:
-        server.wait_ready().wait_listening()
-        members = server.tree()
-        server.kill()
-        server.assert_exited(members)
-
-
 def test_clients_that_speak_no_grpc(server: Server) -> None:
     """Plain bytes on the port close their connection. Other connections are not affected."""
     for data in (

@@ -6,46 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.rigs.pipelines import add_model
 from tests.support import repositories
-from tests.support.leaks import resident_bytes
 from tests.support.servers import Server, running
 from tests.support.wire.raw_http import json_input
-
-_LARGE = 250_000  # number of elements, 1 MB in total
-_REPETITIONS = 40
-
-
-def test_a_cache_that_gets_only_values_larger_than_itself(tmp_path: Path) -> None:
-    """Responses are correct, and no process grows; a smaller response is cached afterwards."""
-    repository = tmp_path / "models"
-    add_model(
-        repository,
-        "large",
-        'return self.response(Y=self.input(request, "X") + 1)',
-        settings="response_cache { enable: true }",
-    )
-    with running(repository, "--cache-config=local,size=100000") as server:
-
-        def send_request(number: int, size: int = _LARGE) -> None:
-            array = np.full(size, number, np.float32)
-            with server.http() as http:
-                tensors = [("X", "FP32", [size], array.tobytes())]
-                outputs = [{"name": "Y", "parameters": {"binary_data": True}}]
-                reply = http.infer_binary("large", tensors, outputs=outputs).ok()
-            assert (reply.tensors()["Y"] == array + 1).all()
-
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(send_request, range(8)))
-            bytes_before = resident_bytes(server)["scheduler large"]
-            list(pool.map(send_request, range(_REPETITIONS)))
-            assert resident_bytes(server)["scheduler large"] < bytes_before + (16 << 20)
-        assert server.metric("shmserve_cache_entries", model="large") == 0
-        assert server.metric("nv_cache_num_misses_per_model", model="large") == 8 + _REPETITIONS
-        for _ in range(2):
-            send_request(1, size=4)
-        assert server.metric("nv_cache_num_hits_per_model", model="large") == 1
-
 
 _LIMITED_GROUP = """
 instance_group [ { kind: KIND_CPU count: 1

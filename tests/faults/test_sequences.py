@@ -166,7 +166,9 @@ def test_a_client_ends_no_sequence(server: Server, client: shmserve.client.Serve
         wait(futures[-1:], 60)
         error = futures[-1].exception(0)
         assert isinstance(error, shmserve.client.QueueFull)
-        assert "2048 sequences of this client wait for a slot of model 'summing'" in str(error)
+        assert "at most 2048 sequences of a client may wait for a slot of model 'summing'" in str(
+            error
+        )
         # A slot becomes free when an idle sequence loses it. This client is next.
         assert add(client, 2, 5, start=True) == 5
         assert [add(client, 2, 5), add(client, 2, 5, end=True)] == [10, 15]

@@ -107,7 +107,7 @@ class ModelRig(EngineRig):
         return self.worker.engine.bits
 
     def submit_request(self, request: PlannedRequest) -> Generation[None]:
-        generation = self.submit(request.prompt, request.max_tokens, samples=request.samples)
+        generation = self.submit(request.prompt, request.max_tokens, sample_count=request.samples)
         assert generation is not None
         return generation
 
@@ -149,7 +149,9 @@ def run_alone(
             # Each sample computes the last token itself, after the shared prefix.
             rig.submit(planned.prompt[:-1], 1)
             rig.drain()
-        generation = rig.submit(planned.prompt, planned.max_tokens, {sample: _NO_TOKENS}, samples=1)
+        generation = rig.submit(
+            planned.prompt, planned.max_tokens, {sample: _NO_TOKENS}, sample_count=1
+        )
         rig.drain()
         assert generation is not None
         bits |= rig.bits[generation.key]

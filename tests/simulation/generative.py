@@ -341,7 +341,7 @@ class Schedule:
         prompt = draw.choice(self._prefixes)[: draw.randint(1, 30)]
         if draw.random() < 0.5:
             prompt = prompt + [draw.randint(1, VOCABULARY_SIZE) for _ in range(9)]
-        fields: dict[str, Any] = {"samples": draw.choice((1, 1, 1, 2, 4))}
+        fields: dict[str, Any] = {"sample_count": draw.choice((1, 1, 1, 2, 4))}
         if draw.random() < 0.1:
             early, penalty = (draw.choice(("true", "false", "never")), draw.choice((-0.5, 0.7, 1)))
             fields = {"beams": BeamSearch(draw.randint(2, 3), penalty, early, [END_TOKEN, 7, 19])}
@@ -397,7 +397,7 @@ class Schedule:
             return
         self.rig.engine.cancel(generation)
         moved_generation = self.rig.submit(
-            generation.prompt, generation.max_tokens, sampled, samples=generation.sample_count
+            generation.prompt, generation.max_tokens, sampled, sample_count=generation.sample_count
         )
         assert moved_generation is not None
         self._samples[generation.key] -= sampled.keys()

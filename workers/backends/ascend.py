@@ -186,7 +186,8 @@ class OfflineModel:
         dims = tuple(self._check_result(f"acl.mdl.get_{tensor_kind}_dims", result)["dims"])
         size = getattr(mdl, f"get_{tensor_kind}_size_by_index")(description, index)
         if number not in _DATATYPES:
-            text = f"ACL's datatype {number} is not in {_DATATYPES}"
+            supported = ", ".join(f"{key} ({value})" for key, value in _DATATYPES.items())
+            text = f"ACL's datatype {number} is not supported (supported: {supported})"
             raise InvalidArgument(f"{tensor_kind} '{name}': {text}")
         if any(dim < 1 for dim in dims) or not element_count(dims):
             raise InvalidArgument(
@@ -253,7 +254,7 @@ class OfflineModel:
 class AscendBackend(Backend):
     """An offline model on one device."""
 
-    read_only_inputs = False  # writable, because inputs are copied to the device anyway
+    read_only_inputs = False  # inputs are copied to the device, so they need no protection
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
@@ -293,15 +294,13 @@ class AscendBackend(Backend):
         model.run()
         self.context.stopwatch.output_start_ns = time.monotonic_ns()
         rows = sum(request.batch_size for request in requests)
-        needed = {
-            name for request in requests for name in (*request.requested_outputs, *request.states)
-        }
+        needed = {name for request in requests for name in (*request.requested, *request.states)}
         outputs: dict[str, Output] = {}
         for index, tensor in enumerate(model.outputs):
             if tensor.name in needed:
-                result = (
-                    self._results[index][:rows] if self._supports_batching else self._results[index]
-                )
+                result = self._results[index]
+                if self._supports_batching:
+                    result = result[:rows]
                 model.copy_output(index, result.ctypes.data, result.nbytes)
                 copy_counter.outputs += result.nbytes
                 outputs[tensor.name] = Output(tensor.name, tensor.datatype, result)
@@ -316,16 +315,11 @@ class AscendBackend(Backend):
     def _split(self, requests: Sequence[Request], batch: dict[str, Output]) -> list[Response]:
         responses, start = [], 0
         for request in requests:
-            end = start + request.batch_size
-
-            def rows(name: str, first: int = start, end: int = end) -> Output:
-                output = batch[name]
-                if not self._supports_batching:
-                    return output
-                return output._replace(data=output.data[first:end])
-
-            outputs = [rows(name) for name in batch if name in request.requested_outputs]
-            responses.append(Response(outputs, states=[rows(name) for name in request.states]))
+            rows, end = batch, start + request.batch_size
+            if self._supports_batching:
+                rows = {n: o._replace(data=o.data[start:end]) for n, o in batch.items()}
+            outputs = [output for name, output in rows.items() if name in request.requested]
+            responses.append(Response(outputs, states=[rows[name] for name in request.states]))
             start = end
         return responses
 

@@ -192,7 +192,8 @@ class Executor:
                     except ShmserveError as error:
                         failure = error
                     except MalformedMessage as error:
-                        logger.error("a request cannot be read: %s", error)
+                        text = "model '%s': a request is malformed: %s"
+                        logger.error(text, self._context.model_name, error)
                         failure = Internal("internal error")
                     except Exception as error:  # memory is exhausted, or a device fails
                         failure = client_error(self._context, error)
@@ -249,10 +250,11 @@ class Executor:
         except BaseException as error:  # SystemExit, too: a model must not end its worker
             too_large = len(requests) > 1 and is_out_of_memory(error)
             if too_large:
-                text = "a batch of %d requests does not fit into memory (%r)"
-                logger.warning(text, len(requests), error)
+                text = "model '%s': a batch of %d requests exceeds the memory (%r); it is divided"
+                logger.warning(text, self._context.model_name, len(requests), error)
             elif len(requests) > 1:
-                logger.warning("a batch failed (%r); its requests are executed one by one", error)
+                text = "model '%s': a batch failed (%r); its requests are executed one by one"
+                logger.warning(text, self._context.model_name, error)
             elif not (is_models_own(error) and self._should_retry(requests[0])):
                 # Not assigned to a variable: the error's traceback keeps the inputs alive.
                 return [self._close_with_error(open_requests[0], self._explain(error, requests[0]))]

@@ -44,7 +44,10 @@ class _GeneratedTensor(NamedTuple):
 
 
 class _OutputSplit(NamedTuple):
-    """The rule for splitting an output; -1 in a row's `dims` is the size of the input `source`."""
+    """The rule for splitting a flat output into the shapes of the input `source`.
+
+    `dims` is the shape of the output for a row; its -1 are the sizes of the input.
+    """
 
     source: str
     dims: Shape
@@ -73,7 +76,7 @@ class RaggedBatching:
         }
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Array]:
-        """Return the generated inputs of a batch, except those whose source is missing."""
+        """Return the generated inputs of a batch by name, except those whose source is missing."""
         arrays: dict[str, Array] = {}
         for name, source, compute, dtype in self._generated_inputs:
             if source in requests[0].inputs:
@@ -96,8 +99,8 @@ class RaggedBatching:
         expected_count = sum(map(element_count, shapes))
         if element_count(shape) != expected_count:
             raise Internal(
-                f"inference output '{name}' has {element_count(shape)} elements, expecting the "
-                f"{expected_count} of the requests' inputs '{split.source}'"
+                f"inference output '{name}' has {element_count(shape)} elements, expected "
+                f"{expected_count} for the shapes of input '{split.source}'"
             )
         return shapes
 

@@ -207,8 +207,8 @@ class Request:
         schema: The unpacked schema of the request.
         batch_size: The rows of each input; 0 if the model does not batch.
         inputs: The inputs by name.
-        requested_outputs: The requested outputs by name, or all outputs of the model if the client
-            named none. Requests with equal schemas share this dictionary.
+        requested: The requested outputs by name, or all outputs of the model if the client named
+            none. Requests with equal schemas share this dictionary.
         memory_ranges: The ranges of the outputs that are written to clients' memory, by name.
         is_cancelled: Reads pending messages and returns whether the request was cancelled; safe in
             any thread.
@@ -224,7 +224,7 @@ class Request:
     schema: RequestSchema
     batch_size: int
     inputs: dict[str, Input]
-    requested_outputs: dict[str, OutputSchema]
+    requested: dict[str, OutputSchema]
     memory_ranges: dict[str, Range] = field(default_factory=dict)
     is_cancelled: Callable[[], bool] = never_cancelled
     response_kinds: dict[Any, Any] = field(default_factory=dict)

@@ -255,7 +255,10 @@ class OutputStream:
         self.fail(self.explain(error))
 
     def refuse(self, error: ShmserveError) -> Reply | None:
-        """Fail the request; return the error as a reply of its batch if no response was sent."""
+        """Fail the request; return the error as a reply of its batch if no response was sent.
+
+        Otherwise call `fail`, and return None.
+        """
         with self._writer.link.lock:
             if self._is_closed or self._has_sent:
                 self.fail(error)

@@ -359,7 +359,7 @@ class Runner:
         Raises:
             Internal: An output is no array, or has a wrong number of rows.
         """
-        requested = {name for request in requests for name in request.requested_outputs}
+        requested = {name for request in requests for name in request.requested}
         batch_outputs: list[BatchOutput] = []
         for name, output in outputs.items():
             if name in requested:
@@ -403,7 +403,7 @@ class Runner:
         Raises:
             Internal: An output is no array.
         """
-        names = [name for name in outputs if name in request.requested_outputs]
+        names = [name for name in outputs if name in request.requested]
         fetched = [self._fetch(name, outputs[name], [request]) for name in names]
         if self._device.needs_copies:
             self._device.synchronize()
@@ -415,7 +415,7 @@ class Runner:
             and is_tensor(output)
             and (datatype := _protocol_datatype(output))
         ):
-            readers = [request for request in requests if name in request.requested_outputs]
+            readers = [request for request in requests if name in request.requested]
             host_batch: torch.Tensor | None = None
             if not all(requires_device_memory(request, name) for request in readers):
                 self._copy_counter.outputs += output.nbytes
@@ -444,7 +444,7 @@ class Runner:
                 array = array.reshape(rows, -1)
             return Output(name, datatype, array)
         if isinstance(output, np.ndarray):
-            return Output(name, _array_datatype(output, datatype), output)
+            return Output(name, _array_datatype(name, output, datatype), output)
         raise Internal(f"inference output '{name}' is a {type(output).__name__}, not a tensor")
 
     def _fetch_state(
@@ -507,11 +507,11 @@ def _weights_byte_size(model: Any) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-def _array_datatype(array: np.ndarray[Any, Any], expected_datatype: str) -> str:
+def _array_datatype(name: str, array: np.ndarray[Any, Any], expected_datatype: str) -> str:
     dtype = array.dtype.newbyteorder("=")
     if dtype == STORAGE_DTYPES[expected_datatype]:
         return expected_datatype
     for datatype, candidate in NUMPY_DTYPES.items():
         if candidate == dtype:
             return datatype
-    raise Internal(f"an inference output has the datatype {dtype}, which no client can receive")
+    raise Internal(f"inference output '{name}' is {dtype}, which no client can receive")

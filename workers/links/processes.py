@@ -420,7 +420,7 @@ class InstanceLink:
             return self._dealer is not None and self._dealer.flush()
 
     def flush_soon(self) -> bool:
-        """Call `flush`, or delay it to the next message or a timer shortly after another flush.
+        """Call `flush`, or soon after another flush delay it until a timer or another message.
 
         Returns:
             False if the link is known to be disconnected.

@@ -72,7 +72,7 @@ class OutputMemory:
         return len(self._readers) + len(self.unsent)
 
     def allocate(self, reader: int, byte_size: int) -> tuple[Range, memoryview]:
-        """Allocate a block for a process.
+        """Allocate a block for a process; return its range and its bytes.
 
         Raises:
             Unavailable: The arena is full, or the share of a local client is used up.
@@ -112,7 +112,7 @@ class OutputMemory:
         if lent_bytes + byte_size > free - byte_size:
             raise Unavailable(
                 f"server memory for tensors: {byte_size} bytes are needed, and {free} are free; "
-                f"this client holds {lent_bytes} bytes, and may hold at most as many as are free"
+                f"this client holds {lent_bytes} bytes (at most as many as remain free)"
             )
 
     def release(self, reader: int, offsets: list[int]) -> None:

@@ -75,7 +75,7 @@ class DeviceBuffers:
         Args:
             name: The input.
             rows: The bytes of the rows, in host or device memory.
-            capacity: The capacity in bytes of a buffer that is allocated.
+            capacity: The capacity in bytes of a new buffer, if the kept one is too small.
         """
         device = next(row.device for row in rows if isinstance(row, torch.Tensor))
         byte_size = sum(map(len, rows))
@@ -114,5 +114,5 @@ def to_host(raw: Bytes) -> memoryview:
     except RuntimeError as error:
         if is_device_lost(error):
             raise
-        logger.error("a client's memory cannot be read: %s", error)
+        logger.error("device memory cannot be read: %s", error)
         raise Unavailable("the memory of a tensor cannot be read") from error

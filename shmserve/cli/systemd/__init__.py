@@ -249,7 +249,7 @@ def run(arguments: argparse.Namespace) -> int:
         InvalidArgument: The arguments are invalid, or a file cannot be read or written.
     """
     if arguments.user and arguments.root:
-        raise InvalidArgument("--root: an image has no user's manager; leave out --user")
+        raise InvalidArgument("--root: an image has no service manager of a user; omit --user")
     root = Path(arguments.root or "/")
     installation = _select_installation(arguments, root)
     if arguments.verb == "show":

@@ -143,7 +143,7 @@ class Region(Mapping[str, Any]):
         return len(self._templates)
 
     def store_request(self, model: ClientModel, request: Packed) -> None:
-        """Cache the packed request for `model`, and remove the requests for closed models."""
+        """Cache the packed request for `model`; remove those for versions withdrawn or replaced."""
         for model_key in [model_key for model_key in list(self.requests) if model_key.closed]:
             self.requests.pop(model_key, None)
         self.requests[model] = request
@@ -167,13 +167,13 @@ class Region(Mapping[str, Any]):
             template, output_range = _parse_spec(name, shape, template.datatype), template
             if template.byte_size > output_range.byte_size:
                 raise InvalidArgument(
-                    f"'{name}' has shape {output_range.shape}, which is too small for "
-                    f"{template.shape}"
+                    f"'{name}' has shape {output_range.shape} in this region, which is too small "
+                    f"for {template.shape}"
                 )
         return self.segment.view(self._offsets[name], template.shape, template.datatype, self.lease)
 
     def ref(self, name: str) -> TensorRef:
-        """Return the tensor in the form of a message. Raises Released."""
+        """Return the tensor in the form of a message; raise Released after `release`."""
         return self._templates[name].ref(self.memory_range(name))
 
     def output_range(self, name: str, signature: Signature) -> Range:
@@ -187,7 +187,7 @@ class Region(Mapping[str, Any]):
         return self.memory_range(name)
 
     def memory_range(self, name: str) -> Range:
-        """Return the range of a tensor in the form sent to the server. Raises Released."""
+        """Return a tensor's range as it is sent to the server; raise Released after `release`."""
         if self.lease.released:
             raise Released("this region was released")
         byte_size = self._templates[name].byte_size
@@ -289,7 +289,7 @@ def _parse_specs(tensors: Specs) -> dict[str, TensorSchema]:
     templates: dict[str, TensorSchema] = {}
     for name, spec in tensors.items():
         if not isinstance(name, str) or not isinstance(spec, list | tuple) or len(spec) != 2:
-            raise InvalidArgument(f"{name!r:.80}: {spec!r:.80} is not a (shape, datatype)")
+            raise InvalidArgument(f"{name!r:.80}: {spec!r:.80} is not a pair (shape, datatype)")
         templates[name] = _parse_spec(name, *spec)
     return templates
 

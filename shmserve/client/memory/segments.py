@@ -253,7 +253,8 @@ class Allocator:
     def add(self, segment: AnySegment) -> MemoryBlock:
         """Register a segment that was created elsewhere; return it as one block.
 
-        Raises like `allocate`.
+        Raises:
+            Unavailable: The client's limit would be exceeded.
         """
         with self._lock:
             self.free_recycled()
@@ -322,7 +323,11 @@ class Allocator:
                     segment.close()
 
     def find(self, address: int, byte_size: int) -> tuple[AnySegment, int] | None:
-        """Return the segment, and the offset in it, of memory at an address of this process."""
+        """Return the segment that contains memory at an address, and the memory's offset in it.
+
+        Returns:
+            None if no segment contains all of the memory.
+        """
         for segment in tuple(self._segments):
             offset = address - segment.address
             if offset >= 0 and offset + byte_size <= segment.size:

@@ -75,7 +75,7 @@ class View(np.ndarray[Any, Any]):
         self._lease = getattr(source, "_lease", None)
 
     def as_plain_array(self) -> np.ndarray[Any, Any]:
-        """Return the same memory as a plain array. Raises Released."""
+        """Return the same memory as a plain array; raise Released after its release."""
         self.check()
         return np.ndarray.view(self, np.ndarray)
 
@@ -119,12 +119,12 @@ class View(np.ndarray[Any, Any]):
         return self.as_plain_array().__dlpack__(**options)
 
     def copy(self, order: Any = "C") -> Any:
-        """Return a copy as a plain array. Raises Released."""
+        """Return a copy as a plain array; raise Released after the memory's release."""
         return self.as_plain_array().copy(order)
 
     @property
     def flat(self) -> Any:
-        """Return an iterator over the elements. Raises Released."""
+        """Return an iterator over the elements; raise Released after the memory's release."""
         return self.as_plain_array().flat
 
     def __copy__(self) -> Any:

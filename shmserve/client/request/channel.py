@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from shmserve.client.memory.views import noop
 from shmserve.client.request.prepare import PackedRequest
-from shmserve.client.request.results import Result, own_memories, read
+from shmserve.client.request.results import Result, own_memory_ids, read
 from shmserve.client.server_state import ServerState
 from shmserve.errors import (
     Disconnected,
@@ -51,7 +51,7 @@ DECOUPLED = "model '%s' is decoupled (any number of responses to a request): use
 LATE = "no response arrived within the timeout"
 CLOSED_EARLY = "the connection to the server was closed before the response"
 FULL = "this process has no file descriptor left for another connection"
-_TWICE = "the server closed the connection twice"
+_TWICE = "the server closed the connection before the response, also after one retry"
 
 
 class ClientRequest(InflightRequest):
@@ -79,7 +79,7 @@ class ClientRequest(InflightRequest):
         on_done: Callable[[ClientRequest], None] | None,
     ) -> None:
         self.endpoint = ""
-        self.response_count = 0
+        self.responses = 0
         self.channel = channel
         self.packed_request = packed_request
         self.release_memory = packed_request.release_memory
@@ -141,7 +141,7 @@ class ClientRequest(InflightRequest):
 
     def discard(self, message: Response) -> None:
         """Release the outputs of a response without reading them."""
-        self.channel.schedulers.discard(self.endpoint, message, self.own_memories())
+        self.channel.schedulers.discard(self.endpoint, message, self.own_memory_ids())
 
     def _finish(self, message: Finished) -> None:
         channel = self.channel
@@ -193,10 +193,10 @@ class ClientRequest(InflightRequest):
         """Send the `Release` messages for outputs that have been read."""
         self.channel.schedulers.release(self.endpoint, messages)
 
-    def own_memories(self) -> set[int]:
-        return own_memories(self.packed_request)
+    def own_memory_ids(self) -> set[int]:
+        return own_memory_ids(self.packed_request)
 
-    def fail_stranded(self) -> None:
+    def fail_without_scheduler(self) -> None:
         self.free()
         self.complete(Disconnected(NO_SCHEDULER))
 
@@ -279,7 +279,7 @@ class RequestChannel:
         """
         server, packed = self.server, pending.packed_request
         is_other_server = packed.model.source is not server.models
-        if self._is_closed or not server.alive or is_other_server:
+        if self._is_closed or not server.is_alive or is_other_server:
             packed.release_memory()
             raise Disconnected(
                 "this client is closed" if self._is_closed and not is_other_server else CLOSED_EARLY
@@ -340,7 +340,7 @@ class RequestChannel:
         """Handle the messages at the readable descriptors and send the queued replies."""
         if self.waker in readable:
             self._reset_waker()  # reset before `_check_server`, so that a later `wake` is not lost
-        if self._loss_count != self.server.loss_count or not self.server.alive:
+        if self._loss_count != self.server.loss_count or not self.server.is_alive:
             self._check_server()
         for fd in readable:
             link = self._links.by_fd(fd)
@@ -363,7 +363,7 @@ class RequestChannel:
     def _check_server(self) -> None:
         """Resubmit the requests of lost schedulers, or fail all requests if the server exited."""
         server = self.server
-        if not server.alive:
+        if not server.is_alive:
             self._fail_all()
             return
         self._loss_count = server.loss_count

@@ -63,7 +63,11 @@ def make_options(
     end: bool = False,
     traceparent: str = "",
 ) -> RequestOptions:
-    """Return the options of a call; PLAIN if all are defaults. Raises InvalidArgument."""
+    """Return the options of a call; PLAIN if all are defaults.
+
+    Raises:
+        InvalidArgument: An option has an invalid type or value.
+    """
     flags = SEQUENCE_START * bool(start) | SEQUENCE_END * bool(end)
     is_plain = not request_id and not parameters and not priority
     if is_plain and timeout_s is None and not sequence and not flags and not traceparent:
@@ -77,7 +81,13 @@ def make_options(
 
 
 def _trace_context(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
-    """Return the trace context of a request that is traced or explained; otherwise ""."""
+    """Return a request's trace context; "" if it needs neither a trace nor an explanation.
+
+    The parameter `explain` requests an explanation of the response's latency.
+
+    Raises:
+        InvalidArgument: `traceparent` has another format than W3C's.
+    """
     if traceparent:
         caller = TraceContext.from_header(_check_text("traceparent", traceparent))
         if caller is None:
@@ -190,7 +200,8 @@ def prepare(
         allocator: The client's memory.
         model: The model.
         inputs: The inputs: a mapping or a region.
-        outputs: The names of the requested outputs, or a region, or arrays of a region, for them.
+        outputs: The names of the requested outputs, or the memory to write outputs to: a region,
+            or arrays of a region by the outputs' names.
         options: The options.
 
     Raises:

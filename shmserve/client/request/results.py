@@ -176,11 +176,11 @@ def _tensors_of(
         }
     finally:
         reader.release(
-            release_messages(unpack_ranges(data_items), own_memories(reader.packed_request))
+            release_messages(unpack_ranges(data_items), own_memory_ids(reader.packed_request))
         )
 
 
-def own_memories(packed: PackedRequest) -> set[int]:
+def own_memory_ids(packed: PackedRequest) -> set[int]:
     """Return the ids of the memory segments that contain tensors of a request."""
     return {segment.memory.id for segment in packed.segments if segment.memory is not None}
 

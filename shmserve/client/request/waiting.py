@@ -44,12 +44,12 @@ class ClientStream(ClientRequest):
         self._window = ReadWindow(writes_client_memory=_writes_client_memory(packed))
 
     def ready(self) -> bool:
-        return bool(self.items) or self.finished or self.abandoned
+        return bool(self.items) or self.finished or self.is_abandoned
 
     def respond(self, message: Response) -> None:
         if type(message) is not Responded:
             super().respond(message)
-        elif self.abandoned or self.finished:
+        elif self.is_abandoned or self.finished:
             self.discard(message)
         else:
             if message.code:
@@ -78,7 +78,7 @@ class ClientStream(ClientRequest):
             self.channel.cancel(self)
 
     def complete(self, outcome: Result | ShmserveError) -> None:
-        if not self.abandoned and not self.finished:
+        if not self.is_abandoned and not self.finished:
             self.items.append((outcome, 0))
             self.finished = True
             self.on_item()
@@ -111,7 +111,7 @@ class ClientStream(ClientRequest):
 
     def abandon(self) -> None:
         """Discard the responses received so far and ignore later ones."""
-        self.abandoned = True
+        self.is_abandoned = True
         self.items.clear()
 
 
@@ -148,7 +148,7 @@ class ResponseStream:
     def close(self) -> None:
         """Discard unread responses and cancel the request if it has not ended. Idempotent."""
         pending = self._pending
-        if not pending.finished and not pending.abandoned:
+        if not pending.finished and not pending.is_abandoned:
             self._waiter.cancel((pending,))
         pending.abandon()
 

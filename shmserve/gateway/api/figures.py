@@ -102,7 +102,10 @@ class History:
             snapshots.popleft()
 
     def as_series(self) -> dict[str, Any]:
-        """Return the times, and a point of each model at each time: None if unknown, 0 if idle."""
+        """Return {"at": the times, "models": {model: its point at each time}}.
+
+        In place of a point, None stands for an unknown model, and 0 for an idle model.
+        """
         keys = dict.fromkeys(key for _, points in self._snapshots for key in points)
         series = {
             key: [

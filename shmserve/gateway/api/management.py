@@ -61,7 +61,8 @@ def check_not_exiting(gateway: Gateway) -> None:
 async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
     """Return whether a model's version is ready.
 
-    A model that is loaded on demand is ready. If the model defines `is_ready`, its result counts.
+    A model on demand is ready even if it is not loaded. If the model defines `is_ready`, the result
+    of this function decides.
 
     Raises:
         InvalidArgument: `version` is not a version.
@@ -89,7 +90,7 @@ async def model_metadata(gateway: Gateway, name: str, version: str) -> dict[str,
     """Return a model's metadata, with all versions or with the requested `version` only.
 
     Raises:
-        ShmserveError: `resolve_model` has raised it.
+        ShmserveError: `resolve_model` does not find the model, or cannot load it.
     """
     model = await resolve_model(gateway, name, version)
     return describe_model(model, [model.version] if version else gateway.models.versions(name))
@@ -216,7 +217,7 @@ def check_may_send_files(client: ClientIdentity) -> None:
     if not (client.listener.authorisation.asks_for_tokens or client.runs_the_server()):
         raise PermissionDenied(
             "the configuration or files of a model are accepted only from the user who runs the "
-            "server, or with a token"
+            "server, or with a token (--auth-token-file)"
         )
 
 

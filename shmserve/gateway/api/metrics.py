@@ -49,7 +49,7 @@ class ExpositionFamily:
     samples: list[str] = field(default_factory=list)
 
     def add(self, labels: dict[str, str], value: float, suffix: str = "") -> None:
-        """Record a sample."""
+        """Add a sample of the metric whose name is the family's with this suffix."""
         ordered = sorted(labels.items(), key=_label_sort_key)
         self.samples.append(model_metrics.sample(self.name + suffix, ordered, value))
 
@@ -67,7 +67,7 @@ class ExpositionFamily:
         self.add(labels, histogram["sum"], "_sum")
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of the page."""
+        """Yield the family's lines of the page: help, type and samples."""
         yield from model_metrics.header_lines(self.name, self.help_text, self.kind)
         yield from self.samples
 
@@ -93,7 +93,7 @@ class ReportFamily(NamedTuple):
         return found[0] if len(found) == 1 else sum(found)
 
     def to_exposition(self, reports: Reports) -> ExpositionFamily:
-        """Return the family with its samples."""
+        """Return the family with a sample for each value in the reports."""
         family = ExpositionFamily(self.name, self.help_text, self.kind)
         for labels, report in reports:
             measurement = self.find(report)

@@ -57,7 +57,7 @@ def register_system(
     is_leased: bool = False,
     pin_pages: bool = False,
 ) -> Awaitable[dict[str, Any]]:
-    """Register a POSIX shared memory object of `peer`; raise the reason if it is rejected.
+    """Ask the supervisor to register a POSIX shared memory object of `peer`.
 
     Args:
         gateway: The gateway.
@@ -69,6 +69,9 @@ def register_system(
         is_leased: Whether the region ends with the client's connection (see
             `await_leased_registration`).
         pin_pages: Whether workers on CUDA devices pin the pages.
+
+    Returns:
+        An awaitable of {"memory_id": ...}, which raises ShmserveError if the object is rejected.
     """
     return gateway.supervisor.send_request(
         *(RegisterRegion, name, key, offset, byte_size, peer.uid, list(peer.groups)),
@@ -182,14 +185,15 @@ async def register_cuda(
     if not devices:
         raise cuda_not_supported(name)
     if len(handle.raw) != HANDLE_SIZE:
-        text = f"{CUDA_INVALID} (a handle has {HANDLE_SIZE} bytes, this {len(handle.raw)})"
+        text = f"{CUDA_INVALID} (a handle has {HANDLE_SIZE} bytes, got {len(handle.raw)})"
         raise InvalidArgument(text)
     if not 0 <= handle.device < devices:
         text = f"{CUDA_INVALID} (device_id {handle.device}; the server has {devices} CUDA devices)"
         raise InvalidArgument(text)
     size = require_integer(byte_size, "byte_size")
     if not 0 < size <= MAX_INT64 - require_integer(offset, "offset"):
-        raise InvalidArgument(f"{CUDA_INVALID} (byte_size {byte_size}, offset {offset})")
+        text = f"(byte_size must be from 1 to 2^63-1 - offset, got {byte_size} at offset {offset})"
+        raise InvalidArgument(f"{CUDA_INVALID} {text}")
     await gateway.supervisor.send_request(
         *(RegisterCudaRegion, name, handle.raw, handle.device, handle.uuid, offset, byte_size),
         *(peer.uid, list(peer.groups), exporter_pid),

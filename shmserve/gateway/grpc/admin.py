@@ -51,7 +51,7 @@ _LOG_SETTING_KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class AdminCall:
-    """A call of an RPC by `client`."""
+    """A call by `client`; each method handles the RPC of its name."""
 
     gateway: Gateway
     client: ClientIdentity
@@ -229,7 +229,7 @@ def _read_changes(request: pb.LogSettingsRequest) -> dict[str, Any]:
 
 
 async def reflect(call: StreamingCall) -> CallStatus | None:
-    """Handle a ServerReflectionInfo."""
+    """Handle a call of ServerReflectionInfo: send a response to each message."""
     async for raw in call.read_messages():
         try:
             request = ServerReflectionRequest.FromString(raw)

@@ -41,7 +41,7 @@ _TLS_READ_BYTES = 64 * 1024
 
 
 class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
-    """One client's connection."""
+    """The gRPC connection of one client."""
 
     def __init__(self, acceptor: Acceptor, shared: GrpcSharedState) -> None:
         self._acceptor = acceptor
@@ -203,7 +203,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 self._pause_reading(pause_s)
 
     def _pause_reading(self, seconds: float) -> None:
-        """Pause reading for `seconds`, which depend on the client's useless frames."""
+        """Pause reading for `seconds`; the caller derives them from the client's useless frames."""
         if self.transport is not None:
             self.transport.pause_reading()
             self.loop.call_later(seconds, self._resume_reading)
@@ -228,7 +228,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         try:
             call = stream.call = self.shared.create_call(self, stream, head)
         except Exception:
-            logger.exception("a call could not be started")
+            logger.exception("a call of %s could not be started", head.path)
             self.http2.reset(stream, FaultCode.INTERNAL_ERROR)
         else:
             if not stream.ended:
@@ -326,7 +326,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     def _reset_stalled(self, stream: Stream) -> None:
         """Reset a stream whose data the client does not read."""
         if self.http2.outgoing.paused:
-            logger.info("a client that does not read its responses was disconnected")
+            logger.info("a gRPC client that does not read its responses was disconnected")
             self.abort()
             return
         del self._stalled_streams[stream]

@@ -140,7 +140,7 @@ class Inferences(ActiveCount):
         metadata = sorted((key, value) for key, value in head.metadata if type(value) is str)
         return select_forwarded_headers(pattern, metadata)
 
-    def create_sink(self, head: CallHead, size: int) -> RequestSink[ArrivingRequest]:
+    def create_sink(self, head: CallHead, size: int) -> RequestSink:
         """Return the receiver of a large request, which writes its tensors into the arena."""
         return RequestSink(partial(self._reserve_request, head, size))
 
@@ -344,7 +344,7 @@ class Inferences(ActiveCount):
     # --- models that are loaded on demand
 
     def needs_load(self, raw_request: bytes | ArrivingRequest) -> bool:
-        """Return whether the model of a refused request is loaded on demand."""
+        """Return whether the model of a refused request is on demand, and not loaded."""
         if not isinstance(raw_request, bytes):
             model = raw_request.built_request.model
             return needs_load(self.gateway, model.name, model.version)

@@ -80,7 +80,7 @@ class GrpcFrontend(process.Frontend):
             )
 
     def call_when_idle(self, on_idle: Callable[[], None]) -> None:
-        # Requests in streams count; a stream without requests, or a Watch, does not.
+        # Idle: no request is in flight, also in streams. Streams without requests may be open.
         listeners = ActiveCount()
         listeners.active = len(self._acceptors)
         for acceptor in self._acceptors:

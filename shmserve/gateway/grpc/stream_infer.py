@@ -235,7 +235,7 @@ class _Stream:
                 byte_limit = 1  # the first response is not delayed by others
 
     async def _write_outbox(self, byte_limit: int, stall_timeout_s: float) -> None:
-        """Write responses of decoupled models, until they have `byte_limit` bytes."""
+        """Write responses of decoupled models, up to a total of `byte_limit` bytes."""
         responses: list[bytes] = []
         written_responses: list[tuple[StreamEntry, Inferred | None, bool]] = []
         size = 0
@@ -263,7 +263,7 @@ class _Stream:
                 self._window.release(streamed_request.size)
 
     async def _write_ordered(self, byte_limit: int, stall_timeout_s: float) -> None:
-        """Write the responses that are next in order, until they have `byte_limit` bytes."""
+        """Write the responses that are next in order, up to a total of `byte_limit` bytes."""
         responses: list[bytes] = []
         size = released_bytes = inference_count = 0
         try:

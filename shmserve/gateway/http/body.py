@@ -60,7 +60,7 @@ from shmserve.gateway.http.messages import (
 )
 from shmserve.gateway.inference.body_arrival import Arrival, BodyBudget
 from shmserve.gateway.inference.prepare import (
-    ArrivingTensors,
+    ArrivingRequest,
     BuiltRequest,
     build_request,
     build_with_template,
@@ -306,7 +306,7 @@ class Body:
             self.arrival.reserve(len(piece))
         return bytes(start)
 
-    async def read_tensors(self, tensors: ArrivingTensors, start: bytes = b"") -> bool:
+    async def read_tensors(self, tensors: ArrivingRequest, start: bytes = b"") -> bool:
         """Receive tensors, whose first bytes are `start`; return whether they are complete."""
         piece = start
         while True:
@@ -406,7 +406,10 @@ async def _read(
     header_length: str | None,
     forwarded_headers: dict[str, str],
 ) -> bytes | BuiltRequest:
-    """Return a body that is compressed or still arriving, or the request if it is large."""
+    """Return a body, decompressed if necessary, or the request that was built from it.
+
+    The request is built while the body arrives if its tensors exceed `INLINE_LIMIT`.
+    """
     body = Body(request, gateway.settings, gateway.body_budget)
     if CONTENT_ENCODING in request.headers and body.is_compressed():
         return await body.inflate()

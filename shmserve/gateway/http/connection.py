@@ -62,7 +62,7 @@ class HttpConnection(Incoming):
         self._acceptor = acceptor
         self._app = app
         self._task: asyncio.Task[None] | None = None
-        # The request that was begun without the task; the task may have to send its response.
+        # The request that the receiving callback has begun. The task may have to send its response.
         self._begun_request: BegunRequest | None = None
         # A future that the task awaits while a request is handled without the task.
         self._idle_waiter: asyncio.Future[None] | None = None
@@ -147,7 +147,7 @@ class HttpConnection(Incoming):
     # --- requests in the task
 
     async def _serve_requests(self) -> None:
-        """Handle requests until the connection is to end."""
+        """Handle requests in order until the last one, then close the connection."""
         messages = self._messages
         try:
             while True:
@@ -171,7 +171,7 @@ class HttpConnection(Incoming):
             self.force_close()
             raise
         except Exception:
-            logger.exception("a connection failed")
+            logger.exception("an HTTP connection failed")
         self._is_handling = False
         self._task = None
         # Pipelined requests after the last one are dropped.

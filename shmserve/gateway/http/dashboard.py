@@ -1,6 +1,6 @@
 """The dashboard of a metrics listener: the page at `/` and its feed of figures at `/live`.
 
-GET /live sends the server's figures as server-sent events, one a second, to any number of viewers.
+GET /live sends the server's figures as server-sent events, one a second, to several viewers.
 The first event for a viewer contains all figures and their history of ten minutes; later events
 contain the models that changed. While no viewer is connected, the schedulers are queried only every
 five seconds, for the history.
@@ -104,7 +104,7 @@ class LiveFigures:
         if request.headers.get(FETCH_SITE) in ("cross-site", "same-site"):
             raise PermissionDenied("pages of other origins may not open the dashboard's stream")
         if self._viewer_count >= _MAX_VIEWERS:
-            raise QueueFull(f"{_MAX_VIEWERS} dashboards are already connected to this server")
+            raise QueueFull(f"{_MAX_VIEWERS} dashboards (the maximum) are connected to this server")
         return ChunkedResponse(200, self._events(), _HEADERS)
 
     def end_streams(self) -> None:
@@ -346,6 +346,6 @@ def _load_page() -> tuple[bytes, bytes]:
 
 
 def _content_hash(body: bytes, tag: bytes) -> str:
-    """Return the hash by which the policy permits the only element with this tag."""
+    """Return the hash of the only element with this tag, for the Content-Security-Policy."""
     (content,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), body, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"

@@ -237,7 +237,8 @@ def _create_input(name: str, value: Any, datatype: str, dims: Sequence[int]) -> 
 def _fit_shape(count: int, dims: Sequence[int]) -> tuple[int, ...] | None:
     """Return the shape of `count` elements.
 
-    The last variable dimension takes all elements; the other variable dimensions are 1.
+    The last variable dimension takes all elements that the fixed dimensions leave. The other
+    variable dimensions are 1.
 
     Returns:
         None if the fixed dimensions do not divide the number of elements.

@@ -86,7 +86,7 @@ async def get_model_config(
 
 
 async def get_examples(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Handle GET /docs/models, the requests that the page /docs offers."""
+    """Handle GET /docs/models: return the example requests that the page /docs offers."""
     rows: list[dict[str, Any]] = []
     for example in management.request_examples(gateway):
         name = example["model"]

@@ -85,8 +85,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self.transport = None  # set once the connection is made
         self._is_closed = False
         # --- received requests
-        # The queue. Nothing is parsed after an error. A request with a cached head is the only
-        # entry, and its body is complete.
+        # Received requests, and at most one error, as the last entry. A request with a cached head
+        # is the only entry, and its body is complete.
         self._messages: deque[HttpRequest | HttpProcessingError | ParsedMessage] = deque()
         # Awaited by the task while no request is queued.
         self._waiter: asyncio.Future[None] | None = None
@@ -115,8 +115,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # The body object is reused, since at most one request with a cached head is queued.
         self._cached_body = WholeBody()
         self._pending_head = b""  # a head that equals the cached one and whose body has not arrived
-        # The missing bytes of the last request. -1: the start of the next request is unknown, as
-        # after bytes of two requests in one packet. The parser then receives all further bytes.
+        # The missing bytes of the last request. -1: unknown, because one packet contained bytes of
+        # two requests; from then on, the parser receives all bytes.
         self._missing_bytes = 0
         self._offers_upgrade = False  # whether the last request offers another protocol (`Upgrade`)
         # The end of the last request, or the start of the connection.
@@ -185,7 +185,10 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     @property
     def sending_since(self) -> float | None:
-        """Return the end of the previous request while a body is incomplete; otherwise None."""
+        """Return the event loop's time since which a request is incomplete; None if none is.
+
+        This is the time when the previous request ended.
+        """
         is_sending = self._pending_head or (self._is_handling and self._body_stream is not None)
         return self._idle_start if is_sending else None
 

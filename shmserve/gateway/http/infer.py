@@ -121,7 +121,10 @@ async def _resolve_model(
 
 
 def _is_plain(request: HttpRequest) -> bool:
-    """Return whether the response depends only on the body, and neither body is compressed."""
+    """Return whether the response depends only on the request's body.
+
+    Neither the request's nor the response's body may be compressed.
+    """
     headers = request.headers
     return not (
         request.is_http10
@@ -181,7 +184,7 @@ class HttpInference(UnaryInference):
     _waiter: asyncio.Future[None] | None = field(init=False, default=None)
 
     def on_arrival(self) -> None:
-        """Handle the arrival of the response."""
+        """Write the response, or resume the task that awaits it."""
         write_response, self.write_response = self.write_response, None
         if write_response is None:
             resolve_future(self._waiter, None)
@@ -393,7 +396,7 @@ class ResponseQueue:
 
     @property
     def response_headers(self) -> bytes:
-        """Return the response's headers, which identify the trace also for later errors."""
+        """Return the header of the response that identifies the trace, if there is one."""
         trace = self.request.built_request.trace
         return b"" if trace is None else traceparent_header(trace.context.traceparent)
 

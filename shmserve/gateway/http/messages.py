@@ -120,7 +120,7 @@ class WriteResponse(Protocol):
 
 
 # Starts a request with this body, or returns None if a handler is needed. `WriteResponse` is called
-# once: later, or without a body before the return if the request fails at once.
+# once: after the return, or, if the request fails at once, before the return and without a body.
 StartRepeatedRequest = Callable[[bytes, WriteResponse], BegunRequest | None]
 
 
@@ -326,7 +326,14 @@ def error_response(
     headers: bytes = b"",
     close: bool = False,
 ) -> HttpResponse:
-    """Return the response of an error."""
+    """Return the response for an error.
+
+    Args:
+        error: The error, which determines the status.
+        encode_error: Encodes the body in the format of the route's API.
+        headers: Further header lines.
+        close: Whether the connection ends with this response.
+    """
     return HttpResponse(
         error.status, (encode_error(error),), JSON_HEADER + headers, closes_connection=close
     )
@@ -340,7 +347,7 @@ class Framing(NamedTuple):
     suffix: bytes
 
     def frame(self, json: bytes) -> bytes:
-        """Return one framed text."""
+        """Return a JSON text with the prefix and the suffix of this framing."""
         return b"%b%b%b" % (self.prefix, json, self.suffix)
 
 

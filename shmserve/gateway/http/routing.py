@@ -204,7 +204,8 @@ def check_authorised(route: Route, request: HttpRequest, cors: Cors | None = Non
     headers = request.headers
     is_allowed = cors is not None and cors.allows(request)
     if headers.get(FETCH_SITE) == "cross-site" and route.method == "POST" and not is_allowed:
-        raise PermissionDenied(f"requests of another site to the {route.scope} API are not allowed")
+        text = f"pages of other sites may not use the {route.scope} API (--cors-allow-origin)"
+        raise PermissionDenied(text)
     if (refusal := request.connection.client.find_access_error(route.scope, headers)) is not None:
         raise refusal
 

@@ -178,9 +178,9 @@ class Http2Connection(FrameReader[HeadT]):
         if self._block is not None and (
             frame_type != CONTINUATION or stream_id != self._block_stream_id
         ):
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "a header block was interrupted")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "another frame within a header block")
         if not self.settings_received and (frame_type != SETTINGS or flags & ACK):
-            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "SETTINGS must come first")
+            raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "the first frame is not SETTINGS")
         if frame_type == HEADERS:
             self._start_block(flags, stream_id, payload)
         elif frame_type == CONTINUATION:

@@ -99,7 +99,11 @@ def encode_settings(values: dict[int, int]) -> bytes:
 
 
 def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the values of a SETTINGS frame; raise ConnectionFault for one that is out of range."""
+    """Yield the identifier and the value of each setting in a SETTINGS frame.
+
+    Raises:
+        ConnectionFault: The size of the payload is wrong, or a value is out of range.
+    """
     if len(payload) % _SETTING_FORMAT.size:
         raise length_fault("SETTINGS", len(payload), f"a multiple of {_SETTING_FORMAT.size}")
     for key, value in _SETTING_FORMAT.iter_unpack(payload):

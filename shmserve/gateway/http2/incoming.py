@@ -59,7 +59,7 @@ class Limits:
         resets_per_s: The refill rate of that budget.
         control_budget: The budget of control frames.
         control_per_s: The refill rate of that budget.
-        max_frames_per_receive: Work per call of `FrameReader.receive`, in frames.
+        max_frames_per_receive: The maximum work of one call of `FrameReader.receive`, in frames.
         stream_cost: The cost of opening a stream, in frames.
         stream_window: The initial receive window of a stream in bytes.
         max_data_bytes: The maximum payload of a DATA frame in bytes.

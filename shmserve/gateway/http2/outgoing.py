@@ -101,7 +101,7 @@ class Outgoing:
     # --- called by the receiver of calls
 
     def send_head(self, stream: Stream, block: bytes, *, end: bool = False) -> None:
-        """Send a header block."""
+        """Send the first header block of a stream; `end` closes the server's side of the stream."""
         if stream.finished:
             return
         if end:
@@ -211,7 +211,11 @@ class Outgoing:
             pass
 
     def change_initial_window(self, size: int, streams: Iterable[Stream]) -> None:
-        """Apply the client's new initial window to every stream; raise ConnectionFault."""
+        """Apply the client's new initial window to every stream.
+
+        Raises:
+            ConnectionFault: The window of a stream exceeds the largest one.
+        """
         increment = size - self.initial_window
         self.initial_window = size
         for stream in streams:
@@ -222,7 +226,7 @@ class Outgoing:
             self.window_grown = True
 
     def resume(self) -> None:
-        """Send what the windows permit, stream by stream."""
+        """Send as much queued data as the windows permit, stream by stream."""
         self.window_grown = False
         sendable = list(self.waiting_streams)
         while sendable and not self.paused:

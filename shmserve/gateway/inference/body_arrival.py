@@ -226,4 +226,5 @@ class Arrival:
     def check(self) -> None:
         """Raise BodyTimeout if the body was evicted."""
         if self._evicted:
-            raise BodyTimeout("the request body arrived too slowly while memory was short")
+            text = "arrived at less than 1 MiB/s while the memory for request bodies was full"
+            raise BodyTimeout(f"the request body {text}")

@@ -305,7 +305,11 @@ class StreamingInference(GatewayRequest):
         self.on_response(self, message)
 
     def encode_with_template(self, message: StreamedResponse) -> Any:
-        """Return the encoded response if it has a template and its data is in the message."""
+        """Return the response as encoded by a template.
+
+        Returns:
+            None if there is no template, or if data of the response is not in the message.
+        """
         if not isinstance(message, m.Responded) or message.final:
             return None
         template = self.templates.find(message.schema)

@@ -214,7 +214,7 @@ class RequestTemplate:
         """Return the request with these tensors, or None if its regions have changed.
 
         Raises:
-            AlreadyExists: The range of an output is in use, and overlaps are errors.
+            AlreadyExists: The range of an output is in use, and `shm_overlap` is "error".
             Unavailable: The arena is full.
         """
         on_release: Callable[[], None] | None = None
@@ -440,19 +440,28 @@ def raw_request(signature: Signature, body: bytes) -> tuple[InferRequest, bytes]
 _EMPTY_VIEW = memoryview(b"")
 
 
-class ArrivingTensors:
-    """The tensors of one request, received in order, each into its own memory.
+@final
+class ArrivingRequest:
+    """A checked request whose binary tensors are arriving in order, each into its own memory.
+
+    `len` returns the size of the request's message.
 
     Attributes:
+        built_request: The request, which is complete once its tensors are.
         views: The memory of each tensor.
         started_count: The number of tensors that have begun to arrive.
     """
 
-    def __init__(self, views: Sequence[memoryview], release: Callable[[], None]) -> None:
+    def __init__(self, built_request: BuiltRequest, views: Sequence[memoryview], size: int) -> None:
+        self.built_request = built_request
         self.views = views
         self.started_count = 0
-        self.release = release
+        self.release = built_request.release
+        self._byte_size = size
         self._remaining_view = _EMPTY_VIEW  # the remaining memory of the tensor that is arriving
+
+    def __len__(self) -> int:
+        return self._byte_size
 
     def start_tensor(self, size: int) -> bool:
         """Begin the next tensor if it has this size; return whether it has."""
@@ -499,23 +508,6 @@ class ArrivingTensors:
         if self._remaining_view:
             pieces[-1] = pieces[-1][: -len(self._remaining_view)]
         return pieces
-
-
-@final
-class ArrivingRequest(ArrivingTensors):
-    """A checked request whose binary tensors are arriving; `len` returns its message's size.
-
-    Attributes:
-        built_request: The request, which is complete once its tensors are.
-    """
-
-    def __init__(self, built_request: BuiltRequest, views: Sequence[memoryview], size: int) -> None:
-        super().__init__(views, built_request.release)
-        self.built_request = built_request
-        self._byte_size = size
-
-    def __len__(self) -> int:
-        return self._byte_size
 
 
 def reserve_tensors(

@@ -127,7 +127,7 @@ class RequestIdentity(NamedTuple):
     flags: int
 
     def is_identity_of(self, request: InferRequest) -> bool:
-        """Return whether the request has this identity."""
+        """Return whether a request has this id and this position in its sequence."""
         return (request.id, request.correlation_id, request.flags) == self
 
 

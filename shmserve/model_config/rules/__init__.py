@@ -101,7 +101,7 @@ def validate(
 
     Raises:
         InvalidArgument: A rule is violated. The message has one line per violation, in the format
-            of `Source.check`.
+            of `Source.raise_for_problems`.
         LoadProblem: All violations concern tensors, initial states, instances and label files.
     """
     of_file = [*_file_problems(config, complete), *parameter_problems(config, complete=complete)]

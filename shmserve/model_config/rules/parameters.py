@@ -117,10 +117,10 @@ def _strategy_problems(config: ModelConfig, values: Mapping[str, Any]) -> Iterat
     is_managed = strategy is Strategy.ADAPTIVE or MAX_INSTANCES in config.parameters
     may_apply = strategy or STRATEGY_PARAMETER not in values
     if TARGET_PARAMETER in values and not is_managed and may_apply:
-        strategy_text = f"'{strategy}'" if strategy else "not given"
+        strategy_text = f"'{strategy}'" if strategy else "none"
         text = (
-            f"parameter '{TARGET_PARAMETER}' requires '{MAX_INSTANCES}', or '{STRATEGY_PARAMETER}' "
-            f"'{Strategy.ADAPTIVE}', which is {strategy_text} {suffix}"
+            f"parameter '{TARGET_PARAMETER}' {suffix} requires the parameter '{MAX_INSTANCES}', or "
+            f"'{STRATEGY_PARAMETER}' with the value '{Strategy.ADAPTIVE}' (found: {strategy_text})"
         )
         yield Problem(_key(TARGET_PARAMETER), text)
 
@@ -135,13 +135,11 @@ def _bound_problems(
     suffix = f"for {config.name}"
     if maximum is None:
         if complete:
-            text = (
-                f"parameter '{MIN_INSTANCES}' is {minimum} {suffix}, which needs '{MAX_INSTANCES}'"
-            )
+            text = f"parameter '{MIN_INSTANCES}' {suffix} requires the parameter '{MAX_INSTANCES}'"
             yield Problem(_key(MIN_INSTANCES), text)
         return
     if minimum > maximum:
-        text = f"parameter '{MIN_INSTANCES}' must be at most '{MAX_INSTANCES}', {maximum}, {suffix}"
+        text = f"parameter '{MIN_INSTANCES}' {suffix} must be at most '{MAX_INSTANCES}' ({maximum})"
         yield Problem(_key(MIN_INSTANCES), f"{text}, found {minimum}", (_key(MAX_INSTANCES),))
     yield from _kind_problems(config)
     if complete:

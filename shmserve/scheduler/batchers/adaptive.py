@@ -99,7 +99,10 @@ class MissAllowance:
         self._trial_misses += misses
 
     def subtract_trial_misses(self, misses: int) -> int:
-        """Return how many misses exceed the misses that trials have paid for, which are used up."""
+        """Return the number of misses that trials have not caused.
+
+        Misses that trials have already paid for are subtracted, each of them once.
+        """
         caused = min(misses, int(self._trial_misses))
         self._trial_misses -= caused
         return misses - caused
@@ -122,7 +125,9 @@ class WaitingChoice:
         self._exploration_interval = _INITIAL_EXPLORATION_INTERVAL
         self._next_exploration_epoch = 2 * _INITIAL_EXPLORATION_INTERVAL
         self._mean_ns: dict[bool, float] = {}
-        self._exploration_miss_count = 0  # misses in the last epoch of the other choice
+        self._exploration_miss_count = (
+            0  # misses in the last epoch with the choice that seems worse
+        )
         self._epoch_count = 0
         self._start()
 
@@ -374,7 +379,7 @@ class AdaptiveBatcher(Batcher):
 
     @property
     def _is_target_out_of_reach(self) -> bool:
-        """Return whether the target is out of reach."""
+        """Return whether so many requests have missed the target that it cannot be met."""
         return self._excess_misses > _HOPELESS_MISSES
 
     def _best_size(self, units: int) -> int:

@@ -55,9 +55,10 @@ class Dispatcher(ABC):
         self._holds_batches = any(self._settings.hold_thresholds)
 
     def _is_held(self, waiting: int, backlog: int = 0) -> bool:
-        """Check whether batches are held until more requests wait, by a hook of Triton's tests.
+        """Check whether batches are held until more requests wait.
 
-        The hook is TRITONSERVER_DELAY_SCHEDULER and TRITONSERVER_BACKLOG_DELAY_SCHEDULER.
+        Triton's tests set TRITONSERVER_DELAY_SCHEDULER and TRITONSERVER_BACKLOG_DELAY_SCHEDULER for
+        this purpose.
         """
         min_waiting, min_backlog = self._settings.hold_thresholds
         self._holds_batches = waiting < min_waiting or backlog < min_backlog

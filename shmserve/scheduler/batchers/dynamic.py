@@ -79,7 +79,7 @@ class Batcher:
     def decide(
         self, now_ns: int, pending: Iterable[QueuedRequest], reserve_ns: int
     ) -> Batch | WaitUntil | None:
-        """Return the decision for the queue.
+        """Return the decision for the queue; None if there is nothing to run or to wait for.
 
         Args:
             now_ns: The time.
@@ -89,7 +89,7 @@ class Batcher:
         return _SINGLE_REQUEST
 
     def closed_batch(self, pending: Iterable[QueuedRequest]) -> Batch | None:
-        """Return the batch at the front of the queue if it can take no further request."""
+        """Return the batch at the front of the queue if it can take no further request, or None."""
         return _SINGLE_REQUEST
 
     def flush(self) -> None:
@@ -209,7 +209,7 @@ def queue_head(pending: Iterable[QueuedRequest], rules: Batching) -> QueueHead |
 
 
 def closed_batch(head: QueueHead | None) -> Batch | None:
-    """Return the batch at the head of a queue if it can take no further request."""
+    """Return the batch at the head of a queue if it can take no further request, or None."""
     if head is None or 0 < head.preferred_count < len(head.requests):
         return None
     if head.is_full:

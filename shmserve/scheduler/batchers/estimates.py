@@ -18,7 +18,7 @@ _SHARED_GAIN = 1 / 32  # gain of the level and the spread, which all sizes share
 _INITIAL_SPREAD, _MIN_SPREAD = 0.1, 0.02  # relative spread of durations
 # `SizeTimes` sets its level anew after this many durations in a row far from the estimate.
 _CHANGE_LENGTH = 8
-# Minimum ratio of such a duration to the estimate, and maximum ratio between two such ratios.
+# Minimum ratio of an outlier to the estimate, and maximum ratio between two outliers' ratios.
 _MIN_CHANGE, _MAX_DISAGREEMENT = 1.5, 2.0
 _DEVIATIONS_PER_SPREAD = 1.25  # standard deviations per spread, for a normal distribution
 _EQUAL_RATES = 0.03  # relative difference below which rates count as equal
@@ -428,7 +428,7 @@ class Arrivals:
     the gap before it.
 
     Events are arrivals and the ends of batches. `in_flight` is the number of requests that are not
-    completed after an event, and `soon_ns` the limit of a short gap.
+    completed after an event, and `max_gap_ns` the limit of a short gap.
     """
 
     def __init__(self) -> None:
@@ -539,7 +539,7 @@ class LoadStatistics:
 
     @property
     def rows_per_ns(self) -> float:
-        """Return the rows that arrive per ns."""
+        """Return the rows that arrive per ns for each instance."""
         return self._arrived_rows / max(self._interval_ns, 1.0) / self._busy_instances
 
     @property
@@ -549,7 +549,7 @@ class LoadStatistics:
 
     @property
     def waiting_rows(self) -> float:
-        """Return the rows that are not completed."""
+        """Return the rows that are not completed, for each instance."""
         return self.in_flight * self._rows_per_request / self._busy_instances
 
     @property

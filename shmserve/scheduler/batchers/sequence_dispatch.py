@@ -148,7 +148,8 @@ class SequenceDispatcher(Dispatcher):
             if slots.running_sequences and instance is not None and instance.execution is None:
                 sequences.finish_batch(slots, now_ns)
         for idle in sequences.expire_idle(now_ns):
-            logger.info("sequence %s of model '%s' was idle for too long", idle.id, self._name)
+            text = "sequence %s of model '%s' is closed: it was idle for too long"
+            logger.info(text, idle.id, self._name)
         for slots, ended_slots in sequences.take_unended().items():
             if self._slots.get(slots.peer) is slots:
                 self._executions.post(slots.peer, EndSequences(ended_slots))

@@ -407,8 +407,8 @@ class Sequences:
             raise InvalidArgument(text)
         if self.backlog.count(owner) >= self._max_waiting:
             raise QueueFull(
-                f"{self._max_waiting} sequences of this client wait for a slot of model "
-                f"'{self._model}', and no more are allowed"
+                f"at most {self._max_waiting} sequences of a client may wait for a slot of model "
+                f"'{self._model}'"
             )
 
     def enqueue(self, request: ScheduledRequest, correlation_id: int | str) -> bool:
@@ -496,9 +496,10 @@ class Sequences:
         self._release(sequence)
 
     def take_unended(self) -> dict[InstanceSlots, list[int]]:
-        """Return the slots whose sequences have ended without an END since the last call.
+        """Return the slots, by instance, whose sequences have ended without an END.
 
-        Their instances must be notified before another sequence begins there.
+        Slots that an earlier call has returned are not included. The instances must be notified
+        before another sequence begins in these slots.
         """
         unended, self._unended_slots = self._unended_slots, {}
         return unended

@@ -122,7 +122,7 @@ class EnsembleCore(SchedulerCore[EnsembleRequest]):
         try:
             request = self._request(client, submit, lookup, now_ns)
         except MalformedMessage as error:
-            logger.error("a request cannot be read: %s", error)
+            logger.error("model '%s': a request is malformed: %s", self._signature.name, error)
             raise Internal("internal error") from None
         self._requests.add(request)
 
@@ -297,10 +297,11 @@ class EnsembleCore(SchedulerCore[EnsembleRequest]):
             self._memory.reserve(blocks)
             on_devices = sum(size for size, device in blocks if device is not None)
             text = (
-                "planned memory of %d tensors of fixed shapes between steps: %.1f MB per request%s"
+                "ensemble '%s': planned memory of %d tensors between steps: %.1f MB per request%s"
             )
             devices_text = f", {on_devices / 1e6:.1f} of them on CUDA devices" if on_devices else ""
-            logger.info(text, len(blocks), self._planned_bytes / 1e6, devices_text)
+            name, megabytes = self._signature.name, self._planned_bytes / 1e6
+            logger.info(text, name, len(blocks), megabytes, devices_text)
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         self._memory.process_exited(pid)

@@ -30,13 +30,13 @@ from shmserve.ipc.tensors.signature import Signature
 from shmserve.scheduler.ensemble.memory import ABSENT, SKIPPED, TensorKind, TensorValue
 
 ONCE_PER_REQUEST = -1  # the origin of tensors that exist once per request
-RESPONSE = -1  # the index of the response among the readers of tensors
+RESPONSE = -1  # the index of the response among the readers of tensors; steps have indices from 0
 _ANY_NUMBER = -1  # the number of uses is unknown until the request ends
 
 _CONDITION = "step[{}].condition"
 _MAX_KINDS = 256
 
-# Pairs of a tensor's name and its value, all with the same number.
+# The tensors of one step or response: pairs of a name and a value.
 Tensors = Sequence[tuple[str, TensorValue]]
 
 
@@ -167,7 +167,7 @@ class TensorReader:
         reads: The tensors that the reader waits for, and whether each exists once per
             request.
         is_once: Whether the reader has all its tensors at most once per request.
-        first_keys: The keys (tensor, number) of the tensors in `reads` with the number 0.
+        first_keys: The keys (tensor, response index) of the tensors in `reads` for the index 0.
     """
 
     def __init__(self, index: int, tensors: Iterable[str], origins: Mapping[str, int]) -> None:
@@ -337,7 +337,7 @@ class Flow:
         self.responses.clear()
 
     def _store_tensors(self, tensors: Tensors, response_index: int) -> None:
-        """Store a response's tensors, and fire the steps and responses that they complete."""
+        """Store a response's tensors; start the steps and responses that lack no tensor then."""
         routes = self.plan.routes
         for tensor, value in tensors:
             route = routes.get(tensor)
@@ -351,7 +351,7 @@ class Flow:
             route = routes.get(tensor)
             if route is None:
                 continue
-            if route.only_reader is not None:  # nothing else is missing
+            if route.only_reader is not None:  # it needs no other tensor
                 self._start(route.only_reader, response_index, {tensor: value})
             else:
                 for reader in route.readers:
@@ -362,14 +362,17 @@ class Flow:
                             self._start_if_complete(reader, ready_index)
 
     def _find_response_indices(self, reader: TensorReader) -> Iterable[int]:
-        """Return the numbers of the responses for which a reader may now have all its tensors."""
+        """Return the response indices for which a reader may now have all its tensors."""
         for tensor, is_once in reader.reads:
             if not is_once:
                 return sorted([number for name, number in self._values if name == tensor])
         return ()
 
     def _start_if_complete(self, reader: TensorReader, response_index: int) -> None:
-        """Start a step or a response for a response index if all tensors that it reads exist."""
+        """Start a reader, a step or a response, if all tensors that it reads exist at this index.
+
+        The reader is started at most once for each index.
+        """
         fired = (reader.index, response_index)
         if fired in self._started_steps:
             return

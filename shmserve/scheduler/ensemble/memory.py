@@ -112,7 +112,7 @@ class TensorValue(Token):
         return isinstance(self.data, bytes) or isinstance(self.memory, Block)
 
     def block_at(self, memory_range: Range) -> Block | None:
-        """Return the ensemble's block that holds the tensor if it is at `memory_range`."""
+        """Return the ensemble's block of the tensor if the block is at `memory_range`, or None."""
         block = self.memory
         return block if isinstance(block, Block) and block.memory_range == memory_range else None
 
@@ -133,7 +133,7 @@ class TensorValue(Token):
 
 
 def overrides(values: Iterable[TensorValue]) -> dict[str, Any]:
-    """Return the sequence parameters in the responses that contained these tensors."""
+    """Return the sequence parameters, by name, in the responses that contained these tensors."""
     parameters: dict[str, Any] = {}
     for value in values:
         if value.sequence_override:
@@ -185,7 +185,7 @@ class EnsembleMemory:
         try:
             blocks.extend(starmap(self.allocate, sizes))
         except ShmserveError as error:
-            logger.warning("the memory between steps cannot be planned: %s", error)
+            logger.warning("memory for tensors between ensemble steps is not reserved: %s", error)
         for block in blocks:
             block.release()
 
@@ -246,8 +246,8 @@ class EnsembleMemory:
         memory = data.memory
         if memory.cuda is not None or memory.copied or not memory.sealed:
             raise InvalidArgument(
-                f"'{name}' is a condition, which must be sent in the request, not in a shared "
-                "memory region"
+                f"input '{name}' is a step's condition: send its data in the request, not in a "
+                "shared memory region"
             )
         return any(self._mappings.view(data))
 
@@ -324,7 +324,8 @@ class DeviceBlocks:
             segment = _Segment(self._cuda, device, size)
         except ShmserveError as error:
             self._full_devices.add(device)
-            logger.warning("tensors between steps use host memory: %s", error.message)
+            text = "tensors between ensemble steps use host memory, not device %d: %s"
+            logger.warning(text, device, error.message)
             return None
         self._segments[segment.memory.id] = segment
         return segment

@@ -314,7 +314,7 @@ class EnsembleRequests:
         self.changed_requests[request] = None
 
     def end(self, request: EnsembleRequest, now_ns: int) -> None:
-        """End a request that has no steps in flight, and send its client the end."""
+        """End a request that has no steps in flight, and send the final message to its client."""
         match request.transition(EnsembleEvent.END):
             case EnsembleState.RUNNING:
                 self._succeed(request, now_ns)

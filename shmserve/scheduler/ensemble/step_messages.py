@@ -138,7 +138,7 @@ class StepResponse:
         client_outputs: frozenset[str],
         packed_schema: bytes,
     ) -> None:
-        """Unpack a schema. Raises MalformedMessage."""
+        """Unpack a schema; raise MalformedMessage if it is no response schema."""
         schema = ResponseSchema(packed_schema)
         outputs: list[StepOutput] = []
         for name, datatype, shape, _ in schema.outputs:
@@ -433,7 +433,11 @@ def _held_credits(ready_step: ReadyStep) -> tuple[Token, ...]:
 
 
 def _used_outputs(request: EnsembleRequest, step: PlannedStep) -> tuple[RequestedOutput, ...]:
-    """Return the outputs of a step that are used, with the client's memory ranges."""
+    """Return the outputs of a step that are used, with the client's memory ranges.
+
+    Raises:
+        Unsupported: The client's memory is given for an output that may be returned many times.
+    """
     used_outputs: list[RequestedOutput] = []
     for name, tensor in step.outputs.items():
         if tensor not in request.flow.plan.routes:

@@ -120,7 +120,7 @@ class GenerativeDispatcher(Dispatcher):
     def identify(
         self, client: Client[ScheduledRequest], message: Submit, fit: BatchFit
     ) -> SequenceKey | None:
-        """Check the number of waiting requests; raise QueueFull if it has reached its limit."""
+        """Return None: no request has a sequence. Raise QueueFull if too many requests wait."""
         if self._waiting_count >= self._engine_settings.max_waiting_requests:
             raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
         return None
@@ -298,7 +298,7 @@ class GenerativeDispatcher(Dispatcher):
     def _record_latency(
         self, sequence: Sequence[AssignedRequest], request: ScheduledRequest, now_ns: int
     ) -> None:
-        """Record the latency of a sequence's new tokens."""
+        """Record the latency of a sequence's new tokens: since the last ones, or the arrival."""
         if sequence.sampled_ns:
             self._counts.inter_token_seconds.observe(now_ns - sequence.sampled_ns)
         elif not sequence.sample_index:

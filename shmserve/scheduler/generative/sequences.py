@@ -189,7 +189,7 @@ T = TypeVar("T")
 class SequenceStatus(StrEnum):
     """The status of a sequence, which determines where its keys and values are."""
 
-    WAITING = "waiting"  # its keys and values are nowhere
+    WAITING = "waiting"  # its keys and values are not stored
     RUNNING = "running"
     SWAPPED = "swapped"  # its keys and values are in blocks of the host
     ENDED = "over"
@@ -448,7 +448,11 @@ class Beams(Generic[T]):
         del self.hypotheses[search.width :]
 
     def _is_search_complete(self, best_score: float, generated: int) -> bool:
-        """Check whether no beam can improve on the worst hypothesis, by `early_stopping`."""
+        """Check whether the search has found its hypotheses.
+
+        Unless `early_stopping` is "true", a beam that could become better than the worst hypothesis
+        continues the search.
+        """
         search = self.generation.beams
         assert search is not None
         if len(self.hypotheses) < search.width:

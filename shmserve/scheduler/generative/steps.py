@@ -198,7 +198,7 @@ class DraftAcceptance:
         return drafts
 
     def observe(self, proposed: int, accepted: int) -> None:
-        """Learn from a step. Tokens after the first rejected one are not observations."""
+        """Update the rate after a step; draft tokens after the first rejected one do not count."""
         for index in range(min(accepted + 1, proposed)):
             self._observed_tokens += 1
             weight = max(1 / self._observed_tokens, _AVERAGE_GAIN)

@@ -108,8 +108,8 @@ class SchedulerParts(NamedTuple):
 class HostedScheduler(ABC):
     """A scheduler with its sockets.
 
-    The scheduler adds itself to `active` when it has received messages, and the host then runs its
-    turn. After each turn, `wake_ns` is the time of the next turn (monotonic ns), and
+    The scheduler adds itself to `active_schedulers` when it has received messages. The host then
+    runs its turn. After each turn, `wake_ns` is the time of the next turn (monotonic ns), and
     `live_requests` the number of requests. Once the scheduler has `stopped`, the host only closes
     it.
     """
@@ -254,7 +254,7 @@ class HostedScheduler(ABC):
             logger.error("inference of model '%s' failed: %s", *args, extra=extra)
 
     def close(self) -> None:
-        """Close every link; its last messages have a moment to be delivered."""
+        """Close every link, after waiting shortly for the delivery of its last messages."""
         self._in_process_links.remove(self.endpoint)
         for fd in self._handlers_by_fd:
             self._waiter.unwatch(fd)
@@ -266,7 +266,7 @@ class HostedScheduler(ABC):
 class BatchingScheduler(HostedScheduler):
     """The scheduler of a model that has instances; its peers are their workers."""
 
-    allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToBatching))
+    allowed_messages = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToBatching))
 
     def _create_parts(self) -> SchedulerParts:
         endpoint = endpoints.instances(self._start.run_dir, self._start.number)
@@ -296,7 +296,7 @@ class EnsembleScheduler(HostedScheduler):
     Its peers are the schedulers of its steps, in this process or others.
     """
 
-    allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToEnsemble))
+    allowed_messages = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToEnsemble))
 
     def _create_parts(self) -> SchedulerParts:
         start, control = self._start, self._control
@@ -457,7 +457,7 @@ class Host:
         except (ShmserveError, OSError) as error:
             # No descriptor or memory is left; the other schedulers continue.
             reason = error.message if isinstance(error, ShmserveError) else str(error)
-            logger.error("a scheduler cannot start: %s", reason)
+            logger.error("the scheduler of model '%s' cannot start: %s", start.config.name, reason)
             self._control.send(SchedulerClosed(start.number, reason))
             return
         self._schedulers.append(scheduler)

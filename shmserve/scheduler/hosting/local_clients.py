@@ -75,7 +75,7 @@ class LocalClientListener:
         except ShmserveError as error:
             self.link.post(peer, Failed(message.id, error.code, error.message, 0, False))
         except MalformedMessage:
-            text = "the request cannot be read: see the protocol's description"
+            text = "the request is malformed: see `shmserve guide protocol`"
             self.link.post(peer, Failed(message.id, InvalidArgument.code, text, 0, False))
         return None
 
@@ -136,7 +136,7 @@ class LocalClientRules:
                 f"{LONGEST_CORRELATION_ID} characters"
             )
         if submit.trace and not is_trace(submit.trace):
-            raise InvalidArgument("a request's trace is malformed (see the protocol's description)")
+            raise InvalidArgument("the request's trace is malformed: see `shmserve guide protocol`")
         self._check_data(client_number, submit)
         arrived_ns = submit.arrived_ns
         if arrived_ns < now_ns - _MAX_TRANSIT_NS:
@@ -194,7 +194,7 @@ class LocalClientRules:
         schema = RequestSchema(packed_schema)
         for name, value in schema.parameters.items():
             if type(value) not in (str, int, bool, float):
-                raise MalformedMessage(f"parameter '{name}' is a {type(value).__name__}")
+                raise MalformedMessage(f"parameter '{name}' has type {type(value).__name__}")
         try:
             self._signature.fit(packed_schema)
         except InvalidArgument:
@@ -206,7 +206,7 @@ class LocalClientRules:
         try:
             memory_range = unpack_range(packed_range)
         except (TypeError, ValueError) as error:
-            raise MalformedMessage(f"not a range: {error}") from error
+            raise MalformedMessage(f"malformed memory range: {error}") from error
         self._check_owner(client_number, memory_range)
         return memory_range
 

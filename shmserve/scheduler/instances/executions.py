@@ -57,7 +57,8 @@ class ServiceTime:
     # The number of batches that a worker may have at a time. It is above one if batches are so
     # short that the worker would otherwise wait for messages as long as it computes.
     pipeline_depth: int = 1
-    # Whether batches are so short that a cancelled or late request may wait for the end of one.
+    # Whether batches are so short that a request sent ahead may wait for one, even if it is
+    # cancelled or late by then.
     has_short_batches: bool = False
     # How long before a deadline an execution must start in order to meet it.
     reserve_ns: int = _INITIAL_RESERVE_NS
@@ -197,7 +198,7 @@ class Executions:
         elif message.pid in self._pool.awaited_pids():
             releases = self._early_releases.setdefault(message.pid, [])
             releases += _split_release(client_pid, message)[: _MAX_EARLY - len(releases)]
-        else:  # the process may be announced later: clients may learn of a successor first
+        else:  # the process may be announced later, because clients may receive the report first
             parts = _split_release(client_pid, message)
             self._unknown_releases += [(message.pid, release) for release in parts]
 

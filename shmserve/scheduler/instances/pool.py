@@ -111,7 +111,7 @@ class Slot:
 
     @property
     def execution(self) -> Execution | None:
-        """Return the execution that runs now; executions that were sent ahead follow it."""
+        """Return the execution that runs now, or None; executions sent ahead follow it."""
         return self.executions[0] if self.executions else None
 
     @property
@@ -162,7 +162,7 @@ class InstanceTickets:
                 return
 
     def find(self, slots: Iterable[Slot]) -> Slot | None:
-        """Return the first of these instances that has a ticket."""
+        """Return the first of these instances that has a ticket, or None."""
         return next((slot for slot in slots if slot.index in self._granted_tickets), None)
 
     def request_tickets(self, slots: Iterable[Slot], max_count: int) -> None:
@@ -236,8 +236,12 @@ class Pool:
     def announce(self, index: int, pid: int) -> Slot | None:
         """Announce an instance, for which requests wait from now on.
 
-        Return its slot if its worker has registered itself before. `pid` is its process, or 0 if
-        unknown.
+        Args:
+            index: The index of the instance.
+            pid: The pid of its process, or 0 if unknown.
+
+        Returns:
+            Its slot if its worker has registered itself before, otherwise None.
         """
         slot = self._get_slot(index)
         slot.transition("expect")
@@ -361,7 +365,7 @@ class Pool:
     def least_busy(self, max_batches: int, has_short_batches: bool = False) -> Slot | None:
         """Return the busy instance with the fewest batches, if they are fewer than `max_batches`.
 
-        With `has_short_batches`, the only instance of a model has a credit of at least two.
+        With `has_short_batches`, the credit is at least two if the model has only one instance.
         """
         least_busy: Slot | None = None
         if max_batches == 1 and has_short_batches and len(self._by_peer) == 1:
@@ -486,7 +490,8 @@ class Pool:
     def overdue_slots(self, now_ns: int) -> list[Slot]:
         """Return the instances whose batch has run for the execution limit.
 
-        The caller dooms them; they do not count for `due_ns` any more.
+        The caller must mark them as DOOMED: `due_ns` becomes the next time at which another one
+        exceeds the limit.
         """
         overdue_slots: list[Slot] = []
         self.due_ns = NEVER
@@ -506,7 +511,7 @@ class Pool:
 
     @property
     def executing_count(self) -> int:
-        """Return the number of requests that instances have."""
+        """Return the number of requests that were sent to instances and have not ended there."""
         return sum(len(slot.requests) for slot in self._by_peer.values())
 
     def state_counts(self) -> dict[str, int]:

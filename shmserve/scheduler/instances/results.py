@@ -141,7 +141,10 @@ class Results:
                 self._responses.close(request, now_ns)
 
     def _reschedule(self, request: ScheduledRequest) -> bool:
-        """Requeue a request that its model has rescheduled, unless its client stopped waiting."""
+        """Requeue a request that its model has rescheduled; return False if that is not possible.
+
+        A request whose client no longer waits is not requeued.
+        """
         return request.state in AT_WORK and self._dispatcher.requeue(request)
 
     def _update_estimates(self, execution: Execution, timing: Timing, now_ns: int) -> None:
@@ -272,7 +275,7 @@ class Results:
             self._fail_lost(request, text, now_ns)
 
     def _fail_lost(self, request: ScheduledRequest, text: str, now_ns: int) -> None:
-        """Fail a request whose worker died, or close it if it has ended before."""
+        """Fail a request whose worker died; if it had ended before, only remove it."""
         if request.state in AT_WORK:
             self._responses.finish(request, "INTERNAL", text, NOTHING, None, now_ns)
         elif request.state is not State.DONE:

@@ -1,6 +1,6 @@
 """A request inside the scheduler, its state machine, and the processes that take part in it (pure).
 
-The client of a request receives one end: the response, the last of the responses, or an error. If a
+The client of a request receives one final message: the (last) response, or an error. If a
 worker still has the request then, the client also receives a `Settled` later. The state determines
 which of these messages are outstanding. A worker may read a request's memory long after its client
 has stopped waiting.
@@ -21,7 +21,7 @@ from shmserve.ipc.transport.router import leading_pid
 NEVER = 1 << 63  # later than any time
 NOTHING: Packed = (b"", [])  # a response without schema and data
 DONE = Submit(0, b"", [], 0, 0, 0, 0)  # replaces the message of a request that is done
-CACHED = "cached"  # `Timing.closed` of a request that was answered from the response cache
+CACHED = "cached"  # `Timing.close_reason` of a request that was answered from the response cache
 
 R = TypeVar("R")
 

@@ -87,7 +87,7 @@ class Responses:
         unfinished_timing: Timing,
         now_ns: int,
     ) -> None:
-        """Send the end of a decoupled model's request.
+        """Send the final message about a request of a decoupled model.
 
         As in Triton, an error that the model sent is a response and its request a success; an error
         that it raised is a failure. If the execution has not returned, its times are

@@ -132,7 +132,7 @@ def judge_units(facts: tuple[int, str]) -> Verdict:
 
 
 def gather_files(config: ServerConfig) -> tuple[int, int]:
-    """Return the attainable number of descriptors, and the configured number of regions."""
+    """Return the attainable number of descriptors, and the configured maximum of regions."""
     return fd_limits.max_limit(), config.shm.max_regions
 
 
@@ -165,12 +165,12 @@ def judge_tasks(limit: int) -> Verdict:
 
 
 def gather_processors(_: ServerConfig) -> tuple[int, float | None]:
-    """Return the number of usable processors, and the quota (None: no quota)."""
+    """Return the number of usable processors, and the quota of CPU time in processors, or None."""
     return processor_limits()
 
 
 def judge_processors(facts: tuple[int, float | None]) -> Verdict:
-    """Warn about a quota: workers compute with one thread for each processor regardless of it."""
+    """Warn about a quota of CPU time: workers still compute with a thread for each processor."""
     count, quota = facts
     if quota is not None and quota <= count - 1:
         fix = (
@@ -198,7 +198,7 @@ def judge_tracing(scope: int) -> Verdict:
 
 
 def gather_user(_: ServerConfig) -> tuple[int, bool]:
-    """Return the uid, and whether logind deletes its shared memory after its last session."""
+    """Return the uid, and whether logind deletes the user's shared memory at the last logout."""
     uid = os.getuid()
     names = [user.pw_name for user in pwd.getpwall() if user.pw_uid == uid]
     lingers = any(Path("/var/lib/systemd/linger", name).exists() for name in names)

@@ -42,7 +42,8 @@ _TEST_DATA = bytes(range(256)) * 16
 class ShmFolder(NamedTuple):
     """The facts about /dev/shm.
 
-    `filesystem` is "" if it is missing. `is_used`: clients may use it.
+    `filesystem` is "" if the folder is missing. `is_used` is whether the configuration lets clients
+    use shared memory.
     """
 
     is_used: bool
@@ -104,7 +105,7 @@ class ShmObject(NamedTuple):
 
 
 def gather_objects(_: ServerConfig) -> list[ShmObject]:
-    """Return the objects of 1 MiB and more that this user may delete, largest first."""
+    """Return the files in /dev/shm of 1 MiB and more that this user may delete, largest first."""
     large, user = [], os.geteuid()
     for entry in os.scandir(_SHM):
         with contextlib.suppress(OSError):
@@ -133,7 +134,7 @@ def _used_files() -> set[str]:
 
 
 def judge_objects(objects: list[ShmObject]) -> Verdict:
-    """Warn about objects of killed programs, which use memory until someone deletes them."""
+    """Warn about files in /dev/shm that no process uses: they occupy memory until deleted."""
     unused = [shm_object for shm_object in objects if not shm_object.in_use]
     total = megabytes_text(sum(shm_object.byte_size for shm_object in unused or objects))
     if unused:

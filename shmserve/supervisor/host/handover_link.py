@@ -62,7 +62,7 @@ class Offer:
             if peer_credentials(link)[1] != os.geteuid():
                 raise PermissionError
             data, fds = _receive(link, _MAX_DESCRIPTORS)
-            response = json.loads(data or b'{"refused": "it ends"}')
+            response = json.loads(data or b'{"refused": "it is stopping"}')
             if response.get("version", _VERSION) != _VERSION:
                 response = {"refused": "its version uses another handover protocol"}
             if "refused" in response:
@@ -88,7 +88,7 @@ class Offer:
         return self.sockets
 
     def send(self) -> None:
-        """Send the offer over the link. Raises OSError."""
+        """Send the offer over the link; raise OSError if the successor has disconnected."""
         listeners = [(name, sock) for name, sockets in self.sockets.items() for sock in sockets]
         listeners.append((_CLIENT_LISTENER, self.client_listener))
         sockets = [(name, sock in self.shared) for name, sock in listeners]
@@ -103,7 +103,11 @@ def refuse(link: socket.socket, reason: str) -> None:
 
 
 def _receive(link: socket.socket, max_descriptors: int) -> tuple[bytes, list[int]]:
-    """Receive a packet and its descriptors, which are not inherited. Raises OSError."""
+    """Receive a packet and its descriptors, which child processes do not inherit.
+
+    Raises:
+        OSError: Nothing can be received.
+    """
     data, fds, _, _ = socket.recv_fds(link, _MAX_PACKET_BYTES, max_descriptors)
     for fd in fds:
         os.set_inheritable(fd, False)
@@ -165,7 +169,7 @@ class HandoverLink:
                 socket.send_fds(self._link, [json.dumps(message).encode()], fds)
                 return
             except OSError as error:  # the other server has ended, or does not read
-                logger.warning("messages to the other server are disabled: %s", error.strerror)
+                logger.warning("the handover's other server is unreachable: %s", error.strerror)
                 self._end()
         self._resolve_all()
 

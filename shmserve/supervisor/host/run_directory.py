@@ -83,7 +83,11 @@ class RunDirectory:
 
     @classmethod
     def for_successor(cls, shared: Path, group: int = -1) -> RunDirectory:
-        """Create a folder for the successor of the server in `shared`. Raises InvalidArgument."""
+        """Create a folder for the successor of the server in `shared`.
+
+        Raises:
+            InvalidArgument: As in `__init__`.
+        """
         run_dir = cls(shared / f"g{os.getpid()}", group)
         run_dir.shared_path = run_dir.path.parent
         return run_dir
@@ -152,7 +156,11 @@ class RunDirectory:
         return True
 
     def replace_predecessor(self) -> None:
-        """Replace the predecessor in the shared folder, including its lock. Raises OSError."""
+        """Replace the predecessor's files in the shared folder, including its lock.
+
+        Raises:
+            OSError: A file cannot be replaced.
+        """
         os.replace(self.path / "lock", self.shared_path / "lock")
         self._link_shared_files()
 
@@ -163,7 +171,7 @@ class RunDirectory:
             os.replace(link, self.shared_path / file)
 
     def clear_predecessor(self) -> None:
-        """Delete the files of the predecessor, which has ended. Raises OSError."""
+        """Delete the files of the predecessor, which has ended; raise OSError if that fails."""
         shared_names = map(os.path.basename, _SHARED_FILES)
         own_files = {"lock", "guests", "door", self.path.name, *shared_names}
         for folder in (self.shared_path, self.shared_path / "guests"):
@@ -209,7 +217,7 @@ def hold_lock(lock_fd: int) -> Iterator[None]:
 
 
 def clear(path: Path, lock_fd: int) -> None:
-    """Delete a server's folder and its contents. Raises OSError.
+    """Delete a server's folder and its contents; raise OSError if that fails.
 
     Each process that outlives the server calls this within `hold_lock`, with the inherited lock.
     Only a folder that contains this lock is deleted, so a second call deletes nothing. After a

@@ -26,7 +26,7 @@ _STORED_PREFIX = "kept-"  # the prefix of the names of stored descriptors
 # Seconds by which a sign of life extends the timeout while the server starts or ends.
 _TIMEOUT_EXTENSION_S = 60
 _SIGN_OF_LIFE_INTERVAL_S = 10.0
-_FLUSH_TIMEOUT_S = 5.0  # a registration waits at most this long for a manager that hangs
+_FLUSH_TIMEOUT_S = 5.0  # the longest wait of a registration for a manager that hangs
 _MAX_NAMED_MODELS = 5  # maximum number of models that the status line names for each state
 
 
@@ -101,7 +101,7 @@ class ServiceManager:
             await asyncio.sleep(_SIGN_OF_LIFE_INTERVAL_S)
 
     def store_fds(self, name: str, fds: list[int]) -> None:
-        """Store descriptors by a name for the next server."""
+        """Store descriptors under a name for the next server."""
         self._notify("FDSTORE=1", f"FDNAME={_STORED_PREFIX}{name}", "FDPOLL=0", fds=fds)
 
     def remove_fds(self, name: str) -> None:

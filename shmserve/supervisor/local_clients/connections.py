@@ -221,7 +221,7 @@ class LocalClientConnections:
 
     @property
     def client_listener(self) -> socket.socket:
-        """Return the listener at the path in the run directory; `shared` returns the others."""
+        """Return the listener at the path in the run directory; `shared_sockets` has others."""
         return self._client_listener.sock
 
     def shared_sockets(self) -> list[socket.socket]:
@@ -283,7 +283,8 @@ class LocalClientConnections:
         if client.pidfd >= 0:
             self._loop.remove_reader(client.pidfd)
             os.close(client.pidfd)
-        # This link is closed before the schedulers close theirs, so the client detects why.
+        # This link is closed before the schedulers close theirs. The client thus detects that the
+        # server has disconnected it.
         disconnect(client.link)
         if client.is_welcomed:
             self._on_disconnect(client.number)
@@ -301,7 +302,8 @@ class LocalClientConnections:
         """Send a packet now or when the client reads; disconnect it if too many are unread."""
         client.unsent.append(data)
         if len(client.unsent) > _MAX_UNREAD_MESSAGES:
-            logger.warning("a client program does not read its messages: disconnected")
+            text = "disconnected a client program (pid %d) that does not read its messages"
+            logger.warning(text, client.pid)
             self.disconnect(client)
         elif len(client.unsent) == 1:
             self._flush(client)
@@ -340,7 +342,7 @@ class LocalClientConnections:
                     return
                 self._on_message(client, message, fds)
         except MalformedMessage as error:
-            logger.warning("a client program sent an invalid message: %s", error)
+            logger.warning("client program (pid %d): invalid message: %s", client.pid, error)
             if isinstance(error, frames.VersionMismatch):
                 self.send(client, frames.pack([Refused(0, Unsupported.code, str(error))]))
             self.disconnect(client)

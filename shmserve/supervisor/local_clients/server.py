@@ -101,7 +101,7 @@ class LocalMemory:
     def share(self, client: LocalClient, byte_size: int, pin: bool, fds: list[int]) -> bytes:
         """Share memory that a client has opened, and take its descriptor out of `fds`."""
         if len(fds) != 1:
-            raise InvalidArgument(f"expected 1 descriptor with the memory, got {len(fds)}")
+            raise InvalidArgument(f"expected 1 descriptor of shared memory, got {len(fds)}")
         (fd,) = fds
         number, uid = client.number, client.uid
         shared = check_memory(fd, byte_size, trusted=uid in (0, os.geteuid()))
@@ -202,7 +202,8 @@ def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
         raise InvalidArgument("shared memory must be open for reading and writing")
     if not byte_size > 0 or not is_within(0, byte_size, shared.size):
-        raise InvalidArgument(f"'byte_size' must be from 1 to {shared.size}, got {byte_size}")
+        limit = f"{shared.size} (the size of the shared memory)"
+        raise InvalidArgument(f"'byte_size' must be from 1 to {limit}, got {byte_size}")
     if status.st_blocks * 512 < byte_size:
         raise InvalidArgument("memory must be reserved (posix_fallocate) before it is shared")
     if not os.access(f"/proc/self/fd/{fd}", os.R_OK | os.W_OK, effective_ids=True):
@@ -277,7 +278,7 @@ class LocalClientServer:
 
     def announce(self, message: Any) -> None:
         """Send a message that every local client has to acknowledge within a second."""
-        clients, number = self.numbers(), message.acknowledge
+        clients, number = self.numbers(), message.change_number
         self.broadcast(message)
         loop, acknowledged = asyncio.get_running_loop(), self._acknowledgements.record_acknowledged
         for client in clients:

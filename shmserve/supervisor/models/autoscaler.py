@@ -55,7 +55,8 @@ _IDLE_S = 20.0  # the time without long waits before a removal
 _BUSY_WINDOW_S = 0.5  # the window of the mean number of busy instances
 _REMOVAL_PAUSE_S = 2.0  # the shortest time between a change and a removal
 _TARGET_UTILIZATION = 0.6  # the highest utilization of the remaining instances
-_SOON_FACTOR = 3.0  # an instance added within this many idle times of a removal doubles them
+# If an instance is added sooner after a removal than this multiple of the idle time, that doubles.
+_SOON_FACTOR = 3.0
 _MAX_IDLE_S = 320.0
 _MIN_SHARE = 0.25  # the share of the target that is always allowed as p99 of the wait
 
@@ -73,7 +74,7 @@ _EXCESS = 0.5  # the number of processors by which the demand may exceed the lim
 
 @dataclass(slots=True, eq=False)
 class _ScalingState:
-    """The scaling state of a serving version."""
+    """The policy and the pending work of the autoscaler for one serving version."""
 
     policy: ScalingPolicy
     capacity: HostCapacity
@@ -192,7 +193,7 @@ class LoadSample(NamedTuple):
         executions: The number of executions (batches).
         execution_s: The total execution time in seconds.
         queued_count: The current number of requests in the queue.
-        ready_count: The current number of instances.
+        ready_count: The current number of ready instances.
         busy_count: The current number of executing instances.
     """
 
@@ -265,9 +266,9 @@ class ScalingPolicy:
         """Return the change that a sample requires, or None; `count` is the number of instances."""
         self._update_estimates(load)
         if count < self.min_instances:
-            return Change(count + 1, f"at least {self.min_instances}")
+            return Change(count + 1, f"at least {self.min_instances} are configured")
         if count > self.max_instances:
-            return Change(count - 1, f"at most {self.max_instances}")
+            return Change(count - 1, f"at most {self.max_instances} are configured")
         wait = self._long_wait_text(load)
         if not wait:
             self._late_samples = 0
@@ -317,7 +318,7 @@ class ScalingPolicy:
 
     @property
     def _allowed_s(self) -> float:
-        """Return the allowed mean wait."""
+        """Return the allowed mean wait in seconds: from `target_s`, or else from `delay_s`."""
         if self.target_s:
             left_s = max(self.target_s - self._mean_execution_s, _MIN_SHARE * self.target_s)
             return left_s / _P99_RATIO
@@ -343,7 +344,7 @@ class ScalingPolicy:
         return f"requests wait {_ms(mean_s)} on average, the limit is {_ms(allowed_s)}"
 
     def _catches_up(self, load: LoadSample) -> bool:
-        """Check whether the queue will be empty soon."""
+        """Check whether the queue shrinks so fast that it is empty within `_CATCH_UP_S` seconds."""
         earlier = self._loads[-min(4, len(self._loads))]
         elapsed_s, dequeued = load.at_s - earlier.at_s, earlier.queued_count - load.queued_count
         return dequeued > 0 and load.queued_count / dequeued * elapsed_s < _CATCH_UP_S

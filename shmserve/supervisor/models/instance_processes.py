@@ -155,7 +155,7 @@ class Instances:
         return [child.pid for child in self.children() if child.alive]
 
     def serving_exits(self) -> list[asyncio.Future[str]]:
-        """Return the exits of the processes that execute requests."""
+        """Return the futures of the exits of the processes that execute requests."""
         serving = [i for i in self._instances if i.state in _SERVING_STATES]
         return [i.child.exited for i in serving if i.child is not None]
 
@@ -307,7 +307,8 @@ class Instances:
                 error.add_note(message.model_traceback)
             raise error
         if not isinstance(message, kind):
-            raise InvalidArgument(f"unexpected {type(message).__name__} while loading")
+            text = f"instance '{instance.name}' sent an unexpected {type(message).__name__}"
+            raise InvalidArgument(f"{text} while it was loading")
         self._check_needed(instance)
         if not instance.alive:  # the process died right after its message
             raise Unavailable(problem)

@@ -179,7 +179,7 @@ class Instance:
             raise IllegalTransition(f"{event} in state {self.state}") from None
 
     def mark_loaded(self, checks_ready: bool, device_byte_size: int) -> None:
-        """Become ready with the properties that the worker reported."""
+        """Set the state to ready, and store the properties that the worker has reported."""
         self.checks_ready, self.device_byte_size = checks_ready, device_byte_size
         self.transition("loaded")
         self.ready_at = time.monotonic()

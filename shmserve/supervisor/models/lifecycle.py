@@ -84,7 +84,7 @@ class Lifecycle:
             self._changed_models.add(name)
 
     def offer_on_demand(self, names: Iterable[str]) -> None:
-        """Publish models as loaded on demand."""
+        """Publish that these models are loaded on demand."""
         for name in names:
             model = self._registry.model(name)
             model.on_demand = True
@@ -226,7 +226,7 @@ class Lifecycle:
                 and last_order.number > order.number
             ):
                 if {*last_order.prerequisites} & {*order.model.orders}:
-                    continue  # the step serves until this ensemble has been loaded and unloaded
+                    continue  # the unload of the step waits for this ensemble
                 return self._cancel(order)
             load = last_order if last_order is not None and last_order.may_succeed else None
             if load is None and (not step.serving or last_order is not None):

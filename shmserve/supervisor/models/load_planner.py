@@ -69,7 +69,7 @@ class LoadPlanner:
         return repository.fingerprint(folder) if folder is not None else ""
 
     def count(self, name: str) -> int:
-        """Return the number of repositories with a model; it is loaded only from a single one."""
+        """Return the number of repositories with a model; a model in several ones is not loaded."""
         roots = self._config.model_repositories
         return 1 if name in self._inline else sum(os.path.isdir(root / name) for root in roots)
 
@@ -119,7 +119,8 @@ class LoadPlanner:
         except model_config.LoadProblem as error:
             fault = error.message
         except ShmserveError as error:
-            hint = repository.layout_hint(folder)
+            hints = (repository.layout_hint(folder), *repository.incomplete_files(folder.path, ()))
+            hint = "; ".join(filter(None, hints))
             if hint:
                 error = InvalidArgument(f"{error.message} ({hint})")
             raise _not_polled_error(name, error) from None
@@ -333,9 +334,10 @@ def _class_text(config: ModelConfig, folder: ModelFolder) -> tuple[str, str, str
 
 
 def _add_environment(config: ModelConfig, folder: ModelFolder) -> None:
-    """Copy the attribute `environment` of a class to its parameters.
+    """Copy the attribute `environment` of a model's class to the configuration's parameters.
 
-    It is read from the text of the file, which only that environment may be able to import.
+    The attribute is read from the text of the file, since only that environment may be able to
+    import the file.
 
     Raises:
         InvalidArgument: The attribute is not a literal string.

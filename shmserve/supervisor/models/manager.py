@@ -349,7 +349,7 @@ class ModelManager:
         config = self._context.config
         for root in config.model_repositories:
             if (root / CONFIG_FILE).is_file():
-                logger.warning("'%s' is a model folder: the repository is its parent folder", root)
+                logger.warning("'%s' is a model: set --model-repository to its parent folder", root)
         folders = await asyncio.to_thread(self._planner.scan)
         names = list(folders)
         if not folders and config.model_control_mode != "explicit":
@@ -428,7 +428,7 @@ class ModelManager:
     # --- load and unload
 
     def offer_on_demand(self, name: str) -> None:
-        """Publish a model as loaded on demand."""
+        """Publish that a model is loaded on demand."""
         self._lifecycle.offer_on_demand([name])
 
     async def load(self, name: str, source: LoadSource = FOLDER, pins: bool = True) -> None:

@@ -59,7 +59,7 @@ class ModelVersion:
         find: Returns the serving version of a model, by name and version.
         _on_change: Called when readiness, endpoint or failure changes.
         _complete_config: Returns the final configuration when the first worker has completed it.
-        loaded: Whether the version has been ready.
+        loaded: Whether the version has become ready; later failures do not reset it.
         loaded_ns: When the version became ready, on the monotonic clock.
     """
 
@@ -297,8 +297,8 @@ class ModelVersion:
                     self._broadcast_lost(lost_endpoint, "", *_CLIENT_ROLES)
                 continue
             self.instances.attach()
-            # Clients keep their submitted requests and resubmit them while they know the old
-            # endpoint.
+            # Clients keep submitted requests until this message, which lets them resubmit the
+            # requests to the successor.
             self._broadcast_lost(lost_endpoint, self.scheduler.endpoint, *_CLIENT_ROLES)
             self.report_change()
             return
@@ -384,7 +384,11 @@ class EnsembleInstances(Instances):
         return all(model is not None and model.ready for model in self._models)
 
     async def complete_config(self) -> None:
-        """Validate the ensemble against the models that serve now; raise InvalidArgument."""
+        """Validate the ensemble against the models that serve now.
+
+        Raises:
+            InvalidArgument: The ensemble does not fit the models of its steps.
+        """
         self.config = self._complete_config(self._spec, {})
         self.labels = {**_inherited_labels(self.config, self._models), **self._spec.labels}
 

@@ -189,7 +189,7 @@ class OnDemand:
             self._context.start_task(self._load(name, load))
         await wait_any(load, timeout_s=patience_s if 0 < patience_s < _MAX_WAIT_S else None)
         if not load.done():
-            raise Unavailable(f"model '{name}' was not loaded within the time of the request")
+            raise Unavailable(f"model '{name}' was not loaded within the request's timeout")
         error = load.result()
         if error is not None:
             raise error
@@ -296,7 +296,7 @@ def _updated(usage: _Usage, report: Mapping[str, Any] | None) -> _Usage:
     used_ns = usage.used_ns
     if executed_ns > usage.executed_ns:
         used_ns = max(used_ns, executed_ns)
-    elif response_count != usage.response_count:  # responses of the response cache, or errors
+    elif response_count != usage.response_count:  # cached responses and errors count as use, too
         used_ns = time.monotonic_ns()
     is_busy = bool(report["live"] or report["open_sequences"])
     return _Usage(response_count, executed_ns, used_ns, is_busy)

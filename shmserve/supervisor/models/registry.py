@@ -267,7 +267,7 @@ class ModelSummary(NamedTuple):
     Attributes:
         states: The status of each version.
         is_ready: Whether every version that should serve is ready; models on demand always are.
-        problems: The reasons why versions that should serve do not, by number.
+        problems: The reasons why versions do not serve that should, by version number.
         progress: The progress of a load at the start: "loading", "ready", or "failed" with the
             unlogged reason; empty if the model is not loaded at the start.
     """
@@ -388,7 +388,7 @@ class ReadinessCheck:
         self._in_flight: dict[int, _Check] = {}
 
     async def check(self, pids: Sequence[int]) -> bool:
-        """Check whether a worker reports that the model is ready and no worker denies it.
+        """Check whether a worker reports the model as ready, and no worker as not ready.
 
         Workers that end, or send no response within `PATIENCE_S`, are ignored.
         """

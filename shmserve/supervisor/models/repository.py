@@ -40,6 +40,9 @@ _MAX_VERSION = 2**63 - 1
 _LFS_MARK = b"version https://git-lfs.github.com/spec/v1"
 _PLACEHOLDER = re.compile(r"\$\{\w+\}|(?<=: )\{\{[^{}\n]+\}\}")
 _INVALID_CHARACTERS = re.compile(r"[^A-Za-z0-9._-]+")
+# The part of a line up to its comment, whose text is the rest of the line.
+_COMMENT = re.compile(rb"""^((?:[^"'#\n]|"[^"\n]*"|'[^'\n]*')*#).*$""", re.MULTILINE)
+_MISNAMED_CONFIG = re.compile(r"config\.(pb|txt|prototxt).*", re.IGNORECASE)
 _IGNORED_PREFIXES = (".", "__", "lost+found")  # prefixes of folders that are not models
 _DANGLING = "a link whose target does not exist"
 # Maximum bytes of the pointer file that Git LFS leaves in place of the real file.
@@ -185,7 +188,14 @@ def layout_hint(folder: ModelFolder) -> str:
             config_path = f"{folder.name}/{CONFIG_FILE}"
             return f"'{shown_path}/{CONFIG_FILE}' is not read: move it to '{config_path}'"
         return f"'{shown_path}' is a model: is the folder '{folder.name}' the repository?"
-    return ""
+    with convert_os_errors(folder.name):
+        names = sorted(filter(_MISNAMED_CONFIG.fullmatch, os.listdir(folder.path)))
+    if names:
+        return f"'{folder.name}/{names[0]}' is not read: rename it to '{CONFIG_FILE}'"
+    if not folder.versions and folder.name.isdecimal():
+        parent = folder.path.resolve().parent.name
+        return f"'{folder.name}' is a version: is the folder '{parent}' a model, not a repository?"
+    return "" if folder.versions else _no_version_hint(folder)
 
 
 def incomplete_files(model_dir: Path, versions: Iterable[int | str]) -> list[str]:
@@ -215,7 +225,7 @@ def check_agents(folder: ModelFolder, config: ModelConfig) -> None:
     """
     for agent in config.model_repository_agents.agents:
         if agent.name != "checksum":
-            text = f"repository agent '{agent.name}' is not available, known is 'checksum'"
+            text = f"repository agent '{agent.name}' is not available (allowed: 'checksum')"
             raise InvalidArgument(text)
         for key, expected_digest in sorted(agent.parameters.items()):
             kind, _, file = key.partition(":")
@@ -262,10 +272,14 @@ def missing_version_text(folder: ModelFolder) -> str:
     if folder.versions:
         hint = f"it excludes version {', '.join(map(str, folder.versions))}"
     else:
-        ignored = ", ".join(ignored_folders(folder))
-        hint = "a version is a folder whose name is an integer, such as 1"
-        hint += f", but found {clip(ignored)}" if ignored else ""
+        hint = _no_version_hint(folder)
     return f"{_NO_VERSION} '{folder.name}' ({hint})"
+
+
+def _no_version_hint(folder: ModelFolder) -> str:
+    ignored = ", ".join(ignored_folders(folder))
+    hint = "a version is a folder whose name is an integer, such as 1"
+    return hint + (f", but found {clip(ignored)}" if ignored else "")
 
 
 def lacks_version(reason: str) -> bool:
@@ -289,7 +303,7 @@ def version_fingerprint(folder: ModelFolder, version: int) -> str:
 def _fingerprint_lines(folder: ModelFolder) -> list[bytes]:
     if folder.class_file is None:
         return list(_fingerprint_lines_below(folder.path))
-    files = {folder.class_file, *folder.class_file.parent.glob("*.py")}  # and modules it may import
+    files = {folder.class_file, *folder.class_file.parent.glob("*.py")}  # with its modules
     return [_fingerprint_line(file.name, file) for file in files]
 
 
@@ -302,7 +316,8 @@ def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> Mode
 
     A class is a model of the native backend without a configuration file. The model is named after
     the class in lower case, or after the file if the class is called `Model`. A checkpoint is named
-    after its folder. The folder NAME/1 in `base_dir` becomes a link to the model's folder.
+    after its folder, or after the link to it. The folder NAME/1 in `base_dir` becomes a link
+    to the model's folder.
 
     Args:
         spec: The class or the folder.
@@ -313,13 +328,13 @@ def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> Mode
         InvalidArgument: The file does not exist, or the name is not valid.
     """
     if is_checkpoint(spec):
-        return _checkpoint(Path(spec).resolve(), base_dir)
+        return _checkpoint(Path(os.path.abspath(spec)), base_dir)
     match = CLASS_IN_FILE.fullmatch(spec)
     if match is None:
-        raise InvalidArgument(f"'{spec}' is not of the form FILE.py:CLASS")
+        raise InvalidArgument(f"model '{spec}': expected FILE.py:CLASS")
     file = Path(match["file"]).resolve()
     if not file.is_file():
-        raise InvalidArgument(f"'{match['file']}' is not a file")
+        raise InvalidArgument(f"model '{spec}': there is no file '{match['file']}'")
     class_name = match["name"]
     name = file.stem if class_name == "Model" else class_name.lower()
     path = _link_folder(base_dir, name, file.parent)
@@ -401,7 +416,9 @@ def _is_file(path: Path) -> bool:
 
 def _read_text(path: Path) -> str:
     with convert_os_errors(f"{path.parent.name}/{path.name}", "not UTF-8 text"):
-        return path.read_text(encoding="utf-8")
+        # Comments may have any encoding, as in Triton. Editors of Windows write a byte order mark.
+        text = _COMMENT.sub(rb"\1", path.read_bytes()).decode("utf-8-sig")
+        return re.sub("\r\n?", "\n", text)
 
 
 def _inline_config(folder: ModelFolder) -> ModelConfig:
@@ -413,7 +430,7 @@ def _inline_config(folder: ModelFolder) -> ModelConfig:
 
 
 def _fingerprint_lines_below(root: Path) -> Iterator[bytes]:
-    """Yield a line for each file below `root`; follows links and visits each folder once."""
+    """Yield a line for each file below `root`; follow links, but visit each folder once."""
     visited: set[tuple[int, int]] = set()
     unvisited = [("", root)]
     while unvisited:
@@ -438,7 +455,7 @@ def _fingerprint_line(name: str, path: Path) -> bytes:
         status = path.stat()
     except OSError:
         return os.fsencode(name) + b"\0gone\n"
-    if stat.S_ISDIR(status.st_mode):  # a folder's times change with its files, also of bytecode
+    if stat.S_ISDIR(status.st_mode):  # its times change with any file in it, even bytecode
         return os.fsencode(name) + b"\0folder\n"
     numbers = (status.st_ino, status.st_size, status.st_mtime_ns)
     return os.fsencode(name) + f"\0{numbers}\n".encode()

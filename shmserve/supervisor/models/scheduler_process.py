@@ -259,8 +259,10 @@ class VersionScheduler:
     async def start_successor(self, group: Group, config: ModelSpec) -> None:
         """Start a successor in a group's process; `endpoint` is the successor's from now on.
 
-        The statistics of the successor start at zero, but its metrics continue. Raises Unavailable
-        if the successor does not start.
+        The statistics of the successor start at zero, but its metrics continue.
+
+        Raises:
+            Unavailable: The successor does not start.
         """
         old_counters, new_counters = self.counters, CarriedCounters(self.send)
         old_group, self._group, self.counters = self._group, group, new_counters

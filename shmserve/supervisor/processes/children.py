@@ -138,7 +138,7 @@ class ProcessTable:
             self._kill_strays()
 
     async def wait_for_trackers(self, timeout_s: float) -> None:
-        """Wait until the resource trackers of ended models have removed their shared memory.
+        """Wait until the resource trackers of ended models have removed the models' shared memory.
 
         When the supervisor exits, systemd and containers kill all processes that are left.
         """
@@ -185,7 +185,8 @@ class ProcessTable:
                 logger.exception("the exit of %s could not be handled", child.title)
 
     def _on_stopped(self, child: Child) -> None:
-        logger.warning("%s is stopped; it is replaced if it does not continue", child.title)
+        text = "%s was stopped by a signal; it is replaced unless it continues within %g s"
+        logger.warning(text, child.title, STOPPED_LIMIT_S)
         self._on_continued(child)
         child.stop_timer = self._loop.call_later(STOPPED_LIMIT_S, self._kill_stopped, child)
 
@@ -226,7 +227,7 @@ class ProcessTable:
 # Pauses before a start after the n-th death in a row.
 _PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
 _HEALTHY_S = 30.0  # a process that lives longer resets the number of deaths
-_MAX_DEATHS_AFTER_WORK = 4  # number of consecutive deaths that remain counted after useful work
+_MAX_DEATHS_AFTER_WORK = 4  # useful work lowers the number of consecutive deaths to this
 
 
 @dataclass(slots=True)
@@ -349,7 +350,7 @@ class Zygote:
         self._serve(_ZygoteProcess(self._table.adopt(pid, self._title), own_end))
 
     def _serve(self, process: _ZygoteProcess) -> None:
-        """Use this process for further requests."""
+        """Send all further requests to this process, which is the zygote or its former spare."""
         self._serving_zygote = process
         process.child.exited.add_done_callback(self._on_exit)
         self._loop.add_reader(process.link.fileno(), self._read_responses)
@@ -374,7 +375,7 @@ class Zygote:
                 ],
                 self._environment,
                 file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
-                # Until the zygote ignores them: Ctrl-C is for the supervisor.
+                # Blocked until the zygote ignores them, because only the supervisor handles Ctrl-C.
                 setsigmask=[signal.SIGINT, signal.SIGTERM],
             )
         finally:
@@ -451,7 +452,7 @@ class Zygote:
                 own_end, child_end = map(stack.enter_context, _create_link())
                 child = await self.spawn(f"spare {self._title}", SPARE, b"", [child_end.fileno()])
             except (OSError, Unavailable) as error:
-                logger.warning("the %s has no spare: %s", self._title, error)
+                logger.warning("a spare %s could not be started: %s", self._title, error)
                 self._loop.call_later(_RETRY_PAUSE_S, self._fork_spare)
                 return
             child_end.close()
@@ -552,7 +553,7 @@ def worker_preloads(
     """Return the modules to import and functions to call, in order, before the zygote forks.
 
     Importing torch takes a second and about 200 MB. The zygote imports torch if a model's file
-    needs it or names it. A worker whose model imports torch by other ways imports it itself.
+    needs it or names it. A worker whose model imports torch in other ways imports it itself.
 
     Args:
         repositories: The model repositories.

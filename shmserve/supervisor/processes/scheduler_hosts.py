@@ -135,7 +135,7 @@ class SchedulerHosts:
                     resolve_future(hosted.close_future, reason)
 
     async def close(self, hosted: HostedHandle, patience_s: float = STOP_PATIENCE_S) -> None:
-        """Close a scheduler, and its process if it was the last one, and wait for that."""
+        """Close a scheduler and, if it is the last one, its process; wait until they have ended."""
         host = hosted._host
         self._control.send(hosted.address, m.Stop())
         await wait_any(hosted.close_future, host.child.exited, timeout_s=patience_s)

@@ -43,7 +43,7 @@ _OpenCheck = tuple[list[int], asyncio.Future[MemoryChecked]]
 
 
 class RegionQuota:
-    """The amounts that are counted against a policy's limits; only `has_cuda` permits pinning."""
+    """The amounts that are counted against a policy's limits; pinning requires `has_cuda`."""
 
     def __init__(self, policy: ShmPolicy, has_cuda: bool = False) -> None:
         self.policy = policy
@@ -85,7 +85,7 @@ class RegionQuota:
             self._regions_by_file[file] += 1
 
     def release(self, uid: int, byte_size: int, file: tuple[int, int] | None = None) -> None:
-        """Remove a counted region."""
+        """Remove a region from the count."""
         self._regions[uid] -= 1
         self._bytes[uid] -= byte_size
         if not self._regions[uid]:
@@ -145,7 +145,7 @@ class RegionQuota:
             InvalidArgument: The bytes cannot be pinned. They are not counted.
         """
         if not self._has_cuda:
-            raise InvalidArgument("memory is pinned for CUDA devices, and the server has none")
+            raise InvalidArgument("memory can be pinned for CUDA devices only; the server has none")
         if copied:
             text = "memory that other processes may truncate is neither mapped nor pinned"
             raise InvalidArgument(text)
@@ -158,13 +158,13 @@ class RegionQuota:
         self._pinned_bytes += byte_size
 
     def unpin(self, byte_size: int) -> None:
-        """Remove counted bytes."""
+        """Remove pinned bytes from the count."""
         self._pinned_bytes -= byte_size
 
 
 @dataclass(eq=False)
 class HandleCheck:
-    """The check of CUDA handles by the workers of a device, from `_find_workers(device_id)`."""
+    """The check of CUDA handles by a device's workers, which `_find_workers(device_id)` returns."""
 
     device_count: int
     _find_workers: Callable[[int], list[int]]
@@ -173,7 +173,7 @@ class HandleCheck:
     _open_checks: dict[int, _OpenCheck] = field(init=False, default_factory=dict)
 
     async def check(self, memory: Memory) -> None:
-        """Let the workers on a device open a memory. Without a free worker, nothing is checked.
+        """Have the workers on the device of `memory` open it; without a free worker, do nothing.
 
         Raises:
             InvalidArgument: A worker cannot open the memory.
@@ -197,7 +197,7 @@ class HandleCheck:
             async with asyncio.timeout(_CHECK_TIMEOUT_S):
                 response = await future
         except TimeoutError:
-            logger.info("no worker was free to check a CUDA handle; its first request checks it")
+            logger.info("no worker is free to check a CUDA handle: its first request checks it")
             return
         finally:
             del self._open_checks[number]

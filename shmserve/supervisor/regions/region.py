@@ -104,7 +104,7 @@ class OpenRegion:
         return RegionPublished(self.name, self.key, packed, owner.uid, owner.group, change_number)
 
     def listing_message(self, change_number: int) -> RegionPublished:
-        """Return the message for a region that gateways only list."""
+        """Return the message for a region that gateways list, but that no request can name."""
         return replace(self.publication_message(change_number), draining=True)
 
     def _memory(self) -> Memory:
@@ -213,7 +213,8 @@ def _description_fd(region: OpenRegion) -> Iterator[int]:
 def _reopen(fds: list[int], admit: Admission) -> OpenRegion:
     are_sealed = [fcntl.fcntl(fd, fcntl.F_GET_SEALS) == _SEALS for fd in fds]
     if sorted(are_sealed) != [False, True]:
-        raise ValueError(f"{sum(are_sealed)} of {len(fds)} descriptors are sealed, not 1 of 2")
+        found = f"got {len(fds)}, {sum(are_sealed)} of them sealed"
+        raise ValueError(f"expected 2 descriptors, one of them sealed; {found}")
     description = fds[are_sealed.index(True)]
     shared = posix_shm.describe_object(fds[are_sealed.index(False)])
     fields = json.loads(os.pread(description, _MAX_DESCRIPTION_BYTES, 0))

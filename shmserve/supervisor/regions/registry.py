@@ -240,7 +240,8 @@ class RegionRegistry:
             {"memory_id"}, after every gateway has the region.
 
         Raises:
-            ShmserveError: InvalidArgument, AlreadyExists, PermissionDenied, Internal, Unavailable.
+            ShmserveError: The registration is rejected: with InvalidArgument, AlreadyExists,
+                PermissionDenied, Internal or Unavailable.
         """
         if not name:
             text = "'region name' is necessary to register system shared memory region"
@@ -281,7 +282,8 @@ class RegionRegistry:
         changes nothing. `exporter_pid` is 0 if the exporter is unknown.
 
         Raises:
-            ShmserveError: InvalidArgument, AlreadyExists or Unavailable.
+            ShmserveError: The registration is rejected: with InvalidArgument, AlreadyExists or
+                Unavailable.
         """
         handles = self._opener.handles
         if handles is None:

@@ -139,7 +139,7 @@ class CallWaits:
                     if call is None or id(successor) in visited:
                         continue
                     visited.add(id(successor))
-                    # A caller that only holds resources is not the model that was called.
+                    # A caller other than the called model holds its resources, and is named, too.
                     caller = [] if call.caller == wait.model else [call.caller]
                     paths.append((successor, [*models, *caller, successor.model]))
         return None

@@ -123,8 +123,8 @@ class RateLimiter:
     def join(self, member: Hashable, instances: Mapping[int, Needs]) -> None:
         """Register instances of a model version by index.
 
-        They start with the smallest score of all instances, so that they do not precede the others
-        for long.
+        They start with the smallest score of all instances, so that they do not take precedence
+        over the other instances for long.
 
         Raises:
             InvalidArgument: A resource is both global and device-specific, or exceeds its capacity.
@@ -369,7 +369,7 @@ class Tickets:
             self._send_granted(self._limiter.disconnect(member))
 
     def handle(self, scheduler: Address, message: TicketRequest) -> None:
-        """Handle a scheduler's message."""
+        """Handle a request for a ticket, its release, or a question about holders of resources."""
         member = self._members.get(scheduler)
         if member is None:
             return
@@ -413,7 +413,7 @@ class CacheShares:
         return self.byte_size // max(1, len(self._members))
 
     def join(self, member: int, send: Callable[[ResizeCache], None]) -> int:
-        """Register a member and return its share. The other members are sent theirs."""
+        """Register a member and return its share; send the other members their new shares."""
         if member not in self._members:
             self._members[member] = send
             self._send_all(member)

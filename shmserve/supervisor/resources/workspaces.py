@@ -177,7 +177,7 @@ class Workspaces:
         self._send_granted(pool, pool.open())
 
     def holder_exited(self, device: str) -> None:
-        """Close a device's pool, whose holder has died, until it is `on_allocated` again."""
+        """Close a device's pool, whose holder has died, until `on_allocated` is called again."""
         self._pools[device].close()
 
     def handle(self, pid: int, message: LeaseWorkspace | ReturnWorkspace) -> None:

@@ -25,7 +25,7 @@ with shmserve.client.connect(sys.argv[1]) as client:
         try:
             client.infer("identity", INPUT0=numpy.ones(4, numpy.float32))
         except shmserve.client.Unavailable as error:
-            assert "no other serves the model" in str(error), error
+            assert "no other scheduler serves it" in str(error), error
         else:
             raise AssertionError("answered")
 """
@@ -43,10 +43,9 @@ def small_mount_command(folder: Path, inodes: int) -> list[str]:
     return ["unshare", "-m", "sh", "-c", _MOUNT_COMMAND, str(inodes), str(folder)]
 
 
-@pytest.mark.parametrize("inodes", [4, 5])
-def test_a_full_run_directory_at_the_start(repository: Path, folder: Path, inodes: int) -> None:
+def test_a_full_run_directory_at_the_start(repository: Path, folder: Path) -> None:
     with Server(
-        [repository], run_dir=folder / "run", prefix=small_mount_command(folder, inodes)
+        [repository], run_dir=folder / "run", prefix=small_mount_command(folder, 4)
     ) as server:
         assert server.wait_exit(30) == 1
         assert server.log() == (
@@ -71,7 +70,7 @@ def test_a_full_run_directory_for_a_new_scheduler(repository: Path, folder: Path
             body = {"inputs": [json_input("INPUT0", np.arange(4, dtype=np.float32))]}
             for _ in range(2):  # the request that waited, and a later one
                 assert (reply := http.infer("identity", body)).status == 503
-                assert "the model's scheduler ended before it could answer" in reply.error
+                assert "the model's scheduler ended before its response" in reply.error
         namespace = f"--mount=/proc/{server.pid}/ns/mnt"
         command = [sys.executable, "-c", _NATIVE, str(server.run_dir)]
         subprocess.run(["nsenter", namespace, *command], check=True, timeout=30)

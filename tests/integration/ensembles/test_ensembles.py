@@ -44,7 +44,7 @@ def test_two_sequential_steps(server: Server, size: int) -> None:
 
 
 def test_tensors_of_fixed_shapes_are_in_the_ensembles_memory(server: Server) -> None:
-    assert "3 tensors of fixed shapes between steps: 7.2 MB per request" in server.log()
+    assert "'three': planned memory of 3 tensors between steps: 7.2 MB per request" in server.log()
     values = np.arange(LARGE, dtype=np.float32)[None]
     for _ in range(100):  # a leak of 3.6 MB per request would fill the arena
         assert (infer(server, "three", IN=values).as_numpy("OUT") == values + 3).all()
@@ -138,8 +138,8 @@ def test_a_condition_in_a_clients_memory_is_refused(server: Server) -> None:
         refused_reply = http.infer("asked", {"inputs": tensors})
         assert (refused_reply.status, refused_reply.error) == (
             400,
-            "in ensemble 'asked', 'RUN' is a condition, which must be sent in the request, not "
-            "in a shared memory region",
+            "in ensemble 'asked', input 'RUN' is a step's condition: send its data in the request, "
+            "not in a shared memory region",
         )
         http.unregister("condition").ok()
 

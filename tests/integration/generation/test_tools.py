@@ -160,7 +160,7 @@ def test_no_tools_are_wanted(client: openai.OpenAI) -> None:
     assert free.choices[0].message.tool_calls is None
     named_tool = {"type": "function", "function": {"name": "f"}}
     body = chat_request("hermes", tools=TOOLS, tool_choice=named_tool)
-    with pytest.raises(openai.BadRequestError, match="tool_choice: 'f' is not a name of `tools`"):
+    with pytest.raises(openai.BadRequestError, match="tool_choice: `tools` has no tool 'f'"):
         client.chat.completions.create(**body)
     no_schema = {"type": "x"}
     unsupported = {"properties": {"a": {"type": "array", "contains": {"type": "string"}}}}
@@ -179,5 +179,10 @@ def test_errors_of_responses(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="responses are not stored") as error_info:
         client.responses.create(model="loop", input="a", previous_response_id="resp_1")
     assert error_info.value.param == "previous_response_id"
+    with pytest.raises(openai.BadRequestError, match=r"use text\.format instead") as error_info:
+        client.responses.create(
+            model="loop", input="a", extra_body={"response_format": {"type": "json_object"}}
+        )
+    assert error_info.value.param == "response_format"
     completion = client.responses.create(model="loop", input="a", max_output_tokens=3, store=True)
     assert (completion.status, completion.to_dict()["store"]) == ("incomplete", False)

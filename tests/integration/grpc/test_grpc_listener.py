@@ -146,7 +146,7 @@ def test_keys_that_do_not_fit(models: Path, keys: Path) -> None:
         "certificate and its private key in PEM\n",
     )
     run = run_command("serve", str(models), "--grpc-use-ssl")
-    assert run.stderr == "shmserve: --grpc-server-cert: TLS requires this file\n"
+    assert run.stderr == "shmserve: --grpc-server-cert: not set, but TLS requires this file\n"
     flags = [f"--grpc-server-cert={cert}", f"--grpc-server-key={keys}/server.key"]
     run = run_command(
         "serve", str(models), "--grpc-use-ssl-mutual", *flags, f"--grpc-root-cert={key}"

@@ -184,7 +184,7 @@ def test_the_unix_socket_admits_groups_with_tokens(folder: Path, guarded_server:
         (("--grpc-address=0.0.0.0",), "--grpc-address: other hosts reach '0.0.0.0'"),
         (("--metrics-address=0.0.0.0",), "--metrics-address: other hosts reach '0.0.0.0'"),
         (("--auth-token-file=/nowhere",), "--auth-token-file: cannot read '/nowhere'"),
-        (("--shm-group=no-such-group",), "--shm-group: there is no group 'no-such-group'"),
+        (("--shm-group=no-such-group",), "--shm-group: this host has no group 'no-such-group'"),
         (("--grpc-restricted-protocol=x:k=v",), "unknown restricted protocol 'x'"),
         (("--http-unix-socket=/nowhere/s",), "--http-unix-socket: cannot listen on '/nowhere/s'"),
         (("--http-unix-socket=/" + "x" * 200,), "--http-unix-socket: cannot listen on"),

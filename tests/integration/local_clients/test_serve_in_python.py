@@ -1,12 +1,16 @@
 """`shmserve.serve`: a server for a script, a test or a notebook."""
 
 import asyncio
+import contextlib
 import json
+import os
 import pydoc
 import re
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -223,8 +227,13 @@ def test_help_shows_what_a_user_imports() -> None:
 
 def test_a_class_of_a_script_is_served(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
+    long_folder = tmp_path / ("long" * 20)
+    long_folder.mkdir()
+    environment = {**os.environ, "TMPDIR": str(long_folder)}
     command = [sys.executable, str(tmp_path / "script.py")]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    completed = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=True, env=environment
+    )
     assert float(completed.stdout) == 12.0
 
 
@@ -248,6 +257,17 @@ def test_a_class_may_have_the_name_of_its_module(tmp_path: Path, file: str, name
         command = [sys.executable, *arguments]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.stdout == "8.0\n", done.stderr
+
+
+def test_the_thread_that_starts_a_server_may_end() -> None:
+    serving = shmserve.serve(Double, model_control_mode="explicit", load_model="double")
+    with contextlib.ExitStack() as stack:
+        with ThreadPoolExecutor(1) as pool:
+            server = pool.submit(stack.enter_context, serving).result()
+            thread = pool.submit(threading.get_native_id).result()
+        until("the thread ended", lambda: not Path(f"/proc/self/task/{thread}").exists())
+        server.load("double")
+        assert server.infer("double", x=X)["output"].sum() == 8.0
 
 
 def test_a_killed_script_leaves_no_files(tmp_path: Path) -> None:

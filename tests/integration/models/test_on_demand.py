@@ -187,7 +187,7 @@ def test_requests_during_a_load_wait_for_the_load(server: Server) -> None:
         reply = http.infer("slow", late_body)
         assert time.monotonic() - start_s < 5
         assert reply.status == 503
-        assert reply.error == "model 'slow' was not loaded within the time of the request"
+        assert reply.error == "model 'slow' was not loaded within the request's timeout"
 
         def send_request(_: int) -> int:
             with server.http() as own_client:

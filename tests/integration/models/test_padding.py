@@ -100,7 +100,7 @@ def test_lengths_and_mask_are_no_inputs_of_clients(server: Server) -> None:
     with triton.InferenceServerClient(server.grpc_url) as client:
         assert [tensor.name for tensor in client.get_model_metadata("together").inputs] == ["IMAGE"]
     large_input = np.zeros((1, 3, 400, 8), np.float32)
-    with pytest.raises(InferenceServerException, match=r"\[3,400,8\] fits none"):
+    with pytest.raises(InferenceServerException, match=r"\[3,400,8\] fits no bucket"):
         infer(server, "alone", large_input)
 
 

@@ -12,27 +12,6 @@ from tests.support import repositories
 from tests.support.servers import Server, Start
 
 HELD_REQUESTS = 3
-TORCH = """
-import torch
-class Sums(torch.nn.Module):
-    def forward(self, X, ENDS):
-        assert X.dim() == 1, X.shape
-        sums = torch.cumsum(X, 0)[(ENDS - 1).long()]
-        before = torch.cat([sums.new_zeros(1), sums[:-1]])
-        return (sums - before)[:, None], X * len(ENDS)
-"""
-TORCH_CONFIG = """
-backend: "pytorch" max_batch_size: 8
-input { name: "X" data_type: TYPE_FP32 dims: [ -1 ] allow_ragged_batch: true }
-output { name: "SUM" data_type: TYPE_FP32 dims: [ 1 ] }
-output { name: "Y" data_type: TYPE_FP32 dims: [ -1 ] }
-batch_input {
-  kind: BATCH_ACCUMULATED_ELEMENT_COUNT target_name: "ENDS"
-  data_type: TYPE_INT32 source_input: "X"
-}
-batch_output { target_name: "Y" kind: BATCH_SCATTER_WITH_INPUT_SHAPE source_input: "X" }
-dynamic_batching { }
-"""
 PYTHON = """
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -61,7 +40,6 @@ dynamic_batching { }
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
     """Start a server with one model for each test, since each model is held only once."""
-    repositories.write(models, "sums", TORCH_CONFIG, TORCH)
     repositories.write(models, "each", PYTHON_CONFIG % "allow_ragged_batch: true", PYTHON)
     repositories.write(models, "mixed", PYTHON_CONFIG % "allow_ragged_batch: true", PYTHON)
     environment = {"TRITONSERVER_DELAY_SCHEDULER": str(HELD_REQUESTS)}
@@ -87,18 +65,6 @@ def inputs_of_sizes(*sizes: int) -> list[dict[str, Any]]:
     return [{"X": np.arange(1, n + 1, dtype=np.float32)[None]} for n in sizes]
 
 
-def test_a_torch_model_gets_one_flat_batch(server: Server) -> None:
-    """3.6: `allow_ragged_batch` excludes the input from the comparison of shapes.
-
-    The model receives one 1-D tensor and `batch_input`, and `batch_output` is split by each
-    request's shape.
-    """
-    requests = inputs_of_sizes(2, 4, 1)
-    for request, answer in zip(requests, ask_all(server, "sums", requests), strict=True):
-        assert answer["SUM"].tolist() == [[request["X"].sum()]]
-        np.testing.assert_array_equal(answer["Y"], request["X"] * HELD_REQUESTS)
-
-
 def test_a_python_model_gets_each_requests_own_tensor(server: Server) -> None:
     """3.6: the Python backend passes each request its own tensor."""
     answers = ask_all(server, "each", inputs_of_sizes(2, 4, 1))
@@ -117,11 +83,3 @@ def test_requests_with_other_inputs_do_not_share_a_batch(server: Server) -> None
     sizes = [answer["Y"][0, 1] for answer in answers]
     assert sizes[1] == 1 and sizes[0] < HELD_REQUESTS and sizes[2] < HELD_REQUESTS
     assert [answer["Y"][0, 2] for answer in answers] == [3, 5, 3]
-
-
-def test_the_metadata_has_no_generated_inputs(server: Server) -> None:
-    """3.6: inputs that `batch_input` generates are not inputs of clients."""
-    with triton.InferenceServerClient(server.grpc_url) as client:
-        assert [tensor.name for tensor in client.get_model_metadata("sums").inputs] == ["X"]
-        (configuration,) = client.get_model_config("sums").config.batch_input
-        assert list(configuration.target_name) == ["ENDS"]

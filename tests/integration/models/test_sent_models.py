@@ -26,7 +26,7 @@ MODEL_CODE = (repositories.MODELS / "constant" / "1" / "model.py").read_bytes()
 REQUEST_BODY = {"inputs": [json_input("INPUT0", np.array([1], np.int32))]}
 TEXT = (
     "the configuration or files of a model are accepted only from the user who runs the "
-    "server, or with a token"
+    "server, or with a token (--auth-token-file)"
 )
 ROW = {"name": "INPUT0", "data_type": "TYPE_INT32", "dims": [1]}
 CONFIG = json.dumps({"backend": "python", "input": [ROW], "output": [{**ROW, "name": "OUTPUT0"}]})

@@ -258,7 +258,7 @@ def test_a_report_is_written_drawn_and_compared(
         ("http", ["simple", "--batch=99"], 1, "the first request to 'simple' failed: 400"),
         ("grpc", ["simple", "--batch=99"], 1, "the first request to 'simple' failed: "),
         ("http", ["simple", "--rate=fast"], 2, "--rate: 'fast' is invalid (allowed: N"),
-        ("http", ["simple", "--window=0"], 2, "--window: 0 is not more than 0"),
+        ("http", ["simple", "--window=0"], 2, "--window: must be a finite number above 0, got 0"),
         ("http", ["simple", "--compare=/none"], 2, "--compare: cannot read '/none'"),
         ("native", ["simple", "--openai=chat"], 2, "--openai requires --url http://HOST:PORT"),
         ("native", ["simple", "--plot=a.png"], 2, "--plot: 'a.png' does not end in .svg"),

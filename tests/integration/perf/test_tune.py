@@ -115,12 +115,12 @@ def test_tune_writes_its_recommendation_to_the_given_file(
 @pytest.mark.parametrize(
     ("flags", "expected_error"),
     [
-        (("--p99=soon",), "--p99: 'soon' is not a time (30ms, 1.5s, 800us)"),
+        (("--p99=soon",), "--p99: 'soon' is not a time (for example, 30ms, 1.5s or 800us)"),
         (("--p99=0",), "--p99: '0' is not a time"),
         (("--p99=3", "--plot=a.png"), "--plot: 'a.png' does not end in .svg, the only format"),
         (("--p99=3", "--write=/nowhere/a"), "--write: cannot write '/nowhere/a'"),
         (("--p99=3", "--runs=0"), "--runs: 0 is less than 1"),
-        (("--p99=3", f"--window={math.inf}"), "--window: inf is not more than 0"),
+        (("--p99=3", f"--window={math.inf}"), "--window: must be a finite number above 0, got inf"),
         (("--p99=3", "--openai=chat"), "--openai is not supported; tune generative models"),
     ],
 )

@@ -98,61 +98,6 @@ def test_counts(metrics_server: Server) -> None:
     assert metrics_server.metric("nv_inference_count", model="untouched") == 0
 
 
-def test_failures_are_counted_by_reason(metrics_server: Server) -> None:
-    tensor = {"name": "COMMAND", "datatype": "BYTES", "shape": [1, 1], "data": ["error"]}
-    with metrics_server.http() as http:
-        reply = http.infer(
-            "crimes", {"inputs": [tensor, json_input("INPUT0", np.zeros((1, 4), np.int32))]}
-        )
-        assert reply.status == 500
-        until(
-            "it is counted", lambda: stats(http, "crimes")["inference_stats"]["fail"]["count"] == 1
-        )
-    assert (
-        metrics_server.metric("nv_inference_request_failure", model="crimes", reason="BACKEND") == 1
-    )
-    assert metrics_server.metric("nv_inference_request_failure", model="crimes") == 1
-
-
-def test_histograms_and_why_batches_closed(metrics_server: Server) -> None:
-    with metrics_server.http() as http:
-        for _ in range(4):
-            http.infer("closing", rows(1)).ok()
-    page = metrics_server.metrics()
-    families = {
-        line.split()[2]: line.split()[3] for line in page.splitlines() if line.startswith("# TYPE")
-    }
-    histograms = [name for name, kind in families.items() if kind == "histogram"]
-    for word in ("request", "queue", "compute", "batch_size"):
-        assert any(word in name for name in histograms), (word, histograms)
-    closed = [
-        (labels, value)
-        for name in families
-        if "batch" in name and "clos" in name
-        for labels, value in metrics_server.samples(name)
-        if labels.get("model") == "closing"
-    ]
-    assert {labels["reason"].lower() for labels, _ in closed} >= {
-        "full", "preferred", "delay", "shape", "deadline",
-    }  # fmt: skip
-    assert sum(value for _, value in closed) == 4
-
-
-def test_unloading_removes_a_models_metrics(empty_server: tuple[Server, Path]) -> None:
-    server, repository = empty_server
-    repositories.add(repository, "simple", "constant")
-    with server.http() as http:
-        for name in ("simple", "constant"):
-            http.load(name).ok()
-        assert len(server.samples("nv_inference_count")) == 2
-        http.unload("constant").ok()
-
-        def models() -> set[str]:
-            return {labels["model"] for labels, _ in server.samples("nv_inference_count")}
-
-        until("only one is left", lambda: models() == {"simple"})
-
-
 def test_counters_survive_gateways_workers(repository: Path, serve: Callable[..., Server]) -> None:
     repositories.add(repository, "simple")
     server = serve(repository, "--gateways=2")

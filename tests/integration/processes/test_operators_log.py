@@ -129,13 +129,3 @@ def test_an_exception_of_predict_is_logged_with_the_frames_of_the_class(tmp_path
     assert f'    File "{file}", line 12, in predict' in log and f'"{file}", line 5, in read' in log
     assert "model 'bad' failed\n    Traceback (most recent call last):\n" in log
     assert "workers/" not in log
-
-
-def test_an_invalid_class_is_reported_with_its_path(tmp_path: Path) -> None:
-    f = tmp_path / "wrong.py"
-    f.write_text("class Wrong:\n    max_batch_size = '8'\n    def predict(self, x): ...\n")
-    with running([], f"{f}:Wrong", "--exit-on-error=false", "--strict-readiness=false") as server:
-        server.wait_log("the server is ready")
-        log = server.log()
-    assert len(re.findall(r"(?m)^E .*wrong/1/wrong.py:2:5", log)) == 1
-    assert f'\n      File "{f}", line 2\n' in log

@@ -182,7 +182,7 @@ def test_registrations_outlive_the_server(
     infer: InferInMemory | None = None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        for _ in range(3):
+        for _ in range(2):
             kept_fds = [(name, fd) for name, fds in manager.kept_descriptors.items() for fd in fds]
             names = ":".join(["http", *(name for name, _ in kept_fds)])
             descriptors = [listener.fileno(), *(fd for _, fd in kept_fds)]

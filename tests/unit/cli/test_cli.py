@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -36,6 +38,39 @@ def test_a_closed_output_pipe_is_no_error(monkeypatch: pytest.MonkeyPatch) -> No
     with os.fdopen(writer, "w") as closed_pipe:
         monkeypatch.setattr("sys.stdout", closed_pipe)
         assert cli.main(["--help"]) == 1
+
+
+@pytest.mark.parametrize("words", [["--help"], ["guide", "models"], ["doctor"]])
+def test_a_full_disk_is_reported_in_one_line(words: list[str]) -> None:
+    command = [sys.executable, "-m", "shmserve", *words]
+    with open("/dev/full", "wb") as full:
+        completed = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=60)
+    reason = "shmserve: the output cannot be written: No space left on device\n"
+    assert (completed.returncode, completed.stderr.decode()) == (1, reason)
+
+
+def test_a_terminal_without_unicode_shows_a_page() -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = ("-m", "shmserve", "guide", "--search", "confidence interval")
+    completed = run_python(*words, env={**os.environ, **ascii_only})
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert "perf" in completed.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("perf m --url http://127.0.0.1:1", "http://127.0.0.1:1: no response: Connection refused"),
+        ("tune m --p99 9ms --url 127.0.0.1:1", "http://127.0.0.1:1: no response: Connection ref"),
+        ("top --once --metrics-url 127.0.0.1:1", "http://127.0.0.1:1/live: [Errno 111] Conne"),
+        ("profile m --metrics-url 127.0.0.1:1", "http://127.0.0.1:1/metrics: <urlopen error [Err"),
+    ],
+)
+def test_an_unreachable_server_is_named(
+    capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert cli.main(words.split()) == 1
+    assert capsys.readouterr().err.startswith(f"shmserve: {message}")
 
 
 class InterruptedSupervisor:

@@ -366,7 +366,7 @@ def test_the_bytes_of_a_file(tmp_path: Path) -> None:
     ("datatype", "shape", "text"),
     [
         ("FP32", (-1, 3, 3, 4), "with the model's preprocessing"),
-        ("UINT8", (-1, 224, 224, 3), r"\[-1, 224, 224, 3\], and the image has \[1, 3, 4, 3\]"),
+        ("UINT8", (-1, 224, 224, 3), r"\[-1, 224, 224, 3\], but the image has \[1, 3, 4, 3\]"),
         ("UINT8", (2, 2, 2, 3, 4), "resize it"),
     ],
 )

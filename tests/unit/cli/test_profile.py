@@ -61,7 +61,7 @@ def test_a_missing_server_is_named() -> None:
     with pytest.raises(InvalidArgument, match=r"does not return metrics: .*<!doctype html>"):
         profile.run(request)
     request.seconds = 0.0
-    with pytest.raises(InvalidArgument, match="--seconds: 0 is not more than 0"):
+    with pytest.raises(InvalidArgument, match="--seconds: must be more than 0, got 0"):
         profile.run(request)
 
 

@@ -216,7 +216,7 @@ def test_a_program_that_the_unit_cannot_see_is_shown_and_previewed_with_a_warnin
         (["install", "--program=/tmp/x"], "elsewhere, with a Python that is elsewhere, too"),
         (["install", "--program=/none/shmserve"], "--program: '/none/shmserve' does not exist"),
         (["show", "--program=shmserve"], "--program: 'shmserve' is not an absolute path"),
-        (["show", "--user", "--root=/x"], "--root: an image has no user's manager"),
+        (["show", "--user", "--root=/x"], "--root: an image has no service manager of a user"),
     ],
 )
 def test_impossible_options_are_rejected(

@@ -365,7 +365,7 @@ def test_invalid_allocations_are_rejected(
     for name in ("gpu:0", "cuda:x", "cuda:", "npu:0", "", None, 0, torch.device("meta")):
         with pytest.raises(InvalidArgument, match="is unknown"):
             client.allocate(TENSORS, device=name)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgument, match="sees no device 'cuda:2'"):
+    with pytest.raises(InvalidArgument, match="has no device 'cuda:2'"):
         client.allocate(TENSORS, device="cuda:2")
     exporting.byte_limit = 0
     with pytest.raises(Unavailable, match="cannot be allocated on 'cuda:0'"):

@@ -20,8 +20,8 @@ def test_the_size_of_the_cache() -> None:
 @pytest.mark.parametrize(
     ("flags", "byte_size", "text"),
     [
-        (["local"], None, "is not CACHE,SETTING=VALUE"),
-        (["local,size"], None, "is not CACHE,SETTING=VALUE"),
+        (["local"], None, "is not local,size=BYTES"),
+        (["local,size"], None, "is not local,size=BYTES"),
         (["local,size=x"], None, "'x' is not an integer"),
         (["local,size=-1"], None, "out of range"),
         (["local,width=1"], None, "unknown setting 'width'"),

@@ -152,7 +152,7 @@ CLASS: dict[str, tuple[str, tuple[str, ...]]] = {
     "datatype": ("    from shmserve.model import FP33", ("'FP33'", "mean 'FP32'?", "(model.py:4)")),
     "syntax": ("    def predict(self:", ("SyntaxError", "model.py, line 4")),
     "raises": ("    x = 1 / 0", ("ZeroDivisionError: division by zero (model.py:4)",)),
-    "ragged": (f"    ragged = ('y',){PREDICT}", (":4:5:", "['x']", "('y',)")),
+    "ragged": (f"    ragged = ('y',){PREDICT}", (":4:5:", "(allowed: x)", "('y',)")),
 }  # fmt: skip
 
 LOAD: dict[str, tuple[str, tuple[str, ...]]] = {

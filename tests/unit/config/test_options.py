@@ -238,7 +238,7 @@ def test_an_empty_repository_is_not_the_working_folder(arguments: tuple[str, ...
     [
         ("--http-prot=1", "unknown flag --http-prot, did you mean --http-port?"),
         ("--http_port", "unknown flag --http_port, did you mean --http-port?"),
-        ("--set=a=1", "--set: is for a class, and no path/model.py:Class is given"),
+        ("--set=a=1", "--set: requires the class of a model (path/model.py:Class)"),
         ("-x", "unknown flag -x; see shmserve serve --help"),
         ("--http-port", "--http-port: a value is missing"),
         ("--http-port=", "--http-port: '' is not an integer"),
@@ -265,8 +265,8 @@ def test_an_empty_repository_is_not_the_working_folder(arguments: tuple[str, ...
         ("--idle-unload-secs=5", "--idle-unload-secs: needs --load-on-demand"),
         ("--max-loaded-byte-size=5", "--max-loaded-byte-size: needs --load-on-demand"),
         ("--backend-config=python", "--backend-config: 'python' is not BACKEND,SETTING=VALUE"),
-        ("--auth-token-file=", "--auth-token-file: '' is not a file"),
-        ("--workspace-byte-size=cpu", "--workspace-byte-size: 'cpu' is not DEVICE=BYTES"),
+        ("--auth-token-file=", "--auth-token-file: the path is empty"),
+        ("--workspace-byte-size=cpu", "--workspace-byte-size: expected DEVICE=BYTES, got 'cpu'"),
         ("--workspace-byte-size=cpu=1", "--workspace-byte-size: 1 is out of range"),
         ("--workspace-byte-size=cuda:00=4096", "'cuda:00' is not a device with a pool"),
         ("--id=\udcff", "--id: '--id=\udcff' is not UTF-8 text"),
@@ -283,7 +283,7 @@ def test_errors_of_the_whole_command_line() -> None:
     repositories = settings("/no/where", "--exit-on-error=false").model_repositories
     assert repositories == (ROOT, Path("/no/where"))
     assert "is a file: move it to FOLDER" in refusal(f"{ROOT}/Makefile", "--exit-on-error=false")
-    expected_error = "--strict-readiness: 'maybe' is not true or false, nor a folder of models"
+    expected_error = "--strict-readiness: 'maybe' is neither true, false nor a folder of models"
     assert refusal(str(ROOT), "--strict-readiness", "maybe", "--log-info=false") == expected_error
     assert "--model-repository: 'maybe'" in refusal("--strict-readiness", "true", "maybe")
     assert settings("--strict-readiness", str(ROOT)).model_repositories == (ROOT,)

@@ -136,11 +136,11 @@ def test_every_route_has_a_scope() -> None:
 @pytest.mark.parametrize(
     ("path", "parts"),
     [
-        ("/v2/models/m/infer", ("m", None)),
+        ("/v2/models/m/infer", ("m", "")),
         ("/v2/models/m/versions/12/infer?x=/y", ("m", "12")),
-        ("/v2/models/a%2Fb%20c/infer", ("a/b c", None)),
-        ("http://localhost:8000/v2/models/m/infer", ("m", None)),
-        ("HTTPS://h/v2/models/m/infer?x", ("m", None)),
+        ("/v2/models/a%2Fb%20c/infer", ("a/b c", "")),
+        ("http://localhost:8000/v2/models/m/infer", ("m", "")),
+        ("HTTPS://h/v2/models/m/infer?x", ("m", "")),
         ("ftp://h/v2/models/m/infer", None),
         ("http:///v2/models/m/x?http://h/v2/models/m/infer", None),
         ("/v2/models/m/versions/x/infer", None),

@@ -395,11 +395,11 @@ WRONG_TOKENS: list[tuple[Any, str]] = [
 def test_a_wrong_token_is_refused_by_position_in_any_body(prompt: Any, message: str) -> None:
     with pytest.raises(InvalidArgument) as fault:
         asyncio.run(bodies.parse_completion(text_gateway(), {"model": "m", "prompt": prompt}))
-    assert fault.value.message == message
+    assert fault.value.message == f"{message} (32-bit integer)"
     body = json.dumps({"prompt": prompt}).encode()
     with pytest.raises(InvalidArgument) as fault:
         asyncio.run(parse_large([body], {}, ["prompt"]))
-    assert fault.value.message == message
+    assert fault.value.message == f"{message} (32-bit integer)"
 
 
 def test_an_integer_may_be_written_as_a_decimal() -> None:

@@ -69,7 +69,7 @@ def test_a_process_converts_a_large_body_to_a_chat(items: Any, instructions: Any
 
 def test_warnings_of_the_process_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     parse_large({"input": "hi", "tools": [FUNCTION, {"type": "tool_search"}]})
-    assert "a tool of /v1/responses is ignored: 'tool_search' is not 'function'" in caplog.text
+    assert "a tool of /v1/responses is ignored: 'tool_search' is not 'function', " in caplog.text
 
 
 def test_a_response_repeats_large_fields_as_they_were_received() -> None:
@@ -156,13 +156,14 @@ def test_defaults_are_left_out_of_chats() -> None:
 WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "a response": ({"previous_response_id": "r"}, "previous_response_id: 'r': responses are not"),
     "a conversation": ({"conversation": "c"}, "conversation: .* are not stored"),
-    "background": ({"background": True}, "background: True: supported is False"),
-    "truncation": ({"truncation": "auto"}, "truncation: 'auto': supported is 'disabled'"),
+    "background": ({"background": True}, "background: True: only False is supported"),
+    "truncation": ({"truncation": "auto"}, "truncation: 'auto': only 'disabled' is supported"),
     "no input": ({"input": []}, "input: expected a string or a list"),
     "a number": ({"input": [3]}, r"input\[0\]: 3 is not an object"),
     "an image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
         r"input\[0\]: content of type 'input_image' is not a string"),
     "an item": ({"input": [{"type": "web_search_call"}]}, r"input\[0\]: items of type"),
+    "no type": ({"input": [{"type": [], "role": "user"}]}, r"input\[0\]: items of type"),
     "a reference": ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: item 'x' is"),
     "no role": ({"input": [{"content": "x"}]}, r"input\[0\]: role None is not a string"),
     "no text": ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]},

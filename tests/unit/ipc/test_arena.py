@@ -106,6 +106,6 @@ def test_an_object_over_the_size_limit_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "ftruncate", raise_too_large)
     gc.collect()  # close the descriptors of earlier tests now, not in the middle of this test
     fds_before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(Unavailable, match=r"no server memory .*\(65536 bytes\): File too large"):
+    with pytest.raises(Unavailable, match=r"allocate 65536 bytes .*: File too large"):
         Arena(65536)
     assert len(os.listdir("/proc/self/fd")) == fds_before

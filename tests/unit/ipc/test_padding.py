@@ -60,8 +60,8 @@ def test_a_request_that_fits_no_bucket_is_refused_with_the_buckets() -> None:
     with pytest.raises(InvalidArgument) as caught:
         compute_key({"buckets": BUCKETS}, (3, 400, 100))
     assert caught.value.message == (
-        "[request id: <id_unknown>] unexpected shape for input 'IMAGE' for model 'm'. Its buckets "
-        "are [3,224,224], [3,336,336] behind the batch dimension; [3,400,100] fits none"
+        "[request id: <id_unknown>] unexpected shape for input 'IMAGE' for model 'm'. [3,400,100] "
+        "fits no bucket (without the batch dimension: [3,224,224], [3,336,336])"
     )
 
 

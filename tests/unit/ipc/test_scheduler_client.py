@@ -182,7 +182,7 @@ def test_outputs_of_a_response_to_no_request_are_released(client: Client) -> Non
 
 def test_outputs_in_the_requesters_own_memory_are_not_released(client: Client) -> None:
     class OwnerRequest(Request):
-        def own_memories(self) -> set[int]:
+        def own_memory_ids(self) -> set[int]:
             return {WORKER.id}
 
     OwnerRequest(client)

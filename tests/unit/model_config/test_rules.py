@@ -108,11 +108,11 @@ RULES = [
         f"found '{value}'") for value in ("", "soon", "-1", "nan", "1000001")),
     (DYNAMIC_BATCHING + "} " + STRATEGY % "prefer_batch" + " @" + TARGET % "5",
      'parameters["target_p99_ms"]',
-     "parameter 'target_p99_ms' requires 'max_instances', or 'batching_strategy' 'adaptive', "
-     "which is 'prefer_batch' for m"),
+     "parameter 'target_p99_ms' for m requires the parameter 'max_instances', or "
+     "'batching_strategy' with the value 'adaptive' (found: 'prefer_batch')"),
     (DYNAMIC_BATCHING + "} @" + TARGET % "5", 'parameters["target_p99_ms"]',
-     "parameter 'target_p99_ms' requires 'max_instances', or 'batching_strategy' 'adaptive', "
-     "which is not given for m"),
+     "parameter 'target_p99_ms' for m requires the parameter 'max_instances', or "
+     "'batching_strategy' with the value 'adaptive' (found: none)"),
     *(
         (
             BATCH + "@" + MAX_INSTANCES % value,
@@ -122,9 +122,9 @@ RULES = [
         for value in ("0", "4097", "many", "1.5")
     ),
     (BATCH + "@" + MIN_INSTANCES % "2", 'parameters["min_instances"]',
-     "parameter 'min_instances' is 2 for m, which needs 'max_instances'"),
+     "parameter 'min_instances' for m requires the parameter 'max_instances'"),
     (BATCH + MAX_INSTANCES % "2" + " @" + MIN_INSTANCES % "3", 'parameters["min_instances"]',
-     "parameter 'min_instances' must be at most 'max_instances', 2, for m, found 3"),
+     "parameter 'min_instances' for m must be at most 'max_instances' (2), found 3"),
     (BATCH + "sequence_batching { } @" + MAX_INSTANCES % "2", 'parameters["max_instances"]',
      "parameter 'max_instances' requires a model whose requests are independent of each "
      "other, found a model with sequences: m"),

@@ -180,7 +180,7 @@ def test_a_holder_without_memory_reports_it(tmp_path: Path) -> None:
     exporting.byte_limit = MB
     with pytest.raises(Unavailable, match=r"5242880 bytes .* cannot be allocated on 'cuda:1'"):
         hold(WorkspaceStart(1, 5 * MB, tmp_path), exporting)
-    with pytest.raises(InvalidArgument, match="sees no device 'cuda:7'"):
+    with pytest.raises(InvalidArgument, match="has no device 'cuda:7'"):
         hold(WorkspaceStart(7, 5 * MB, tmp_path), exporting)
 
 

@@ -9,13 +9,12 @@ import pytest
 import torch
 from onnx import TensorProto, numpy_helper
 
-from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
+from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.workers import backends
 from shmserve.workers.backends.onnx import (
     OnnxBackend,
-    OnnxRuntimeError,
     describe_session,
     execution_providers,
     import_onnxruntime,
@@ -221,9 +220,7 @@ def test_a_missing_or_broken_file(worker: Rig) -> None:
     with pytest.raises(Unavailable, match=r"unable to find '1/model.onnx'"):
         OnnxBackend(worker.context).complete_config(BARE_CONFIG)
     (worker.context.version_dir / "model.onnx").write_bytes(b"no model")
-    with pytest.raises(
-        OnnxRuntimeError, match=r"^onnx runtime error 7: Load model from model.onnx failed"
-    ):
+    with pytest.raises(Internal, match=r"^onnx runtime error 7: Load model from model.onnx failed"):
         OnnxBackend(worker.context).complete_config(BARE_CONFIG)
 
 

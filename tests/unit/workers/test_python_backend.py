@@ -180,7 +180,7 @@ def test_another_file_name(model: Model) -> None:
 @pytest.mark.parametrize(
     ("body", "fields", "kind", "text"),
     [
-        (None, {}, Unavailable, "Python model file not found in '1/model.py'"),
+        (None, {}, Unavailable, "Python model file '1/model.py' not found"),
         ("pass", {"default_model_filename": "m.pt"}, InvalidArgument, "must end with '.py'"),
         ("pass", {}, InvalidArgument, "does not implement `execute` method"),
         ("def initialize(self, args): 1 / 0\ndef execute(self, requests): pass", {},

@@ -143,7 +143,9 @@ class ByKey(torch.nn.Module):
 
 
 @pytest.mark.parametrize("model_kind", ["script", "exported"])
-def test_dictionaries_are_passed_by_key(worker: Rig, model_kind: str) -> None:
+def test_dictionaries_are_passed_by_key(
+    worker: Rig, model_kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     if model_kind == "script":
         save_script(ByKey(), worker)
         names = ["a", "b"]
@@ -156,6 +158,7 @@ def test_dictionaries_are_passed_by_key(worker: Rig, model_kind: str) -> None:
         inference(*(tensor(n, np.array([[v]], F32)) for n, v in zip(names, (5, 3), strict=True)))
     )
     assert (reply.array("sum").item(), reply.array("difference").item()) == (8, 2)
+    assert "mapped by their order" not in caplog.text
 
 
 DATATYPES = [name for name, size in ITEM_SIZE.items() if size]
@@ -399,6 +402,12 @@ def test_a_missing_file(worker: Rig) -> None:
     assert load_error(worker, vectors({"x": 1}, {"y": 1})) == (
         "unable to find '1/model.pt or model.pt2 or model.py' for model instance 'm_0_0'"
     )
+    save_script(Affine(), worker, torch.zeros(2, 4))
+    folder = worker.context.version_dir
+    (folder / "model.pt").rename(folder / "best.jit")
+    error = load_error(worker, vectors({"x": 4}, {"y": 1}))
+    assert error.endswith(" (found best.jit: set default_model_filename)")
+    serve(worker, vectors({"x": 4}, {"y": 1}, default_model_filename="best.jit"))
 
 
 # --- auto-complete

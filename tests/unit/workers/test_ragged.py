@@ -149,7 +149,7 @@ def test_a_ragged_batch_runs_flat_and_its_output_is_scattered(worker: Rig, model
 def test_a_scattered_output_of_another_size_is_an_error() -> None:
     ragged = RaggedBatching(ModelSpec.of(scatter_config()))
     assert ragged.part_shapes("Y", requests((1, 2), (1, 4)), (6,)) == [(1, 2), (1, 4)]
-    with pytest.raises(Internal, match="'Y' has 5 elements, expecting the 6"):
+    with pytest.raises(Internal, match="'Y' has 5 elements, expected 6"):
         ragged.part_shapes("Y", requests((1, 2), (1, 4)), (5,))
     assert ragged.part_shapes("Z", requests((1, 2)), (5,)) is None
 

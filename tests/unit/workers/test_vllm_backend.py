@@ -75,9 +75,9 @@ class FakeEngine:
         self.ended = False
 
     async def make_call(
-        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
+        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, is_openai: bool
     ) -> VllmCall:
-        self.calls.append((parameters, echoes, openai))
+        self.calls.append((parameters, echoes, is_openai))
         if parameters.get("temperature", 0) < 0:
             raise RefusedError("temperature")
         return vllm_call(stream=bool(parameters.get("stream")))
@@ -457,7 +457,7 @@ def test_older_names_of_constraints() -> None:
     assert engine._request_body(parameters) == {"structured_outputs": {"choice": ["b"]}}
     repeated_fields = {"guided_regex": "a", "structured_outputs": {"regex": "a"}}
     assert engine._request_body(repeated_fields) == {"structured_outputs": {"regex": "a"}}
-    with pytest.raises(InvalidArgument, match=r"outputs: .*'a'.* contradicts guided_\* .*'b'"):
+    with pytest.raises(InvalidArgument, match=r"outputs: .*'a'.* contradicts guided_\*: .*'b'"):
         engine._request_body({**repeated_fields, "guided_regex": "b"})
 
 

@@ -45,7 +45,7 @@ from shmserve.workers.links.processes import HandlerTable, WorkerRequest
 
 
 def tensor(name: str, data_type: str, size: int, **options: Any) -> dict[str, Any]:
-    """Return an input or output with one dimension as a configuration describes it."""
+    """Return an entry of `input` or `output` of a configuration, with one dimension of `size`."""
     return {"name": name, "data_type": f"TYPE_{data_type}", "dims": [size], **options}
 
 

@@ -32,6 +32,12 @@ _CHECKED_VARIABLES: Mapping[str, tuple[Any, ...]] = {
     "reasoning_effort": ("medium", "enable_thinking"),
 }
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
+# The member with the text, by the type of a part of a content. vLLM also accepts these types.
+_PART_TEXTS = {
+    **dict.fromkeys(("text", "input_text", "output_text"), "text"),
+    "refusal": "refusal",
+    "thinking": "thinking",
+}
 _TYPE_TESTS = ("string", "iterable", "sequence", "mapping")
 _OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning")
 NICE = 10
@@ -380,10 +386,13 @@ def _prepare_message(
 
 def _text_part(part: Any) -> dict[str, Any]:
     """Return a part of a content as a part of the type `text`."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
     kind = part.get("type") if isinstance(part, dict) else part
-    if not isinstance(part, dict) or kind not in ("text", "refusal", "thinking"):
+    name = _PART_TEXTS.get(kind) if isinstance(kind, str) else None
+    if name is None:
         raise InvalidArgument(f"messages: content of type {clip(repr(kind))} is not 'text'")
-    text = part.get(kind)
+    text = part.get(name)
     if not isinstance(text, str):
         raise InvalidArgument(f"messages: the text {clip(repr(text))} of a part is not a string")
     return part if kind == "text" else {"type": "text", "text": text}

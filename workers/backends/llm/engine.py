@@ -139,7 +139,7 @@ class TokenSequence:
         return TokenSequence(number, self.prompt, sample, *state)
 
     def add_blocks(self, row: Row, block_size: int) -> None:
-        """Keep the table's first `row.kept_blocks` blocks, and replace the rest by a row's."""
+        """Keep the table's first `row.kept_block_count` blocks, and replace the rest by a row's."""
         if row.kept_block_count < len(self.block_table):
             self.draft_computed = min(self.draft_computed, row.kept_block_count * block_size)
         self.block_table[row.kept_block_count :] = row.blocks

@@ -105,6 +105,12 @@ def with_sizes(
         raise InvalidArgument(
             f"max_model_len: {max_length} is more than the {model.positions} positions of the model"
         )
+    if 0 < model.window < max_length:
+        raise InvalidArgument(
+            f"max_model_len: {max_length} is more than the sliding_window of config.json, "
+            f"{model.window}; windows are not supported, so set max_model_len in engine.yaml to at "
+            f"most {model.window}"
+        )
     block_bytes = settings.block_size * model.kv_floats_per_token * _FLOAT_BYTES
     blocks = settings.kv_cache_blocks
     if not blocks:

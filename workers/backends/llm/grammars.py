@@ -349,7 +349,7 @@ def _representable_limit(key: str, value: Any) -> Any:
     sign = 1 if key in _MINIMA else -1
     distance = max(sign * value, -_MAX_LIMIT)
     if distance > _MAX_LIMIT:
-        raise ValueError(f"{key}: {clip(str(value))} exceeds {sign * _MAX_LIMIT}")
+        raise ValueError(f"{key}: {clip(str(value))} is beyond the limit of {sign * _MAX_LIMIT}")
     rounded = float(distance)
     return sign * int(rounded if rounded >= distance else math.nextafter(rounded, math.inf))
 

@@ -65,7 +65,7 @@ _PRESETS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max
 
 
 def _number(default: float, minimum: float, maximum: float) -> Any:
-    """Return the field of a number with its range; integer bounds mean an integer."""
+    """Return a dataclass field for a number in a range; integer bounds mean an integer."""
     return field(default=default, metadata={"range": (minimum, maximum)})
 
 
@@ -134,7 +134,7 @@ class GenerationParameters:
 
     @cached_property
     def is_restricted(self) -> bool:
-        """Return whether single tokens are forbidden or favoured."""
+        """Return whether particular tokens are forbidden or favoured."""
         return bool(self.logit_bias or self.forbidden_after or self.allowed_token_ids)
 
     @cached_property
@@ -228,7 +228,7 @@ def _resolve_aliases(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _combine_parameters(
     parameters: dict[str, Any], grammars: Mapping[str, tuple[str, str]]
 ) -> dict[str, Any]:
-    """Combine parameters that determine the same field; return the fields."""
+    """Combine parameters that determine the same field; return the parameters of fields by name."""
     parameters["top_k"] = max(parameters.get("top_k", 0), 0)
     has_logprobs, top = parameters.pop("has_logprobs", True), parameters.pop("top_logprobs", None)
     if not has_logprobs:
@@ -325,7 +325,7 @@ def _parse_flag(name: str, value: Any) -> dict[str, Any]:
 
 
 def _parse_logprobs(name: str, value: Any) -> dict[str, Any]:
-    """Parse `logprobs`, which is a number of tokens or, in chats, a flag."""
+    """Return the fields for `logprobs`, which is a number of tokens or, in chats, a flag."""
     if value in ("true", "false") or isinstance(value, bool):
         requested = value in (True, "true")
         return {"has_logprobs": requested, "logprobs": 0 if requested else -1}
@@ -358,7 +358,7 @@ def _are_texts(value: Any) -> bool:
 
 
 def _parse_stop_words(name: str, value: Any) -> dict[str, Any]:
-    """Parse `stop_words`, a list that may be JSON in a string."""
+    """Return the fields for `stop_words`, a list that may be JSON in a string."""
     if isinstance(value, str) and value.startswith("["):
         with suppress(ValueError):
             value = json.loads(value)
@@ -420,20 +420,20 @@ def _parse_response_format(name: str, value: Any) -> dict[str, Any]:
 
 
 def _parse_structured_outputs(name: str, value: Any) -> dict[str, Any]:
-    """Parse `structured_outputs`, an object with one constraint and options."""
+    """Return the field `grammar` for `structured_outputs`, one constraint and its options."""
     allowed_text = f"an object with one of {', '.join(_CONSTRAINTS)}"
     members = _decode_json(value, allowed_text)
     _check(isinstance(members, dict), allowed_text)
     enabled = {key: option for key, option in members.items() if option not in (None, False)}
     kinds = [key for key in enabled if key in _CONSTRAINTS]
     unknown = [key for key in enabled if key not in _CONSTRAINTS and key not in _OPTIONS]
-    options_text = f"{allowed_text}, and of the options {', '.join(_OPTIONS)}"
+    options_text = f"{allowed_text}, and optionally {', '.join(_OPTIONS)}"
     _check(len(kinds) == 1 and not unknown, options_text)
     kind = kinds[0]
     grammar: tuple[str, str] = _CONSTRAINTS[kind](name, enabled[kind])["grammar"]
     for key in ("disable_any_whitespace", "disable_fallback"):
         is_flag = isinstance(members.get(key), bool | None)
-        _check(is_flag, f"{allowed_text}; {key} is true or false")
+        _check(is_flag, f"an object in which {key} is true or false")
     options: dict[str, Any] = {}
     if enabled.get("disable_any_whitespace"):
         options["whitespace_flexible"] = False
@@ -445,7 +445,7 @@ def _parse_structured_outputs(name: str, value: Any) -> dict[str, Any]:
 
 
 def _with_options(schema: str, options: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the grammar of a JSON schema with options of llguidance for white space."""
+    """Return the grammar, (kind, text), of a JSON schema with llguidance's white space options."""
     document = json.loads(schema)
     document = document if isinstance(document, dict) else {}
     return "json_schema", json.dumps({**document, "x-guidance": options})
@@ -470,7 +470,7 @@ _TEXT_KINDS = {
 
 
 def _parse_text(name: str, value: Any, kind: str = "") -> dict[str, Any]:
-    """Parse a string that is a grammar or a pattern for white space.
+    """Return the field for a string that is a grammar or a pattern for white space.
 
     Args:
         name: The parameter.

@@ -120,8 +120,8 @@ def task_input(task: Any, inputs: Mapping[str, Any]) -> str:
         if name in inputs:
             return name
     raise InvalidArgument(
-        f"task: {clip(repr(task))} is not 'tokenize' of text_input or messages, and not "
-        "'detokenize' of input_ids"
+        f"task: {clip(repr(task))} is not possible with these inputs (allowed: 'tokenize' with "
+        "text_input or messages, 'detokenize' with input_ids)"
     )
 
 

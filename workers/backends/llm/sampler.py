@@ -272,7 +272,7 @@ class Proposal:
 
 
 class DraftCheck(NamedTuple):
-    """A proposal to verify with the rows from `first_row`: one per draft token, and one more."""
+    """A proposal to verify, and its first row: it has a row for each draft token, and one more."""
 
     first_row: int
     proposal: Proposal

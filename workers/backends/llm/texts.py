@@ -53,7 +53,7 @@ _MAX_WAIT_NS = int(MAX_CREDIT_WAIT_S * 1e9)
 
 
 class ScoredToken(NamedTuple):
-    """The log probabilities of a token, and the index in the text of its first character."""
+    """The log probabilities of a token, and the index of its first character in the text."""
 
     logprobs: TokenLogprobs
     offset: int
@@ -123,7 +123,7 @@ class SampleText:
         count = min(len(self.pending_text), self._skip_characters - self.sent_characters)
         if count > 0:
             if self.parser is not None:
-                # Responses end at token boundaries, so the other instance has sent all parts.
+                # Responses end at token boundaries, so the earlier instance has sent all parts.
                 self.parser.take()
             self.pending_text = self.pending_text[count:]
             self.sent_characters += count
@@ -165,7 +165,10 @@ class SampleText:
         return False
 
     def _stop_token(self, token: int) -> str | int | None:
-        """Return the stop reason of a sample that ends with a token."""
+        """Return the stop reason of a sample that ends with a token: a stop string or the token.
+
+        The result is None for the tokenizer's end token, and for a token that ends no text.
+        """
         parameters = self._prompt.parameters
         if token not in (*self._prompt.end_tokens, *parameters.stop_token_ids):
             return None
@@ -547,7 +550,7 @@ class TextThread:
     def fail_requests(self, keys: set[int], error: BaseException) -> None:
         """Fail requests of a step.
 
-        The engine's thread calls it, so that the requests end before the step does.
+        The engine's thread calls this method, so that the requests end before the step does.
         """
         for key in keys:
             response = self._responses.get(key)

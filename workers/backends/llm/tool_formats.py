@@ -98,7 +98,7 @@ class Lark:
         try:
             extended = with_patterns(schema, schema)
         except ValueError as error:
-            raise InvalidArgument(f"tools: cannot be compiled: {error}") from None
+            raise InvalidArgument(f"tools: the parameters cannot be compiled: {error}") from None
         options = {**_JSON_OPTIONS, **extended.get("x-guidance", {})}
         return f"%json {json.dumps({**extended, 'x-guidance': options})}"
 

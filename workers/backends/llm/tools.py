@@ -53,8 +53,8 @@ class ToolRequest:
 def take_tools(conversation: dict[str, Any]) -> ToolRequest | None:
     """Remove the choice of tools from a conversation, and return the tool request.
 
-    With the choice "none", the tools are removed, too. With the choice "allowed_tools", all other
-    tools are removed. A function chosen by its name is called once.
+    With the choice "none", the tools are removed, too, and the result is None. With the choice
+    "allowed_tools", all other tools are removed. A function chosen by its name is called once.
 
     Raises:
         InvalidArgument: The tools or the choice are invalid.
@@ -73,7 +73,7 @@ def take_tools(conversation: dict[str, Any]) -> ToolRequest | None:
     mode, names = _parse_choice(choice)
     unknown = sorted(names.difference(tool.name for tool in tools))
     if unknown:
-        raise InvalidArgument(f"tool_choice: '{clip(unknown[0])}' is not a name of `tools`")
+        raise InvalidArgument(f"tool_choice: `tools` has no tool '{clip(unknown[0])}'")
     if isinstance(choice, dict) and choice["type"] == "allowed_tools":
         conversation["tools"] = [tool for tool in definitions if tool["function"]["name"] in names]
     selected_tools = tuple(tool for tool in tools if not names or tool.name in names)
@@ -150,7 +150,7 @@ def _is_size(value: Any) -> bool:
 
 _NUMBER_CHECK = (_is_number, "a number")
 _LIMIT_CHECK = (lambda value: isinstance(value, int | float), "a number")  # draft 4 has booleans
-_SIZE_CHECK = (_is_size, "an integer from 0")
+_SIZE_CHECK = (_is_size, "an integer >= 0")
 _STRING_CHECK = (lambda value: isinstance(value, str), "a string")
 _SIZE_KEYS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 # A predicate for valid values, and their description, for each keyword whose value is no schema.

@@ -375,7 +375,8 @@ class GeneratorStreams:
 
     async def _relay_async(self, iterator: AsyncIterator[Any], stream: OutputStream) -> None:
         loop = asyncio.get_running_loop()
-        with _cancellable(stream):  # this code runs in the context of the stream's task
+        # Each stream has its own task, so the context variable is set for this stream only.
+        with _cancellable(stream):
             try:
                 async for yielded in iterator:
                     response = self._respond(stream.request, yielded)

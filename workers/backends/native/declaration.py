@@ -89,7 +89,7 @@ def read_signature(model: type, prefix_of: PositionPrefix = no_position) -> Pred
 
     Raises:
         InvalidArgument: The class has no ordinary method `predict`, or an annotation is not a
-            tensor's. The message has a line for each wrong argument.
+            tensor type. The message has a line for each wrong argument.
     """
     collected = Collector()
     signature = collected(_collect_signature, model, prefix_of, collected)
@@ -347,7 +347,11 @@ def check_class(model: type, prefix_of: PositionPrefix = no_position) -> Predict
 
 
 def instance_groups(model: type) -> list[dict[str, Any]]:
-    """Return the instance groups of a class, by `instance_group` or a number of `instances`."""
+    """Return the instance groups in a class's attribute `instance_group`, else in `instances`.
+
+    Raises:
+        InvalidArgument: An attribute has a wrong type.
+    """
     count = integer_attribute(model, "instances", 0)
     groups = getattr(model, "instance_group", [{"count": count}] if count else [])
     if not isinstance(groups, list | tuple) or not all(isinstance(group, dict) for group in groups):
@@ -395,8 +399,8 @@ def client_inputs(
     names = {tensor["name"] for tensor in inputs} - generated
     if not isinstance(ragged, list | tuple | set | frozenset) or not names.issuperset(ragged):
         raise InvalidArgument(
-            f"{prefix_of('ragged')}'{model.__name__}.ragged' must be the names of inputs, of "
-            f"{sorted(names)}, got {ragged!r}"
+            f"{prefix_of('ragged')}'{model.__name__}.ragged' must be a list of input names "
+            f"(allowed: {', '.join(sorted(names))}), got {ragged!r}"
         )
     client_tensors = [tensor for tensor in inputs if tensor["name"] not in generated]
     extra = {"allow_ragged_batch": True}
@@ -426,7 +430,7 @@ def batch_mappings(model: type, attribute: str) -> list[dict[str, Any]]:
 
 
 def parameters(model: type) -> dict[str, Any]:
-    """Return the attributes of a class that are parameters of a configuration."""
+    """Return the parameters of a configuration that are attributes of a class, by name."""
     parameters = {name: parameter_attribute(model, name) for name in _PARAMETER_ATTRIBUTES}
     return {name: {"string_value": text} for name, text in parameters.items() if text is not None}
 

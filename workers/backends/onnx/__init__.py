@@ -37,7 +37,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shmserve.errors import InvalidArgument, Unavailable, missing_package
+from shmserve.errors import Internal, InvalidArgument, Unavailable, missing_package
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
@@ -127,7 +127,8 @@ def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:
     active = session.get_providers()
     for name, _ in selected_providers:
         if name not in active:  # onnxruntime falls back to the CPU if a library does not load
-            raise Unavailable(f"{name} of onnxruntime cannot be used on {context.device}: see log")
+            text = f"{name} of onnxruntime cannot be used on {context.device}; see the server's log"
+            raise Unavailable(text)
     return session
 
 
@@ -358,7 +359,7 @@ class OnnxBackend(Backend):
     """A session of an ONNX file."""
 
     strict_shapes = False
-    read_only_inputs = False  # writable, because a session does not write to its inputs
+    read_only_inputs = False  # a session does not write to its inputs, so they need no protection
 
     def __init__(self, context: ModelContext) -> None:
         super().__init__(context)
@@ -398,8 +399,8 @@ class OnnxBackend(Backend):
         self._runner = Runner(self.context, signature, device, numpy_inputs, ragged)
         self._binding: DeviceBinding | HostBinding
         if on_gpu:
-            strings = [tensor.name for tensor in description.inputs if tensor.datatype == "BYTES"]
-            strings += [tensor.name for tensor in description.outputs if tensor.datatype == "BYTES"]
+            tensors = (*description.inputs, *description.outputs)
+            strings = [tensor.name for tensor in tensors if tensor.datatype == "BYTES"]
             if strings:
                 raise InvalidArgument(
                     f"tensor '{strings[0]}' of model '{signature.name}' has data_type TYPE_STRING, "
@@ -413,7 +414,7 @@ class OnnxBackend(Backend):
     def execute(self, requests: list[Request]) -> list[Response]:
         """Run the session once for the whole batch."""
         inputs = as_scalars(self._runner.inputs(requests), self._scalar_inputs)
-        needed_names = {name for request in requests for name in request.requested_outputs}
+        needed_names = {name for request in requests for name in request.requested}
         needed_names.update(requests[0].states)
         names = [name for name in self._names if name in needed_names] or self._names[:1]
         with _convert_errors():
@@ -435,7 +436,10 @@ class OnnxBackend(Backend):
 
 @contextlib.contextmanager
 def _convert_errors(path: Path | None = None) -> Iterator[None]:
-    """Convert errors of onnxruntime to errors for clients, without the folder of `path`."""
+    """Convert errors of onnxruntime to errors for clients, without the folder of `path`.
+
+    An error of the load (with `path`) is Internal, whose traceback is not logged.
+    """
     try:
         yield
     except Exception as error:
@@ -445,4 +449,5 @@ def _convert_errors(path: Path | None = None) -> Iterator[None]:
         text = match[2].strip()
         if path is not None:
             text = text.replace(str(path), path.name)
-        raise OnnxRuntimeError(f"onnx runtime error {match[1]}: {text}") from None
+        error_class = OnnxRuntimeError if path is None else Internal
+        raise error_class(f"onnx runtime error {match[1]}: {text}") from None

@@ -42,7 +42,7 @@ from shmserve.workers.backends.python.request import (
     to_response,
 )
 from shmserve.workers.backends.python.tensor import Lender
-from shmserve.workers.context import WrongCount
+from shmserve.workers.context import WrongCount, found_files
 from shmserve.workers.user_code import EventLoopThread, check_ready
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,8 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
     if not file.endswith(".py"):
         raise InvalidArgument(f"Model name must end with '.py'. Model name is \"{file}\".")
     if not (version_dir / file).is_file():
-        raise Unavailable(f"Python model file not found in '{version_dir.name}/{file}'")
+        found = found_files(version_dir)
+        raise Unavailable(f"Python model file '{version_dir.name}/{file}' not found{found}")
     module = _import_model(model_dir, version_dir, file)
     if not hasattr(module, "TritonPythonModel"):
         raise InvalidArgument(

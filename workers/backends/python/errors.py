@@ -80,7 +80,7 @@ def as_text(value: object, name: str) -> str:
         except UnicodeDecodeError:
             raise TypeError(f"{name} must be UTF-8, not {value[:64]!r}") from None
     if not isinstance(value, str):
-        raise TypeError(f"{name} must be a str, not {type(value)}")
+        raise TypeError(f"{name} must be a str, not {type(value).__name__}")
     return value
 
 
@@ -90,19 +90,19 @@ def as_list(value: Any, name: str) -> list[Any]:
     Raise TypeError for any other value; `name` names it in the message.
     """
     if isinstance(value, str | bytes | dict) or not hasattr(value, "__getitem__"):
-        raise TypeError(f"{name} must be a list, not {type(value)}")
+        raise TypeError(f"{name} must be a list, not {type(value).__name__}")
     return list(value)
 
 
 def as_int(value: object, name: str, minimum: int = 0, bits: int = 63) -> int:
     """Return `value`, which may be numpy's, as an int in [`minimum`, 2**bits).
 
-    Else raise TypeError.
+    Raise TypeError for any other value.
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{name} must be an int, not {type(value)}") from None
+        raise TypeError(f"{name} must be an int, not {type(value).__name__}") from None
     if not minimum <= number < 2**bits:
         raise TypeError(f"{name} must be in the range [{minimum}, 2**{bits}), not {number}")
     return number

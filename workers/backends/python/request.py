@@ -59,9 +59,9 @@ class InferenceResponse:
                 text = "Output tensor for inference response should not be empty."
                 raise TritonModelException(text)
             if type(tensor) is not Tensor and not isinstance(tensor, Tensor):
-                raise TypeError(f"an output of a response must be a Tensor, not {type(tensor)}")
+                raise TypeError(f"an output must be a Tensor, not {type(tensor).__name__}")
         if error is not None and not isinstance(error, TritonError):
-            raise TypeError(f"the error of a response must be a TritonError, not {type(error)}")
+            raise TypeError(f"the error must be a TritonError, not {type(error).__name__}")
         self._outputs = outputs
         self._error = error
         self._parameters = {} if parameters is None else check_parameters(parameters)
@@ -383,15 +383,18 @@ class InferenceRequest:
         values = as_list(requested_output_names, "the outputs")
         names = [as_text(name, "an output's name") for name in values]
         tensors = as_list(inputs, "inputs")
-        for option, kind in ((preferred_memory, PreferredMemory), (trace, InferenceTrace)):
-            if not isinstance(option, kind):
-                raise TypeError(f"{option!r} must be of type {kind.__name__}")
+        options = {"preferred_memory": preferred_memory, "trace": trace}
+        for option, kind in zip(options, (PreferredMemory, InferenceTrace), strict=True):
+            if not isinstance(options[option], kind):
+                raise TypeError(
+                    f"{option} must be of type {kind.__name__}, not {options[option]!r}"
+                )
         subject = f"for request with id '{request_id}' and model name '{model_name}'"
         for tensor in tensors:
             if tensor is None:
                 raise TritonModelException(f"Input tensor {subject} should not be empty.")
             if not isinstance(tensor, Tensor):
-                raise TypeError(f"an input of a request must be a Tensor, not {type(tensor)}")
+                raise TypeError(f"an input must be a Tensor, not {type(tensor).__name__}")
         if not all(names):
             raise TritonModelException(f"Requested output name {subject} should not be empty.")
         self._request_id = request_id
@@ -587,7 +590,7 @@ class ReceivedRequest(InferenceRequest):
         self._timeout = work.timeout_us
         self._priority = work.priority
         self._parameters = origin.schema.parameters
-        self._outputs = origin.requested_outputs
+        self._outputs = origin.requested
         inputs = origin.inputs
         tensors = map(ReceivedTensor, inputs.values(), repeat(lender))
         self.tensors = dict(zip(inputs, tensors, strict=True))

@@ -50,8 +50,8 @@ class ServerApi:
     def decoupled_execution(self, requests: Sequence[Request]) -> Iterator[None]:
         """Record `requests` as the origins of calls of other models in the `with` block.
 
-        Calls of coroutines that the block starts are included. The instance waits only for calls
-        that this thread makes.
+        Calls that are made by coroutines started in the block are included. The instance waits only
+        for calls that this thread makes.
         """
         self.executing_requests, self._executing_thread = requests, threading.get_ident()
         token = _ORIGINS.set(requests)
@@ -186,7 +186,7 @@ def load_model(model_name: str, config: str = "", files: dict[str, bytes] | None
     contents: dict[str, bytes] = {}
     for key, content in (files or {}).items():
         if not isinstance(content, bytes):
-            raise TypeError(f"the contents of '{key}' must be bytes, not {type(content)}")
+            raise TypeError(f"the contents of '{key}' must be bytes, not {type(content).__name__}")
         path = as_text(key, "the name of a file")
         if not path.startswith("file:"):
             text = f"Failed to load model: the name of a file must begin with 'file:', got '{path}'"

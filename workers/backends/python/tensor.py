@@ -160,7 +160,7 @@ class Tensor:
         if type(name) is not str:
             name = as_text(name, "the name of a Tensor")
         if type(numpy_array) is not np.ndarray and not isinstance(numpy_array, np.ndarray):
-            raise TypeError(f"a Tensor is made of a numpy.ndarray, not of {type(numpy_array)}")
+            raise TypeError(f"Tensor: expected a numpy.ndarray, not {type(numpy_array).__name__}")
         if not name:
             raise TritonModelException("Tensor name cannot be an empty string.")
         try:
@@ -339,7 +339,7 @@ class ReceivedTensor(Tensor):
         return CallInput(self._name, self._datatype, source.shape, wire_data)
 
     def detach(self) -> None:
-        """Detach the tensor, because the model keeps it beyond its request."""
+        """Copy shared data, because the model keeps the tensor beyond its request."""
         self._data.detach()
 
     def _device(self) -> tuple[int, int]:

@@ -42,6 +42,7 @@ from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.backends.pytorch.programs import (
+    Argument,
     ArgumentBinding,
     Program,
     ResultBinding,
@@ -104,7 +105,10 @@ class PytorchBackend(Backend):
         signature = Signature(with_generated_tensors(config), self.context.version)
         _set_options(config.parameters)
         program, description = self._open_program(config)
-        self._arguments = ArgumentBinding(signature.name, list(signature.inputs), program.arguments)
+        arguments = program.arguments
+        if program.single_dict:
+            arguments = [Argument(name) for name in signature.inputs]
+        self._arguments = ArgumentBinding(signature.name, list(signature.inputs), arguments)
         _check_strings(signature, self._arguments.string_inputs)
         self._results = ResultBinding(signature.name, list(signature.outputs), program.result_count)
         if description is not None:
@@ -150,7 +154,7 @@ class PytorchBackend(Backend):
             raise InvalidArgument(text) from None
 
     def _plan_memory(self, config: ModelSpec, signature: Signature) -> RecordedGraphs | None:
-        """Allocate the memory of a model with fixed shapes; return its CUDA graphs, if enabled."""
+        """Allocate the memory of a model with fixed shapes; return its CUDA graphs, or None."""
         plan = self._runner.memory_plan(config, self._program.module)
         graphs, recorder, use_graphs = None, self._recorder(), config.optimization.cuda_graphs
         if use_graphs and (plan is None or recorder is None):
@@ -191,9 +195,11 @@ class PytorchBackend(Backend):
         return self._opened_program
 
     def _find_file(self, config: ModelSpec) -> Path:
-        configured = config.default_model_filename or config.runtime
-        names = [configured] if configured.endswith((".py", ".pt", ".pt2", ".pth")) else _FILES
-        return self.context.model_file(names, configured or " or ".join(_FILES))
+        configured = config.default_model_filename
+        if config.runtime.endswith((".py", ".pt", ".pt2", ".pth")):  # not an engine of Triton's
+            configured = configured or config.runtime
+        names = [configured] if configured else _FILES
+        return self.context.model_file(names, " or ".join(names))
 
 
 def _check_strings(signature: Signature, string_inputs: frozenset[str]) -> None:

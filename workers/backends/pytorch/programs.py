@@ -76,13 +76,19 @@ class ArgumentBinding:
         self._arguments = arguments
         if arguments is None:
             positions = _positions(model, "input", inputs, len(inputs))
+            _warn_of_order(model, "input", inputs)
         else:
             position_by_name = {a.name: position for position, a in enumerate(arguments)}
             if all(name in position_by_name for name in inputs):
                 positions = [position_by_name[name] for name in inputs]
             else:
-                self._check_count(model, inputs, arguments)
+                if len(inputs) > len(arguments):
+                    raise InvalidArgument(
+                        f"the configuration of model '{model}' has {len(inputs)} inputs, but its "
+                        f"forward takes {len(arguments)}: {_quoted_list([*position_by_name])}"
+                    )
                 positions = _positions(model, "input", inputs, len(arguments))
+                _warn_of_order(model, "input", inputs)
             missing = [a.name for i, a in enumerate(arguments) if a.required and i not in positions]
             if missing:
                 raise InvalidArgument(
@@ -96,14 +102,6 @@ class ArgumentBinding:
             for position, name in self.by_position
             if arguments is not None and arguments[position].is_text
         )
-
-    @staticmethod
-    def _check_count(model: str, inputs: Sequence[str], arguments: Sequence[Argument]) -> None:
-        if len(inputs) > len(arguments):
-            raise InvalidArgument(
-                f"the configuration of model '{model}' has {len(inputs)} inputs, but its forward "
-                f"takes {len(arguments)}: {_quoted_list([argument.name for argument in arguments])}"
-            )
 
     def bind(self, inputs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return (positional, keyword) arguments for the inputs of a request, without absent ones.
@@ -141,6 +139,7 @@ class ResultBinding:
     def __init__(self, model: str, outputs: Sequence[str], count: int | None = None) -> None:
         self._model = model
         self._outputs = tuple(outputs)
+        self._has_warned = False
         if count is not None and len(outputs) > count:
             raise InvalidArgument(
                 f"the configuration of model '{model}' has {len(outputs)} outputs, but the model "
@@ -164,6 +163,9 @@ class ResultBinding:
         if fields and any(name in fields for name in self._outputs):
             # All outputs are mapped by field, since fields may have another order than outputs.
             return self._by_key(dict(zip(fields, result, strict=True)))
+        if not self._has_warned:
+            self._has_warned = True
+            _warn_of_order(self._model, "output", self._outputs)
         values = result if isinstance(result, (tuple, list)) else (result,)
         pairs = [*zip(self._outputs, self._positions, strict=True)]
         missing_outputs = [name for name, position in pairs if position >= len(values)]
@@ -204,13 +206,17 @@ def _positions(
                     "from 0"
                 )
         return indices
-    if len(names) > 1:
+    return list(range(len(names)))
+
+
+def _warn_of_order(model: str, side: str, names: Sequence[str]) -> None:
+    """Log a warning if inputs or outputs are mapped by their order in the configuration."""
+    if len(names) > 1 and not all(map(_INDEXED_NAME.fullmatch, names)):
         text = (
             "model '%s': %ss %s are neither names of the model nor end in __INDEX; they are "
             "mapped by their order in the configuration"
         )
         logger.warning(text, model, side, _quoted_list(names))
-    return list(range(len(names)))
 
 
 def _quoted_list(names: Sequence[str]) -> str:
@@ -369,15 +375,12 @@ def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]
             text = f"'{weights.name}' does not fit the class '{module_class.__name__}': {error}"
             raise InvalidArgument(text) from error
     module.to(device.torch).eval()
-    arguments = _arguments(module.forward)
     options = _compile_options(parameters)
-    if options is None:
-        return Program(module, arguments, None, module=module)
     try:
-        compiled = torch.compile(module, **options)
+        call = module if options is None else torch.compile(module, **options)
     except Exception as error:
         raise InvalidArgument(f"parameter '{COMPILE_KEY}': {describe_error(error)}") from error
-    return Program(compiled, arguments, None, module=module)
+    return Program(call, _arguments(module.forward), None, module=module)
 
 
 def _module_class(module: Any, path: Path) -> type[torch.nn.Module]:
@@ -391,7 +394,7 @@ def _module_class(module: Any, path: Path) -> type[torch.nn.Module]:
             return module_class
     if len(own_classes) > 1:
         names = ", ".join(c.__name__ for c in own_classes)
-        text = "'%s' defines %s: %s is served. To select a class, name it 'Model'"
+        text = "'%s' defines the modules %s; %s is served. To select a class, name it 'Model'"
         logger.warning(text, path.name, names, own_classes[0].__name__)
     return own_classes[0]
 

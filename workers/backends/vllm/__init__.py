@@ -107,7 +107,7 @@ class VllmBackend(Backend):
             stream.on_cancel(future.cancel)
 
     def metrics(self) -> list[list[Any]] | None:
-        """Return vLLM's metrics if they have changed."""
+        """Return vLLM's metrics if they have changed, or None."""
         metrics, self._changed_metrics = self._changed_metrics, None
         return metrics
 
@@ -172,7 +172,7 @@ class VllmBackend(Backend):
         raise Internal("vLLM's engine has failed; see the server's log")
 
     def _fail(self, stream: OutputStream, error: BaseException) -> None:
-        if not self._engine.client.errored:  # otherwise the request fails with the process
+        if not self._engine.client.errored:  # otherwise the process ends, which fails the request
             stream.fail_raised(self._engine.client_error(error) or error)
 
     def _end_process(self, error: BaseException) -> None:

@@ -141,7 +141,7 @@ class VllmCall:
 
 
 def parse_message(parser: Any, request: Any, sample: Any, prompt: list[int]) -> dict[str, Any]:
-    """Return the content, the reasoning and the tool calls in the text of a sample.
+    """Return the members of the message in a sample's text: content, reasoning and tool calls.
 
     Args:
         parser: vLLM's parser for the message of this sample.
@@ -281,7 +281,7 @@ class VllmEngine:
                 ChatCompletionRequest, {**body, **parse_conversation(inputs[name])}
             )
             if request.tool_choice not in (None, "none") and not self._renderer.enable_auto_tools:
-                raise InvalidArgument(f"tools: the model's {FILE} has no {_TOOL_PARSER}")
+                raise InvalidArgument(f"tools: {_TOOL_PARSER} is not set in the model's {FILE}")
             _, (prompt,) = _check_accepted(await self._renderer.render_chat(request))
         else:
             source, defaults = inputs[name], self._defaults if is_openai else {}
@@ -349,7 +349,7 @@ class VllmEngine:
 
 
 def max_tokens_cap(config: Any, defaults: Mapping[str, Any]) -> int | None:
-    """Return the maximum of `max_tokens`, which the arguments of vLLM's server may set."""
+    """Return the maximum of `max_tokens` that the arguments of vLLM's server set, or None."""
     if config.generation_config in ("auto", "vllm"):
         return (config.override_generation_config or {}).get("max_new_tokens")
     return defaults.get("max_tokens")
@@ -359,7 +359,8 @@ def _request_body(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters as fields of vLLM's API, with the older names of constraints replaced.
 
     Raises:
-        InvalidArgument: A value is not an object. vLLM would fail with an AttributeError.
+        InvalidArgument: The constraints contradict each other, or are not an object. vLLM would
+            fail with an AttributeError in the latter case.
     """
     body = {name: value for name, value in parameters.items() if value is not None}
     for name in ("structured_outputs", "guided_decoding"):
@@ -370,7 +371,7 @@ def _request_body(parameters: Mapping[str, Any]) -> dict[str, Any]:
     constraints = {key: value for key, value in constraints.items() if value is not None}
     if constraints and body.get("structured_outputs", constraints) != constraints:
         found, guided_text = clip(repr(body["structured_outputs"])), clip(repr(constraints))
-        raise InvalidArgument(f"structured_outputs: {found} contradicts guided_* {guided_text}")
+        raise InvalidArgument(f"structured_outputs: {found} contradicts guided_*: {guided_text}")
     return {**body, "structured_outputs": constraints} if constraints else body
 
 

@@ -245,7 +245,11 @@ class GrpcCall(ABC):
         self._take_messages(assembly, len(piece))
 
     def next_buffer(self, byte_limit: int) -> memoryview | None:
-        """Return the memory for the next bytes, at most `byte_limit` bytes, or None if unknown."""
+        """Return the memory for the next bytes, at most `byte_limit` bytes.
+
+        Returns:
+            None if the caller has to receive the bytes into a buffer of its own.
+        """
         assembly = self._assembly
         return None if assembly is None or self.is_done else assembly.next_buffer(byte_limit)
 
@@ -272,7 +276,7 @@ class GrpcCall(ABC):
         self._connection.http2.send_window_update(self._stream, assembly.permit_remaining())
 
     def check_message(self) -> None:  # noqa: B027
-        """Start the time limit of a message that did not arrive with the head, if there is one."""
+        """Start the time limit of a unary call's message, unless it arrived with the head."""
 
     def await_message(self) -> ArrivingMessage:
         """Start the time limit of a message that is incomplete or missing."""

@@ -42,7 +42,7 @@ MessageContent = bytes | ArrivingRequest
 
 
 # Returns the destination of a call's next message, given its size. None: the message is assembled.
-Sinks = Callable[[CallHead, int], RequestSink[ArrivingRequest] | None]
+Sinks = Callable[[CallHead, int], RequestSink | None]
 
 
 def release_message(message: MessageContent) -> None:
@@ -94,7 +94,7 @@ class Assembly:
     _permitted_bytes: int
     _head: CallHead
     _sinks: Sinks | None
-    sink: RequestSink[ArrivingRequest] | None = None
+    sink: RequestSink | None = None
     _piece: memoryview = _EMPTY_VIEW  # received data, of which `_position` bytes are consumed
     _position: int = 0
     _is_piece_copied: bool = True  # whether the piece was copied out of the read buffer
@@ -120,7 +120,11 @@ class Assembly:
         return len(self._prefix)
 
     def next_buffer(self, byte_limit: int) -> memoryview | None:
-        """Return the memory for the next bytes, at most `byte_limit` bytes, or None if unknown."""
+        """Return the memory for the next bytes, at most `byte_limit` bytes.
+
+        Returns:
+            None if the caller has to receive the bytes into a buffer of its own.
+        """
         if self.sink is None or self._position < len(self._piece) or self._buffered_data:
             return None
         return self.sink.next_buffer(min(byte_limit, self.missing_bytes))
@@ -247,7 +251,7 @@ async def inflate_message(data: bytes, encoding: str, limit: int, budget: BodyBu
 
 
 def frame_message(data: bytes) -> tuple[bytes, bytes]:
-    """Return a message with gRPC's prefix, as prefix and content."""
+    """Return gRPC's prefix of a message, and the message."""
     return PREFIX.pack(0, len(data)), data
 
 
@@ -262,12 +266,12 @@ class Deflater:
         return next((name for name in WBITS_BY_ENCODING if name in accepted_encodings), None)
 
     def frame(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
-        """Return a message with gRPC's prefix, compressed if that is shorter."""
+        """Return gRPC's prefix and the content of a message, compressed if that is shorter."""
         compressor = zlib.compressobj(self._level, wbits=WBITS_BY_ENCODING[encoding])
         return _frame_shorter(data, compressor.compress(data) + compressor.flush())
 
     async def frame_in_turns(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
-        """Return a message with gRPC's prefix, compressed in several turns of the event loop."""
+        """Return prefix and content like `frame`; compress in several turns of the event loop."""
         compressor = zlib.compressobj(self._level, wbits=WBITS_BY_ENCODING[encoding])
         pieces: list[bytes] = []
         view = memoryview(data)

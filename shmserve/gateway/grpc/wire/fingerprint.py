@@ -207,7 +207,7 @@ class TemplateCache:
         """Return the request in a message with a known layout, or None.
 
         Raises:
-            AlreadyExists: The range of an output is in use, and overlaps are errors.
+            AlreadyExists: The range of an output is in use, and `shm_overlap` is "error".
         """
         layout = self._layouts.find(len(message))
         if layout is None:
@@ -238,7 +238,7 @@ class TemplateCache:
         """Return the request in a message with a known fingerprint, or None.
 
         Raises:
-            AlreadyExists: The range of an output is in use, and overlaps are errors.
+            AlreadyExists: The range of an output is in use, and `shm_overlap` is "error".
         """
         cached = self._cache.find(parts.key)
         if cached is None:

@@ -14,13 +14,13 @@ fields behind the tensors, a long head, and tensors of other sizes than the head
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.grpc.wire.fingerprint import HEAD_TAGS, MAX_SHIFT, RAW_INPUT_TAG
-from shmserve.gateway.inference.prepare import ArrivingTensors
+from shmserve.gateway.inference.prepare import ArrivingRequest
 from shmserve.gateway.inference.request import (
     InferInput,
     InferOutput,
@@ -140,7 +140,7 @@ def _decode_output(output: ModelInferRequest.InferRequestedOutputTensor) -> Infe
 
 
 def _decode_region(tensor: str, parameters: _Parameters) -> RegionRange | None:
-    """Return the range of a region in the parameters of a tensor, or None."""
+    """Return the range of a region that the parameters of a tensor name; None without a region."""
     if "shared_memory_region" not in parameters:
         for key in ("shared_memory_offset", "shared_memory_byte_size"):
             if key in parameters:
@@ -242,7 +242,7 @@ def _set_parameters(request: InferRequest, parameters: _Parameters) -> None:
                 _check_kind(key, kind, "int64_param", "uint64_param")
                 request.deadline_us = max(value, 0)
             case _ if key == _EMPTY_FINAL:
-                # Only decoupled models have several responses.
+                # This parameter concerns decoupled models only, which have several responses.
                 _check_kind(key, kind, "bool_param")
                 request.sends_empty_final = value
             case _ if key.startswith("triton_"):
@@ -268,10 +268,8 @@ def _kind_error(key: str, allowed: tuple[str, ...]) -> InvalidArgument:
 _MAX_HEAD_BYTES = 64 * 1024
 _INCOMPLETE, _MALFORMED = -1, -2
 
-A = TypeVar("A", bound=ArrivingTensors)
 
-
-class RequestSink(Generic[A]):
+class RequestSink:
     """The receiver of one large message, which writes its tensors into their final memory.
 
     Args:
@@ -279,9 +277,9 @@ class RequestSink(Generic[A]):
             the first tensor; None if the message has to be collected as a whole.
     """
 
-    def __init__(self, create_tensors: Callable[[bytes, int], A | None]) -> None:
+    def __init__(self, create_tensors: Callable[[bytes, int], ArrivingRequest | None]) -> None:
         self._create_tensors = create_tensors
-        self._tensors: A | None = None
+        self._tensors: ArrivingRequest | None = None
         self._head = bytearray()  # the head, then the bytes between two tensors
         self._position = 0  # the position of the next field in the head
         self._prefixes: list[bytes] = []  # the bytes before each tensor that has begun
@@ -290,7 +288,8 @@ class RequestSink(Generic[A]):
     def next_buffer(self, byte_limit: int) -> memoryview | None:
         """Return the memory that the next bytes are received into, at most `byte_limit` bytes.
 
-        Return None if it is unknown.
+        Returns:
+            None if the bytes are not those of a tensor with reserved memory.
         """
         return None if self._tensors is None else self._tensors.next_buffer(byte_limit)
 
@@ -354,7 +353,7 @@ class RequestSink(Generic[A]):
         pieces.append(bytes(self._head))
         self._whole_message = pieces
 
-    def finish(self) -> bytes | A:
+    def finish(self) -> bytes | ArrivingRequest:
         """Return the complete message.
 
         The result is the request with its received tensors, or the collected bytes.

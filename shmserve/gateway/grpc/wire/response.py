@@ -34,7 +34,8 @@ class GrpcResponseTemplate:
     Args:
         model: The model.
         response: A response with the schema.
-        region_outputs: The names of outputs in regions of the client. Messages lack their bytes.
+        region_outputs: The names of the outputs in regions of the client. The messages do not
+            contain the bytes of these outputs.
     """
 
     __slots__ = ("_empty_outputs", "_format", "_output_count", "_prefix", "_sizes")
@@ -129,7 +130,7 @@ def _encode_parameters(values: dict[str, Any]) -> bytes:
 
 
 def set_parameter(parameter: InferParameter, value: Any) -> None:
-    """Set a parameter by the type of the value; a dict becomes a JSON text."""
+    """Set the field of a parameter that has the type of the value; a dict becomes a JSON text."""
     match value:
         case bool():
             parameter.bool_param = value

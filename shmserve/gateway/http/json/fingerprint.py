@@ -131,7 +131,7 @@ def fill_known_template(
         the fault.
 
     Raises:
-        AlreadyExists: The range of an output is in use, and overlaps are errors.
+        AlreadyExists: The range of an output is in use, and `shm_overlap` is "error".
         Unavailable: The arena is full.
     """
     cached = cache.find(fingerprint.key)

@@ -41,7 +41,7 @@ _MAX_OTHER_BYTES = 2 * LARGE
 _BYTES_A_TOKEN = 128  # maximum average bytes of a token
 # The maximum number of prompts of OpenAI's APIs, and the error about a longer list.
 _COUNTS = {
-    "prompt": (1024, "prompt: {} prompts are more than {}"),
+    "prompt": (1024, "prompt: {} prompts exceed the limit of {}"),
     "input": (2048, "input: {} strings exceed the limit of {}"),
 }
 _MAX_PACKED_PROMPTS = 2048
@@ -81,7 +81,7 @@ class Packed:
         return "INT32" if self.kind == "tokens" else "BYTES"
 
     def __repr__(self) -> str:
-        """Return the beginning of the text by which errors show the field."""
+        """Return the beginning of the field, as error messages show it."""
         beginning = b"".join(self.pieces[:1])
         if self.kind == "tokens":
             return repr(np.frombuffer(beginning, np.int32).tolist())
@@ -125,7 +125,7 @@ async def parse_large(
     call = "main()"
     if convert is not None:
         call = f"import {convert.__module__} as m; main(m.{convert.__name__})"
-    # The imports need more CPU time than most bodies.
+    # The low priority is for the imports, which need more CPU time than most bodies.
     code = f"import os; os.nice(10); from {__name__} import main; {call}"
     arguments = (
         sys.executable,
@@ -149,7 +149,8 @@ async def parse_large(
             process.stdin.close()
             return await _receive_result(process.stdout)
         except asyncio.IncompleteReadError:
-            raise Internal("the process that parses large bodies has exited") from None
+            text = "the process that parses large bodies has exited; send the request again"
+            raise Internal(text) from None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -235,12 +236,14 @@ def are_tokens(value: Any) -> bool:
 
 
 def check_tokens(name: str, tokens: Sequence[Any]) -> None:
-    """Raise InvalidArgument if an element is not an integer, or if INT32 would wrap it."""
+    """Raise InvalidArgument if an element is not an integer, or exceeds the range of INT32."""
     if {*map(type, tokens)} == {int} and max(-min(tokens), max(tokens)) <= _MAX_TOKEN_ID:
         return
     for index, token in enumerate(tokens):
         if type(token) is not int or abs(token) > _MAX_TOKEN_ID:
-            raise InvalidArgument(f"{name}[{index}]: {clip(repr(token))} is not a token")
+            raise InvalidArgument(
+                f"{name}[{index}]: {clip(repr(token))} is not a token (32-bit integer)"
+            )
 
 
 def check_count(name: str, values: Sequence[Any]) -> None:
@@ -326,7 +329,7 @@ def main(convert: Convert | None = None) -> None:
         text = _encode_json({"body": body, "packed": packer.packed, "warnings": warnings})
         if len(text) > _MAX_OTHER_BYTES:
             problem = f"the fields have {len(text)} bytes besides prompts and messages"
-            raise InvalidArgument(f"{problem}, allowed are at most {_MAX_OTHER_BYTES}")
+            raise InvalidArgument(f"{problem} (maximum: {_MAX_OTHER_BYTES})")
     except ShmserveError as fault:
         text = _encode_json({"error": fault.message, "malformed": isinstance(fault, JsonFault)})
         packer.pieces.clear()

@@ -177,7 +177,7 @@ def _parse_int_or_float(text: str) -> int | float:
 
 
 def has_many_objects(json_text: bytes) -> bool:
-    """Return whether the objects of a JSON text take longer than 5 ms to parse and convert."""
+    """Return whether a JSON text has so many objects that parsing and conversion take 5 ms."""
     return _has_too_many(json_text, b"{", MAX_OBJECTS)
 
 
@@ -230,7 +230,7 @@ def mistyped_value_error(kind: str) -> JsonFault:
 
 
 def member_string(holder: dict[str, Any], field: str) -> str:
-    """Return a required member that is a string."""
+    """Return a required member; raise JsonFault if it is missing or not a string."""
     value = holder.get(field)
     if type(value) is not str:
         raise mistyped_error(field, "string") if field in holder else missing_error(field, holder)
@@ -238,7 +238,11 @@ def member_string(holder: dict[str, Any], field: str) -> str:
 
 
 def member_array(holder: Any, field: str) -> list[Any]:
-    """Return a required member that is an array; `holder` may be any JSON value."""
+    """Return a required member of `holder`, which may be any JSON value.
+
+    Raises:
+        JsonFault: The member is missing or not an array.
+    """
     if type(holder) is not dict or field not in holder:
         raise missing_error(field, holder)
     value = holder[field]
@@ -248,14 +252,14 @@ def member_array(holder: Any, field: str) -> list[Any]:
 
 
 def check_unsigned(value: Any, field: str) -> int:
-    """Return `value` if it is an integer in [0, 2**64)."""
+    """Return `value`; raise JsonFault unless it is an integer in [0, 2**64)."""
     if type(value) is not int or not 0 <= value <= MAX_UINT64:
         raise mistyped_error(field, "unsigned-integer")
     return value
 
 
 def check_boolean(value: Any, field: str) -> bool:
-    """Return `value` if it is true or false."""
+    """Return `value`; raise JsonFault unless it is true or false."""
     if type(value) is not bool:
         raise mistyped_error(field, "boolean")
     return value
@@ -393,7 +397,7 @@ def _insert_numbers(header: Any, numbers_by_name: dict[str, NumberArray]) -> Non
         if type(data) is str and data in numbers_by_name:
             tensor["data"] = numbers_by_name.pop(data)
     if numbers_by_name:
-        raise JsonFault("a large 'data' array is outside of 'inputs'")
+        raise JsonFault("a large 'data' array does not belong to an element of 'inputs'")
 
 
 def _find_arrays(body: bytes) -> Iterator[tuple[int, int]]:

@@ -60,7 +60,7 @@ def split_values(values: list[Any]) -> Iterator[list[Any]]:
 
 
 def _flatten_with_types(values: list[Any]) -> tuple[list[Any], set[type]]:
-    """Return the values, and their types."""
+    """Return the values of nested lists as one list, and the set of their types."""
     kinds = set(map(type, values))
     while list in kinds:
         if len(kinds) == 1:
@@ -72,7 +72,7 @@ def _flatten_with_types(values: list[Any]) -> tuple[list[Any], set[type]]:
 
 
 def create_packer(datatype: str, count: int) -> Callable[..., bytes] | None:
-    """Return a function that converts `count` numbers to bytes; None for other datatypes.
+    """Return a function that converts `count` numbers to bytes; None if only `decode` can.
 
     The function raises struct.error or OverflowError for values that only `decode` can handle.
     """

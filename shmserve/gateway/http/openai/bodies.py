@@ -77,7 +77,7 @@ async def resolve_alias(gateway: Gateway, name: str) -> str:
 
 
 async def unloaded_aliases(gateway: Gateway) -> dict[str, list[str]]:
-    """Return the aliases of models on demand that generate text and are not loaded."""
+    """Return the aliases of each on-demand model that generates text and is not loaded."""
     models = gateway.models
     if all(models.versions(name) for name in models.on_demand):
         return {}
@@ -273,7 +273,7 @@ async def read_fields(
     """Return the supported fields of a request's body.
 
     Raises:
-        ShmserveError: As by `read_body` and `select_supported_fields`.
+        ShmserveError: As in `read_body` and `select_supported_fields`.
     """
     body = await read_body(gateway, request, prompts)
     return select_supported_fields(body, supported, gateway.settings.refuse_unknown_fields)
@@ -289,7 +289,7 @@ async def parse_prompts(
     """Parse a large body with prompts, for `model` or the model that the body names.
 
     Raises:
-        ShmserveError: As by `parse_large`.
+        ShmserveError: As in `parse_large`.
     """
     token_limits = {
         name: served.max_model_len
@@ -348,7 +348,7 @@ async def parse_completion(gateway: Gateway, body: dict[str, Any]) -> TextReques
     is_single = type(value) is not list or are_tokens(value)
     prompts = [prompt_input(value)] if is_single else await _prompt_inputs(model, value)
     echo = check_member(fields, "echo", bool, False)
-    if "max_completion_tokens" in fields:  # the name that chats have
+    if "max_completion_tokens" in fields:  # the field of chats
         fields["max_tokens"] = fields.pop("max_completion_tokens")
     return _text_request(model, prompts, {**fields, "echo": echo})
 
@@ -405,7 +405,7 @@ async def resolve_generative_model(
     """Return the text-generating model that a body names, or the default.
 
     Raises:
-        ShmserveError: As by `resolve_named_model`.
+        ShmserveError: As in `resolve_named_model`.
     """
     model = await resolve_named_model(gateway, body, default=default)
     if not generates_text(model):
@@ -498,6 +498,10 @@ class RequestTooLarge(InvalidArgument):
     status = 413
 
 
+class RefusedFields(InvalidArgument):
+    """The error for refused fields of a body, which have the names that the client knows."""
+
+
 class UnsupportedMediaType(UnsupportedEncoding):
     """The error for an unknown encoding of a body; OpenAI's clients would retry after a 501."""
 
@@ -537,6 +541,7 @@ def encode_openai_error(error: ShmserveError, names: Mapping[str, str] = _FIELDS
     field = _FIELD_PREFIX.match(message) if invalid else None
     param = None
     if field is not None:
+        names = {} if isinstance(error, RefusedFields) else names
         param = names.get(field[1], field[1])
         for infix in (".function.", ".custom."):  # "tools[0].function.name"
             param = param.replace(infix, names.get(infix, infix))

@@ -31,7 +31,7 @@ def _split_names(names: str) -> frozenset[str]:
 
 
 def _refuse(allowed: AllowedValues, *names: str) -> dict[str, AllowedValues]:
-    """Return the entries of fields with the same permitted values, given words of names."""
+    """Return the entries of fields with the same permitted values; `names` are space-separated."""
     return dict.fromkeys(" ".join(names).split(), allowed)
 
 
@@ -62,6 +62,7 @@ _MAX_REPORTED = 16  # number of wrong fields of a body that are reported
 
 _IGNORED_FIELDS = frozenset(IGNORED_PARAMETERS) | _split_names(
     "safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options prediction "
+    "client_metadata "  # OpenAI's agent Codex sends it
     # In vLLM, these fields affect only other kinds of requests.
     "return_token_offsets return_mm_kwargs mm_payload routed_experts_prompt_start"
 )
@@ -98,7 +99,7 @@ DETOKENIZE_FIELDS = _COMMON_FIELDS | {"tokens"}
 _RESPONSE_ONLY_FIELDS = _split_names(
     "input instructions include max_output_tokens max_tool_calls parallel_tool_calls reasoning "
     "store stream stream_options temperature text tool_choice tools top_logprobs top_p truncation "
-    # responses.py checks the only permitted values of this line.
+    # Each field of this line has one permitted value, which responses.py checks.
     "background conversation previous_response_id prompt "
     "seed stop top_k min_p priority presence_penalty frequency_penalty chat_template_kwargs "
     "logit_bias include_reasoning skip_special_tokens include_stop_str_in_output ignore_eos "

@@ -96,7 +96,7 @@ class ChoiceFormat(NamedTuple):
         return {"delta" if is_chunk else "message": message}
 
     def logprobs(self, tokens: list[dict[str, Any]] | None, offset: int) -> dict[str, Any] | None:
-        """Return the probabilities of tokens; the first is at character `offset` of its text."""
+        """Return the log probabilities of tokens; the first begins at character `offset`."""
         if tokens is None:
             return None
         if self.is_chat:
@@ -114,7 +114,11 @@ class ChoiceFormat(NamedTuple):
 
 
 def _likeliest_tokens(token: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the likeliest tokens at a position and the token itself, by their texts."""
+    """Return the log probability of a token and of the likeliest tokens at its position, by text.
+
+    Returns:
+        None if the token has no `top_logprobs`.
+    """
     if token["top_logprobs"] is None:
         return None
     logprob_by_token: dict[str, Any] = {}
@@ -390,7 +394,7 @@ class Choices:
         return [SERVER_SENT_EVENTS.frame(encode_openai_error(error)), _DONE_EVENT]
 
     def usage(self) -> dict[str, Any]:
-        """Return the numbers of tokens."""
+        """Return the response's member `usage`: the numbers of tokens, over all prompts."""
         prompt, generated, cached = self._usage.values()
         reasoning_tokens = self._reasoning_tokens
         details = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
@@ -639,7 +643,7 @@ class _Generation:
 
 
 def _parse_logprobs(data: bytes) -> dict[str, Any]:
-    """Parse the log probabilities of a response.
+    """Return the member `logprobs` of a response, parsed from JSON.
 
     Many tokens are parsed line by line, because the parser holds the GIL.
     """
@@ -656,5 +660,5 @@ def _parse_logprobs(data: bytes) -> dict[str, Any]:
 
 
 async def _convert(byte_size: int, conversion: Callable[[], T]) -> T:
-    """Call a function, in a thread if it converts many bytes, as log probabilities can have."""
+    """Call a conversion, in a thread if `byte_size` is large, as log probabilities can be."""
     return await asyncio.to_thread(conversion) if byte_size > _LARGE else conversion()

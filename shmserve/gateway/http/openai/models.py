@@ -69,7 +69,7 @@ class Embedder(NamedTuple):
 
 
 def find_embedder(model: GatewayModel) -> Embedder | None:
-    """Return the input and output by which a model embeds text; None if it does not."""
+    """Return the text input and the vector output of a model; None if it does not embed text."""
     signature = model.signature
     if len(signature.inputs) != 1 or len(signature.outputs) != 1 or model.decoupled:
         return None
@@ -129,7 +129,7 @@ async def _compute_vectors(
     embedder: Embedder,
     texts: list[Any],
 ) -> list[np.ndarray[Any, Any]]:
-    """Return the vector of each text in FP32, for as many texts as fit a batch of the model."""
+    """Return the vector of each text in FP32; the texts must fit into one batch of the model."""
     shape = (len(texts), *embedder.dims) if embedder.max_texts else embedder.dims
     if type(texts[0]) is Packed:
         text_input = bodies.packed_tensor(embedder.text, texts, shape or (1,))
@@ -267,7 +267,7 @@ async def infer_once(
     outputs: Sequence[str],
     parameters: dict[str, Any],
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Return outputs of a model for one input, from its only response.
+    """Return these outputs of a model by name, from its only response to one input.
 
     With a `task` parameter, the model's worker, which has the tokenizer, only converts text.
 

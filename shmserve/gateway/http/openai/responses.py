@@ -53,11 +53,11 @@ _CHAT_MEMBERS = {
 # Members that are refused, unless they have one of these values.
 _NOT_STORED = "are not stored; the input must contain the conversation"
 _ALLOWED_VALUES: Mapping[str, AllowedValues] = {
-    "background": AllowedValues((False,), "supported is False"),
+    "background": AllowedValues((False,), "only False is supported"),
     "conversation": AllowedValues((), f"conversations {_NOT_STORED}"),
     "previous_response_id": AllowedValues((), f"responses {_NOT_STORED}"),
-    "prompt": AllowedValues((), "supported is null"),
-    "truncation": AllowedValues(("disabled",), "supported is 'disabled'"),
+    "prompt": AllowedValues((), "only null is supported"),
+    "truncation": AllowedValues(("disabled",), "only 'disabled' is supported"),
 }
 # Members of a response that repeat the request, with their defaults.
 _REPEATED_MEMBERS: Mapping[str, Any] = {
@@ -129,7 +129,11 @@ async def _read_request(
     is_converted = type(chat) is dict and type(chat.get("messages")) is Packed
     unpack = bodies.as_fragment if is_converted else Packed.value
     body = {name: unpack(value) if type(value) is Packed else value for name, value in body.items()}
-    fields = select_supported_fields(body, RESPONSE_FIELDS, gateway.settings.refuse_unknown_fields)
+    refuses_unknown = gateway.settings.refuse_unknown_fields
+    try:
+        fields = select_supported_fields(body, RESPONSE_FIELDS, refuses_unknown)
+    except InvalidArgument as error:
+        raise bodies.RefusedFields(error.message) from None
     chat = chat if is_converted else _chat_body(fields)
     return body, await bodies.parse_chat(gateway, chat)
 
@@ -196,10 +200,11 @@ def _chat_tools(body: dict[str, Any]) -> list[dict[str, Any]]:
         elif kind == "namespace":
             functions = _namespace_functions(tool, f"tools[{index}]")
             tools += [_chat_tool(function, name) for name, function in functions.items()]
-        elif kind in _HOSTED_TOOLS:
-            others.append(f"tools[{index}]: {clip(repr(kind))} is not 'function'")
         else:
-            raise InvalidArgument(f"tools[{index}]: {clip(repr(kind))} is not 'function'")
+            allowed = "'function', 'custom' or 'namespace'"
+            others.append(f"tools[{index}]: {clip(repr(kind))} is not {allowed}")
+            if kind not in _HOSTED_TOOLS:
+                raise InvalidArgument(others[-1])
     if others and not tools:
         raise InvalidArgument(others[0])
     for problem in others:
@@ -268,7 +273,7 @@ def _is_reference(item: Any) -> bool:
 
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position: str) -> None:
     """Add an item to the messages of a chat. Calls are parts of the assistant's message."""
-    kind = item.get("type") or "message"
+    kind = "message" if item.get("type") is None else item["type"]
     if kind == "message" and type(item.get("role")) is not str:
         raise InvalidArgument(f"{position}: role {clip(repr(item.get('role')))} is not a string")
     if kind in ("function_call_output", "custom_tool_call_output"):
@@ -396,7 +401,10 @@ class ResponseObject:
 
     @cached_property
     def _call_items(self) -> dict[str, tuple[str, dict[str, str]]]:
-        """Return the type and names of a call's item, by custom tool or function of a namespace."""
+        """Return the item type and the name members of calls, by the name that the model calls.
+
+        Only custom tools and functions of namespaces have an entry.
+        """
         calls: dict[str, tuple[str, dict[str, str]]] = {}
         tools = self.body.get("tools") or []
         for tool in tools if type(tools) is list else orjson.loads(orjson.dumps(tools)):
@@ -480,7 +488,10 @@ class ResponseObject:
         ]
 
     def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Return an event of the last item; a `kind` of ".done" follows the prefix of its type."""
+        """Return an event of the last item.
+
+        A `kind` that begins with "." is appended to the event prefix of the item's type.
+        """
         item = self._items[-1]
         kind = _ITEM_TYPES[item["type"]][1] + kind if kind.startswith(".") else kind
         location: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._items) - 1}

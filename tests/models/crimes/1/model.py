@@ -11,17 +11,8 @@ import threading
 import triton_python_backend_utils as pb_utils
 
 
-class Speechless(Exception):
-    """An exception without a text."""
-
-    def __str__(self):
-        raise SystemExit(1)
-
-
 class TritonPythonModel:
-    """Commands: ok, gate, error, raise, speechless, wrong_count, not_a_list, not_a_response,
-    hang, exit, segfault, stop, fork, start.
-    """
+    """Commands: ok, gate, error, raise, hang, exit, segfault, stop, fork, start."""
 
     def execute(self, requests):
         commands = [self.command(request) for request in requests]
@@ -31,14 +22,6 @@ class TritonPythonModel:
         ]
         for command in commands:
             self.obey(command)
-        if "wrong_count" in commands:
-            return answers[:-1]
-        if "not_a_list" in commands:
-            return 7
-        if "not_a_response" in commands:
-            return [
-                None if c == "not_a_response" else r for c, r in zip(commands, answers, strict=True)
-            ]
         return answers
 
     @staticmethod
@@ -55,8 +38,6 @@ class TritonPythonModel:
     def obey(self, command):
         if command == "raise":
             raise ValueError("raised as you wished")
-        if command == "speechless":
-            raise Speechless
         if command == "fork":
             child = os.fork()
             if not child:

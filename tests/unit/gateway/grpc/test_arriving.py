@@ -1,23 +1,26 @@
 """A request that is placed while it arrives equals one that is parsed as a whole."""
 
 from collections.abc import Collection, Sequence
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.gateway.grpc.wire.request import RequestSink
-from shmserve.gateway.inference.prepare import ArrivingTensors
+from shmserve.gateway.inference.prepare import ArrivingRequest, BuiltRequest
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
 
-class RecordedTensors(ArrivingTensors):
+class RecordedTensors(ArrivingRequest):  # type: ignore[misc]
     """The memory of tensors of these sizes."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.blocks = [bytearray(size) for size in sizes]
         self.releases = 0
-        super().__init__([memoryview(block) for block in self.blocks], self._count)
+        request = cast("BuiltRequest", SimpleNamespace(release=self._count))
+        super().__init__(request, [memoryview(block) for block in self.blocks], sum(sizes))
 
     def _count(self) -> None:
         self.releases += 1
@@ -34,7 +37,7 @@ def request(contents: Sequence[bytes]) -> ModelInferRequest:
 
 def receive(
     raw: bytes, cuts: Sequence[int], sizes: Sequence[int] | None, in_place: Collection[int] = ()
-) -> tuple[RequestSink[RecordedTensors], list[RecordedTensors], list[bytes]]:
+) -> tuple[RequestSink, list[RecordedTensors], list[bytes]]:
     """Pass bytes in pieces, some read in place; return requested sizes and parsed heads."""
     recordings: list[RecordedTensors] = []
     heads: list[bytes] = []

@@ -78,7 +78,7 @@ def test_data_passes_in_two_ways(tls_context: ssl.SSLContext, version: ssl.TLSVe
     assert layer.receive(client.outgoing.read()) == b"a request"
     layer.send(b"a response")
     layer.send(memoryview(b"xx and more")[2:])
-    client.incoming.write(layer.outgoing())
+    client.incoming.write(layer.take_output())
     assert client.read() == b"a response and more"
 
 

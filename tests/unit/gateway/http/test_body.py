@@ -19,7 +19,7 @@ from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.messages import HttpRequest
 from shmserve.gateway.inference import body_arrival, prepare
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
-from shmserve.gateway.inference.prepare import ArrivingTensors, RequestResources
+from shmserve.gateway.inference.prepare import ArrivingRequest, BuiltRequest, RequestResources
 from shmserve.gateway.inference.request import InferInput, InferRequest
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
@@ -43,8 +43,9 @@ def make_resources(arena: Arena) -> RequestResources:
     return RequestResources(arena, budget, RegionTable(lambda _: None))
 
 
-def arriving_tensors(views: list[memoryview]) -> ArrivingTensors:
-    return ArrivingTensors(views, lambda: None)
+def arriving_tensors(views: list[memoryview]) -> ArrivingRequest:
+    request = cast("BuiltRequest", SimpleNamespace(release=lambda: None))
+    return ArrivingRequest(request, views, sum(map(len, views)))
 
 
 class Client:
@@ -115,7 +116,7 @@ def test_only_bodies_with_blocks_are_evicted_for_a_block(make_clock: Callable[[]
         resources.allocate([MIB])
         await clock.advance(0.01)
         assert [task.done() for task in tasks] == [False, True]
-        with pytest.raises(BodyTimeout, match="too slowly"):
+        with pytest.raises(BodyTimeout, match="at less than 1 MiB"):
             await tasks[1]
         with pytest.raises(Unavailable):
             make_resources(arena).allocate([MIB])
@@ -202,7 +203,7 @@ def test_thousands_of_bodies_are_evicted_at_once() -> None:
 def test_a_tensor_in_pieces_is_copied_between_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     memory, copied_states = bytearray(6), []
     arriving = arriving_tensors([memoryview(memory)[:5], memoryview(memory)[5:]])
-    arriving.built_request = "built"  # type: ignore[attr-defined]
+    arriving.built_request = "built"  # type: ignore[assignment]
     monkeypatch.setattr(prepare, "reserve_tensors", lambda *_: arriving)
     large_input = InferInput("A", "BYTES", (1,), 1, [b"ab", b"c", b"de"], 5)
     request = InferRequest("", [large_input, InferInput("B", "BYTES", (1,), 1, [b"f"], 1)], [])

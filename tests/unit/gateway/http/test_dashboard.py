@@ -193,7 +193,7 @@ def test_unauthorised_viewers_are_refused(run_dir: Path) -> None:
         with pytest.raises(PermissionDenied, match="pages of other origins"):
             await feed.respond(gateway, cross_site)
         feed._viewer_count = 32
-        with pytest.raises(QueueFull, match="32 dashboards are already connected"):
+        with pytest.raises(QueueFull, match=r"32 dashboards \(the maximum\)"):
             await feed.respond(gateway, SimpleNamespace(headers={}))  # type: ignore[arg-type]
 
     run(run_dir, scenario)

@@ -740,6 +740,6 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
             refusals = [reply for reply in map(read_reply, slow) if reply.status != 503]
             assert len(refusals) == 1
             assert refusals[0].status == 408
-            assert refusals[0].error == "the request body arrived too slowly while memory was short"
+            assert refusals[0].error.startswith("the request body arrived at less than 1 MiB/s")
             for _ in range(3):
                 assert send_request() == expected_status

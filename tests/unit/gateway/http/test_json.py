@@ -515,7 +515,7 @@ def test_malformed_slices_are_refused(values: list[Any], data: st.DataObject) ->
 
 @pytest.mark.usefixtures("tiny_slices")
 def test_only_data_of_inputs_is_cut() -> None:
-    with pytest.raises(JsonFault, match="outside of 'inputs'"):
+    with pytest.raises(JsonFault, match="does not belong to an element of 'inputs'"):
         loads_large(b'{"parameters": {"data": [1, 2, 3, 4]}, "inputs": []}')
     strings = b'{"inputs": [{"data": ["a", "b,", "c"]}], "x": "\\"data\\": [1, 2, 3, 4]"}'
     assert loads_large(strings) == json.loads(strings)
@@ -749,10 +749,10 @@ def test_arbitrary_bytes_are_inflated_or_refused(raw: bytes) -> None:
 def test_compressed_bodies_without_output_are_refused() -> None:
     """Reading stops after a limited number of empty members or blocks."""
     empty_streams = gzip.compress(b"") * 100
-    with pytest.raises(InvalidArgument, match="mostly overhead"):
+    with pytest.raises(InvalidArgument, match=r"it has 18 gzip members in 2000 bytes"):
         list(Inflater(LIMIT).feed(empty_streams))
     blocks = zlib.compress(b"")[:2] + b"\0\0\0\xff\xff" * (LIMIT // 2)
-    with pytest.raises(InvalidArgument, match="mostly overhead"):
+    with pytest.raises(InvalidArgument, match="compressed bytes, too many for the limit of"):
         list(Inflater(LIMIT).feed(blocks))
     many_members = b"".join(gzip.compress(random.Random(n).randbytes(2000)) for n in range(100))
     assert sum(map(len, Inflater(LIMIT).feed(many_members))) == 200_000

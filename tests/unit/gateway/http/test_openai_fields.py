@@ -51,7 +51,7 @@ NAMES = (
     "safety_identifier prompt_cache_retention prompt_cache_options functions function_call "
     "context_management access_programs background_options conversation best_of "
     "prompt_logprob_token_ids prompt_logprob_start flat_logprobs output_kind skip_clone "
-    "extra_args skip_reading_prefix_cache trace_decode_token_ids detokenize"
+    "extra_args skip_reading_prefix_cache trace_decode_token_ids detokenize client_metadata"
 )
 
 

@@ -400,7 +400,7 @@ def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
     refusals = [answer for answer in rig.answers() if isinstance(answer, m.Failed)]
     assert len(refusals) == 1 and refusals[0].retry_after_s
     assert refusals[0].message == (
-        "16384 sequences of this client wait for a slot of model 'm', and no more are allowed"
+        "at most 16384 sequences of a client may wait for a slot of model 'm'"
     )
     open_request, new_start = rig.request(1), rig.request(1_000_000, START)
     outcomes = rig.outcomes()

@@ -326,8 +326,8 @@ def test_an_instance_missed_soon_after_its_removal_is_kept_longer() -> None:
 
 
 def test_the_bounds_hold_for_any_previous_count() -> None:
-    assert ScalingPolicy(2, 4).sample(load(0.0), 1) == Change(2, "at least 2")
-    assert ScalingPolicy(2, 4).sample(load(0.0), 6) == Change(5, "at most 4")
+    assert ScalingPolicy(2, 4).sample(load(0.0), 1) == Change(2, "at least 2 are configured")
+    assert ScalingPolicy(2, 4).sample(load(0.0), 6) == Change(5, "at most 4 are configured")
 
 
 states = st.builds(

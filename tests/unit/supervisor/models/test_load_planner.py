@@ -21,7 +21,7 @@ def planner(tmp_path: Path, config: str | None = None, *extra_flags: str) -> Loa
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.py").touch()
     if config is not None:
-        (folder / "config.pbtxt").write_bytes(config.encode())
+        (folder / "config.pbtxt").write_bytes(config.encode(errors="surrogateescape"))
     flags = ["--model-repository", str(folder.parent), *extra_flags]
     return LoadPlanner(from_flags(parse(flags), {}), tmp_path / "run", Accelerators("", 0))
 
@@ -43,8 +43,8 @@ def test_without_completion_every_model_needs_a_configuration(tmp_path: Path) ->
 
 def test_all_errors_are_reported_with_file_line_and_key(tmp_path: Path) -> None:
     lines = (
-        "# A comment, and lines that end as on Windows.",
-        'name: "other"',
+        "\ufeff# A byte order mark, a comment that is not UTF-8 (\udcfc), lines as on Windows.",
+        'name: "other"  # \udcfc',
         "max_batch_size: 4",
         "max_batch: 5",
         "input [",
@@ -220,9 +220,12 @@ def test_incomplete_files_do_not_hinder_the_load(
     assert f"'{folder.parent}/other' is skipped, a link whose target" in caplog.text
 
 
-def test_a_dangling_configuration_is_an_error(tmp_path: Path) -> None:
-    load_planner = planner(tmp_path, None)
-    (tmp_path / "repository" / "m" / "config.pbtxt").symlink_to("nowhere")
+def test_a_configuration_without_its_contents_is_named(tmp_path: Path) -> None:
+    load_planner = planner(tmp_path, POINTER.decode())
+    assert "('config.pbtxt' is a Git LFS pointer, not the file" in refusal(load_planner).message
+    file = tmp_path / "repository" / "m" / "config.pbtxt"
+    file.unlink()
+    file.symlink_to("nowhere")
     expected_text = f"{UNREAD_ERROR}'config.pbtxt' is a link whose target does not exist"
     assert refusal(load_planner).message == expected_text
 
@@ -238,6 +241,22 @@ def test_a_misplaced_configuration_is_named(tmp_path: Path) -> None:
     (folder.parent / "inner" / "config.pbtxt").write_text("")
     text = "'m/inner' is a model: is the folder 'm' the repository?"
     assert text in refusal(plans).message
+    (folder.parent / "inner" / "config.pbtxt").unlink()
+    folder.rmdir()
+    assert refusal(plans).message.endswith(", such as 1, but found inner)")
+    (tmp_path / "repository" / "1").mkdir()
+    (tmp_path / "repository" / "1" / "model.py").touch()
+    with pytest.raises(ShmserveError, match="is the folder 'repository' a model, not a repository"):
+        plans.plan("1", "", {})
+
+
+@pytest.mark.parametrize("name", ["config.pbtxt.txt", "Config.pbtxt"])
+def test_a_misnamed_configuration_is_named(tmp_path: Path, name: str) -> None:
+    plans = planner(tmp_path, None)
+    folder = tmp_path / "repository" / "m"
+    (folder / name).touch()
+    (folder / "1" / "model.py").unlink()
+    assert f"'m/{name}' is not read: rename it to 'config.pbtxt'" in refusal(plans).message
 
 
 @pytest.mark.parametrize("placeholder", ["${size}", "{{ .Values.size }}"])

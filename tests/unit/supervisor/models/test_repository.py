@@ -452,6 +452,15 @@ def test_classes_in_files_are_models(tmp_path: Path, file: str, class_name: str,
     assert inline_model(spec, base, {}) == folder
 
 
+def test_a_checkpoint_is_named_after_its_link(tmp_path: Path) -> None:
+    """The folders of caches are named after commits."""
+    (tmp_path / "989aa7980e4c").mkdir()
+    (tmp_path / "989aa7980e4c" / "config.json").touch()
+    (tmp_path / "qwen").symlink_to("989aa7980e4c")
+    folder = inline_model(f"{tmp_path}/qwen/", tmp_path / "run", {})
+    assert folder.name == "qwen" and (folder.path / "1" / "config.json").is_file()
+
+
 def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:
     specs = []
     for name in ("a", "b"):
@@ -466,10 +475,10 @@ def test_two_classes_of_one_name_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ("model.py", "is not of the form FILE.py:CLASS"),
-        ("model.txt:Model", "is not of the form FILE.py:CLASS"),
-        ("model.py:1x", "is not of the form FILE.py:CLASS"),
-        ("missing.py:Model", "'missing.py' is not a file"),
+        ("model.py", "expected FILE.py:CLASS"),
+        ("model.txt:Model", "expected FILE.py:CLASS"),
+        ("model.py:1x", "expected FILE.py:CLASS"),
+        ("missing.py:Model", "'missing.py:Model': there is no file 'missing.py'"),
     ],
 )
 def test_a_missing_class_is_refused(tmp_path: Path, spec: str, expected: str) -> None:

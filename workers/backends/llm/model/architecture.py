@@ -141,6 +141,7 @@ class Architecture:
         kv_heads: The number of key-value heads (`num_key_value_heads`).
         epsilon: The number added to the mean square in norms (`rms_norm_eps`).
         positions: The maximum length of a sequence.
+        window: The maximum length of a sequence that no sliding window limits; 0: `positions`.
         tied_embeddings: Whether the head is the embedding (`tie_word_embeddings`).
         qkv_bias: Whether the projections of queries, keys and values have biases.
         output_bias: Whether the output projection of the attention has a bias.
@@ -157,6 +158,7 @@ class Architecture:
     vocab_size: int
     epsilon: float
     positions: int
+    window: int
     tied_embeddings: bool
     qkv_bias: bool
     output_bias: bool
@@ -193,11 +195,11 @@ class Architecture:
                 f"config.json: max_position_embeddings: the model has {positions} positions, more "
                 f"than {MAX_MODEL_LEN}"
             )
-        _check_windows(family, config, positions, problems)
+        window = _window(family, config, positions, problems)
         if len(problems) > problem_count:
             return None
         heads = config["num_attention_heads"]
-        architecture = cls._build(family, config, heads, positions, rope)
+        architecture = cls._build(family, config, heads, positions, window, rope)
         if heads % architecture.kv_heads:
             problems.append(
                 f"config.json: num_key_value_heads: {architecture.kv_heads} does not divide "
@@ -209,7 +211,13 @@ class Architecture:
 
     @classmethod
     def _build(
-        cls, family: str, config: Mapping[str, Any], heads: int, positions: int, rope: Rope
+        cls,
+        family: str,
+        config: Mapping[str, Any],
+        heads: int,
+        positions: int,
+        window: int,
+        rope: Rope,
     ) -> Self:
         has_bias = family in ("llama", "qwen3") and bool(config.get("attention_bias", False))
         return cls(
@@ -223,6 +231,7 @@ class Architecture:
             config["vocab_size"],
             1e-6 if config.get("rms_norm_eps") is None else float(config["rms_norm_eps"]),
             positions,
+            window,
             bool(config.get("tie_word_embeddings", False)),
             family == "qwen2" or has_bias,
             family != "qwen2" and has_bias,
@@ -293,10 +302,8 @@ def _family(config: Mapping[str, Any], problems: list[str]) -> str:
     return family
 
 
-def _check_windows(
-    family: str, config: Mapping[str, Any], positions: int, problems: list[str]
-) -> None:
-    """Add a problem if the attention of a layer is limited to a window of positions."""
+def _window(family: str, config: Mapping[str, Any], positions: int, problems: list[str]) -> int:
+    """Return the size of a window that limits the attention of a layer, or 0."""
     types = config.get("layer_types") or []
     unsupported = sorted({str(kind) for kind in types} - {"full_attention"})
     if unsupported:
@@ -308,10 +315,8 @@ def _check_windows(
         is_used = (config["max_window_layers"] or 0) < config["num_hidden_layers"]
         has_window = bool(config.get("use_sliding_window")) and is_used
     if has_window and window is not None and window < positions:
-        problems.append(
-            f"config.json: sliding_window: {window} is less than the {positions} positions of the "
-            "model; supported are layers without a window (null)"
-        )
+        return max(int(window), 1)
+    return 0
 
 
 def _is_positive(number: Any) -> bool:

@@ -31,7 +31,7 @@ from torch.nn import functional
 from shmserve.workers.backends.llm.model.architecture import Architecture
 
 _MIN_WIDTH_STEP = 16  # widths of decode rows are multiples of this number of keys
-# Spans with more rows have no decode rows. Spans with draft tokens have several decode rows.
+# The rows of larger spans are not decode rows. A span has several rows if it has draft tokens.
 _MAX_ROWS = 16
 
 
@@ -259,9 +259,9 @@ class VisibleKeys(NamedTuple):
         data = torch.from_numpy(np.concatenate(values))
         shape = (counts.size, kv_heads * cache.slot_count)
         mask_matrix = torch.sparse_csr_tensor(
-            _row_pointers(counts), indices, data, shape, check_invariants=False
+            _cumulative_sums(counts), indices, data, shape, check_invariants=False
         )
-        offsets = _row_pointers(counts[row_indices, :heads])
+        offsets = _cumulative_sums(counts[row_indices, :heads])
         width_groups = [len(part) for part in columns], widths
         return cls(torch.from_numpy(row_indices), mask_matrix, indices, offsets, width_groups)
 
@@ -289,7 +289,7 @@ class VisibleKeys(NamedTuple):
         return output[0].view(self.row_indices.shape[0], -1)
 
 
-def _row_pointers(counts: np.ndarray) -> torch.Tensor:
+def _cumulative_sums(counts: np.ndarray) -> torch.Tensor:
     """Return the cumulative sums of `counts`, preceded by 0, as int32."""
     ends = np.zeros(counts.size + 1, np.int32)
     np.cumsum(counts, out=ends[1:])
@@ -453,11 +453,11 @@ class PagedAttention(Attention):
         cache, spans, device = self._cache, rows.spans, rows.device
         kv_heads, _, size = cache.keys[0].shape
         page_shape, page_order = (kv_heads, -1, cache.block_size, size), (1, 2, 0, 3)
-        counts = [span.size for span in spans]
+        counts = np.array([span.size for span in spans], np.int32)
         lengths = torch.tensor([span.length for span in spans], dtype=torch.int32, device=device)
         max_length = max(span.length for span in spans)
-        max_rows, row_count = max(counts), sum(counts)
-        cu_seqlens, tables = _cumulative_lengths(counts, device), self._tables(spans).to(device)
+        max_rows, row_count = int(counts.max()), int(counts.sum())
+        cu_seqlens, tables = _cumulative_sums(counts).to(device), self._tables(spans).to(device)
         varlen: Any = varlen_attn
 
         def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
@@ -492,11 +492,6 @@ def _pad(output: torch.Tensor, rows: int) -> torch.Tensor:
     """
     missing_rows = rows - output.shape[0]
     return torch.cat((output, output[-1:].expand(missing_rows, -1))) if missing_rows else output
-
-
-def _cumulative_lengths(counts: Iterable[int], device: str) -> torch.Tensor:
-    """Return the cumulative sums of `counts`, preceded by 0, as int32 on a device."""
-    return torch.tensor([0, *np.cumsum(list(counts))], dtype=torch.int32, device=device)
 
 
 def make_attention(cache: KvCache, architecture: Architecture, device: str) -> Attention:

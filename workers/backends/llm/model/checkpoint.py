@@ -254,7 +254,7 @@ def _missing(path: Path) -> str:
 def _read_tokenizer(
     path: Path, settings: dict[str, Any], config: dict[str, Any], problems: list[str]
 ) -> Tokenizer | None:
-    """Return the tokenizer, with the tokens and the settings of the other files.
+    """Return the tokenizer, with the tokens and the settings of the other files, or None.
 
     As in transformers, special_tokens_map.json and added_tokens.json are read only if
     tokenizer_config.json has no `added_tokens_decoder`. The special tokens are added to `settings`.
@@ -553,7 +553,7 @@ def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Return the texts of special tokens in tokenizer_config.json."""
+    """Return the texts of special tokens in tokenizer_config.json by their names ("eos_token")."""
     tokens: dict[str, str] = {}
     for name in dict.fromkeys((*_TOKENS.split(), *settings)):
         value = settings.get(name)

@@ -184,8 +184,8 @@ class Quantisation:
         except (ValueError, IndexError, RuntimeError):
             sizes = ", ".join(f"{role} {list(tensor.shape)}" for role, tensor in parts.items())
             raise InvalidArgument(
-                f"the model's folder is invalid: {name}: {self.method} tensors do not make "
-                f"{list(shape)}: {sizes}; supported are {', '.join(map(str, _BITS))} bits"
+                f"the model's folder is invalid: {name}: {self.method} tensors {sizes} do not fit "
+                f"the shape {list(shape)} (supported: {', '.join(map(str, _BITS))} bits)"
             ) from None
 
     def _dequantise(
@@ -198,13 +198,14 @@ class Quantisation:
     ) -> Tensor:
         rows, columns = shape
         bits = 0
-        if self.method == "gptq":  # q is packed along columns, s and z have a row for each group
+        # Values are packed along columns; scales and zeros have a row for each group.
+        if self.method == "gptq":
             bits = _bits(values.shape[0], columns)
             values, scales = _unpack(values.t(), bits), scales.t()
             if zeros is not None:
                 offsets = sum(self.zero_offset << shift for shift in range(0, 32, bits or 32))
                 zeros = _unpack(zeros + offsets, bits).t()
-        elif self.method == "awq":  # q and z are packed along rows
+        elif self.method == "awq":  # values and zeros are packed along rows
             bits = _bits(values.shape[1], rows)
             is_interleaved = self.is_interleaved or bits == 4
             values, scales = _unpack(values, bits, is_interleaved).t(), scales.t()

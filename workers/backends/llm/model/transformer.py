@@ -217,7 +217,7 @@ class Transformer:
             embedding[:, model.hidden_size] = math.sqrt(
                 model.epsilon * model.hidden_size
             )  # see `_normalise`
-            self.layer_count = [self._layer(layer) for layer in range(model.layer_count)]
+            self.layers = [self._layer(layer) for layer in range(model.layer_count)]
             self._norm = self._norm_gain("model.norm")
             head = embedding[:, : model.hidden_size]
             if checkpoint.has("lm_head.weight"):
@@ -270,7 +270,7 @@ class Transformer:
         extended = functional.embedding(tokens, self._embedding)
         states = extended[:, : model.hidden_size]
         rotations = self._rotations[positions].unsqueeze(1)
-        for index, layer in enumerate(self.layer_count):
+        for index, layer in enumerate(self.layers):
             qkv = layer.qkv(_normalise(states, extended, layer.input_norm))
             heads = self._rotate(layer, qkv, rotations)
             cache.write(index, heads[:, model.heads :], slots)

@@ -472,7 +472,7 @@ def test_a_failing_step_ends_calls(scheduler: Scheduler, monkeypatch: pytest.Mon
     scheduler.add(1, max_tokens=5, **GREEDY)
     scheduler.step()
     with monkeypatch.context() as patched:
-        patched.setattr("shmserve.workers.backends.llm.engine.process", lambda *_: 1 / 0)
+        patched.setattr("shmserve.workers.backends.llm.engine.process_logits", lambda *_: 1 / 0)
         assert not scheduler.step()
     assert scheduler.stepped is not None and len(scheduler.stepped.skipped) == 1
     assert scheduler.errors[1][0] == "INTERNAL"

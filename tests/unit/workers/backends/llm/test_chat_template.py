@@ -48,9 +48,9 @@ def test_developers_and_system_messages_become_one_at_the_beginning(source: str)
     )
 
 
-@pytest.mark.parametrize("kind", ["refusal", "thinking"])
-def test_refusals_and_thoughts_are_texts_as_in_vllm(kind: str) -> None:
-    parts = [{"type": kind, kind: "no"}, {"type": "text", "text": "a"}]
+@pytest.mark.parametrize("kind", ["refusal", "thinking", "input_text", "output_text"])
+def test_parts_of_other_types_are_texts_as_in_vllm(kind: str) -> None:
+    parts = [{"type": kind, kind.rpartition("_")[2]: "no"}, "a"]
     messages = [{"role": "assistant", "content": parts}]
     assert render(ROLES, messages=messages) == "assistant:no\na;"
     assert render(PARTS + "{% endfor %}", messages=messages) == "assistant:no;a;"

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,6 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
         ({"architectures": None, "model_type": "gpt2"},
          "model_type: gpt2 is not supported (supported: llama, mist"),
         ({"layer_types": ["sliding_attention"] * 2}, "layer_types: sliding_attention is not supp"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 64},
-         "sliding_window: 64 is less than the 512 positions"),
-        ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "sliding_window": 64,
-         "max_window_layers": 1}, "sliding_window: 64 is less than the 512 positions"),
     ],
 )  # fmt: skip
 def test_odd_checkpoints_are_refused(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
@@ -157,10 +154,13 @@ def test_odd_checkpoints_are_refused(tmp_path: Path, fields: dict[str, Any], mes
         ("qwen3", {"head_dim": ...}, {"head_dim": 128}),
         ("qwen3", {"head_dim": None}, {"head_dim": 8}),
         ("llama", {"num_key_value_heads": None}, {"kv_heads": 4}),
-        ("mistral", {"sliding_window": 512}, {"family": "mistral"}),
-        ("llama", {"sliding_window": 4, "use_sliding_window": True}, {"family": "llama"}),
-        ("qwen2", {"sliding_window": 4, "use_sliding_window": False}, {"family": "qwen2"}),
-        ("qwen2", {"sliding_window": None, "use_sliding_window": True}, {"family": "qwen2"}),
+        ("mistral", {"sliding_window": 512}, {"window": 0}),
+        ("mistral", {"sliding_window": 64}, {"window": 64}),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1},
+         {"window": 64}),
+        ("llama", {"sliding_window": 4, "use_sliding_window": True}, {"window": 0}),
+        ("qwen2", {"sliding_window": 4, "use_sliding_window": False}, {"window": 0}),
+        ("qwen2", {"sliding_window": None, "use_sliding_window": True}, {"window": 0}),
         ("mistral", {"attention_bias": True, "sliding_window": None}, {"qkv_bias": False}),
         ("llama", {"hidden_act": "swish"}, {"family": "llama"}),
         ("llama", {"rms_norm_eps": None}, {"epsilon": 1e-6}),
@@ -252,6 +252,12 @@ def test_sizes_that_contradict_are_refused(folder: Folder) -> None:
     with pytest.raises(InvalidArgument, match="max_model_len: 513 is more than the 512"):
         with_sizes(EngineSettings(max_model_len=513), architecture, "cpu", 1)
     assert with_sizes(EngineSettings(kv_cache_blocks=3), architecture, "cpu", 1).max_model_len == 48
+    windowed = replace(architecture, window=64)
+    with pytest.raises(
+        InvalidArgument, match=r"max_model_len: 512 is .* sliding_window .* most 64"
+    ):
+        with_sizes(EngineSettings(), windowed, "cpu", 1)
+    assert with_sizes(EngineSettings(max_model_len=64), windowed, "cpu", 1).max_model_len == 64
 
 
 def test_instances_on_a_device_share_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

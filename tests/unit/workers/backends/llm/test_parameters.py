@@ -88,7 +88,7 @@ def test_valid_parameters_are_accepted(parameters: dict[str, Any], field: str, v
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "an object with one of json"),
         ({"structured_outputs": {"json": {}, "disable_any_whitespace": "x"}}, "is true or false"),
         ({"structured_outputs": {"json": {}, "whitespace_pattern": 3}}, "a regular expression"),
-        ({"structured_outputs": {"regex": "a", "structural_tag": "b"}}, "and of the options"),
+        ({"structured_outputs": {"regex": "a", "structural_tag": "b"}}, "and optionally disable"),
         ({"guided_choice": []}, "guided_choice: [] is not a list of 1 to 10000 strings"),
         ({"regex": "a", "guided_json": {}}, "regex and guided_json: at most one grammar"),
         ({"guided_regex": "a", "structured_outputs": {"regex": "b"}},

@@ -197,7 +197,7 @@ def test_one_named_call(family: str) -> None:
     test_tokenizer, rng = tokenizer(), random.Random(1)
     choice = {"type": "function", "function": {"name": "now"}}
     matcher, tools = grammar(family, test_tokenizer, tool_choice=choice)
-    assert not tools.parallel
+    assert not tools.allows_parallel_calls
     assert parse_calls(random_text(matcher, test_tokenizer, rng), tools) == ("", [("now", {})])
 
 
@@ -256,7 +256,7 @@ WRONG_TOOLS: dict[str, tuple[dict[str, Any], str]] = {
         "tool_choice: 'often' is not"),
     "an unknown tool": ({"tools": GIVEN_TOOLS,
         "tool_choice": {"type": "function", "function": {"name": "g"}}},
-        "tool_choice: 'g' is not a name of `tools`"),
+        "tool_choice: `tools` has no tool 'g'"),
     "a choice of nothing": ({"tool_choice": "required"}, "tool_choice: 'required' requires tools"),
     "no list": ({"tools": 3}, "tools: 3 is not a list"),
     "an object of tools": ({"tools": {"f": GIVEN_TOOLS[0]}}, "tools: .* is not a list"),
