@@ -41,7 +41,7 @@ def simulate_other_files(*names: str) -> access.PeerFacts:
         ({"group": 50}, PEER._replace(uid=7, groups=frozenset({50})), "user", OK, "--shm-group"),
         ({"process": PEER._replace(uid=0)}, PEER, "user", OK, "can open all objects"),
         ({}, simulate_other_files("run directory"), "run dir", WARNING, "cannot find it"),
-        ({"runs": False}, PEER, "run dir", OK, "no server is running"),
+        ({"is_running": False}, PEER, "run dir", OK, "no server is running"),
         ({}, simulate_other_files("net"), "network", WARNING, "127.0.0.1 does not reach"),
         ({}, simulate_other_files("ipc", "pid"), "devices", WARNING,
          "different ipc and pid namespace"),

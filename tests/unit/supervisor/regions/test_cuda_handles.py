@@ -353,7 +353,7 @@ def test_an_unchecked_handle_opens_at_the_first_request(monkeypatch: pytest.Monk
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """Yield a gateway of a server that seems to have two CUDA devices."""
-    with rig(tmp_path_factory.mktemp("run"), cuda_devices=2) as model_rig:
+    with rig(tmp_path_factory.mktemp("run"), cuda_device_count=2) as model_rig:
         model_rig.payloads = {RegisterCudaRegion: {}, UnregisterRegion: {}}
         model_rig.open()
         yield model_rig
