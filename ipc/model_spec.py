@@ -178,7 +178,7 @@ class LevelPolicy(Record):
 
     @property
     def has_limits(self) -> bool:
-        """Return whether the policy rejects requests, or permits timeouts of requests."""
+        """Return whether requests of the level may be rejected or may time out."""
         limits_set = self.max_queue_size, self.default_timeout_microseconds
         return any(limits_set) or self.allow_timeout_override
 

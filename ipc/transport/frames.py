@@ -279,9 +279,9 @@ def _type_checker(annotation: Any) -> Callable[[Any], bool]:
 class Message(Record):
     """The base class of messages.
 
-    Fields are int, str, bytes, bool, float, dict, documents, or lists, also of records without
-    lists, dicts or documents. Fields with a default may be omitted at the end. The tag is the
-    class's name, or `TAG` if the wire name differs.
+    Fields are int, str, bytes, bool, float, dict, documents, or lists. A list may contain records
+    that have neither lists, dicts nor documents. Fields with a default may be omitted at the end.
+    The tag is the class's name, or `TAG` if the wire name differs.
     """
 
     TAG: ClassVar[str]

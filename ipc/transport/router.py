@@ -329,8 +329,8 @@ def _pid_or_zero(digits: bytes) -> int:
 def refuse_descriptors(sock: socket.socket) -> None:
     """Reject descriptors from peers that connect to `sock`.
 
-    The kernel closes unreceived descriptors in the process that reads the bytes. The process would
-    block on closing a lingering socket. Linux can reject descriptors since 6.16.
+    The kernel closes unreceived descriptors in the process that reads the bytes. If one is a socket
+    that lingers, its close blocks the process. Linux can reject descriptors since 6.16.
     """
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, _SO_PASSRIGHTS, 0)

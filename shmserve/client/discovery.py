@@ -90,7 +90,7 @@ def _is_locked(run_dir: Path) -> bool:
 
 
 def addresses(run_dir: Path) -> list[str]:
-    """Return the URLs of the server's HTTP and gRPC listeners, if it publishes them."""
+    """Return the URLs of the server's HTTP and gRPC listeners; empty if it publishes none."""
     try:
         return endpoints.addresses_file(run_dir).read_text().split()
     except OSError:

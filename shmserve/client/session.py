@@ -272,7 +272,9 @@ class Session:
     def pack(self, connection: ServerConnection, call: Call, stream: bool = False) -> PackedRequest:
         """Return a packed request for `connection`, after loading its model if necessary.
 
-        Without `stream`, decoupled models are rejected.
+        Raises:
+            Unsupported: The model is decoupled, and `stream` is false.
+            ShmserveError: The model cannot be loaded, or the request does not fit the model.
         """
         model, inputs, outputs, version, options, tensors = call
         if connection.models.needs_load(model, version):

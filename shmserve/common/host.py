@@ -201,7 +201,7 @@ def _count_visible(visible_devices: str, count: int) -> int:
 
 
 def cuda_devices(visible_devices: str | None = None) -> int:
-    """Return the number of CUDA devices of the host."""
+    """Return the number of CUDA devices; `visible_devices` is CUDA_VISIBLE_DEVICES, if set."""
     devices = accelerators(visible_devices=visible_devices)
     return devices.count if devices.kind == "cuda" else 0
 

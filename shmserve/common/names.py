@@ -34,7 +34,7 @@ def check_model_name(name: str) -> None:
 
 
 def is_traversal(name: str) -> bool:
-    """Check whether a name is the path of a folder outside the repository."""
+    """Check whether a name, as a path, could be another folder than a model's in the repository."""
     return name.strip() in (".", "..") or any(mark in name for mark in "/\\\0")
 
 

@@ -37,7 +37,7 @@ async def collect(items: Iterable[T]) -> list[T]:
 
 
 async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait for them; log exceptions of tasks that had not completed."""
+    """Cancel tasks that have not completed, wait for them, and log the exceptions of all tasks."""
     for task in tasks:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):

@@ -155,7 +155,13 @@ def _parse_number(name: str, text: str) -> int:
 
 
 def parse_trace_config(texts: Iterable[str]) -> TraceSettings:
-    """Return the settings of all --trace-config flags; the last value of each setting applies."""
+    """Return the settings of all --trace-config flags.
+
+    All levels and exporter settings apply, and the last value of each other setting.
+
+    Raises:
+        InvalidArgument: A flag is invalid, or a package that it needs is not installed.
+    """
     all_values: dict[str, list[str]] = {}
     for text in texts:
         name, equals, value = text.partition("=")

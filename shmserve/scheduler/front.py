@@ -457,7 +457,7 @@ class SchedulerFront(Generic[R]):
         self._reports.restore(snapshot, alive_pids)
 
     def count_unexpected(self) -> None:
-        """Count a dropped message that its sender may never send, or not at this time."""
+        """Count a message that was dropped because its sender must not send it, ever or now."""
         self._reports.unexpected_count += 1
 
     def _collect_gauges(self) -> dict[str, Any]:

@@ -211,7 +211,7 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
 
 
 def _hold_thresholds(config: ModelSpec, limits: SchedulingLimits) -> tuple[int, int]:
-    """Return `Settings.hold_thresholds`: the minimum numbers of waiting requests to run a batch.
+    """Return `Settings.hold_thresholds`: the queued and the backlogged requests that a batch needs.
 
     As in Triton, a model without a batcher has no thresholds.
     """

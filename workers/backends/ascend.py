@@ -222,7 +222,7 @@ class OfflineModel:
         self._check("acl.mdl.execute", error)
 
     def copy_output(self, index: int, address: int, byte_size: int) -> None:
-        """Copy the first bytes of output `index` to the host."""
+        """Copy the first `byte_size` bytes of output `index` to host memory at `address`."""
         device_address = self._output_addresses[index]
         error = self._acl.rt.memcpy(address, byte_size, device_address, byte_size, _TO_HOST)
         self._check("acl.rt.memcpy", error)

@@ -454,7 +454,7 @@ class InstanceLink:
                     self._control.wake()
 
     def receive(self) -> None:
-        """Handle the received messages; for the loop, which `handle_received` would wake."""
+        """Handle the received messages; `handle_received` also wakes the loop."""
         with self.lock:
             dealer = self._dealer
             if dealer is None:

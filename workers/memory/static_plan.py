@@ -109,8 +109,8 @@ class MemoryPlan:
 def buckets(config: ModelSpec) -> tuple[int, ...]:
     """Return the batch sizes to prepare, ascending, the largest last.
 
-    The sizes are in `graph_spec` of `optimization.cuda`. By default they are the
-    preferred sizes and the powers of two.
+    The sizes are those in `graph_spec` of `optimization.cuda`, by default the preferred sizes and
+    the powers of two, and always the maximum batch size.
     """
     max_rows = max(1, config.max_batch_size)
     sizes = {spec.batch_size for spec in config.optimization.cuda_graph_spec}

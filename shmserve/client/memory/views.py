@@ -36,7 +36,8 @@ class MemoryLease:
 
     Attributes:
         on_end: Called when the last array is gone.
-        released: Whether the program released the memory explicitly; the arrays then raise.
+        released: Whether the program released the memory explicitly; the arrays then raise
+            Released.
     """
 
     __slots__ = ("__weakref__", "on_end", "released")

@@ -57,7 +57,7 @@ _MAX_INTERVAL_S = 5.0
 # Processes are read with every fifth snapshot, since /proc is slow.
 _SNAPSHOTS_PER_PROCESS_READ = 5
 _STATE_TIMEOUT_S = 1.0
-_HEADERS = b"Content-Type: %b\r\nCache-Control: no-store\r\n" % SERVER_SENT_EVENTS.content_type
+_HEADERS = SERVER_SENT_EVENTS.headers + b"Cache-Control: no-store\r\n"
 _TOPICS = (m.MODELS, m.PROCESSES, m.REGIONS, m.HEALTH)
 _MAX_EVENTS = 100
 _PAGE_FILE = Path(__file__).with_name("pages") / "dashboard.html"

@@ -463,7 +463,7 @@ def streaming_response(
     A client that does not read receives no credit, so that the model waits. The request is
     cancelled when the client disconnects.
     """
-    headers = b"Content-Type: %b\r\n" % framing.content_type + queue.response_headers
+    headers = framing.headers + queue.response_headers
     response = ChunkedResponse(status, _encode_batches(framing, queue, encode), headers)
     response.on_sent = queue.close
     return response

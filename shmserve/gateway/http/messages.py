@@ -255,6 +255,8 @@ class ChunkedResponse(HttpResponse):
         self.closes_connection = self.closes_connection or not chunked
         transport.write(self._head(chunked=chunked))
         async with contextlib.aclosing(self._batches) as batches:
+            if request.method == "HEAD":
+                return
             async for chunks in batches:
                 encoded = map(_encode_chunk, filter(None, chunks)) if chunked else chunks
                 transport.write(b"".join(encoded))
@@ -345,6 +347,11 @@ class Framing(NamedTuple):
     content_type: bytes
     prefix: bytes
     suffix: bytes
+
+    @property
+    def headers(self) -> bytes:
+        """The headers of a stream. nginx buffers responses unless X-Accel-Buffering is "no"."""
+        return b"Content-Type: %b\r\nX-Accel-Buffering: no\r\n" % self.content_type
 
     def frame(self, json: bytes) -> bytes:
         """Return a JSON text with the prefix and the suffix of this framing."""

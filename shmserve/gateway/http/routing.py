@@ -123,7 +123,8 @@ class RouteTable:
         """Return the methods of a request's target, separated by commas."""
         path = _target_path(target)
         matches = (route for route, pattern in self._patterns if pattern.fullmatch(path))
-        return ", ".join(sorted({route.method for route in matches} - {""}))
+        methods = {route.method for route in matches} - {""}
+        return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
 
     def unmatched_route(self, target: str) -> RouteMatch:
         """Return a route that raises NoRoute, with the error format of the target's API.
@@ -300,7 +301,8 @@ class App(ActiveCount):
         if begun_request is None:
             self.active += 1
         routes, cors = self._routes, self._cors
-        route_match = request.route_match or routes.find(request.target, request.method)
+        method = "GET" if request.method == "HEAD" else request.method
+        route_match = request.route_match or routes.find(request.target, method)
         route, path_parts = route_match or routes.unmatched_route(request.target)
         if cors is not None and cors.is_preflight(request):
             route_match = None
@@ -308,7 +310,7 @@ class App(ActiveCount):
         try:
             if request.route_match is None and route_match is not None:
                 check_authorised(route, request, cors)
-                if route.method not in (request.method, ""):
+                if route.method not in (method, ""):
                     raise MethodNotAllowed(
                         "Method Not Allowed", routes.allowed_methods(request.target)
                     )

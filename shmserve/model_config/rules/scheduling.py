@@ -80,7 +80,7 @@ def _find_delays(batching: ModelDynamicBatching) -> Iterator[Key]:
 
 
 def sequence_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
-    """Yield the problems of `sequence_batching`."""
+    """Yield the problems of `sequence_batching`; `complete` as for `validate`."""
     name, batching = config.name, config.sequence_batching
     controls = [
         ((*_SEQUENCE, "control_input", i, "control", j), control)

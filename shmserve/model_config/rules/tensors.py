@@ -166,7 +166,10 @@ def _products(dims: Sequence[int]) -> list[int]:
 
 
 def warmup_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
-    """Yield the problems of model_warmup, whose files are read only when an instance loads."""
+    """Yield the problems of model_warmup; `complete` as for `validate`.
+
+    The files of samples are read only when an instance loads the model.
+    """
     max_size = max(config.max_batch_size, 1)
     for index, sample in enumerate(config.model_warmup):
         if complete and sample.batch_size > max_size:

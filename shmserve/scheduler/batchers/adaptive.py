@@ -99,9 +99,9 @@ class MissAllowance:
         self._trial_misses += misses
 
     def subtract_trial_misses(self, misses: int) -> int:
-        """Return the number of misses that trials have not caused.
+        """Return how many of `misses` were not caused by trials.
 
-        Misses that trials have already paid for are subtracted, each of them once.
+        Misses count as caused by trials until the number that trials have paid for is used up.
         """
         caused = min(misses, int(self._trial_misses))
         self._trial_misses -= caused

@@ -437,7 +437,7 @@ class Arrivals:
         self._last_event_ns = 0
 
     def record_arrival(self, now_ns: int, in_flight: int, max_gap_ns: float) -> None:
-        """Record an arrival; if it came within `max_gap_ns` of the last event, record the gap."""
+        """Record the gap between an arrival and the last event, or a miss if it is too long."""
         gap_ns = now_ns - self._last_event_ns
         if gap_ns <= max_gap_ns:
             self._current_statistics().record_gap(gap_ns)
@@ -554,7 +554,7 @@ class LoadStatistics:
 
     @property
     def max_in_flight(self) -> float:
-        """Return the recent maximum of requests that were not completed."""
+        """Return the recent maximum of requests that were not completed, for each instance."""
         return self._max_in_flight / self._busy_instances
 
     @property

@@ -475,7 +475,7 @@ class Engine(Generic[T]):
             self._end_sequence(sequence, result.finish_reason)
 
     def _fork(self, sequence: Sequence[T]) -> None:
-        """Begin the other samples of a prompt with its blocks."""
+        """Begin the other samples of a prompt, which share the blocks of its first `sequence`."""
         for sample in range(1, sequence.fork_count + 1):
             self._add_child(sequence, sample)
         sequence.fork_count = 0

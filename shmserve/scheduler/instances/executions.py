@@ -91,7 +91,10 @@ class ServiceTime:
             self.has_short_batches = self._busy_ns < _SHORT_BATCH_NS
 
     def seconds_to_complete(self, waiting: int, instances: int) -> int:
-        """Return the whole seconds, at least 1, until `waiting` requests are completed."""
+        """Return the expected seconds until `waiting` requests are completed, at least 1.
+
+        The number is rounded up, and limited to `_MAX_RETRY_S`.
+        """
         if not self._mean_requests:
             return 1
         executions = waiting / self._mean_requests / max(instances, 1)

@@ -70,7 +70,7 @@ class Child:
 
     @property
     def was_killed(self) -> bool:
-        """Return whether an operator, or the kernel for lack of memory, has killed it."""
+        """Return whether an operator, or the kernel for lack of memory, has killed the process."""
         return self.reason == f"signal {signal.SIGKILL.value}"
 
     async def until_exit(self) -> str:

@@ -481,7 +481,11 @@ def _mark_end(
 
 
 def _cut_at_mark(prompt: str, text: str) -> str:
-    """Return a rendered prompt up to the end mark in its last message, which ends with `text`."""
+    """Return a rendered prompt up to the end mark, which follows `text` in the last message.
+
+    Raises:
+        InvalidArgument: The prompt lacks the mark or the text.
+    """
     position = prompt.rfind(_END_MARK.strip())
     if position < 0 or text.strip() not in prompt:
         raise InvalidArgument(

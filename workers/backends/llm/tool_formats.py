@@ -166,7 +166,10 @@ def _read_hermes(parser: MessageParser) -> Reading[None]:
 
 
 def _read_hermes_call(parser: MessageParser) -> Reading[None]:
-    """Read a call and its closing tag. As in vLLM, other text after the object is a mistake."""
+    """Read a call and, unless the text ends, its closing tag.
+
+    As in vLLM, other text after the object makes the call malformed.
+    """
     yield from _read_json_call(parser)
     if (yield from parser.skip()):
         yield from parser.expect("</tool_call>")
@@ -372,7 +375,7 @@ def is_xml_text(schema: Mapping[str, Any], name: str, has_grammar: bool) -> bool
 
 
 def _text_choices(schema: Mapping[str, Any]) -> list[str]:
-    """Return the texts that a schema of a parameter allows, if it lists them and nothing else."""
+    """Return the texts that a parameter's schema allows; [] if it does not list all of them."""
     limits = _TEXT_LIMITS & schema.keys()
     if limits not in ({"enum"}, {"const"}) or schema.get("type", "string") != "string":
         return []

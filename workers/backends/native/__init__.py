@@ -182,7 +182,7 @@ class NativeBackend(Backend):
         return self._runner.response(request, self._to_outputs(yielded))
 
     def is_ready(self) -> bool:
-        """Call the model's `is_ready`.
+        """Return the result of the model's `is_ready`, which may be a coroutine function.
 
         Raises:
             Internal: The result is not a bool. Exceptions of the model are passed on.

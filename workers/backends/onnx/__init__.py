@@ -277,7 +277,7 @@ def _export_advice(node: Any) -> str:
 
 
 def _largest_batch(tensors: Sequence[FileTensor]) -> int:
-    """Return the largest batch; the first dimension is the batch if it varies in all tensors.
+    """Return the largest batch size: unlimited if each tensor's first dimension varies, else 0.
 
     Files rarely name the batch dimension.
     """

@@ -275,7 +275,10 @@ def _as_strings(name: str, array: Array) -> Array:
 
 
 def _free_ranges(request: Request, min_bytes: int) -> dict[str, Range]:
-    """Return the output ranges of at least `min_bytes` bytes that overlap no other range."""
+    """Return the mapped output ranges, by name, that overlap no other range of the request.
+
+    Ranges of less than `min_bytes` bytes are omitted.
+    """
     named = request.memory_ranges.items()
     ranges = {n: r for n, r in named if r.byte_size >= min_bytes and not r.memory.copied}
     if not ranges:

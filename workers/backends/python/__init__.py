@@ -79,7 +79,11 @@ class PythonBackend(Backend):
         self._model: Any = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return `config` completed by the model's `auto_complete_config`; pass on its errors."""
+        """Return `config` completed by the model's `auto_complete_config`; pass on its errors.
+
+        Raises:
+            Internal: The method did not return a `ModelConfig`.
+        """
         class_ = self._find_class(ModelSpec.of(config))
         completed = ModelConfig(json.dumps(config))
         if hasattr(class_, "auto_complete_config"):
@@ -94,7 +98,11 @@ class PythonBackend(Backend):
         return as_json
 
     def load(self, config: ModelSpec) -> None:
-        """Create the model and call its `initialize`, whose errors are passed on."""
+        """Create the model and call its `initialize`, whose errors are passed on.
+
+        Raises:
+            InvalidArgument: The model has no method `execute`.
+        """
         context = self.context
         metrics.set_listener(self._metrics_changed)
         self.device_inputs = config.parameters.get("FORCE_CPU_ONLY_INPUT_TENSORS") == "no"
@@ -148,7 +156,7 @@ class PythonBackend(Backend):
             self._decoupled.execute(streams)
 
     def is_ready(self) -> bool:
-        """Call the model's `is_ready`, plain or a coroutine.
+        """Return the result of the model's `is_ready`, which may be a coroutine function.
 
         Errors of the model are passed on.
 
@@ -393,7 +401,7 @@ class PythonExecution:
 
     @staticmethod
     def _sent_responses(received_requests: Sequence[ReceivedRequest]) -> list[Response]:
-        """Return the responses that the model has sent, if every request has one."""
+        """Return the responses that the model has sent; [] unless every request has one."""
         sent_responses = [r.outbox.response for r in received_requests if r.outbox is not None]
         responses = [response for response in sent_responses if response is not None]
         return responses if len(responses) == len(received_requests) else []

@@ -178,7 +178,7 @@ class PytorchBackend(Backend):
         return graphs
 
     def _recorder(self) -> Recorder | None:
-        """Return the recorder of CUDA graphs on this device, if there is one."""
+        """Return a recorder of CUDA graphs, or None if this device is not a CUDA device."""
         return CudaRecorder(self._device.torch) if self._device.torch.type == "cuda" else None
 
     def _open_program(self, config: ModelSpec) -> tuple[Program, FileDescription | None]:

@@ -360,6 +360,10 @@ def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]
 
     The module is compiled with `torch.compile` if the configuration's parameters have options for
     it.
+
+    Raises:
+        InvalidArgument: The class has no `forward`, the weights do not fit the class, or an option
+            is invalid.
     """
     module_class = _module_class(import_file(path, f"shmserve_model_{name}"), path)
     module: torch.nn.Module = module_class()

@@ -376,7 +376,7 @@ def _request_body(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_request(request_class: Any, body: dict[str, Any]) -> Any:
-    """Return a request of vLLM's API; raise InvalidArgument for a field that vLLM lacks."""
+    """Return a request of vLLM's API; raise InvalidArgument for a field that is not supported."""
     body = {name: value for name, value in body.items() if name not in _UNUSED}
     _check_known(body, request_class.model_fields, "{}: vLLM has no such parameter")
     if body.get("use_beam_search"):

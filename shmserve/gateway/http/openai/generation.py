@@ -473,7 +473,7 @@ async def respond(
         if isinstance(error, QueueFull):
             raise TooManyRequests(error.message, error.retry_after_s) from None
         raise
-    headers = b"Content-Type: %b\r\n" % SERVER_SENT_EVENTS.content_type + generation.headers
+    headers = SERVER_SENT_EVENTS.headers + generation.headers
     response = ChunkedResponse(200, generation.events(), headers)
     response.on_sent = generation.close
     return response

@@ -272,13 +272,15 @@ class ResponseChunks:
             self.ended = True
 
 
-def send_batches(batches: ResponseChunks, transport: Transport, *, http10: bool = False) -> bytes:
-    request: Any = SimpleNamespace(connection=transport, is_http10=http10)
+def send_batches(
+    batches: ResponseChunks, transport: Transport, *, http10: bool = False, method: str = "POST"
+) -> bytes:
+    request: Any = SimpleNamespace(connection=transport, is_http10=http10, method=method)
     response = ChunkedResponse(200, batches.generate(), b"Content-Type: text/plain\r\n")
     try:
         asyncio.run(response.send(request, 1.0))
     finally:
-        assert batches.ended and response.closes_connection is http10
+        assert (batches.ended or method == "HEAD") and response.closes_connection is http10
     head, _, body = b"".join(transport.written).partition(b"\r\n\r\n")
     assert (b"Transfer-Encoding: chunked" in head) is not http10
     return body
@@ -290,6 +292,7 @@ def test_available_chunks_are_written_together_and_an_empty_chunk_ends_nothing()
     assert body == b"2\r\nab\r\n11\r\n" + b"c" * 17 + b"\r\n1\r\nd\r\n0\r\n\r\n"
     assert len(transport.written) == 4  # the head, two batches, the end
     assert send_batches(ResponseChunks([b"ab", b"c"], [b"d"]), Transport(), http10=True) == b"abcd"
+    assert send_batches(ResponseChunks([b"ab"]), Transport(), method="HEAD") == b""
 
 
 def test_nothing_is_produced_for_a_disconnected_client() -> None:
