@@ -87,16 +87,16 @@ def _kill(pid: int) -> None:
 
 
 def with_mark(environ: Mapping[str, str], supervisor_pid: int, run_dir: object) -> dict[str, str]:
-    """Return the environment of a process that `kill_marked_descendants` kills.
+    """Return an environment with a mark, by which `kill_marked_descendants` finds processes.
 
-    Its descendants inherit the mark, a variable of the environment.
+    The mark is a variable that descendants of a process inherit.
     """
     # SPT_NOENV: setproctitle would write over the environment that /proc shows.
     return {**environ, _MARK_VARIABLE: f"{supervisor_pid} {run_dir}", "SPT_NOENV": "1"}
 
 
 def kill_marked_descendants(supervisor_pid: int, run_dir: object) -> None:
-    """Kill the other processes of this host with the mark, whatever their parent is now."""
+    """Kill the other processes that have the mark of `with_mark`, whatever their parent is now."""
     mark_variable = os.fsencode(f"{_MARK_VARIABLE}={supervisor_pid} {run_dir}")
     for environ in Path("/proc").glob("[0-9]*/environ"):
         pid = int(environ.parent.name)

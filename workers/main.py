@@ -104,7 +104,7 @@ def run(start_record: bytes) -> None:
 class _Worker:
     """The lifecycle of a worker before its instance serves.
 
-    `_environment_error` is the reason why it cannot load.
+    `_environment_error` is the reason why the worker cannot load the model, if there is one.
     """
 
     _context: ModelContext

@@ -119,8 +119,8 @@ class WantModel(ControlRequest, Message):
 class FindModel(ControlRequest, Message):
     """Sent by a worker to the supervisor to find a model that its own model calls.
 
-    The reply is {"endpoint", "config", "version"}. An empty version means the latest. A model on
-    demand is loaded, as by `WantModel`.
+    The reply is {"endpoint", "config", "version", "ready", "checks_ready"}. An empty version means
+    the latest. A model on demand is loaded, as by `WantModel`.
     """
 
     name: str
@@ -129,9 +129,9 @@ class FindModel(ControlRequest, Message):
 
 
 class QueryReadiness(ControlRequest, Message):
-    """Sent by a gateway or a worker to the supervisor to request {"ready"} of a model.
+    """Sent by a gateway or a worker to the supervisor to run a model's own readiness check.
 
-    The supervisor asks the model, which reports its own readiness. Version "" means the latest.
+    The reply is {"ready": bool}. Version "" means the latest.
     """
 
     name: str

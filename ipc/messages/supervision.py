@@ -138,7 +138,7 @@ def _to_plain_value(value: Any) -> Any:
 
 
 def decode_start(cls: type[T], data: bytes) -> T:
-    """Decode a start record of type `cls`. The data is trusted, since our supervisor encoded it."""
+    """Decode a start record of type `cls`, which is trusted, since the supervisor encoded it."""
     return from_map(cls, msgpack.unpackb(data, unicode_errors="surrogateescape"))
 
 
@@ -295,7 +295,7 @@ class ResizeCache(Message):
 class InstanceExpected(Message):
     """Sent by the supervisor to a scheduler when an instance loads or restarts.
 
-    Requests wait for the instance. `process` is the number of its process, or 0 before it has one.
+    Requests wait for the instance. `process` is the pid of its process, or 0 before it has one.
     No other process is accepted.
     """
 
@@ -334,7 +334,7 @@ class InstanceCountChanged(Message):
 class InstanceRetired(Message):
     """Sent by a scheduler to the supervisor when a retiring instance has finished.
 
-    `process` is the number of its process, or 0 if it is unknown.
+    `process` is the pid of its process, or 0 if it is unknown.
     """
 
     process: int

@@ -225,7 +225,7 @@ class Connection:
             self._update_events()
 
     def send_buffered(self) -> None:
-        """Send more of the buffered output."""
+        """Send as many of the buffered bytes as the peer accepts now."""
         with contextlib.suppress(BlockingIOError):
             while self.unsent:
                 with memoryview(self.unsent) as view:

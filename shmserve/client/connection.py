@@ -164,7 +164,7 @@ def _connect(listener: socket.socket, path: str, timeout_s: float) -> None:
 
 
 class Timeouts:
-    """A heap of the deadlines of a channel's requests, by their numbers; used by one thread."""
+    """The deadlines of a channel's requests, as a heap; used by one thread."""
 
     def __init__(self, channel: RequestChannel) -> None:
         self._channel = channel

@@ -237,7 +237,10 @@ def _parse_ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def network_of(address: str) -> str:
-    """Return the network of an address. For IPv6 it is the /64, which one host may own entirely."""
+    """Return the network of a host: its IPv4 address, or the /64 of its IPv6 address.
+
+    One host may own all IPv6 addresses of a /64.
+    """
     try:
         parsed_address = _parse_ip(address)
     except ValueError:

@@ -219,7 +219,7 @@ class Statistics(Table):
                 quantiles[name].observe(ns // _NS_PER_US, now_ns)
 
     def count_hit(self, arrived_ns: int, queue_ns: int, lookup_ns: int, now_ns: int) -> None:
-        """Count a success with a cached response, which was found in `lookup_ns`."""
+        """Count a success with a cached response, whose lookup took `lookup_ns`."""
         total_ns = now_ns - arrived_ns + lookup_ns
         self.cache_hit += 1
         self.cache_hit_ns += lookup_ns

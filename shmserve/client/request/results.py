@@ -129,7 +129,7 @@ def _check_complete(packed: PackedRequest, result: Result) -> None:
 def read_stream_response(reader: ResponseReader, message: Responded) -> Result:
     """Return the result of one of many responses.
 
-    Unlike `read`, this keeps the request's memory.
+    Unlike `read`, this function does not free the request's memory.
     """
     return _read(reader, message, None)[0]
 

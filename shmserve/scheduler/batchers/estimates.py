@@ -437,7 +437,7 @@ class Arrivals:
         self._last_event_ns = 0
 
     def record_arrival(self, now_ns: int, in_flight: int, max_gap_ns: float) -> None:
-        """Record the gap between an arrival and the last event, or a miss if it is too long."""
+        """Record the gap since the last event, or a miss if the gap exceeds `max_gap_ns`."""
         gap_ns = now_ns - self._last_event_ns
         if gap_ns <= max_gap_ns:
             self._current_statistics().record_gap(gap_ns)

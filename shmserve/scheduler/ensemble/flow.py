@@ -96,7 +96,7 @@ class Graph:
 
     @cached_property
     def writers(self) -> Mapping[str, StepNode]:
-        """Return the step that makes each tensor that is not an input."""
+        """Return the step that makes each tensor, by the tensor's name; inputs are omitted."""
         return {tensor: step for step in self.steps for tensor in step.outputs.values()}
 
     @cached_property

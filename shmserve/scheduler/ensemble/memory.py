@@ -222,7 +222,7 @@ class EnsembleMemory:
         return self.lent.write(self._mappings.view(self.make_durable(memory_range)))
 
     def process_exited(self, pid: int) -> None:
-        """Close the arena of a process that has exited once nothing uses it."""
+        """Close the arena of a process that has exited, as soon as nothing uses the arena."""
         for memory_id, arena in list(self._held_arenas.items()):
             if arena.pid == pid:
                 arena.owner_exited = True

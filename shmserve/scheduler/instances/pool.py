@@ -174,11 +174,11 @@ class InstanceTickets:
                 self._control.post(RequestTicket(ticket, slot.index, slot.pid))
 
     def use(self, slot: Slot) -> None:
-        """Record that the instance executes."""
+        """Mark the ticket of an instance as used, because the instance executes."""
         self._used_tickets[slot.index] = self._granted_tickets.pop(slot.index)
 
     def record_done(self, slot: Slot) -> None:
-        """Record that the instance has executed."""
+        """Record that an instance has executed; `end_turn` then returns its ticket."""
         ticket = self._used_tickets.pop(slot.index, 0)
         if ticket:
             self._to_return.append(ticket)

@@ -472,7 +472,10 @@ class TextThread:
     def _read_request(
         self, stream: OutputStream, inputs: Mapping[str, Any], resumed: list[Resumed]
     ) -> None:
-        """Read a request in any thread."""
+        """Convert a request to tokens and prepare it, or respond with its result or error.
+
+        This method may run in any thread.
+        """
         try:
             converted = self.reader.convert(stream.request, inputs)
             if converted is not None:

@@ -236,7 +236,7 @@ class StreamedResponses:
 
 
 class InferenceResponseSender:
-    """The sender of the responses to one request, for any thread and after `execute`."""
+    """The sender of the responses to one request, usable in any thread and after `execute`."""
 
     __slots__ = ("__weakref__", "_channel", "_thread_error")
 

@@ -306,6 +306,9 @@ def _is_strings(kind: Any) -> bool:
 def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.ExportedProgram]:
     """Load an archive of `torch.export.save`.
 
+    Returns:
+        The callable program, and the exported program, which contains the graph.
+
     Raises:
         InvalidArgument: The archive holds pickled objects, or cannot be read.
     """

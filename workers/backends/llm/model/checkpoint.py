@@ -332,7 +332,7 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
 
 
 def _class_problem(tokenizer: Tokenizer, kind: str) -> str:
-    """Return the reason why a tokenizer of a class of transformers cannot be used, or ""."""
+    """Return why a tokenizer that transformers loads as class `kind` is not supported, or ""."""
     if kind in (f"{name}Tokenizer" for name in _UNSUPPORTED_CLASSES.split()):
         allowed_classes = f"{', '.join(_SPECIAL_TOKENS)}, PreTrainedTokenizerFast and unknown names"
         class_name = repr(kind)
@@ -348,7 +348,7 @@ def _class_problem(tokenizer: Tokenizer, kind: str) -> str:
 
 
 def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) -> None:
-    """Replace the parts of a tokenizer.json that a class of transformers replaces."""
+    """Replace the parts of a tokenizer that the class `kind` of transformers replaces."""
     for name, text in _SPECIAL_TOKENS[kind].items():
         settings.setdefault(name, text)
     model, add_prefix = tokenizer.model, settings.get("add_prefix_space")
