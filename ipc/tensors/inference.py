@@ -128,7 +128,7 @@ class RequestSchema:
     __slots__ = ("data_count", "inputs", "outputs", "parameters")
 
     def __init__(self, schema: bytes) -> None:
-        """Unpack a schema. Raises MalformedMessage."""
+        """Unpack a schema; raise MalformedMessage if it is no request schema."""
         try:
             inputs, outputs, parameters = msgpack.unpackb(schema)
             self.inputs = tuple(map(_tensor_schema, inputs))
@@ -165,7 +165,7 @@ class ResponseSchema:
     __slots__ = ("outputs", "parameters")
 
     def __init__(self, schema: bytes) -> None:
-        """Unpack a schema. Raises MalformedMessage."""
+        """Unpack a schema; raise MalformedMessage if it is no response schema."""
         try:
             outputs, parameters = msgpack.unpackb(schema)
             self.outputs = tuple(map(_tensor_schema, outputs))

@@ -131,7 +131,10 @@ class ResponseCache:
         return tensor if type(tensor) is bytes else self._map_range(unpack_range(tensor))
 
     def insert(self, key: bytes, response: Packed) -> int:
-        """Store the response to a request that missed; return the duration in ns."""
+        """Store the response to a request that missed; return the duration in ns.
+
+        A response with tensors in memory that schedulers do not read is not stored.
+        """
         began_ns = self._clock()
         schema, data = response
         try:

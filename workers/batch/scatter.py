@@ -228,9 +228,9 @@ class Scatterer:
         return schema, pack_data(data)
 
     def _handle_missing(self, request: Request, returned: set[str]) -> None:
-        """Handle requested outputs that are missing; Triton's Python models may omit outputs.
+        """Zero the client's ranges of missing outputs, so that it does not read old content there.
 
-        Their ranges in client memory are zeroed, so that a client does not read old content.
+        Log a warning, once, unless the model may omit outputs as in Triton's Python backend.
         """
         missing_outputs = [name for name in request.requested if name not in returned]
         for name in missing_outputs:

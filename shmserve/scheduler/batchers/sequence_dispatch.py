@@ -163,7 +163,7 @@ class SequenceDispatcher(Dispatcher):
         return min(wake_ns, sequences.next_idle_ns())
 
     def _update_slots(self, now_ns: int) -> None:
-        """Update the slots after instances joined or left the pool."""
+        """Update the slots after instances joined the pool, began to retire, or left the pool."""
         ready_instances = {instance.peer: instance for instance in self._pool.ready()}
         for peer in self._slots.keys() - ready_instances.keys():
             for sequence in self._sequences.remove_instance(self._slots.pop(peer)):

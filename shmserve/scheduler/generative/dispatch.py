@@ -166,7 +166,7 @@ class GenerativeDispatcher(Dispatcher):
         return engine
 
     def _sweep(self, now_ns: int) -> None:
-        """Remove requests that have ended or were cancelled."""
+        """Remove requests that have ended, were cancelled, or cannot run on any instance."""
         for key, assigned in list(self._assigned_requests.items()):
             if assigned.request.state in AT_WORK and not (
                 assigned.slot is None and self._pool.failure
