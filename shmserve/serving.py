@@ -214,7 +214,7 @@ def _arguments(model: type | str | os.PathLike[str], folder: Path, sources: Sour
     if isinstance(model, type):
         return [f"{_file_of(model, folder, sources)}:{model.__name__}"]
     if not isinstance(model, str | os.PathLike):
-        message = f"serve() accepts a class, a path or a list of these, not {_article(model)}"
+        message = f"serve() accepts a class, a path or a list of these, not {_with_article(model)}"
         raise InvalidArgument(message)
     text = os.fspath(model)
     path = Path(text)
@@ -228,7 +228,7 @@ def _arguments(model: type | str | os.PathLike[str], folder: Path, sources: Sour
     return [f"--model-repository={repository}"]
 
 
-def _article(model: Any) -> str:
+def _with_article(model: Any) -> str:
     name = type(model).__name__
     is_named = hasattr(model, "__name__") or model is None
     return f"a {name}" if is_named else f"an instance of '{name}'"

@@ -73,7 +73,7 @@ class Malformed(Exception):
         self.message = message
 
 
-class Lines:
+class LinePositions:
     """The line starts of a text, which convert offsets to positions."""
 
     def __init__(self, text: str) -> None:
@@ -126,7 +126,7 @@ def parse(text: str) -> MessageValue:
 
 class _Parser:
     def __init__(self, text: str) -> None:
-        self._at = Lines(text).at
+        self._at = LinePositions(text).at
         self._tokens = self._tokenise(text)
         self._next_index = 0
 
@@ -346,7 +346,9 @@ def tree_from_json(value: dict[str, Any], text: str = "") -> MessageValue:
     positions: Iterator[str] = repeat("")
     if text:
         # Decoded objects keep the order of the text, so that positions are consumed in that order.
-        positions = map(Lines(text).at, (match.start() for match in _FIRST_TOKEN.finditer(text)))
+        positions = map(
+            LinePositions(text).at, (match.start() for match in _FIRST_TOKEN.finditer(text))
+        )
     return _block_from_json(value, next(positions), positions, 1)
 
 

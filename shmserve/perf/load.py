@@ -66,15 +66,15 @@ class Mark(NamedTuple):
 
     Attributes:
         at_ns: The time.
-        requests: The number of successful requests.
-        gaps: The number of gaps recorded.
+        request_count: The number of successful requests.
+        gap_count: The number of gaps recorded.
         failed: The number of failed requests.
         cpu_s: The CPU time of this process.
     """
 
     at_ns: int
-    requests: int
-    gaps: int
+    request_count: int
+    gap_count: int
     failed: int
     cpu_s: float
 
@@ -159,7 +159,7 @@ class LoadGenerator:
         self._last_completion_ns = 0  # the time of the last completion
         for number in range(slots):
             slot = LoadSlot(self, requests(number))
-            slot.lane = lane_factory.lane(slot)
+            slot.lane = lane_factory.create_lane(slot)
             self._free_slots.append(slot)
         self._lanes = [slot.lane for slot in self._free_slots]
 
@@ -275,7 +275,7 @@ def probe(poller: Poller, lane_factory: LaneFactory, request: Any, patience_s: f
         Unavailable: The server has not responded within `patience_s` seconds.
     """
     observer = Probe()
-    lane = lane_factory.lane(observer)
+    lane = lane_factory.create_lane(observer)
     end_ns = _clock() + int(patience_s * 1e9)
     try:
         lane.send(request)

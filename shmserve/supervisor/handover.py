@@ -149,7 +149,7 @@ class Handover:
             refuse(link, refusal_reason)
             return
         try:
-            self._offer(link).send()
+            self._create_offer(link).send()
         except OSError as error:
             refuse(link, f"its sockets cannot be passed: {error.strerror}")
             return
@@ -157,7 +157,7 @@ class Handover:
         self._successor = HandoverLink(link, self._execute)
         in_background(self._await_successor_exit(self._successor), self._tasks)
 
-    def _offer(self, link: socket.socket) -> Offer:
+    def _create_offer(self, link: socket.socket) -> Offer:
         listeners, local = self._listeners, self._local_clients.connections
         sockets = {"http": listeners.http, "grpc": listeners.grpc, "metrics": listeners.metrics}
         sockets["local"] = local.shared_sockets()

@@ -118,7 +118,7 @@ class Supervisor:
         await self.end(status)
         return status or int(self._lost_run_dir)
 
-    def _signal(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         # A closed terminal sends SIGHUP, too.
         terminal_closed = self._had_terminal and not has_terminal()
         if number == signal.SIGHUP and self.reload is not None and not terminal_closed:
@@ -151,9 +151,9 @@ class Supervisor:
         context = self.context
         loop = asyncio.get_running_loop()
         for number in handled_signals():
-            loop.add_signal_handler(number, self._signal, number)
+            loop.add_signal_handler(number, self._on_signal, number)
         for number in self.early_signals:
-            self._signal(number)
+            self._on_signal(number)
         # The parent may have blocked signals, so that exits and the end would not be detected.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for name in context.config.flags_without_effect:
@@ -263,8 +263,8 @@ class Supervisor:
             context.start_task(self.regions.drop_shrunk())
             self.local_memory.drop_shrunk()
         exited = ProcessExited(pid, reason)
-        context.broadcast(exited, *_CLIENT_ROLES, *(() if child.stops else _MODEL_ROLES))
-        if child.stops:
+        context.broadcast(exited, *_CLIENT_ROLES, *(() if child.is_stopping else _MODEL_ROLES))
+        if child.is_stopping:
             self._stopped_exits.append(exited)
             if len(self._stopped_exits) == 1:
                 asyncio.get_running_loop().call_later(_EXIT_REPORT_DELAY_S, self._report_stopped)

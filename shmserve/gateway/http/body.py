@@ -58,7 +58,7 @@ from shmserve.gateway.http.messages import (
     HttpRequest,
     WholeBody,
 )
-from shmserve.gateway.inference.body_arrival import Arrival, BodyBudget
+from shmserve.gateway.inference.body_arrival import ArrivingBody, BodyBudget
 from shmserve.gateway.inference.prepare import (
     ArrivingRequest,
     BuiltRequest,
@@ -156,7 +156,7 @@ class Body:
         self._request = request
         self._content = request.content
         self._max_input_size = settings.max_input_size
-        self.arrival = Arrival(settings.body_timeout_s, budget)
+        self.arrival = ArrivingBody(settings.body_timeout_s, budget)
         self._chunk_count = 0
         self._chunked = TRANSFER_ENCODING in request.headers
         self.declared_size = -1 if self._chunked else int(request.headers.get(CONTENT_LENGTH, 0))

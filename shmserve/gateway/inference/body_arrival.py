@@ -61,9 +61,9 @@ class BodyBudget:
         self._capacity = capacity
         self._trim = trim
         self._used_bytes = 0
-        self._bodies: set[Arrival] = set()
+        self._bodies: set[ArrivingBody] = set()
 
-    def reserve(self, body: Arrival, byte_size: int) -> None:
+    def reserve(self, body: ArrivingBody, byte_size: int) -> None:
         """Count `byte_size` bytes of a body, until `release`.
 
         Raises:
@@ -82,14 +82,14 @@ class BodyBudget:
                 raise Unavailable(text)
         body.check()
 
-    def release(self, body: Arrival) -> None:
+    def release(self, body: ArrivingBody) -> None:
         """Release the bytes of a body that is complete, discarded or evicted."""
         heap_bytes, body.heap_bytes = body.heap_bytes, 0
         self._used_bytes -= heap_bytes
         self._bodies.discard(body)
         self._trim.schedule(heap_bytes)
 
-    def register(self, body: Arrival) -> None:
+    def register(self, body: ArrivingBody) -> None:
         """Register a body that has a block of the arena."""
         self._bodies.add(body)
 
@@ -99,7 +99,7 @@ class BodyBudget:
             body.evict()
             yield
 
-    def _slow_bodies(self, is_useful: Callable[[Arrival], int]) -> list[Arrival]:
+    def _slow_bodies(self, is_useful: Callable[[ArrivingBody], int]) -> list[ArrivingBody]:
         """Return the slow bodies for which `is_useful` is true, the slowest first."""
         now = time.monotonic()
         slow_bodies = [body for body in self._bodies if is_useful(body) and body.is_slow(now)]
@@ -119,7 +119,7 @@ class BodyTimeout(ShmserveError):
     status = 408
 
 
-class Arrival:
+class ArrivingBody:
     """The arrival of one body.
 
     The time limit is `body_timeout_s`, and a second more for each `SLOWEST_RATE` received bytes.

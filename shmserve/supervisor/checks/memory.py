@@ -155,13 +155,13 @@ def gather_memory(_: ServerConfig) -> tuple[int, int, int]:
     return host, min(host, limit or host), filesystem_space(_SHM)[0] if _SHM.is_dir() else 0
 
 
-def judge_memory(facts: tuple[int, int, int]) -> Verdict:
-    """Warn if /dev/shm may exceed the server's memory limit. `gather_memory` returns `facts`.
+def judge_memory(host_limit_and_shm_bytes: tuple[int, int, int]) -> Verdict:
+    """Warn if /dev/shm may exceed the server's memory limit.
 
     A page counts for the control group that touches it first, so pages of clients' regions may
     count for the server.
     """
-    host, limit, shm = facts
+    host, limit, shm = host_limit_and_shm_bytes
     if limit < min(shm, host):
         finding = (
             f"the server's limit, {megabytes_text(limit)} (memory.max), is less than the size of "
@@ -182,9 +182,9 @@ def gather_locked(config: ServerConfig) -> tuple[int, bool]:
     return hard, cuda_devices(config.visible_devices) > 0
 
 
-def judge_locked(facts: tuple[int, bool]) -> Verdict:
+def judge_locked(limit_and_has_cuda: tuple[int, bool]) -> Verdict:
     """Require enough lockable memory for pinned regions."""
-    limit, has_cuda = facts
+    limit, has_cuda = limit_and_has_cuda
     finding = "no limit" if limit < 0 else megabytes_text(limit)
     if has_cuda and 0 <= limit < _TOO_SMALL_BYTES:
         fix = (

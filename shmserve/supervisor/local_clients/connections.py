@@ -95,7 +95,7 @@ def close_all(fds: Iterable[int]) -> None:
         else:
             slow.append(fd)
     if slow:
-        _run_in_thread(partial(_close_slow, slow))
+        _run_in_thread(partial(_close_in_thread, slow))
 
 
 def is_memory(fd: int) -> bool:
@@ -119,7 +119,7 @@ def disconnect(link: socket.socket) -> None:
     link.close()
 
 
-def _close_slow(fds: Iterable[int]) -> None:
+def _close_in_thread(fds: Iterable[int]) -> None:
     for fd in fds:
         try:
             sock = socket.socket(fileno=fd)

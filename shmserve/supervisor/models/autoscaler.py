@@ -127,7 +127,9 @@ class Autoscaler:
     ) -> None:
         if statistics.cancelled():
             return
-        load = LoadSample.of(statistics.result(), time.monotonic(), version.config.decoupled)
+        load = LoadSample.from_statistics(
+            statistics.result(), time.monotonic(), version.config.decoupled
+        )
         change = state.policy.sample(load, version.instances.count)
         if not version.instances.all_serve:
             return
@@ -208,7 +210,9 @@ class LoadSample(NamedTuple):
     busy_count: int
 
     @classmethod
-    def of(cls, statistics: Mapping[str, Any], at_s: float, decoupled: bool = False) -> Self:
+    def from_statistics(
+        cls, statistics: Mapping[str, Any], at_s: float, decoupled: bool = False
+    ) -> Self:
         """Create a sample from a `StatisticsSnapshot`.
 
         An instance of a decoupled model is busy as long as it has an open request.

@@ -185,11 +185,13 @@ class LoadPlanner:
             raise NotFound(f"there is no {CONFIG_FILE}, and --disable-auto-complete-config is set")
         return folder
 
-    def _with_defaults(self, written: ModelConfig, folder: ModelFolder) -> ModelConfig:
+    def _with_defaults(self, written_config: ModelConfig, folder: ModelFolder) -> ModelConfig:
         """Return the configuration with the defaults that files and host determine."""
         files = folder.files(folder.versions[-1]) if folder.versions else []
-        config = model_config.detect_backend(written, folder.name, files)
-        is_undecided = config.backend == "python" and not (written.backend or written.platform)
+        config = model_config.detect_backend(written_config, folder.name, files)
+        is_undecided = config.backend == "python" and not (
+            written_config.backend or written_config.platform
+        )
         if is_undecided or config.backend == "native":
             _select_class(config, folder)
         if self._config.on_cpu:
@@ -204,7 +206,7 @@ class LoadPlanner:
     ) -> None:
         gpu_count, model_dir = self._accelerators.count, folder.path
         model_config.validate(
-            config, gpu_count=gpu_count, complete=complete, model_dir=model_dir, source=source
+            config, gpu_count=gpu_count, is_complete=complete, model_dir=model_dir, source=source
         )
 
     def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:

@@ -87,8 +87,8 @@ class ReadConfig(NamedTuple):
     """A configuration before auto-completion: as it was written, and with defaults filled in."""
 
     folder: ModelFolder
-    written: ModelConfig
-    with_defaults: ModelConfig
+    written_config: ModelConfig
+    config_with_defaults: ModelConfig
     source: Source
 
 

@@ -25,7 +25,7 @@ from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events import counters_event
 from shmserve.supervisor.models.instances import Instance, Lifetime, VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import STOP_PATIENCE_S, Group, HostedHandle
-from shmserve.supervisor.resources.rate_limiter import Needs
+from shmserve.supervisor.resources.rate_limiter import ResourceNeeds
 
 logger = logging.getLogger(__name__)
 
@@ -285,7 +285,7 @@ class VersionScheduler:
         Raises InvalidArgument if an instance needs more than the server has.
         """
         if self.is_limited(config):
-            needs = {i.index: Needs.of(i.rate_limit, i.device_id) for i in instances}
+            needs = {i.index: ResourceNeeds.of(i.rate_limit, i.device_id) for i in instances}
             self._context.tickets.join(id(self), needs)
             self._rate_limited = True
 

@@ -55,7 +55,7 @@ class Child:
     exited: asyncio.Future[str]
     stop_timer: asyncio.TimerHandle | None = field(default=None)
     cause: str = ""  # the reason why the server kills the process
-    stops: bool = False  # whether the process was sent `Stop` and has nothing in flight
+    is_stopping: bool = False  # whether the process was sent `Stop` and has nothing in flight
 
     @property
     def alive(self) -> bool:

@@ -44,14 +44,14 @@ GLOBAL = -1  # stands for the device of a global resource
 Resource = tuple[str, int]  # the name of a resource, and its device or GLOBAL
 
 
-class Needs(NamedTuple):
+class ResourceNeeds(NamedTuple):
     """The resources that an instance needs for an execution, and its priority (1: highest)."""
 
     resources: Mapping[Resource, int]
     priority: int
 
     @classmethod
-    def of(cls, limit: RateLimit, device: int) -> Needs:
+    def of(cls, limit: RateLimit, device: int) -> ResourceNeeds:
         """Return the needs of an instance on a device."""
         needed = (r for r in limit.resources if r.count)
         resources = {(r.name, GLOBAL if r.is_global else device): r.count for r in needed}
@@ -60,7 +60,7 @@ class Needs(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Instance:
-    needs: Needs
+    needs: ResourceNeeds
     executions: int = 0
     pid: int = 0
 
@@ -120,7 +120,7 @@ class RateLimiter:
 
     # --- members ----------------------------------------------------------------------------------
 
-    def join(self, member: Hashable, instances: Mapping[int, Needs]) -> None:
+    def join(self, member: Hashable, instances: Mapping[int, ResourceNeeds]) -> None:
         """Register instances of a model version by index.
 
         They start with the smallest score of all instances, so that they do not take precedence
@@ -321,7 +321,7 @@ class Tickets:
         self._members: dict[Address, int] = {}
         self._schedulers: dict[int, Address] = {}
 
-    def join(self, member: int, needs: Mapping[int, Needs]) -> None:
+    def join(self, member: int, needs: Mapping[int, ResourceNeeds]) -> None:
         """Register instances of a model version by index.
 
         Raises:

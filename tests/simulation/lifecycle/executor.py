@@ -176,7 +176,7 @@ class SimulatedExecutor(LifecycleExecutor):
         super().update(order)
 
     def move(self, order: Order, group: Group) -> None:
-        self._record_action("move", order.model.name, sorted(group.names))
+        self._record_action("move", order.model.name, sorted(group.model_names))
         super().move(order, group)
 
     def kill(self, version: ModelVersion) -> None:

@@ -37,7 +37,7 @@ class InstantLaneFactory:
     def encode(self, request: Any) -> Any:
         return request
 
-    def lane(self, observer: LaneObserver) -> InstantLane:
+    def create_lane(self, observer: LaneObserver) -> InstantLane:
         return InstantLane(self, observer)
 
     def close(self) -> None:
@@ -79,7 +79,9 @@ def test_a_closed_loop_keeps_its_number_and_rotates_requests(transport: InstantL
     generator.finish()
     assert transport.sent[:6] == ["a", "a", "b", "b", "c", "c"]
     assert (
-        generator.current_mark().requests == len(transport.sent) == len(generator.records.delays_ns)
+        generator.current_mark().request_count
+        == len(transport.sent)
+        == len(generator.records.delays_ns)
     )
 
 
@@ -90,7 +92,7 @@ def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_schedule
     generator = load(transport, ["a"], 1, itertools.chain([0, 0, 0, 0], itertools.repeat(10**15)))
     generator.begin()
     deadline_s = time.monotonic() + 10
-    while generator.current_mark().requests < 4 and time.monotonic() < deadline_s:
+    while generator.current_mark().request_count < 4 and time.monotonic() < deadline_s:
         generator.run(0)
     generator.finish()
     assert len(set(generator.records.scheduled_ns)) == 1
@@ -105,7 +107,7 @@ def test_errors_are_counted_by_text_without_latencies(transport: InstantLaneFact
         generator.run(0)
     generator.finish()
     assert set(generator.records.errors) == {"error one", "error two"}
-    assert generator.current_mark().requests == transport.sent.count("a")
+    assert generator.current_mark().request_count == transport.sent.count("a")
 
 
 def test_a_load_against_a_silent_server_ends(transport: InstantLaneFactory) -> None:

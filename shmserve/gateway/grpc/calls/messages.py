@@ -19,7 +19,7 @@ from shmserve.gateway.compression import WBITS_BY_ENCODING, Inflater
 from shmserve.gateway.grpc.calls.headers import CallHead, CallStatus, StatusCode
 from shmserve.gateway.grpc.wire.request import RequestSink
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
-from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
+from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, ArrivingBody, BodyBudget
 from shmserve.gateway.inference.prepare import ArrivingRequest
 
 # Messages of at least this size are received into their final memory if possible.
@@ -59,7 +59,7 @@ class ReceivedMessage(NamedTuple):
     bytes_beyond_window: int
 
 
-class ArrivingMessage(Arrival):
+class ArrivingMessage(ArrivingBody):
     """An incomplete message and its time limit.
 
     `on_evicted` is called when other messages need its memory.
@@ -233,7 +233,7 @@ async def inflate_message(data: bytes, encoding: str, limit: int, budget: BodyBu
         raise BrokenMessage(StatusCode.INTERNAL, text)
     inflater = Inflater(limit)
     pieces: list[bytes] = []
-    reservation = Arrival(0.0, budget)
+    reservation = ArrivingBody(0.0, budget)
     try:
         for piece in inflater.feed(data):
             reservation.reserve(len(piece))

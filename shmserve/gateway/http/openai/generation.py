@@ -277,9 +277,9 @@ class Choices:
         tools = self.tools.value() if type(self.tools) is Packed else self.tools or []
         return [tool["custom"]["name"] for tool in tools if tool.get("type") == "custom"]
 
-    def add(self, prompt: int, delta: Delta) -> dict[str, Any]:
+    def add(self, prompt_index: int, delta: Delta) -> dict[str, Any]:
         """Add a part of a sample's text, and return the choice for a chunk of the stream."""
-        index = prompt * self.sample_count + delta.sample
+        index = prompt_index * self.sample_count + delta.sample
         sample = self._samples.setdefault(index, _Sample())
         content = None if delta.logprobs is None else delta.logprobs.get("content", [])
         extra_members: dict[str, Any] = {}
@@ -303,7 +303,7 @@ class Choices:
         sample.finish_reason, sample.stop_reason = choice["finish_reason"], delta.stop_reason
         sample.first_logprobs = None if sample.is_begun else choice["logprobs"]
         if self.shows_running_usage:
-            members = self._count_tokens(prompt, sample, delta.extra_members)
+            members = self._count_tokens(prompt_index, sample, delta.extra_members)
             choice |= self._add_members(sample, members)
         elif delta.extra_members:
             choice |= self._add_members(sample, delta.extra_members)
@@ -316,16 +316,18 @@ class Choices:
             self._count_usage(delta.usage)
         return choice
 
-    def _count_tokens(self, prompt: int, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
+    def _count_tokens(
+        self, prompt_index: int, sample: _Sample, fields: dict[str, Any]
+    ) -> dict[str, Any]:
         """Count the tokens of a sample, and return the further members of its choice.
 
         `chunk` moves the member `usage` from the choice to the chunk.
         """
         sample.tokens += len(fields.get("token_ids", ()))
         if "prompt_token_ids" in fields:
-            self._prompt_sizes[prompt] = len(fields["prompt_token_ids"])
+            self._prompt_sizes[prompt_index] = len(fields["prompt_token_ids"])
         ids = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
-        size, new_tokens = self._prompt_sizes.get(prompt, 0), sample.tokens
+        size, new_tokens = self._prompt_sizes.get(prompt_index, 0), sample.tokens
         usage = {"prompt_tokens": size, "completion_tokens": new_tokens}
         usage["total_tokens"] = size + new_tokens
         return {**{name: fields[name] for name in fields if name not in ids}, "usage": usage}

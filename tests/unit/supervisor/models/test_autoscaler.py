@@ -381,8 +381,10 @@ def test_the_load_from_a_schedulers_report() -> None:
         "instances": {"idle": 1, "busy": 2, "expected": 1, "gone": 0, "doomed": 0},
     }
     expected = LoadSample(7.0, 11, 10, 0.5, 4, 0.25, 3, 3, 2)
-    assert LoadSample.of(statistics, 7.0) == expected
-    assert LoadSample.of(statistics, 7.0, decoupled=True) == expected._replace(busy_count=3)
+    assert LoadSample.from_statistics(statistics, 7.0) == expected
+    assert LoadSample.from_statistics(statistics, 7.0, decoupled=True) == expected._replace(
+        busy_count=3
+    )
 
 
 MIB = 2**20
