@@ -70,14 +70,13 @@ class ClientModels:
 
     Attributes:
         on_demand_names: The names of models that can be loaded on demand, including loaded ones.
-        is_ready: Whether the server is ready; before that, models may still be loading.
-        started: Whether the loads of the server's start have ended.
+        started: Whether the loads of the server's start have ended. A server that has started may
+            be not ready, because a model has failed.
     """
 
     def __init__(self) -> None:
         self._models: dict[tuple[str, str], ClientModel] = {}
         self.on_demand_names: set[str] = set()
-        self.is_ready = True
         self.started = True
 
     def publish(self, message: ModelPublished) -> None:
@@ -129,7 +128,7 @@ class ClientModels:
             raise InvalidArgument(f"version must be a string, got {version!r:.80}")
         unknown = f"Request for unknown model: '{name}'"
         versions = [key for key in list(self._models) if key[0] == name]
-        if not versions and not self.is_ready:
+        if not versions and not self.started:
             raise Unavailable(f"{unknown} is not found, and the server is not ready yet")
         if not versions:
             raise NotFound(f"{unknown} is not found")
