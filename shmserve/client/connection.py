@@ -249,8 +249,8 @@ class ServerConnection(ServerState):
                     self.mappings.unmap_process(pid)
                 case ServerEnding():
                     self.draining = True
-                case HealthChanged(started=started):
-                    self.models.started = started
+                case HealthChanged(ready=ready, started=started):
+                    self.models.is_ready, self.models.started = ready, started
                     is_complete = True
                 case Answered(number, payload):
                     self._link.respond(number, payload)

@@ -70,13 +70,14 @@ class ClientModels:
 
     Attributes:
         on_demand_names: The names of models that can be loaded on demand, including loaded ones.
-        started: Whether the loads of the server's start have ended. A server that has started may
-            be not ready, because a model has failed.
+        is_ready: Whether the server is ready. If a model fails later, it is not ready any more.
+        started: Whether the loads of the server's start have ended.
     """
 
     def __init__(self) -> None:
         self._models: dict[tuple[str, str], ClientModel] = {}
         self.on_demand_names: set[str] = set()
+        self.is_ready = True
         self.started = True
 
     def publish(self, message: ModelPublished) -> None:
