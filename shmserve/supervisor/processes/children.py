@@ -603,7 +603,9 @@ def _imports_torch(source: Path) -> bool:
     """Return whether a Python file names a package that imports torch, in any import."""
     try:
         with warnings.catch_warnings(action="ignore"):  # loading the file repeats the warnings
-            return not _TORCH_PACKAGES.isdisjoint(_imported_packages(source))
+            # The open of a pipe would wait for a writer.
+            packages = _imported_packages(source) if source.is_file() else ()
+            return not _TORCH_PACKAGES.isdisjoint(packages)
     except (OSError, SyntaxError, ValueError):  # loading the model reports the error
         return False
 

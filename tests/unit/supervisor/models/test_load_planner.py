@@ -12,6 +12,7 @@ from shmserve.config.server import from_flags
 from shmserve.errors import Internal, InvalidArgument, ShmserveError
 from shmserve.supervisor.models.load_planner import LoadPlanner
 from shmserve.supervisor.models.repository import incomplete_files
+from shmserve.supervisor.processes.children import worker_preloads
 
 UNREAD_ERROR = "failed to load 'm', failed to poll from model repository: "
 FAILED_ERROR = "load failed for model 'm': version 1 is at UNAVAILABLE state: Invalid argument: "
@@ -144,6 +145,7 @@ def test_a_pipe_is_not_opened(tmp_path: Path, name: str) -> None:
     os.mkfifo(file)
     assert f"'{name}' is " in refusal(plans).message
     assert plans.aliases("m") is None
+    assert worker_preloads([tmp_path / "repository"])  # reads the text of each Python file
 
 
 @pytest.mark.parametrize(
