@@ -22,8 +22,8 @@ def source_positions(source: str, class_name: str) -> dict[str, str]:
 
     Returns:
         `LINE:COLUMN`, both from 1, by name: "" for the class itself, "predict" for an attribute or
-        method, "predict.image" for an argument. Names of base classes in the same file are
-        included. Empty if the file is not valid Python.
+        method, "predict.image" for an argument. Attributes inherited from classes in the same file
+        are included. Empty if the file is not valid Python.
     """
     positions: dict[str, str] = {}
     for class_node in _classes(source, class_name):
@@ -37,11 +37,11 @@ _NON_MODEL_BASES = {"NamedTuple", "TypedDict", "Protocol", "ABC", "Enum", "Excep
 
 
 def served_class(source: str) -> str:
-    """Return the name of the class in the text of a model's file that is served, or "".
+    """Return the name of the class to serve, given the text of a model's file.
 
     The candidates are the classes with a method `predict` that no class of the file extends or
-    uses. Without exactly one candidate, the class `Model` is served. Without either, it is the only
-    unused class with a base class, such as `nn.Module`. A `TritonPythonModel` gives "".
+    uses. The result is the only candidate; else the class `Model`; else the only unused class with
+    a base class, such as `nn.Module`; else "". It is "" for a file with a `TritonPythonModel`.
 
     Raises:
         InvalidArgument: Several classes have the method, and none of them is called `Model`.
@@ -95,7 +95,8 @@ def _defines_predict(source: str, name: str) -> bool:
 def class_attribute(source: str, class_name: str, attribute: str) -> Any:
     """Return the value of a class's attribute in the text of a file, which is not executed.
 
-    Names of base classes in the same file are included.
+    The attribute may be inherited from a class in the same file. The result is None if the class
+    does not have it.
 
     Raises:
         InvalidArgument: The value is not a literal.

@@ -66,7 +66,7 @@ REASONING_PARSERS = ("deepseek_r1", "mistral", "qwen3")
 
 
 def _number(default: float, minimum: float, maximum: float) -> Any:
-    """Return the field of a number with its range."""
+    """Return a dataclass field for a number from `minimum` to `maximum`."""
     return field(default=default, metadata={"allowed": (minimum, maximum)})
 
 
@@ -85,8 +85,8 @@ class SpeculationSettings:
 
     Attributes:
         enabled: Whether tokens are proposed.
-        method: "ngram" proposes the tokens that followed the same tokens before; "draft" uses the
-            draft model.
+        method: "ngram" proposes the tokens that followed an earlier occurrence of the last tokens;
+            "draft" uses the draft model.
         draft_model: The name of a model in the repository, or a path.
         num_spec_tokens: The maximum number of proposed tokens.
         adaptive_length: Whether the number of proposed tokens adapts to their acceptance.
@@ -109,8 +109,8 @@ class EngineSettings:
         aliases: Further names of the model in OpenAI's API.
         max_model_len: The maximum length of a sequence; 0: limited by memory only.
         kv_cache_blocks: The number of KV blocks; 0: as many as fit into memory.
-        target_itl_ms: The target of the inter-token latency; 0: 50 ms, with chunks of at least 64
-            tokens of each prompt.
+        target_itl_ms: The target of the inter-token latency, which limits the chunks of prompts. 0
+            means 50 ms, but chunks have at least 64 tokens.
         max_wait_time_ms: The waiting time after which a request precedes all others; 0: none.
         swap_blocks: The number of blocks of the host pool, derived from `swap_space_gb`.
         tool_parser: The format of tool calls; "": the chat template's; "none": none.
@@ -179,17 +179,17 @@ class EngineSettings:
         return settings
 
     @classmethod
-    def read(cls, text: str) -> Self:
-        """Return the settings from the JSON that the method `text` returned."""
+    def from_json(cls, text: str) -> Self:
+        """Return the settings from the JSON that the method `json_text` returned."""
         return cls.of(json.loads(text))
 
     @property
-    def text(self) -> str:
+    def json_text(self) -> str:
         """Return the settings as JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @property
-    def capacity(self) -> int:
+    def kv_cache_tokens(self) -> int:
         """Return the number of tokens whose keys and values fit into the KV cache."""
         return self.kv_cache_blocks * self.block_size
 
@@ -209,7 +209,7 @@ class EngineSettings:
 def _valid_settings(
     settings_class: type[Any], settings: Mapping[str, Any], prefix: str, problems: list[_Problem]
 ) -> dict[str, Any]:
-    """Return the `settings` that are valid for a dataclass; add errors to `problems`."""
+    """Return those `settings` that are valid fields of a dataclass; add errors to `problems`."""
     settings_by_name = {setting.name: setting for setting in fields(settings_class)}
     valid_settings: dict[str, Any] = {}
     for name, value in settings.items():

@@ -68,7 +68,7 @@ def parse_strategy(text: str) -> Strategy | None:
 
 
 def parse_target_ms(text: str) -> float | None:
-    """Return a target in milliseconds, from a microsecond to a day; None if invalid."""
+    """Return a latency target in milliseconds, from a microsecond to a day; None if invalid."""
     return _number_between(SHORTEST_TARGET_MS, LONGEST_TARGET_MS, text)
 
 
@@ -142,7 +142,7 @@ class TensorSpec(Record):
     reshape: tuple[int, ...] | None = _config_field("reshape.shape")
 
     @property
-    def static(self) -> bool:
+    def is_static(self) -> bool:
         """Return whether all dimensions are fixed."""
         return -1 not in self.dims
 
@@ -177,17 +177,17 @@ class LevelPolicy(Record):
     max_queue_size: int = 0
 
     @property
-    def limits(self) -> bool:
-        """Return whether the policy rejects requests, or permits timeouts of requests."""
+    def has_limits(self) -> bool:
+        """Return whether requests of the level may be rejected or may time out."""
         limits_set = self.max_queue_size, self.default_timeout_microseconds
         return any(limits_set) or self.allow_timeout_override
 
     @property
-    def delays(self) -> bool:
+    def delays_expired(self) -> bool:
         """Return whether a request that times out stays queued, behind the rest of its level."""
         return self.timeout_action == "DELAY"
 
-    def own_timeout_us(self, timeout_us: int) -> int:
+    def override_timeout_us(self, timeout_us: int) -> int:
         """Return a request's own timeout if it overrides the policy's, otherwise 0.
 
         A policy without a timeout counts as one with the longest timeout.
@@ -212,8 +212,8 @@ class DynamicBatching(Record):
 class SequenceControl(Record):
     """A control input of a sequence.
 
-    The control is given by its values for false and true, or it is the correlation id, which has a
-    `datatype`.
+    The input receives one of two values, for false and for true, or the correlation id, which has
+    the `datatype`.
     """
 
     kind: str = "CONTROL_SEQUENCE_START"
@@ -265,7 +265,7 @@ class SequenceBatching(Record):
         return [(item.name, control) for item in self.control_input for control in item.control]
 
     @property
-    def correlation_id(self) -> tuple[str, str]:
+    def correlation_id_input(self) -> tuple[str, str]:
         """Return name and datatype of the input for the correlation id; empty if there is none."""
         for name, control in self.controls:
             if control.kind == CORRELATION_ID:
@@ -309,7 +309,7 @@ class RateLimit(Record):
     priority: int = 0
 
     @property
-    def limits(self) -> bool:
+    def requires_resources(self) -> bool:
         """Return whether an execution requires resources."""
         return any(resource.count for resource in self.resources)
 
@@ -338,7 +338,10 @@ class GraphShape(Record):
 
 
 class Optimization(Record):
-    """The effective part of `optimization`; accelerators are by the name of their field in it."""
+    """The settings of `optimization` that have an effect.
+
+    `execution_accelerators` maps the name of a field of config.pbtxt to its accelerators.
+    """
 
     graph_level: int = _config_field("graph.level", 0)
     cuda_graphs: bool = _config_field("cuda.graphs", False)
@@ -349,7 +352,7 @@ class Optimization(Record):
 
 
 class WarmupInput(Record):
-    """An input of a warm-up sample; `zero_data` and `random_data` are None if not chosen."""
+    """An input of a warm-up sample; `zero_data` and `random_data` are None if they are not set."""
 
     datatype: str = _datatype_field()
     dims: tuple[int, ...] = ()

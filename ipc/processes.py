@@ -74,7 +74,10 @@ def kill_tree(pid: int, excluded_pids: Container[int] = ()) -> None:
 
 
 def _kill(pid: int) -> None:
-    """Kill a process, but let a resource tracker remove the shared memory of its program."""
+    """Kill a process, unless it is a resource tracker of Python's `multiprocessing`.
+
+    The tracker exits by itself, after it has removed the shared memory of its program.
+    """
     with contextlib.suppress(OSError):  # the process has exited
         if _RESOURCE_TRACKER in Path(f"/proc/{pid}/cmdline").read_bytes():
             return
@@ -84,13 +87,16 @@ def _kill(pid: int) -> None:
 
 
 def with_mark(environ: Mapping[str, str], supervisor_pid: int, run_dir: object) -> dict[str, str]:
-    """Return the environment of a process whose descendants `kill_marked_descendants` finds."""
+    """Return an environment with a mark, by which `kill_marked_descendants` finds processes.
+
+    The mark is a variable that descendants of a process inherit.
+    """
     # SPT_NOENV: setproctitle would write over the environment that /proc shows.
     return {**environ, _MARK_VARIABLE: f"{supervisor_pid} {run_dir}", "SPT_NOENV": "1"}
 
 
 def kill_marked_descendants(supervisor_pid: int, run_dir: object) -> None:
-    """Kill the descendants of marked processes, whatever their parent is now."""
+    """Kill the other processes that have the mark of `with_mark`, whatever their parent is now."""
     mark_variable = os.fsencode(f"{_MARK_VARIABLE}={supervisor_pid} {run_dir}")
     for environ in Path("/proc").glob("[0-9]*/environ"):
         pid = int(environ.parent.name)
@@ -120,10 +126,10 @@ def disable_timer_slack() -> None:
 
 
 class PreciseWait:
-    """A wait for one readable descriptor of any number, with a timeout in nanoseconds.
+    """A wait until one descriptor is readable, with a timeout in nanoseconds.
 
-    epoll_wait(2) and poll(2) count in milliseconds. select(2) counts in microseconds, but takes no
-    descriptor above 1,023.
+    The timeouts of epoll_wait(2) and poll(2) are in milliseconds. That of select(2) is in
+    microseconds, but the call accepts no descriptor above 1,023.
     """
 
     def __init__(self, fd: int) -> None:
@@ -146,9 +152,9 @@ def set_process_title(title: str) -> None:
 
 
 def with_large_copies(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that copies `LARGE_COPY` bytes and more past the caches.
+    """Return an environment in which copies of at least `LARGE_COPY` bytes bypass the CPU caches.
 
-    A threshold that `environment` sets is kept. Other processors and C libraries ignore it.
+    A threshold that `environment` sets is kept. Only glibc on x86 processors has the threshold.
     """
     tunables = environment.get(_TUNABLES_VARIABLE, "")
     if _COPY_TUNABLE in tunables:
@@ -177,7 +183,7 @@ _NO_SPIN = (False, False)
 class BusyPoll:
     """The decision of one process whether to spin before it sleeps, from measured waits.
 
-    `cores` is the number of usable cores, by default the kernel's.
+    `cores` is the number of usable cores; by default the kernel's affinity mask determines it.
 
     Attributes:
         should_spin: A pair: whether to spin while no request is in flight, and while some are.
@@ -190,12 +196,12 @@ class BusyPoll:
         self._recent_requests = 0.0  # recent number of concurrent requests
         self.should_spin = _NO_SPIN
 
-    def observe(self, requests: int, waited_ns: int) -> None:
-        """Record the time that passed until there was work, with `requests` in flight."""
-        has_requests = requests > 0
+    def observe(self, in_flight: int, waited_ns: int) -> None:
+        """Record the time that passed until there was work, with `in_flight` requests."""
+        has_requests = in_flight > 0
         self._recent_requests -= 1 / 32
-        if requests > self._recent_requests:
-            self._recent_requests = requests
+        if in_flight > self._recent_requests:
+            self._recent_requests = in_flight
         if waited_ns > _LONGEST_COUNTED_WAIT_NS:
             waited_ns = _LONGEST_COUNTED_WAIT_NS
         mean_ns = self._mean_ns

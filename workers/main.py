@@ -78,7 +78,7 @@ def run(start_record: bytes) -> None:
     environment_error: ShmserveError | None = None
     if start.environment:
         try:
-            environment.enter(start)
+            environment.enter_environment(start)
         except ShmserveError as error:
             environment_error = error
     stacks_fd = _set_signals()
@@ -104,7 +104,7 @@ def run(start_record: bytes) -> None:
 class _Worker:
     """The lifecycle of a worker before its instance serves.
 
-    `_environment_error` is the reason why it cannot load.
+    `_environment_error` is the reason why the worker cannot load the model, if there is one.
     """
 
     _context: ModelContext

@@ -47,7 +47,7 @@ def import_file(path: Path, name: str) -> ModuleType:
 
 
 def check_ready(model: Any, run_coroutine: Callable[[Coroutine[Any, Any, Any]], Any]) -> bool:
-    """Call the `is_ready` of a model; a coroutine is run by `run_coroutine`.
+    """Return the result of a model's `is_ready`; `run_coroutine` runs it if it is a coroutine.
 
     Raises:
         Internal: The result is not a bool. Exceptions of the model are passed on.

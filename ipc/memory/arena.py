@@ -81,7 +81,7 @@ class Arena:
     """An arena of this process.
 
     Args:
-        capacity: The size in bytes; memory is reserved when it is allocated.
+        capacity: The size in bytes; memory is reserved only for allocated blocks.
 
     Raises:
         Unavailable: The limits of this process do not permit an object of this size.

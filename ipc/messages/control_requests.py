@@ -61,8 +61,8 @@ class LoadModel(ControlRequest, Message):
 class UnloadModel(ControlRequest, Message):
     """Sent by a gateway or a worker to the supervisor to unload all versions of a model.
 
-    The ensembles that need the model are unloaded, too. With `unload_dependents`, so are the models
-    that were loaded only for this ensemble.
+    The ensembles that need the model are unloaded, too. If the model is an ensemble,
+    `unload_dependents` also unloads the models that were loaded only for it.
     """
 
     name: str
@@ -72,13 +72,13 @@ class UnloadModel(ControlRequest, Message):
 class IndexRepository(ControlRequest, Message):
     """Sent by a gateway to the supervisor to request {"models": [...]}.
 
-    The list is as of POST /v2/repository/index; with `ready`, only ready models are in it.
+    The list is the response to POST /v2/repository/index. With `ready`, it has only ready models.
     """
 
     ready: bool
 
 
-class NameModels(ControlRequest, Message):
+class ListModelNames(ControlRequest, Message):
     """Sent by a gateway to the supervisor to request {"names": {model: [aliases]}}.
 
     The reply contains the generative models that are not loaded, but are loaded on demand.
@@ -108,30 +108,30 @@ class ChangeTracing(ControlRequest, Message):
 class WantModel(ControlRequest, Message):
     """Sent by a gateway or a local client to the supervisor to load a model on demand.
 
-    The reply follows once the model serves and all peers have it. The request expires after
-    `patience_s` seconds; 0 means never.
+    The reply follows once the model serves and all peers have received its publication. The request
+    expires after `timeout_s` seconds; 0 means never.
     """
 
     name: str
-    patience_s: float
+    timeout_s: float
 
 
 class FindModel(ControlRequest, Message):
     """Sent by a worker to the supervisor to find a model that its own model calls.
 
-    The reply is {"endpoint", "config", "version"}. An empty version means the latest. A model on
-    demand is loaded, as by `WantModel`.
+    The reply is {"endpoint", "config", "version", "ready", "checks_ready"}. An empty version means
+    the latest. A model on demand is loaded, as by `WantModel`.
     """
 
     name: str
     version: str
-    patience_s: float = 0.0
+    timeout_s: float = 0.0
 
 
-class AskReady(ControlRequest, Message):
-    """Sent by a gateway or a worker to the supervisor to request {"ready"} of a model.
+class QueryReadiness(ControlRequest, Message):
+    """Sent by a gateway or a worker to the supervisor to run a model's own readiness check.
 
-    The supervisor asks the model, which reports its own readiness. Version "" means the latest.
+    The reply is {"ready": bool}. Version "" means the latest.
     """
 
     name: str
@@ -181,30 +181,32 @@ class RegisterCudaRegion(ControlRequest, Message):
 class UnregisterRegion(ControlRequest, Message):
     """Sent by a gateway to the supervisor to unregister a region of system memory.
 
-    With `cuda`, the region is one of CUDA memory. An empty name means all regions of that kind that
-    belong to the user.
+    With `is_cuda`, the region is one of CUDA memory. An empty name means all regions of that kind
+    that belong to the user.
     """
 
     name: str
     uid: int
     groups: list[int]
-    cuda: bool = False
+    is_cuda: bool = False
 
 
 class RegionInUse(Message):
-    """Sent by a gateway to the supervisor when its use of a retired region begins or ends.
+    """Sent by a gateway to the supervisor when its use of an unregistered region begins or ends.
 
-    `used` is true when the use begins. The supervisor withdraws the region once no gateway uses it.
+    `RegionRetired` has named the region. `in_use` is true when the use begins. The supervisor
+    withdraws the region once no gateway uses it.
     """
 
     memory_id: int
-    used: bool
+    in_use: bool
 
 
 class RegionReleased(Message):
     """Sent by a gateway to the supervisor when none of its requests uses a withdrawn region.
 
-    The supervisor sends `RegionDrained` once all gateways have released the region.
+    `RegionWithdrawn` has named the region. The supervisor sends `RegionDrained` once all gateways
+    have released the region.
     """
 
     memory_id: int
@@ -244,7 +246,7 @@ class ReturnWorkspace(Message):
     offset: int
 
 
-class AskTicket(Message):
+class RequestTicket(Message):
     """Sent by a scheduler to the supervisor to reserve the resources of an execution.
 
     The execution is on instance `index`, process `pid`. `TicketGranted` with the number `ticket`
@@ -279,24 +281,24 @@ class ResourcesHeld(Message):
 class CallsWaiting(Message):
     """Sent by a scheduler to the supervisor at intervals while calls from other models wait long.
 
-    The last report has no `waits`. Each element of `waits` is a pair of lists: of calls that wait,
-    and of the instances that may run them. A call is a pair of the request's key and its
+    The last report has no `waiting_calls`. Each element of `waiting_calls` is a pair of lists: of
+    calls, and of the instances that may run them. A call is a pair of the request's key and its
     `Submit.callers`. An instance is a list of its pid and the keys of the requests that it runs.
     """
 
     model: str
-    waits: list[Any]
+    waiting_calls: list[Any]
 
 
 class CallDeadlocked(Message):
     """Sent by the supervisor to a scheduler when request `key`, a call, is part of a deadlock.
 
-    `chain` has the names of the models that wait for each other. The scheduler fails the call, and
-    the other calls of the deadlock go on.
+    `model_chain` has the names of the models that wait for each other. The scheduler fails the
+    call, and the other calls of the deadlock go on.
     """
 
     key: int
-    chain: str
+    model_chain: str
 
 
 class TicketGranted(Message):
@@ -376,9 +378,9 @@ class WithdrawMemory(Message):
 
 Answer = Answered | Refused
 LoadRequest = LoadModel | UnloadModel
-AdminRequest = LoadRequest | IndexRepository | NameModels | ChangeLogging | ChangeTracing
+AdminRequest = LoadRequest | IndexRepository | ListModelNames | ChangeLogging | ChangeTracing
 RegionRequest = RegisterRegion | RegisterCudaRegion | UnregisterRegion
 RegionUse = RegionInUse | RegionReleased | RegionAbandoned
 WorkspaceRequest = LeaseWorkspace | ReturnWorkspace
-TicketRequest = AskTicket | CheckHolders | TicketReturned
+TicketRequest = RequestTicket | CheckHolders | TicketReturned
 SchedulerRequest = TicketRequest | CallsWaiting

@@ -1,12 +1,12 @@
 """Messages by which the supervisor publishes state: models, regions, processes, health and events.
 
 Gateways, ensembles, workers and local clients receive the messages of the first part. A change with
-an `acknowledge` number greater than 0 is confirmed by `Acknowledged` once the receiver applied it.
+a `change_number` greater than 0 is confirmed by `Acknowledged` once the receiver applied it.
 
 The second part is the event feed (ZeroMQ PUB/SUB). A message of the feed has two frames: the topic,
-and a packed frame with an `EventHeader` and the event. Three topic prefixes answer a subscription
-once: `SNAPSHOT` carries the current state, `SEQUENCES` one `SequenceReached` for each topic, and
-`RECENT` the latest events, each in its own message with the time when the event occurred.
+and a packed frame with an `EventHeader` and the event. A subscription to a topic with one of these
+prefixes is answered once: `SNAPSHOT` with the current state, `SEQUENCES` with a `SequenceReached`
+for each topic, and `RECENT` with the latest events, each in its own message with the event's time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ModelPublished(Message):
     ready: bool
     latest: bool
     load_seconds: float
-    acknowledge: int
+    change_number: int
 
 
 class ReadinessChanged(Message):
@@ -69,20 +69,21 @@ class ModelWithdrawn(Message):
 
     name: str
     version: str
-    acknowledge: int
+    change_number: int
 
 
 class ModelOnDemand(Message):
     """Sent by the supervisor to gateways and local clients when a model can be loaded on demand.
 
-    The receiver sends `WantModel` for it, whether or not a version serves now. A `ModelWithdrawn`
-    with the model's name and an empty version revokes it.
+    The model may be loaded already. When a request needs a version that the receiver does not know,
+    the receiver sends `WantModel` first. A `ModelWithdrawn` with the model's name and an empty
+    version revokes this message.
     """
 
     version: ClassVar[str] = ""  # empty: the message concerns the whole model
 
     name: str
-    acknowledge: int
+    change_number: int
 
 
 class SchedulerLost(Message):
@@ -134,7 +135,7 @@ class ServerEnding(Message):
     flight are still answered. The client confirms with `Acknowledged`.
     """
 
-    acknowledge: int
+    change_number: int
 
 
 class HealthChanged(Message):
@@ -177,7 +178,7 @@ class RegionPublished(Message):
     memory_range: list[Any]
     uid: int
     group: int
-    acknowledge: int
+    change_number: int
     draining: bool = False
 
 
@@ -189,7 +190,7 @@ class RegionDrained(Message):
     """
 
     memory_id: int
-    acknowledge: int
+    change_number: int
 
 
 class RegionRetired(Message):
@@ -200,7 +201,7 @@ class RegionRetired(Message):
     """
 
     memory_id: int
-    acknowledge: int
+    change_number: int
 
 
 class RegionWithdrawn(Message):
@@ -211,7 +212,7 @@ class RegionWithdrawn(Message):
 
     name: str
     memory_id: int
-    acknowledge: int
+    change_number: int
 
 
 # --- events of the feed
@@ -220,7 +221,7 @@ class RegionWithdrawn(Message):
 class EventHeader(Message):
     """The sequence number of an event in its topic, and its time in ns since the epoch.
 
-    A gap in the numbers is the number of lost events.
+    The size of a gap in the numbers is the number of lost events.
     """
 
     sequence: int
@@ -250,7 +251,7 @@ class LoadRefused(Message):
 
 
 class InstancesChanged(Message):
-    """Published when the number of instances of a model version has changed, between its bounds."""
+    """Published when the autoscaler has changed the number of instances of a model version."""
 
     name: str
     version: str

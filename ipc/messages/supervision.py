@@ -27,8 +27,8 @@ class SchedulingLimits:
     """Server-wide scheduling settings.
 
     A value of 0 disables `execution_timeout_s`, `request_timeout_us` and `max_queue_size`. A
-    batcher delays its first batch until `delay_scheduler` requests wait, and a sequence batcher
-    until `backlog_delay_scheduler` requests wait without a slot. `quantiles` are the reported
+    batcher delays its first batch until `min_queued_requests` requests wait, and a sequence batcher
+    until `min_backlogged_requests` requests wait without a slot. `quantiles` are the reported
     quantiles of the last minute's durations.
     """
 
@@ -36,8 +36,8 @@ class SchedulingLimits:
     request_timeout_us: int = 0
     request_timeout_is_deadline: bool = False
     max_queue_size: int = 0
-    delay_scheduler: int = 0
-    backlog_delay_scheduler: int = 0
+    min_queued_requests: int = 0
+    min_backlogged_requests: int = 0
     quantiles: tuple[float, ...] = ()
     rate_limited: bool = False  # whether instances execute only with a ticket
 
@@ -46,7 +46,8 @@ class SchedulingLimits:
 class CacheStart:
     """A model version's share of the response cache, in bytes (0: no cache).
 
-    The process `supervisor_pid` holds the memory of clients, which the cache does not read.
+    The process `supervisor_pid` holds the memory of clients open. The cache does not read tensors
+    in memory of that process.
     """
 
     byte_size: int = 0
@@ -66,9 +67,9 @@ class HostStart:
 class SchedulerStart:
     """The start record of a scheduler of a `kind`, "scheduler" or "ensemble".
 
-    Its endpoints contain `number`. `snapshot` is the last `StatisticsSnapshot` of a predecessor
-    that died, or empty. `worker_pids` are those of running workers. `capability_key` authenticates
-    local clients; members of `group` are admitted, too (-1: none).
+    Its endpoints contain `number`. `statistics_snapshot` is the last `StatisticsSnapshot` of a
+    predecessor that died, or empty. `worker_pids` are those of running workers. `capability_key`
+    authenticates local clients; members of `group` are admitted, too (-1: none).
     """
 
     kind: str
@@ -81,7 +82,7 @@ class SchedulerStart:
     arena_byte_size: int = 0  # size of the output arena
     limits: SchedulingLimits = field(default_factory=SchedulingLimits)
     cache: CacheStart = field(default_factory=CacheStart)
-    snapshot: list[Any] = field(default_factory=list)
+    statistics_snapshot: list[Any] = field(default_factory=list)
     worker_pids: list[int] = field(default_factory=list)
 
 
@@ -124,11 +125,11 @@ class WorkspaceStart:
 
 def encode_start(start: Any) -> bytes:
     """Encode a start record as MessagePack. Paths need not be UTF-8."""
-    data: bytes = msgpack.packb(start, default=_plain, unicode_errors="surrogateescape")
+    data: bytes = msgpack.packb(start, default=_to_plain_value, unicode_errors="surrogateescape")
     return data
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_value(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, ModelSpec):
@@ -137,7 +138,7 @@ def _plain(value: Any) -> Any:
 
 
 def decode_start(cls: type[T], data: bytes) -> T:
-    """Decode a start record of type `cls`. The data is trusted, since our supervisor encoded it."""
+    """Decode a start record of type `cls`, which is trusted, since the supervisor encoded it."""
     return from_map(cls, msgpack.unpackb(data, unicode_errors="surrogateescape"))
 
 
@@ -180,7 +181,7 @@ class Ping(Message):
     The receiver sends `Acknowledged` with this number.
     """
 
-    acknowledge: int
+    change_number: int
 
 
 class LoadsFailed(Message):
@@ -294,7 +295,7 @@ class ResizeCache(Message):
 class InstanceExpected(Message):
     """Sent by the supervisor to a scheduler when an instance loads or restarts.
 
-    Requests wait for the instance. `process` is the number of its process, or 0 before it has one.
+    Requests wait for the instance. `process` is the pid of its process, or 0 before it has one.
     No other process is accepted.
     """
 
@@ -321,7 +322,7 @@ class RetireInstance(Message):
     index: int
 
 
-class CountChange(Message):
+class InstanceCountChanged(Message):
     """Sent by the supervisor to a scheduler when the autoscaler changes the instances' number.
 
     The scheduler counts the change for its metrics.
@@ -333,7 +334,7 @@ class CountChange(Message):
 class InstanceRetired(Message):
     """Sent by a scheduler to the supervisor when a retiring instance has finished.
 
-    `process` is the number of its process, or 0 if it is unknown.
+    `process` is the pid of its process, or 0 if it is unknown.
     """
 
     process: int
@@ -361,7 +362,7 @@ class KillInstance(Message):
 class SnapshotStatistics(Message):
     """Sent by the supervisor to a scheduler every second to request `StatisticsSnapshot`.
 
-    The snapshot lacks the long lists of responses.
+    The snapshot is brief: it lacks the statistics of each response index of a decoupled model.
     """
 
 
@@ -442,12 +443,12 @@ class InstanceLoaded(Message):
 class LoadFailed(Message):
     """Sent by a worker to the supervisor when its model could not be loaded.
 
-    `frames` is the traceback of the model's own code.
+    `model_traceback` is the traceback of the model's own code.
     """
 
     code: str
     message: str
-    frames: str = ""
+    model_traceback: str = ""
 
 
 class ModelWarned(Message):
@@ -463,7 +464,7 @@ class ModelWarned(Message):
 class Attach(Message):
     """Sent by the supervisor to a worker whose scheduler has died or whose model has moved.
 
-    The worker connects to the scheduler at this endpoint only.
+    The worker connects to the scheduler at this endpoint, instead of its previous scheduler.
     """
 
     endpoint: str
@@ -521,7 +522,7 @@ class WorkspaceAllocated(Message):
 
 
 StopCommand = Drain | Stop
-PoolChange = InstanceExpected | InstanceGone | RetireInstance | CountChange
+PoolChange = InstanceExpected | InstanceGone | RetireInstance | InstanceCountChanged
 InstanceReport = InstanceServed | KillInstance | InstanceRetired
 LoadCommand = CompleteConfig | LoadInstance | Attach
 LoadReport = WorkerStarted | ConfigCompleted | InstanceLoaded | LoadFailed | ModelWarned

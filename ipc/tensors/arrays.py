@@ -22,7 +22,7 @@ NUMPY_DTYPES = {n: kind for n, kind in STORAGE_DTYPES.items() if n != "BF16"}
 
 
 def array_interface(pointer: int, shape: tuple[int, ...], typestr: str) -> dict[str, Any]:
-    """Return the `__array_interface__` of writable memory, or its `__cuda_array_interface__`."""
+    """Return an `__array_interface__`, or a `__cuda_array_interface__`, of writable memory."""
     data = (pointer, False)
     return {"shape": shape, "typestr": typestr, "data": data, "strides": None, "version": 3}
 

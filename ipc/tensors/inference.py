@@ -6,7 +6,7 @@
     its data         the bytes or range of each output
 
 Ranges are packed by `descriptors.pack_range`. The properties of a single request (id, sequence,
-timeouts) are separate fields of `Submit` and `Work`.
+timeouts) are separate fields of `Submit` and `WorkItem`.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ class TensorSchema(NamedTuple):
 
 
 class OutputSchema(NamedTuple):
-    """A requested output without its range; `placed` if the data contain a range for it."""
+    """A requested output without its range; `has_range` if the data contain a range for it."""
 
     name: str
-    placed: bool
+    has_range: bool
     may_reuse_input: bool
 
 
@@ -128,7 +128,7 @@ class RequestSchema:
     __slots__ = ("data_count", "inputs", "outputs", "parameters")
 
     def __init__(self, schema: bytes) -> None:
-        """Unpack a schema. Raises MalformedMessage."""
+        """Unpack a schema; raise MalformedMessage if it is no request schema."""
         try:
             inputs, outputs, parameters = msgpack.unpackb(schema)
             self.inputs = tuple(map(_tensor_schema, inputs))
@@ -138,7 +138,7 @@ class RequestSchema:
             raise
         except Exception as error:  # msgpack and unpacking raise many types for malformed bytes
             raise MalformedMessage(f"not a request's schema: {error}") from error
-        self.data_count = len(self.inputs) + sum(output.placed for output in self.outputs)
+        self.data_count = len(self.inputs) + sum(output.has_range for output in self.outputs)
 
     def inference(self, data: Sequence[Any]) -> Inference:
         """Return the request with these data.
@@ -165,7 +165,7 @@ class ResponseSchema:
     __slots__ = ("outputs", "parameters")
 
     def __init__(self, schema: bytes) -> None:
-        """Unpack a schema. Raises MalformedMessage."""
+        """Unpack a schema; raise MalformedMessage if it is no response schema."""
         try:
             outputs, parameters = msgpack.unpackb(schema)
             self.outputs = tuple(map(_tensor_schema, outputs))
@@ -227,7 +227,7 @@ def _tensors(schemas: Sequence[TensorSchema], data: Iterable[Any]) -> tuple[Tens
 def pack_request_schema(
     inputs: Iterable[TensorRef],
     outputs: Iterable[str],
-    placed: Container[str],
+    names_with_ranges: Container[str],
     may_reuse_input: Container[str],
     parameters: dict[str, Any],
 ) -> bytes:
@@ -236,13 +236,15 @@ def pack_request_schema(
     Args:
         inputs: The inputs; their data are ignored.
         outputs: The names of the requested outputs; empty for all outputs of the model.
-        placed: The names of the outputs that have ranges in the data.
+        names_with_ranges: The names of the outputs that have ranges in the data.
         may_reuse_input: The names of the placed outputs that may be returned as an input's range.
         parameters: The parameters.
     """
     tensors = [(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs]
     kinds = (_PLACED, _PLACED_OR_INPUT)
-    requested = [(n, kinds[n in may_reuse_input] if n in placed else _ANYWHERE) for n in outputs]
+    requested = [
+        (n, kinds[n in may_reuse_input] if n in names_with_ranges else _ANYWHERE) for n in outputs
+    ]
     packed: bytes = _PACKER.pack((tensors, requested, parameters))
     return packed
 
@@ -314,7 +316,7 @@ def inline_size_of(data: Iterable[Any]) -> int:
     return sum([len(item) for item in data if type(item) is bytes])
 
 
-def runs_once(schema: bytes, data: Sequence[Any]) -> bool:
+def is_aliased_request(schema: bytes, data: Sequence[Any]) -> bool:
     """Return whether a request writes an output over an input (see `has_overlap`).
 
     The result is False for a malformed request, which fails on every worker.

@@ -176,7 +176,7 @@ class VersionMismatch(MalformedMessage):
 
 
 _Checks = tuple[tuple[int, Callable[[Any], bool]], ...]
-_NestedFields = tuple[tuple[int, "_Records | _Document"], ...]
+_NestedFields = tuple[tuple[int, "_RecordListCodec | _DocumentCodec"], ...]
 # The class, the types of its fields, the number of required fields, the checks of list elements,
 # and the fields that contain records or documents.
 _MessageType = tuple[type[Any], list[type[Any]], int, _Checks, _NestedFields]
@@ -191,7 +191,7 @@ class _MessageTypes(dict[str, _MessageType]):
         return self[tag]
 
 
-class _Getters(dict[type[Any], Callable[[Any], Any]]):
+class _FieldGetters(dict[type[Any], Callable[[Any], Any]]):
     """The function of each message class that returns the tag and the values of the fields."""
 
     def __missing__(self, cls: type[Any]) -> Callable[[Any], Any]:
@@ -200,7 +200,7 @@ class _Getters(dict[type[Any], Callable[[Any], Any]]):
 
 
 _TYPES_BY_TAG = _MessageTypes()
-_GETTERS = _Getters()
+_GETTERS = _FieldGetters()
 
 
 def _plain_type(annotation: Any) -> type[Any]:
@@ -210,7 +210,7 @@ def _plain_type(annotation: Any) -> type[Any]:
     return plain_type
 
 
-class _Records:
+class _RecordListCodec:
     """A list of records within a message, encoded as lists of their fields."""
 
     def __init__(self, cls: type[Any]) -> None:
@@ -232,7 +232,7 @@ class _Records:
         return list(starmap(cls, items))
 
 
-class _Document:
+class _DocumentCodec:
     """A document within a message, encoded as its source."""
 
     encode = attrgetter("source")
@@ -253,7 +253,7 @@ def _is_document(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Document)
 
 
-def _nested_codec(annotation: Any) -> _Records | _Document | None:
+def _nested_codec(annotation: Any) -> _RecordListCodec | _DocumentCodec | None:
     """Return the handler of a field that contains records or a document, or None."""
     element_type = (*typing.get_args(annotation), None)[0]
     if (
@@ -261,27 +261,27 @@ def _nested_codec(annotation: Any) -> _Records | _Document | None:
         and isinstance(element_type, type)
         and is_dataclass(element_type)
     ):
-        return _Records(element_type)
-    return _Document(annotation) if _is_document(annotation) else None
+        return _RecordListCodec(element_type)
+    return _DocumentCodec(annotation) if _is_document(annotation) else None
 
 
-def _checker(annotation: Any) -> Callable[[Any], bool]:
+def _type_checker(annotation: Any) -> Callable[[Any], bool]:
     """Return a function that checks the types of a list's elements at every depth."""
     if typing.get_origin(annotation) is not list:
         return lambda value: type(value) is annotation
     (element_type,) = typing.get_args(annotation)
     if element_type is Any:
         return lambda value: type(value) is list
-    check_element = _checker(element_type)
+    check_element = _type_checker(element_type)
     return lambda value: type(value) is list and all(map(check_element, value))
 
 
 class Message(Record):
     """The base class of messages.
 
-    Fields are int, str, bytes, bool, float, dict, documents, or lists, also of records without
-    lists, dicts or documents. Fields with a default may be omitted at the end. The tag is the
-    class's name, or `TAG` if the wire name differs.
+    Fields are int, str, bytes, bool, float, dict, documents, or lists. A list may contain records
+    that have neither lists, dicts nor documents. Fields with a default may be omitted at the end.
+    The tag is the class's name, or `TAG` if the wire name differs.
     """
 
     TAG: ClassVar[str]
@@ -292,7 +292,7 @@ class Message(Record):
 
 
 def _read_fields(tag: str, record_class: type[Any]) -> None:
-    """Read the fields of a message class into the tables."""
+    """Store the properties of a message class's fields, for encoding and decoding."""
     hints = typing.get_type_hints(record_class)
     names = [f.name for f in fields(record_class)]
     annotations = [hints[name] for name in names]
@@ -300,7 +300,7 @@ def _read_fields(tag: str, record_class: type[Any]) -> None:
     nested_fields = tuple((i, codec) for i, codec in codecs if codec)
     nested_indices = {index for index, _ in nested_fields}
     element_checks = tuple(
-        (index, _checker(annotation))
+        (index, _type_checker(annotation))
         for index, annotation in enumerate(annotations)
         if typing.get_origin(annotation) is list
         and index not in nested_indices

@@ -17,13 +17,13 @@ from shmserve.config.flags import Flag, parse_flag_table
 from shmserve.errors import InvalidArgument, convert_os_errors
 
 
-def _table(name: str) -> Path:
+def _flag_table_path(name: str) -> Path:
     return Path(__file__).with_name(f"{name}.txt")
 
 
-def has_table(name: str) -> bool:
+def has_flag_table(name: str) -> bool:
     """Return whether a verb has a table of flags."""
-    return _table(name).exists()
+    return _flag_table_path(name).exists()
 
 
 def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None:
@@ -34,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None
         table: The name of the table's file, without its suffix.
         groups: The groups to add; all if none is named.
     """
-    text = _table(table).read_text(encoding="utf-8")
+    text = _flag_table_path(table).read_text(encoding="utf-8")
     for title, flags in parse_flag_table(text).items():
         if groups and title not in groups:
             continue
@@ -45,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None
             _add_flag(target if flag.is_exclusive else group, flag)
 
 
-def _add_flag(group: Any, flag: Flag) -> None:
+def _add_flag(argument_group: Any, flag: Flag) -> None:
     options: dict[str, Any] = {"type": flag.kind, "default": flag.default}
     if flag.kind is bool:
         options = {"action": "store_true"}
@@ -55,7 +55,9 @@ def _add_flag(group: Any, flag: Flag) -> None:
         options["choices"] = flag.choices
     if flag.metavar:
         options["metavar"] = flag.metavar
-    group.add_argument(f"--{flag.name}", help=flag.help, required=flag.is_required, **options)
+    argument_group.add_argument(
+        f"--{flag.name}", help=flag.help, required=flag.is_required, **options
+    )
 
 
 def with_scheme(url: str) -> str:
@@ -64,7 +66,7 @@ def with_scheme(url: str) -> str:
 
 
 def check_files(args: argparse.Namespace, *flags: str) -> None:
-    """Check before a long measurement that the files of these flags can be written.
+    """Check, before a long measurement, that the files that these flags name can be written.
 
     Raises:
         InvalidArgument: A file cannot be written, or the file of --plot does not end in .svg.
@@ -80,6 +82,10 @@ def check_files(args: argparse.Namespace, *flags: str) -> None:
 
 
 def write_file(flag: str, path: str, text: str) -> None:
-    """Write `text` to the path that is the value of a flag. Raises InvalidArgument."""
+    """Write `text` to the path that is the value of a flag.
+
+    Raises:
+        InvalidArgument: The file cannot be written.
+    """
     with convert_os_errors(f"--{flag}: cannot write '{path}'"):
         Path(path).write_text(text, encoding="utf-8")

@@ -61,7 +61,12 @@ def _add_infer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Send the request given on the command line. Raises InvalidArgument or TransportError."""
+    """Send the request given on the command line, and yield its responses.
+
+    Raises:
+        InvalidArgument: A value does not fit the model, or is malformed.
+        TransportError: The server is unreachable or rejects the request.
+    """
     named_values = [split_input(text) for text in args.input]
     values = [(name, load_value(name, value)) for name, value in named_values]
     model = transport.inputs(args.model, args.model_version)
@@ -76,7 +81,7 @@ def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str,
 
 
 def _parse_parameter(text: str) -> tuple[str, Parameter]:
-    """Return the name and the value of a `--parameter`. Raises InvalidArgument."""
+    """Return the name and the value of a `--parameter`; raise InvalidArgument if malformed."""
     name, value = split_input(text, "parameter")
     parsed_value: Any = value
     with contextlib.suppress(ValueError, RecursionError):

@@ -35,7 +35,7 @@ _INTERNAL_METHODS = ("memory_range", "ref", "store_request", "output_range", "at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line."""
+    """Define the command's arguments."""
     parser.add_argument(
         "topic", nargs="?", default=_CONTENTS, metavar="TOPIC", help="the name of the page"
     )

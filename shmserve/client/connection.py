@@ -71,7 +71,7 @@ class ListenerLink:
         The timeout limits every operation until `remove_timeout`. Raises OSError if it expires.
         """
         timeout_s = min(max(timeout_s, _SHORTEST_S), _LONGEST_S)
-        path = run_dir if run_dir.is_socket() else endpoints.listener(run_dir)
+        path = run_dir if run_dir.is_socket() else endpoints.listener_socket(run_dir)
         _connect(self._socket, str(path), timeout_s)
         self._socket.settimeout(timeout_s)
         self._socket.send(frames.pack([Hello(frames.VERSION)]))
@@ -97,7 +97,11 @@ class ListenerLink:
         return frames.unpack(data)
 
     def send_message(self, message: Any, fds: tuple[int, ...] = ()) -> None:
-        """Send a message and descriptors to the server. Raises Disconnected."""
+        """Send a message and descriptors to the server.
+
+        Raises:
+            Disconnected: The server has closed the connection.
+        """
         # No lock: the kernel sends each packet atomically.
         try:
             socket.send_fds(self._socket, [frames.pack([message])], fds)
@@ -160,7 +164,7 @@ def _connect(listener: socket.socket, path: str, timeout_s: float) -> None:
 
 
 class Timeouts:
-    """A heap of the deadlines of a channel's requests, by their numbers; used by one thread."""
+    """The deadlines of a channel's requests, as a heap; used by one thread."""
 
     def __init__(self, channel: RequestChannel) -> None:
         self._channel = channel
@@ -168,7 +172,7 @@ class Timeouts:
 
     def add(self, time_ns: int, number: int) -> None:
         """Register the (monotonic) deadline of a request."""
-        waiting = self._channel.waiting
+        waiting = self._channel.pending_ids
         if len(self._heap) > 2 * len(waiting) + _MAX_COMPLETED:
             # Most requests complete long before their deadline, so their entries would accumulate.
             self._heap = [timed for timed in self._heap if timed[1] in waiting]
@@ -236,7 +240,7 @@ class ServerConnection(ServerState):
                 case m.ModelPublished():
                     self.models.publish(message)
                 case m.ModelOnDemand(name):
-                    self.models.on_demand.add(name)
+                    self.models.on_demand_names.add(name)
                 case m.ModelWithdrawn(name, version):
                     self.models.withdraw(name, version)
                 case m.SchedulerLost(endpoint, successor):
@@ -246,13 +250,13 @@ class ServerConnection(ServerState):
                 case ServerEnding():
                     self.draining = True
                 case HealthChanged(ready=ready, started=started):
-                    self.models.ready, self.models.started = ready, started
+                    self.models.is_ready, self.models.started = ready, started
                     is_complete = True
                 case Answered(number, payload):
                     self._link.respond(number, payload)
                 case Refused(number, code, text):
                     self._link.respond(number, from_code(code, text))
-            if number := getattr(message, "acknowledge", 0):
+            if number := getattr(message, "change_number", 0):
                 self._link.send_message(Acknowledged(number))
         return is_complete
 
@@ -262,21 +266,23 @@ class ServerConnection(ServerState):
 
     def is_closed(self) -> bool:
         """Check whether the server has closed the connection; safe in any thread."""
-        return self._link.is_closed() or not self.alive
+        return self._link.is_closed() or not self.is_alive
 
     # --- control requests
 
-    def _request(self, build: Callable[[int], tuple[Any, tuple[int, ...]]]) -> dict[str, Any]:
+    def _request(
+        self, build_message: Callable[[int], tuple[Any, tuple[int, ...]]]
+    ) -> dict[str, Any]:
         """Send a control request and wait for its response.
 
         Args:
-            build: Returns the message, and the descriptors to pass, for a request number.
+            build_message: Returns the message, and the descriptors to pass, for a request number.
         """
         with self._lock:
-            if not self.alive:
+            if not self.is_alive:
                 raise Disconnected(GONE)
             number, response = self._link.request()
-        self._link.send_message(*build(number))
+        self._link.send_message(*build_message(number))
         # A future's callback runs in the connection's thread, which must read the response itself.
         if self.is_current_thread():
             self._read_until(response)
@@ -305,16 +311,20 @@ class ServerConnection(ServerState):
 
     def withdraw(self, segment: AnySegment) -> None:
         """Withdraw a segment from the server, except in a forked child, whose parent owns it."""
-        if segment.memory is not None and self.alive and self.pid == os.getpid():
+        if segment.memory is not None and self.is_alive and self.pid == os.getpid():
             with contextlib.suppress(Disconnected):
                 self._link.send_message(WithdrawMemory(segment.memory.id))
 
     # --- the connection's own channel
 
-    def call(self, task: Callable[[RequestChannel], None]) -> None:
-        """Run a task in the connection's thread, with its channel. Raises Disconnected."""
+    def run_task(self, task: Callable[[RequestChannel], None]) -> None:
+        """Run a task in the connection's thread, with its channel.
+
+        Raises:
+            Disconnected: The connection has ended.
+        """
         with self._lock:
-            if not self.alive:
+            if not self.is_alive:
                 raise Disconnected(GONE)
             self._tasks.append(task)
             self._channel.wake()
@@ -327,7 +337,7 @@ class ServerConnection(ServerState):
         """Schedule `on_wake` in the connection's thread; safe in any thread and at any time."""
         if self.pid == os.getpid():
             with self._lock:
-                if self.alive:
+                if self.is_alive:
                     self._channel.wake()
 
     # --- the thread
@@ -335,7 +345,7 @@ class ServerConnection(ServerState):
     def _run(self) -> None:
         listener, channel = self._link.fileno(), self._channel
         try:
-            while self.alive:
+            while self.is_alive:
                 timeout_s = self.timeouts.run()
                 channel.flush()
                 events = dict(self._poll.poll(timeout_s))
@@ -355,7 +365,7 @@ class ServerConnection(ServerState):
 
     def _end(self) -> None:
         with self._lock:
-            self.alive = False
+            self.is_alive = False
         self.wake_all()
         while self._tasks:
             self._tasks.popleft()(self._channel)
@@ -371,8 +381,8 @@ class ServerConnection(ServerState):
         """
         if self.pid != os.getpid():
             return  # a forked child; the parent owns the connection
-        # `alive` is reset first, because schedulers disconnect the links of a disconnected client.
-        self.alive = False
+        # `is_alive` is reset first, because schedulers disconnect the links of such a client.
+        self.is_alive = False
         self._link.shut_down()
         # A future's callback runs in the connection's thread, which cannot join itself.
         if self.is_current_thread():

@@ -102,7 +102,11 @@ class EventReader:
             raise
 
     def snapshot(self) -> list[ReceivedEvent]:
-        """Return the current state, which includes all earlier events. Raises Disconnected."""
+        """Return the current state, which includes all earlier events.
+
+        Raises:
+            Disconnected: The server has exited, or does not respond in time.
+        """
         snapshot_topic = SNAPSHOT + secrets.token_hex(8)
         self._socket.subscribe(snapshot_topic)
         try:

@@ -19,9 +19,9 @@ from shmserve.client import discovery
 from shmserve.client.connection import ServerConnection
 from shmserve.client.memory.cuda import DeviceSegment, device_number, open_exporter
 from shmserve.client.memory.region import Region, Specs, attach_region
-from shmserve.client.memory.segments import AnySegment, Memories, Segment
+from shmserve.client.memory.segments import Allocator, AnySegment, Segment
 from shmserve.client.request.channel import DECOUPLED, FULL
-from shmserve.client.request.prepare import Options, PackedRequest, options_of, prepare
+from shmserve.client.request.prepare import PackedRequest, RequestOptions, make_options, prepare
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import (
     Disconnected,
@@ -36,13 +36,13 @@ from shmserve.errors import (
     suggestion,
 )
 from shmserve.ipc.memory.cuda_ipc import CudaExporter
-from shmserve.ipc.tensors.inference import runs_once
+from shmserve.ipc.tensors.inference import is_aliased_request
 
 Tensors = Mapping[str, Any]
 # The requested outputs: names, arrays of a region by name, or a region.
 Outputs = Sequence[str] | Mapping[str, Any]
 # A call: model, inputs, outputs, version, options, and the inputs given by keyword.
-Call = tuple[str, Tensors | None, Outputs | None, str, Options, Tensors]
+Call = tuple[str, Tensors | None, Outputs | None, str, RequestOptions, Tensors]
 
 _WELCOME_S = 10.0
 _SHORTEST_S = 0.1
@@ -57,7 +57,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def call_of(
+def parse_call(
     model: str,
     inputs: Tensors | None = None,
     /,
@@ -80,11 +80,13 @@ def call_of(
         InvalidArgument: An option is invalid.
     """
     sequence_options = (sequence, start, end)
-    options = options_of(request_id, parameters, priority, timeout, *sequence_options, traceparent)
+    options = make_options(
+        request_id, parameters, priority, timeout, *sequence_options, traceparent
+    )
     return model, inputs, outputs, version, options, tensors
 
 
-def signature_of(
+def with_signature_of(
     source: Callable[P, Any],
 ) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
     """Return a decorator that gives a method the signature of `source`, for tools and help()."""
@@ -177,7 +179,7 @@ class Session:
         self._lock = threading.RLock()
         self._is_closed = False
         self._cuda: CudaExporter | None = None
-        self.memories = Memories(memory_limit, self._share, self._withdraw, self._wake_connection)
+        self.memories = Allocator(memory_limit, self._share, self._withdraw, self._wake_connection)
         self._connection = self._connect()
 
     def _connect(self) -> ServerConnection:
@@ -198,7 +200,7 @@ class Session:
             Disconnected: There is no server.
         """
         connection = self._connection
-        is_usable = connection.alive and not connection.draining
+        is_usable = connection.is_alive and not connection.draining
         if is_usable and connection.pid == os.getpid() and not self._is_closed:
             return connection
         return self._reconnect(connection)
@@ -216,16 +218,21 @@ class Session:
             time.sleep(_PAUSE_S)
 
     def should_retry(
-        self, connection: ServerConnection, options: Options, packed: PackedRequest | None
+        self, connection: ServerConnection, options: RequestOptions, packed: PackedRequest | None
     ) -> bool:
         """Return whether to retry a request that failed on `connection`.
 
         A request is retried if its on-demand model was unloaded before the request reached it, or
         if a successor has replaced the server. In the second case, the session connects to the
         successor. Requests of sequences, and requests that write an output over an input, are
-        never retried. Raises Disconnected.
+        never retried.
+
+        Raises:
+            Disconnected: The session cannot connect to the successor.
         """
-        is_once = options.sequence or (packed is not None and runs_once(packed.schema, packed.data))
+        is_once = options.sequence or (
+            packed is not None and is_aliased_request(packed.schema, packed.data)
+        )
         if not is_once and packed is not None and connection.models.needs_load(*packed.model.key):
             return True
         if is_once or not connection.has_successor():
@@ -265,7 +272,9 @@ class Session:
     def pack(self, connection: ServerConnection, call: Call, stream: bool = False) -> PackedRequest:
         """Return a packed request for `connection`, after loading its model if necessary.
 
-        Without `stream`, decoupled models are rejected.
+        Raises:
+            Unsupported: The model is decoupled, and `stream` is false.
+            ShmserveError: The model cannot be loaded, or the request does not fit the model.
         """
         model, inputs, outputs, version, options, tensors = call
         if connection.models.needs_load(model, version):
@@ -284,7 +293,12 @@ class Session:
             raise
 
     def ready(self, model: str = "", version: str = "") -> bool:
-        """Check whether the server, or a model, is ready. Raises authentication errors."""
+        """Check whether the server, or a model, is ready.
+
+        Raises:
+            Disconnected: There is no server.
+            Unauthenticated, PermissionDenied: The client's token does not permit health checks.
+        """
         path = model_path(model, version, "ready") if model else "/v2/health/ready"
         try:
             self.control("GET", path)
@@ -306,7 +320,7 @@ class Session:
         self.control("POST", model_path(model, "", "unload").replace("v2", "v2/repository", 1), {})
 
     def statistics(self, model: str, version: str) -> list[dict[str, Any]]:
-        """Return the statistics of each version of the models."""
+        """Return the statistics of each version of a model; of all models if `model` is ""."""
         path = model_path(model, version, "stats") if model else "/v2/models/stats"
         entries: list[dict[str, Any]] = self.control("GET", path)["model_stats"]
         return entries
@@ -349,7 +363,9 @@ class Session:
         return reply
 
     @staticmethod
-    def load(connection: ServerConnection, model: str, version: str, options: Options) -> None:
+    def load(
+        connection: ServerConnection, model: str, version: str, options: RequestOptions
+    ) -> None:
         """Load an on-demand model, unless it is loaded, within the timeout of a request.
 
         Raises:
@@ -399,22 +415,22 @@ class Session:
 
         The garbage collector may run in any thread and at any time, where closing is not safe.
         """
-        if self._is_closed or self.inherited:
+        if self._is_closed or self.is_inherited:
             return
         try:
-            self._connection.call(lambda _: close())
+            self._connection.run_task(lambda _: close())
         except Disconnected:
             close()
         warnings.warn("a client was not closed", ResourceWarning, stacklevel=3)
 
     @property
-    def inherited(self) -> bool:
+    def is_inherited(self) -> bool:
         """Return whether this process was forked, so that its parent owns the connection."""
         return self._connection.pid != os.getpid()
 
     def close(self) -> None:
         """Disconnect; arrays keep their memory. A forked child does not affect its parent."""
-        if self.inherited:
+        if self.is_inherited:
             return
         with self._lock:
             was_open = not self._is_closed

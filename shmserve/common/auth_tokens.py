@@ -185,12 +185,17 @@ def read_tokens(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def parse_restrictions(flag: str, values: Iterable[str], prefix: str = "") -> Restrictions:
-    """Parse Triton's `api[,api]:header=value`, which may be repeated; raise InvalidArgument.
+    """Return the restrictions in the values of a flag, which have Triton's form.
+
+    The form is `api[,api]:header=value`.
 
     Args:
         flag: The name of the flag, for error texts.
         values: The values of the flag.
         prefix: The prefix of every header.
+
+    Raises:
+        InvalidArgument: A value has another form, or an API is unknown or repeated.
     """
     kind = flag.rpartition("-")[2]  # the noun in error texts: "api" or "protocol"
     restrictions: dict[str, Restriction] = {}

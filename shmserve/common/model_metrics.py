@@ -53,14 +53,14 @@ class Family:
 Families = dict[str, Family]
 
 
-def parse(raw: list[Any]) -> Families:
+def parse(rows: list[Any]) -> Families:
     """Return the families from the form of `to_lists`. Raises ValueError for any other form."""
     try:
         return {
             str(name): Family(
-                str(description), kind, {_labels(v[0]): _value(kind, v) for v in rows}
+                str(description), kind, {_labels(v[0]): _decode_series(kind, v) for v in rows}
             )
-            for name, description, kind, rows in raw
+            for name, description, kind, rows in rows
         }
     except (TypeError, IndexError, KeyError) as error:
         raise ValueError(f"malformed families: {error}") from None
@@ -70,7 +70,7 @@ def _labels(raw: list[Any]) -> Labels:
     return tuple((str(name), str(value)) for name, value in raw)
 
 
-def _value(kind: str, row: list[Any]) -> Series:
+def _decode_series(kind: str, row: list[Any]) -> Series:
     _, state, buckets = row
     size = {"COUNTER": 1, "GAUGE": 3, "HISTOGRAM": len(buckets) + 2}[kind]
     if len(state) != size or not all(type(n) in (int, float) for n in (*state, *buckets)):
@@ -89,13 +89,13 @@ def to_lists(families: Families) -> list[Any]:
     ]
 
 
-def sum_families(parts: Iterable[Families]) -> Families:
-    """Return the sum of the families in `parts`.
+def sum_families(family_sets: Iterable[Families]) -> Families:
+    """Return the sum of the families in `family_sets`.
 
     If families differ in kind or buckets, the first one is kept.
     """
     total: Families = {}
-    for part in parts:
+    for part in family_sets:
         for name, family in part.items():
             earlier = total.get(name)
             if earlier is None:
@@ -159,12 +159,12 @@ class ModelMetrics:
         return sum_families((self._exited_families, *self._instances.values()))
 
 
-def exposition(families: Families) -> str:
+def to_prometheus_text(families: Families) -> str:
     """Return Prometheus text in Triton's form: names are unchanged, labels are sorted."""
     lines: list[str] = []
     for name, family in families.items():
         if family.values:
-            lines += head_lines(name, family.description, family.kind.lower())
+            lines += header_lines(name, family.description, family.kind.lower())
             for labels, value in family.values.items():
                 lines += _samples(name, family.kind, labels, value)
     return "".join(f"{line}\n" for line in lines)
@@ -185,7 +185,7 @@ def _samples(name: str, kind: str, labels: Labels, value: Series) -> Iterable[st
         yield sample(name, labels, number)
 
 
-def head_lines(name: str, description: str, kind: str) -> tuple[str, str]:
+def header_lines(name: str, description: str, kind: str) -> tuple[str, str]:
     """Return the HELP and TYPE lines above the samples of a family of a Prometheus `kind`."""
     return f"# HELP {name} {_escape(description)}", f"# TYPE {name} {kind}"
 
@@ -211,7 +211,10 @@ def _as_text(value: float) -> str:
 
 
 def sum_counters(snapshot: dict[str, Any]) -> dict[str, Any]:
-    """Return a snapshot's table plus its base: the base of a successor. Raises KeyError."""
+    """Return the counters in a snapshot, plus its "base": those of earlier schedulers.
+
+    The result is the base of the successor. Raises KeyError if the snapshot has no base.
+    """
     table = {name: value for name, value in snapshot.items() if name not in _NOT_IN_BASE}
     combined: dict[str, Any] = add_tables(table, snapshot["base"])
     return combined

@@ -34,11 +34,11 @@ def check_model_name(name: str) -> None:
 
 
 def is_traversal(name: str) -> bool:
-    """Check whether a name is the path of a folder outside the repository."""
+    """Check whether a name, as a path, could be another folder than a model's in the repository."""
     return name.strip() in (".", "..") or any(mark in name for mark in "/\\\0")
 
 
-def is_inline(text: str) -> bool:
+def is_model_argument(text: str) -> bool:
     """Check whether an argument names a model ("path/file.py:Class", a checkpoint).
 
     Other arguments name repositories.
@@ -66,8 +66,11 @@ class DoubledName(ValueError):
         super().__init__(f"duplicate key '{clipped}' in an object")
 
 
-def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object with these members (json's `object_pairs_hook`); raise DoubledName."""
+def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object's members by name; raise DoubledName if a name is repeated.
+
+    This function is an `object_pairs_hook` of the module json.
+    """
     result: dict[str, Any] = {}
     for name, value in pairs:
         if name in result:

@@ -36,8 +36,8 @@ async def collect(items: Iterable[T]) -> list[T]:
     return collected
 
 
-async def end_all(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait for them; log exceptions of tasks that had not completed."""
+async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks that have not completed, wait for them, and log the exceptions of all tasks."""
     for task in tasks:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):

@@ -26,8 +26,12 @@ class UnsupportedEncoding(Unsupported):
     """The error about a Content-Encoding that is not supported; it lists the supported ones."""
 
 
-def check_encoding(name: str) -> bool:
-    """Return whether a body with this Content-Encoding is compressed; raise UnsupportedEncoding."""
+def is_compressed_encoding(name: str) -> bool:
+    """Return whether a body with this Content-Encoding is compressed.
+
+    Raises:
+        UnsupportedEncoding: The encoding is neither gzip, deflate nor identity.
+    """
     lower = name.strip().lower()
     if lower not in ("identity", *WBITS_BY_ENCODING):
         raise UnsupportedEncoding("Unsupported compression type")
@@ -108,9 +112,9 @@ def compress_pieces(pieces: Iterable[bytes | memoryview], encoding: str) -> Iter
 
 
 def preferred_encoding(header: str) -> str:
-    """Return the encoding with the highest weight ("gzip", "deflate" or "identity").
+    """Return the encoding with the highest weight in an Accept-Encoding header.
 
-    The first wins ties.
+    The result is "gzip", "deflate" or "identity". Of equal weights, the first one counts.
     """
     best_encoding, best_weight = "identity", 0.0
     for item in header.split(","):

@@ -243,7 +243,7 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
         Otherwise the link remains open until `fail_over`.
         """
         endpoint = link.endpoint
-        inflight = (*self.pending.values(), *self.settling.values())
+        inflight = (*self.pending.values(), *self.failed_early.values())
         if all(request.endpoint != endpoint for request in inflight):
             self._table.remove(link)
 
@@ -263,7 +263,7 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
     # --- statistics
 
     def report(self, endpoint: str) -> asyncio.Future[dict[str, Any]]:
-        """Request a scheduler's statistics. The caller must set a timeout."""
+        """Request a scheduler's statistics; the caller must await the future with a timeout."""
         statistics: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         request_number = self.next_number()
         endpoint = self.successors.latest(endpoint)

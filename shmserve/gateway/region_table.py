@@ -126,21 +126,21 @@ WrittenRange = tuple[GatewayRegion, tuple[int, int]]
 class RegionReferences:
     """The references of one request to regions, and the ranges that it writes to."""
 
-    __slots__ = ("_spans", "_table", "_writes", "regions")
+    __slots__ = ("_output_ranges", "_reserved_ranges", "_table", "regions")
 
     def __init__(self, table: RegionTable) -> None:
         self._table = table
         self.regions: list[GatewayRegion] = []
-        self._spans: list[WrittenRange] = []  # the ranges of all outputs
-        self._writes: list[WrittenRange] = []  # the ranges that overlap no other range
+        self._output_ranges: list[WrittenRange] = []  # the ranges of all outputs
+        self._reserved_ranges: list[WrittenRange] = []  # the ranges that overlap no other range
 
-    def reference_range(self, requested: RegionRange, *, write: bool = False) -> Range:
-        """Count a reference to a region, and return the range; `write` reserves it for an output.
+    def reference_range(self, requested: RegionRange, *, for_output: bool = False) -> Range:
+        """Count a reference to a region, and return the range, reserved if it is `for_output`.
 
         Raises:
             NotFound: The region is not registered.
             InvalidArgument: The range does not lie within the region.
-            AlreadyExists: The range of an output is in use, and overlaps are errors.
+            AlreadyExists: The range of an output is in use, and `overlap` is "error".
         """
         region = self._table.find(requested.region)
         memory_range = region.memory_range(requested)
@@ -150,18 +150,18 @@ class RegionReferences:
             if region.retired:
                 self._table.report_first_use(region)
         span = (memory_range.offset, memory_range.offset + memory_range.byte_size)
-        if write and memory_range.byte_size and self._table.overlap != "ignore":
-            self._spans.append((region, span))
+        if for_output and memory_range.byte_size and self._table.overlap_policy != "ignore":
+            self._output_ranges.append((region, span))
             self._reserve((region, span))
         return memory_range
 
     def _reserve(self, write: WrittenRange) -> None:
         region, span = write
         if region.written_ranges.add(span):
-            self._writes.append(write)
+            self._reserved_ranges.append(write)
             return
         # Both requests succeed, but one of the clients reads the result of the other request.
-        if self._table.overlap == "error":
+        if self._table.overlap_policy == "error":
             raise AlreadyExists(
                 f"an output in shared memory region '{region.name}' overlaps one of a request in "
                 "flight"
@@ -173,7 +173,7 @@ class RegionReferences:
 
     def as_template(self) -> ReferenceTemplate:
         """Return the references for later requests with the same header."""
-        regions, spans = tuple(self.regions), tuple(self._spans)
+        regions, spans = tuple(self.regions), tuple(self._output_ranges)
         return ReferenceTemplate(self._table, self._table.version, regions, spans)
 
     @classmethod
@@ -181,7 +181,7 @@ class RegionReferences:
         """Return the references of `pattern` for a new request; None if the table has changed.
 
         Raises:
-            AlreadyExists: The range of an output is in use, and overlaps are errors.
+            AlreadyExists: The range of an output is in use, and `overlap` is "error".
         """
         table, version, regions, spans = pattern
         if version != table.version:
@@ -193,7 +193,7 @@ class RegionReferences:
             if region.retired:
                 table.report_first_use(region)
         try:
-            if table.overlap != "ignore":
+            if table.overlap_policy != "ignore":
                 for write in spans:
                     uses._reserve(write)
         except BaseException:
@@ -203,9 +203,9 @@ class RegionReferences:
 
     def release(self) -> None:
         """Release the references at the end of the request."""
-        for region, span in self._writes:
+        for region, span in self._reserved_ranges:
             region.written_ranges.remove(span)
-        self._writes = []
+        self._reserved_ranges = []
         regions, self.regions = self.regions, []
         for region in regions:
             region.request_count -= 1
@@ -235,12 +235,12 @@ class RegionTable:
 
     Attributes:
         _report: Sends a message to the supervisor.
-        overlap: The policy for overlapping outputs of two requests: "error", "warn" or "ignore".
+        overlap_policy: The policy for requests whose outputs overlap: "error", "warn" or "ignore".
         version: A number that changes when a name is added or removed.
     """
 
     _report: Callable[[RegionInUse | RegionReleased], None]
-    overlap: str = "warn"
+    overlap_policy: str = "warn"
 
     def __post_init__(self) -> None:
         self.version = 0

@@ -68,10 +68,13 @@ class DataOptions:
 
 
 def read_interface(transport: Any, model: str, version: str) -> ModelInterface:
-    """Return a model's interface from the server. Raises TransportError.
+    """Return a model's interface from the server.
 
     The server may reject the request for the configuration: the client lacks a permission, or the
-    server lacks the extension.
+    server lacks the extension. The interface then has a `config_error`.
+
+    Raises:
+        TransportError: The server is unreachable, or rejects the request for the metadata.
     """
     config: Mapping[str, Any] = {}
     config_error = ""

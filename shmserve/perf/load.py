@@ -66,15 +66,15 @@ class Mark(NamedTuple):
 
     Attributes:
         at_ns: The time.
-        requests: The number of successful requests.
-        gaps: The number of gaps recorded.
+        request_count: The number of successful requests.
+        gap_count: The number of gaps recorded.
         failed: The number of failed requests.
         cpu_s: The CPU time of this process.
     """
 
     at_ns: int
-    requests: int
-    gaps: int
+    request_count: int
+    gap_count: int
     failed: int
     cpu_s: float
 
@@ -133,7 +133,7 @@ class LoadGenerator:
         schedule: Iterator[int] | None,
         patience_s: float,
     ) -> None:
-        """Open the slots. Raises Unavailable.
+        """Open the slots.
 
         Args:
             poller: The event loop.
@@ -142,6 +142,9 @@ class LoadGenerator:
             slots: The number of slots.
             schedule: Offsets of requests from the start in nanoseconds; None: a closed loop.
             patience_s: Seconds without a response after which the server counts as lost.
+
+        Raises:
+            Unavailable: The server cannot be reached.
         """
         self.records = Records()
         self._poller = poller
@@ -156,7 +159,7 @@ class LoadGenerator:
         self._last_completion_ns = 0  # the time of the last completion
         for number in range(slots):
             slot = LoadSlot(self, requests(number))
-            slot.lane = lane_factory.lane(slot)
+            slot.lane = lane_factory.create_lane(slot)
             self._free_slots.append(slot)
         self._lanes = [slot.lane for slot in self._free_slots]
 
@@ -223,7 +226,7 @@ class LoadGenerator:
         name = error if error in errors or len(errors) < _MAX_ERRORS else _OTHER_ERRORS
         errors[name] += 1
 
-    def mark(self) -> Mark:
+    def current_mark(self) -> Mark:
         """Return the current counts."""
         records = self.records
         # An interrupt can leave an incomplete row, whose last column is then missing.
@@ -231,7 +234,11 @@ class LoadGenerator:
         return Mark(_clock(), *counts, time.process_time())
 
     def finish(self) -> None:
-        """Stop sending, and wait for requests in flight. Raises Unavailable."""
+        """Stop sending, and wait for requests in flight.
+
+        Raises:
+            Unavailable: The server stops responding.
+        """
         self._is_running = False
         self._queued.clear()
         self._last_completion_ns = _clock()
@@ -262,9 +269,13 @@ class Probe:
 
 
 def probe(poller: Poller, lane_factory: LaneFactory, request: Any, patience_s: float) -> str:
-    """Send a single request, and return its error or "". Raises Unavailable."""
+    """Send a single request, and return its error or "".
+
+    Raises:
+        Unavailable: The server has not responded within `patience_s` seconds.
+    """
     observer = Probe()
-    lane = lane_factory.lane(observer)
+    lane = lane_factory.create_lane(observer)
     end_ns = _clock() + int(patience_s * 1e9)
     try:
         lane.send(request)
@@ -277,13 +288,13 @@ def probe(poller: Poller, lane_factory: LaneFactory, request: Any, patience_s: f
         lane.close()
 
 
-def constant(per_second: float) -> Iterator[int]:
+def constant_schedule(per_second: float) -> Iterator[int]:
     """Yield evenly spaced offsets in nanoseconds."""
     for number in itertools.count():
         yield round(number * _NS / per_second)
 
 
-def poisson(per_second: float, seed: int) -> Iterator[int]:
+def poisson_schedule(per_second: float, seed: int) -> Iterator[int]:
     """Yield the offsets of a Poisson process in nanoseconds."""
     draw_interval_s = random.Random(seed).expovariate
     offset_s = 0.0
@@ -294,8 +305,8 @@ def poisson(per_second: float, seed: int) -> Iterator[int]:
 
 # The schedules by kind, as functions of the rate per second and a seed.
 SCHEDULES: dict[str, Callable[[float, int], Iterator[int]]] = {
-    "poisson": poisson,
-    "constant": lambda per_second, _: constant(per_second),
+    "poisson": poisson_schedule,
+    "constant": lambda per_second, _: constant_schedule(per_second),
 }
 
 

@@ -320,15 +320,17 @@ class Regions:
     def inputs(self, items: Sequence[Inputs]) -> list[Inputs]:
         """Return the same requests with their inputs in a region.
 
-        Raises Unavailable or TransportError.
+        Raises:
+            Unavailable: There is no memory for the region.
+            TransportError: The server rejects the region.
         """
         parts: list[RegionPart] = []
-        name = self._name("in")
+        name = self._region_name("in")
         offset = 0
         for tensor in (tensor for item in items for tensor in item):
             parts.append(RegionPart(name, offset, len(tensor.raw)))
             offset += _aligned(len(tensor.raw))
-        memory = self._region(name, offset)
+        memory = self._create_region(name, offset)
         unused_parts = iter(parts)
         assigned = [[(tensor, next(unused_parts)) for tensor in item] for item in items]
         for tensor, part in (pair for item in assigned for pair in item):
@@ -336,8 +338,13 @@ class Regions:
         return [[replace(tensor, raw=b"", part=part) for tensor, part in item] for item in assigned]
 
     def outputs(self, byte_sizes: Mapping[str, int], slots: int) -> list[dict[str, RegionPart]]:
-        """Reserve space for the outputs of each slot. Raises Unavailable, TransportError."""
-        name = self._name(f"out{slots}")
+        """Reserve space in a region for the outputs of each slot; return the parts by output.
+
+        Raises:
+            Unavailable: There is no memory for the region.
+            TransportError: The server rejects the region.
+        """
+        name = self._region_name(f"out{slots}")
         output_parts: list[dict[str, RegionPart]] = []
         offset = 0
         for _ in range(slots):
@@ -345,13 +352,13 @@ class Regions:
             for output, size in byte_sizes.items():
                 output_parts[-1][output] = RegionPart(name, offset, size)
                 offset += _aligned(size)
-        self._region(name, offset)
+        self._create_region(name, offset)
         return output_parts
 
-    def _name(self, purpose: str) -> str:
+    def _region_name(self, purpose: str) -> str:
         return f"perf-{os.getpid()}-{purpose}-{len(self._memories)}"
 
-    def _region(self, name: str, byte_size: int) -> RegionMemory:
+    def _create_region(self, name: str, byte_size: int) -> RegionMemory:
         memory = self._memory_type(name, max(byte_size, _ALIGNMENT))
         self._memories[name] = memory
         self._transport.register(memory.kind, name, memory.fields)

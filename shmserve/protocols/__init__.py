@@ -66,7 +66,11 @@ class InputTensor:
 
     @classmethod
     def of(cls, tensor: ModelTensor, value: Any) -> InputTensor:
-        """Return the input `tensor` with a value: JSON or an array. Raises InvalidArgument."""
+        """Return the input `tensor` with a value: JSON or an array.
+
+        Raises:
+            InvalidArgument: The value does not fit the input.
+        """
         return cls(tensor.name, tensor.datatype, *encode(tensor, value))
 
 
@@ -121,8 +125,8 @@ class Credentials:
 class Address:
     """The address of a listener.
 
-    `protocol` is "http" or "grpc". `target` is HOST:PORT unless `unix_socket` is set. Errors name
-    the listener by `address_text`.
+    `protocol` is "http" or "grpc". `target` is HOST:PORT unless `unix_socket` is set. Errors
+    contain `address_text`, which identifies the listener.
     """
 
     address_text: str
@@ -133,18 +137,19 @@ class Address:
 
 
 class Transport(Protocol):
-    """A blocking client for inference. Its errors name the server by `address_text`."""
+    """A blocking client for inference.
+
+    Its errors contain `address_text`, which identifies the server. Methods raise TransportError if
+    the server is unreachable, rejects the request or sends a malformed response.
+    """
 
     address_text: str
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
-        """Return the inputs of a model by name. Raises TransportError."""
+        """Return the inputs of a model by name."""
 
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
-        """Yield each response as a JSON object, with outputs as nested lists.
-
-        Raises TransportError.
-        """
+        """Yield each response as a JSON object, with outputs as nested lists."""
 
     def close(self) -> None:
         """Close the connection."""
@@ -153,12 +158,12 @@ class Transport(Protocol):
 class AdminTransport(Transport, Protocol):
     """A blocking client for every operation of a server.
 
-    Every method raises TransportError. An empty `model` stands for all models, or for the server.
+    An empty `model` stands for all models, or for the server.
     Results have the form of the HTTP API's JSON.
     """
 
     def ready(self, model: str, version: str) -> None:
-        """Return if the model or the server is ready. Raises TransportError if not."""
+        """Raise TransportError unless the model, or for an empty `model` the server, is ready."""
 
     def models(self) -> list[dict[str, Any]]:
         """Return the index of the repository."""
@@ -225,7 +230,7 @@ class LaneFactory(Protocol):
     def encode(self, request: OutgoingRequest) -> Any:
         """Return the encoded request, for a lane to send."""
 
-    def lane(self, observer: LaneObserver) -> Lane:
+    def create_lane(self, observer: LaneObserver) -> Lane:
         """Open a lane. Raises Unavailable if the server cannot be reached."""
 
     def close(self) -> None:
@@ -233,7 +238,12 @@ class LaneFactory(Protocol):
 
 
 def output_json(name: str, datatype: str, shape: Sequence[int], raw: bytes) -> dict[str, Any]:
-    """Return the JSON object of an output. Raises ValueError or KeyError if it is malformed."""
+    """Return {"name", "datatype", "shape", "data"} of an output.
+
+    Raises:
+        ValueError: The bytes do not match the datatype or the shape.
+        KeyError: The datatype is unknown.
+    """
     data = decode(datatype, list(shape), memoryview(raw))
     return {"name": name, "datatype": datatype, "shape": list(shape), "data": data}
 

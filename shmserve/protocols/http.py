@@ -327,7 +327,7 @@ class HttpLaneFactory:
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
         return f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode() + body
 
-    def lane(self, observer: LaneObserver) -> HttpLane:
+    def create_lane(self, observer: LaneObserver) -> HttpLane:
         """Open a connection and return its lane."""
         return HttpLane(self, observer)
 
@@ -352,7 +352,7 @@ class HttpLane:
 
     def send(self, request: bytes) -> None:
         """Send a request."""
-        if not self._connection.open:
+        if not self._connection.is_open:
             self._connection = self._lane_factory.connect(self)
         self._is_busy = True
         self._connection.write(request)
@@ -498,7 +498,7 @@ class GenerateLaneFactory(HttpLaneFactory):
         """Return the bytes of a POST request with a JSON body."""
         return self.post(path, json.dumps(body).encode(), _JSON_HEADERS)
 
-    def lane(self, observer: LaneObserver) -> EventLane:
+    def create_lane(self, observer: LaneObserver) -> EventLane:
         """Open a connection and return its lane."""
         return EventLane(self, observer)
 

@@ -26,7 +26,12 @@ def create_transport(args: argparse.Namespace) -> Transport:
 
 
 def create_admin_transport(args: argparse.Namespace) -> AdminTransport:
-    """Return the transport for all operations; raise InvalidArgument, or Disconnected."""
+    """Return the transport for all operations.
+
+    Raises:
+        InvalidArgument: A flag is invalid, or several servers run and the flags choose none.
+        Unavailable: No server runs on this host, or it listens for neither HTTP nor gRPC.
+    """
     client_credentials = read_credentials(args)
     if args.url:
         return connect_to(parse_address(args.url), client_credentials)
@@ -37,7 +42,7 @@ def create_admin_transport(args: argparse.Namespace) -> AdminTransport:
 
 
 def read_credentials(args: argparse.Namespace) -> Credentials:
-    """Return the credentials that the flags give. Raises InvalidArgument."""
+    """Return the credentials that the flags give; raise InvalidArgument if a flag is invalid."""
     headers = []
     for header in args.header:
         name, colon, value = header.partition(":")
@@ -52,7 +57,11 @@ def read_credentials(args: argparse.Namespace) -> Credentials:
 
 
 def read_token(path: str) -> str:
-    """Return the first token of a file, which may be the token file of the server."""
+    """Return the first token of a file, which may be the token file of the server.
+
+    Raises:
+        InvalidArgument: The file cannot be read, or has no token.
+    """
     with convert_os_errors(f"--token-file: cannot read '{path}'", "not text"):
         lines = Path(path).read_text().splitlines()
     for words in (line.partition("#")[0].split() for line in lines):
@@ -62,7 +71,7 @@ def read_token(path: str) -> str:
 
 
 def parse_address(url: str) -> Address:
-    """Return the address of a `--url`. Raises InvalidArgument."""
+    """Return the address in a `--url`; raise InvalidArgument if the URL is malformed."""
     try:
         if url.startswith("unix:"):
             path = url.removeprefix("unix:").replace("///", "/", 1)
@@ -79,7 +88,11 @@ def parse_address(url: str) -> Address:
 
 
 def connect_to(address: Address, client_credentials: Credentials) -> AdminTransport:
-    """Return the transport to an address. Raises InvalidArgument."""
+    """Return the transport to an address.
+
+    Raises:
+        InvalidArgument: The package grpcio is not installed, or a TLS file is invalid.
+    """
     if address.protocol == "http":
         return HttpTransport(address, client_credentials)
     if importlib.util.find_spec("grpc") is None:

@@ -47,7 +47,11 @@ def find_input(name: str, inputs: Mapping[str, ModelTensor]) -> ModelTensor:
 
 
 def split_input(text: str, flag: str = "input") -> tuple[str, str]:
-    """Return the name and the value of an `--input`. Raises InvalidArgument."""
+    """Return the name and the value in the text NAME=VALUE of a flag.
+
+    Raises:
+        InvalidArgument: The text has another form.
+    """
     name, separator, value = text.partition("=")
     if not name or not separator:
         raise InvalidArgument(f"--{flag}: expected NAME=VALUE, got '{text}'")
@@ -57,8 +61,10 @@ def split_input(text: str, flag: str = "input") -> tuple[str, str]:
 def load_value(name: str, text: str) -> Any:
     """Return the value of a command-line text: JSON, or the content of a file named after @.
 
-    A .npy file is read as an array, and any other file as its bytes (see `encode`). Raises
-    InvalidArgument.
+    A .npy file is read as an array, and any other file as its bytes (see `encode`).
+
+    Raises:
+        InvalidArgument: The text is not JSON, or the file cannot be read.
     """
     if text.startswith("@"):
         return _load_array(name, Path(text[1:]))

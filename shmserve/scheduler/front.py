@@ -4,7 +4,7 @@ The front handles clients and exited peers, submit, cancel, credit, release, dra
 and reports. It has no clock and no socket.
 
     client       Submit Cancel Credit Release ReportStatistics ─┐
-                                                               ├─> Front ──> Core
+                                                               ├─> SchedulerFront ──> SchedulerCore
     supervisor   Drain Stop ProcessExited SnapshotStatistics ... ──┘
 
 The core decides about admitted requests (batching.py, ensemble/core.py).
@@ -95,7 +95,7 @@ class ClientTable(dict[bytes, Client[R]]):
 class Reports:
     """The statistics with current values (`gauges`), and the model's own metrics.
 
-    `unexpected` counts messages that their sender was not allowed to send, ever or at that time.
+    `unexpected_count` counts messages that their sender may not send, ever or at that time.
     `_wall_clock` returns the ns since the epoch.
     """
 
@@ -104,7 +104,7 @@ class Reports:
     _wall_clock: Callable[[], int]
     _read_gauges: Callable[[], dict[str, Any]]
     _metrics: ModelMetrics = field(default_factory=ModelMetrics)
-    unexpected: int = 0
+    unexpected_count: int = 0
 
     def report(self, now_ns: int) -> dict[str, Any]:
         """Return the report for metrics and for GET /v2/models/NAME/stats."""
@@ -112,18 +112,18 @@ class Reports:
         gauges["families"] = model_metrics.to_lists(self._metrics.total())
         return self._statistics.report(now_ns, self._wall_clock(), gauges)
 
-    def answer(self, client: Client[Any], request_number: int, now_ns: int) -> None:
+    def send_report(self, client: Client[Any], request_number: int, now_ns: int) -> None:
         """Send the report to a client, as the answer to its request with this number."""
         report = self.report(now_ns)
-        self.snapshot()
+        self.send_snapshot()
         client.post(StatisticsReported(request_number, report))
 
     def _count_malformed(self) -> dict[str, Any]:
         gauges = self._read_gauges()
-        self._statistics.malformed = gauges.pop("malformed") + self.unexpected
+        self._statistics.malformed = gauges.pop("malformed") + self.unexpected_count
         return gauges
 
-    def snapshot(self, brief: bool = False) -> None:
+    def send_snapshot(self, brief: bool = False) -> None:
         """Send the counts to the supervisor, which passes them to a successor.
 
         A published count must never decrease. `brief` is passed to `Statistics.snapshot`.
@@ -139,15 +139,15 @@ class Reports:
             self._statistics.set_base(message.statistics)
         except (AttributeError, KeyError, TypeError, ValueError):
             logger.exception("the statistics of the previous model version cannot be read")
-        self.snapshot()
+        self.send_snapshot()
 
-    def restore(self, snapshot: list[Any], alive: list[int]) -> None:
-        """Restore a snapshot, as `Front.restore`."""
+    def restore(self, snapshot: list[Any], alive_pids: list[int]) -> None:
+        """Restore a snapshot, as `SchedulerFront.restore`."""
         statistics, metrics = snapshot
         try:
             self._statistics.restore(statistics)
-            self._metrics.restore(metrics, alive)
-            self.unexpected = self._statistics.malformed
+            self._metrics.restore(metrics, alive_pids)
+            self.unexpected_count = self._statistics.malformed
         except (AttributeError, KeyError, TypeError, ValueError):
             logger.exception("the statistics of the previous scheduler cannot be read")
 
@@ -156,7 +156,7 @@ class Reports:
         try:
             families = model_metrics.parse(message.families)
         except ValueError:
-            self.unexpected += 1
+            self.unexpected_count += 1
         else:
             self._metrics.report(pid, families)
 
@@ -180,7 +180,7 @@ class OverloadLog:
         self._next_ns = 0  # the earliest time of the next line in the log
         self.due_ns = NEVER
 
-    def refuse(self) -> None:
+    def count_refusal(self) -> None:
         """Count a refused request in the next log line."""
         self._refused_count += 1
         self.due_ns = self._next_ns
@@ -199,7 +199,7 @@ class OverloadLog:
             self._refused_count = 0
 
 
-class Core(Protocol[R]):
+class SchedulerCore(Protocol[R]):
     """The decisions of one kind of scheduler about the requests of a model version.
 
     Times are arguments (monotonic ns). `R` is the class of the requests. A request is in
@@ -258,7 +258,7 @@ class Core(Protocol[R]):
         """
 
     def gauges(self) -> dict[str, Any]:
-        """Return the current values for metrics: pending, executing, instances, malformed."""
+        """Return the current values for metrics by name, such as `pending` and `executing`."""
 
     def drain(self, sequences: bool) -> None:
         """Start to drain; with `sequences`, the drain waits until open sequences have ended."""
@@ -278,14 +278,14 @@ class Core(Protocol[R]):
 
 
 @dataclass(eq=False)
-class Front(Generic[R]):
+class SchedulerFront(Generic[R]):
     """The clients of a scheduler and its lifecycle.
 
     `_wall_clock` returns the ns since the epoch; `_model` is a name for the log. While the
     scheduler drains, it admits no requests. After it has `stopped`, it has nothing to do.
     """
 
-    _core: Core[R]
+    _core: SchedulerCore[R]
     _links: ClientLinks
     _control: ControlLink
     _wall_clock: Callable[[], int]
@@ -332,7 +332,7 @@ class Front(Generic[R]):
                 if self._cache is None or not self._cache.lent.release(*outputs):
                     self._core.release(client, message)
             case ReportStatistics():
-                self._reports.answer(client, message.id, now_ns)
+                self._reports.send_report(client, message.id, now_ns)
             case _:
                 assert_never(message)
 
@@ -372,7 +372,7 @@ class Front(Generic[R]):
             arrived_ns = plausible_arrival_ns(submit.arrived_ns, now_ns)
             self._core.statistics.count_failure(arrived_ns, Reason.REJECTED, now_ns)
         if isinstance(error, QueueFull):
-            self._overload.refuse()
+            self._overload.count_refusal()
         text, wait_s = self._core.format_error(error.message), self._core.retry_after_s(error)
         client.post(Failed(submit.id, error.code, text, wait_s, False))
 
@@ -386,12 +386,12 @@ class Front(Generic[R]):
             case BaseCounters():
                 self._reports.set_base(message)
             case SnapshotStatistics():
-                self._reports.snapshot(brief=True)
+                self._reports.send_snapshot(brief=True)
             case ResizeCache():
                 if self._cache is not None:
                     self._cache.resize(message.byte_size)
             case Drain():
-                self._reports.snapshot()
+                self._reports.send_snapshot()
                 self._is_draining, self._is_drained = True, False
                 self._core.drain(message.sequences)
             case Stop():
@@ -443,22 +443,22 @@ class Front(Generic[R]):
             wake_ns = min(wake_ns, overload.due_ns)
         if self._is_draining and not self._is_drained and not self._core.unfinished:
             self._is_drained = True
-            self._reports.snapshot()
+            self._reports.send_snapshot()
             self._control.post(Drained())
         return wake_ns
 
-    def restore(self, snapshot: list[Any], alive: list[int]) -> None:
+    def restore(self, snapshot: list[Any], alive_pids: list[int]) -> None:
         """Continue the counts of a predecessor.
 
         Args:
             snapshot: Its last StatisticsSnapshot, as [statistics, metrics].
-            alive: The pids of its instances.
+            alive_pids: The pids of its instances.
         """
-        self._reports.restore(snapshot, alive)
+        self._reports.restore(snapshot, alive_pids)
 
     def count_unexpected(self) -> None:
-        """Count a dropped message that its sender may never send, or not at this time."""
-        self._reports.unexpected += 1
+        """Count a message that was dropped because its sender must not send it, ever or now."""
+        self._reports.unexpected_count += 1
 
     def _collect_gauges(self) -> dict[str, Any]:
         gauges = self._core.gauges()

@@ -73,7 +73,7 @@ from shmserve.scheduler.tables import (
     Quantiles,
     ResponseStats,
     Table,
-    duration,
+    duration_entry,
 )
 
 # Ended requests and executions are recorded first, and counted together when the statistics are
@@ -143,7 +143,7 @@ class Statistics(Table):
         self._late_times: list[_RecordedTimes] = []
 
     @property
-    def model(self) -> tuple[str, str]:
+    def model_key(self) -> tuple[str, str]:
         """Return the name and the version of the model."""
         return self._model
 
@@ -219,7 +219,7 @@ class Statistics(Table):
                 quantiles[name].observe(ns // _NS_PER_US, now_ns)
 
     def count_hit(self, arrived_ns: int, queue_ns: int, lookup_ns: int, now_ns: int) -> None:
-        """Count a success with a cached response, which was found in `lookup_ns`."""
+        """Count a success with a cached response, whose lookup took `lookup_ns`."""
         total_ns = now_ns - arrived_ns + lookup_ns
         self.cache_hit += 1
         self.cache_hit_ns += lookup_ns
@@ -286,14 +286,14 @@ class Statistics(Table):
             "inference_count": self.inference_count,
             "execution_count": executions.execution_count,
             "inference_stats": {
-                "success": duration(count, self.success_ns),
-                "fail": duration(self.fail, self.fail_ns),
-                "queue": duration(count, self.queue_ns),
-                "compute_input": duration(executed_count, self.compute_input_ns),
-                "compute_infer": duration(executed_count, self.compute_infer_ns),
-                "compute_output": duration(executed_count, self.compute_output_ns),
-                "cache_hit": duration(self.cache_hit, self.cache_hit_ns),
-                "cache_miss": duration(self.cache_miss, self.cache_miss_ns),
+                "success": duration_entry(count, self.success_ns),
+                "fail": duration_entry(self.fail, self.fail_ns),
+                "queue": duration_entry(count, self.queue_ns),
+                "compute_input": duration_entry(executed_count, self.compute_input_ns),
+                "compute_infer": duration_entry(executed_count, self.compute_infer_ns),
+                "compute_output": duration_entry(executed_count, self.compute_output_ns),
+                "cache_hit": duration_entry(self.cache_hit, self.cache_hit_ns),
+                "cache_miss": duration_entry(self.cache_miss, self.cache_miss_ns),
             },
             "response_stats": self._responses.report(),
             "batch_stats": executions.by_size(),

@@ -67,7 +67,7 @@ class SupervisorContext:
         return self.logging.settings
 
     def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
-        """Route messages from `address` to `handler`, and send settings in reply to the first."""
+        """Route messages from `address` to `handler`, and send settings after the first message."""
 
         def handle(message: Any) -> None:
             self.logging.on_message(address, message)
@@ -78,7 +78,7 @@ class SupervisorContext:
         self.control.enrol(address, role, handle)
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """Send a message to all processes with one of these roles, among them LOCAL_CLIENT."""
+        """Send a message to all processes with one of these roles; LOCAL_CLIENT is a role, too."""
         if LOCAL_CLIENT in roles:
             self.local_clients.broadcast(message)
         self.control.broadcast(message, *roles)
@@ -94,7 +94,7 @@ class SupervisorContext:
         """
 
         def numbered(number: int) -> ModelPublication | ModelWithdrawn:
-            return replace(message, acknowledge=number)
+            return replace(message, change_number=number)
 
         serves = isinstance(message, ModelPublished)
         roles = ("gateway", "ensemble") if serves else ("gateway",)
@@ -112,7 +112,7 @@ class SupervisorContext:
         """Send the readiness of a model to every gateway."""
         self.control.broadcast(message, "gateway")
 
-    def background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine in a task that is cancelled when the server ends."""
         return in_background(coroutine, self.tasks)
 
@@ -120,7 +120,7 @@ class SupervisorContext:
         """Wait for a process that was sent `Stop`; kill it after `patience_s` seconds."""
         if child is None or not child.alive:
             return
-        child.stops = True
+        child.is_stopping = True
         try:
             async with asyncio.timeout(patience_s):
                 await child.until_exit()

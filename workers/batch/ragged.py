@@ -44,13 +44,16 @@ class _GeneratedTensor(NamedTuple):
 
 
 class _OutputSplit(NamedTuple):
-    """The rule for splitting an output; -1 in a row's `dims` is the size of the input `source`."""
+    """The rule for splitting a flat output into the shapes of the input `source`.
+
+    `dims` is the shape of the output for a row; a size of -1 is the input's size.
+    """
 
     source: str
     dims: Shape
 
 
-class Ragged:
+class RaggedBatching:
     """The rules of one model's configuration for ragged batches."""
 
     def __init__(self, config: ModelSpec) -> None:
@@ -73,7 +76,7 @@ class Ragged:
         }
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Array]:
-        """Return the generated inputs of a batch, except those whose source is missing."""
+        """Return the generated inputs of a batch by name, except those whose source is missing."""
         arrays: dict[str, Array] = {}
         for name, source, compute, dtype in self._generated_inputs:
             if source in requests[0].inputs:
@@ -191,7 +194,7 @@ class Padder:
                 _replace_inputs(requests, inputs, pad.mask_input, "BOOL", mask, target)
         return padded
 
-    def cut(self, responses: Sequence[Response], padded: PaddedInputs) -> None:
+    def cut_outputs(self, responses: Sequence[Response], padded: PaddedInputs) -> None:
         """Cut the outputs of a padded batch to the true lengths of each request.
 
         A request fails if its output has neither the padded nor the true lengths.

@@ -228,9 +228,9 @@ class Scatterer:
         return schema, pack_data(data)
 
     def _handle_missing(self, request: Request, returned: set[str]) -> None:
-        """Handle requested outputs that are missing; Triton's Python models may omit outputs.
+        """Zero the client's ranges of missing outputs, so that it does not read old content there.
 
-        Their ranges in client memory are zeroed, so that a client does not read old content.
+        Log a warning, once, unless the model may omit outputs as in Triton's Python backend.
         """
         missing_outputs = [name for name in request.requested if name not in returned]
         for name in missing_outputs:
@@ -403,7 +403,7 @@ def _detach(item: ReadyOutput, request: Request) -> ReadyOutput:
         return item
     if not isinstance(data, np.ndarray):
         return item._replace(data=data.clone())
-    views = [source.raw for source in request.inputs.values() if source.shared]
+    views = [source.raw for source in request.inputs.values() if source.is_shared]
     if any(np.may_share_memory(data, raw) for raw in views if isinstance(raw, memoryview)):
         return item._replace(data=data.copy())
     return item

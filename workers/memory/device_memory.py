@@ -186,7 +186,7 @@ class DeviceMemory:
                 f"or it is not of device {handle.device} of the server"
             ) from None
         try:
-            base, byte_size = cuda.extent(pointer, handle.device)
+            base, byte_size = cuda.allocation_range(pointer, handle.device)
         except CudaError as error:
             cuda.close(pointer, handle.device)
             logger.warning(_CANNOT_OPEN, handle.device, error)
@@ -204,7 +204,8 @@ class DeviceMemory:
         """Determine whether the device or the handle caused a failure to open a handle.
 
         Raises:
-            DeviceLost: The device caused it.
+            DeviceLost: The device caused it, and has worked before.
+            Unavailable: The device caused it, and has never worked for this process.
         """
         try:
             cuda.synchronize(device)
@@ -290,7 +291,7 @@ class DeviceMemory:
             raise DeviceLost(f"device {device}: {error}") from error
 
     def check(self, request: CheckMemory) -> MemoryChecked:
-        """Open the memory that a request names, close it, and return whether it can be opened."""
+        """Open and close the memory that a message names; return the result as a message."""
         handle = CudaHandle(request.handle, request.device_id, request.device_uuid)
         try:
             self.open(Memory.on_device(0, request.byte_size, handle)).close()

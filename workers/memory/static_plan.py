@@ -38,7 +38,7 @@ class MemoryPlan:
     """The memory that a model with fixed shapes needs.
 
     Attributes:
-        weights: The bytes of the weights.
+        weight_bytes: The bytes of the weights.
         inputs: The bytes of one row of each input, by name.
         outputs: The bytes of one row of each output, by name.
         buckets: The batch sizes that are prepared, ascending. A batch runs in the smallest bucket
@@ -46,7 +46,7 @@ class MemoryPlan:
         workspace: The bytes of the workspace, or None if they were not measured.
     """
 
-    weights: int
+    weight_bytes: int
     inputs: Mapping[str, int]
     outputs: Mapping[str, int]
     buckets: tuple[int, ...]
@@ -85,7 +85,7 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """Return the total bytes; an unmeasured workspace counts as 0."""
-        return self.weights + sum(self.byte_size(self.rows)) + (self.workspace or 0)
+        return self.weight_bytes + sum(self.byte_size(self.rows)) + (self.workspace or 0)
 
     def log(self, model: str) -> None:
         """Log the plan in MB; at debug level if it is too small to matter."""
@@ -101,16 +101,16 @@ class MemoryPlan:
         )
         workspace = "not known" if self.workspace is None else f"{self.workspace / _MB:.2f}"
         return (
-            f"{self.total_bytes / _MB:.2f} MB: weights {self.weights / _MB:.2f}, inputs + outputs "
-            f"by batch ({batches}), workspace {workspace}"
+            f"{self.total_bytes / _MB:.2f} MB: weights {self.weight_bytes / _MB:.2f}, inputs + "
+            f"outputs by batch ({batches}), workspace {workspace}"
         )
 
 
 def buckets(config: ModelSpec) -> tuple[int, ...]:
     """Return the batch sizes to prepare, ascending, the largest last.
 
-    The sizes are in `graph_spec` of `optimization.cuda`. By default they are the
-    preferred sizes and the powers of two.
+    The sizes are those in `graph_spec` of `optimization.cuda`, by default the preferred sizes and
+    the powers of two, and always the maximum batch size.
     """
     max_rows = max(1, config.max_batch_size)
     sizes = {spec.batch_size for spec in config.optimization.cuda_graph_spec}
@@ -122,7 +122,7 @@ def buckets(config: ModelSpec) -> tuple[int, ...]:
 
 
 def _has_fixed_size(spec: TensorSpec) -> bool:
-    return spec.static and not (spec.optional or spec.ragged or not ITEM_SIZE[spec.datatype])
+    return spec.is_static and not (spec.optional or spec.ragged or not ITEM_SIZE[spec.datatype])
 
 
 def _row_bytes(spec: TensorSpec) -> int:
@@ -177,10 +177,10 @@ class CudaRecorder(Recorder):
         return torch.cuda.memory_reserved(self._device)
 
 
-class Graphs:
+class RecordedGraphs:
     """The recorded CUDA graphs of a model.
 
-    `workspace` is the number of bytes that recording has reserved.
+    `workspace_bytes` is the number of bytes that recording has reserved.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Graphs:
         for rows in reversed(plan.buckets):
             inputs = {name: self._first_rows(buffer, rows) for name, buffer in self._inputs.items()}
             self._graphs[rows] = recorder.record(partial(call, inputs))
-        self.workspace = recorder.reserved_bytes() - reserved_before
+        self.workspace_bytes = recorder.reserved_bytes() - reserved_before
 
     def run(self, inputs: Tensors) -> dict[str, torch.Tensor]:
         """Return the outputs for a batch; they are valid until the next run."""

@@ -75,7 +75,7 @@ class DeviceBuffers:
         Args:
             name: The input.
             rows: The bytes of the rows, in host or device memory.
-            capacity: The capacity in bytes of a buffer that is allocated.
+            capacity: The capacity in bytes of a new buffer, if the kept one is too small.
         """
         device = next(row.device for row in rows if isinstance(row, torch.Tensor))
         byte_size = sum(map(len, rows))

@@ -154,7 +154,7 @@ class DeviceSegment(RegisteredMemory):
     def view(
         self, offset: int, shape: tuple[int, ...], datatype: str, lease: MemoryLease
     ) -> DeviceView:
-        """Return the tensor at `offset`. Raises Released."""
+        """Return the tensor at `offset`; raise Released after `close`."""
         if self._allocation is None:
             raise Released("this client is closed")
         return DeviceView(self, self._allocation, offset, tuple(shape), datatype, lease)
@@ -192,14 +192,14 @@ class DeviceView:
             raise Released("this memory was released; copy data that you need after the release")
 
     def memory_range(self) -> Range:
-        """Return the tensor's range in the form sent to the server. Raises Released."""
+        """Return the tensor's range as it is sent to the server; raise Released after a release."""
         self._check()
         return self.segment.memory_range(self.offset, self.nbytes)
 
     def torch(self) -> Any:
         """Return a torch tensor over the same memory.
 
-        Raise Released, or Unavailable without torch.
+        Raise Released after the region's release, or Unavailable without torch.
         """
         torch = sys.modules.get("torch")
         if torch is None:
@@ -209,7 +209,7 @@ class DeviceView:
     def numpy(self) -> Array:
         """Return a copy in host memory (BF16 as uint16) after pending device work.
 
-        Raises Released.
+        Raises Released after the region's release.
         """
         self._check()
         copy = np.empty(self.shape, dtype_of(self.datatype))

@@ -19,7 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.client.memory.segments import AnySegment, AttachedSegment, Memories, Segment, aligned
+from shmserve.client.memory.segments import (
+    Allocator,
+    AnySegment,
+    AttachedSegment,
+    Segment,
+    aligned,
+)
 from shmserve.client.memory.views import MemoryLease, noop
 from shmserve.client.request.arrays import datatype_of
 from shmserve.client.server_state import ClientModel
@@ -56,9 +62,9 @@ class Region(Mapping[str, Any]):
 
     def __init__(
         self,
-        memories: Memories,
+        allocator: Allocator,
         tensors: Specs,
-        make: Callable[[int], AnySegment] | None = None,
+        make_segment: Callable[[int], AnySegment] | None = None,
         offset: int = 0,
     ) -> None:
         """Allocate the memory, by `make(byte_size)` if given; the tensors begin at `offset`.
@@ -76,27 +82,27 @@ class Region(Mapping[str, Any]):
             self._offsets[template.name] = start = offset + aligned(end - offset)
             end = start + max(1, template.byte_size)
         byte_size = max(1, end)
-        if make is None:
-            self._block = block = memories.allocate(byte_size, whole_segment=True)
+        if make_segment is None:
+            self._block = block = allocator.allocate(byte_size, whole_segment=True)
         else:
-            self._block = block = memories.add(make(byte_size))
+            self._block = block = allocator.add(make_segment(byte_size))
         assert not block.offset  # the block of a region is a whole segment
         self._start_offset = offset
         self.segment: Any = block.segment
-        self.lease = MemoryLease(partial(memories.withdraw_block, block))
-        self.memories = memories
+        self.lease = MemoryLease(partial(allocator.withdraw_block, block))
+        self.allocator = allocator
         # The schema and data of a request to each model.
         self.requests: dict[ClientModel, Packed] = {}
-        self._attached: weakref.WeakKeyDictionary[Memories, Region] = weakref.WeakKeyDictionary()
+        self._attached: weakref.WeakKeyDictionary[Allocator, Region] = weakref.WeakKeyDictionary()
 
-    def attached_to(self, memories: Memories) -> Region:
+    def attached_to(self, memories: Allocator) -> Region:
         """Return this region, or a region over the same memory that belongs to another client.
 
         Raises:
             Released: The region was released.
             Unsupported: The memory is on a device.
         """
-        if self.memories is memories:
+        if self.allocator is memories:
             return self
         region = self._attached.get(memories)
         if region is None:
@@ -137,7 +143,7 @@ class Region(Mapping[str, Any]):
         return len(self._templates)
 
     def store_request(self, model: ClientModel, request: Packed) -> None:
-        """Cache the packed request for `model`, and remove the requests for closed models."""
+        """Cache the packed request for `model`; remove those for versions withdrawn or replaced."""
         for model_key in [model_key for model_key in list(self.requests) if model_key.closed]:
             self.requests.pop(model_key, None)
         self.requests[model] = request
@@ -167,7 +173,7 @@ class Region(Mapping[str, Any]):
         return self.segment.view(self._offsets[name], template.shape, template.datatype, self.lease)
 
     def ref(self, name: str) -> TensorRef:
-        """Return the tensor in the form of a message. Raises Released."""
+        """Return the tensor in the form of a message; raise Released after `release`."""
         return self._templates[name].ref(self.memory_range(name))
 
     def output_range(self, name: str, signature: Signature) -> Range:
@@ -181,7 +187,7 @@ class Region(Mapping[str, Any]):
         return self.memory_range(name)
 
     def memory_range(self, name: str) -> Range:
-        """Return the range of a tensor in the form sent to the server. Raises Released."""
+        """Return a tensor's range as it is sent to the server; raise Released after `release`."""
         if self.lease.released:
             raise Released("this region was released")
         byte_size = self._templates[name].byte_size
@@ -195,7 +201,7 @@ class Region(Mapping[str, Any]):
         # The memory itself is freed with the last array over it and the last request in flight.
         self.lease = MemoryLease(noop)
         self.lease.released = True
-        self.memories.free_recycled()
+        self.allocator.free_recycled()
         for region in list(self._attached.values()):
             region.release()
 
@@ -207,7 +213,7 @@ class Region(Mapping[str, Any]):
 
 
 def attach_region(
-    memories: Memories,
+    memories: Allocator,
     source: Any,
     tensors: Specs | None = None,
     *,
@@ -257,7 +263,7 @@ def _descriptor(source: Any) -> int:
 
 def _receive_region(descriptor: Any, specs: Specs, start: int, pin: bool) -> Region:
     """Return a region that another process has sent; its first request shares it with a server."""
-    unshared = Memories(0, _share_nothing, _share_nothing)
+    unshared = Allocator(0, _share_nothing, _share_nothing)
     return Region(unshared, specs, partial(AttachedSegment, descriptor.detach(), pin), start)
 
 

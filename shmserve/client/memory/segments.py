@@ -73,9 +73,9 @@ class Segment(RegisteredMemory):
             if huge_pages:
                 text += f": too few huge pages of {page} bytes are free (vm.nr_hugepages)"
             raise Unavailable(text) from error
-        self._use(mapped)
+        self._set_mapping(mapped)
 
-    def _use(self, mapped: mmap.mmap) -> None:
+    def _set_mapping(self, mapped: mmap.mmap) -> None:
         # numpy keeps only a reference to this object, so the memory is unmapped with the last
         # array.
         self.bytes = memoryview(mapped)
@@ -131,7 +131,7 @@ class AttachedSegment(Segment):
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             # Reserve the pages, because the maker may have written nothing yet.
             os.posix_fallocate(fd, 0, self.size)
-            self._use(mmap.mmap(fd, self.size, mmap.MAP_SHARED))
+            self._set_mapping(mmap.mmap(fd, self.size, mmap.MAP_SHARED))
         except OSError as error:
             raise Unavailable(f"the memory cannot be mapped: {error}") from error
 
@@ -145,20 +145,20 @@ class MemoryBlock:
     A block that an interrupted call never recycled is freed when it is collected.
     """
 
-    __slots__ = ("_memories", "offset", "segment", "size")
+    __slots__ = ("_allocator", "offset", "segment", "size")
 
-    def __init__(self, segment: Any, offset: int, size: int, memories: Memories) -> None:
+    def __init__(self, segment: Any, offset: int, size: int, allocator: Allocator) -> None:
         self.segment = segment  # usually a `Segment`, which has `bytes`
         self.offset = offset
         self.size = size
-        self._memories: Memories | None = memories
+        self._allocator: Allocator | None = allocator
 
     def recycle(self) -> None:
         """Mark the block unused; the next `free_recycled` frees it. This method is idempotent.
 
         It may be called at any time, such as by the garbage collector.
         """
-        memories, self._memories = self._memories, None
+        memories, self._allocator = self._allocator, None
         if memories is not None:
             memories.recycled.append((self.segment, self.offset))
 
@@ -174,7 +174,7 @@ class BlockOwner(Protocol):
 
 
 @dataclass(eq=False)
-class Memories:
+class Allocator:
     """A client's allocator over all its segments; thread-safe.
 
     Args:
@@ -215,8 +215,10 @@ class Memories:
             size = byte_size if whole_segment else max(byte_size, preferred_size)
             self._check_limit(used_bytes, size)
             segment = Segment(size)
-            block = self._first_block(segment, segment.size if whole_segment else byte_size)
-        self._notify(block.segment)
+            block = self._allocate_first_block(
+                segment, segment.size if whole_segment else byte_size
+            )
+        self._share_or_remove(block.segment)
         return block
 
     def _allocate_shared(self, byte_size: int) -> MemoryBlock | None:
@@ -251,7 +253,8 @@ class Memories:
     def add(self, segment: AnySegment) -> MemoryBlock:
         """Register a segment that was created elsewhere; return it as one block.
 
-        Raises like `allocate`.
+        Raises:
+            Unavailable: The client's limit would be exceeded.
         """
         with self._lock:
             self.free_recycled()
@@ -262,8 +265,8 @@ class Memories:
                 except Unavailable:
                     segment.close()
                     raise
-            block = self._first_block(segment, segment.size)
-        self._notify(segment)
+            block = self._allocate_first_block(segment, segment.size)
+        self._share_or_remove(segment)
         return block
 
     def _used_bytes(self) -> int:
@@ -277,13 +280,13 @@ class Memories:
                 "larger memory_limit)"
             )
 
-    def _first_block(self, segment: AnySegment, byte_size: int) -> MemoryBlock:
+    def _allocate_first_block(self, segment: AnySegment, byte_size: int) -> MemoryBlock:
         offset = segment.free_list.allocate(byte_size)
         assert offset is not None
         self._segments.append(segment)
         return MemoryBlock(segment, offset, byte_size, self)
 
-    def _notify(self, segment: AnySegment) -> None:
+    def _share_or_remove(self, segment: AnySegment) -> None:
         # The lock is not held, because the thread that reads the response may allocate memory.
         try:
             self._share(segment)
@@ -320,14 +323,18 @@ class Memories:
                     segment.close()
 
     def find(self, address: int, byte_size: int) -> tuple[AnySegment, int] | None:
-        """Return the segment, and the offset in it, of memory at an address of this process."""
+        """Return the segment that contains memory at an address, and the memory's offset in it.
+
+        Returns:
+            None if no segment contains all of the memory.
+        """
         for segment in tuple(self._segments):
             offset = address - segment.address
             if offset >= 0 and offset + byte_size <= segment.size:
                 return segment, offset
         return None
 
-    def any_within(self, arrays: Sequence[np.ndarray]) -> bool:
+    def contains_any(self, arrays: Sequence[np.ndarray]) -> bool:
         """Check whether any of the arrays lies in a segment."""
         if not self._segments:
             return False

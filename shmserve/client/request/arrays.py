@@ -90,7 +90,7 @@ def _convert(value: Any, expected_datatype: str, name: str) -> tuple[Any, str]:
         raise InvalidArgument(text)
     if isinstance(value, np.ndarray):
         # The method of a `View`, which raises Released after its release.
-        as_plain = getattr(value, "plain", None)
+        as_plain = getattr(value, "as_plain_array", None)
         return (value.view(np.ndarray) if as_plain is None else as_plain()), ""
     if hasattr(value, "__dlpack__"):
         try:

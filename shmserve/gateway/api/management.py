@@ -28,11 +28,11 @@ from shmserve.gateway.context import Gateway, resolve_model
 from shmserve.gateway.listener import ClientIdentity
 from shmserve.gateway.model_table import GatewayModel, canonical_version, describe_model
 from shmserve.ipc.messages.control_requests import (
-    AskReady,
     ChangeLogging,
     ChangeTracing,
     IndexRepository,
     LoadModel,
+    QueryReadiness,
     UnloadModel,
 )
 from shmserve.ipc.model_spec import TensorSpec
@@ -61,7 +61,8 @@ def check_not_exiting(gateway: Gateway) -> None:
 async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
     """Return whether a model's version is ready.
 
-    A model that is loaded on demand is ready. If the model defines `is_ready`, its result counts.
+    A model on demand is ready even if it is not loaded. If the model defines `is_ready`, the result
+    of this function decides.
 
     Raises:
         InvalidArgument: `version` is not a version.
@@ -72,7 +73,7 @@ async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
         model = gateway.models.resolve(name, version)
         if not (model.ready and model.checks_ready):
             return model.ready
-        reply = await gateway.supervisor.send_request(AskReady, model.name, model.version)
+        reply = await gateway.supervisor.send_request(QueryReadiness, model.name, model.version)
         return bool(reply["ready"])
     except InvalidArgument:
         raise
@@ -89,7 +90,7 @@ async def model_metadata(gateway: Gateway, name: str, version: str) -> dict[str,
     """Return a model's metadata, with all versions or with the requested `version` only.
 
     Raises:
-        ShmserveError: `resolve_model` has raised it.
+        ShmserveError: `resolve_model` does not find the model, or cannot load it.
     """
     model = await resolve_model(gateway, name, version)
     return describe_model(model, [model.version] if version else gateway.models.versions(name))

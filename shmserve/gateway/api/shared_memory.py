@@ -57,7 +57,7 @@ def register_system(
     is_leased: bool = False,
     pin_pages: bool = False,
 ) -> Awaitable[dict[str, Any]]:
-    """Register a POSIX shared memory object of `peer`; raise the reason if it is rejected.
+    """Ask the supervisor to register a POSIX shared memory object of `peer`.
 
     Args:
         gateway: The gateway.
@@ -69,6 +69,9 @@ def register_system(
         is_leased: Whether the region ends with the client's connection (see
             `await_leased_registration`).
         pin_pages: Whether workers on CUDA devices pin the pages.
+
+    Returns:
+        An awaitable of {"memory_id": ...}, which raises ShmserveError if the object is rejected.
     """
     return gateway.supervisor.send_request(
         *(RegisterRegion, name, key, offset, byte_size, peer.uid, list(peer.groups)),
@@ -178,7 +181,7 @@ async def register_cuda(
     """
     if not _is_valid_name(name):
         raise InvalidArgument(f"{CUDA_INVALID} ({_INVALID_NAME})")
-    devices = gateway.settings.cuda_devices
+    devices = gateway.settings.cuda_device_count
     if not devices:
         raise cuda_not_supported(name)
     if len(handle.raw) != HANDLE_SIZE:

@@ -111,11 +111,11 @@ class HttpConnection(Incoming):
 
     # --- requests without the task
 
-    def _start_request(self, repeat: StartRepeatedRequest, body: bytes) -> bool:
-        # The request may fail before `repeat` returns; the task then handles it.
+    def _start_request(self, start_repeated: StartRepeatedRequest, body: bytes) -> bool:
+        # The request may fail before `start_repeated` returns; the task then handles it.
         waiter = self._idle_waiter = self._waiter
         self._waiter = None
-        begun_request = repeat(body, self._write_response)
+        begun_request = start_repeated(body, self._write_response)
         if begun_request is None:
             self._idle_waiter, self._waiter = None, waiter
             return False
@@ -147,7 +147,7 @@ class HttpConnection(Incoming):
     # --- requests in the task
 
     async def _serve_requests(self) -> None:
-        """Handle requests until the connection is to end."""
+        """Handle requests in order until the last one, then close the connection."""
         messages = self._messages
         try:
             while True:
@@ -208,13 +208,13 @@ class HttpConnection(Incoming):
             await self._await_small_body(request, content)
         response = await self._app.handle(request)
         if request.closes_connection or (type(content) is not WholeBody and not content.is_eof()):
-            response.close = True
+            response.closes_connection = True
         try:
             await response.send(request, self._settings.body_timeout_s)
         finally:
             if response.on_sent is not None:
                 response.on_sent()
-        if response.close:
+        if response.closes_connection:
             await _linger(content)
             return False
         return True

@@ -1,6 +1,6 @@
 """The dashboard of a metrics listener: the page at `/` and its feed of figures at `/live`.
 
-GET /live sends the server's figures as server-sent events, one a second, to any number of viewers.
+GET /live sends the server's figures as server-sent events, one a second, to several viewers.
 The first event for a viewer contains all figures and their history of ten minutes; later events
 contain the models that changed. While no viewer is connected, the schedulers are queried only every
 five seconds, for the history.
@@ -57,7 +57,7 @@ _MAX_INTERVAL_S = 5.0
 # Processes are read with every fifth snapshot, since /proc is slow.
 _SNAPSHOTS_PER_PROCESS_READ = 5
 _STATE_TIMEOUT_S = 1.0
-_HEADERS = b"Content-Type: %b\r\nCache-Control: no-store\r\n" % SERVER_SENT_EVENTS.content_type
+_HEADERS = SERVER_SENT_EVENTS.headers + b"Cache-Control: no-store\r\n"
 _TOPICS = (m.MODELS, m.PROCESSES, m.REGIONS, m.HEALTH)
 _MAX_EVENTS = 100
 _PAGE_FILE = Path(__file__).with_name("pages") / "dashboard.html"
@@ -182,9 +182,9 @@ class _SnapshotSource:
     _history: History
     _cpu: CpuUtilization = field(init=False, default_factory=CpuUtilization)
     _models: dict[str, Row] = field(init=False, default_factory=dict)
-    _last_event: int = field(init=False, default=0)
+    _seen_event_count: int = field(init=False, default=0)
     _snapshot_count: int = field(init=False, default=0)
-    _host: dict[str, Any] = field(init=False, default_factory=dict)
+    _host_memory: dict[str, Any] = field(init=False, default_factory=dict)
 
     async def take(self, now_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the whole snapshot and its difference from the last snapshot."""
@@ -194,8 +194,11 @@ class _SnapshotSource:
         rows = self._figures.build_rows(reports, now_s)
         self._history.add(time.time(), rows)
         previous_models, self._models = self._models, self._model_rows(rows)
-        newest = list(watch.newest)
-        new_count, self._last_event = min(watch.count - self._last_event, len(newest)), watch.count
+        newest = list(watch.newest_events)
+        new_count, self._seen_event_count = (
+            min(watch.event_count - self._seen_event_count, len(newest)),
+            watch.event_count,
+        )
         common_members = {"at": time.time(), "server": await self._server_figures()}
         changed = {key: row for key, row in self._models.items() if previous_models.get(key) != row}
         return (
@@ -228,7 +231,7 @@ class _SnapshotSource:
         gateway = self._gateway
         if self._snapshot_count % _SNAPSHOTS_PER_PROCESS_READ == 0:
             sizes = await collect(proportional_sizes(os.getppid()))
-            self._host = {"processes": len(sizes), "pss_bytes": sum(sizes)}
+            self._host_memory = {"processes": len(sizes), "pss_bytes": sum(sizes)}
         self._snapshot_count += 1
         total, used = memory_bytes()
         regions = [*gateway.regions.named_regions(), *gateway.regions.unnamed_regions()]
@@ -243,7 +246,7 @@ class _SnapshotSource:
             "region_bytes": sum(region.byte_size for region in regions),
             "arena_used": gateway.arena.used_bytes,
             "arena_size": gateway.settings.arena_byte_size,
-            **self._host,
+            **self._host_memory,
         }
 
 
@@ -255,14 +258,14 @@ class EventWatch:
 
     Attributes:
         states: The state and the reason of each model version, including those that do not serve.
-        newest: The latest events, oldest first.
-        count: The number of events since the start.
+        newest_events: The latest events, oldest first.
+        event_count: The number of events since the start.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self.states: dict[tuple[str, str], tuple[str, str]] = {}
-        self.newest: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
-        self.count = 0
+        self.newest_events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
+        self.event_count = 0
         import zmq.asyncio  # Imported late, since most gateways have no viewer.
 
         self._topic_suffix = secrets.token_hex(8)
@@ -292,8 +295,8 @@ class EventWatch:
                     self._record_model_change(event)
                 if not topic.startswith(m.SNAPSHOT.encode()):
                     event_entry = {"time": header.time_ns / 1e9, "event": type(event).__name__}
-                    self.newest.append(event_entry | asdict(event))
-                    self.count += 1
+                    self.newest_events.append(event_entry | asdict(event))
+                    self.event_count += 1
             if topic.startswith(m.SNAPSHOT.encode()):
                 self._state_received.set()
 
@@ -343,6 +346,6 @@ def _load_page() -> tuple[bytes, bytes]:
 
 
 def _content_hash(body: bytes, tag: bytes) -> str:
-    """Return the hash by which the policy permits the only element with this tag."""
+    """Return the hash of the only element with this tag, for the Content-Security-Policy."""
     (content,) = re.findall(rb"<%b>(.*?)</%b>" % (tag, tag), body, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"

@@ -86,7 +86,7 @@ async def get_model_config(
 
 
 async def get_examples(gateway: Gateway, request: HttpRequest) -> HttpResponse:
-    """Handle GET /docs/models, the requests that the page /docs offers."""
+    """Handle GET /docs/models: return the example requests that the page /docs offers."""
     rows: list[dict[str, Any]] = []
     for example in management.request_examples(gateway):
         name = example["model"]
@@ -112,7 +112,7 @@ async def get_metrics(
     return HttpResponse(200, (await exporter.render_page(),), _TEXT_HEADER)
 
 
-async def get_nothing(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+async def get_empty(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Return an empty response for all other paths of a metrics listener."""
     return HttpResponse()
 

@@ -33,7 +33,10 @@ def run(data: bytes, *fds: int) -> None:
     start = decode_start(GatewayStart, data)
     process.prepare_process(f"gateway {start.name}", f"gateway http {start.name}", start.log)
     sockets = [socket.socket(fileno=fd) for fd in fds]
-    http_sockets, metrics_sockets = sockets[: start.http_sockets], sockets[start.http_sockets :]
+    http_sockets, metrics_sockets = (
+        sockets[: start.http_socket_count],
+        sockets[start.http_socket_count :],
+    )
     create_frontend = partial(
         HttpFrontend,
         http_sockets=http_sockets,

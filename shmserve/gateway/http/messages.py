@@ -132,15 +132,15 @@ class HttpRequest:
 
     Attributes:
         route_match: The route and the parts of the path, once the client was authorised.
-        repeat: Begins the next request with the same head, without a task.
-        begun_request: The request that `repeat` has begun, if a task must send the response.
+        start_repeated: Begins the next request with the same head, without a task.
+        begun_request: The request that `start_repeated` began, if a task must send the response.
         is_http10: Whether the client uses HTTP/1.0, without chunks or keep-alive by default.
         closes_connection: Whether the connection ends with this request.
     """
 
     __slots__ = (
         *("begun_request", "closes_connection", "connection", "content", "headers", "is_http10"),
-        *("route_match", "method", "repeat", "target"),
+        *("route_match", "method", "start_repeated", "target"),
     )
 
     def __init__(
@@ -154,7 +154,7 @@ class HttpRequest:
         self.content = content
         self.connection = connection
         self.route_match: Any = None
-        self.repeat: StartRepeatedRequest | None = None
+        self.start_repeated: StartRepeatedRequest | None = None
         self.begun_request: BegunRequest | None = None
 
 
@@ -180,13 +180,13 @@ class HttpResponse:
     status: int = 200
     pieces: Sequence[bytes | memoryview] = ()
     headers: bytes = b""
-    close: bool = field(default=False, kw_only=True)
+    closes_connection: bool = field(default=False, kw_only=True)
     on_sent: Callable[[], None] | None = field(default=None, kw_only=True)
 
     def head(self, request: HttpRequest | None, size: int) -> bytes:
         """Return the status line and the headers; `request` is None for malformed HTTP."""
         connection = b""
-        if self.close:
+        if self.closes_connection:
             connection = b"Connection: close\r\n"
         elif request is not None and request.is_http10:
             connection = b"Connection: keep-alive\r\n"
@@ -252,9 +252,11 @@ class ChunkedResponse(HttpResponse):
         """Write the chunks. An exception of `batches` ends the connection."""
         transport = _open_transport(request)
         chunked = not request.is_http10
-        self.close = self.close or not chunked
+        self.closes_connection = self.closes_connection or not chunked
         transport.write(self._head(chunked=chunked))
         async with contextlib.aclosing(self._batches) as batches:
+            if request.method == "HEAD":
+                return
             async for chunks in batches:
                 encoded = map(_encode_chunk, filter(None, chunks)) if chunked else chunks
                 transport.write(b"".join(encoded))
@@ -268,7 +270,7 @@ class ChunkedResponse(HttpResponse):
         lines = [b"HTTP/1.1 %d %b\r\n" % (self.status, phrase)]
         if chunked:
             lines.append(b"Transfer-Encoding: chunked\r\n")
-        if self.close:
+        if self.closes_connection:
             lines.append(b"Connection: close\r\n")
         return b"".join((*lines, self.headers, b"X-Content-Type-Options: nosniff\r\n\r\n"))
 
@@ -326,8 +328,17 @@ def error_response(
     headers: bytes = b"",
     close: bool = False,
 ) -> HttpResponse:
-    """Return the response of an error."""
-    return HttpResponse(error.status, (encode_error(error),), JSON_HEADER + headers, close=close)
+    """Return the response for an error.
+
+    Args:
+        error: The error, which determines the status.
+        encode_error: Encodes the body in the format of the route's API.
+        headers: Further header lines.
+        close: Whether the connection ends with this response.
+    """
+    return HttpResponse(
+        error.status, (encode_error(error),), JSON_HEADER + headers, closes_connection=close
+    )
 
 
 class Framing(NamedTuple):
@@ -337,8 +348,13 @@ class Framing(NamedTuple):
     prefix: bytes
     suffix: bytes
 
+    @property
+    def headers(self) -> bytes:
+        """The headers of a stream. nginx buffers responses unless X-Accel-Buffering is "no"."""
+        return b"Content-Type: %b\r\nX-Accel-Buffering: no\r\n" % self.content_type
+
     def frame(self, json: bytes) -> bytes:
-        """Return one framed text."""
+        """Return a JSON text with the prefix and the suffix of this framing."""
         return b"%b%b%b" % (self.prefix, json, self.suffix)
 
 

@@ -85,9 +85,11 @@ def encode_frame(frame_type: int, flags: int, stream_id: int, payload: bytes = b
 pack_uint32 = _UINT32_FORMAT.pack  # packs a 32-bit integer: a window, an error code or a stream id
 
 
-def encode_goaway(last_id: int, code: FaultCode, reason: str = "") -> bytes:
-    """Return a GOAWAY frame: streams above `last_id` are not processed, for this reason."""
-    return encode_frame(GOAWAY, 0, 0, pack_uint32(last_id) + pack_uint32(code) + reason.encode())
+def encode_goaway(last_stream_id: int, code: FaultCode, reason: str = "") -> bytes:
+    """Return a GOAWAY frame: streams above `last_stream_id` are not processed, for this reason."""
+    return encode_frame(
+        GOAWAY, 0, 0, pack_uint32(last_stream_id) + pack_uint32(code) + reason.encode()
+    )
 
 
 def encode_settings(values: dict[int, int]) -> bytes:
@@ -97,7 +99,11 @@ def encode_settings(values: dict[int, int]) -> bytes:
 
 
 def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the values of a SETTINGS frame; raise ConnectionFault for one that is out of range."""
+    """Yield the identifier and the value of each setting in a SETTINGS frame.
+
+    Raises:
+        ConnectionFault: The size of the payload is wrong, or a value is out of range.
+    """
     if len(payload) % _SETTING_FORMAT.size:
         raise length_fault("SETTINGS", len(payload), f"a multiple of {_SETTING_FORMAT.size}")
     for key, value in _SETTING_FORMAT.iter_unpack(payload):

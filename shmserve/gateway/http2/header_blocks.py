@@ -101,7 +101,7 @@ class HeaderDecoder(Generic[ConvertedHead]):
         check_trailers(self._decode(block)[0])
 
     def skip_block(self, block: bytes) -> None:
-        """Decode a block only to update the dynamic table; raise ConnectionFault."""
+        """Decode a block only to update the dynamic table; raise ConnectionFault if that fails."""
         self._decode(block)
 
     def _decode(self, block: bytes) -> tuple[Fields, bool]:

@@ -90,7 +90,7 @@ class Outgoing:
         self._on_sent = on_sent  # called with a stream whose frames are all sent
         self.ready: list[bytes | memoryview] = []
         self.paused = False
-        self.window = frames.DEFAULT_WINDOW
+        self.connection_window = frames.DEFAULT_WINDOW
         self.initial_window = frames.DEFAULT_WINDOW
         self.largest_frame = SMALLEST_FRAME
         self.waiting_streams: dict[Stream, None] = {}  # streams with unsent data, in turn
@@ -101,7 +101,7 @@ class Outgoing:
     # --- called by the receiver of calls
 
     def send_head(self, stream: Stream, block: bytes, *, end: bool = False) -> None:
-        """Send a header block."""
+        """Send the first header block of a stream; `end` closes the server's side of the stream."""
         if stream.finished:
             return
         if end:
@@ -118,7 +118,7 @@ class Outgoing:
             not stream.queued_bytes
             and size <= self.largest_frame
             and size <= stream.send_window
-            and size <= self.window
+            and size <= self.connection_window
             and not self.paused
         ):
             self._send_data_frame(stream, piece, size)
@@ -126,7 +126,7 @@ class Outgoing:
         stream.queued_pieces.append(memoryview(piece))
         stream.queued_bytes += size
         self.waiting_streams[stream] = None
-        while self._pump(stream):
+        while self._send_within_window(stream):
             pass
 
     def send_trailers(self, stream: Stream, block: bytes) -> None:
@@ -155,7 +155,7 @@ class Outgoing:
         if (
             size > self.largest_frame
             or size > stream.send_window
-            or size > self.window
+            or size > self.connection_window
             or self.paused
         ):
             self.send_head(stream, blocks.head)
@@ -163,7 +163,7 @@ class Outgoing:
                 self.send_data(stream, piece)
             self.send_trailers(stream, blocks.trailers)
             return
-        self.window -= size
+        self.connection_window -= size
         self.data_frames += 1
         self.data_bytes += size
         tag, data = stream.packed_id, _pack_start(size >> 8, size & 0xFF, DATA, 0)
@@ -199,19 +199,23 @@ class Outgoing:
             ConnectionFault: The connection's window exceeds the largest one.
         """
         if stream is None:
-            self.window += increment
-            if self.window > LARGEST_WINDOW:
+            self.connection_window += increment
+            if self.connection_window > LARGEST_WINDOW:
                 raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, _WINDOW_OVERFLOW)
             self.window_grown = True
             return
         stream.send_window += increment
         if stream.send_window > LARGEST_WINDOW:
             raise StreamFault(FaultCode.FLOW_CONTROL_ERROR)
-        while self._pump(stream):
+        while self._send_within_window(stream):
             pass
 
     def change_initial_window(self, size: int, streams: Iterable[Stream]) -> None:
-        """Apply the client's new initial window to every stream; raise ConnectionFault."""
+        """Apply the client's new initial window to every stream.
+
+        Raises:
+            ConnectionFault: The window of a stream exceeds the largest one.
+        """
         increment = size - self.initial_window
         self.initial_window = size
         for stream in streams:
@@ -222,7 +226,7 @@ class Outgoing:
             self.window_grown = True
 
     def resume(self) -> None:
-        """Send what the windows permit, stream by stream."""
+        """Send as much queued data as the windows permit, stream by stream."""
         self.window_grown = False
         sendable = list(self.waiting_streams)
         while sendable and not self.paused:
@@ -230,18 +234,19 @@ class Outgoing:
             sendable = [
                 stream
                 for stream in sendable
-                if (self.window > 0 or not stream.queued_bytes) and self._pump(stream)
+                if (self.connection_window > 0 or not stream.queued_bytes)
+                and self._send_within_window(stream)
             ]
 
     # --- frames
 
-    def _pump(self, stream: Stream) -> bool:
+    def _send_within_window(self, stream: Stream) -> bool:
         """Send a stream's data for one turn; return whether more could be sent now."""
         if stream not in self.waiting_streams:
             return False
         turn_bytes = _TURN_BYTES
         while stream.queued_bytes and turn_bytes > 0 and not self.paused:
-            sendable_bytes = min(self.largest_frame, stream.send_window, self.window)
+            sendable_bytes = min(self.largest_frame, stream.send_window, self.connection_window)
             if sendable_bytes <= 0:
                 break
             piece = stream.queued_pieces.popleft()
@@ -266,7 +271,7 @@ class Outgoing:
     def _send_data_frame(self, stream: Stream, piece: bytes | memoryview, size: int) -> None:
         stream.send_window -= size
         stream.sent_bytes += size
-        self.window -= size
+        self.connection_window -= size
         self.data_frames += 1
         self.data_bytes += size
         self.ready += (_encode_frame_start(size, DATA, 0) + stream.packed_id, piece)

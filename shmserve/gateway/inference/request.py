@@ -75,7 +75,7 @@ class InferRequest:
         timeout_us: The time limit in the queue, if its policy permits it; 0 means no limit.
         deadline_us: The time limit of the request, from its arrival; 0 means no limit.
         version: The version of the model in a gRPC request, "" for the latest.
-        empty_final: Whether a response without outputs ends the responses of a decoupled model.
+        sends_empty_final: Whether a response without outputs ends those of a decoupled model.
     """
 
     id: str
@@ -88,7 +88,7 @@ class InferRequest:
     timeout_us: int = 0
     priority: int = 0
     version: str = ""
-    empty_final: bool = False
+    sends_empty_final: bool = False
     deadline_us: int = 0
 
     def with_identity(self, identity: RequestIdentity) -> InferRequest:
@@ -104,7 +104,7 @@ class InferRequest:
             self.timeout_us,
             self.priority,
             self.version,
-            self.empty_final,
+            self.sends_empty_final,
             self.deadline_us,
         )
 
@@ -114,7 +114,7 @@ class InferRequest:
         return {output.name for output in self.outputs if output.memory_range is not None}
 
     @property
-    def classes(self) -> dict[str, int]:
+    def class_counts(self) -> dict[str, int]:
         """Return the number of classes of each classified output, by name."""
         return {output.name: output.class_count for output in self.outputs if output.class_count}
 
@@ -127,7 +127,7 @@ class RequestIdentity(NamedTuple):
     flags: int
 
     def is_identity_of(self, request: InferRequest) -> bool:
-        """Return whether the request has this identity."""
+        """Return whether a request has this id and this position in its sequence."""
         return (request.id, request.correlation_id, request.flags) == self
 
 

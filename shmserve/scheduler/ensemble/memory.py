@@ -74,18 +74,18 @@ class TensorKind:
 _KINDS: BoundedCache[Any, TensorKind] = BoundedCache(1024)
 
 
-class Value(Token):
+class TensorValue(Token):
     """A tensor of a request, counted by its uses; `memory` is released after the last one.
 
     Attributes:
         kind: The tensor's kind; None: there is no tensor.
         data: The tensor's bytes, or where they lie.
-        holds: Whether some element is true, if the tensor is a condition.
-        override: The sequence parameters in the response that contained the tensor.
+        is_true: Whether some element is true, if the tensor is a condition.
+        sequence_override: The sequence parameters in the response that contained the tensor.
         held_credits: The flow-control credits of the steps that made it, returned at its release.
     """
 
-    __slots__ = ("data", "held_credits", "holds", "kind", "memory", "override")
+    __slots__ = ("data", "held_credits", "is_true", "kind", "memory", "sequence_override")
 
     def __init__(
         self,
@@ -93,15 +93,15 @@ class Value(Token):
         data: bytes | Range,
         memory: Token | None = None,
         holds: bool = True,
-        override: dict[str, Any] | None = None,
+        sequence_override: dict[str, Any] | None = None,
         held_credits: tuple[Token, ...] = (),
     ) -> None:
         self._reference_count = 1
         self.kind = kind
         self.data = data
         self.memory = memory
-        self.holds = holds
-        self.override = override
+        self.is_true = holds
+        self.sequence_override = sequence_override
         self.held_credits = held_credits
         for credit in held_credits:
             credit.acquire()
@@ -112,7 +112,7 @@ class Value(Token):
         return isinstance(self.data, bytes) or isinstance(self.memory, Block)
 
     def block_at(self, memory_range: Range) -> Block | None:
-        """Return the ensemble's block that holds the tensor if it is at `memory_range`."""
+        """Return the ensemble's block of the tensor if the block is at `memory_range`, or None."""
         block = self.memory
         return block if isinstance(block, Block) and block.memory_range == memory_range else None
 
@@ -132,17 +132,17 @@ class Value(Token):
         return self._reference_count > 0 and bool(self.memory or self.held_credits)
 
 
-def overrides(values: Iterable[Value]) -> dict[str, Any]:
-    """Return the sequence parameters in the responses that contained these tensors."""
+def overrides(values: Iterable[TensorValue]) -> dict[str, Any]:
+    """Return the sequence parameters, by name, in the responses that contained these tensors."""
     parameters: dict[str, Any] = {}
     for value in values:
-        if value.override:
-            parameters.update(value.override)
+        if value.sequence_override:
+            parameters.update(value.sequence_override)
     return parameters
 
 
-SKIPPED = Value(None, b"", holds=False)
-ABSENT = Value(None, b"", holds=False)
+SKIPPED = TensorValue(None, b"", holds=False)
+ABSENT = TensorValue(None, b"", holds=False)
 
 
 @dataclass(eq=False)
@@ -222,7 +222,7 @@ class EnsembleMemory:
         return self.lent.write(self._mappings.view(self.make_durable(memory_range)))
 
     def process_exited(self, pid: int) -> None:
-        """Close the arena of a process that has exited once nothing uses it."""
+        """Close the arena of a process that has exited, as soon as nothing uses the arena."""
         for memory_id, arena in list(self._held_arenas.items()):
             if arena.pid == pid:
                 arena.owner_exited = True

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
+from shmserve.ipc.messages.control_requests import RequestTicket, TicketReturned
 from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.requests.request import NEVER, ControlLink, ScheduledRequest, Worker
 
@@ -103,7 +103,7 @@ class Slot:
     awaited_pid: int = 0  # the pid of the announced process
     registration: Worker | None = None  # the last registration of a worker, until it is accepted
     worker: Worker | None = None  # the accepted worker: `peer` and `pid`
-    retiring: bool = False
+    is_retiring: bool = False
     has_served: bool = False  # its process has completed an execution
     engine: Any = None  # the engine of its process, if the model is generative
     executions: deque[Execution] = field(default_factory=deque)
@@ -111,11 +111,11 @@ class Slot:
 
     @property
     def execution(self) -> Execution | None:
-        """Return the execution that runs now; executions that were sent ahead follow it."""
+        """Return the execution that runs now, or None; executions sent ahead follow it."""
         return self.executions[0] if self.executions else None
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Return whether the instance can run a batch immediately."""
         return self.state is SlotState.IDLE
 
@@ -129,11 +129,11 @@ class LostWork(NamedTuple):
 
     Attributes:
         executions: Its executions, the running one first.
-        open: The open requests whose execution had returned.
+        open_requests: The open requests whose execution had returned.
     """
 
     executions: list[Execution]
-    open: list[ScheduledRequest]
+    open_requests: list[ScheduledRequest]
 
 
 class InstanceTickets:
@@ -162,7 +162,7 @@ class InstanceTickets:
                 return
 
     def find(self, slots: Iterable[Slot]) -> Slot | None:
-        """Return the first of these instances that has a ticket."""
+        """Return the first of these instances that has a ticket, or None."""
         return next((slot for slot in slots if slot.index in self._granted_tickets), None)
 
     def request_tickets(self, slots: Iterable[Slot], max_count: int) -> None:
@@ -171,14 +171,14 @@ class InstanceTickets:
             is_requested = slot.index in self._requested_tickets
             if not is_requested and slot.index not in self._granted_tickets:
                 ticket = self._requested_tickets[slot.index] = next(self._ticket_numbers)
-                self._control.post(AskTicket(ticket, slot.index, slot.pid))
+                self._control.post(RequestTicket(ticket, slot.index, slot.pid))
 
     def use(self, slot: Slot) -> None:
-        """Record that the instance executes."""
+        """Mark the ticket of an instance as used, because the instance executes."""
         self._used_tickets[slot.index] = self._granted_tickets.pop(slot.index)
 
     def record_done(self, slot: Slot) -> None:
-        """Record that the instance has executed."""
+        """Record that an instance has executed; `end_turn` then returns its ticket."""
         ticket = self._used_tickets.pop(slot.index, 0)
         if ticket:
             self._to_return.append(ticket)
@@ -213,7 +213,7 @@ class Pool:
     exceeds its limit before `due_ns`.
     """
 
-    _limit_ns: int
+    _execution_limit_ns: int
     _tickets: InstanceTickets | None = None
     _max_open: int = 0
     _slots: dict[int, Slot] = field(default_factory=dict)
@@ -236,10 +236,14 @@ class Pool:
     def announce(self, index: int, pid: int) -> Slot | None:
         """Announce an instance, for which requests wait from now on.
 
-        Return its slot if its worker has registered itself before. `pid` is its process, or 0 if
-        unknown.
+        Args:
+            index: The index of the instance.
+            pid: The pid of its process, or 0 if unknown.
+
+        Returns:
+            Its slot if its worker has registered itself before, otherwise None.
         """
-        slot = self._slot(index)
+        slot = self._get_slot(index)
         slot.transition("expect")
         slot.awaited_pid = pid or slot.awaited_pid
         self._update_failure()
@@ -276,9 +280,9 @@ class Pool:
 
     def retire(self, index: int) -> None:
         """Mark an instance to be removed when it has nothing to do."""
-        slot = self._slot(index)
-        if not slot.retiring:
-            slot.retiring = True
+        slot = self._get_slot(index)
+        if not slot.is_retiring:
+            slot.is_retiring = True
             self.retiring_slots.append(slot)
             self.membership_changes += 1
             if slot in self.free_slots:
@@ -299,7 +303,7 @@ class Pool:
 
     def instance_failed(self, index: int, reason: str) -> None:
         """Record that an instance without a process will not come back."""
-        self._slot(index).transition("give_up")
+        self._get_slot(index).transition("give_up")
         self._last_failure = reason
         self._update_failure()
 
@@ -307,7 +311,7 @@ class Pool:
         all_gone = all(slot.state is SlotState.GONE for slot in self._slots.values())
         self.failure = self._last_failure if all_gone else ""
 
-    def _slot(self, index: int) -> Slot:
+    def _get_slot(self, index: int) -> Slot:
         slot = self._slots.get(index)
         if slot is None:
             slot = self._slots[index] = Slot(index)
@@ -326,7 +330,7 @@ class Pool:
         slot.peer, slot.pid = slot.worker = registration
         slot.registration = None
         self._by_peer[slot.peer] = slot
-        if not slot.retiring:
+        if not slot.is_retiring:
             self.free_slots.append(slot)
         self.membership_changes += 1
         return slot
@@ -350,7 +354,7 @@ class Pool:
             slot.awaited_pid = 0
         slot.peer, slot.pid, slot.worker, slot.has_served = b"", 0, None, False
         slot.engine = None  # its successor's memory is empty, also if it has the same pid
-        if slot.retiring:
+        if slot.is_retiring:
             self.retiring_slots.remove(slot)
             del self._slots[slot.index]
             self._update_failure()
@@ -358,24 +362,24 @@ class Pool:
 
     # --- work -------------------------------------------------------------------------------------
 
-    def least_busy(self, credit: int, has_short_batches: bool = False) -> Slot | None:
-        """Return the busy instance with the fewest batches, if they are fewer than `credit`.
+    def least_busy(self, max_batches: int, has_short_batches: bool = False) -> Slot | None:
+        """Return the busy instance with the fewest batches, if they are fewer than `max_batches`.
 
-        With `has_short_batches`, the only instance of a model has a credit of at least two.
+        With `has_short_batches`, the credit is at least two if the model has only one instance.
         """
         least_busy: Slot | None = None
-        if credit == 1 and has_short_batches and len(self._by_peer) == 1:
-            credit = 2  # no other instance could run a batch that is sent ahead
-        if credit > 1:
+        if max_batches == 1 and has_short_batches and len(self._by_peer) == 1:
+            max_batches = 2  # no other instance could run a batch that is sent ahead
+        if max_batches > 1:
             for slot in self._by_peer.values():
                 batches = len(slot.executions)
                 if (
-                    batches < credit
+                    batches < max_batches
                     and slot.state is SlotState.BUSY
-                    and not slot.retiring
+                    and not slot.is_retiring
                     and (not self._max_open or len(slot.requests) < self._max_open)
                 ):
-                    least_busy, credit = slot, batches
+                    least_busy, max_batches = slot, batches
         return least_busy
 
     def assign(self, execution: Execution, required_slot: Slot | None = None) -> Slot:
@@ -396,8 +400,8 @@ class Pool:
                 self._tickets.use(slot)
             slot.transition("assign")
         slot.executions.append(execution)
-        if self._limit_ns and self.due_ns == NEVER:
-            self.due_ns = execution.started_ns + self._limit_ns
+        if self._execution_limit_ns and self.due_ns == NEVER:
+            self.due_ns = execution.started_ns + self._execution_limit_ns
         worker, requests = slot.worker, slot.requests
         for request in execution.requests:
             execution.rows += request.units
@@ -428,7 +432,7 @@ class Pool:
 
     def update_free(self, slot: Slot) -> None:
         """Update `free_slots` after an execution or an open request of an instance has ended."""
-        if slot.state is not SlotState.IDLE or slot.retiring or slot in self.free_slots:
+        if slot.state is not SlotState.IDLE or slot.is_retiring or slot in self.free_slots:
             return
         if not self._max_open or len(slot.requests) < self._max_open:
             self.free_slots.append(slot)
@@ -486,13 +490,14 @@ class Pool:
     def overdue_slots(self, now_ns: int) -> list[Slot]:
         """Return the instances whose batch has run for the execution limit.
 
-        The caller dooms them; they do not count for `due_ns` any more.
+        The caller must mark them as DOOMED: `due_ns` becomes the next time at which another one
+        exceeds the limit.
         """
         overdue_slots: list[Slot] = []
         self.due_ns = NEVER
         for slot in self._by_peer.values():
             if slot.state is SlotState.BUSY:
-                limit_ns = slot.executions[0].started_ns + self._limit_ns
+                limit_ns = slot.executions[0].started_ns + self._execution_limit_ns
                 if limit_ns <= now_ns:
                     overdue_slots.append(slot)
                 elif limit_ns < self.due_ns:
@@ -506,10 +511,10 @@ class Pool:
 
     @property
     def executing_count(self) -> int:
-        """Return the number of requests that instances have."""
+        """Return the number of requests that were sent to instances and have not ended there."""
         return sum(len(slot.requests) for slot in self._by_peer.values())
 
-    def counts(self) -> dict[str, int]:
+    def state_counts(self) -> dict[str, int]:
         """Return the number of instances in each state."""
         counts = dict.fromkeys(map(str, SlotState), 0)
         for slot in self._slots.values():

@@ -32,10 +32,10 @@ from shmserve.scheduler.requests.request import (
     DONE,
     Event,
     Outcome,
-    Peers,
     ScheduledRequest,
     State,
     Timing,
+    WorkerLink,
 )
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics import Reason, Statistics
@@ -55,7 +55,7 @@ class Responses:
     requests.
     """
 
-    _workers: Peers
+    _workers: WorkerLink
     _statistics: Statistics
     _preserves_order: bool
     cache: ResponseCache | None = None
@@ -87,7 +87,7 @@ class Responses:
         unfinished_timing: Timing,
         now_ns: int,
     ) -> None:
-        """Send the end of a decoupled model's request.
+        """Send the final message about a request of a decoupled model.
 
         As in Triton, an error that the model sent is a response and its request a success; an error
         that it raised is a failure. If the execution has not returned, its times are
@@ -262,7 +262,7 @@ def spans_of(
     span = Span(
         context.span_id,
         context.parent_id,
-        *statistics.model,
+        *statistics.model_key,
         submit.request_id,
         arrived_ns,
         enqueued_ns,

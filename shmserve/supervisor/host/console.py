@@ -82,7 +82,7 @@ class StartupReport:
         self._write("")
 
     def _update(self) -> None:
-        """Report the changes."""
+        """Report the loads whose state has changed, and show the loads in progress."""
         old_states, self._states = self._states, self._progress()
         for model, state in self._states.items():
             if old_states.get(model) != state:

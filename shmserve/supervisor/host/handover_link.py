@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shmserve.common.peers import credentials
+from shmserve.common.peers import peer_credentials
 from shmserve.common.tasks import resolve_future
 from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
@@ -58,8 +58,8 @@ class Offer:
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         link.settimeout(_PATIENCE_S)
         try:
-            link.connect(os.fspath(endpoints.handover(run_dir)))
-            if credentials(link)[1] != os.geteuid():
+            link.connect(os.fspath(endpoints.handover_socket(run_dir)))
+            if peer_credentials(link)[1] != os.geteuid():
                 raise PermissionError
             data, fds = _receive(link, _MAX_DESCRIPTORS)
             response = json.loads(data or b'{"refused": "it is stopping"}')
@@ -88,7 +88,7 @@ class Offer:
         return self.sockets
 
     def send(self) -> None:
-        """Send the offer over the link. Raises OSError."""
+        """Send the offer over the link; raise OSError if the successor has disconnected."""
         listeners = [(name, sock) for name, sockets in self.sockets.items() for sock in sockets]
         listeners.append((_CLIENT_LISTENER, self.client_listener))
         sockets = [(name, sock in self.shared) for name, sock in listeners]
@@ -103,7 +103,11 @@ def refuse(link: socket.socket, reason: str) -> None:
 
 
 def _receive(link: socket.socket, max_descriptors: int) -> tuple[bytes, list[int]]:
-    """Receive a packet and its descriptors, which are not inherited. Raises OSError."""
+    """Receive a packet and its descriptors, which child processes do not inherit.
+
+    Raises:
+        OSError: Nothing can be received.
+    """
     data, fds, _, _ = socket.recv_fds(link, _MAX_PACKET_BYTES, max_descriptors)
     for fd in fds:
         os.set_inheritable(fd, False)

@@ -83,7 +83,11 @@ class RunDirectory:
 
     @classmethod
     def for_successor(cls, shared: Path, group: int = -1) -> RunDirectory:
-        """Create a folder for the successor of the server in `shared`. Raises InvalidArgument."""
+        """Create a folder for the successor of the server in `shared`.
+
+        Raises:
+            InvalidArgument: As in `__init__`.
+        """
         run_dir = cls(shared / f"g{os.getpid()}", group)
         run_dir.shared_path = run_dir.path.parent
         return run_dir
@@ -129,12 +133,12 @@ class RunDirectory:
             # The last process of a killed server may have removed the file before the lock.
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(self.path / "lock").st_ino == os.fstat(fd).st_ino:
-                    self._mark(fd)
+                    self._write_lock_contents(fd)
                     return fd
         os.close(fd)
         raise InvalidArgument(f"--run-dir: '{self.path}' is in use by another server{_REMEDY}")
 
-    def _mark(self, fd: int) -> None:
+    def _write_lock_contents(self, fd: int) -> None:
         try:
             os.pwrite(fd, _LOCK_CONTENTS, 0)
         except OSError:  # the disk may be full
@@ -152,7 +156,11 @@ class RunDirectory:
         return True
 
     def replace_predecessor(self) -> None:
-        """Replace the predecessor in the shared folder, including its lock. Raises OSError."""
+        """Replace the predecessor's files in the shared folder, including its lock.
+
+        Raises:
+            OSError: A file cannot be replaced.
+        """
         os.replace(self.path / "lock", self.shared_path / "lock")
         self._link_shared_files()
 
@@ -163,7 +171,7 @@ class RunDirectory:
             os.replace(link, self.shared_path / file)
 
     def clear_predecessor(self) -> None:
-        """Delete the files of the predecessor, which has ended. Raises OSError."""
+        """Delete the files of the predecessor, which has ended; raise OSError if that fails."""
         shared_names = map(os.path.basename, _SHARED_FILES)
         own_files = {"lock", "guests", "door", self.path.name, *shared_names}
         for folder in (self.shared_path, self.shared_path / "guests"):
@@ -172,7 +180,7 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Delete the folder and its contents."""
-        with contextlib.suppress(OSError), exclusive(self.lock_fd):
+        with contextlib.suppress(OSError), hold_lock(self.lock_fd):
             clear(self.path, self.lock_fd)
 
 
@@ -199,7 +207,7 @@ def unsafe_reason(path: Path, status: os.stat_result, group_bits: int) -> str:
 
 
 @contextlib.contextmanager
-def exclusive(lock_fd: int) -> Iterator[None]:
+def hold_lock(lock_fd: int) -> Iterator[None]:
     """Exclude other processes with the inherited lock of a server, `lock_fd`, from this block."""
     fcntl.lockf(lock_fd, fcntl.LOCK_EX)
     try:
@@ -209,9 +217,9 @@ def exclusive(lock_fd: int) -> Iterator[None]:
 
 
 def clear(path: Path, lock_fd: int) -> None:
-    """Delete a server's folder and its contents. Raises OSError.
+    """Delete a server's folder and its contents; raise OSError if that fails.
 
-    Each process that outlives the server calls this within `exclusive`, with the inherited lock.
+    Each process that outlives the server calls this within `hold_lock`, with the inherited lock.
     Only a folder that contains this lock is deleted, so a second call deletes nothing. After a
     handover, the lock is in the parent folder, which is deleted, too.
     """
@@ -225,9 +233,9 @@ def clear(path: Path, lock_fd: int) -> None:
                     folder.rmdir()
 
 
-def _delete_contents(path: Path, keep: Container[str] = ("lock",)) -> None:
+def _delete_contents(path: Path, kept_names: Container[str] = ("lock",)) -> None:
     for entry in path.iterdir():
-        if entry.name not in keep:
+        if entry.name not in kept_names:
             # A process that is ending, too, may have removed its own files.
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)

@@ -114,7 +114,7 @@ class LifecycleActions(Protocol):
         """Start a version; `Lifecycle.complete_config` and `Lifecycle.version_started` follow."""
 
     def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
-        """Return the final configuration of a version, or raise InvalidArgument."""
+        """Return the final configuration of a version; raise InvalidArgument if it is invalid."""
 
     def update(self, order: Order) -> None:
         """Start the instances that an order adds; `Lifecycle.updates_finished` follows."""
@@ -212,7 +212,7 @@ class Order:
     @property
     def _starts_slowly(self) -> bool:
         incoming = self.model.incoming.values() if self.phase is OrderPhase.STARTING else ()
-        return any(version.instances.hangs for version in incoming)
+        return any(version.instances.has_hanging_load for version in incoming)
 
     @property
     def is_finished(self) -> bool:
@@ -267,7 +267,11 @@ class Order:
         self.phase = OrderPhase.OFFERED
 
     def has_failed_versions(self) -> bool:
-        """Store failures of offered versions that will never be ready; return if there are any."""
+        """Store the failures of offered versions that cannot become ready.
+
+        Returns:
+            Whether there are any.
+        """
         for number, version in self.model.incoming.items():
             if not version.ready and version.fatal_problem:
                 self.failures[number] = Unavailable(version.fatal_problem)

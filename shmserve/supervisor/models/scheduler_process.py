@@ -25,7 +25,7 @@ from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events import counters_event
 from shmserve.supervisor.models.instances import Instance, Lifetime, VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import STOP_PATIENCE_S, Group, HostedHandle
-from shmserve.supervisor.resources.rate_limiter import Needs
+from shmserve.supervisor.resources.rate_limiter import ResourceNeeds
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class VersionScheduler:
         return endpoints.instances(self._context.run_dir, self.number)
 
     @property
-    def serves(self) -> bool:
+    def is_serving(self) -> bool:
         """Return whether a scheduler accepts requests."""
         return self._serving_scheduler is not None and self._serving_scheduler.alive
 
@@ -183,7 +183,7 @@ class VersionScheduler:
             arena_byte_size=server.arena_byte_size,
             limits=limits,
             cache=self._cache_start(spec),
-            snapshot=self.counters.snapshot,
+            statistics_snapshot=self.counters.snapshot,
             worker_pids=worker_pids,
         )
 
@@ -259,8 +259,10 @@ class VersionScheduler:
     async def start_successor(self, group: Group, config: ModelSpec) -> None:
         """Start a successor in a group's process; `endpoint` is the successor's from now on.
 
-        The statistics of the successor start at zero, but its metrics continue. Raises Unavailable
-        if the successor does not start.
+        The statistics of the successor start at zero, but its metrics continue.
+
+        Raises:
+            Unavailable: The successor does not start.
         """
         old_counters, new_counters = self.counters, CarriedCounters(self.send)
         old_group, self._group, self.counters = self._group, group, new_counters
@@ -274,7 +276,7 @@ class VersionScheduler:
 
     def is_limited(self, config: ModelSpec) -> bool:
         """Check whether the rate limiter applies to a configuration."""
-        needs = (group.rate_limiter.limits for group in config.instance_group)
+        needs = (group.rate_limiter.requires_resources for group in config.instance_group)
         return self._context.tickets.on and any(needs)
 
     def reserve(self, config: ModelSpec, instances: Iterable[Instance]) -> None:
@@ -283,7 +285,7 @@ class VersionScheduler:
         Raises InvalidArgument if an instance needs more than the server has.
         """
         if self.is_limited(config):
-            needs = {i.index: Needs.of(i.rate_limit, i.device_id) for i in instances}
+            needs = {i.index: ResourceNeeds.of(i.rate_limit, i.device_id) for i in instances}
             self._context.tickets.join(id(self), needs)
             self._rate_limited = True
 

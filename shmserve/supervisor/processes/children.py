@@ -55,7 +55,7 @@ class Child:
     exited: asyncio.Future[str]
     stop_timer: asyncio.TimerHandle | None = field(default=None)
     cause: str = ""  # the reason why the server kills the process
-    stops: bool = False  # whether the process was sent `Stop` and has nothing in flight
+    is_stopping: bool = False  # whether the process was sent `Stop` and has nothing in flight
 
     @property
     def alive(self) -> bool:
@@ -70,7 +70,7 @@ class Child:
 
     @property
     def was_killed(self) -> bool:
-        """Return whether an operator, or the kernel for lack of memory, has killed it."""
+        """Return whether an operator, or the kernel for lack of memory, has killed the process."""
         return self.reason == f"signal {signal.SIGKILL.value}"
 
     async def until_exit(self) -> str:
@@ -97,7 +97,7 @@ class ProcessTable:
         self._children: dict[int, Child] = {}
         self._early_exits: dict[int, str] = {}
         self._reserved_pids: deque[int] = deque(maxlen=_RESERVED_PIDS)
-        self._spawning = 0
+        self._spawning_count = 0
         self._child_exited = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         # A shell may have started processes before it executed this program in its place.
@@ -123,22 +123,22 @@ class ProcessTable:
             self._loop.call_soon(self._on_child_exit, pid, self._early_exits.pop(pid))
         return child
 
-    def remembers(self, pid: int) -> bool:
+    def is_pid_reserved(self, pid: int) -> bool:
         """Return whether peers may still store the exit of a process with this pid."""
         return pid in self._reserved_pids
 
     @contextlib.contextmanager
     def spawning(self) -> Iterator[None]:
         """Mark that a process is being started; unknown children are not killed meanwhile."""
-        self._spawning += 1
+        self._spawning_count += 1
         try:
             yield
         finally:
-            self._spawning -= 1
+            self._spawning_count -= 1
             self._kill_strays()
 
     async def wait_for_trackers(self, timeout_s: float) -> None:
-        """Wait until the resource trackers of ended models have removed their shared memory.
+        """Wait until the resource trackers of ended models have removed the models' shared memory.
 
         When the supervisor exits, systemd and containers kill all processes that are left.
         """
@@ -171,7 +171,7 @@ class ProcessTable:
         child = self._children.pop(pid, None)
         if child is None:
             self._inherited.discard(pid)
-            if self._spawning:
+            if self._spawning_count:
                 self._early_exits[pid] = reason
             return
         self._on_continued(child)
@@ -207,7 +207,7 @@ class ProcessTable:
 
     def _kill_strays(self) -> None:
         """Kill the adopted descendants of dead workers, which their models had started."""
-        if self._spawning:
+        if self._spawning_count:
             return
         self._early_exits.clear()
         for pid in self._strays():
@@ -350,7 +350,7 @@ class Zygote:
         self._serve(_ZygoteProcess(self._table.adopt(pid, self._title), own_end))
 
     def _serve(self, process: _ZygoteProcess) -> None:
-        """Use this process for further requests."""
+        """Send all further requests to this process, which is the zygote or its former spare."""
         self._serving_zygote = process
         process.child.exited.add_done_callback(self._on_exit)
         self._loop.add_reader(process.link.fileno(), self._read_responses)
@@ -501,7 +501,7 @@ class Zygote:
             zygote = self._serving_zygote.child
             with self._table.spawning():
                 pid = await self._fork(entry, start, fds)
-                if pid and not self._table.remembers(pid):
+                if pid and not self._table.is_pid_reserved(pid):
                     return self._table.adopt(pid, title)
             if pid:
                 _kill(pid)
@@ -553,7 +553,7 @@ def worker_preloads(
     """Return the modules to import and functions to call, in order, before the zygote forks.
 
     Importing torch takes a second and about 200 MB. The zygote imports torch if a model's file
-    needs it or names it. A worker whose model imports torch by other ways imports it itself.
+    needs it or names it. A worker whose model imports torch in other ways imports it itself.
 
     Args:
         repositories: The model repositories.

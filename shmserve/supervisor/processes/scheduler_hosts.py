@@ -28,7 +28,7 @@ class Group(NamedTuple):
     """The names of models whose schedulers share a process, and the title of the process."""
 
     title: str
-    names: frozenset[str]
+    model_names: frozenset[str]
 
 
 class HostedHandle:
@@ -52,11 +52,11 @@ class HostedHandle:
 
 
 class _Host:
-    """A host process, its schedulers by number, and the `names` of models that may share it."""
+    """A host process, its schedulers by number, and the `model_names` that may share it."""
 
     def __init__(self, child: Child) -> None:
         self.child = child
-        self.names: frozenset[str] = frozenset()
+        self.model_names: frozenset[str] = frozenset()
         self.handles: dict[int, HostedHandle] = {}
         self.ready_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.pending_opens = 0  # number of callers that are about to open a scheduler
@@ -97,14 +97,14 @@ class SchedulerHosts:
     def must_move(self, hosted: HostedHandle, group: Group) -> bool:
         """Return whether a scheduler of this group would be opened in a different process now."""
         host = hosted._host
-        if len(group.names) == 1:
-            return any(hosted.name not in group.names for hosted in host.handles.values())
+        if len(group.model_names) == 1:
+            return any(hosted.name not in group.model_names for hosted in host.handles.values())
         return self._running_host(group) not in (None, host)
 
     def _running_host(self, group: Group) -> _Host | None:
-        if len(group.names) > 1:
+        if len(group.model_names) > 1:
             for host in self._hosts:
-                if host.child.alive and host.names & group.names:
+                if host.child.alive and host.model_names & group.model_names:
                     return host
         return None
 
@@ -114,13 +114,13 @@ class SchedulerHosts:
             self._hosts = [host for host in self._hosts if host.child.alive]
             existing_host = self._running_host(group)
             if existing_host is not None:
-                existing_host.names |= group.names
+                existing_host.model_names |= group.model_names
                 return existing_host
             start = HostStart(group.title, self._run_dir, self._logging.settings)
             child = await self._zygote.spawn(group.title, _ENTRY, encode_start(start))
             host = _Host(child)
-            if len(group.names) > 1:
-                host.names = group.names
+            if len(group.model_names) > 1:
+                host.model_names = group.model_names
             self._hosts.append(host)
             self._control.enrol(child.pid, "host", partial(self._handle_host_message, host))
             return host
@@ -135,7 +135,7 @@ class SchedulerHosts:
                     resolve_future(hosted.close_future, reason)
 
     async def close(self, hosted: HostedHandle, patience_s: float = STOP_PATIENCE_S) -> None:
-        """Close a scheduler, and its process if it was the last one, and wait for that."""
+        """Close a scheduler and, if it is the last one, its process; wait until they have ended."""
         host = hosted._host
         self._control.send(hosted.address, m.Stop())
         await wait_any(hosted.close_future, host.child.exited, timeout_s=patience_s)

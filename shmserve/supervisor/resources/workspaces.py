@@ -69,7 +69,7 @@ class WorkspacePool:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.memory: Memory | None = None
-        self._open = False
+        self._is_open = False
         self._free_list = FreeList(capacity)
         self._owners: dict[int, int] = {}  # the owner of each lease by the lease's offset
         self._requests: deque[_LeaseRequest] = deque()
@@ -86,12 +86,12 @@ class WorkspacePool:
 
     def open(self) -> list[GrantedLease]:
         """Open the pool, because its memory has been allocated."""
-        self._open = True
+        self._is_open = True
         return self._grant()
 
     def close(self) -> None:
         """End all leases, because the memory is lost. Requests keep waiting."""
-        self._open = False
+        self._is_open = False
         self._free_list = FreeList(self.capacity)
         self._owners.clear()
 
@@ -127,7 +127,7 @@ class WorkspacePool:
 
     def _grant(self) -> list[GrantedLease]:
         granted: list[GrantedLease] = []
-        while self._requests and self._open:
+        while self._requests and self._is_open:
             request = self._requests[0]
             offset = self._free_list.allocate(request.byte_size)
             if offset is None:
@@ -177,7 +177,7 @@ class Workspaces:
         self._send_granted(pool, pool.open())
 
     def holder_exited(self, device: str) -> None:
-        """Close a device's pool, whose holder has died, until it is `on_allocated` again."""
+        """Close a device's pool, whose holder has died, until `on_allocated` is called again."""
         self._pools[device].close()
 
     def handle(self, pid: int, message: LeaseWorkspace | ReturnWorkspace) -> None:

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from shmserve.client.memory.region import Region
-from shmserve.client.memory.segments import AnySegment, Memories, Segment
+from shmserve.client.memory.segments import Allocator, AnySegment, Segment
 from shmserve.client.memory.views import MemoryLease, View
 from shmserve.client.request.arrays import as_array
-from shmserve.client.request.prepare import PLAIN, options_of, prepare
+from shmserve.client.request.prepare import PLAIN, make_options, prepare
 from shmserve.client.request.prepared import ClientTemplate
 from shmserve.client.request.results import read
 from shmserve.client.server_state import ClientModel, ClientModels
@@ -48,7 +48,7 @@ CONFIG = {
 
 
 @pytest.fixture
-def memories() -> Iterator[Memories]:
+def memories() -> Iterator[Allocator]:
     numbers = iter(range(1, 100))
 
     def share(segment: AnySegment) -> None:
@@ -56,7 +56,7 @@ def memories() -> Iterator[Memories]:
         inode = os.fstat(segment.fd).st_ino
         segment.memory = Memory(next(numbers), 1, segment.fd, inode, segment.size, True)
 
-    new_memories = Memories(64 << 20, share, lambda segment: None)
+    new_memories = Allocator(64 << 20, share, lambda segment: None)
     yield new_memories
     new_memories.close()
 
@@ -68,7 +68,7 @@ def published(name: str = "m", version: str = "1", latest: bool = True) -> m.Mod
     )
 
 
-def test_released_blocks_are_reused_and_empty_segments_removed(memories: Memories) -> None:
+def test_released_blocks_are_reused_and_empty_segments_removed(memories: Allocator) -> None:
     blocks = [memories.allocate(1 << 20) for _ in range(3)]
     assert len({block.segment for block in blocks}) == 1
     whole_segment = memories.allocate(100, whole_segment=True)
@@ -87,7 +87,7 @@ def test_a_client_can_use_all_of_its_memory() -> None:
     def share(segment: AnySegment) -> None:
         segment.on_shared(Memory(1, 0, 0, 0, segment.size, True).packed)
 
-    memories = Memories(6 << 20, share, lambda segment: None)
+    memories = Allocator(6 << 20, share, lambda segment: None)
     blocks = [memories.allocate(1 << 20) for _ in range(6)]
     assert sorted(segment.size >> 20 for segment in {block.segment for block in blocks}) == [2, 4]
     with pytest.raises(Unavailable, match="6291456 are in use, 64 more are needed"):
@@ -100,7 +100,7 @@ class Pair(NamedTuple):
     b: View
 
 
-def test_unused_slots_are_evicted_for_new_ones(memories: Memories) -> None:
+def test_unused_slots_are_evicted_for_new_ones(memories: Allocator) -> None:
     """Requests of ever other sizes, one at a time, need the memory of one."""
     model = ClientModel(published())
     for step in range(8):
@@ -115,7 +115,7 @@ def test_unused_slots_are_evicted_for_new_ones(memories: Memories) -> None:
     assert memories.allocate(60 << 20, whole_segment=True)
 
 
-def test_memory_returned_after_close_is_freed(memories: Memories) -> None:
+def test_memory_returned_after_close_is_freed(memories: Allocator) -> None:
     block = memories.allocate(100)
     segment = weakref.ref(block.segment)
     memories.close()
@@ -126,7 +126,7 @@ def test_memory_returned_after_close_is_freed(memories: Memories) -> None:
 
 
 def test_memory_is_freed_if_its_allocation_is_interrupted(
-    memories: Memories, monkeypatch: pytest.MonkeyPatch
+    memories: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def raise_interrupt(*_: int) -> None:
         raise KeyboardInterrupt
@@ -143,7 +143,7 @@ def test_memory_is_freed_if_its_allocation_is_interrupted(
 
 @pytest.mark.parametrize("writes_to_region", [False, True])
 def test_a_request_that_is_interrupted_while_built_keeps_no_memory(
-    memories: Memories, monkeypatch: pytest.MonkeyPatch, writes_to_region: bool
+    memories: Allocator, monkeypatch: pytest.MonkeyPatch, writes_to_region: bool
 ) -> None:
     """Most often while its inputs are copied, which takes longest."""
 
@@ -166,7 +166,7 @@ def test_a_request_that_is_interrupted_while_built_keeps_no_memory(
     assert not memories._segments
 
 
-def test_a_region_accepts_numpy_types_and_a_single_size(memories: Memories) -> None:
+def test_a_region_accepts_numpy_types_and_a_single_size(memories: Allocator) -> None:
     fields: Any = {
         "a": ((2, 3), np.float32),
         "b": (np.int64(4), "uint8"),
@@ -181,7 +181,7 @@ def test_a_region_accepts_numpy_types_and_a_single_size(memories: Memories) -> N
 
 
 @pytest.mark.parametrize("datatype", ["nonsense", None, np.complex64, object, "BYTES", 5])
-def test_a_regions_unknown_datatype_names_the_allowed(memories: Memories, datatype: Any) -> None:
+def test_a_regions_unknown_datatype_names_the_allowed(memories: Allocator, datatype: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"allowed: BOOL, .*numpy\.float32 or 'float32'"):
         Region(memories, {"x": ((1,), datatype)})
 
@@ -226,7 +226,7 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
 
 
 @pytest.mark.parametrize("is_large", [False, True])
-def test_options_of_one_call_are_not_in_the_template(memories: Memories, is_large: bool) -> None:
+def test_options_of_one_call_are_not_in_the_template(memories: Allocator, is_large: bool) -> None:
     """Its id, its sequence and its timeout go beside it: by the same way as without them."""
     size = 8192 if is_large else 1
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [size]}]}
@@ -234,7 +234,7 @@ def test_options_of_one_call_are_not_in_the_template(memories: Memories, is_larg
     x = np.zeros((1, 16), np.float32)
     requests = []
     for number in range(3):
-        options = options_of(f"id-{number}", None, number, number + 0.5, number + 1, True, False)
+        options = make_options(f"id-{number}", None, number, number + 0.5, number + 1, True, False)
         for value in (PLAIN, options):
             request = prepare(memories, model, {"x": x}, None, value)
             assert request.options is value
@@ -243,7 +243,7 @@ def test_options_of_one_call_are_not_in_the_template(memories: Memories, is_larg
     assert requests == requests[:1] * 6 and len(model.templates) == 1
 
 
-def test_requests_of_one_template_have_the_same_schema(memories: Memories) -> None:
+def test_requests_of_one_template_have_the_same_schema(memories: Allocator) -> None:
     model = ClientModel(published())
     schemas = set()
     for number in (1.0, 2.0):
@@ -259,7 +259,7 @@ def test_requests_of_one_template_have_the_same_schema(memories: Memories) -> No
     assert len(model.templates) == 1 and len(schemas) == 1
 
 
-def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> None:
+def test_large_inputs_lie_in_slots_that_are_used_again(memories: Allocator) -> None:
     model = ClientModel(published())
     x = np.arange(8192, dtype=np.float32)[None]
     first = prepare(memories, model, {"x": x}, None, PLAIN)
@@ -276,7 +276,7 @@ def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> No
     assert memories.find(address, 1) is None
 
 
-def test_every_kind_of_input_is_checked(memories: Memories) -> None:
+def test_every_kind_of_input_is_checked(memories: Allocator) -> None:
     model = ClientModel(published())
     wrong_cases: list[tuple[Any, str]] = [
         ([np.zeros((1, 2), np.float32)], "inputs must be a mapping of names to arrays, got "),
@@ -292,7 +292,7 @@ def test_every_kind_of_input_is_checked(memories: Memories) -> None:
     assert not model.templates
 
 
-def test_completed_prepared_requests_keep_no_memory(memories: Memories) -> None:
+def test_completed_prepared_requests_keep_no_memory(memories: Allocator) -> None:
     """A thread may be about to make one while another closes the model, or makes the same."""
     x = {"x": np.ones((1, 8192), np.float32)}
     model = ClientModel(published())
@@ -311,7 +311,7 @@ def test_completed_prepared_requests_keep_no_memory(memories: Memories) -> None:
     assert memories._used_bytes() == 0
 
 
-def test_a_region_keeps_no_templates_of_reloaded_models(memories: Memories) -> None:
+def test_a_region_keeps_no_templates_of_reloaded_models(memories: Allocator) -> None:
     region = Region(memories, {"x": ((1, 8192), "FP32"), "y": ((1, 8192), "FP32")})
     models = ClientModels()
     models.publish(published("other"))
@@ -345,21 +345,21 @@ def test_a_region_keeps_no_templates_of_reloaded_models(memories: Memories) -> N
 def test_invalid_request_options_are_rejected(wrong_options: dict[str, Any], text: str) -> None:
     options: dict[str, Any] = {"request_id": "", "parameters": None, "priority": 0}
     with pytest.raises(InvalidArgument, match=text):
-        options_of(**{**options, "timeout_s": None, **wrong_options})
+        make_options(**{**options, "timeout_s": None, **wrong_options})
 
 
 def test_request_options_are_encoded() -> None:
-    assert options_of("", {}, 0, None) is PLAIN
-    assert options_of("a", {"b": True}, np.int64(2), None)[:4] == ("a", {"b": True}, 2, 0)  # type: ignore[arg-type]
+    assert make_options("", {}, 0, None) is PLAIN
+    assert make_options("a", {"b": True}, np.int64(2), None)[:4] == ("a", {"b": True}, 2, 0)  # type: ignore[arg-type]
     for expired_s in (0, -1, -1e300, float("-inf")):
-        assert options_of("", None, 0, expired_s).timeout_us == 1
-    assert options_of("", None, 0, float("inf")) == PLAIN
-    assert options_of(None, None, 0, 1e9) == PLAIN  # type: ignore[arg-type]
+        assert make_options("", None, 0, expired_s).timeout_us == 1
+    assert make_options("", None, 0, float("inf")) == PLAIN
+    assert make_options(None, None, 0, 1e9) == PLAIN  # type: ignore[arg-type]
     # The longest that epoll can wait for, in milliseconds.
-    assert options_of("", None, 0, 1.99e6).timeout_us // 1000 < 1 << 31
+    assert make_options("", None, 0, 1.99e6).timeout_us // 1000 < 1 << 31
 
 
-def test_a_response_is_decoded_by_its_schema(memories: Memories) -> None:
+def test_a_response_is_decoded_by_its_schema(memories: Allocator) -> None:
     """The schema of a repeated response is not parsed again, with any values and memory ranges."""
     model = ClientModel(published())
     packed_request = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
@@ -441,10 +441,10 @@ def test_lists_with_values_outside_the_datatype_are_rejected(value: object, data
 
 def test_an_unknown_model_is_awaited_until_the_server_is_ready() -> None:
     models = ClientModels()
-    models.ready = False
+    models.is_ready = False
     with pytest.raises(Unavailable, match="unknown model: 'm' is not found, and the server is not"):
         models.resolve("m", "")
-    models.ready = True
+    models.is_ready = True
     with pytest.raises(NotFound, match=r"unknown model: 'm' is not found$"):
         models.resolve("m", "")
 
@@ -456,7 +456,7 @@ def test_models_are_updated_by_publications() -> None:
     assert models.resolve("m", "").version == "3"
     models.publish(published(version="1", latest=False))
     assert models.resolve("m", "").version == "3"
-    assert models.names() == [("m", "1"), ("m", "3")]
+    assert models.model_versions() == [("m", "1"), ("m", "3")]
     models.withdraw("m", "3")
     with pytest.raises(Unavailable, match="no available versions"):
         models.resolve("m", "")
@@ -466,7 +466,7 @@ def test_models_are_updated_by_publications() -> None:
         models.resolve("other", "")
 
 
-def test_a_template_is_prepared_for_inputs_without_bytes(memories: Memories) -> None:
+def test_a_template_is_prepared_for_inputs_without_bytes(memories: Allocator) -> None:
     template = ClientTemplate(
         ClientModel(published()).signature, [TensorSchema("x", "FP32", (1, 0), 0)], (), memories
     )
@@ -474,7 +474,7 @@ def test_a_template_is_prepared_for_inputs_without_bytes(memories: Memories) -> 
 
 
 @pytest.mark.parametrize("size", [1, 2, 200])
-def test_small_inputs_travel_in_the_message(memories: Memories, size: int) -> None:
+def test_small_inputs_travel_in_the_message(memories: Allocator, size: int) -> None:
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_INT8", "dims": [-1]}]}
     template = TensorSchema("x", "FP32", (1, size), 4 * size)
     client_template = ClientTemplate(Signature(ModelSpec.of(config), "1"), [template], (), memories)
@@ -489,7 +489,7 @@ def test_small_inputs_travel_in_the_message(memories: Memories, size: int) -> No
 def test_local_clients_cannot_forge_identities_or_memory() -> None:
     capabilities, other_capabilities = Capabilities(bytes(32)), Capabilities(bytes(31) + b"1")
     token = capabilities.token(FIRST)
-    assert capabilities.local_client(f"{FIRST}.{token}.1".encode()) == FIRST
+    assert capabilities.local_client_number(f"{FIRST}.{token}.1".encode()) == FIRST
     for forged_identity in (
         f"{FIRST + 1}.{token}.1",
         f"{FIRST}.{other_capabilities.token(FIRST)}.1",
@@ -499,7 +499,7 @@ def test_local_clients_cannot_forge_identities_or_memory() -> None:
         f"0{FIRST}.{token}",
         f"{FIRST}.{token}x.1",
     ):
-        assert capabilities.local_client(forged_identity.encode()) == 0, forged_identity
+        assert capabilities.local_client_number(forged_identity.encode()) == 0, forged_identity
     fields = (7, 8, 9, 4096, True)
     own_memory = Memory(capabilities.memory_id(FIRST, *fields, False, False), *fields)
     assert capabilities.owns(FIRST, own_memory) and not capabilities.owns(FIRST + 1, own_memory)

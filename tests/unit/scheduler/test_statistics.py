@@ -173,12 +173,17 @@ def test_a_histogram_counts_a_bound_inclusively() -> None:
 
 def test_service_time_determines_when_to_retry() -> None:
     service_time = ServiceTime()
-    assert service_time.drain_s(1000, 1) == 1
+    assert service_time.seconds_to_complete(1000, 1) == 1
     for _ in range(100):
         service_time.observe(500 * MS, 500 * MS, 4)
-    assert service_time.drain_s(0, 1) == 1 and service_time.drain_s(40, 1) == 5
-    assert service_time.drain_s(40, 5) == 1 and service_time.drain_s(40, 0) == 5
-    assert service_time.drain_s(10**9, 1) == 60
+    assert (
+        service_time.seconds_to_complete(0, 1) == 1 and service_time.seconds_to_complete(40, 1) == 5
+    )
+    assert (
+        service_time.seconds_to_complete(40, 5) == 1
+        and service_time.seconds_to_complete(40, 0) == 5
+    )
+    assert service_time.seconds_to_complete(10**9, 1) == 60
 
 
 def test_service_time_reserves_more_where_executions_vary() -> None:

@@ -65,7 +65,7 @@ _PRESETS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max
 
 
 def _number(default: float, minimum: float, maximum: float) -> Any:
-    """Return the field of a number with its range; integer bounds mean an integer."""
+    """Return a dataclass field for a number in a range; integer bounds mean an integer."""
     return field(default=default, metadata={"range": (minimum, maximum)})
 
 
@@ -83,7 +83,8 @@ class GenerationParameters:
         truncate_prompt_tokens: The number of last prompt tokens to use; 0: all; -1: as many as
             fit into the model's maximum length.
         allowed_token_ids: The tokens that may be generated; empty: all.
-        forbidden: Returns the tokens that would complete one of `bad_words` after generated tokens.
+        forbidden_after: Returns the tokens that would complete one of `bad_words` after the
+            generated tokens.
         grammar: (kind, text) with the kind "json_schema", "regex" or "grammar" (Lark or GBNF), or
             ("", "").
         grammar_name: The parameter with the grammar, for error texts; "tools" if none has it.
@@ -120,21 +121,21 @@ class GenerationParameters:
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
-    forbidden: Callable[[Sequence[int]], list[int]] | None = None
+    forbidden_after: Callable[[Sequence[int]], list[int]] | None = None
     allowed_token_ids: tuple[int, ...] = ()
     grammar: tuple[str, str] = _NO_GRAMMAR
     grammar_name: str = "tools"
 
     @cached_property
-    def penalised(self) -> bool:
+    def is_penalised(self) -> bool:
         """Return whether repeated tokens are penalised."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0)
 
     @cached_property
-    def restricted(self) -> bool:
-        """Return whether single tokens are forbidden or favoured."""
-        return bool(self.logit_bias or self.forbidden or self.allowed_token_ids)
+    def is_restricted(self) -> bool:
+        """Return whether particular tokens are forbidden or favoured."""
+        return bool(self.logit_bias or self.forbidden_after or self.allowed_token_ids)
 
     @cached_property
     def bias_arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -208,7 +209,7 @@ def parse(
     if len(set(grammars.values())) > 1:
         names = " and ".join(request_names.get(name, name) for name in grammars)
         problems.append(f"{names}: at most one grammar is allowed")
-    values = _combine(values, grammars)
+    values = _combine_parameters(values, grammars)
     values["grammar_name"] = next((request_names.get(name, name) for name in grammars), "tools")
     problems += _find_contradictions(values, vocab_size)
     if values.get("use_beam_search"):
@@ -224,50 +225,56 @@ def _resolve_aliases(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {_ALIASES.get(name, name): value for name, value in settings.items()}
 
 
-def _combine(values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
-    """Combine parameters that determine the same field; return the fields."""
-    values["top_k"] = max(values.get("top_k", 0), 0)
-    has_logprobs, top = values.pop("has_logprobs", True), values.pop("top_logprobs", None)
+def _combine_parameters(
+    parameters: dict[str, Any], grammars: Mapping[str, tuple[str, str]]
+) -> dict[str, Any]:
+    """Combine parameters that determine the same field; return the parameters of fields by name."""
+    parameters["top_k"] = max(parameters.get("top_k", 0), 0)
+    has_logprobs, top = parameters.pop("has_logprobs", True), parameters.pop("top_logprobs", None)
     if not has_logprobs:
-        values["logprobs"] = -1
+        parameters["logprobs"] = -1
     elif top is not None:
-        values["logprobs"] = top
-    values["grammar"] = next(iter(grammars.values()), _NO_GRAMMAR)
-    pattern = values.pop("whitespace_pattern", None)
-    if pattern is not None and values["grammar"][0] == "json_schema":
-        values["grammar"] = _with_options(values["grammar"][1], {"whitespace_pattern": pattern})
-    return values
+        parameters["logprobs"] = top
+    parameters["grammar"] = next(iter(grammars.values()), _NO_GRAMMAR)
+    pattern = parameters.pop("whitespace_pattern", None)
+    if pattern is not None and parameters["grammar"][0] == "json_schema":
+        parameters["grammar"] = _with_options(
+            parameters["grammar"][1], {"whitespace_pattern": pattern}
+        )
+    return parameters
 
 
-def _find_contradictions(values: Mapping[str, Any], vocab_size: int) -> list[str]:
+def _find_contradictions(parameters: Mapping[str, Any], vocab_size: int) -> list[str]:
     problems: list[str] = []
     largest = vocab_size - 1
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-        tokens = with_pauses(values.get(name, ()))
+        tokens = with_pauses(parameters.get(name, ()))
         invalid = next((token for token in tokens if not 0 <= token <= largest), None)
         if invalid is not None:
             problems.append(f"{name}: {invalid} is not a token; allowed are 0 to {largest}")
-    min_tokens, max_tokens = values.get("min_tokens", 0), values.get("max_tokens", 16)
+    min_tokens, max_tokens = parameters.get("min_tokens", 0), parameters.get("max_tokens", 16)
     if min_tokens > max_tokens:
         problems.append(f"min_tokens: {min_tokens} is more than max_tokens {max_tokens}")
-    if not max_tokens and not (values.get("echo") or values.get("prompt_logprobs", -1) >= 0):
+    if not max_tokens and not (
+        parameters.get("echo") or parameters.get("prompt_logprobs", -1) >= 0
+    ):
         problems.append("max_tokens: 0 generates nothing; it needs echo or prompt_logprobs")
-    if values.get("truncate_prompt_tokens") == 0:
+    if parameters.get("truncate_prompt_tokens") == 0:
         problems.append("truncate_prompt_tokens: 0 is not -1 or an integer above 0")
-    if not values.get("top_p", 1.0):
+    if not parameters.get("top_p", 1.0):
         problems.append("top_p: 0.0 is not a number above 0, up to 1")
-    count, best_of = values.get("n", 1), values.get("best_of", 0)
+    count, best_of = parameters.get("n", 1), parameters.get("best_of", 0)
     if best_of and best_of < count:
         problems.append(f"best_of: {best_of} is less than n {count}")
-    if not values.get("use_beam_search"):
-        if best_of > count and values.get("stream"):
+    if not parameters.get("use_beam_search"):
+        if best_of > count and parameters.get("stream"):
             text = f"stream: the best of {best_of} samples are known only when all are complete"
             problems.append(text)
         return problems
-    if values.get("stream"):
+    if parameters.get("stream"):
         reason = "a beam search returns its texts at the end"
         problems.append(f"stream: it must be false, because {reason}")
-    if values.get("logprobs", -1) >= 0:
+    if parameters.get("logprobs", -1) >= 0:
         problems.append("logprobs: a beam search does not return them")
     if not max_tokens:
         problems.append("max_tokens: a beam search requires at least 1")
@@ -318,7 +325,7 @@ def _parse_flag(name: str, value: Any) -> dict[str, Any]:
 
 
 def _parse_logprobs(name: str, value: Any) -> dict[str, Any]:
-    """Parse `logprobs`, which is a number of tokens or, in chats, a flag."""
+    """Return the fields for `logprobs`, which is a number of tokens or, in chats, a flag."""
     if value in ("true", "false") or isinstance(value, bool):
         requested = value in (True, "true")
         return {"has_logprobs": requested, "logprobs": 0 if requested else -1}
@@ -351,7 +358,7 @@ def _are_texts(value: Any) -> bool:
 
 
 def _parse_stop_words(name: str, value: Any) -> dict[str, Any]:
-    """Parse `stop_words`, a list that may be JSON in a string."""
+    """Return the fields for `stop_words`, a list that may be JSON in a string."""
     if isinstance(value, str) and value.startswith("["):
         with suppress(ValueError):
             value = json.loads(value)
@@ -413,7 +420,7 @@ def _parse_response_format(name: str, value: Any) -> dict[str, Any]:
 
 
 def _parse_structured_outputs(name: str, value: Any) -> dict[str, Any]:
-    """Parse `structured_outputs`, an object with one constraint and options."""
+    """Return the field `grammar` for `structured_outputs`, one constraint and its options."""
     allowed_text = f"an object with one of {', '.join(_CONSTRAINTS)}"
     members = _decode_json(value, allowed_text)
     _check(isinstance(members, dict), allowed_text)
@@ -438,7 +445,7 @@ def _parse_structured_outputs(name: str, value: Any) -> dict[str, Any]:
 
 
 def _with_options(schema: str, options: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the grammar of a JSON schema with options of llguidance for white space."""
+    """Return the grammar, (kind, text), of a JSON schema with llguidance's white space options."""
     document = json.loads(schema)
     document = document if isinstance(document, dict) else {}
     return "json_schema", json.dumps({**document, "x-guidance": options})
@@ -463,7 +470,7 @@ _TEXT_KINDS = {
 
 
 def _parse_text(name: str, value: Any, kind: str = "") -> dict[str, Any]:
-    """Parse a string that is a grammar or a pattern for white space.
+    """Return the field for a string that is a grammar or a pattern for white space.
 
     Args:
         name: The parameter.

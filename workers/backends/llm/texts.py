@@ -24,11 +24,11 @@ import orjson
 
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import (
-    Choose,
     Ended,
     Hypothesis,
     ResponseSent,
     Resumed,
+    SendHypotheses,
 )
 from shmserve.workers.backends import Output, OutputStream, Response
 from shmserve.workers.backends.llm.engine import Prompt, SequenceOutput
@@ -53,7 +53,7 @@ _MAX_WAIT_NS = int(MAX_CREDIT_WAIT_S * 1e9)
 
 
 class ScoredToken(NamedTuple):
-    """The log probabilities of a token, and the index in the text of its first character."""
+    """The log probabilities of a token, and the index of its first character in the text."""
 
     logprobs: TokenLogprobs
     offset: int
@@ -98,7 +98,10 @@ class SampleText:
         self._echo_length = len(echo)
         skip, self._dropped_tokens = parameters.skip_special_tokens, frozenset[int]()
         if skip and self.parser is not None and self.parser.format.kept_tokens:
-            skip, self._dropped_tokens = False, texts.special - self.parser.format.kept_tokens
+            skip, self._dropped_tokens = (
+                False,
+                texts.special_tokens - self.parser.format.kept_tokens,
+            )
         self._detokenizer = Detokenizer(texts, skip, prompt.tokens)
         self._stop_strings = StopStrings(parameters.stop, parameters.include_stop_str_in_output)
 
@@ -162,7 +165,10 @@ class SampleText:
         return False
 
     def _stop_token(self, token: int) -> str | int | None:
-        """Return the stop reason of a sample that ends with a token."""
+        """Return the stop reason of a sample that ends with a token: a stop string or the token.
+
+        The result is None for the tokenizer's end token, and for a token that ends no text.
+        """
         parameters = self._prompt.parameters
         if token not in (*self._prompt.end_tokens, *parameters.stop_token_ids):
             return None
@@ -245,14 +251,14 @@ class TextResponse:
         # Two JSON entries for each token of the prompt: in the log probabilities of the echoed
         # text, and in `prompt_logprobs`.
         self._prompt_entries: list[tuple[orjson.Fragment, orjson.Fragment]] = []
-        self.samples = [self._sample(index) for index in range(parameters.samples)]
+        self.samples = [self._new_sample(index) for index in range(parameters.samples)]
 
-    def _sample(self, index: int) -> SampleText:
+    def _new_sample(self, index: int) -> SampleText:
         message = "message" in self._requested_outputs
         return SampleText(self.prompt, self._texts, index, self._echo, message)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return whether all samples have ended."""
         return bool(self.samples) and all(sample.finish_reason for sample in self.samples)
 
@@ -260,14 +266,14 @@ class TextResponse:
         """Add the hypotheses of a beam search as samples."""
         for index, hypothesis in enumerate(hypotheses[: self.prompt.parameters.n]):
             tokens = np.frombuffer(hypothesis.tokens, np.int32).tolist()
-            sample = self._sample(index)
+            sample = self._new_sample(index)
             sample.add(tokens, hypothesis.finish_reason, [])
             self.samples.append(sample)
 
     def respond(self) -> bool:
         """Send the responses that credit allows; return whether the request is complete."""
         if not self.prompt.parameters.stream:
-            return self.finished and self._send(self._best_samples(), True)
+            return self.is_finished and self._send(self._best_samples(), True)
         for sample in self.samples:
             if not (sample.is_open and sample.has_unsent):
                 continue
@@ -294,7 +300,7 @@ class TextResponse:
         with self._link.lock:
             if not self.stream.may_send:
                 return False
-            response = Response(self._outputs(samples, final))
+            response = Response(self._make_outputs(samples, final))
             for sample in samples:
                 sample.is_open = not sample.finish_reason
                 if not final:
@@ -303,7 +309,7 @@ class TextResponse:
             self.stream.send(response, final)
         return True
 
-    def _outputs(self, samples: list[SampleText], final: bool) -> list[Output]:
+    def _make_outputs(self, samples: list[SampleText], final: bool) -> list[Output]:
         texts, tokens, logprobs = zip(*(sample.take() for sample in samples), strict=True)
         values: dict[str, tuple[str, Iterable[Any]]] = {
             "text_output": ("BYTES", map(str.encode, texts)),
@@ -390,12 +396,12 @@ class TextResponse:
         return token_entry(token, text, logprob, token_bytes, shows_id)
 
 
-class Texts:
+class TextThread:
     """The texts of all running requests, processed in a separate thread.
 
     `put` and `close` may be called in any thread. The engine's thread calls `fail_requests` and
-    `spent_ns`. No lock is needed: these methods read single values that the text thread replaces,
-    and a stream has its own lock. All other methods run in the text thread.
+    `take_cpu_ns`. No lock is needed: these methods read single values that the text thread
+    replaces, and a stream has its own lock. All other methods run in the text thread.
 
     Attributes:
         prompts: The prompt of each prepared request by key. The engine's thread reads it.
@@ -445,7 +451,7 @@ class Texts:
             self._fail_overdue()
             self._cpu_ns = time.thread_time_ns()
 
-    def spent_ns(self) -> int:
+    def take_cpu_ns(self) -> int:
         """Return the CPU time (ns) of the text thread since the last call."""
         cpu_ns = self._cpu_ns
         spent_ns, self._reported_cpu_ns = cpu_ns - self._reported_cpu_ns, cpu_ns
@@ -466,7 +472,10 @@ class Texts:
     def _read_request(
         self, stream: OutputStream, inputs: Mapping[str, Any], resumed: list[Resumed]
     ) -> None:
-        """Read a request in any thread."""
+        """Convert a request to tokens and prepare it, or respond with its result or error.
+
+        This method may run in any thread.
+        """
         try:
             converted = self.reader.convert(stream.request, inputs)
             if converted is not None:
@@ -499,8 +508,8 @@ class Texts:
         response = TextResponse(prompt, self._texts, stream, self._link, echo)
         if not prompt.parameters.beams:
             for earlier in resumed:
-                tokens = prompt.resumed_tokens.get(earlier.sample, [])
-                response.samples[earlier.sample].resume(earlier, tokens)
+                tokens = prompt.resumed_tokens.get(earlier.sample_index, [])
+                response.samples[earlier.sample_index].resume(earlier, tokens)
         self._responses[key] = response
         self._unread_since_ns.pop(key, None)
         self.prompts[key] = prompt
@@ -534,7 +543,7 @@ class Texts:
         for key in updated_keys:
             self._respond(key)
 
-    def end_beam_search(self, message: Choose) -> None:
+    def end_beam_search(self, message: SendHypotheses) -> None:
         """Respond with the best hypotheses of a beam search."""
         response = self._responses.get(message.key)
         if response is not None:
@@ -544,7 +553,7 @@ class Texts:
     def fail_requests(self, keys: set[int], error: BaseException) -> None:
         """Fail requests of a step.
 
-        The engine's thread calls it, so that the requests end before the step does.
+        The engine's thread calls this method, so that the requests end before the step does.
         """
         for key in keys:
             response = self._responses.get(key)

@@ -53,8 +53,8 @@ class ToolRequest:
 def take_tools(conversation: dict[str, Any]) -> ToolRequest | None:
     """Remove the choice of tools from a conversation, and return the tool request.
 
-    With the choice "none", the tools are removed, too. With the choice "allowed_tools", all other
-    tools are removed. A function chosen by its name is called once.
+    With the choice "none", the tools are removed, too, and the result is None. With the choice
+    "allowed_tools", all other tools are removed. A function chosen by its name is called once.
 
     Raises:
         InvalidArgument: The tools or the choice are invalid.

@@ -70,13 +70,13 @@ class PredictSignature:
         parameters: The parameters after `self`, in order.
         outputs: The types of the outputs, by name.
         to_outputs: Converts a result, or a yielded value, to the arrays of the outputs by name.
-        yields: Whether `predict` returns an iterator of responses.
+        is_generator: Whether `predict` returns an iterator of responses.
     """
 
     parameters: tuple[Parameter, ...]
     outputs: dict[str, TensorType]
     to_outputs: Callable[[Any], Mapping[str, Any]]
-    yields: bool
+    is_generator: bool
 
 
 def no_position(name: str) -> str:
@@ -89,7 +89,7 @@ def read_signature(model: type, prefix_of: PositionPrefix = no_position) -> Pred
 
     Raises:
         InvalidArgument: The class has no ordinary method `predict`, or an annotation is not a
-            tensor's. The message has a line for each wrong argument.
+            tensor type. The message has a line for each wrong argument.
     """
     collected = Collector()
     signature = collected(_collect_signature, model, prefix_of, collected)
@@ -325,10 +325,11 @@ def check_class(model: type, prefix_of: PositionPrefix = no_position) -> Predict
             with `prefix_of(name)`.
     """
     checks: dict[str, Callable[[], Any]] = {
-        **{name: partial(whole_number, model, name, 0) for name in _WHOLE_NUMBERS},
-        **{name: partial(parameter, model, name) for name in _PARAMETER_ATTRIBUTES},
+        **{name: partial(integer_attribute, model, name, 0) for name in _WHOLE_NUMBERS},
+        **{name: partial(parameter_attribute, model, name) for name in _PARAMETER_ATTRIBUTES},
         **{name: partial(batch_mappings, model, name) for name in ("batch_input", "batch_output")},
         "instance_group": partial(instance_groups, model),
+        "__init__": partial(_check_constructor, model),
     }
     problems = []
     for name, check_attribute in checks.items():
@@ -346,9 +347,25 @@ def check_class(model: type, prefix_of: PositionPrefix = no_position) -> Predict
     return predict
 
 
+def _check_constructor(model: type) -> None:
+    try:
+        inspect.signature(model).bind()
+    except TypeError as error:
+        raise InvalidArgument(
+            f"'{model.__name__}' is created without arguments, but __init__ is {error}: use "
+            "default values, or 'load(self, context)', whose context.parameters has the settings"
+        ) from None
+    except ValueError:  # a class of an extension module may have no signature
+        pass
+
+
 def instance_groups(model: type) -> list[dict[str, Any]]:
-    """Return the instance groups of a class, by `instance_group` or a number of `instances`."""
-    count = whole_number(model, "instances", 0)
+    """Return the instance groups in a class's attribute `instance_group`, else in `instances`.
+
+    Raises:
+        InvalidArgument: An attribute has a wrong type.
+    """
+    count = integer_attribute(model, "instances", 0)
     groups = getattr(model, "instance_group", [{"count": count}] if count else [])
     if not isinstance(groups, list | tuple) or not all(isinstance(group, dict) for group in groups):
         raise InvalidArgument(
@@ -370,7 +387,7 @@ def warn_of_misspelt_attributes(model: type, prefix_of: PositionPrefix) -> None:
                 logger.warning(text, prefix_of(name), model.__name__, name, similar)
 
 
-def whole_number(model: type, attribute: str, default: int) -> int:
+def integer_attribute(model: type, attribute: str, default: int) -> int:
     """Return the value of an attribute that must be a whole number.
 
     Raises:
@@ -426,12 +443,12 @@ def batch_mappings(model: type, attribute: str) -> list[dict[str, Any]]:
 
 
 def parameters(model: type) -> dict[str, Any]:
-    """Return the attributes of a class that are parameters of a configuration."""
-    parameters = {name: parameter(model, name) for name in _PARAMETER_ATTRIBUTES}
+    """Return the parameters of a configuration that are attributes of a class, by name."""
+    parameters = {name: parameter_attribute(model, name) for name in _PARAMETER_ATTRIBUTES}
     return {name: {"string_value": text} for name, text in parameters.items() if text is not None}
 
 
-def parameter(model: type, name: str) -> str | None:
+def parameter_attribute(model: type, name: str) -> str | None:
     """Return the text of a parameter, or None if the class does not have it.
 
     Raises:

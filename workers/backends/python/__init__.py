@@ -79,7 +79,11 @@ class PythonBackend(Backend):
         self._model: Any = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return `config` completed by the model's `auto_complete_config`; pass on its errors."""
+        """Return `config` completed by the model's `auto_complete_config`; pass on its errors.
+
+        Raises:
+            Internal: The method did not return a `ModelConfig`.
+        """
         class_ = self._find_class(ModelSpec.of(config))
         completed = ModelConfig(json.dumps(config))
         if hasattr(class_, "auto_complete_config"):
@@ -94,7 +98,11 @@ class PythonBackend(Backend):
         return as_json
 
     def load(self, config: ModelSpec) -> None:
-        """Create the model and call its `initialize`, whose errors are passed on."""
+        """Create the model and call its `initialize`, whose errors are passed on.
+
+        Raises:
+            InvalidArgument: The model has no method `execute`.
+        """
         context = self.context
         metrics.set_listener(self._metrics_changed)
         self.device_inputs = config.parameters.get("FORCE_CPU_ONLY_INPUT_TENSORS") == "no"
@@ -148,7 +156,7 @@ class PythonBackend(Backend):
             self._decoupled.execute(streams)
 
     def is_ready(self) -> bool:
-        """Call the model's `is_ready`, plain or a coroutine.
+        """Return the result of the model's `is_ready`, which may be a coroutine function.
 
         Errors of the model are passed on.
 
@@ -209,16 +217,20 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
         raise Unavailable(f"Python model file '{version_dir.name}/{file}' not found{found}")
     module = _import_model(model_dir, version_dir, file)
     if not hasattr(module, "TritonPythonModel"):
-        raise InvalidArgument(f"'{file}' has no class TritonPythonModel{_hint(module, file)}")
+        raise InvalidArgument(
+            f"'{file}' has no class TritonPythonModel{_import_hint(module, file)}"
+        )
     return module.TritonPythonModel
 
 
-def _hint(module: Any, file: str) -> str:
+def _import_hint(module: Any, file: str) -> str:
     """Return advice for a model file without a `TritonPythonModel`, or ""."""
     torch = sys.modules.get("torch")
+    hint = ""
     for name, class_ in vars(module).items():
         if not isinstance(class_, type) or class_.__module__ != module.__name__:
             continue
+        hint = f". A class with a method 'predict' is served, too, but its class {name} has none"
         if torch is not None and issubclass(class_, torch.nn.Module):
             return (
                 f'. Its class {name} is an nn.Module: write backend: "pytorch", '
@@ -230,7 +242,7 @@ def _hint(module: Any, file: str) -> str:
                 f'parameters {{ key: "class" value {{ string_value: "{name}" }} }} into '
                 "config.pbtxt"
             )
-    return ""
+    return hint
 
 
 def _import_model(model_dir: Path, version_dir: Path, file: str) -> ModuleType:
@@ -341,18 +353,18 @@ class PythonExecution:
             for request, response in pairs
         ]
 
-    def _as_list(self, returned: Any, received_requests: list[ReceivedRequest]) -> list[Any]:
+    def _as_list(self, returned_value: Any, received_requests: list[ReceivedRequest]) -> list[Any]:
         """Return the list that `execute`, or its coroutine, has returned."""
-        if asyncio.iscoroutine(returned):
-            returned = self.run(returned)
-        if returned is None and all(
+        if asyncio.iscoroutine(returned_value):
+            returned_value = self.run(returned_value)
+        if returned_value is None and all(
             request.outbox is not None or request.rescheduled for request in received_requests
         ):
             return [None] * len(received_requests)
-        if not isinstance(returned, list):
-            problem = f"Expected a list in the execute return, found type '{type(returned)}'."
+        if not isinstance(returned_value, list):
+            problem = f"Expected a list in the execute return, found type '{type(returned_value)}'."
             raise _misuse_error(self._instance_name, problem)
-        return returned
+        return returned_value
 
     def _response(self, request: ReceivedRequest, response: Any) -> Response:
         if request.rescheduled:
@@ -391,7 +403,7 @@ class PythonExecution:
 
     @staticmethod
     def _sent_responses(received_requests: Sequence[ReceivedRequest]) -> list[Response]:
-        """Return the responses that the model has sent, if every request has one."""
+        """Return the responses that the model has sent; [] unless every request has one."""
         sent_responses = [r.outbox.response for r in received_requests if r.outbox is not None]
         responses = [response for response in sent_responses if response is not None]
         return responses if len(responses) == len(received_requests) else []

@@ -97,7 +97,7 @@ def as_list(value: Any, name: str) -> list[Any]:
 def as_int(value: object, name: str, minimum: int = 0, bits: int = 63) -> int:
     """Return `value`, which may be numpy's, as an int in [`minimum`, 2**bits).
 
-    Else raise TypeError.
+    Raise TypeError for any other value.
     """
     try:
         number = operator.index(value)  # type: ignore[arg-type]

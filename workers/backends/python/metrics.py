@@ -254,8 +254,8 @@ def _as_float(value: object) -> float:
 class Metric:
     """A value of a family.
 
-    Its methods raise TritonModelException for an operation that its kind lacks and after the family
-    was deleted, TypeError for an argument that is not a number.
+    Its methods raise TritonModelException if its kind lacks the operation or the family was
+    deleted. They raise TypeError if an argument is not a number.
     """
 
     def __init__(self, owner: _Owner, value: _MetricValue) -> None:

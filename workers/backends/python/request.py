@@ -236,7 +236,7 @@ class StreamedResponses:
 
 
 class InferenceResponseSender:
-    """The sender of the responses to one request, for any thread and after `execute`."""
+    """The sender of the responses to one request, usable in any thread and after `execute`."""
 
     __slots__ = ("__weakref__", "_channel", "_thread_error")
 
@@ -522,7 +522,7 @@ class InferenceRequest:
             self._timeout,
             api.deadline_ns(),
             self._priority,
-            TraceContext.of(trace).child().message if trace else "",
+            TraceContext.of(trace).child().message_field if trace else "",
             api.origins(),
             api.caller_lines(),
         )

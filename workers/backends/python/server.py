@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import Cancelled, Internal, NotFound, ShmserveError, Unavailable
-from shmserve.ipc.messages.control_requests import AskReady, FindModel, LoadModel, UnloadModel
+from shmserve.ipc.messages.control_requests import FindModel, LoadModel, QueryReadiness, UnloadModel
 from shmserve.ipc.messages.inference import Caller
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, as_text
@@ -50,8 +50,8 @@ class ServerApi:
     def decoupled_execution(self, requests: Sequence[Request]) -> Iterator[None]:
         """Record `requests` as the origins of calls of other models in the `with` block.
 
-        Calls of coroutines that the block starts are included. The instance waits only for calls
-        that this thread makes.
+        Calls that are made by coroutines started in the block are included. The instance waits only
+        for calls that this thread makes.
         """
         self.executing_requests, self._executing_thread = requests, threading.get_ident()
         token = _ORIGINS.set(requests)
@@ -134,7 +134,7 @@ class ServerApi:
             return False
         if not (state["ready"] and state.get("checks_ready")):
             return bool(state["ready"])
-        return bool(self.context.control.ask(AskReady, name, state["version"])["ready"])
+        return bool(self.context.control.ask(QueryReadiness, name, state["version"])["ready"])
 
 
 _server: ServerApi | None = None

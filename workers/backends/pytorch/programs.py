@@ -306,6 +306,9 @@ def _is_strings(kind: Any) -> bool:
 def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.ExportedProgram]:
     """Load an archive of `torch.export.save`.
 
+    Returns:
+        The callable program, and the exported program, which contains the graph.
+
     Raises:
         InvalidArgument: The archive holds pickled objects, or cannot be read.
     """
@@ -360,6 +363,10 @@ def load_class(path: Path, device: Device, name: str, parameters: dict[str, str]
 
     The module is compiled with `torch.compile` if the configuration's parameters have options for
     it.
+
+    Raises:
+        InvalidArgument: The class has no `forward`, the weights do not fit the class, or an option
+            is invalid.
     """
     module_class = _module_class(import_file(path, f"shmserve_model_{name}"), path)
     module: torch.nn.Module = module_class()
@@ -445,7 +452,7 @@ def _compile_options(parameters: dict[str, str]) -> dict[str, Any] | None:
 _UNBOUNDED = 2**31
 
 
-def describe(exported: torch.export.ExportedProgram) -> FileDescription:
+def describe_program(exported: torch.export.ExportedProgram) -> FileDescription:
     """Describe the inputs and outputs in the graph of a program.
 
     Raises:

@@ -126,9 +126,10 @@ class VllmAnswer:
         return encode_logprobs(encoded)
 
     def _entry(self, token: int, scores: Mapping[int, Any] | None, top: int) -> dict[str, Any]:
-        """Return the log probability of a token, with the `top` likeliest tokens at its position.
+        """Return a token's entry of log probabilities, with the `top` likeliest tokens.
 
-        vLLM's `scores` are None for the first token of a prompt.
+        vLLM's `scores`, by token, are None for the first token of a prompt. If `top` is negative,
+        the entry has all tokens with a score.
         """
         if scores is None:
             return {**self._token_entry(token, None), "logprob": None, "top_logprobs": None}

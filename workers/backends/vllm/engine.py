@@ -26,7 +26,7 @@ from shmserve.errors import (
     suggestion,
 )
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
-from shmserve.workers.backends.llm.chat_template import conversation
+from shmserve.workers.backends.llm.chat_template import parse_conversation
 from shmserve.workers.backends.llm.model.checkpoint import read_json
 from shmserve.workers.backends.llm.prompts import UNLIMITED, prompt_input, task_input
 
@@ -44,7 +44,7 @@ _CONSTRAINTS = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
 
 @dataclass(frozen=True)
-class Arguments:
+class VllmArguments:
     """The arguments of the engine and of vLLM's server in model.json.
 
     Attributes:
@@ -58,7 +58,7 @@ class Arguments:
     adapters: dict[str, str]
 
     @classmethod
-    def read(cls, folder: Path, model_name: str) -> Arguments:
+    def read(cls, folder: Path, model_name: str) -> VllmArguments:
         """Read the files in the folder of a version; resolve a relative path of the model there.
 
         Raises:
@@ -83,7 +83,7 @@ class Arguments:
         settings.setdefault("served_model_name", model_name)
         return cls(settings, server, adapters)
 
-    def for_vllm(self) -> Any:
+    def engine_arguments(self) -> Any:
         """Return the arguments of the engine in vLLM's class.
 
         Raises:
@@ -102,7 +102,7 @@ class Arguments:
 
     def max_model_len(self) -> int:
         """Return the maximum length of a sequence; errors of vLLM are passed on."""
-        return int(self.for_vllm().create_model_config().max_model_len)
+        return int(self.engine_arguments().create_model_config().max_model_len)
 
     @property
     def parses_messages(self) -> bool:
@@ -141,7 +141,7 @@ class VllmCall:
 
 
 def parse_message(parser: Any, request: Any, sample: Any, prompt: list[int]) -> dict[str, Any]:
-    """Return the content, the reasoning and the tool calls in the text of a sample.
+    """Return the members of the message in a sample's text: content, reasoning and tool calls.
 
     Args:
         parser: vLLM's parser for the message of this sample.
@@ -185,7 +185,7 @@ class VllmEngine:
         client: vLLM's `AsyncLLM`.
     """
 
-    def __init__(self, client: Any, arguments: Arguments) -> None:
+    def __init__(self, client: Any, arguments: VllmArguments) -> None:
         from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
         from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
         from vllm.lora.request import LoRARequest
@@ -219,13 +219,13 @@ class VllmEngine:
         self._tokenization = ServingTokenization(registry, self._renderer, **options)
 
     @classmethod
-    async def start(cls, arguments: Arguments) -> VllmEngine:
+    async def start(cls, arguments: VllmArguments) -> VllmEngine:
         """Start the engine's processes, and load the model.
 
         Raises:
-            InvalidArgument: As by `Arguments.for_vllm`. Errors of vLLM are passed on.
+            InvalidArgument: An argument is unknown. Errors of vLLM are passed on.
         """
-        engine_args = arguments.for_vllm()
+        engine_args = arguments.engine_arguments()
         from vllm.v1.engine.async_llm import AsyncLLM
 
         return cls(AsyncLLM.from_engine_args(engine_args), arguments)
@@ -249,7 +249,7 @@ class VllmEngine:
         return InvalidArgument(f"{name}: {text}" if name else text)
 
     async def make_call(
-        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
+        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, is_openai: bool
     ) -> VllmCall:
         """Return the call for the inputs and the parameters of a request.
 
@@ -257,7 +257,7 @@ class VllmEngine:
             inputs: The inputs by name.
             parameters: The parameters.
             echoes: Whether log probabilities include the prompt's.
-            openai: Whether the defaults of vLLM's server apply, as they always do in chats.
+            is_openai: Whether the defaults of vLLM's server apply, as they always do in chats.
 
         Raises:
             InvalidArgument: An input or a parameter is wrong. vLLM raises other errors, see
@@ -277,12 +277,14 @@ class VllmEngine:
             source, defaults = "", self._defaults
             if body.get("max_tokens") == UNLIMITED:
                 del body["max_tokens"]
-            request = _parse_request(ChatCompletionRequest, {**body, **conversation(inputs[name])})
+            request = _parse_request(
+                ChatCompletionRequest, {**body, **parse_conversation(inputs[name])}
+            )
             if request.tool_choice not in (None, "none") and not self._renderer.enable_auto_tools:
                 raise InvalidArgument(f"tools: {_TOOL_PARSER} is not set in the model's {FILE}")
             _, (prompt,) = _check_accepted(await self._renderer.render_chat(request))
         else:
-            source, defaults = inputs[name], self._defaults if openai else {}
+            source, defaults = inputs[name], self._defaults if is_openai else {}
             body |= {"prompt": source if name == "text_input" else source.tolist(), "echo": echoes}
             request = _parse_request(CompletionRequest, body)
             (prompt,) = _check_accepted(await self._renderer.render_completion(request))
@@ -338,7 +340,7 @@ class VllmEngine:
             return {"text_output": ("BYTES", [result.prompt])}
         request_class, body = protocol.TokenizeCompletionRequest, {"prompt": inputs[name]}
         if name == "messages":
-            request_class, body = protocol.TokenizeChatRequest, conversation(inputs[name])
+            request_class, body = protocol.TokenizeChatRequest, parse_conversation(inputs[name])
         special = {key: parameters[key] for key in parameters if key == "add_special_tokens"}
         tokenize = request_class.model_validate({**body, **special, "return_token_strs": True})
         result = _check_accepted(await self._tokenization.create_tokenize(tokenize, None))
@@ -347,7 +349,7 @@ class VllmEngine:
 
 
 def max_tokens_cap(config: Any, defaults: Mapping[str, Any]) -> int | None:
-    """Return the maximum of `max_tokens`, which the arguments of vLLM's server may set."""
+    """Return the maximum of `max_tokens` that the arguments of vLLM's server set, or None."""
     if config.generation_config in ("auto", "vllm"):
         return (config.override_generation_config or {}).get("max_new_tokens")
     return defaults.get("max_tokens")
@@ -357,7 +359,8 @@ def _request_body(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters as fields of vLLM's API, with the older names of constraints replaced.
 
     Raises:
-        InvalidArgument: A value is not an object. vLLM would fail with an AttributeError.
+        InvalidArgument: The constraints contradict each other, or are not an object. vLLM would
+            fail with an AttributeError in the latter case.
     """
     body = {name: value for name, value in parameters.items() if value is not None}
     for name in ("structured_outputs", "guided_decoding"):
@@ -373,7 +376,7 @@ def _request_body(parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse_request(request_class: Any, body: dict[str, Any]) -> Any:
-    """Return a request of vLLM's API; raise InvalidArgument for a field that vLLM lacks."""
+    """Return a request of vLLM's API; raise InvalidArgument for a field that is not supported."""
     body = {name: value for name, value in body.items() if name not in _UNUSED}
     _check_known(body, request_class.model_fields, "{}: vLLM has no such parameter")
     if body.get("use_beam_search"):

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.gateway.compression import WBITS_BY_ENCODING, Inflater
-from shmserve.gateway.grpc.calls.headers import CallHead, Ending, StatusCode
+from shmserve.gateway.grpc.calls.headers import CallHead, CallStatus, StatusCode
 from shmserve.gateway.grpc.wire.request import RequestSink
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
-from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
+from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, ArrivingBody, BodyBudget
 from shmserve.gateway.inference.prepare import ArrivingRequest
 
 # Messages of at least this size are received into their final memory if possible.
@@ -30,11 +30,11 @@ _EMPTY_VIEW = memoryview(b"")
 
 
 class BrokenMessage(Exception):
-    """The error for data that is not a valid message; `ending` is the status of the call."""
+    """The error for data that is not a valid message; `status` is the status of the call."""
 
     def __init__(self, code: StatusCode, text: str) -> None:
         super().__init__(text)
-        self.ending: Ending = (code, text, ())
+        self.status: CallStatus = (code, text, ())
 
 
 # The bytes of a message, or an inference request whose tensors were received into the arena.
@@ -52,14 +52,14 @@ def release_message(message: MessageContent) -> None:
 
 
 class ReceivedMessage(NamedTuple):
-    """A complete message; `beyond_window` is the number of its bytes that exceeded the window."""
+    """A complete message; `bytes_beyond_window` of its bytes exceeded the window."""
 
     data: MessageContent
-    compressed: bool
-    beyond_window: int
+    is_compressed: bool
+    bytes_beyond_window: int
 
 
-class ArrivingMessage(Arrival):
+class ArrivingMessage(ArrivingBody):
     """An incomplete message and its time limit.
 
     `on_evicted` is called when other messages need its memory.
@@ -101,13 +101,13 @@ class Assembly:
     # Data that was received after the piece.
     _buffered_data: bytearray = field(default_factory=bytearray)
     _prefix: bytes = b""
-    _size: int = 0
+    _message_size: int = 0
     # The received part of a message without a sink.
     _message: bytearray = field(default_factory=bytearray)
-    _compressed: bool = False
+    _is_compressed: bool = False
     missing_bytes: int = 0  # bytes that the incomplete message lacks
-    beyond_window: int = 0  # bytes of the message that need a window update
-    _permitted_beyond: int = 0  # bytes of the message that a window update has permitted
+    bytes_beyond_window: int = 0  # bytes of the message that need a window update
+    _permitted_extra_bytes: int = 0  # bytes of the message that a window update has permitted
 
     @property
     def received_bytes(self) -> int:
@@ -116,11 +116,15 @@ class Assembly:
         The result is valid once `take_message` has returned None.
         """
         if self.missing_bytes:
-            return PREFIX.size + self._size - self.missing_bytes
+            return PREFIX.size + self._message_size - self.missing_bytes
         return len(self._prefix)
 
     def next_buffer(self, byte_limit: int) -> memoryview | None:
-        """Return the memory for the next bytes, at most `byte_limit` bytes, or None if unknown."""
+        """Return the memory for the next bytes, at most `byte_limit` bytes.
+
+        Returns:
+            None if the caller has to receive the bytes into a buffer of its own.
+        """
         if self.sink is None or self._position < len(self._piece) or self._buffered_data:
             return None
         return self.sink.next_buffer(min(byte_limit, self.missing_bytes))
@@ -152,7 +156,7 @@ class Assembly:
                 if len(self._prefix) < PREFIX.size:
                     continue
                 if not self._start_message():
-                    return ReceivedMessage(b"", self._compressed, 0)
+                    return ReceivedMessage(b"", self._is_compressed, 0)
                 continue
             part = self._piece[self._position : self._position + self.missing_bytes]
             self._position += len(part)
@@ -163,14 +167,18 @@ class Assembly:
                 self.sink.feed(part)
             if not self.missing_bytes:
                 data = self._finish_content()
-                permitted, self._permitted_beyond, self.beyond_window = self._permitted_beyond, 0, 0
-                return ReceivedMessage(data, self._compressed, permitted)
+                permitted, self._permitted_extra_bytes, self.bytes_beyond_window = (
+                    self._permitted_extra_bytes,
+                    0,
+                    0,
+                )
+                return ReceivedMessage(data, self._is_compressed, permitted)
         return None
 
-    def permit_rest(self) -> int:
+    def permit_remaining(self) -> int:
         """Permit the bytes of the message that exceed the window; return how many these are."""
-        permitted, self.beyond_window = self.beyond_window, 0
-        self._permitted_beyond += permitted
+        permitted, self.bytes_beyond_window = self.bytes_beyond_window, 0
+        self._permitted_extra_bytes += permitted
         return permitted
 
     def _next_piece(self) -> bool:
@@ -204,9 +212,9 @@ class Assembly:
         if size > LARGEST_MESSAGE:
             text = f"Received message larger than max ({size} vs. {LARGEST_MESSAGE})"
             raise BrokenMessage(StatusCode.RESOURCE_EXHAUSTED, text)
-        self._compressed = bool(flag)
-        self._size = self.missing_bytes = size
-        self.beyond_window = max(0, size + PREFIX.size - self._permitted_bytes)
+        self._is_compressed = bool(flag)
+        self._message_size = self.missing_bytes = size
+        self.bytes_beyond_window = max(0, size + PREFIX.size - self._permitted_bytes)
         if size >= LARGE_MESSAGE_BYTES and not flag and self._sinks is not None:
             self.sink = self._sinks(self._head, size)
         return bool(size)
@@ -225,7 +233,7 @@ async def inflate_message(data: bytes, encoding: str, limit: int, budget: BodyBu
         raise BrokenMessage(StatusCode.INTERNAL, text)
     inflater = Inflater(limit)
     pieces: list[bytes] = []
-    reservation = Arrival(0.0, budget)
+    reservation = ArrivingBody(0.0, budget)
     try:
         for piece in inflater.feed(data):
             reservation.reserve(len(piece))
@@ -243,7 +251,7 @@ async def inflate_message(data: bytes, encoding: str, limit: int, budget: BodyBu
 
 
 def frame_message(data: bytes) -> tuple[bytes, bytes]:
-    """Return a message with gRPC's prefix, as prefix and content."""
+    """Return gRPC's prefix of a message, and the message."""
     return PREFIX.pack(0, len(data)), data
 
 
@@ -253,17 +261,17 @@ class Deflater:
     def __init__(self, level: int) -> None:
         self._level = level
 
-    def select_encoding(self, accepts: frozenset[str]) -> str | None:
+    def select_encoding(self, accepted_encodings: frozenset[str]) -> str | None:
         """Return the encoding for a client that accepts these encodings, or None."""
-        return next((name for name in WBITS_BY_ENCODING if name in accepts), None)
+        return next((name for name in WBITS_BY_ENCODING if name in accepted_encodings), None)
 
     def frame(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
-        """Return a message with gRPC's prefix, compressed if that is shorter."""
+        """Return gRPC's prefix and the content of a message, compressed if that is shorter."""
         compressor = zlib.compressobj(self._level, wbits=WBITS_BY_ENCODING[encoding])
         return _frame_shorter(data, compressor.compress(data) + compressor.flush())
 
     async def frame_in_turns(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
-        """Return a message with gRPC's prefix, compressed in several turns of the event loop."""
+        """Return prefix and content like `frame`; compress in several turns of the event loop."""
         compressor = zlib.compressobj(self._level, wbits=WBITS_BY_ENCODING[encoding])
         pieces: list[bytes] = []
         view = memoryview(data)

@@ -207,7 +207,7 @@ class TemplateCache:
         """Return the request in a message with a known layout, or None.
 
         Raises:
-            AlreadyExists: The range of an output is in use, and overlaps are errors.
+            AlreadyExists: The range of an output is in use, and `shm_overlap` is "error".
         """
         layout = self._layouts.find(len(message))
         if layout is None:
@@ -231,14 +231,14 @@ class TemplateCache:
             # `find_by_fingerprint` finds the template if it is still valid.
             del layout.templates[kept_parts]
         elif identity != cached.identity:
-            built_request.identify(identity)
+            built_request.set_identity(identity)
         return built_request
 
     def find_by_fingerprint(self, message: bytes, parts: SplitMessage) -> BuiltRequest | None:
         """Return the request in a message with a known fingerprint, or None.
 
         Raises:
-            AlreadyExists: The range of an output is in use, and overlaps are errors.
+            AlreadyExists: The range of an output is in use, and `shm_overlap` is "error".
         """
         cached = self._cache.find(parts.key)
         if cached is None:
@@ -257,7 +257,7 @@ class TemplateCache:
             built_request = cached.template.fill(contents)
             if built_request is not None:
                 if identity != cached.identity:
-                    built_request.identify(identity)
+                    built_request.set_identity(identity)
                 return built_request
         self._cache.remove(cached.key)
         return None

@@ -140,7 +140,7 @@ def _decode_output(output: ModelInferRequest.InferRequestedOutputTensor) -> Infe
 
 
 def _decode_region(tensor: str, parameters: _Parameters) -> RegionRange | None:
-    """Return the range of a region in the parameters of a tensor, or None."""
+    """Return the range of a region that the parameters of a tensor name; None without a region."""
     if "shared_memory_region" not in parameters:
         for key in ("shared_memory_offset", "shared_memory_byte_size"):
             if key in parameters:
@@ -244,7 +244,7 @@ def _set_parameters(request: InferRequest, parameters: _Parameters) -> None:
             case _ if key == _EMPTY_FINAL:
                 # This parameter concerns decoupled models only, which have several responses.
                 _check_kind(key, kind, "bool_param")
-                request.empty_final = value
+                request.sends_empty_final = value
             case _ if key.startswith("triton_"):
                 raise InvalidArgument(_RESERVED_KEYS)
             case _:
@@ -288,7 +288,8 @@ class RequestSink:
     def next_buffer(self, byte_limit: int) -> memoryview | None:
         """Return the memory that the next bytes are received into, at most `byte_limit` bytes.
 
-        Return None if it is unknown.
+        Returns:
+            None if the bytes are not those of a tensor with reserved memory.
         """
         return None if self._tensors is None else self._tensors.next_buffer(byte_limit)
 

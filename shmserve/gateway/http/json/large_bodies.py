@@ -81,7 +81,7 @@ class Packed:
         return "INT32" if self.kind == "tokens" else "BYTES"
 
     def __repr__(self) -> str:
-        """Return the beginning of the text by which errors show the field."""
+        """Return the beginning of the field, as error messages show it."""
         beginning = b"".join(self.pieces[:1])
         if self.kind == "tokens":
             return repr(np.frombuffer(beginning, np.int32).tolist())
@@ -104,7 +104,7 @@ class Packed:
 
 async def parse_large(
     pieces: Sequence[bytes],
-    longest: Mapping[str, int],
+    max_tokens_by_model: Mapping[str, int],
     prompts: Sequence[str],
     model: str = "",
     convert: Convert | None = None,
@@ -113,7 +113,7 @@ async def parse_large(
 
     Args:
         pieces: The body.
-        longest: The maximum number of tokens of each model.
+        max_tokens_by_model: The maximum number of tokens of each model.
         prompts: The fields with prompts.
         model: The model, unless the body has its name.
         convert: The function that converts the parsed body, or None; the process imports it.
@@ -127,7 +127,13 @@ async def parse_large(
         call = f"import {convert.__module__} as m; main(m.{convert.__name__})"
     # The low priority is for the imports, which need more CPU time than most bodies.
     code = f"import os; os.nice(10); from {__name__} import main; {call}"
-    arguments = (sys.executable, "-P", "-c", code, json.dumps([longest, prompts, model]))
+    arguments = (
+        sys.executable,
+        "-P",
+        "-c",
+        code,
+        json.dumps([max_tokens_by_model, prompts, model]),
+    )
     pipe = asyncio.subprocess.PIPE
     async with _one_at_a_time:
         process = await asyncio.create_subprocess_exec(
@@ -181,12 +187,14 @@ def _insert_packed(fields: dict[str, Any], packed: Mapping[str, Packed]) -> None
             _insert_packed(value, packed)
 
 
-def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
+def long_prompt_error(body: Any, max_tokens_by_model: Mapping[str, int], model: str) -> str:
     """Return the error about a prompt or other fields that are too large, or ""."""
     requested_model = (body.get("model") or model) if isinstance(body, dict) else None
-    token_limit = longest.get(requested_model) if isinstance(requested_model, str) else None
+    token_limit = (
+        max_tokens_by_model.get(requested_model) if isinstance(requested_model, str) else None
+    )
     if requested_model == "":  # a request without a name is for the server's only model
-        token_limit = max(longest.values(), default=None)
+        token_limit = max(max_tokens_by_model.values(), default=None)
     if token_limit is None:
         return ""
     nested = body.get("parameters")
@@ -228,7 +236,7 @@ def are_tokens(value: Any) -> bool:
 
 
 def check_tokens(name: str, tokens: Sequence[Any]) -> None:
-    """Raise InvalidArgument if an element is not an integer, or if INT32 would wrap it."""
+    """Raise InvalidArgument if an element is not an integer, or exceeds the range of INT32."""
     if {*map(type, tokens)} == {int} and max(-min(tokens), max(tokens)) <= _MAX_TOKEN_ID:
         return
     for index, token in enumerate(tokens):
@@ -309,7 +317,7 @@ def main(convert: Convert | None = None) -> None:
     logging.basicConfig(handlers=[records])
     try:
         body = loads(sys.stdin.buffer.read())
-        if error := long_prompt(body, longest, model):
+        if error := long_prompt_error(body, longest, model):
             raise InvalidArgument(error)
         if convert is not None:
             body = convert(body)

@@ -24,7 +24,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from shmserve.common.names import DoubledName, members
+from shmserve.common.names import DoubledName, unique_members
 from shmserve.errors import Internal, InvalidArgument, clip, nearest
 from shmserve.ipc.tensors.descriptors import MAX_UINT64
 
@@ -148,7 +148,7 @@ def _loads_lenient(json_text: bytes, strict: orjson.JSONDecodeError) -> Any:
             with_infinity,
             parse_float=_parse_finite,
             parse_int=_parse_int_or_float,
-            object_pairs_hook=members,
+            object_pairs_hook=unique_members,
         )
         orjson.dumps(value)  # raises for a half surrogate pair, which is not text
     except DoubledName as doubled:
@@ -177,12 +177,15 @@ def _parse_int_or_float(text: str) -> int | float:
 
 
 def has_many_objects(json_text: bytes) -> bool:
-    """Return whether the objects of a JSON text take longer than 5 ms to parse and convert."""
+    """Return whether a JSON text has so many objects that parsing and conversion take 5 ms."""
     return _has_too_many(json_text, b"{", MAX_OBJECTS)
 
 
-def _has_too_many(json_text: bytes, mark: bytes, limit: int = MAX_MEMBERS) -> bool:
-    return json_text.count(mark) > limit and len(_select_outside_strings(json_text, mark)) > limit
+def _has_too_many(json_text: bytes, character: bytes, limit: int = MAX_MEMBERS) -> bool:
+    return (
+        json_text.count(character) > limit
+        and len(_select_outside_strings(json_text, character)) > limit
+    )
 
 
 def _is_too_deep(json_text: bytes) -> bool:
@@ -227,7 +230,7 @@ def mistyped_value_error(kind: str) -> JsonFault:
 
 
 def member_string(holder: dict[str, Any], field: str) -> str:
-    """Return a required member that is a string."""
+    """Return a required member; raise JsonFault if it is missing or not a string."""
     value = holder.get(field)
     if type(value) is not str:
         raise mistyped_error(field, "string") if field in holder else missing_error(field, holder)
@@ -235,7 +238,11 @@ def member_string(holder: dict[str, Any], field: str) -> str:
 
 
 def member_array(holder: Any, field: str) -> list[Any]:
-    """Return a required member that is an array; `holder` may be any JSON value."""
+    """Return a required member of `holder`, which may be any JSON value.
+
+    Raises:
+        JsonFault: The member is missing or not an array.
+    """
     if type(holder) is not dict or field not in holder:
         raise missing_error(field, holder)
     value = holder[field]
@@ -245,14 +252,14 @@ def member_array(holder: Any, field: str) -> list[Any]:
 
 
 def check_unsigned(value: Any, field: str) -> int:
-    """Return `value` if it is an integer in [0, 2**64)."""
+    """Return `value`; raise JsonFault unless it is an integer in [0, 2**64)."""
     if type(value) is not int or not 0 <= value <= MAX_UINT64:
         raise mistyped_error(field, "unsigned-integer")
     return value
 
 
 def check_boolean(value: Any, field: str) -> bool:
-    """Return `value` if it is true or false."""
+    """Return `value`; raise JsonFault unless it is true or false."""
     if type(value) is not bool:
         raise mistyped_error(field, "boolean")
     return value
@@ -290,7 +297,7 @@ def _find_duplicate_key(json_text: bytes, value: Any) -> DoubledName | None:
         return None
     if len(json_text) <= _MAX_NAMED_BYTES:
         try:
-            json.loads(json_text, object_pairs_hook=members)
+            json.loads(json_text, object_pairs_hook=unique_members)
         except DoubledName as doubled:
             return doubled
     return DoubledName(None)

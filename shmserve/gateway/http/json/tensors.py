@@ -60,7 +60,7 @@ def split_values(values: list[Any]) -> Iterator[list[Any]]:
 
 
 def _flatten_with_types(values: list[Any]) -> tuple[list[Any], set[type]]:
-    """Return the values, and their types."""
+    """Return the values of nested lists as one list, and the set of their types."""
     kinds = set(map(type, values))
     while list in kinds:
         if len(kinds) == 1:
@@ -72,7 +72,7 @@ def _flatten_with_types(values: list[Any]) -> tuple[list[Any], set[type]]:
 
 
 def create_packer(datatype: str, count: int) -> Callable[..., bytes] | None:
-    """Return a function that converts `count` numbers to bytes; None for other datatypes.
+    """Return a function that converts `count` numbers to bytes; None if only `decode` can.
 
     The function raises struct.error or OverflowError for values that only `decode` can handle.
     """
@@ -148,23 +148,23 @@ def _too_few_error(actual_count: int, count: int, name: str) -> JsonFault:
     )
 
 
-def _pack_values(values: list[Any], kinds: set[type], datatype: str, name: str) -> bytes:
+def _pack_values(values: list[Any], value_types: set[type], datatype: str, name: str) -> bytes:
     if not values:
         return b""
     if datatype == "BYTES":
         return _pack_strings(values, name)
     if datatype == "BOOL":
-        if kinds != {bool}:
+        if value_types != {bool}:
             raise _misfit_error(values, lambda item: type(item) is bool, "boolean", "boolean", name)
         return bytes(values)
     code = _STRUCT_CODES[datatype]
     if datatype in _FLOAT_DATATYPES:
-        if not kinds <= _REAL_TYPES:
+        if not value_types <= _REAL_TYPES:
             raise _misfit_error(
                 values, lambda value: type(value) in _REAL_TYPES, "number", "double", name
             )
         return array(code, values).tobytes()
-    if len(kinds) == 1 and int in kinds:
+    if len(value_types) == 1 and int in value_types:
         with suppress(OverflowError):
             return array(code, values).tobytes()
     return _pack_wrapped(values, datatype, name)

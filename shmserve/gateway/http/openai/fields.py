@@ -31,7 +31,7 @@ def _split_names(names: str) -> frozenset[str]:
 
 
 def _refuse(allowed: AllowedValues, *names: str) -> dict[str, AllowedValues]:
-    """Return the entries of fields with the same permitted values, given words of names."""
+    """Return the entries of fields with the same permitted values; `names` are space-separated."""
     return dict.fromkeys(" ".join(names).split(), allowed)
 
 

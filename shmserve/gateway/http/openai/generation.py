@@ -96,7 +96,7 @@ class ChoiceFormat(NamedTuple):
         return {"delta" if is_chunk else "message": message}
 
     def logprobs(self, tokens: list[dict[str, Any]] | None, offset: int) -> dict[str, Any] | None:
-        """Return the probabilities of tokens; the first is at character `offset` of its text."""
+        """Return the log probabilities of tokens; the first begins at character `offset`."""
         if tokens is None:
             return None
         if self.is_chat:
@@ -114,7 +114,11 @@ class ChoiceFormat(NamedTuple):
 
 
 def _likeliest_tokens(token: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the likeliest tokens at a position and the token itself, by their texts."""
+    """Return the log probability of a token and of the likeliest tokens at its position, by text.
+
+    Returns:
+        None if the token has no `top_logprobs`.
+    """
     if token["top_logprobs"] is None:
         return None
     logprob_by_token: dict[str, Any] = {}
@@ -129,10 +133,12 @@ def _likeliest_tokens(token: dict[str, Any]) -> dict[str, Any] | None:
     return logprob_by_token
 
 
-def _format_prompt_logprobs(prompt: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
+def _format_prompt_logprobs(
+    prompt_logprobs: list[dict[str, Any] | None],
+) -> list[dict[str, Any] | None]:
     """Return the log probabilities of a prompt in the form of vLLM."""
     rows: list[dict[str, Any] | None] = []
-    for token in prompt:
+    for token in prompt_logprobs:
         if token is None:
             rows.append(None)
             continue
@@ -240,19 +246,19 @@ class Choices:
     """The choices of one request, with `sample_count` choices for each prompt.
 
     Attributes:
-        form: The format of completions or of chats.
+        choice_format: The format of completions or of chats.
         model: The name of the model in the response.
         shows_usage: Whether chunks have the member `usage`, which is null.
-        continuous: Whether `usage` has the number of tokens of the sample so far instead.
+        shows_running_usage: Whether `usage` has the number of tokens of the sample so far instead.
         shows_tokens: Whether the client receives the ids of tokens.
         tools: The tools of the request, which may be `Packed`.
     """
 
-    form: ChoiceFormat
+    choice_format: ChoiceFormat
     model: str
     sample_count: int
     shows_usage: bool = False
-    continuous: bool = False
+    shows_running_usage: bool = False
     shows_tokens: bool = True
     tools: Any = None
     _samples: dict[int, _Sample] = field(default_factory=dict)
@@ -263,7 +269,7 @@ class Choices:
     _reasoning_tokens: int | None = None  # number of tokens of reasoning
 
     def __post_init__(self) -> None:
-        self._id = f"{self.form.prefix}-{os.urandom(16).hex()}"
+        self._id = f"{self.choice_format.prefix}-{os.urandom(16).hex()}"
         self._created = int(time.time())
 
     @cached_property
@@ -271,9 +277,9 @@ class Choices:
         tools = self.tools.value() if type(self.tools) is Packed else self.tools or []
         return [tool["custom"]["name"] for tool in tools if tool.get("type") == "custom"]
 
-    def add(self, prompt: int, delta: Delta) -> dict[str, Any]:
+    def add(self, prompt_index: int, delta: Delta) -> dict[str, Any]:
         """Add a part of a sample's text, and return the choice for a chunk of the stream."""
-        index = prompt * self.sample_count + delta.sample
+        index = prompt_index * self.sample_count + delta.sample
         sample = self._samples.setdefault(index, _Sample())
         content = None if delta.logprobs is None else delta.logprobs.get("content", [])
         extra_members: dict[str, Any] = {}
@@ -282,22 +288,22 @@ class Choices:
             extra_members = sample.add(delta.message, self._custom_names, ends)
         choice = {
             "index": index,
-            **self.form.content(
+            **self.choice_format.content(
                 delta.text,
                 extra_members,
                 is_first=not sample.is_begun,
                 is_chunk=True,
                 is_last=bool(delta.finish_reason),
             ),
-            "logprobs": self.form.logprobs(content, sample.token_characters),
+            "logprobs": self.choice_format.logprobs(content, sample.token_characters),
             "finish_reason": sample.reason(delta.finish_reason),
         }
-        if delta.finish_reason or not self.form.is_chat:
+        if delta.finish_reason or not self.choice_format.is_chat:
             choice["stop_reason"] = delta.stop_reason
         sample.finish_reason, sample.stop_reason = choice["finish_reason"], delta.stop_reason
         sample.first_logprobs = None if sample.is_begun else choice["logprobs"]
-        if self.continuous:
-            members = self._count_tokens(prompt, sample, delta.extra_members)
+        if self.shows_running_usage:
+            members = self._count_tokens(prompt_index, sample, delta.extra_members)
             choice |= self._add_members(sample, members)
         elif delta.extra_members:
             choice |= self._add_members(sample, delta.extra_members)
@@ -310,16 +316,18 @@ class Choices:
             self._count_usage(delta.usage)
         return choice
 
-    def _count_tokens(self, prompt: int, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
+    def _count_tokens(
+        self, prompt_index: int, sample: _Sample, fields: dict[str, Any]
+    ) -> dict[str, Any]:
         """Count the tokens of a sample, and return the further members of its choice.
 
         `chunk` moves the member `usage` from the choice to the chunk.
         """
         sample.tokens += len(fields.get("token_ids", ()))
         if "prompt_token_ids" in fields:
-            self._prompt_sizes[prompt] = len(fields["prompt_token_ids"])
+            self._prompt_sizes[prompt_index] = len(fields["prompt_token_ids"])
         ids = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
-        size, new_tokens = self._prompt_sizes.get(prompt, 0), sample.tokens
+        size, new_tokens = self._prompt_sizes.get(prompt_index, 0), sample.tokens
         usage = {"prompt_tokens": size, "completion_tokens": new_tokens}
         usage["total_tokens"] = size + new_tokens
         return {**{name: fields[name] for name in fields if name not in ids}, "usage": usage}
@@ -327,7 +335,7 @@ class Choices:
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
         """Store `Delta.extra_members`, and return those that belong to the choice in a chunk."""
         members = dict(fields)
-        if self.form.is_chat:
+        if self.choice_format.is_chat:
             prompt = members.keys() & {"prompt_token_ids", "prompt_logprobs"}
             self._prompt_members |= {name: members.pop(name) for name in prompt}
         tokens = sample.extra_members.get("token_ids", []) + members.get("token_ids", [])
@@ -347,15 +355,16 @@ class Choices:
         choices = [
             {
                 "index": index,
-                **self.form.content(sample.text, sample.parts()),
-                "logprobs": sample.first_logprobs or self.form.logprobs(sample.logprobs, 0),
+                **self.choice_format.content(sample.text, sample.parts()),
+                "logprobs": sample.first_logprobs
+                or self.choice_format.logprobs(sample.logprobs, 0),
                 "finish_reason": sample.finish_reason,
                 "stop_reason": sample.stop_reason,
                 **sample.extra_members,
             }
             for index, sample in sorted(self._samples.items())
         ]
-        head = {**self._head(self.form.object_name), **self._prompt_members}
+        head = {**self._head(self.choice_format.object_name), **self._prompt_members}
         return {**head, "choices": choices, "usage": self.usage()}
 
     def frames(self, results: list[list[dict[str, Any]]]) -> list[bytes]:
@@ -364,10 +373,10 @@ class Choices:
 
     def chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
         """Return a chunk of a stream as JSON."""
-        head = {**self._head(self.form.chunk_name), **self._prompt_members}
+        head = {**self._head(self.choice_format.chunk_name), **self._prompt_members}
         entries = list(choices)
         if self.shows_usage:
-            head["usage"] = entries[0].pop("usage") if self.continuous else None
+            head["usage"] = entries[0].pop("usage") if self.shows_running_usage else None
         self._prompt_members = {}
         return orjson.dumps({**head, "choices": entries})
 
@@ -375,7 +384,11 @@ class Choices:
         """Return the end of a stream, with the numbers of tokens if they are requested."""
         if not usage:
             return [_DONE_EVENT]
-        usage_chunk = {**self._head(self.form.chunk_name), "choices": [], "usage": self.usage()}
+        usage_chunk = {
+            **self._head(self.choice_format.chunk_name),
+            "choices": [],
+            "usage": self.usage(),
+        }
         return [SERVER_SENT_EVENTS.frame(orjson.dumps(usage_chunk)), _DONE_EVENT]
 
     def failure(self, error: ShmserveError) -> list[bytes]:
@@ -383,7 +396,7 @@ class Choices:
         return [SERVER_SENT_EVENTS.frame(encode_openai_error(error)), _DONE_EVENT]
 
     def usage(self) -> dict[str, Any]:
-        """Return the numbers of tokens."""
+        """Return the response's member `usage`: the numbers of tokens, over all prompts."""
         prompt, generated, cached = self._usage.values()
         reasoning_tokens = self._reasoning_tokens
         details = {} if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
@@ -462,7 +475,7 @@ async def respond(
         if isinstance(error, QueueFull):
             raise TooManyRequests(error.message, error.retry_after_s) from None
         raise
-    headers = b"Content-Type: %b\r\n" % SERVER_SENT_EVENTS.content_type + generation.headers
+    headers = SERVER_SENT_EVENTS.headers + generation.headers
     response = ChunkedResponse(200, generation.events(), headers)
     response.on_sent = generation.close
     return response
@@ -494,7 +507,7 @@ class _Generation:
     @property
     def headers(self) -> bytes:
         """Return the headers of the response, from the first prompt's inference request."""
-        return self._queues[0].headers
+        return self._queues[0].response_headers
 
     async def start(self) -> None:
         """Submit the requests, and wait for the response to the first prompt.
@@ -632,7 +645,7 @@ class _Generation:
 
 
 def _parse_logprobs(data: bytes) -> dict[str, Any]:
-    """Parse the log probabilities of a response.
+    """Return the member `logprobs` of a response, parsed from JSON.
 
     Many tokens are parsed line by line, because the parser holds the GIL.
     """
@@ -649,5 +662,5 @@ def _parse_logprobs(data: bytes) -> dict[str, Any]:
 
 
 async def _convert(byte_size: int, conversion: Callable[[], T]) -> T:
-    """Call a function, in a thread if it converts many bytes, as log probabilities can have."""
+    """Call a conversion, in a thread if `byte_size` is large, as log probabilities can be."""
     return await asyncio.to_thread(conversion) if byte_size > _LARGE else conversion()

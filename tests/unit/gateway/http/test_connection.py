@@ -156,7 +156,7 @@ class RepeatingHandler:
             )
             return self.begun[-1]
 
-        request.repeat = begin
+        request.start_repeated = begin
         return await repeat(request)
 
 

@@ -60,7 +60,7 @@ class Request(SimpleNamespace):
         super().__init__(
             method=method, target=target, headers=fields, route_match=None, begun_request=None
         )
-        self.connection, self.repeat = SimpleNamespace(client=client), succeed
+        self.connection, self.start_repeated = SimpleNamespace(client=client), succeed
 
 
 async def fail(gateway: Any, request: Any, cause: str) -> HttpResponse:
@@ -188,7 +188,7 @@ def test_pages_of_allowed_origins_may_use_it(origins: tuple[str, ...], is_allowe
     assert response.status == (400 if is_allowed else 403)
     assert headers.get("access-control-allow-origin", "") == is_allowed
     assert ("x-request-id" in headers.get("access-control-expose-headers", "")) is bool(is_allowed)
-    assert (post.repeat is None) is bool(is_allowed)
+    assert (post.start_repeated is None) is bool(is_allowed)
 
 
 def test_other_origins_have_no_permission() -> None:
@@ -272,13 +272,15 @@ class ResponseChunks:
             self.ended = True
 
 
-def send_batches(batches: ResponseChunks, transport: Transport, *, http10: bool = False) -> bytes:
-    request: Any = SimpleNamespace(connection=transport, is_http10=http10)
+def send_batches(
+    batches: ResponseChunks, transport: Transport, *, http10: bool = False, method: str = "POST"
+) -> bytes:
+    request: Any = SimpleNamespace(connection=transport, is_http10=http10, method=method)
     response = ChunkedResponse(200, batches.generate(), b"Content-Type: text/plain\r\n")
     try:
         asyncio.run(response.send(request, 1.0))
     finally:
-        assert batches.ended and response.close is http10
+        assert (batches.ended or method == "HEAD") and response.closes_connection is http10
     head, _, body = b"".join(transport.written).partition(b"\r\n\r\n")
     assert (b"Transfer-Encoding: chunked" in head) is not http10
     return body
@@ -290,6 +292,7 @@ def test_available_chunks_are_written_together_and_an_empty_chunk_ends_nothing()
     assert body == b"2\r\nab\r\n11\r\n" + b"c" * 17 + b"\r\n1\r\nd\r\n0\r\n\r\n"
     assert len(transport.written) == 4  # the head, two batches, the end
     assert send_batches(ResponseChunks([b"ab", b"c"], [b"d"]), Transport(), http10=True) == b"abcd"
+    assert send_batches(ResponseChunks([b"ab"]), Transport(), method="HEAD") == b""
 
 
 def test_nothing_is_produced_for_a_disconnected_client() -> None:

@@ -134,11 +134,12 @@ class Checkpoint:
     Attributes:
         architecture: The architecture.
         tokenizer: The tokenizer.
-        stored: The descriptions of the tensors in the files, by name.
+        stored_tensors: The descriptions of the tensors in the files, by name.
         quantisation: The quantisation of the weights.
         end_tokens: The tokens that end a text.
         eos: The tokenizer's end token; -1 if it has none.
-        defaults: The content of generation_config.json or, in older folders, of config.json.
+        default_parameters: The content of generation_config.json or, in older folders, of
+            config.json.
         defaults_file: The name of the file with the defaults.
         templates: The chat templates by name; the name of an unnamed template is "default".
         special_tokens: The texts of special tokens by their names in templates ("eos_token").
@@ -146,11 +147,11 @@ class Checkpoint:
 
     architecture: Architecture
     tokenizer: Tokenizer
-    stored: dict[str, StoredTensor]
+    stored_tensors: dict[str, StoredTensor]
     quantisation: Quantisation
     end_tokens: tuple[int, ...]
     eos: int
-    defaults: dict[str, Any] = field(default_factory=dict)
+    default_parameters: dict[str, Any] = field(default_factory=dict)
     defaults_file: str = "generation_config.json"
     templates: dict[str, str] = field(default_factory=dict)
     special_tokens: dict[str, str] = field(default_factory=dict)
@@ -190,31 +191,31 @@ class Checkpoint:
 
     def has(self, name: str) -> bool:
         """Return whether the files have a weight."""
-        return "values" in self.quantisation.parts(name, self.stored)
+        return "values" in self.quantisation.parts(name, self.stored_tensors)
 
-    def weight(self, name: str) -> torch.Tensor:
+    def read_weight(self, name: str) -> torch.Tensor:
         """Return a weight as float32."""
-        parts = self.quantisation.parts(name, self.stored)
+        parts = self.quantisation.parts(name, self.stored_tensors)
         tensors = {role: self._open(p.path).get_tensor(p.name) for role, p in parts.items()}
         if "scales" not in tensors:
             weight: torch.Tensor = tensors["values"].float()
             return weight
-        shapes = self.architecture.weights()
+        shapes = self.architecture.weight_shapes()
         # Only the head has no shape of its own, if it is tied to the embedding.
         return self.quantisation.dequantise(name, shapes.get(name) or shapes[_EMBEDDING], tensors)
 
     @cached_property
-    def _handles(self) -> dict[Path, Any]:
+    def _open_files(self) -> dict[Path, Any]:
         return {}
 
     def _open(self, path: Path) -> Any:
-        if path not in self._handles:
-            self._handles[path] = safe_open(path, "pt")
-        return self._handles[path]
+        if path not in self._open_files:
+            self._open_files[path] = safe_open(path, "pt")
+        return self._open_files[path]
 
     def close(self) -> None:
         """Close the files of weights."""
-        self._handles.clear()
+        self._open_files.clear()
 
 
 def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[str, Any]:
@@ -253,7 +254,7 @@ def _missing(path: Path) -> str:
 def _read_tokenizer(
     path: Path, settings: dict[str, Any], config: dict[str, Any], problems: list[str]
 ) -> Tokenizer | None:
-    """Return the tokenizer, with the tokens and the settings of the other files.
+    """Return the tokenizer, with the tokens and the settings of the other files, or None.
 
     As in transformers, special_tokens_map.json and added_tokens.json are read only if
     tokenizer_config.json has no `added_tokens_decoder`. The special tokens are added to `settings`.
@@ -288,7 +289,7 @@ def _read_tokenizer(
     return tokenizer
 
 
-def _merge_special_tokens(settings: dict[str, Any], others: dict[str, Any]) -> list[Any]:
+def _merge_special_tokens(settings: dict[str, Any], other_settings: dict[str, Any]) -> list[Any]:
     """Merge the special tokens of special_tokens_map.json into tokenizer_config.json's settings.
 
     Named tokens of special_tokens_map.json have precedence. The list `additional_special_tokens`,
@@ -297,10 +298,10 @@ def _merge_special_tokens(settings: dict[str, Any], others: dict[str, Any]) -> l
     Returns:
         The unnamed special tokens that are also special in added_tokens.json, as in transformers.
     """
-    lists = [fields.pop("additional_special_tokens", None) for fields in (settings, others)]
+    lists = [fields.pop("additional_special_tokens", None) for fields in (settings, other_settings)]
     extra = settings.pop("extra_special_tokens", None) or lists[0]
-    more = others.pop("extra_special_tokens", None)
-    settings |= others
+    more = other_settings.pop("extra_special_tokens", None)
+    settings |= other_settings
     texts: list[Any] = []
     for tokens in (extra, more):
         if isinstance(tokens, dict):
@@ -331,7 +332,7 @@ def _is_byte_level(tokenizer: Tokenizer) -> bool:
 
 
 def _class_problem(tokenizer: Tokenizer, kind: str) -> str:
-    """Return the reason why a tokenizer of a class of transformers cannot be used, or ""."""
+    """Return why a tokenizer that transformers loads as class `kind` is not supported, or ""."""
     if kind in (f"{name}Tokenizer" for name in _UNSUPPORTED_CLASSES.split()):
         allowed_classes = f"{', '.join(_SPECIAL_TOKENS)}, PreTrainedTokenizerFast and unknown names"
         class_name = repr(kind)
@@ -347,14 +348,14 @@ def _class_problem(tokenizer: Tokenizer, kind: str) -> str:
 
 
 def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) -> None:
-    """Replace the parts of a tokenizer.json that a class of transformers replaces."""
+    """Replace the parts of a tokenizer that the class `kind` of transformers replaces."""
     for name, text in _SPECIAL_TOKENS[kind].items():
         settings.setdefault(name, text)
     model, add_prefix = tokenizer.model, settings.get("add_prefix_space")
     is_spm = kind in ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
     model.ignore_merges, model.fuse_unk, model.byte_fallback = False, is_spm, is_spm
     model.continuing_subword_prefix = model.end_of_word_suffix = ""
-    unknown = _content(settings["unk_token"])
+    unknown = _token_text(settings["unk_token"])
     unknown_id = kind in ("CodeLlamaTokenizer", "GemmaTokenizer") and model.token_to_id(unknown)
     model.unk_token = None if unknown_id in (None, False) else unknown
     tokenizer.normalizer = None
@@ -381,7 +382,7 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE_SYMBOL, scheme, split=False)
         if add_prefix is not False or kind == "CodeLlamaTokenizer":
             parts.append(decoders.Strip(" ", 1))
-        bos = _content(settings["bos_token"])
+        bos = _token_text(settings["bos_token"])
         token = tokenizer.token_to_id(bos)
         if token is not None and kind == "CodeLlamaTokenizer":
             tokenizer.post_processor = processors.TemplateProcessing(
@@ -400,9 +401,9 @@ def _add_tokens(
     """Add the tokens of tokenizer_config.json and of added_tokens.json."""
     named_tokens = [settings[name] for name in _special_tokens(settings)]
     extra = settings["extra_special_tokens"]
-    texts = [_content(token) for token in (*named_tokens, *extra)]
+    texts = [_token_text(token) for token in (*named_tokens, *extra)]
     known_tokens = tokenizer.get_added_tokens_decoder()
-    special_texts = {_content(token) for token in (*named_tokens, *listed_tokens)}
+    special_texts = {_token_text(token) for token in (*named_tokens, *listed_tokens)}
     declared: dict[Any, Any] = settings.get("added_tokens_decoder") or {
         number: {"content": text, "special": text in special_texts}
         for text, number in added_tokens.items()
@@ -415,12 +416,12 @@ def _add_tokens(
         return
     tokens_by_text = {t.content: t for t in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_special_tokens(
-        [tokens_by_text.get(_content(token)) or _added_token(token) for token in named_tokens]
-        + [_added_token(token) for token in extra if _content(token) not in tokens_by_text]
+        [tokens_by_text.get(_token_text(token)) or _added_token(token) for token in named_tokens]
+        + [_added_token(token) for token in extra if _token_text(token) not in tokens_by_text]
     )
 
 
-def _content(token: Any) -> str:
+def _token_text(token: Any) -> str:
     return str(token.get("content") if isinstance(token, dict) else token)
 
 
@@ -466,7 +467,8 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
                     shape = tuple(tensor.get_shape())
                     weights[name] = StoredTensor(file_path, name, shape, str(tensor.get_dtype()))
         except (OSError, SafetensorError) as error:
-            problems.append(f"{shard} cannot be read: {error}")
+            # The path is one of the server; clients see the error.
+            problems.append(f"{shard} cannot be read: {error}".replace(f": {file_path}", ""))
     if "norm.weight" in weights:
         weights |= {f"model.{name}": tensor for name, tensor in weights.items()}
     return weights
@@ -481,13 +483,13 @@ def _check_weights(
     """Add missing and misfitting weights to `problems`; a tied embedding or head may be missing."""
     if not stored_tensors:
         return
-    if architecture.layers > len(stored_tensors):  # limits the size of `expected_shapes`
+    if architecture.layer_count > len(stored_tensors):  # limits the size of `expected_shapes`
         problems.append(
-            f"config.json: num_hidden_layers: {architecture.layers} is more than the number of "
-            f"weights in the files, {len(stored_tensors)}"
+            f"config.json: num_hidden_layers: {architecture.layer_count} is more than the number "
+            f"of weights in the files, {len(stored_tensors)}"
         )
         return
-    expected_shapes = architecture.weights()
+    expected_shapes = architecture.weight_shapes()
     if architecture.tied_embeddings and _HEAD in stored_tensors:
         expected_shapes[_HEAD] = expected_shapes[_EMBEDDING]
         stored_tensors.setdefault(_EMBEDDING, stored_tensors[_HEAD])
@@ -552,12 +554,12 @@ def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    """Return the texts of special tokens in tokenizer_config.json."""
+    """Return the texts of special tokens in tokenizer_config.json by their names ("eos_token")."""
     tokens: dict[str, str] = {}
     for name in dict.fromkeys((*_TOKENS.split(), *settings)):
         value = settings.get(name)
         if name.endswith("_token") and isinstance(value, (str, dict)):
-            tokens[name] = _content(value)
+            tokens[name] = _token_text(value)
     return tokens
 
 
