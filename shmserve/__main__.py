@@ -1,10 +1,14 @@
 """`python -m shmserve`, and the installed program `shmserve`."""
 
+import signal
 import sys
 
 
 def main() -> int:
     """Run the command line. An interrupt during the imports exits with 130, like a later one."""
+    # The verb unblocks the signal after its imports: numpy would convert a KeyboardInterrupt to an
+    # ImportError.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         from shmserve.cli import main as run
     except KeyboardInterrupt:

@@ -78,6 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _end_imports() -> None:
+    """Unblock SIGINT, which `__main__` blocks during the imports."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def _interrupt_on_signals() -> None:
     """Raise KeyboardInterrupt on SIGTERM and SIGHUP, too.
 
@@ -106,6 +111,7 @@ def _run(arguments: list[str]) -> int:
         case "client":
             from shmserve.cli import client
 
+            _end_imports()
             return client.run(arguments)
     if verb in _VERBS:
         _interrupt_on_signals()
@@ -129,6 +135,8 @@ def _serve(arguments: list[str]) -> int:
     from shmserve.config import command_line, server
     from shmserve.supervisor.main import serve
 
+    _end_imports()
+
     def read() -> ServerConfig:
         return server.from_flags(command_line.parse(arguments), os.environ)
 
@@ -148,6 +156,7 @@ def _run_with_server_flags(name: str, arguments: list[str]) -> int:
     from shmserve.config import command_line
 
     parser = argparse.ArgumentParser(prog=f"shmserve {name}", add_help=False, allow_abbrev=False)
+    _end_imports()
     add_flags(parser, name)
     args, server_flags = parser.parse_known_args(arguments)
     return int(verb.run(args, command_line.parse(server_flags)))
@@ -166,6 +175,7 @@ def _run_with_own_flags(name: str, arguments: list[str]) -> int:
     from shmserve.cli.arguments import add_flags, has_table
 
     verb = importlib.import_module(f"shmserve.cli.{name}")
+    _end_imports()
     parser = argparse.ArgumentParser(
         prog=f"shmserve {name}", description=_VERBS[name][1], allow_abbrev=False
     )

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import Mock
@@ -29,6 +30,20 @@ def test_ctrl_c_during_the_imports_exits_with_130(tmp_path: Path) -> None:
     (tmp_path / "argparse.py").write_text("raise KeyboardInterrupt")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     completed = run_python("-m", "shmserve", "--version", env=environment)
+    assert (completed.returncode, completed.stderr) == (130, "")
+    (tmp_path / "argparse.py").unlink()
+    text = """
+    import os, signal, sys
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        raise ImportError("as numpy") from None
+    sys.path.remove(os.path.dirname(__file__))
+    del sys.modules["numpy"]
+    import numpy
+    """
+    (tmp_path / "numpy.py").write_text(textwrap.dedent(text))
+    completed = run_python("-m", "shmserve", "client", "models", env=environment)
     assert (completed.returncode, completed.stderr) == (130, "")
 
 
