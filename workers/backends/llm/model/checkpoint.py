@@ -466,7 +466,8 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
                     shape = tuple(tensor.get_shape())
                     weights[name] = StoredTensor(file_path, name, shape, str(tensor.get_dtype()))
         except (OSError, SafetensorError) as error:
-            problems.append(f"{shard} cannot be read: {error}")
+            # The path is one of the server; clients see the error.
+            problems.append(f"{shard} cannot be read: {error}".replace(f": {file_path}", ""))
     if "norm.weight" in weights:
         weights |= {f"model.{name}": tensor for name, tensor in weights.items()}
     return weights

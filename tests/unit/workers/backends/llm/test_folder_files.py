@@ -577,6 +577,10 @@ def test_shards_may_be_in_subfolders_but_not_outside(tmp_path: Path) -> None:
     for file in path.glob("model-*"):
         file.rename(path / "parts" / file.name)
     text = index.read_text(encoding="utf-8")
+    with pytest.raises(InvalidArgument) as caught:
+        Checkpoint.open(path)
+    assert "2.safetensors cannot be read: No such file or directory" in caught.value.message
+    assert str(path) not in caught.value.message
     index.write_text(text.replace('"model-', '"parts/model-'), encoding="utf-8")
     assert torch.equal(Checkpoint.open(path).weight("model.norm.weight"), expected)
     for prefix in ("../m/parts/", f"{path}/parts/"):
