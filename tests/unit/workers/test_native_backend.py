@@ -296,6 +296,8 @@ class Model(torch.nn.Module):
     [
         ("class Other: pass", "'model.py' does not define a class 'Model'"),
         ("class Model: pass", "class 'Model' has no method 'predict'"),
+        ("class Model:\n    def __init__(self, size): ...",
+         "without arguments, but __init__ is missing a required argument: 'size': use default"),
         ("class Model:\n    def predict(self, x: Tensor) -> FP32[Tensor, 1]: ...",
          "argument 'x' of 'Model.predict' is not a tensor: annotate it like FP32[np.ndarray"),
         ("class Model:\n    def predict(self, x) -> FP32[Tensor, 1]: ...",

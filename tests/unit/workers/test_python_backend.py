@@ -214,6 +214,7 @@ def test_a_file_without_a_model(model: Model) -> None:
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
+        ("class Mine: ...\n", "'predict' is served, too, but its class Mine has none"),
         ("import torch\nclass Net(torch.nn.Module): ...\n", 'nn.Module: write backend: "pytorch"'),
         ("class Blur:\n    def predict(self, x): ...\n", 'write backend: "native"'),
     ],

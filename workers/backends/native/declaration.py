@@ -329,6 +329,7 @@ def check_class(model: type, prefix_of: PositionPrefix = no_position) -> Predict
         **{name: partial(parameter, model, name) for name in _PARAMETER_ATTRIBUTES},
         **{name: partial(batch_mappings, model, name) for name in ("batch_input", "batch_output")},
         "instance_group": partial(instance_groups, model),
+        "__init__": partial(_check_constructor, model),
     }
     problems = []
     for name, check_attribute in checks.items():
@@ -344,6 +345,18 @@ def check_class(model: type, prefix_of: PositionPrefix = no_position) -> Predict
     if problems:
         raise InvalidArgument("\n".join(problems))
     return predict
+
+
+def _check_constructor(model: type) -> None:
+    try:
+        inspect.signature(model).bind()
+    except TypeError as error:
+        raise InvalidArgument(
+            f"'{model.__name__}' is created without arguments, but __init__ is {error}: use default "
+            "values, or 'load(self, context)', whose context.parameters has the settings"
+        ) from None
+    except ValueError:  # a class of an extension module may have no signature
+        pass
 
 
 def instance_groups(model: type) -> list[dict[str, Any]]:

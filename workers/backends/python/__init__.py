@@ -224,9 +224,11 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
 def _hint(module: Any, file: str) -> str:
     """Return advice for a model file without a `TritonPythonModel`, or ""."""
     torch = sys.modules.get("torch")
+    hint = ""
     for name, class_ in vars(module).items():
         if not isinstance(class_, type) or class_.__module__ != module.__name__:
             continue
+        hint = f". A class with a method 'predict' is served, too, but its class {name} has none"
         if torch is not None and issubclass(class_, torch.nn.Module):
             return (
                 f'. Its class {name} is an nn.Module: write backend: "pytorch", '
@@ -238,7 +240,7 @@ def _hint(module: Any, file: str) -> str:
                 f'parameters {{ key: "class" value {{ string_value: "{name}" }} }} into '
                 "config.pbtxt"
             )
-    return ""
+    return hint
 
 
 def _import_model(model_dir: Path, version_dir: Path, file: str) -> ModuleType:
