@@ -119,7 +119,10 @@ class LoadPlanner:
         except model_config.LoadProblem as error:
             fault = error.message
         except ShmserveError as error:
-            hints = (repository.layout_hint(folder), *repository.incomplete_files(folder.path, ()))
+            layout_hint = repository.layout_hint(folder)
+            if not (layout_hint or override):
+                layout_hint = repository.no_model_file_hint(folder)
+            hints = (layout_hint, *repository.incomplete_files(folder.path, ()))
             hint = "; ".join(filter(None, hints))
             if hint:
                 error = InvalidArgument(f"{error.message} ({hint})")
@@ -187,6 +190,7 @@ class LoadPlanner:
 
     def _with_defaults(self, written: ModelConfig, folder: ModelFolder) -> ModelConfig:
         """Return the configuration with the defaults that files and host determine."""
+        repository.check_files(folder)
         files = folder.files(folder.versions[-1]) if folder.versions else []
         config = model_config.detect_backend(written, folder.name, files)
         is_undecided = config.backend == "python" and not (written.backend or written.platform)

@@ -24,7 +24,14 @@ from typing import NamedTuple
 from shmserve.common.names import CLASS_IN_FILE, check_model_name, is_checkpoint
 from shmserve.errors import InvalidArgument, clip, convert_os_errors
 from shmserve.logs import warn_once
-from shmserve.model_config import UNWRITTEN, ModelConfig, Source, read_json, read_pbtxt
+from shmserve.model_config import (
+    UNWRITTEN,
+    ModelConfig,
+    Source,
+    detect_backend,
+    read_json,
+    read_pbtxt,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +52,8 @@ _COMMENT = re.compile(rb"""^((?:[^"'#\n]|"[^"\n]*"|'[^'\n]*')*#).*$""", re.MULTI
 _MISNAMED_CONFIG = re.compile(r"config\.(pb|txt|prototxt).*", re.IGNORECASE)
 _IGNORED_PREFIXES = (".", "__", "lost+found")  # prefixes of folders that are not models
 _DANGLING = "a link whose target does not exist"
+# The suffixes of files that are opened. Pipes of other names may belong to the model's code.
+_OPENED_SUFFIX = re.compile(r"\.(bin|jinja|json|model|onnx|pbtxt|pt2?|py|safetensors|txt|yaml)")
 # Maximum bytes of the pointer file that Git LFS leaves in place of the real file.
 _MAX_POINTER_BYTES = 1024
 _IGNORED_NAMES = ("__pycache__",)  # written when a model is loaded, and not a change of the model
@@ -198,14 +207,27 @@ def layout_hint(folder: ModelFolder) -> str:
     return "" if folder.versions else _no_version_hint(folder)
 
 
+def no_model_file_hint(folder: ModelFolder) -> str:
+    """Return a hint for a model without a configuration and without a known file, or ""."""
+    files = folder.files(folder.versions[-1]) if folder.versions else []
+    if (
+        not folder.versions
+        or folder.config_path
+        or detect_backend(ModelConfig(), "", files).backend
+    ):
+        return ""
+    expected = "model.py, model.onnx, model.pt, or config.json with *.safetensors"
+    found = clip(", ".join(files)) or "no file"
+    return f"expected {expected} in '{folder.name}/{folder.versions[-1]}', found {found}"
+
+
 def incomplete_files(model_dir: Path, versions: Iterable[int | str]) -> list[str]:
     """Return a text for each dangling link and each Git LFS pointer among a model's files.
 
     The files are those of the model's folder, of its `versions` and of their subfolders.
     """
-    patterns = ["*", *(f"{version}/{files}" for version in versions for files in ("*", "*/*"))]
     texts: list[str] = []
-    for path in sorted(path for pattern in patterns for path in model_dir.glob(pattern)):
+    for path in _listed(model_dir, versions):
         name = path.relative_to(model_dir)
         with contextlib.suppress(OSError):  # the model may not need a file that cannot be read
             if _is_dangling(path):
@@ -215,6 +237,24 @@ def incomplete_files(model_dir: Path, versions: Iterable[int | str]) -> list[str
                 remedy = "run 'git lfs pull' in the clone"
                 texts.append(f"'{name}' is a Git LFS pointer, not the file: {remedy}")
     return texts
+
+
+def check_files(folder: ModelFolder) -> None:
+    """Check that the files to open are no pipes, whose opening waits for a writer, or devices.
+
+    Raises:
+        InvalidArgument: A file of the model or of its newest version is neither file nor folder.
+    """
+    for path in _listed(folder.path, (*folder.versions[-1:], *_SHARED_FOLDERS)):
+        is_opened = _OPENED_SUFFIX.fullmatch(path.suffix) and path.exists()
+        if is_opened and not (path.is_file() or path.is_dir()):
+            name = path.relative_to(folder.path)
+            raise InvalidArgument(f"'{name}' is a pipe, socket or device, expected a file")
+
+
+def _listed(model_dir: Path, folders: Iterable[int | str]) -> list[Path]:
+    patterns = ["*", *(f"{folder}/{files}" for folder in folders for files in ("*", "*/*"))]
+    return sorted(path for pattern in patterns for path in model_dir.glob(pattern))
 
 
 def check_agents(folder: ModelFolder, config: ModelConfig) -> None:
@@ -389,7 +429,10 @@ def _read_folder(repository: Path, path: Path, config_name: str) -> ModelFolder 
     except OSError as error:
         reason = error.strerror or "cannot be read"
         return ModelFolder(name, path, repository, problem=f"the model's folder: {reason}")
-    problem = f"'{config_path.name}' is {_DANGLING}" if _is_dangling(config_path) else ""
+    problem = ""
+    if not has_config and os.path.lexists(config_path):
+        fault = _DANGLING if _is_dangling(config_path) else "not a file"
+        problem = f"'{config_path.name}' is {fault}"
     config_file = config_path if has_config else None
     folder = ModelFolder(name, path, repository, config_file, tuple(versions), problem)
     try:

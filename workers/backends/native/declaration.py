@@ -352,8 +352,8 @@ def _check_constructor(model: type) -> None:
         inspect.signature(model).bind()
     except TypeError as error:
         raise InvalidArgument(
-            f"'{model.__name__}' is created without arguments, but __init__ is {error}: use default "
-            "values, or 'load(self, context)', whose context.parameters has the settings"
+            f"'{model.__name__}' is created without arguments, but __init__ is {error}: use "
+            "default values, or 'load(self, context)', whose context.parameters has the settings"
         ) from None
     except ValueError:  # a class of an extension module may have no signature
         pass

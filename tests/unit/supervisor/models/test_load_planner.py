@@ -1,6 +1,7 @@
 """Errors of models that cannot be planned: file, line and key, and all errors at once."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -128,10 +129,21 @@ def test_errors_in_completed_fields_have_no_position(tmp_path: Path) -> None:
 def test_without_a_file_errors_name_none(tmp_path: Path) -> None:
     plans = planner(tmp_path)
     (tmp_path / "repository" / "m" / "1" / "model.py").unlink()
-    assert (
-        refusal(plans).message
-        == f"{UNREAD_ERROR}backend: must specify 'platform' or 'backend' for 'm'"
+    assert refusal(plans).message == (
+        f"{UNREAD_ERROR}backend: must specify 'platform' or 'backend' for 'm' (expected model.py, "
+        "model.onnx, model.pt, or config.json with *.safetensors in 'm/1', found no file)"
     )
+
+
+@pytest.mark.parametrize("name", ["1/model.py", "config.pbtxt", "engine.yaml", "1/sub/table.json"])
+def test_a_pipe_is_not_opened(tmp_path: Path, name: str) -> None:
+    plans = planner(tmp_path)
+    file = tmp_path / "repository" / "m" / name
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    assert f"'{name}' is " in refusal(plans).message
+    assert plans.aliases("m") is None
 
 
 @pytest.mark.parametrize(

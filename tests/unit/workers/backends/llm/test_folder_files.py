@@ -579,7 +579,7 @@ def test_shards_may_be_in_subfolders_but_not_outside(tmp_path: Path) -> None:
     text = index.read_text(encoding="utf-8")
     with pytest.raises(InvalidArgument) as caught:
         Checkpoint.open(path)
-    assert "2.safetensors cannot be read: No such file or directory" in caught.value.message
+    assert "1.safetensors cannot be read: No such file or directory" in caught.value.message
     assert str(path) not in caught.value.message
     index.write_text(text.replace('"model-', '"parts/model-'), encoding="utf-8")
     assert torch.equal(Checkpoint.open(path).weight("model.norm.weight"), expected)
