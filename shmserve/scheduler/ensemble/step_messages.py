@@ -430,7 +430,8 @@ def placed_sizes(
     """Return the sizes of a step's outputs that are written to the ensemble's memory.
 
     Outputs inside the message are left out. The outputs of a decoupled model are left out because
-    each response would overwrite the previous one.
+    each response would overwrite the previous one. A reloaded model may lack an output until the
+    ensemble is reloaded, too: that output is left out.
 
     Args:
         step: The step.
@@ -446,7 +447,9 @@ def placed_sizes(
     sizes = {
         output.name: target.signature.output_size(output.name, batch_size)
         for output in used_outputs
-        if output.memory_range is None and step.outputs[output.name] not in graph.conditions
+        if output.memory_range is None
+        and output.name in target.signature.outputs
+        and step.outputs[output.name] not in graph.conditions
     }
     known_sizes = {name: size for name, size in sizes.items() if size is not None}
     return known_sizes if sum(known_sizes.values()) > INLINE_LIMIT else {}
