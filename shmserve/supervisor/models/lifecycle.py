@@ -410,7 +410,9 @@ class Lifecycle:
     def _withdraw(self, order: Order) -> None:
         model = order.model
         withdrawn, model.serving = model.serving, {}
-        model.outcomes = dict.fromkeys({*withdrawn, *model.outcomes} - {""}, UNLOADED)
+        error = order.failures.get("")  # of a reload because of a step, which was logged
+        outcome = LoadOutcome(str(error).rstrip(), is_logged=True) if error else UNLOADED
+        model.outcomes = dict.fromkeys({*withdrawn, *model.outcomes} - {""}, outcome)
         model.fingerprint, model.last_load = "", None
         model.retiring += withdrawn.values()
         order.awaited_ends.update(withdrawn.values())
@@ -473,7 +475,9 @@ class Lifecycle:
         if error is not None and order.caused_by_step and order.kind is OrderKind.LOAD:
             logger.error("ensemble '%s': %s", model.name, error.message)
             if model.serving:  # otherwise the reason of the failure stays visible
-                order.follow_ups.append(self._unload(model, {model: None}, model.on_demand))
+                unload = self._unload(model, {model: None}, model.on_demand)
+                unload.failures[""] = error
+                order.follow_ups.append(unload)
         elif error is not None and order.kind is OrderKind.LOAD:
             self._load_outdated(order)
         self._has_changed = True

@@ -291,6 +291,7 @@ def test_an_ensemble_is_reloaded_after_a_step_of_new_shape(override: str, is_bro
     assert load.is_answered and load.error is None
     serving = list(rig.registry.models["e"].serving.values())
     assert serving == ([] if is_broken else rig.live_versions[-1:] if override else [before])
+    assert rig.registry.models["e"].has_failed is is_broken
     rig.broken_models = set()
     rig.lifecycle.load("s")
     rig.execute_pending(*ALL_EVENTS)
