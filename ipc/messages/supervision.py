@@ -382,10 +382,12 @@ class BaseCounters(Message):
     """Sent by the supervisor to a scheduler with the counters of the versions that it replaces.
 
     The counters are those that `sum_counters` in common/model_metrics.py returns. The latest
-    message replaces earlier ones.
+    message replaces earlier ones. Once the scheduler of a moved version has drained, its successor
+    receives its last snapshot as `moved`, and continues these counts and their base.
     """
 
     statistics: dict[str, Any]
+    moved: dict[str, Any] = field(default_factory=dict)
 
 
 # --- workers

@@ -136,7 +136,10 @@ class Reports:
     def set_base(self, message: BaseCounters) -> None:
         """Continue the counts of the version that this version replaces."""
         try:
-            self._statistics.set_base(message.statistics)
+            if message.moved:
+                self._statistics.add_moved(message.moved)
+            else:
+                self._statistics.set_base(message.statistics)
         except (AttributeError, KeyError, TypeError, ValueError):
             logger.exception("the statistics of the previous model version cannot be read")
         self.snapshot()

@@ -54,7 +54,7 @@ the last one, and counts in `response_stats` alone.
 from __future__ import annotations
 
 from enum import StrEnum
-from operator import sub
+from operator import add, sub
 from typing import Any
 
 from shmserve.common.model_metrics import add_tables, sum_counters
@@ -157,6 +157,17 @@ class Statistics(Table):
             int(base[name])
         add_tables(self.table(), base)
         self._base = base
+
+    def add_moved(self, snapshot: dict[str, Any]) -> None:
+        """Continue the counts and the base of the scheduler from which this version was moved."""
+        counts = sum_counters({**self.table(), "base": snapshot})
+        executions = self.executions
+        own_sizes, own_last_ns = executions.batch_sizes, executions.last_ns
+        self.restore({**snapshot, **counts})
+        executions.last_ns = max(executions.last_ns, own_last_ns)
+        for size, row in own_sizes.items():
+            moved_row = executions.batch_sizes.get(size, [0] * len(row))
+            executions.batch_sizes[size] = list(map(add, moved_row, row))
 
     def count_execution(
         self, reason: CloseReason | None, units: int, timing: Timing, now_ns: int

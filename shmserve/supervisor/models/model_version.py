@@ -234,6 +234,7 @@ class ModelVersion:
         """
         scheduler, instances = self.scheduler, self.instances
         old_scheduler, old_endpoint = scheduler.serving, scheduler.endpoint
+        old_counters = scheduler.counters
         exits = instances.serving_exits()
         instances.defers_attach = True
         losses: list[asyncio.Future[Any]] = [asyncio.gather(*exits)] if exits else []
@@ -249,6 +250,7 @@ class ModelVersion:
             await publish()
             # The second drain releases outputs that clients have read through the old scheduler.
             await scheduler.drain(old_scheduler, losses=losses)
+            scheduler.counters.continue_version(old_counters)
             instances.attach()
             self.report_change()
             await self._context.hosts.close(old_scheduler)

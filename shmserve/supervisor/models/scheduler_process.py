@@ -55,6 +55,13 @@ class CarriedCounters:
         self._successor = successor
         self._update_successor()
 
+    def continue_version(self, predecessor: CarriedCounters) -> None:
+        """Continue the counts of a scheduler of the same version, which has drained."""
+        if predecessor.snapshot:
+            predecessor.pass_to(None)
+            self._base_counters = predecessor._base_counters
+            self._send(m.BaseCounters(self._base_counters, predecessor.snapshot[0]))
+
     def _set_base(self, base: dict[str, Any]) -> None:
         self._base_counters = base
         self.send_base()
@@ -259,7 +266,8 @@ class VersionScheduler:
     async def start_successor(self, group: Group, config: ModelSpec) -> None:
         """Start a successor in a group's process; `endpoint` is the successor's from now on.
 
-        The statistics of the successor start at zero, but its metrics continue.
+        The metrics of the successor continue. Its statistics start at zero, and continue with
+        `CarriedCounters.continue_version`.
 
         Raises:
             Unavailable: The successor does not start.
