@@ -83,6 +83,7 @@ _BODY_TOO_LARGE = (
 )
 _JSON_STARTS = (b"{", b"[", b" ", b"\n", b"\r", b"\t", b"")
 _RAW_HINT = " (a body that is an input, such as a file, needs Inference-Header-Content-Length: 0)"
+_FORM_HINT = " (the body is a form; send only the file: curl --data-binary @FILE instead of -F)"
 _TAIL_HINT = " (with binary_data_size, Inference-Header-Content-Length is the size of the JSON)"
 _RAW_TOO_LARGE = "Raw input" + TOO_LARGE
 _CUT_SHORT = "the request body ended early"
@@ -346,7 +347,8 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
         infer_request = await _parse(body[:size], len(body) - size, model, limit)
     except JsonFault as error:
         if header_length is None and body[:1] not in _JSON_STARTS:
-            raise JsonFault(error.message + _RAW_HINT) from None
+            is_form = headers.get("Content-Type", "").lower().startswith("multipart/")
+            raise JsonFault(error.message + is_form * _FORM_HINT + _RAW_HINT) from None
         if b"binary_data_size" in body and (header_length is None or "UTF-8" in error.message):
             raise JsonFault(error.message + _TAIL_HINT) from None
         raise
