@@ -50,8 +50,9 @@ class Server:
             **tensors: The inputs by keyword, instead of `inputs`. A tensor is a numpy array, a
                 torch tensor on the CPU, a DLPack tensor, or nested lists. Its shape includes the
                 batch dimension if the model has one. The datatype of an array must be that of the
-                model's input. Lists are converted to it. For a BF16 input, pass a uint16 array with
-                the bits of the elements. For a BYTES input, pass an array of bytes or str objects.
+                model's input. Lists are converted to it. For a BF16 input, pass an array of
+                ml_dtypes.bfloat16, or a uint16 array with the bits of the elements. For a BYTES
+                input, pass an array of bytes or str objects.
             outputs: The names of the outputs to return, by default all. Or the memory to write
                 outputs to: a region, or {name: array of a region}.
             version: The model's version, by default the latest.

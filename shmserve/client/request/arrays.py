@@ -58,8 +58,12 @@ def as_array(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array, str
     if array.dtype.kind in "OSUT":
         return array, "BYTES"
     array_datatype = datatype_of(array, expected_datatype)
+    if array.dtype.name == "bfloat16":  # the type of ml_dtypes, which JAX and TensorFlow use
+        return _as_contiguous(array.view(BF16)), "BF16"
     if not array_datatype:
         text = f"input '{name}' has the type {array.dtype}, which has no corresponding datatype"
+        if not array.dtype.isnative:
+            text += f" (byte order: pass array.astype('{array.dtype.newbyteorder('=')}'))"
         raise InvalidArgument(text)
     return _as_contiguous(array), array_datatype
 

@@ -221,7 +221,7 @@ def prepare(
     byte_size = 0
     specs = model.signature.inputs
     for name, value in inputs.items():
-        if type(value) is np.ndarray and value.flags.c_contiguous:
+        if type(value) is np.ndarray and value.flags.c_contiguous and value.dtype.kind != "V":
             array, datatype = value, ""
         elif type(value) is DeviceView:
             array, datatype, can_use_template = _NOT_ON_HOST, value.datatype, False

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -284,6 +285,7 @@ def test_every_kind_of_input_is_checked(memories: Memories) -> None:
         ({"x": np.zeros((1, 2), np.int8)}, "data-type is 'INT8'"),
         ({"z": np.zeros((1, 2), np.float32)}, "unexpected inference input"),
         ({"x": np.zeros((1, 2), np.complex64)}, "no corresponding datatype"),
+        ({"x": np.zeros((1, 2), ">f4")}, "byte order: pass array.astype"),
         ({"x": "word"}, "cannot be converted to FP32"),
     ]
     for inputs, text in wrong_cases:
@@ -400,6 +402,17 @@ def test_accepted_input_types() -> None:
     assert as_array(torch._neg_view(torch.ones(2)), None, "x")[0].tolist() == [-1, -1]
     scalar, datatype = as_array(torch.tensor(1.0, dtype=torch.bfloat16), None, "x")
     assert scalar.shape == () and datatype == "BF16"
+
+
+def test_bfloat16_of_ml_dtypes_is_sent(memories: Memories) -> None:
+    config: Any = copy.deepcopy(CONFIG)
+    config["input"][0]["data_type"] = "TYPE_BF16"
+    model = ClientModel(replace(published(), config=ModelSpec.of(config)))
+    values = np.ones((1, 2), ml_dtypes.bfloat16)
+    for _ in range(3):  # the second call stores the template that the third one fills
+        request = prepare(memories, model, {"x": values}, None, PLAIN)
+        assert bytes(request.data[0]) == values.tobytes()
+        request.release_memory()
 
 
 @pytest.mark.parametrize(
