@@ -408,10 +408,11 @@ def test_bfloat16_of_ml_dtypes_is_sent(memories: Memories) -> None:
     config: Any = copy.deepcopy(CONFIG)
     config["input"][0]["data_type"] = "TYPE_BF16"
     model = ClientModel(replace(published(), config=ModelSpec.of(config)))
-    values = np.ones((1, 2), ml_dtypes.bfloat16)
-    for _ in range(3):  # the second call stores the template that the third one fills
-        request = prepare(memories, model, {"x": values}, None, PLAIN)
-        assert bytes(request.data[0]) == values.tobytes()
+    values = np.arange(16384).astype(ml_dtypes.bfloat16).reshape(1, -1)
+    for array in (values, values, values[:, ::2]):  # the first call makes a template
+        request = prepare(memories, model, {"x": array}, None, PLAIN)
+        segment: Any = request.segments[0]
+        assert array.tobytes() in bytes(segment.bytes)
         request.release_memory()
 
 
