@@ -409,10 +409,10 @@ def test_bfloat16_of_ml_dtypes_is_sent(memories: Memories) -> None:
     config["input"][0]["data_type"] = "TYPE_BF16"
     model = ClientModel(replace(published(), config=ModelSpec.of(config)))
     values = np.arange(16384).astype(ml_dtypes.bfloat16).reshape(1, -1)
-    for array in (values, values, values[:, ::2]):  # the first call makes a template
-        request = prepare(memories, model, {"x": array}, None, PLAIN)
+    for _ in range(2):  # the first call makes a template
+        request = prepare(memories, model, {"x": values}, None, PLAIN)
         segment: Any = request.segments[0]
-        assert array.tobytes() in bytes(segment.bytes)
+        assert values.tobytes() in bytes(segment.bytes)
         request.release_memory()
 
 
