@@ -352,7 +352,7 @@ class Optimization(Record):
 
 
 class WarmupInput(Record):
-    """An input of a warm-up sample; `zero_data` and `random_data` are None if not chosen."""
+    """An input of a warm-up sample; `zero_data` and `random_data` are None if they are not set."""
 
     datatype: str = _datatype_field()
     dims: tuple[int, ...] = ()

@@ -61,8 +61,8 @@ class LoadModel(ControlRequest, Message):
 class UnloadModel(ControlRequest, Message):
     """Sent by a gateway or a worker to the supervisor to unload all versions of a model.
 
-    The ensembles that need the model are unloaded, too. With `unload_dependents`, so are the models
-    that were loaded only for this ensemble.
+    The ensembles that need the model are unloaded, too. If the model is an ensemble,
+    `unload_dependents` also unloads the models that were loaded only for it.
     """
 
     name: str

@@ -49,7 +49,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def processors() -> tuple[int, float | None]:
-    """Return the number of usable processors, and the quota of CPU time in processors, or None."""
+    """Return the number of usable processors, and the CPU quota in processors (None: no quota)."""
     quota = cgroup_limit("cpu", "cpu.max", "cpu.cfs_quota_us")
     return len(os.sched_getaffinity(0)), None if quota is None else quota / _CPU_PERIOD_US
 

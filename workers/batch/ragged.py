@@ -46,7 +46,7 @@ class _GeneratedTensor(NamedTuple):
 class _OutputSplit(NamedTuple):
     """The rule for splitting a flat output into the shapes of the input `source`.
 
-    `dims` is the shape of the output for a row; its -1 are the sizes of the input.
+    `dims` is the shape of the output for a row; a size of -1 is the input's size.
     """
 
     source: str

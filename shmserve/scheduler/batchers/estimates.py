@@ -127,8 +127,8 @@ class SizeTimes:
     def best_size(self, units: int, *, out_of_reach: bool = False) -> int:
         """Return the size up to `units` with the highest row rate; if uncertain, the larger one.
 
-        If all requests are `out_of_reach`, the result is the size with the highest possible rate,
-        so that the uncertainty ends (a bandit problem, as solved by UCB1: Auer et al., 2002).
+        If the target is `out_of_reach`, the result is the size with the highest possible rate, so
+        that the uncertainty ends (a bandit problem, as solved by UCB1: Auer et al., 2002).
         """
         if self._is_stale:
             self._refresh()

@@ -46,7 +46,7 @@ class Engine(Generic[T]):
     """The sequences and blocks of an instance.
 
     `on_sequence_end(sequence, reason)` is called for each sequence that needs no more steps,
-    `on_search_end` for each complete beam search. `sequence_ids` yields their numbers.
+    `on_search_end` for each complete beam search. `sequence_ids` yields numbers for new sequences.
     """
 
     settings: EngineSettings

@@ -223,7 +223,7 @@ class VllmEngine:
         """Start the engine's processes, and load the model.
 
         Raises:
-            InvalidArgument: As by `Arguments.for_vllm`. Errors of vLLM are passed on.
+            InvalidArgument: An argument is unknown. Errors of vLLM are passed on.
         """
         engine_args = arguments.for_vllm()
         from vllm.v1.engine.async_llm import AsyncLLM
