@@ -70,7 +70,7 @@ class ClientModels:
 
     Attributes:
         on_demand: The names of models that can be loaded on demand, including loaded ones.
-        ready: Whether the server is ready; before that, models may still be loading.
+        ready: Whether the server is ready. If a model fails later, it is not ready any more.
         started: Whether the loads of the server's start have ended.
     """
 
@@ -129,7 +129,7 @@ class ClientModels:
             raise InvalidArgument(f"version must be a string, got {version!r:.80}")
         unknown = f"Request for unknown model: '{name}'"
         versions = [key for key in list(self._models) if key[0] == name]
-        if not versions and not self.ready:
+        if not versions and not self.started:
             raise Unavailable(f"{unknown} is not found, and the server is not ready yet")
         if not versions:
             raise NotFound(f"{unknown} is not found")

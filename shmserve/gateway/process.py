@@ -115,7 +115,7 @@ class Frontend(ABC):
                 acceptor.drain(listeners.decrement, refuses=refuses)
             listeners.call_when_idle(on_notified)
 
-        # Connections that were accepted already are created in this turn of the loop.
+        # Deferred, because asyncio creates the protocols of accepted connections in this turn.
         asyncio.get_running_loop().call_soon(disconnect)
 
     @abstractmethod

@@ -35,7 +35,8 @@ _FLOAT_WORDS = {
 }
 _BOOL_WORDS = {"true": True, "True": True, "t": True, "false": False, "False": False, "f": False}
 
-# Common names of datatypes, without TYPE_, for which the nearest spelling is a wrong datatype.
+# The datatypes to suggest for common wrong names (both without TYPE_), where the most similar name
+# would be a wrong suggestion.
 _DATA_TYPES = {
     "BYTES": "STRING",
     "HALF": "FP16",

@@ -447,7 +447,7 @@ def _describe_error(error: bytes) -> str:
 
 
 class EventLane(HttpLane):
-    """A lane for server-sent events."""
+    """A lane for generation requests, whose responses arrive as server-sent events."""
 
     def __init__(self, lane_factory: GenerateLaneFactory, observer: LaneObserver) -> None:
         super().__init__(lane_factory, observer)

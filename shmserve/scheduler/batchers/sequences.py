@@ -450,7 +450,7 @@ class Sequences:
         removed_requests = sequence.waiting.remove(request)
         if ends_sequence:
             self._close(sequence)
-        if removed_requests:  # otherwise it was removed together with an earlier request
+        if removed_requests:  # empty if `request` was removed before, with an earlier request
             self._update_slot(sequence)
         return removed_requests
 

@@ -99,7 +99,13 @@ class LocalMemory:
             yield region.listing(0)
 
     def share(self, client: LocalClient, byte_size: int, pin: bool, fds: list[int]) -> bytes:
-        """Share memory that a client has opened, and take its descriptor out of `fds`."""
+        """Register the memory of a client, whose only descriptor is in `fds`.
+
+        The server then owns the descriptor and empties `fds`, unless the registration fails.
+
+        Returns:
+            The packed `Memory`.
+        """
         if len(fds) != 1:
             raise InvalidArgument(f"expected 1 descriptor of shared memory, got {len(fds)}")
         (fd,) = fds

@@ -453,12 +453,12 @@ def test_lists_with_values_outside_the_datatype_are_rejected(value: object, data
         as_array(value, TensorSpec("x", datatype, (-1,)), "x")
 
 
-def test_an_unknown_model_is_awaited_until_the_server_is_ready() -> None:
+def test_an_unknown_model_is_awaited_until_the_server_has_started() -> None:
     models = ClientModels()
-    models.ready = False
+    models.started = False
     with pytest.raises(Unavailable, match="unknown model: 'm' is not found, and the server is not"):
         models.resolve("m", "")
-    models.ready = True
+    models.started = True
     with pytest.raises(NotFound, match=r"unknown model: 'm' is not found$"):
         models.resolve("m", "")
 
