@@ -404,7 +404,7 @@ def test_accepted_input_types() -> None:
     assert scalar.shape == () and datatype == "BF16"
 
 
-def test_bfloat16_of_ml_dtypes_is_sent(memories: Allocator) -> None:
+def test_bfloat16_of_ml_dtypes_is_sent(memories: Memories) -> None:
     config: Any = copy.deepcopy(CONFIG)
     config["input"][0]["data_type"] = "TYPE_BF16"
     model = ClientModel(replace(published(), config=ModelSpec.of(config)))
