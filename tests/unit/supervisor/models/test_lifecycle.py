@@ -95,7 +95,7 @@ def test_the_progress_of_a_start_names_every_model_from_the_beginning() -> None:
     rig = LifecycleRig()
     rig.lifecycle.expect({"m": [], "n": []})
     rig.lifecycle.load("m")
-    assert rig.registry.progress_by_model() == {"m": "loading", "n": "loading"}
+    assert rig.registry.progress() == {"m": "loading", "n": "loading"}
 
 
 def test_an_unload_behind_a_load_changes_the_status_of_a_model_on_demand_at_once() -> None:
