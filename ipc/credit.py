@@ -24,60 +24,59 @@ BYTES_PER_CREDIT = MAX_UNREAD_BYTES // 4
 class SendWindow:
     """The sender's flow-control window, which limits the unread responses and their bytes."""
 
-    __slots__ = ("_max_unread", "_unread_bytes", "_unread_sizes")
+    __slots__ = ("_max_unread", "_unread", "_unread_bytes")
 
-    def __init__(self, writes_client_memory: bool = False) -> None:
+    def __init__(self, placed: bool = False) -> None:
         """Create an open window.
 
         Args:
-            writes_client_memory: Whether the outputs are written to the client's memory.
+            placed: Whether the outputs are written to the client's memory.
         """
-        self._max_unread = 1 if writes_client_memory else FIRST_CREDIT
-        self._unread_sizes: deque[int] = deque()  # bytes of each unread response, oldest first
+        self._max_unread = 1 if placed else FIRST_CREDIT
+        self._unread: deque[int] = deque()  # bytes of each unread response, oldest first
         self._unread_bytes = 0
 
     @property
     def unread_count(self) -> int:
         """Return the number of responses sent and not credited yet."""
-        return len(self._unread_sizes)
+        return len(self._unread)
 
     @property
     def is_open(self) -> bool:
         """Return whether another response may be sent."""
-        return len(self._unread_sizes) < self._max_unread and self._unread_bytes < MAX_UNREAD_BYTES
+        return len(self._unread) < self._max_unread and self._unread_bytes < MAX_UNREAD_BYTES
 
     def record_sent(self, byte_size: int) -> None:
         """Record that a response of `byte_size` bytes was sent."""
-        self._unread_sizes.append(byte_size)
+        self._unread.append(byte_size)
         self._unread_bytes += byte_size
 
-    def record_credit(self, response_count: int) -> int:
-        """Record credit for `response_count` responses.
+    def record_credit(self, responses: int) -> int:
+        """Record credit for `responses` responses.
 
         Returns:
             The number of credited responses that were unread; excess credit is ignored.
         """
-        count = min(response_count, len(self._unread_sizes))
+        count = min(responses, len(self._unread))
         for _ in range(count):
-            self._unread_bytes -= self._unread_sizes.popleft()
+            self._unread_bytes -= self._unread.popleft()
         return count
 
 
 class ReadWindow:
     """The reader's flow-control window, which counts the responses read and not credited yet."""
 
-    __slots__ = ("_responses_per_credit", "_uncredited_bytes", "_uncredited_count")
+    __slots__ = ("_bytes", "_responses_per_credit", "_uncredited_count")
 
-    def __init__(self, writes_client_memory: bool = False) -> None:
+    def __init__(self, placed: bool = False) -> None:
         """Create a window without responses.
 
         Args:
-            writes_client_memory: Whether each response overwrites the previous one in the client's
-                memory.
+            placed: Whether each response overwrites the previous one in the client's memory.
         """
-        self._responses_per_credit = 1 if writes_client_memory else RESPONSES_PER_CREDIT
+        self._responses_per_credit = 1 if placed else RESPONSES_PER_CREDIT
         self._uncredited_count = 0
-        self._uncredited_bytes = 0
+        self._bytes = 0
 
     def record_read(self, byte_size: int) -> int:
         """Record that a response of `byte_size` bytes was read.
@@ -86,11 +85,8 @@ class ReadWindow:
             The number of responses to credit now.
         """
         self._uncredited_count += 1
-        self._uncredited_bytes += byte_size
-        if (
-            self._uncredited_count < self._responses_per_credit
-            and self._uncredited_bytes < BYTES_PER_CREDIT
-        ):
+        self._bytes += byte_size
+        if self._uncredited_count < self._responses_per_credit and self._bytes < BYTES_PER_CREDIT:
             return 0
-        responses, self._uncredited_count, self._uncredited_bytes = self._uncredited_count, 0, 0
+        responses, self._uncredited_count, self._bytes = self._uncredited_count, 0, 0
         return responses

@@ -48,7 +48,7 @@ def sibling_run_directory(default_directory: Path, name: str) -> Path:
     return default_directory.with_name(f"{default_directory.name}-{name}")
 
 
-def environments_folder(run_dir: Path) -> Path:
+def environments(run_dir: Path) -> Path:
     """Return the folder of the unpacked Python environments of models."""
     return run_dir / "environments"
 
@@ -78,17 +78,17 @@ def local_client_folder(run_dir: Path) -> Path:
     return run_dir / "guests"
 
 
-def listener_socket(run_dir: Path) -> Path:
+def listener(run_dir: Path) -> Path:
     """Return the path of the socket (SOCK_SEQPACKET) where a program becomes a local client."""
     return local_client_folder(run_dir) / "door"
 
 
-def addresses_file(run_dir: Path) -> Path:
+def addresses(run_dir: Path) -> Path:
     """Return the path of the file with the server's HTTP and gRPC URLs, one on each line."""
     return local_client_folder(run_dir) / "addresses"
 
 
-def handover_socket(run_dir: Path) -> Path:
+def handover(run_dir: Path) -> Path:
     """Return the path of the socket (SOCK_SEQPACKET) where a successor of this server connects."""
     return run_dir / "handover"
 
@@ -98,7 +98,7 @@ def local_clients(run_dir: Path, number: int) -> str:
     return f"ipc://{local_client_folder(run_dir)}/{number}"
 
 
-def local_clients_endpoint(endpoint: str) -> str:
+def for_local_clients(endpoint: str) -> str:
     """Return the endpoint for local clients of the scheduler at `endpoint`; "" stays ""."""
     if not endpoint:
         return ""
@@ -121,7 +121,7 @@ class Capabilities:
         """Return the token of local client `client_number`."""
         return self._mac(f"guest {client_number}", _TOKEN_SIZE).hex()
 
-    def local_client_number(self, identity: bytes) -> int:
+    def local_client(self, identity: bytes) -> int:
         """Return the number of the local client with this link identity, or 0 if it is invalid."""
         import hmac
 

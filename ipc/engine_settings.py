@@ -179,17 +179,17 @@ class EngineSettings:
         return settings
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Return the settings from the JSON that the method `json_text` returned."""
+    def read(cls, text: str) -> Self:
+        """Return the settings from the JSON that the method `text` returned."""
         return cls.of(json.loads(text))
 
     @property
-    def json_text(self) -> str:
+    def text(self) -> str:
         """Return the settings as JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @property
-    def kv_cache_tokens(self) -> int:
+    def capacity(self) -> int:
         """Return the number of tokens whose keys and values fit into the KV cache."""
         return self.kv_cache_blocks * self.block_size
 

@@ -142,7 +142,7 @@ class TensorSpec(Record):
     reshape: tuple[int, ...] | None = _config_field("reshape.shape")
 
     @property
-    def is_static(self) -> bool:
+    def static(self) -> bool:
         """Return whether all dimensions are fixed."""
         return -1 not in self.dims
 
@@ -177,17 +177,17 @@ class LevelPolicy(Record):
     max_queue_size: int = 0
 
     @property
-    def has_limits(self) -> bool:
+    def limits(self) -> bool:
         """Return whether requests of the level may be rejected or may time out."""
         limits_set = self.max_queue_size, self.default_timeout_microseconds
         return any(limits_set) or self.allow_timeout_override
 
     @property
-    def delays_expired(self) -> bool:
+    def delays(self) -> bool:
         """Return whether a request that times out stays queued, behind the rest of its level."""
         return self.timeout_action == "DELAY"
 
-    def override_timeout_us(self, timeout_us: int) -> int:
+    def own_timeout_us(self, timeout_us: int) -> int:
         """Return a request's own timeout if it overrides the policy's, otherwise 0.
 
         A policy without a timeout counts as one with the longest timeout.
@@ -265,7 +265,7 @@ class SequenceBatching(Record):
         return [(item.name, control) for item in self.control_input for control in item.control]
 
     @property
-    def correlation_id_input(self) -> tuple[str, str]:
+    def correlation_id(self) -> tuple[str, str]:
         """Return name and datatype of the input for the correlation id; empty if there is none."""
         for name, control in self.controls:
             if control.kind == CORRELATION_ID:
@@ -309,7 +309,7 @@ class RateLimit(Record):
     priority: int = 0
 
     @property
-    def requires_resources(self) -> bool:
+    def limits(self) -> bool:
         """Return whether an execution requires resources."""
         return any(resource.count for resource in self.resources)
 

@@ -196,12 +196,12 @@ class BusyPoll:
         self._recent_requests = 0.0  # recent number of concurrent requests
         self.should_spin = _NO_SPIN
 
-    def observe(self, in_flight: int, waited_ns: int) -> None:
-        """Record the time that passed until there was work, with `in_flight` requests."""
-        has_requests = in_flight > 0
+    def observe(self, requests: int, waited_ns: int) -> None:
+        """Record the time that passed until there was work, with `requests` in flight."""
+        has_requests = requests > 0
         self._recent_requests -= 1 / 32
-        if in_flight > self._recent_requests:
-            self._recent_requests = in_flight
+        if requests > self._recent_requests:
+            self._recent_requests = requests
         if waited_ns > _LONGEST_COUNTED_WAIT_NS:
             waited_ns = _LONGEST_COUNTED_WAIT_NS
         mean_ns = self._mean_ns

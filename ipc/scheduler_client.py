@@ -5,7 +5,7 @@ The states of a request (this module performs no I/O):
     submit ──> pending ──Finished, Responded (final)───> responded, its memory is free
                  │  ├──Responded───────────────────────> pending; must not run again
                  │  ├──Failed──────────────────────────> responded, its memory is free
-                 │  ├──Failed (early)──> failed_early ──Settled──> its memory is free
+                 │  ├──Failed (early)──> settling ──Settled──> its memory is free
                  │  └──Failed (UNAVAILABLE)────────────> resubmitted to its current scheduler
                  └──its scheduler is lost──> resubmitted to the successor or to the model's current
                                              scheduler; failed if it must not run again
@@ -40,7 +40,7 @@ from shmserve.ipc.messages.inference import (
     Submit,
     message_size,
 )
-from shmserve.ipc.tensors.inference import is_aliased_request
+from shmserve.ipc.tensors.inference import runs_once
 from shmserve.ipc.tensors.signature import id_prefix
 
 NO_SCHEDULER = "the model's scheduler ended before its response, and no other scheduler serves it"
@@ -142,7 +142,7 @@ class InflightRequest(ABC):
     def free(self) -> None:
         """Free the memory of the request, which no worker uses any more."""
 
-    def own_memory_ids(self) -> Container[int]:
+    def own_memories(self) -> Container[int]:
         """Return the ids of the requester's own memories, for which no `Release` is sent."""
         return ()
 
@@ -154,7 +154,7 @@ class InflightRequest(ABC):
         finally:
             self.free()
 
-    def fail_without_scheduler(self) -> None:
+    def fail_stranded(self) -> None:
         """Fail the request because its scheduler is lost and no successor serves its model."""
         self.fail(NO_SCHEDULER)
 
@@ -170,13 +170,12 @@ class SchedulerClient(Generic[R]):
 
     Attributes:
         pending: The requests that await a response, by number.
-        failed_early: The requests that have failed while a worker still uses their memory, by
-            number.
+        settling: The requests that have failed while a worker still uses their memory, by number.
         successors: The successors of lost schedulers. The owner records a loss before it calls
             `handle_loss`.
     """
 
-    __slots__ = ("_find_scheduler", "_links", "failed_early", "pending", "successors")
+    __slots__ = ("_find_scheduler", "_links", "pending", "settling", "successors")
 
     def __init__(
         self,
@@ -198,10 +197,10 @@ class SchedulerClient(Generic[R]):
         self._find_scheduler = find_scheduler
         self.successors = Successors() if successors is None else successors
         self.pending: dict[int, R] = {}
-        self.failed_early: dict[int, R] = {}
+        self.settling: dict[int, R] = {}
 
     def __bool__(self) -> bool:
-        return bool(self.pending or self.failed_early)
+        return bool(self.pending or self.settling)
 
     # --- to schedulers
 
@@ -233,11 +232,11 @@ class SchedulerClient(Generic[R]):
     def _submit_to_successor(self, request: R, successor: str) -> None:
         endpoint = successor or self._find_scheduler(request, None)
         if endpoint and endpoint not in self.successors:
-            self._resubmit(request, endpoint)
+            self._submit_again(request, endpoint)
         elif endpoint is not None:
-            request.fail_without_scheduler()
+            request.fail_stranded()
 
-    def _resubmit(self, request: R, endpoint: str) -> None:
+    def _submit_again(self, request: R, endpoint: str) -> None:
         self.submit(request, endpoint, message_size(request.submit))
 
     def cancel(self, request: R, keeps_reading: bool = False) -> None:
@@ -265,18 +264,16 @@ class SchedulerClient(Generic[R]):
         for message in messages:
             self._links.defer(endpoint, message)
 
-    def discard(
-        self, endpoint: str, message: Response, own_memory_ids: Container[int] = ()
-    ) -> None:
+    def discard(self, endpoint: str, message: Response, own_memories: Container[int] = ()) -> None:
         """Release the outputs of a response that is not read, which occupy a worker's memory.
 
         Args:
             endpoint: The endpoint of the scheduler that sent the response.
             message: The response.
-            own_memory_ids: The ids of the requester's own memories, for which no `Release` is sent.
+            own_memories: The ids of the requester's own memories, for which no `Release` is sent.
         """
         if not isinstance(message, Failed) and message.data:
-            self.release(endpoint, unread_releases(message.data, own_memory_ids))
+            self.release(endpoint, unread_releases(message.data, own_memories))
 
     # --- from schedulers
 
@@ -289,14 +286,14 @@ class SchedulerClient(Generic[R]):
         number = message.id
         request = self.pending.get(number)
         if request is None or request.endpoint != endpoint or message_type not in _RESPONSE_TYPES:
-            self._handle_unmatched(endpoint, message)
+            self._handle_late(endpoint, message)
             return
         if message_type is Responded:
             request.responses += 1
             if not message.final:  # type: ignore[union-attr]
                 request.respond(message)  # type: ignore[arg-type]
                 return
-        elif message_type is Failed and self._handle_failure_keeping_memory(request, message):  # type: ignore[arg-type]
+        elif message_type is Failed and self._handle_kept_failure(request, message):  # type: ignore[arg-type]
             return
         if number in self.pending:
             del self.pending[number]
@@ -318,7 +315,7 @@ class SchedulerClient(Generic[R]):
         del self.pending[message.id]
         return request
 
-    def _handle_failure_keeping_memory(self, request: R, failure: Failed) -> bool:
+    def _handle_kept_failure(self, request: R, failure: Failed) -> bool:
         """Handle a failure after which the request keeps its memory.
 
         Either a worker still uses the memory (`early`), or the refused request is resubmitted.
@@ -329,7 +326,7 @@ class SchedulerClient(Generic[R]):
         number = request.submit.id
         if failure.early:
             # Recorded first: a worker still uses the memory, even if a signal comes.
-            self.failed_early[number] = request
+            self.settling[number] = request
             del self.pending[number]
             request.respond(failure)
             return True
@@ -338,30 +335,30 @@ class SchedulerClient(Generic[R]):
         del self.pending[number]
         endpoint = self._find_scheduler(request, failure)
         if endpoint and endpoint != request.endpoint:
-            self._resubmit(request, endpoint)
+            self._submit_again(request, endpoint)
             return True
         return endpoint is None
 
-    def _handle_unmatched(self, endpoint: str, message: SchedulerToClient) -> None:
+    def _handle_late(self, endpoint: str, message: SchedulerToClient) -> None:
         """Handle a message for which no request is pending at that scheduler."""
         if isinstance(message, StatisticsReported):
             self.handle_report(message)
             return
-        request = self.failed_early.get(message.id)
+        request = self.settling.get(message.id)
         if request is not None and request.endpoint != endpoint:
             request = None
         if not isinstance(message, Settled):  # the worker still executes a request that failed here
-            self.discard(endpoint, message, () if request is None else request.own_memory_ids())
+            self.discard(endpoint, message, () if request is None else request.own_memories())
         elif request is not None:
-            self._free_failed_early(message.id)
+            self._settle(message.id)
 
     def handle_report(self, message: StatisticsReported) -> None:
         """Handle a scheduler's statistics. A subclass that requests statistics overrides this."""
 
-    def _free_failed_early(self, number: int) -> None:
-        request = self.failed_early[number]
+    def _settle(self, number: int) -> None:
+        request = self.settling[number]
         self.pending.pop(number, None)  # still present if a signal interrupted its early failure
-        del self.failed_early[number]
+        del self.settling[number]
         request.free()
 
     # --- losses
@@ -373,17 +370,17 @@ class SchedulerClient(Generic[R]):
         successor, or to the scheduler that currently serves the model.
         """
         successor = self.successors.latest(endpoint)
-        self._links.drain(endpoint, self._handle_before_loss)
-        for request in self.remove_requests(endpoint):
+        self._links.drain(endpoint, self._handle_last)
+        for request in self.withdraw(endpoint):
             self._submit_to_successor(request, successor)
 
-    def _handle_before_loss(self, endpoint: str, message: Any) -> None:
+    def _handle_last(self, endpoint: str, message: Any) -> None:
         try:
             self.handle(endpoint, message)
         except Exception:  # the remaining requests must still be resubmitted after any exception
             logger.exception("the message %s could not be handled", type(message).__name__)
 
-    def remove_requests(self, endpoint: str) -> list[R]:
+    def withdraw(self, endpoint: str) -> list[R]:
         """Remove the requests of a scheduler that has exited or whose link was disconnected.
 
         Requests that must not run again fail.
@@ -392,9 +389,9 @@ class SchedulerClient(Generic[R]):
             The requests to resubmit, in the order of submission.
         """
         resubmitted: list[R] = []
-        for number, request in list(self.failed_early.items()):
+        for number, request in list(self.settling.items()):
             if request.endpoint == endpoint:
-                self._free_failed_early(number)
+                self._settle(number)
         for number, request in list(self.pending.items()):
             if request.endpoint != endpoint:
                 continue
@@ -403,20 +400,20 @@ class SchedulerClient(Generic[R]):
                 request.free()
             elif request.responses:
                 request.fail(LOST_AFTER_RESPONSE)
-            elif is_aliased_request(request.submit.schema, request.submit.data):
+            elif runs_once(request.submit.schema, request.submit.data):
                 request.fail(CANNOT_RUN_AGAIN)
             else:
                 resubmitted.append(request)
         return resubmitted
 
-    def remove_all_requests(self) -> list[R]:
+    def withdraw_all(self) -> list[R]:
         """Remove all requests, because no scheduler processes any of them now.
 
         Returns:
             The requests that were pending.
         """
-        for number in list(self.failed_early):
-            self._free_failed_early(number)
+        for number in list(self.settling):
+            self._settle(number)
         pending = list(self.pending.values())
         self.pending.clear()
         return pending

@@ -1,6 +1,6 @@
 """The times of a request: a span for each model that processed it.
 
-    Submit.trace ──> scheduler ──WorkItem.trace──> worker ──> the model's calls of other models
+    Submit.trace ──> scheduler ──Work.trace──> worker ──> the model's calls of other models
     Finished.spans <── scheduler <── BatchFinished.spans <──┘
 
 The spans are followed by the tensors of the requests if the trace asks for them.
@@ -50,7 +50,7 @@ class TraceContext(NamedTuple):
         return cls(os.urandom(16).hex(), os.urandom(8).hex(), "", sampled, tensors)
 
     @classmethod
-    def from_header(cls, traceparent: str) -> TraceContext | None:
+    def of_header(cls, traceparent: str) -> TraceContext | None:
         """Return the span in a `traceparent` header, or None if W3C's rules do not allow it."""
         match = _TRACEPARENT.fullmatch(traceparent.strip())
         if match is None or not int(match[1], 16) or not int(match[2], 16):
@@ -73,7 +73,7 @@ class TraceContext(NamedTuple):
         return f"00-{self.trace_id}-{self.span_id}-{self.sampled:02d}"
 
     @property
-    def message_field(self) -> str:
+    def message(self) -> str:
         """Return the `trace` field of messages.
 
         The field is the `traceparent` with the flag `tensors` added, followed by `parent_id`.

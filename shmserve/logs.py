@@ -63,7 +63,7 @@ class LogSettings:
         return next(filter(self.shows, _LEVELS), logging.CRITICAL + 1)
 
 
-def sanitise(text: str) -> str:
+def clean(text: str) -> str:
     """Escape control characters and cap the length, so that a client cannot forge log lines."""
     printable = text[: _MAX_LINE + 1]
     if not printable.isprintable():
@@ -79,7 +79,7 @@ def _indented(lines: list[str]) -> str:
     """Return the further lines of a text, indented so that they do not look like records."""
     if len(lines) > _MAX_ROWS:
         lines = [*lines[: _MAX_ROWS // 2], "...", *lines[-_MAX_ROWS // 2 :]]
-    return "".join(f"\n    {sanitise(line)}" for line in lines)
+    return "".join(f"\n    {clean(line)}" for line in lines)
 
 
 def enable() -> None:
@@ -113,26 +113,26 @@ class LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return a record as one line, followed by the rest of its text and its traceback."""
         first_line, *more_lines = record.getMessage().split("\n")
-        line = f"{self._line_prefix(record)} {sanitise(first_line)}"
+        line = f"{self._start(record)} {clean(first_line)}"
         request_id = getattr(record, "request_id", None)
         if request_id:
-            line += f" request={sanitise(str(request_id))}"
+            line += f" request={clean(str(request_id))}"
         trace_id = getattr(record, "trace_id", None)
         if trace_id:
-            line += f" trace={sanitise(str(trace_id))}"
-        return line + _indented(more_lines) + self._format_traceback(record)
+            line += f" trace={clean(str(trace_id))}"
+        return line + _indented(more_lines) + self._traceback(record)
 
     def message(self, record: logging.LogRecord) -> str:
         """Return the text of a record and its traceback."""
         first_line, *more_lines = record.getMessage().split("\n")
-        return sanitise(first_line) + _indented(more_lines) + self._format_traceback(record)
+        return clean(first_line) + _indented(more_lines) + self._traceback(record)
 
-    def _format_traceback(self, record: logging.LogRecord) -> str:
+    def _traceback(self, record: logging.LogRecord) -> str:
         if not record.exc_info:
             return ""
         return _indented(self.formatException(record.exc_info).splitlines())
 
-    def _line_prefix(self, record: logging.LogRecord) -> str:
+    def _start(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         stamp += f".{int(record.msecs):03d}Z"
         letter = _LETTERS.get(record.levelname, "?")
@@ -184,13 +184,13 @@ class Journal:
             "CODE_FUNC": record.funcName,
         }
         if isinstance(record.args, tuple) and record.args and _OF_MODEL.match(str(record.msg)):
-            fields["SHMSERVE_MODEL"] = sanitise(str(record.args[0]))
+            fields["SHMSERVE_MODEL"] = clean(str(record.args[0]))
         if request_id := getattr(record, "request_id", None):
-            fields["REQUEST_ID"] = sanitise(str(request_id))
+            fields["REQUEST_ID"] = clean(str(request_id))
         if trace_id := getattr(record, "trace_id", None):
-            fields["TRACE_ID"] = sanitise(str(trace_id))
+            fields["TRACE_ID"] = clean(str(trace_id))
         try:
-            self._send(b"".join(_encode_field(name, value) for name, value in fields.items()))
+            self._send(b"".join(_field(name, value) for name, value in fields.items()))
         except OSError:
             return False
         return True
@@ -215,7 +215,7 @@ class Journal:
         self._socket.close()
 
 
-def _encode_field(name: str, value: object) -> bytes:
+def _field(name: str, value: object) -> bytes:
     data = str(value).encode(errors="backslashreplace")
     if b"\n" in data:
         return b"%s\n%s%s\n" % (name.encode(), len(data).to_bytes(8, "little"), data)

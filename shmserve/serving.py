@@ -111,9 +111,7 @@ def serve(
         run_dir = folder / "run"
         options = {"allow_grpc": False, "allow_metrics": False, **flags}
         options |= {"http_port": port, "run_dir": run_dir}
-        arguments += [
-            word for name, value in options.items() for word in _flag_arguments(name, value)
-        ]
+        arguments += [word for name, value in options.items() for word in _flags(name, value)]
         with _process(arguments, folder / "log") as process:
             server = _ready_client(process, run_dir, folder / "log", timeout, token, sources)
             try:
@@ -124,7 +122,7 @@ def serve(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _flag_arguments(name: str, value: Any) -> list[str]:
+def _flags(name: str, value: Any) -> list[str]:
     """Return the arguments for a flag: none for None, one for each element of a list."""
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
     texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]
@@ -171,7 +169,7 @@ def _ready_client(
             session = session or open_session(run_dir, 1 << 30, None, token)
             url = next(iter(discovery.addresses(run_dir)), "")
             http_ready = not url.startswith("http") or session.ready()
-            if session.connection().models.is_ready and http_ready:
+            if session.connection().models.ready and http_ready:
                 server = LocalServer(session)
                 server.url = url
                 server.run_dir, server.log = run_dir, log
@@ -214,7 +212,7 @@ def _arguments(model: type | str | os.PathLike[str], folder: Path, sources: Sour
     if isinstance(model, type):
         return [f"{_file_of(model, folder, sources)}:{model.__name__}"]
     if not isinstance(model, str | os.PathLike):
-        message = f"serve() accepts a class, a path or a list of these, not {_with_article(model)}"
+        message = f"serve() accepts a class, a path or a list of these, not {_article(model)}"
         raise InvalidArgument(message)
     text = os.fspath(model)
     path = Path(text)
@@ -228,7 +226,7 @@ def _arguments(model: type | str | os.PathLike[str], folder: Path, sources: Sour
     return [f"--model-repository={repository}"]
 
 
-def _with_article(model: Any) -> str:
+def _article(model: Any) -> str:
     name = type(model).__name__
     is_named = hasattr(model, "__name__") or model is None
     return f"a {name}" if is_named else f"an instance of '{name}'"
@@ -278,21 +276,21 @@ def _source_of(cls: type) -> str:
         message = f"the source of class '{cls.__name__}' cannot be found: define it in a file"
         raise InvalidArgument(message) from error
     statements = list(_statements(cls))
-    used_names = {"*", *_used_names(class_tree), *_annotation_names(class_tree)}
+    used_names = {"*", *_names(class_tree), *_annotation_names(class_tree)}
     used_statements: list[ast.stmt] = []
     while True:
         definitions = [
             node
             for node, _ in statements
-            if node not in used_statements and not used_names.isdisjoint(_bound_names(node))
+            if node not in used_statements and not used_names.isdisjoint(_binds(node))
         ]
         if not definitions:
             break
         used_statements += definitions
-        used_names |= {name for node in definitions for name in _used_names(node)}
+        used_names |= {name for node in definitions for name in _names(node)}
         used_names |= {name for node in definitions for name in _annotation_names(node)}
     known_names = {*vars(sys.modules[cls.__module__]), *vars(builtins), cls.__name__}
-    if unknown_names := _used_names(class_tree) - known_names:
+    if unknown_names := _names(class_tree) - known_names:
         raise InvalidArgument(
             f"class '{cls.__name__}' uses names that its module does not define: "
             f"{', '.join(sorted(unknown_names))}; define them at the top level or in the class"
@@ -300,7 +298,7 @@ def _source_of(cls: type) -> str:
     blocks = [
         _block(node, lines)
         for node, lines in statements
-        if node in used_statements and cls.__name__ not in _bound_names(node)
+        if node in used_statements and cls.__name__ not in _binds(node)
     ]
     blocks.append((class_line, class_text))
     if "<locals>" not in cls.__qualname__ and _cells(cls) is None:
@@ -384,7 +382,7 @@ def _block(node: ast.stmt, lines: list[str]) -> tuple[int, str]:
     return first_line, "\n".join(lines[first_line - 1 : node.end_lineno])
 
 
-def _used_names(tree: ast.AST) -> set[str]:
+def _names(tree: ast.AST) -> set[str]:
     """Return the global names that a statement uses."""
     names: set[str] = set()
     tables = [symtable.symtable(ast.unparse(tree), "<definition>", "exec")]
@@ -407,7 +405,7 @@ def _annotation_names(tree: ast.AST) -> set[str]:
     return {word for node in annotations for word in re.findall(r"[^\W\d]\w*", ast.unparse(node))}
 
 
-def _bound_names(statement: ast.AST) -> set[str]:
+def _binds(statement: ast.AST) -> set[str]:
     """Return the names that a definition, an import or an assignment binds.
 
     Statements inside a compound statement count, except inside `if __name__ == "__main__"`.
@@ -423,5 +421,5 @@ def _bound_names(statement: ast.AST) -> set[str]:
     targets += [item.optional_vars for item in getattr(statement, "items", [])]
     targets = [node for target in targets if target for node in ast.walk(target)]
     parts = ast.iter_child_nodes(statement)
-    inner = [_bound_names(node) for node in parts if isinstance(node, ast.stmt | ast.ExceptHandler)]
+    inner = [_binds(node) for node in parts if isinstance(node, ast.stmt | ast.ExceptHandler)]
     return {node.id for node in targets if isinstance(node, ast.Name)}.union(*inner)

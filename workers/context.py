@@ -10,7 +10,7 @@ from pathlib import Path
 from shmserve.errors import Internal, ShmserveError, Unavailable, clip
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages.inference import WorkItem
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.messages.supervision import ModelWarned, WorkerStart
 from shmserve.ipc.trace import TraceContext
 from shmserve.workers.batch.request import CopyCounter
@@ -126,7 +126,7 @@ def is_models_own(error: BaseException) -> bool:
 
 
 def client_error(
-    context: ModelContext, error: BaseException, work: WorkItem | None = None
+    context: ModelContext, error: BaseException, work: Work | None = None
 ) -> ShmserveError:
     """Log an error of a model, and return the error for the client of the request.
 

@@ -61,13 +61,13 @@ resume(int(fd))
 """
 
 
-def enter_environment(start: WorkerStart) -> None:
+def enter(start: WorkerStart) -> None:
     """Continue this worker in the interpreter of its environment.
 
     Raises:
         InvalidArgument: The environment cannot be used; the message has the remedy.
     """
-    environments = endpoints.environments_folder(start.run_dir)
+    environments = endpoints.environments(start.run_dir)
     python = _check_interpreter(_find_interpreter(_locate_environment(start), environments))
     root = str(python.parent.parent)
     variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.ipc.messages.inference import ReaderExited, ReleaseOutputs, WorkItem
+from shmserve.ipc.messages.inference import ReaderExited, ReleaseOutputs, Work
 from shmserve.ipc.messages.publications import MemoryDropped, ProcessExited
 from shmserve.ipc.messages.supervision import Attach, CheckMemory, CheckReady, ReadyChecked, Stop
 from shmserve.ipc.model_spec import ModelSpec
@@ -50,7 +50,7 @@ def _warmup_requests(sample: Sample, signature: Signature, unpacker: Unpacker) -
     signature.check("", client_tensors, ())
     schema, data = pack_inference(Inference(tuple(client_tensors)))
     for key in range(1, sample.batch_size + 1):
-        request = unpacker.request(WorkItem(key, 0, schema, data))
+        request = unpacker.request(Work(key, 0, schema, data))
         for tensor in controls:
             assert isinstance(tensor.data, bytes)
             raw = memoryview(bytearray(tensor.data))
@@ -150,7 +150,7 @@ class WorkerInstance:
         match message:
             case Attach(endpoint=successor):
                 # An instance that was loaded while its scheduler was replaced is connected already.
-                if not self.link.is_connected_to(successor):
+                if not self.link.is_at(successor):
                     self.attach(successor)
             case CheckMemory():
                 if context.device_memory is not None:

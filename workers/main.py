@@ -78,7 +78,7 @@ def run(start_record: bytes) -> None:
     environment_error: ShmserveError | None = None
     if start.environment:
         try:
-            environment.enter_environment(start)
+            environment.enter(start)
         except ShmserveError as error:
             environment_error = error
     stacks_fd = _set_signals()

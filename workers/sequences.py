@@ -34,7 +34,7 @@ from shmserve.ipc.messages.inference import (
     Execute,
     Reply,
     SequenceRow,
-    WorkItem,
+    Work,
 )
 from shmserve.ipc.model_spec import CORRELATION_ID, InitialState, ModelSpec, SequenceState
 from shmserve.ipc.tensors.arrays import encode_bytes
@@ -155,7 +155,7 @@ class _StateValue(Record):
     raw: Any
 
 
-class SequenceStates:
+class States:
     """The states of the sequences of one instance, by slot (see `SequenceRow`).
 
     With `copy_states`, states are copied for a model that may write into its inputs.
@@ -189,7 +189,7 @@ class SequenceStates:
             raw = memoryview(bytearray(raw)) if isinstance(raw, memoryview) else raw.clone()
         fields, same_buffer = (spec.input_name, value.datatype, value.shape, raw), spec.same_buffer
         on_device = not isinstance(raw, memoryview)
-        return Input(*fields, on_device=on_device, is_kept=not same_buffer, writable=same_buffer)
+        return Input(*fields, on_device=on_device, kept=not same_buffer, writable=same_buffer)
 
     def __len__(self) -> int:
         """Return the number of sequences with state."""
@@ -286,8 +286,8 @@ def _state_spec(state: SequenceState, model_dir: Path, batched: bool) -> StateSp
             initial_state.data_file,
             byte_size if ITEM_SIZE[datatype] else None,
             setting="initial_state",
-            outside_error=f"{file_text} must lie in the model's folder '{_INITIAL_STATE_FOLDER}'",
-            unreadable_error=f"{file_text} cannot be read",
+            outside=f"{file_text} must lie in the model's folder '{_INITIAL_STATE_FOLDER}'",
+            unreadable=f"{file_text} cannot be read",
         )
     names, same_buffer = (
         (state.input_name, state.output_name),
@@ -298,7 +298,7 @@ def _state_spec(state: SequenceState, model_dir: Path, batched: bool) -> StateSp
 
 
 _EMPTY_INFERENCE = pack_inference(Inference(()))
-_NULL_WORK = WorkItem(0, 0, *_EMPTY_INFERENCE)
+_NULL_WORK = Work(0, 0, *_EMPTY_INFERENCE)
 _NULL_SCHEMA = RequestSchema(_EMPTY_INFERENCE[0])
 _NULL_ROW = SequenceRow(0, 0)
 
@@ -317,9 +317,9 @@ class SequenceExecutor(Executor):
         self._controls = read_controls(config)
         self._supports_batching = config.max_batch_size > 0
         # Always copies, because requests of sequences are not retried with copies.
-        self._input_policy.copies_inputs = True
+        self._policy.copies_inputs = True
         states = read_states(config, self._context.model_dir)
-        self._states = SequenceStates(states, self._backend.read_only_inputs)
+        self._states = States(states, self._backend.read_only_inputs)
         # The outputs that are also sent to clients.
         self._client_outputs = frozenset(output.name for output in config.output)
         sequences = config.sequence_batching
@@ -395,7 +395,7 @@ class SequenceExecutor(Executor):
         pairs = zip(requests, responses, strict=True)
         by_request = {id(request): response for request, response in pairs}
         with self._link.lock:
-            self._link.handle_received()
+            self._link.pump()
             replies = [self._respond(r, by_request[id(r.request)]) for r in row_requests]
             self._writer.scatterer.finish_writes()
         return replies
@@ -437,7 +437,7 @@ class _RowRequest:
     row: SequenceRow = _NULL_ROW
 
 
-def _with_ids(work: WorkItem, row: SequenceRow) -> WorkItem:
+def _with_ids(work: Work, row: SequenceRow) -> Work:
     """Return the work with the ids and flags that the scheduler has assigned.
 
     The scheduler gives ids to requests without one, and removes flags of requests that run again.

@@ -37,7 +37,7 @@ from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.runner import StepSchedulers
-from shmserve.scheduler.front import SchedulerFront
+from shmserve.scheduler.front import Front
 from shmserve.scheduler.hosting.event_loop import DescriptorWaiter, InProcessLinks
 from shmserve.scheduler.settings import Settings
 
@@ -96,8 +96,8 @@ class Chain:
         self._schemas = Schemas(RequestSchema)
         self._in_process_links = links = InProcessLinks()
         self._clients = _Outbox()
-        self._workers: list[tuple[BatchingCore, SchedulerFront[Any], bytes, _Outbox]] = []
-        self._active: dict[SchedulerFront[Any], None] = {}
+        self._workers: list[tuple[BatchingCore, Front[Any], bytes, _Outbox]] = []
+        self._active: dict[Front[Any], None] = {}
         self._last_id = 0
         config = {
             "name": "chain",
@@ -130,7 +130,7 @@ class Chain:
         memory = EnsembleMemory(LentMemory(1 << 26), lambda memory_id: None)
         settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
         core = EnsembleCore(settings, ModelSpec.of(config), steps, _Outbox(), memory)
-        self._ensemble = SchedulerFront(core, self._clients, _Outbox(), time.time_ns, "e")
+        self._ensemble = Front(core, self._clients, _Outbox(), time.time_ns, "e")
         add = self._add_instant if ensemble_only else self._add
         for name, input_size, output_size in (
             ("a", _SMALL, elements),
@@ -170,7 +170,7 @@ class Chain:
         settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
         fits = Schemas(Signature(ModelSpec.of(config), "1").fit)
         core = BatchingCore(settings, fits, workers, control, time.perf_counter_ns)
-        front = SchedulerFront(core, clients, control, time.time_ns, name)
+        front = Front(core, clients, control, time.time_ns, name)
 
         def from_in_process_peer(peer: bytes, message: Any) -> None:
             self._active[front] = None
@@ -222,7 +222,7 @@ class Chain:
         (request,) = received.requests
         schema_entry = self._schemas[request.schema]
         size, data = _SMALL, _DATA
-        if schema_entry.outputs[0].has_range:
+        if schema_entry.outputs[0].placed:
             data = request.data[-1]
             size = data[2] // 4
         reply = m.Reply(request.key, "", "", _response_schema(size), [data])

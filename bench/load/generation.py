@@ -36,7 +36,7 @@ from shmserve.scheduler.tables import GenerationStats
 from shmserve.workers.backends.llm.engine import Prompt, WorkerEngine
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.transformer import MIN_ROWS, PassRunner, Transformer
+from shmserve.workers.backends.llm.model.transformer import MIN_ROWS, Passes, Transformer
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 from tests.support.hf_folders import write_folder
 
@@ -66,7 +66,7 @@ class SequenceBatch:
         }
         self._rows = rows
         self._engine = WorkerEngine(
-            PassRunner(model, cache), None, prompts, lambda news: None, lambda *_: None
+            Passes(model, cache), None, prompts, lambda news: None, lambda *_: None
         )
 
     def prefill(self) -> float:
@@ -103,8 +103,8 @@ def floor(model: Transformer, rows: int, head_rows: int) -> Callable[[], None]:
     """
     architecture = model.architecture
     padded_rows = max(rows, MIN_ROWS)
-    hidden = torch.randn(padded_rows, architecture.hidden_size)
-    inner = torch.randn(padded_rows, architecture.intermediate_size)
+    hidden = torch.randn(padded_rows, architecture.hidden)
+    inner = torch.randn(padded_rows, architecture.intermediate)
     last_hidden = hidden[: max(head_rows, MIN_ROWS)].contiguous()
 
     @torch.inference_mode()
@@ -195,10 +195,10 @@ def schedule(sequences: int, rounds: int) -> dict[str, float]:
                 RowResult(
                     row.sequence,
                     [7],
-                    "length" if row.start_position == PROMPT_TOKENS + NEW_TOKENS - 2 else "",
+                    "length" if row.start == PROMPT_TOKENS + NEW_TOKENS - 2 else "",
                 )
                 for row in step.rows
-                if row.is_sampled
+                if row.samples
             ]
             stepped = Stepped(number, results, 0, 20_000_000, 0)
             responded = time.thread_time()

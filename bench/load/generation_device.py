@@ -26,7 +26,7 @@ from shmserve.ipc.messages.generation import NewSequence, Row, Step
 from shmserve.workers.backends.llm.engine import Prompt, WorkerEngine
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.transformer import PassRunner, Transformer
+from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 from tests.support.hf_folders import write_folder
 
@@ -45,7 +45,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def steps(passes: PassRunner, rows: int) -> tuple[float, float]:
+def steps(passes: Passes, rows: int) -> tuple[float, float]:
     """Return the time of the prompts, and the median of the following steps, in ms."""
     parameters = GenerationParameters(max_tokens=NEW_TOKENS, temperature=0.0)
     prompts = {
@@ -116,23 +116,20 @@ def main() -> None:
         model = Transformer(Checkpoint.open(path), args.weights, DEVICE)
         architecture = model.architecture
         blocks = max(args.rows) * (PROMPT_TOKENS + NEW_TOKENS) // BLOCK_TOKENS
-        passes = PassRunner(model, KvCache(architecture, BLOCK_TOKENS, blocks, 0, DEVICE))
+        passes = Passes(model, KvCache(architecture, BLOCK_TOKENS, blocks, 0, DEVICE))
         start_s = time.perf_counter()
         passes.capture(max(args.rows), PROMPT_TOKENS + NEW_TOKENS)
         capture_s = time.perf_counter() - start_s
         per_layer = (
-            architecture.hidden_size
+            architecture.hidden
             * (architecture.heads + 2 * architecture.kv_heads)
             * architecture.head_dim
         )
         per_layer += (
-            architecture.hidden_size * architecture.heads * architecture.head_dim
-            + 3 * architecture.hidden_size * architecture.intermediate_size
+            architecture.hidden * architecture.heads * architecture.head_dim
+            + 3 * architecture.hidden * architecture.intermediate
         )
-        weights = (
-            architecture.layer_count * per_layer
-            + architecture.vocab_size * architecture.hidden_size
-        )
+        weights = architecture.layers * per_layer + architecture.vocab_size * architecture.hidden
         for rows in args.rows:
             steps(passes, rows)
             prefill, step = steps(passes, rows)

@@ -16,7 +16,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import BatchFit
 from shmserve.scheduler.batching import BatchingCore
-from shmserve.scheduler.front import SchedulerFront
+from shmserve.scheduler.front import Front
 from shmserve.scheduler.settings import Settings
 
 _LEVELS = 8
@@ -78,7 +78,7 @@ class BusyQueue:
         self.core = BatchingCore(
             settings, Schemas(_one_row), self._worker, control, time.perf_counter_ns
         )
-        self.scheduler = SchedulerFront(self.core, _Outbox(), control, time.time_ns, "m")
+        self.scheduler = Front(self.core, _Outbox(), control, time.time_ns, "m")
         self._random = random.Random(queued)
         self._now_ns = 1_000_000_000
         self._last_id = 0

@@ -41,7 +41,7 @@ from shmserve.scheduler.tables import GenerationStats
 from shmserve.workers.backends.llm.engine import DraftModel, Prompt, WorkerEngine
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.transformer import PassRunner, Transformer
+from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 from tests.support.hf_folders import config, save_weights, weights, write_folder
 
@@ -74,10 +74,10 @@ class Serving:
         cache = KvCache(model.architecture, *sizes, settings.swap_blocks)
         self._prompts: dict[int, Prompt] = {}
         proposer = (
-            DraftModel(PassRunner(draft, KvCache(draft.architecture, *sizes, 0))) if draft else None
+            DraftModel(Passes(draft, KvCache(draft.architecture, *sizes, 0))) if draft else None
         )
         self._worker = WorkerEngine(
-            PassRunner(model, cache),
+            Passes(model, cache),
             proposer.propose if proposer else None,
             self._prompts,
             lambda news: None,

@@ -52,7 +52,7 @@ class Cuda(Protocol):
     def close(self, pointer: int, device: int) -> None:
         """Unmap memory that `open` has mapped, after pending work on the device."""
 
-    def allocation_range(self, pointer: int, device: int) -> tuple[int, int]:
+    def extent(self, pointer: int, device: int) -> tuple[int, int]:
         """Return the base address and the size in bytes of the allocation at an address."""
 
     def uuid(self, device: int) -> bytes:
@@ -128,7 +128,7 @@ class Driver(Cuda, CudaExporter):
             self._call("cuCtxSynchronize")
             self._call("cuIpcCloseMemHandle", self._driver.CUdeviceptr(pointer))
 
-    def allocation_range(self, pointer: int, device: int) -> tuple[int, int]:
+    def extent(self, pointer: int, device: int) -> tuple[int, int]:
         with self._device_context(device):
             base, size = self._call("cuMemGetAddressRange", self._driver.CUdeviceptr(pointer))
         return int(base), int(size)

@@ -57,7 +57,7 @@ class Token:
         return self._reference_count > 0
 
 
-class CallbackToken(Token):
+class Holding(Token):
     """A token that calls `on_free` at its last release."""
 
     __slots__ = ("_on_free",)
@@ -84,7 +84,7 @@ class Block(Token):
         self._free_range(self.memory_range)
 
 
-class LentTokens(Generic[R]):
+class Readers(Generic[R]):
     """The tokens of lent blocks, by the reader and the offset that the reader releases.
 
     The same memory may be lent several times.
@@ -151,9 +151,7 @@ class LentMemory:
     def __init__(self, byte_size: int) -> None:
         self.byte_size = byte_size
         self._arena: Arena | None = None
-        self._readers: LentTokens[tuple[int, int]] = (
-            LentTokens()
-        )  # readers by (reader, id of the memory)
+        self._readers: Readers[tuple[int, int]] = Readers()  # readers by (reader, id of the memory)
 
     def __len__(self) -> int:
         return len(self._readers)

@@ -28,7 +28,7 @@ class SharedObject:
     """An open shared memory object; the caller that opened it owns `fd`. Sizes are in bytes."""
 
     fd: int
-    device_number: int
+    device: int
     inode: int
     uid: int
     gid: int
@@ -36,9 +36,9 @@ class SharedObject:
     size: int
 
     @property
-    def file_id(self) -> tuple[int, int]:
+    def file(self) -> tuple[int, int]:
         """Return the device and the inode, which identify the object."""
-        return self.device_number, self.inode
+        return self.device, self.inode
 
 
 def normalize_key(region: str, key: str) -> str:
@@ -100,26 +100,26 @@ def describe_object(fd: int) -> SharedObject:
     return SharedObject(fd, status.st_dev, status.st_ino, *owner, mode, status.st_size)
 
 
-def check_range(region: str, shm_object: SharedObject, offset: int, byte_size: int) -> None:
+def check_range(region: str, shared: SharedObject, offset: int, byte_size: int) -> None:
     """Check the range of a region in its object.
 
     Raises:
         InvalidArgument: The range is empty or not within the object.
     """
-    if byte_size == 0 or not is_within(offset, byte_size, shm_object.size):
+    if byte_size == 0 or not is_within(offset, byte_size, shared.size):
         raise InvalidArgument(
             f"failed to register shared memory region '{region}': invalid args (byte_size "
-            f"{byte_size} at offset {offset}; the object has {shm_object.size} bytes)"
+            f"{byte_size} at offset {offset}; the object has {shared.size} bytes)"
         )
 
 
-def unallocated_bytes(shm_object: SharedObject, byte_size: int) -> int:
+def unallocated_bytes(shared: SharedObject, byte_size: int) -> int:
     """Return an upper bound on the number of bytes of the object without allocated memory."""
-    status = os.fstat(shm_object.fd)
+    status = os.fstat(shared.fd)
     return max(0, min(byte_size, status.st_size - status.st_blocks * 512))
 
 
-def allocate_pages(region: str, shm_object: SharedObject, offset: int, byte_size: int) -> int:
+def allocate_pages(region: str, shared: SharedObject, offset: int, byte_size: int) -> int:
     """Allocate the missing memory of [offset, offset + byte_size) of the object.
 
     The first access to a page of a sparse object allocates it; if /dev/shm is full then, the
@@ -132,14 +132,14 @@ def allocate_pages(region: str, shm_object: SharedObject, offset: int, byte_size
     Raises:
         Unavailable: /dev/shm is full.
     """
-    if not unallocated_bytes(shm_object, byte_size):
+    if not unallocated_bytes(shared, byte_size):
         return 0
-    old_blocks = os.fstat(shm_object.fd).st_blocks
+    old_blocks = os.fstat(shared.fd).st_blocks
     try:
-        os.posix_fallocate(shm_object.fd, offset, byte_size)
+        os.posix_fallocate(shared.fd, offset, byte_size)
     except OSError as error:
         raise Unavailable(
             f"failed to register shared memory region '{region}': shared memory is full, "
             f"{byte_size} bytes are needed"
         ) from error
-    return max(0, os.fstat(shm_object.fd).st_blocks - old_blocks) * 512
+    return max(0, os.fstat(shared.fd).st_blocks - old_blocks) * 512

@@ -78,7 +78,7 @@ class IndexRepository(ControlRequest, Message):
     ready: bool
 
 
-class ListModelNames(ControlRequest, Message):
+class NameModels(ControlRequest, Message):
     """Sent by a gateway to the supervisor to request {"names": {model: [aliases]}}.
 
     The reply contains the generative models that are not loaded, but are loaded on demand.
@@ -109,11 +109,11 @@ class WantModel(ControlRequest, Message):
     """Sent by a gateway or a local client to the supervisor to load a model on demand.
 
     The reply follows once the model serves and all peers have received its publication. The request
-    expires after `timeout_s` seconds; 0 means never.
+    expires after `patience_s` seconds; 0 means never.
     """
 
     name: str
-    timeout_s: float
+    patience_s: float
 
 
 class FindModel(ControlRequest, Message):
@@ -125,10 +125,10 @@ class FindModel(ControlRequest, Message):
 
     name: str
     version: str
-    timeout_s: float = 0.0
+    patience_s: float = 0.0
 
 
-class QueryReadiness(ControlRequest, Message):
+class AskReady(ControlRequest, Message):
     """Sent by a gateway or a worker to the supervisor to run a model's own readiness check.
 
     The reply is {"ready": bool}. Version "" means the latest.
@@ -181,25 +181,25 @@ class RegisterCudaRegion(ControlRequest, Message):
 class UnregisterRegion(ControlRequest, Message):
     """Sent by a gateway to the supervisor to unregister a region of system memory.
 
-    With `is_cuda`, the region is one of CUDA memory. An empty name means all regions of that kind
-    that belong to the user.
+    With `cuda`, the region is one of CUDA memory. An empty name means all regions of that kind that
+    belong to the user.
     """
 
     name: str
     uid: int
     groups: list[int]
-    is_cuda: bool = False
+    cuda: bool = False
 
 
 class RegionInUse(Message):
     """Sent by a gateway to the supervisor when its use of an unregistered region begins or ends.
 
-    `RegionRetired` has named the region. `in_use` is true when the use begins. The supervisor
+    `RegionRetired` has named the region. `used` is true when the use begins. The supervisor
     withdraws the region once no gateway uses it.
     """
 
     memory_id: int
-    in_use: bool
+    used: bool
 
 
 class RegionReleased(Message):
@@ -246,7 +246,7 @@ class ReturnWorkspace(Message):
     offset: int
 
 
-class RequestTicket(Message):
+class AskTicket(Message):
     """Sent by a scheduler to the supervisor to reserve the resources of an execution.
 
     The execution is on instance `index`, process `pid`. `TicketGranted` with the number `ticket`
@@ -281,24 +281,24 @@ class ResourcesHeld(Message):
 class CallsWaiting(Message):
     """Sent by a scheduler to the supervisor at intervals while calls from other models wait long.
 
-    The last report has no `waiting_calls`. Each element of `waiting_calls` is a pair of lists: of
-    calls, and of the instances that may run them. A call is a pair of the request's key and its
+    The last report has no `waits`. Each element of `waits` is a pair of lists: of calls that wait,
+    and of the instances that may run them. A call is a pair of the request's key and its
     `Submit.callers`. An instance is a list of its pid and the keys of the requests that it runs.
     """
 
     model: str
-    waiting_calls: list[Any]
+    waits: list[Any]
 
 
 class CallDeadlocked(Message):
     """Sent by the supervisor to a scheduler when request `key`, a call, is part of a deadlock.
 
-    `model_chain` has the names of the models that wait for each other. The scheduler fails the
-    call, and the other calls of the deadlock go on.
+    `chain` has the names of the models that wait for each other. The scheduler fails the call, and
+    the other calls of the deadlock go on.
     """
 
     key: int
-    model_chain: str
+    chain: str
 
 
 class TicketGranted(Message):
@@ -378,9 +378,9 @@ class WithdrawMemory(Message):
 
 Answer = Answered | Refused
 LoadRequest = LoadModel | UnloadModel
-AdminRequest = LoadRequest | IndexRepository | ListModelNames | ChangeLogging | ChangeTracing
+AdminRequest = LoadRequest | IndexRepository | NameModels | ChangeLogging | ChangeTracing
 RegionRequest = RegisterRegion | RegisterCudaRegion | UnregisterRegion
 RegionUse = RegionInUse | RegionReleased | RegionAbandoned
 WorkspaceRequest = LeaseWorkspace | ReturnWorkspace
-TicketRequest = RequestTicket | CheckHolders | TicketReturned
+TicketRequest = AskTicket | CheckHolders | TicketReturned
 SchedulerRequest = TicketRequest | CallsWaiting

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import field
 
-from shmserve.ipc.messages.inference import WorkItem
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.transport.frames import Message, Record
 
 
@@ -21,7 +21,7 @@ class Resumed(Record):
     """The state of a sample that another instance had generated in part.
 
     Attributes:
-        sample_index: The number of the sample.
+        sample: The number of the sample.
         tokens: The generated tokens (int32, little endian).
         sent_characters: The number of characters of text already sent to the client.
         finish_reason: The reason why the sample has ended, or "".
@@ -29,7 +29,7 @@ class Resumed(Record):
         sent_tokens: The number of tokens already sent to the client.
     """
 
-    sample_index: int
+    sample: int
     tokens: bytes
     sent_characters: int
     finish_reason: str = ""
@@ -45,7 +45,7 @@ class Prepare(Message):
     lost.
     """
 
-    requests: list[WorkItem]
+    requests: list[Work]
     resumed: list[Resumed] = field(default_factory=list)
 
 
@@ -72,28 +72,28 @@ class Prepared(Message):
         key: The key of the request.
         prompt: The tokens of the prompt (int32, little endian).
         max_tokens: The maximum number of tokens of each sample.
-        sample_count: The number of samples.
+        samples: The number of samples.
         priority: The priority; lower values run first.
         needs_whole_prompt: Whether the whole prompt is computed even if a prefix is cached.
         allows_drafts: Whether draft tokens may be proposed.
         beams: The beam search, if any.
-        replays_tokens: Whether the samples of a resumed request begin again with the same tokens,
-            because the log probabilities of these tokens are wanted.
+        replays: Whether the samples of a resumed request begin again with the same tokens, because
+            the log probabilities of these tokens are wanted.
     """
 
     key: int
     prompt: bytes
     max_tokens: int
-    sample_count: int = 1
+    samples: int = 1
     priority: int = 0
     needs_whole_prompt: bool = False
     allows_drafts: bool = True
     beams: list[BeamSearch] = field(default_factory=list)
-    replays_tokens: bool = False
+    replays: bool = False
 
 
 class NewSequence(Record):
-    """A sequence to start in a step: sample `sample_index` of request `key`.
+    """A sequence to start in a step: sample `sample` of request `key`.
 
     With a `parent`, the sequence is a copy of that sequence before this step, followed by `token`
     unless that is -1.
@@ -101,7 +101,7 @@ class NewSequence(Record):
 
     sequence: int
     key: int
-    sample_index: int
+    sample: int
     parent: int = 0
     token: int = -1
 
@@ -111,21 +111,21 @@ class Row(Record):
 
     Attributes:
         sequence: The number of the sequence.
-        start_position: The position of the first token.
-        token_count: The number of tokens.
-        kept_block_count: The number of entries of the block table that remain.
+        start: The position of the first token.
+        count: The number of tokens.
+        kept_blocks: The number of entries of the block table that remain.
         blocks: The new entries of the block table, which follow the kept ones.
         draft_count: The number of draft tokens to propose and verify after the computed tokens.
-        is_sampled: Whether the next token is sampled, since these tokens are the sequence's last.
+        samples: Whether the next token is sampled, since these tokens are the sequence's last.
     """
 
     sequence: int
-    start_position: int
-    token_count: int
-    kept_block_count: int
+    start: int
+    count: int
+    kept_blocks: int
     blocks: list[int]
     draft_count: int = 0
-    is_sampled: bool = True
+    samples: bool = True
 
 
 class Step(Message):
@@ -196,14 +196,14 @@ class ResponseSent(Message):
     Attributes:
         key: The key of the request.
         sample: The number of the sample.
-        sent_characters: The number of characters of its text sent so far.
+        characters: The number of characters of its text sent so far.
         closed: Whether its end was sent.
         tokens: The number of its tokens sent so far.
     """
 
     key: int
     sample: int
-    sent_characters: int
+    characters: int
     closed: bool = False
     tokens: int = 0
 
@@ -231,7 +231,7 @@ class Hypothesis(Record):
     score: float
 
 
-class SendHypotheses(Message):
+class Choose(Message):
     """Sent by the scheduler to a worker when the beam search of request `key` is complete.
 
     The worker responds to the client with these hypotheses, best first.

@@ -28,8 +28,7 @@ class Submit(Message):
         flags: SEQUENCE_START and SEQUENCE_END for the first and last request of a sequence.
         correlation_id: The sequence, if its id is a number; 0: none.
         correlation_text: The sequence, if its id is a string; "": none.
-        connection_id: A number that distinguishes clients of one gateway; only for requests of
-            sequences.
+        source: A number that distinguishes clients of one gateway; only for requests of sequences.
         trace: The trace context (ipc/trace.py) if the response should contain spans, or "".
         deadline_origin: The origin of the deadline, for the error of an expired request; "": the
             caller.
@@ -47,7 +46,7 @@ class Submit(Message):
     flags: int = 0
     correlation_id: int = 0
     correlation_text: str = ""
-    connection_id: int = 0
+    source: int = 0
     trace: str = ""
     deadline_origin: str = ""
     callers: str = ""
@@ -189,7 +188,7 @@ class StatisticsReported(Message):
     statistics: dict[str, Any]
 
 
-class WorkItem(Record):
+class Work(Record):
     """A request in a message to a worker; `schema` and `data` are an `Inference`.
 
     `key` is the request's number at the scheduler, and `client_pid` the client's process. The other
@@ -253,7 +252,7 @@ class Execute(Message):
     """
 
     batch: int
-    requests: list[WorkItem]
+    requests: list[Work]
     in_flight: int = 1
     rows: list[SequenceRow] = field(default_factory=list)
 
@@ -384,27 +383,27 @@ def make_submit(
     request_id: str = "",
     priority: int = 0,
     timeout_us: int = 0,
-    time_limit_us: int = 0,
-    time_limit_origin: str = "",
-    caller_deadline_ns: int = 0,
+    limit_us: int = 0,
+    limit_origin: str = "",
+    ends_ns: int = 0,
     flags: int = 0,
     correlation_id: int | str = 0,
-    connection_id: int = 0,
+    source: int = 0,
     trace: str = "",
     callers: str = "",
 ) -> Submit:
     """Return the message that submits a request, of this schema and these data.
 
-    The deadline is `time_limit_us` after the arrival, with the origin `time_limit_origin`, or
-    `caller_deadline_ns` (monotonic clock) if that is earlier. A limit of 0 does not apply.
+    The deadline is `limit_us` after the arrival, with the origin `limit_origin`, or the caller's
+    deadline `ends_ns` (monotonic clock) if that is earlier. A limit of 0 does not apply.
     """
-    deadline_ns = caller_deadline_ns
-    if time_limit_us:
-        deadline_ns = arrived_ns + min(time_limit_us, MAX_TIMEOUT_US) * 1000
-        if 0 < caller_deadline_ns <= deadline_ns:
-            deadline_ns, time_limit_origin = caller_deadline_ns, ""
+    deadline_ns = ends_ns
+    if limit_us:
+        deadline_ns = arrived_ns + min(limit_us, MAX_TIMEOUT_US) * 1000
+        if 0 < ends_ns <= deadline_ns:
+            deadline_ns, limit_origin = ends_ns, ""
     else:
-        time_limit_origin = ""
+        limit_origin = ""
     sequence, text = correlation_fields(correlation_id) if correlation_id else (0, "")
     return Submit(
         number,
@@ -418,9 +417,9 @@ def make_submit(
         flags,
         sequence,
         text,
-        connection_id,
+        source,
         trace,
-        time_limit_origin,
+        limit_origin,
         callers,
     )
 

@@ -27,8 +27,8 @@ class SchedulingLimits:
     """Server-wide scheduling settings.
 
     A value of 0 disables `execution_timeout_s`, `request_timeout_us` and `max_queue_size`. A
-    batcher delays its first batch until `min_queued_requests` requests wait, and a sequence batcher
-    until `min_backlogged_requests` requests wait without a slot. `quantiles` are the reported
+    batcher delays its first batch until `delay_scheduler` requests wait, and a sequence batcher
+    until `backlog_delay_scheduler` requests wait without a slot. `quantiles` are the reported
     quantiles of the last minute's durations.
     """
 
@@ -36,8 +36,8 @@ class SchedulingLimits:
     request_timeout_us: int = 0
     request_timeout_is_deadline: bool = False
     max_queue_size: int = 0
-    min_queued_requests: int = 0
-    min_backlogged_requests: int = 0
+    delay_scheduler: int = 0
+    backlog_delay_scheduler: int = 0
     quantiles: tuple[float, ...] = ()
     rate_limited: bool = False  # whether instances execute only with a ticket
 
@@ -67,9 +67,9 @@ class HostStart:
 class SchedulerStart:
     """The start record of a scheduler of a `kind`, "scheduler" or "ensemble".
 
-    Its endpoints contain `number`. `statistics_snapshot` is the last `StatisticsSnapshot` of a
-    predecessor that died, or empty. `worker_pids` are those of running workers. `capability_key`
-    authenticates local clients; members of `group` are admitted, too (-1: none).
+    Its endpoints contain `number`. `snapshot` is the last `StatisticsSnapshot` of a predecessor
+    that died, or empty. `worker_pids` are those of running workers. `capability_key` authenticates
+    local clients; members of `group` are admitted, too (-1: none).
     """
 
     kind: str
@@ -82,7 +82,7 @@ class SchedulerStart:
     arena_byte_size: int = 0  # size of the output arena
     limits: SchedulingLimits = field(default_factory=SchedulingLimits)
     cache: CacheStart = field(default_factory=CacheStart)
-    statistics_snapshot: list[Any] = field(default_factory=list)
+    snapshot: list[Any] = field(default_factory=list)
     worker_pids: list[int] = field(default_factory=list)
 
 
@@ -125,11 +125,11 @@ class WorkspaceStart:
 
 def encode_start(start: Any) -> bytes:
     """Encode a start record as MessagePack. Paths need not be UTF-8."""
-    data: bytes = msgpack.packb(start, default=_to_plain_value, unicode_errors="surrogateescape")
+    data: bytes = msgpack.packb(start, default=_plain, unicode_errors="surrogateescape")
     return data
 
 
-def _to_plain_value(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, ModelSpec):
@@ -181,7 +181,7 @@ class Ping(Message):
     The receiver sends `Acknowledged` with this number.
     """
 
-    change_number: int
+    acknowledge: int
 
 
 class LoadsFailed(Message):
@@ -322,7 +322,7 @@ class RetireInstance(Message):
     index: int
 
 
-class InstanceCountChanged(Message):
+class CountChange(Message):
     """Sent by the supervisor to a scheduler when the autoscaler changes the instances' number.
 
     The scheduler counts the change for its metrics.
@@ -382,10 +382,12 @@ class BaseCounters(Message):
     """Sent by the supervisor to a scheduler with the counters of the versions that it replaces.
 
     The counters are those that `sum_counters` in common/model_metrics.py returns. The latest
-    message replaces earlier ones.
+    message replaces earlier ones. Once the scheduler of a moved version has drained, its successor
+    receives its last snapshot as `moved`, and continues these counts and their base.
     """
 
     statistics: dict[str, Any]
+    moved: dict[str, Any] = field(default_factory=dict)
 
 
 # --- workers
@@ -443,12 +445,12 @@ class InstanceLoaded(Message):
 class LoadFailed(Message):
     """Sent by a worker to the supervisor when its model could not be loaded.
 
-    `model_traceback` is the traceback of the model's own code.
+    `frames` is the traceback of the model's own code.
     """
 
     code: str
     message: str
-    model_traceback: str = ""
+    frames: str = ""
 
 
 class ModelWarned(Message):
@@ -522,7 +524,7 @@ class WorkspaceAllocated(Message):
 
 
 StopCommand = Drain | Stop
-PoolChange = InstanceExpected | InstanceGone | RetireInstance | InstanceCountChanged
+PoolChange = InstanceExpected | InstanceGone | RetireInstance | CountChange
 InstanceReport = InstanceServed | KillInstance | InstanceRetired
 LoadCommand = CompleteConfig | LoadInstance | Attach
 LoadReport = WorkerStarted | ConfigCompleted | InstanceLoaded | LoadFailed | ModelWarned

@@ -17,11 +17,11 @@ from __future__ import annotations
 from shmserve.ipc.messages.control_requests import (
     AdminRequest,
     Answer,
+    AskReady,
     CallDeadlocked,
     FindModel,
     Hello,
     LoadRequest,
-    QueryReadiness,
     RegionRequest,
     RegionUse,
     ResourcesHeld,
@@ -35,11 +35,11 @@ from shmserve.ipc.messages.control_requests import (
     WorkspaceRequest,
 )
 from shmserve.ipc.messages.generation import (
+    Choose,
     Ended,
     Prepare,
     Prepared,
     ResponseSent,
-    SendHypotheses,
     Step,
     Stepped,
 )
@@ -110,7 +110,7 @@ from shmserve.ipc.messages.supervision import (
 )
 
 ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics
-SchedulerToWorker = (Execute | EndSequences | Prepare | Step | SendHypotheses) | (
+SchedulerToWorker = (Execute | EndSequences | Prepare | Step | Choose) | (
     CancelExecution | CreditExecution | ReleaseOutputs | ReaderExited
 )
 GenerationReport = Prepared | Stepped | ResponseSent | Ended
@@ -122,7 +122,7 @@ SupervisorToGateway = (ModelPublication | ReadinessChanged | Loss | RegionChange
     | (Ping | Answer | Accept | StopCommand)
 )
 GatewayToSupervisor = (Started | GatewayReady | Acknowledged | Drained) | (
-    RegionRequest | RegionUse | AdminRequest | QueryReadiness | WantModel
+    RegionRequest | RegionUse | AdminRequest | AskReady | WantModel
 )
 SupervisorToScheduler = (StopCommand | ProcessExited | BaseCounters | SnapshotStatistics) | (
     ResizeCache | SetTracing
@@ -139,7 +139,7 @@ SupervisorToWorker = (
     LoadCommand | CheckMemory | CheckReady | MemoryDropped | Loss | SetLogging | Answer | Stop
 )
 WorkerToSupervisor = (LoadReport | MemoryChecked | ReadyChecked) | (
-    QueryReadiness | FindModel | LoadRequest | WorkspaceRequest
+    AskReady | FindModel | LoadRequest | WorkspaceRequest
 )
 WorkspaceToSupervisor = WorkspaceAllocated
 SupervisorToLocalClient = (Welcome | ModelPublication | ModelWithdrawn | SchedulerLost) | (

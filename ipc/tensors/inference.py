@@ -6,7 +6,7 @@
     its data         the bytes or range of each output
 
 Ranges are packed by `descriptors.pack_range`. The properties of a single request (id, sequence,
-timeouts) are separate fields of `Submit` and `WorkItem`.
+timeouts) are separate fields of `Submit` and `Work`.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ class TensorSchema(NamedTuple):
 
 
 class OutputSchema(NamedTuple):
-    """A requested output without its range; `has_range` if the data contain a range for it."""
+    """A requested output without its range; `placed` if the data contain a range for it."""
 
     name: str
-    has_range: bool
+    placed: bool
     may_reuse_input: bool
 
 
@@ -138,7 +138,7 @@ class RequestSchema:
             raise
         except Exception as error:  # msgpack and unpacking raise many types for malformed bytes
             raise MalformedMessage(f"not a request's schema: {error}") from error
-        self.data_count = len(self.inputs) + sum(output.has_range for output in self.outputs)
+        self.data_count = len(self.inputs) + sum(output.placed for output in self.outputs)
 
     def inference(self, data: Sequence[Any]) -> Inference:
         """Return the request with these data.
@@ -227,7 +227,7 @@ def _tensors(schemas: Sequence[TensorSchema], data: Iterable[Any]) -> tuple[Tens
 def pack_request_schema(
     inputs: Iterable[TensorRef],
     outputs: Iterable[str],
-    names_with_ranges: Container[str],
+    placed: Container[str],
     may_reuse_input: Container[str],
     parameters: dict[str, Any],
 ) -> bytes:
@@ -236,15 +236,13 @@ def pack_request_schema(
     Args:
         inputs: The inputs; their data are ignored.
         outputs: The names of the requested outputs; empty for all outputs of the model.
-        names_with_ranges: The names of the outputs that have ranges in the data.
+        placed: The names of the outputs that have ranges in the data.
         may_reuse_input: The names of the placed outputs that may be returned as an input's range.
         parameters: The parameters.
     """
     tensors = [(tensor.name, tensor.datatype, tensor.shape) for tensor in inputs]
     kinds = (_PLACED, _PLACED_OR_INPUT)
-    requested = [
-        (n, kinds[n in may_reuse_input] if n in names_with_ranges else _ANYWHERE) for n in outputs
-    ]
+    requested = [(n, kinds[n in may_reuse_input] if n in placed else _ANYWHERE) for n in outputs]
     packed: bytes = _PACKER.pack((tensors, requested, parameters))
     return packed
 
@@ -316,7 +314,7 @@ def inline_size_of(data: Iterable[Any]) -> int:
     return sum([len(item) for item in data if type(item) is bytes])
 
 
-def is_aliased_request(schema: bytes, data: Sequence[Any]) -> bool:
+def runs_once(schema: bytes, data: Sequence[Any]) -> bool:
     """Return whether a request writes an output over an input (see `has_overlap`).
 
     The result is False for a malformed request, which fails on every worker.

@@ -58,14 +58,14 @@ class Padding:
     Attributes:
         pads: The padding of each padded input, by name.
         cut_outputs: The outputs that are cut to the true shape of an input, with the input's name.
-        split_key: Splits a shape key into its constant part and the shapes of the padded inputs.
+        read: Splits a shape key into its constant part and the shapes of the padded inputs.
     """
 
     def __init__(self, pads: Iterable[Pad], cut_outputs: Mapping[str, str]) -> None:
         self.pads = {pad.name: pad for pad in pads}
         self.cut_outputs = dict(cut_outputs)
         self._shape_format = struct.Struct(f"<{sum(len(pad.dims) for pad in self.pads.values())}q")
-        self.split_key = lru_cache(1024)(self._split)
+        self.read = lru_cache(1024)(self._split)
 
     @classmethod
     def of(cls, text: str, dims: Mapping[str, Shape]) -> Padding | None:
@@ -95,7 +95,7 @@ class Padding:
             sizes += shapes.get(pad.name) or (0,) * len(pad.dims)
         return constant_part + self._shape_format.pack(*sizes)
 
-    def new_batch(self) -> PaddedBatch:
+    def batch(self) -> PaddedBatch:
         """Return an empty batch."""
         return PaddedBatch(self)
 
@@ -120,7 +120,7 @@ class PaddedBatch:
     _padding: Padding
     _constant_part: bytes | None = None
     _largest_shapes: Sequence[Shape] = ()
-    _row_count: int = 0
+    _rows: int = 0
     _pads: tuple[Pad, ...] = field(init=False)
     _true_elements: list[int] = field(init=False)
     _elements_if_alone: list[int] = field(init=False)
@@ -144,7 +144,7 @@ class PaddedBatch:
         Returns:
             Whether the request has joined.
         """
-        constant_part, shapes = self._padding.split_key(key)
+        constant_part, shapes = self._padding.read(key)
         if self._constant_part is None:
             largest: Sequence[Shape] = shapes
         elif constant_part != self._constant_part:
@@ -152,7 +152,7 @@ class PaddedBatch:
         else:
             pairs = zip(self._largest_shapes, shapes, strict=True)
             largest = [tuple(map(max, first, second)) for first, second in pairs]
-        rows = self._row_count + units
+        rows = self._rows + units
         true_elements = self._true_elements.copy()
         elements_if_alone = self._elements_if_alone.copy()
         for index, (pad, shape, limit) in enumerate(zip(self._pads, shapes, largest, strict=True)):
@@ -169,18 +169,18 @@ class PaddedBatch:
                 is_wasteful or padded_elements > _MAX_PADDED_ELEMENTS
             ):
                 return False
-        self._constant_part, self._largest_shapes, self._row_count = constant_part, largest, rows
+        self._constant_part, self._largest_shapes, self._rows = constant_part, largest, rows
         self._true_elements, self._elements_if_alone = true_elements, elements_if_alone
         return True
 
-    def element_counts(self) -> dict[str, tuple[int, int]]:
+    def elements(self) -> dict[str, tuple[int, int]]:
         """Return the number of elements and of padding elements in the batch, by input."""
         counts = {}
         for pad, largest_shape, true_count in zip(
             self._pads, self._largest_shapes, self._true_elements, strict=True
         ):
             padded_shape = pad.padded_shape(largest_shape) or largest_shape
-            padded_count = self._row_count * element_count(padded_shape)
+            padded_count = self._rows * element_count(padded_shape)
             counts[pad.name] = padded_count, padded_count - true_count
         return counts
 

@@ -99,7 +99,7 @@ class Signature:
         """
         spec = self.outputs[name]
         item_size = ITEM_SIZE[spec.datatype]
-        if not item_size or not spec.is_static:
+        if not item_size or not spec.static:
             return None
         return element_count(spec.dims) * item_size * (batch_size if self.max_batch_size else 1)
 
@@ -275,7 +275,7 @@ def shape_text(shape: Sequence[int]) -> str:
     return "[" + ",".join(map(str, shape)) + "]"
 
 
-def check_fits_int64(name: str, shape: Sequence[int], count: int, item_size: int) -> None:
+def check_extent(name: str, shape: Sequence[int], count: int, item_size: int) -> None:
     """Check that the extent of an input fits into signed 64-bit integers.
 
     Args:
@@ -310,7 +310,7 @@ def _check_size(tensor: TensorRef, model: str) -> None:
     count = element_count(tensor.shape)
     expected = count * item_size
     if expected > MAX_INT64:
-        check_fits_int64(tensor.name, tensor.shape, count, item_size)
+        check_extent(tensor.name, tensor.shape, count, item_size)
     # An array with a dimension of 0 is empty, but its other dimensions may still be too large.
     if not count and element_count([dim for dim in tensor.shape if dim]) > _MAX_EMPTY_ELEMENTS:
         raise InvalidArgument(f"input '{tensor.name}' for model '{model}' is too large")

@@ -176,7 +176,7 @@ class VersionMismatch(MalformedMessage):
 
 
 _Checks = tuple[tuple[int, Callable[[Any], bool]], ...]
-_NestedFields = tuple[tuple[int, "_RecordListCodec | _DocumentCodec"], ...]
+_NestedFields = tuple[tuple[int, "_Records | _Document"], ...]
 # The class, the types of its fields, the number of required fields, the checks of list elements,
 # and the fields that contain records or documents.
 _MessageType = tuple[type[Any], list[type[Any]], int, _Checks, _NestedFields]
@@ -191,7 +191,7 @@ class _MessageTypes(dict[str, _MessageType]):
         return self[tag]
 
 
-class _FieldGetters(dict[type[Any], Callable[[Any], Any]]):
+class _Getters(dict[type[Any], Callable[[Any], Any]]):
     """The function of each message class that returns the tag and the values of the fields."""
 
     def __missing__(self, cls: type[Any]) -> Callable[[Any], Any]:
@@ -200,7 +200,7 @@ class _FieldGetters(dict[type[Any], Callable[[Any], Any]]):
 
 
 _TYPES_BY_TAG = _MessageTypes()
-_GETTERS = _FieldGetters()
+_GETTERS = _Getters()
 
 
 def _plain_type(annotation: Any) -> type[Any]:
@@ -210,7 +210,7 @@ def _plain_type(annotation: Any) -> type[Any]:
     return plain_type
 
 
-class _RecordListCodec:
+class _Records:
     """A list of records within a message, encoded as lists of their fields."""
 
     def __init__(self, cls: type[Any]) -> None:
@@ -232,7 +232,7 @@ class _RecordListCodec:
         return list(starmap(cls, items))
 
 
-class _DocumentCodec:
+class _Document:
     """A document within a message, encoded as its source."""
 
     encode = attrgetter("source")
@@ -253,7 +253,7 @@ def _is_document(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Document)
 
 
-def _nested_codec(annotation: Any) -> _RecordListCodec | _DocumentCodec | None:
+def _nested_codec(annotation: Any) -> _Records | _Document | None:
     """Return the handler of a field that contains records or a document, or None."""
     element_type = (*typing.get_args(annotation), None)[0]
     if (
@@ -261,18 +261,18 @@ def _nested_codec(annotation: Any) -> _RecordListCodec | _DocumentCodec | None:
         and isinstance(element_type, type)
         and is_dataclass(element_type)
     ):
-        return _RecordListCodec(element_type)
-    return _DocumentCodec(annotation) if _is_document(annotation) else None
+        return _Records(element_type)
+    return _Document(annotation) if _is_document(annotation) else None
 
 
-def _type_checker(annotation: Any) -> Callable[[Any], bool]:
+def _checker(annotation: Any) -> Callable[[Any], bool]:
     """Return a function that checks the types of a list's elements at every depth."""
     if typing.get_origin(annotation) is not list:
         return lambda value: type(value) is annotation
     (element_type,) = typing.get_args(annotation)
     if element_type is Any:
         return lambda value: type(value) is list
-    check_element = _type_checker(element_type)
+    check_element = _checker(element_type)
     return lambda value: type(value) is list and all(map(check_element, value))
 
 
@@ -300,7 +300,7 @@ def _read_fields(tag: str, record_class: type[Any]) -> None:
     nested_fields = tuple((i, codec) for i, codec in codecs if codec)
     nested_indices = {index for index, _ in nested_fields}
     element_checks = tuple(
-        (index, _type_checker(annotation))
+        (index, _checker(annotation))
         for index, annotation in enumerate(annotations)
         if typing.get_origin(annotation) is list
         and index not in nested_indices

@@ -144,7 +144,7 @@ class Router:
         self._peers: dict[bytes, Connection] = {}
         self._anonymous_numbers = itertools.count(1)
         self._only_connection: Connection | None = None  # the connection of an only peer
-        self._reads_since_poll = 0  # reads of the only connection since the last poll
+        self._unpolled = 0  # reads of the only connection since the last poll
         self._path = endpoint.removeprefix(ENDPOINT_PREFIX)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)  # the socket of a killed server
@@ -188,14 +188,14 @@ class Router:
         only_connection = self._only_connection
         if (
             only_connection is not None
-            and self._reads_since_poll < _MAX_UNPOLLED_READS
+            and self._unpolled < _MAX_UNPOLLED_READS
             and not only_connection.unsent
         ):
-            self._reads_since_poll += 1
+            self._unpolled += 1
             self._read(only_connection, received_messages)
             if received_messages:
                 return received_messages
-        self._reads_since_poll = 0
+        self._unpolled = 0
         for fd, events in self._poll.poll(0):
             if fd not in connections:
                 self._accept()
@@ -203,7 +203,7 @@ class Router:
             connection = connections[fd]
             if events & _WRITABLE:
                 with contextlib.suppress(OSError):
-                    connection.send_buffered()
+                    connection.push()
             if events & ~_WRITABLE:
                 self._read(connection, received_messages)
         return received_messages
@@ -221,17 +221,17 @@ class Router:
                 received_messages += itertools.product((peer,), unpack(frame, self.max_array_len))
             except MalformedMessage as error:
                 connection.malformed_messages += 1
-                self._warn_malformed("dropped a malformed frame: %s", error)
+                self._warn("dropped a malformed frame: %s", error)
         if decoder.dropped_messages:
             connection.malformed_messages += decoder.dropped_messages
             self.malformed_messages += decoder.dropped_messages
             decoder.dropped_messages = 0
         if frames is None or decoder.violation:
             if decoder.violation:
-                self._warn_malformed("a connection was ended: %s", decoder.violation)
+                self._warn("a connection was ended: %s", decoder.violation)
             self._drop(connection)
 
-    def _warn_malformed(self, format_string: str, subject: object) -> None:
+    def _warn(self, format_string: str, subject: object) -> None:
         # A peer that sends malformed data may send a lot of it, which must not flood the log.
         self.malformed_messages += 1
         if self.malformed_messages <= _MAX_CONSECUTIVE_WARNINGS or not self.malformed_messages & (
@@ -262,7 +262,7 @@ class Router:
         connection = self._connections[sock.fileno()] = Connection(sock, self._poll, greeting)
         self._update_only_connection()
         with contextlib.suppress(OSError):
-            connection.send_buffered()
+            connection.push()
         return connection
 
     def _drop(self, connection: Connection) -> None:
@@ -352,7 +352,7 @@ class UntrustedRouter(Router):
         """Return the identities of connected peers."""
         return list(self._peers)
 
-    def disconnect(self, peer: bytes) -> None:
+    def dismiss(self, peer: bytes) -> None:
         """Close a peer's connection."""
         connection = self._peers.get(peer)
         if connection is not None:
@@ -362,7 +362,7 @@ class UntrustedRouter(Router):
         connection = super()._accept()
         if connection is not None:
             connection.max_unsent = _MAX_UNSENT_BYTES
-            connection.decoder.max_frame_size = MAX_FRAME_SIZE
+            connection.decoder.largest = MAX_FRAME_SIZE
             self._unregistered_connections[connection] = None
             if len(self._unregistered_connections) > _MAX_UNREGISTERED:
                 self._drop(next(iter(self._unregistered_connections)))

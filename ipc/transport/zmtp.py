@@ -54,19 +54,19 @@ class Decoder:
     """The decoder of a connection's incoming bytes.
 
     Attributes:
-        max_frame_size: The maximum size of a frame in bytes.
+        largest: The maximum size of a frame in bytes.
         properties: The peer's properties, after its READY.
         violation: The protocol violation after which the connection is unusable, or "".
         dropped_messages: The number of dropped multipart messages; no peer of a server sends any.
     """
 
-    max_frame_size: int = _MAX_FRAME_SIZE
+    largest: int = _MAX_FRAME_SIZE
     properties: dict[str, bytes] | None = None
     violation: str = ""
     dropped_messages: int = 0
     _buffer: bytearray = field(default_factory=bytearray)
     _needed_bytes: int = 0  # minimum size of the buffer that contains a complete frame
-    _has_greeting: bool = False
+    _greeted: bool = False
     _skipping: bool = False  # whether the current frame belongs to a multipart message
 
     @property
@@ -81,10 +81,10 @@ class Decoder:
         if is_ready and data and not buffer:
             # Most reads return exactly one frame.
             size = len(data)
-            if data[0] == _LONG_FLAG and 9 < size <= self.max_frame_size:
+            if data[0] == _LONG_FLAG and 9 < size <= self.largest:
                 if _LONG_SIZE.unpack_from(data, 1)[0] == size - 9:
                     return [data[9:]]
-            elif data[0] == 0 and 2 <= size <= self.max_frame_size and data[1] == size - 2:
+            elif data[0] == 0 and 2 <= size <= self.largest and data[1] == size - 2:
                 return [data[2:]]
         if buffer:
             buffer += data
@@ -94,9 +94,9 @@ class Decoder:
             buffer.clear()
         messages: list[bytes] = []
         offset = 0
-        if not self._has_greeting:
+        if not self._greeted:
             offset = self._decode_greeting(data)
-        if self._has_greeting:
+        if self._greeted:
             offset = self._decode_frames(data, offset, messages)
         if offset < len(data):
             buffer += data[offset:]
@@ -110,7 +110,7 @@ class Decoder:
         elif data[10] < 3 or data[12:32] != GREETING[12:32]:
             self.violation = "an unsupported version or mechanism of ZMTP"
         else:
-            self._has_greeting = True
+            self._greeted = True
             return len(GREETING)
         return 0
 
@@ -129,7 +129,7 @@ class Decoder:
                 start = offset + 2
                 end = start + data[offset + 1]
             if end - start > (
-                self.max_frame_size if self.properties is not None else _MAX_HANDSHAKE_FRAME_SIZE
+                self.largest if self.properties is not None else _MAX_HANDSHAKE_FRAME_SIZE
             ):
                 self.violation = "a frame that is too large"
             elif end > size:
@@ -214,7 +214,7 @@ class Connection:
             data, size = b"\2%b%b" % (_LONG_SIZE.pack(size), body), size + 9
         if self.unsent:
             self.unsent += data
-            self.send_buffered()
+            self.push()
             return
         try:
             sent_bytes = self.sock.send(data)
@@ -224,7 +224,7 @@ class Connection:
             self.unsent += data[sent_bytes:]
             self._update_events()
 
-    def send_buffered(self) -> None:
+    def push(self) -> None:
         """Send as many of the buffered bytes as the peer accepts now."""
         with contextlib.suppress(BlockingIOError):
             while self.unsent:
@@ -270,7 +270,7 @@ def linger(connections: Iterable[Connection], linger_s: float) -> None:
                 poll = select.poll()
                 poll.register(connection.sock, select.POLLOUT)
                 poll.poll(remaining_s * 1000)
-                connection.send_buffered()
+                connection.push()
 
 
 logger = logging.getLogger(__name__)
@@ -310,7 +310,7 @@ class Dealer:
         self._connection = Connection(sock, self._poll, greeting)
         self.connected = True
         with contextlib.suppress(OSError):
-            self._connection.send_buffered()
+            self._connection.push()
 
     def flush(self) -> bool:
         """Send the queued messages as one frame.
@@ -353,7 +353,7 @@ class Dealer:
             return []
         if connection.unsent:
             with contextlib.suppress(OSError):
-                connection.send_buffered()
+                connection.push()
         frames = connection.receive()
         messages: list[Any] = []
         for frame in frames or ():

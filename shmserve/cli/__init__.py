@@ -172,14 +172,14 @@ def _run_with_own_flags(name: str, arguments: list[str]) -> int:
     The parser has the flags of the table NAME.txt, if the verb has one, and then the arguments that
     the module's function `add_arguments(parser)` adds, if there is one.
     """
-    from shmserve.cli.arguments import add_flags, has_flag_table
+    from shmserve.cli.arguments import add_flags, has_table
 
     verb = importlib.import_module(f"shmserve.cli.{name}")
     _end_imports()
     parser = argparse.ArgumentParser(
         prog=f"shmserve {name}", description=_VERBS[name][1], allow_abbrev=False
     )
-    if has_flag_table(name):
+    if has_table(name):
         add_flags(parser, name)
     if hasattr(verb, "add_arguments"):
         verb.add_arguments(parser)

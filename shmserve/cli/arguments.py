@@ -17,13 +17,13 @@ from shmserve.config.flags import Flag, parse_flag_table
 from shmserve.errors import InvalidArgument, convert_os_errors
 
 
-def _flag_table_path(name: str) -> Path:
+def _table(name: str) -> Path:
     return Path(__file__).with_name(f"{name}.txt")
 
 
-def has_flag_table(name: str) -> bool:
+def has_table(name: str) -> bool:
     """Return whether a verb has a table of flags."""
-    return _flag_table_path(name).exists()
+    return _table(name).exists()
 
 
 def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None:
@@ -34,7 +34,7 @@ def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None
         table: The name of the table's file, without its suffix.
         groups: The groups to add; all if none is named.
     """
-    text = _flag_table_path(table).read_text(encoding="utf-8")
+    text = _table(table).read_text(encoding="utf-8")
     for title, flags in parse_flag_table(text).items():
         if groups and title not in groups:
             continue
@@ -45,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None
             _add_flag(target if flag.is_exclusive else group, flag)
 
 
-def _add_flag(argument_group: Any, flag: Flag) -> None:
+def _add_flag(group: Any, flag: Flag) -> None:
     options: dict[str, Any] = {"type": flag.kind, "default": flag.default}
     if flag.kind is bool:
         options = {"action": "store_true"}
@@ -55,9 +55,7 @@ def _add_flag(argument_group: Any, flag: Flag) -> None:
         options["choices"] = flag.choices
     if flag.metavar:
         options["metavar"] = flag.metavar
-    argument_group.add_argument(
-        f"--{flag.name}", help=flag.help, required=flag.is_required, **options
-    )
+    group.add_argument(f"--{flag.name}", help=flag.help, required=flag.is_required, **options)
 
 
 def with_scheme(url: str) -> str:

@@ -97,22 +97,20 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
             return _check_models(config, values, as_json=args.json)
 
 
-def _check_models(config: ServerConfig, input_values: dict[str, Any], *, as_json: bool) -> int:
+def _check_models(config: ServerConfig, values: dict[str, Any], *, as_json: bool) -> int:
     logs.configure("check", config.log)
     set_process_title("check")
     config = dataclasses.replace(
-        config, gateways=0, model_control_mode="none", exit_on_error=False, models_to_load=()
+        config, gateways=0, model_control_mode="none", exit_on_error=False, load_models=()
     )
     signals = defer_signals()
-    task = partial(_check, input_values=input_values, as_json=as_json)
+    task = partial(_check, values=values, as_json=as_json)
     return run_composed(config, RunDirectory(config.run_dir), Listeners(), signals, task)
 
 
-async def _check(
-    supervisor: Supervisor, input_values: dict[str, Any], as_json: bool = False
-) -> int:
+async def _check(supervisor: Supervisor, values: dict[str, Any], as_json: bool = False) -> int:
     supervisor.open()
-    report = asyncio.ensure_future(_report(supervisor, input_values, as_json))
+    report = asyncio.ensure_future(_report(supervisor, values, as_json))
     end_signal = asyncio.ensure_future(supervisor.next_end_signal())
     await asyncio.wait({report, end_signal}, return_when=asyncio.FIRST_COMPLETED)
     interrupted = not report.done()
@@ -122,12 +120,12 @@ async def _check(
     return 128 + end_signal.result() if interrupted else report.result()
 
 
-async def _report(supervisor: Supervisor, input_values: dict[str, Any], as_json: bool) -> int:
+async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool) -> int:
     """Load and test all models, print a line for each, and return the exit status."""
     with supervisor.progress:
         await supervisor.models.start()
     results: list[dict[str, Any]] = []
-    unused_inputs = set(input_values)
+    unused_inputs = set(values)
     rows = await supervisor.models.index(ready_only=False)
     for row in rows:
         failure = row.get("reason", "" if "version" in row else _NOT_LOADED)
@@ -137,7 +135,7 @@ async def _report(supervisor: Supervisor, input_values: dict[str, Any], as_json:
             try:
                 published = supervisor.registry.find(row["name"], row["version"])
                 version = supervisor.registry.models[row["name"]].published[published["version"]]
-                model = _Model(published, version.spec.model_dir, input_values)
+                model = _Model(published, version.spec.model_dir, values)
                 unused_inputs -= model.signature.inputs.keys()
                 verdict = await asyncio.to_thread(model.verdict)
             except ShmserveError as error:
@@ -170,16 +168,12 @@ async def _report(supervisor: Supervisor, input_values: dict[str, Any], as_json:
 class _Model:
     """A loaded model version under test; `values` are the values of --input, by input name."""
 
-    def __init__(
-        self, publication: dict[str, Any], model_dir: Path, input_values: dict[str, Any]
-    ) -> None:
-        self._config = ModelSpec.of(publication["config"])
-        self._endpoint = publication["endpoint"]
-        self.signature = Signature(self._config, publication["version"])
+    def __init__(self, published: dict[str, Any], model_dir: Path, values: dict[str, Any]) -> None:
+        self._config = ModelSpec.of(published["config"])
+        self._endpoint = published["endpoint"]
+        self.signature = Signature(self._config, published["version"])
         self._samples = warmup_samples(self._config, model_dir)
-        self._values = {
-            name: input_values[name] for name in input_values if name in self.signature.inputs
-        }
+        self._values = {name: values[name] for name in values if name in self.signature.inputs}
 
     def verdict(self) -> _Verdict:
         """Return the first outcome that is not "ok", or "ok" if every request succeeds.
@@ -231,7 +225,7 @@ class _Model:
         """Send a request with these inputs and return its outcome."""
         fit = self.signature.check("check", inputs, ())
         sequences = self._config.sequence_batching
-        has_text_ids = sequences is not None and sequences.correlation_id_input[1] == "BYTES"
+        has_text_ids = sequences is not None and sequences.correlation_id[1] == "BYTES"
         sequence = "check" if has_text_ids else 1
         is_realistic = bool(self._samples or self._values)
         outcome = "FAILED" if is_realistic else "refused"
@@ -256,13 +250,13 @@ class _Model:
                             return _Verdict("FAILED" if died else outcome, message.message + note)
                         case Responded() | Finished():
                             response = unpack_inferred(message.schema, message.data)
-                            differences = self._describe_differences(response, fit.batch_size)
+                            differences = self._differences(response, fit.batch_size)
                             return _Verdict("differs" if differences else "ok", differences)
                 if not dealer.connected:
                     return _Verdict("FAILED", "the scheduler of the model has exited")
             return _Verdict("FAILED", f"no response within {_RESPONSE_TIMEOUT_S:.0f} s")
 
-    def _describe_differences(self, response: Inferred, batch_size: int) -> str:
+    def _differences(self, response: Inferred, batch_size: int) -> str:
         """Return the differences between a response and the configuration, or ""."""
         config = self._config
         returned = {tensor.name: tensor for tensor in response.outputs}

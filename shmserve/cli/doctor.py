@@ -51,14 +51,14 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
     for name, verdict in results:
         verdicts.append({"name": name, **verdict._asdict()})
         if not args.json:
-            print(format_verdict(name, verdict), flush=True)
+            print(text(name, verdict), flush=True)
     status = max(_STATUS[printed["state"]] for printed in verdicts)
     if args.json:
         print(json.dumps({"status": status, "checks": verdicts}, indent=2))
     return status
 
 
-def format_verdict(name: str, verdict: Verdict) -> str:
+def text(name: str, verdict: Verdict) -> str:
     """Return a verdict as text, wrapped at 80 columns; long commands are not broken (pure)."""
     label = f"{verdict.state:8}{name:16}"
     parts = (verdict.found, verdict.fix)

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         return 130
     print(f"{args.model} at {target.title}\n{report.table(points)}")
     if old_report is not None:
-        print(f"\n{report.compare_reports(old_report, points)}")
+        print(f"\n{report.comparison(old_report, points)}")
     _write_files(args, target.title, points)
     if interrupted:
         return 130
@@ -112,8 +112,8 @@ def _write_files(args: argparse.Namespace, server: str, points: Sequence[measure
     }
     writers: dict[str, Callable[[], str]] = {
         "json": lambda: report.as_json(metadata, points),
-        "csv": lambda: report.csv_report(points),
-        "plot": lambda: report.draw_points(f"{args.model} at {server}", points),
+        "csv": lambda: report.rows(points),
+        "plot": lambda: report.draw(f"{args.model} at {server}", points),
     }
     for flag, render in writers.items():
         path = getattr(args, flag)

@@ -92,15 +92,11 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
         throughput.append(generated / (sampled_s - last_s))
         last_sample, last_s = sample, sampled_s
 
-    def increase(name: str) -> float:
+    def grown(name: str) -> float:
         return last_sample.get(name, 0.0) - first_sample.get(name, 0.0)
 
-    counts = (
-        increase("batch_size_count"),
-        increase("tokens_generated_total"),
-        increase("batch_size_sum"),
-    )
-    phases = {phase: increase(f"step_seconds_total.{phase}") for phase in _PHASES}
+    counts = (grown("batch_size_count"), grown("tokens_generated_total"), grown("batch_size_sum"))
+    phases = {phase: grown(f"step_seconds_total.{phase}") for phase in _PHASES}
     return Profile(last_s - began_s, *counts, phases, throughput, interrupted)
 
 

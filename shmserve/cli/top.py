@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from shmserve.cli.arguments import with_scheme
 from shmserve.errors import Unavailable, missing_package
-from shmserve.logs import sanitise
+from shmserve.logs import clean
 from shmserve.protocols.servers import read_token
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         for _ in range(2):  # rates are known from the second update on
             top.update(next(events))
         events.close()  # type: ignore[attr-defined]
-        console.print(Group(*top.render(len(top.models) + 6, console.width)))
+        console.print(Group(*top.page(len(top.models) + 6, console.width)))
         return 0
     _Screen(top, request).run(console)
     return 0
@@ -107,28 +107,28 @@ class Top:
 
     def __init__(self) -> None:
         self.models: dict[str, Row] = {}
-        self.server_statistics: dict[str, Any] = {}
+        self.server_figures: dict[str, Any] = {}
         self.events: list[dict[str, Any]] = []
         self.problem = "connecting"
         self.sort_key = "hurts"
         self.selected_name = ""
-        self.shows_details = False
+        self.is_open = False
         self.is_ended = False
 
-    def update(self, statistics: dict[str, Any]) -> None:
+    def update(self, figures: dict[str, Any]) -> None:
         """Update the state with the server's figures."""
-        if statistics.get("whole"):
+        if figures.get("whole"):
             self.models, self.events = {}, []
-        self.models |= statistics["models"]
-        for key in statistics.get("gone", ()):
+        self.models |= figures["models"]
+        for key in figures.get("gone", ()):
             self.models.pop(key, None)
-        self.server_statistics, self.problem = statistics["server"], ""
-        self.events = [*self.events, *statistics["events"]][-50:]
+        self.server_figures, self.problem = figures["server"], ""
+        self.events = [*self.events, *figures["events"]][-50:]
 
     def key(self, key: str) -> None:
         """Handle a key press."""
-        keys = self.sorted_keys()
-        if key in ("q", "\x03") or (key == "\x1b" and not self.shows_details):
+        keys = self.order()
+        if key in ("q", "\x03") or (key == "\x1b" and not self.is_open):
             self.is_ended = True
         elif key in _SORT_KEYS:
             self.sort_key = _SORT_KEYS[key]
@@ -136,17 +136,15 @@ class Top:
             index = keys.index(self.selected_name) if self.selected_name in keys else 0
             self.selected_name = keys[min(max(index + _CURSOR_STEPS[key], 0), len(keys) - 1)]
         elif key in ("\r", "\n", "\x1b"):
-            self.shows_details = not self.shows_details and key != "\x1b"
+            self.is_open = not self.is_open and key != "\x1b"
 
-    def sorted_keys(self) -> list[str]:
+    def order(self) -> list[str]:
         """Return the models' keys in display order: names ascending, figures descending."""
         if self.sort_key == "name":
             return sorted(self.models)
-        return sorted(
-            self.models, key=lambda key: (-_column_value(self.models[key], self.sort_key), key)
-        )
+        return sorted(self.models, key=lambda key: (-_figure(self.models[key], self.sort_key), key))
 
-    def render(self, height: int, width: int) -> list[RenderableType]:
+    def page(self, height: int, width: int) -> list[RenderableType]:
         """Return the lines of a page.
 
         A page shows the server, then the models or the details of one model, and last the problem
@@ -154,19 +152,19 @@ class Top:
         """
         from rich.text import Text
 
-        keys = self.sorted_keys()
+        keys = self.order()
         if self.selected_name not in keys:
             self.selected_name = keys[0] if keys else ""
         header = self._header()[: 1 if height < _LOW_HEIGHT else 2]
         # The problem, the keys and a spare line take three lines.
         free_lines = max(height - len(header) - 3, 1)
-        if self.shows_details and self.selected_name:
+        if self.is_open and self.selected_name:
             body = self._details(free_lines)
         else:
             body = self._overview(keys, free_lines, width)
         problem = self.models.get(self.selected_name, {}).get("because") or ""
-        title = _display_name(self.selected_name)
-        problem_line = Text(sanitise(f"{title}: {problem}") if problem else "", "red")
+        title = _title(self.selected_name)
+        problem_line = Text(clean(f"{title}: {problem}") if problem else "", "red")
         footer = [problem_line, Text(_KEYS_HELP, "dim")]
         return [*map(_single_line, header), *body, *map(_single_line, footer)]
 
@@ -175,10 +173,10 @@ class Top:
 
         if self.problem:
             return [Text(self.problem, "bold red")]
-        server, rows = self.server_statistics, self.models.values()
+        server, rows = self.server_figures, self.models.values()
         ready_count = sum(row["state"] == "READY" for row in rows)
         rate, failed_rate, waiting_count = (
-            sum(_column_value(row, key) for row in rows) for key in ("rate", "fail", "pending")
+            sum(_figure(row, key) for row in rows) for key in ("rate", "fail", "pending")
         )
         died, sequences = (
             sum(int(row.get(key) or 0) for row in rows) for key in ("workers_lost", "sequences")
@@ -231,7 +229,7 @@ class Top:
             style = "red" if row.get("because") else ""
             cells = [_cell(row, column) for column in columns[1:]]
             reverse = " reverse" if key == self.selected_name else ""
-            table.add_row(_ShortenedName(_display_name(key)), *cells, style=style + reverse)
+            table.add_row(_Name(_title(key)), *cells, style=style + reverse)
         return table
 
     def _details(self, free_lines: int) -> list[RenderableType]:
@@ -244,8 +242,8 @@ class Top:
         name = self.selected_name.rpartition("/")[0]
         lines = [*details(self.models[self.selected_name]), *self._events_about(name)]
         for label, text in lines[: free_lines - 1]:
-            table.add_row(label, Text(sanitise(text)))
-        return [_ShortenedName(_display_name(self.selected_name), "bold"), table]
+            table.add_row(label, Text(clean(text)))
+        return [_Name(_title(self.selected_name), "bold"), table]
 
     def _events_about(self, name: str) -> Iterator[tuple[str, str]]:
         """Yield the events about `name`, newest first, as pairs of time and text."""
@@ -255,7 +253,7 @@ class Top:
                 time = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
                 words = (event.get("state"), event.get("reason"))
                 text = f"{event['event']} {subject} {' '.join(filter(None, words))}"
-                yield time, sanitise(" ".join(text.split()))
+                yield time, clean(" ".join(text.split()))
 
 
 def details(row: Row) -> Iterator[tuple[str, str]]:
@@ -295,12 +293,12 @@ def _format_counts(counts: dict[str, float]) -> str:
     return "  ".join(f"{name} {_format(count)}" for name, count in counts.items())
 
 
-def _display_name(key: str) -> str:
+def _title(key: str) -> str:
     """Return a model's name, with its version unless it is 1."""
-    return sanitise(key.removesuffix("/1").removesuffix("/"))
+    return clean(key.removesuffix("/1").removesuffix("/"))
 
 
-class _ShortenedName:
+class _Name:
     """A name on one line, shortened in its middle, because long names often differ at the end."""
 
     def __init__(self, name: str, style: str = "") -> None:
@@ -324,7 +322,7 @@ def _single_line(text: Text) -> Text:
     return text
 
 
-def _column_value(row: Row, key: str) -> float:
+def _figure(row: Row, key: str) -> float:
     recent = row.get("recent", {})
     ms = recent.get("ms") or (0.0, 0.0, 0.0)
     figures = {
@@ -345,7 +343,7 @@ def _cell(row: Row, key: str) -> str:
             return "-"  # an ensemble has no instances
         busy, idle = (row["instances"].get(state, 0) for state in ("busy", "idle"))
         return f"{busy}/{busy + idle}"
-    return _format(_column_value(row, key)) if "recent" in row or key == "pending" else "-"
+    return _format(_figure(row, key)) if "recent" in row or key == "pending" else "-"
 
 
 def _gib(size: int) -> str:
@@ -380,7 +378,7 @@ class _Screen:
             with Live(console=console, screen=True, auto_refresh=False) as live:
                 while not self._top.is_ended:
                     width, height = shutil.get_terminal_size()
-                    live.update(Group(*self._top.render(height, width)), refresh=True)
+                    live.update(Group(*self._top.page(height, width)), refresh=True)
                     self._wait(stdin)
         finally:
             termios.tcsetattr(stdin, termios.TCSADRAIN, terminal_mode)

@@ -33,10 +33,10 @@ from shmserve.client.request.waiting import ClientStream
 from shmserve.client.session import (
     Session,
     Tensors,
+    call_of,
     model_path,
     open_session,
-    parse_call,
-    with_signature_of,
+    signature_of,
 )
 from shmserve.errors import InvalidArgument, ShmserveError, TimedOut, Unavailable
 
@@ -128,7 +128,7 @@ class ResponseStream:
             await self._wait_for_item(pending)
             if not pending.items:
                 raise StopAsyncIteration
-        return pending.take_response()
+        return pending.take()
 
     async def _wait_for_item(self, pending: ClientStream) -> None:
         deadline_ns = pending.packed_request.options.deadline_ns
@@ -148,7 +148,7 @@ class ResponseStream:
     def _cancel(self) -> None:
         pending = self._pending
         if pending is not None:
-            if not pending.finished and not pending.is_abandoned:
+            if not pending.finished and not pending.abandoned:
                 self._channel.cancel(pending)
             pending.abandon()
 
@@ -166,7 +166,7 @@ class ResponseStream:
 
     def __del__(self) -> None:
         pending = self._pending
-        if pending is None or pending.finished or pending.is_abandoned:
+        if pending is None or pending.finished or pending.abandoned:
             return
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._channel.loop.call_soon_threadsafe(self._channel.cancel, pending)
@@ -185,7 +185,7 @@ class Server:
         # Channels to a former server that still answers their requests.
         self._former_channels: list[_LoopChannel] = []
 
-    @with_signature_of(parse_call)
+    @signature_of(call_of)
     async def infer(self, /, *args: Any, **kwargs: Any) -> Result:
         """Run a model and return its response.
 
@@ -205,7 +205,7 @@ class Server:
             InvalidArgument: An argument is invalid, or this client belongs to another event loop.
             ShmserveError: The server's or the model's error, with its code.
         """
-        call = parse_call(*args, **kwargs)
+        call = call_of(*args, **kwargs)
         channel, packed = await self._get_channel(), None
         try:
             await self._load_on_demand(channel, *call)
@@ -251,7 +251,7 @@ class Server:
             raise
         return pending.result()
 
-    @with_signature_of(parse_call)
+    @signature_of(call_of)
     def stream(self, /, *args: Any, **kwargs: Any) -> ResponseStream:
         """Run a model that sends any number of responses, and iterate over them as they arrive.
 
@@ -266,7 +266,7 @@ class Server:
         Returns:
             The asynchronous iterator over the responses, which raises the request's errors.
         """
-        call = parse_call(*args, **kwargs)
+        call = call_of(*args, **kwargs)
 
         async def begin(on_item: Callable[[], None]) -> tuple[_LoopChannel, ClientStream]:
             channel = await self._get_channel()
@@ -331,7 +331,7 @@ class Server:
         Raises:
             Disconnected: There is no server.
         """
-        return (await self._get_channel()).connection.models.model_versions()
+        return (await self._get_channel()).connection.models.names()
 
     async def map(
         self,
@@ -477,15 +477,15 @@ class Server:
         channel = self._channel
         if channel is not None and channel.loop is not asyncio.get_running_loop():
             raise InvalidArgument("this client belongs to another event loop: connect in this one")
-        if channel is not None and channel.connection.is_alive and not channel.connection.draining:
+        if channel is not None and channel.connection.alive and not channel.connection.draining:
             return channel
         connection = await asyncio.to_thread(self._session.connection)
         if self._channel is channel:
             if channel is not None:
                 self._former_channels.append(channel)
             for former in self._former_channels[:]:
-                is_draining = former.connection.draining and former.connection.is_alive
-                if not (is_draining and former.requests.pending_ids):
+                is_draining = former.connection.draining and former.connection.alive
+                if not (is_draining and former.requests.waiting):
                     self._former_channels.remove(former)
                     former.close()
             try:
@@ -497,7 +497,7 @@ class Server:
 
     async def close(self) -> None:
         """Disconnect; the server frees all resources of this client. This method is idempotent."""
-        if self._session.is_inherited:
+        if self._session.inherited:
             return  # a forked child; the parent's event loop owns the connection
         if self._channel is not None:
             self._channel.close()
@@ -509,7 +509,7 @@ class Server:
 
     def __del__(self) -> None:
         self._session.close_later(self._session.close)
-        if self._channel is not None and not self._session.is_inherited:
+        if self._channel is not None and not self._session.inherited:
             self._channel.close_soon()
 
 

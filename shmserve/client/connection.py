@@ -71,7 +71,7 @@ class ListenerLink:
         The timeout limits every operation until `remove_timeout`. Raises OSError if it expires.
         """
         timeout_s = min(max(timeout_s, _SHORTEST_S), _LONGEST_S)
-        path = run_dir if run_dir.is_socket() else endpoints.listener_socket(run_dir)
+        path = run_dir if run_dir.is_socket() else endpoints.listener(run_dir)
         _connect(self._socket, str(path), timeout_s)
         self._socket.settimeout(timeout_s)
         self._socket.send(frames.pack([Hello(frames.VERSION)]))
@@ -172,7 +172,7 @@ class Timeouts:
 
     def add(self, time_ns: int, number: int) -> None:
         """Register the (monotonic) deadline of a request."""
-        waiting = self._channel.pending_ids
+        waiting = self._channel.waiting
         if len(self._heap) > 2 * len(waiting) + _MAX_COMPLETED:
             # Most requests complete long before their deadline, so their entries would accumulate.
             self._heap = [timed for timed in self._heap if timed[1] in waiting]
@@ -240,7 +240,7 @@ class ServerConnection(ServerState):
                 case m.ModelPublished():
                     self.models.publish(message)
                 case m.ModelOnDemand(name):
-                    self.models.on_demand_names.add(name)
+                    self.models.on_demand.add(name)
                 case m.ModelWithdrawn(name, version):
                     self.models.withdraw(name, version)
                 case m.SchedulerLost(endpoint, successor):
@@ -250,13 +250,13 @@ class ServerConnection(ServerState):
                 case ServerEnding():
                     self.draining = True
                 case HealthChanged(ready=ready, started=started):
-                    self.models.is_ready, self.models.started = ready, started
+                    self.models.ready, self.models.started = ready, started
                     is_complete = True
                 case Answered(number, payload):
                     self._link.respond(number, payload)
                 case Refused(number, code, text):
                     self._link.respond(number, from_code(code, text))
-            if number := getattr(message, "change_number", 0):
+            if number := getattr(message, "acknowledge", 0):
                 self._link.send_message(Acknowledged(number))
         return is_complete
 
@@ -266,23 +266,21 @@ class ServerConnection(ServerState):
 
     def is_closed(self) -> bool:
         """Check whether the server has closed the connection; safe in any thread."""
-        return self._link.is_closed() or not self.is_alive
+        return self._link.is_closed() or not self.alive
 
     # --- control requests
 
-    def _request(
-        self, build_message: Callable[[int], tuple[Any, tuple[int, ...]]]
-    ) -> dict[str, Any]:
+    def _request(self, build: Callable[[int], tuple[Any, tuple[int, ...]]]) -> dict[str, Any]:
         """Send a control request and wait for its response.
 
         Args:
-            build_message: Returns the message, and the descriptors to pass, for a request number.
+            build: Returns the message, and the descriptors to pass, for a request number.
         """
         with self._lock:
-            if not self.is_alive:
+            if not self.alive:
                 raise Disconnected(GONE)
             number, response = self._link.request()
-        self._link.send_message(*build_message(number))
+        self._link.send_message(*build(number))
         # A future's callback runs in the connection's thread, which must read the response itself.
         if self.is_current_thread():
             self._read_until(response)
@@ -311,20 +309,20 @@ class ServerConnection(ServerState):
 
     def withdraw(self, segment: AnySegment) -> None:
         """Withdraw a segment from the server, except in a forked child, whose parent owns it."""
-        if segment.memory is not None and self.is_alive and self.pid == os.getpid():
+        if segment.memory is not None and self.alive and self.pid == os.getpid():
             with contextlib.suppress(Disconnected):
                 self._link.send_message(WithdrawMemory(segment.memory.id))
 
     # --- the connection's own channel
 
-    def run_task(self, task: Callable[[RequestChannel], None]) -> None:
+    def call(self, task: Callable[[RequestChannel], None]) -> None:
         """Run a task in the connection's thread, with its channel.
 
         Raises:
             Disconnected: The connection has ended.
         """
         with self._lock:
-            if not self.is_alive:
+            if not self.alive:
                 raise Disconnected(GONE)
             self._tasks.append(task)
             self._channel.wake()
@@ -337,7 +335,7 @@ class ServerConnection(ServerState):
         """Schedule `on_wake` in the connection's thread; safe in any thread and at any time."""
         if self.pid == os.getpid():
             with self._lock:
-                if self.is_alive:
+                if self.alive:
                     self._channel.wake()
 
     # --- the thread
@@ -345,7 +343,7 @@ class ServerConnection(ServerState):
     def _run(self) -> None:
         listener, channel = self._link.fileno(), self._channel
         try:
-            while self.is_alive:
+            while self.alive:
                 timeout_s = self.timeouts.run()
                 channel.flush()
                 events = dict(self._poll.poll(timeout_s))
@@ -365,7 +363,7 @@ class ServerConnection(ServerState):
 
     def _end(self) -> None:
         with self._lock:
-            self.is_alive = False
+            self.alive = False
         self.wake_all()
         while self._tasks:
             self._tasks.popleft()(self._channel)
@@ -381,8 +379,8 @@ class ServerConnection(ServerState):
         """
         if self.pid != os.getpid():
             return  # a forked child; the parent owns the connection
-        # `is_alive` is reset first, because schedulers disconnect the links of such a client.
-        self.is_alive = False
+        # `alive` is reset first, because schedulers disconnect the links of a disconnected client.
+        self.alive = False
         self._link.shut_down()
         # A future's callback runs in the connection's thread, which cannot join itself.
         if self.is_current_thread():

@@ -15,12 +15,12 @@ from shmserve.ipc import endpoints
 VARIABLE = "SHMSERVE_RUN_DIR"
 
 
-def find(run_dir: str | os.PathLike[str] | None, preferred_dir: Path | None = None) -> Path:
+def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> Path:
     """Return the server's run directory.
 
     This is `run_dir`, else $SHMSERVE_RUN_DIR, else the run directory of this user's server. If
-    several servers run, `preferred_dir` comes first. A discovered directory must belong to this
-    user or to root, so that a program does not connect to another user's server by accident.
+    several servers run, `latest` is preferred. A discovered directory must belong to this user or
+    to root, so that a program does not connect to another user's server by accident.
 
     Raises:
         Disconnected: There is no server.
@@ -42,8 +42,8 @@ def find(run_dir: str | os.PathLike[str] | None, preferred_dir: Path | None = No
     default = endpoints.default_run_directory(os.environ)
     run_dirs = list(_candidates(default))
     running = [path for path in run_dirs if _is_locked(path)]
-    if preferred_dir in running:
-        return preferred_dir
+    if latest in running:
+        return latest
     if len(running) > 1:
         server_list = "; ".join(" ".join([str(path), *addresses(path)]) for path in running)
         raise InvalidArgument(
@@ -92,6 +92,6 @@ def _is_locked(run_dir: Path) -> bool:
 def addresses(run_dir: Path) -> list[str]:
     """Return the URLs of the server's HTTP and gRPC listeners; empty if it publishes none."""
     try:
-        return endpoints.addresses_file(run_dir).read_text().split()
+        return endpoints.addresses(run_dir).read_text().split()
     except OSError:
         return []

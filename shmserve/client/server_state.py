@@ -69,15 +69,15 @@ class ClientModels:
     """The models by (name, version); version "" is the latest. One thread writes, any may read.
 
     Attributes:
-        on_demand_names: The names of models that can be loaded on demand, including loaded ones.
-        is_ready: Whether the server is ready. If a model fails later, it is not ready any more.
+        on_demand: The names of models that can be loaded on demand, including loaded ones.
+        ready: Whether the server is ready. If a model fails later, it is not ready any more.
         started: Whether the loads of the server's start have ended.
     """
 
     def __init__(self) -> None:
         self._models: dict[tuple[str, str], ClientModel] = {}
-        self.on_demand_names: set[str] = set()
-        self.is_ready = True
+        self.on_demand: set[str] = set()
+        self.ready = True
         self.started = True
 
     def publish(self, message: ModelPublished) -> None:
@@ -94,7 +94,7 @@ class ClientModels:
     def withdraw(self, name: str, version: str) -> None:
         """Remove a version; "": the model is no longer loaded on demand."""
         if not version:
-            self.on_demand_names.discard(name)
+            self.on_demand.discard(name)
             return
         model = self._models.pop((name, version), None)
         if model is not None:
@@ -112,7 +112,7 @@ class ClientModels:
 
     def needs_load(self, name: str, version: str) -> bool:
         """Check whether a version is not available but its model can be loaded on demand."""
-        return name in self.on_demand_names and (name, version) not in self._models
+        return name in self.on_demand and (name, version) not in self._models
 
     def resolve(self, name: str, version: str) -> ClientModel:
         """Return a model.
@@ -137,21 +137,21 @@ class ClientModels:
             raise Unavailable(f"{unknown} has no available versions")
         raise NotFound(f"{unknown} version {version} is not found")
 
-    def model_versions(self) -> list[tuple[str, str]]:
+    def names(self) -> list[tuple[str, str]]:
         """Return name and version of each model, sorted.
 
         Unloaded on-demand models have no version.
         """
         loaded_keys = [key for key in list(self._models) if key[1]]
         loaded_names = {name for name, _ in loaded_keys}
-        return sorted([*loaded_keys, *((name, "") for name in self.on_demand_names - loaded_names)])
+        return sorted([*loaded_keys, *((name, "") for name in self.on_demand - loaded_names)])
 
     def close(self) -> None:
         """Remove all models."""
         for model in list(self._models.values()):
             model.close()
         self._models.clear()
-        self.on_demand_names.clear()
+        self.on_demand.clear()
 
 
 class Wakeable(Protocol):
@@ -171,7 +171,7 @@ class ServerState(ABC):
         models: The available models.
         successors: The endpoint of the successor, or "", by the endpoint of a lost scheduler.
         loss_count: The number of schedulers lost so far.
-        is_alive: Whether the connection is alive.
+        alive: Whether the connection is alive.
         link_numbers: The numbers that identify the links of this connection.
     """
 
@@ -179,7 +179,7 @@ class ServerState(ABC):
         self.models = ClientModels()
         self.successors = Successors()
         self.loss_count = 0
-        self.is_alive = True
+        self.alive = True
         self.draining = False  # new requests must go to another server
         self.identity = ""
         self.mappings = Mappings()
@@ -208,14 +208,14 @@ class ServerState(ABC):
         """Register a channel to be woken after losses."""
         with self._lock:
             self._channels.add(channel)
-            if not self.is_alive:
+            if not self.alive:
                 channel.wake()
 
     def remove_channel(self, channel: Wakeable) -> None:
         """Remove a closed channel; the last one frees the mappings of a closed connection."""
         with self._lock:
             self._channels.discard(channel)
-            is_last = not self._channels and not self.is_alive
+            is_last = not self._channels and not self.alive
         if is_last:
             self.mappings.unmap_all()
 

@@ -19,9 +19,9 @@ from shmserve.client import discovery
 from shmserve.client.connection import ServerConnection
 from shmserve.client.memory.cuda import DeviceSegment, device_number, open_exporter
 from shmserve.client.memory.region import Region, Specs, attach_region
-from shmserve.client.memory.segments import Allocator, AnySegment, Segment
+from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.request.channel import DECOUPLED, FULL
-from shmserve.client.request.prepare import PackedRequest, RequestOptions, make_options, prepare
+from shmserve.client.request.prepare import Options, PackedRequest, options_of, prepare
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import (
     Disconnected,
@@ -36,13 +36,13 @@ from shmserve.errors import (
     suggestion,
 )
 from shmserve.ipc.memory.cuda_ipc import CudaExporter
-from shmserve.ipc.tensors.inference import is_aliased_request
+from shmserve.ipc.tensors.inference import runs_once
 
 Tensors = Mapping[str, Any]
 # The requested outputs: names, arrays of a region by name, or a region.
 Outputs = Sequence[str] | Mapping[str, Any]
 # A call: model, inputs, outputs, version, options, and the inputs given by keyword.
-Call = tuple[str, Tensors | None, Outputs | None, str, RequestOptions, Tensors]
+Call = tuple[str, Tensors | None, Outputs | None, str, Options, Tensors]
 
 _WELCOME_S = 10.0
 _SHORTEST_S = 0.1
@@ -57,7 +57,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def parse_call(
+def call_of(
     model: str,
     inputs: Tensors | None = None,
     /,
@@ -80,13 +80,11 @@ def parse_call(
         InvalidArgument: An option is invalid.
     """
     sequence_options = (sequence, start, end)
-    options = make_options(
-        request_id, parameters, priority, timeout, *sequence_options, traceparent
-    )
+    options = options_of(request_id, parameters, priority, timeout, *sequence_options, traceparent)
     return model, inputs, outputs, version, options, tensors
 
 
-def with_signature_of(
+def signature_of(
     source: Callable[P, Any],
 ) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
     """Return a decorator that gives a method the signature of `source`, for tools and help()."""
@@ -179,7 +177,7 @@ class Session:
         self._lock = threading.RLock()
         self._is_closed = False
         self._cuda: CudaExporter | None = None
-        self.memories = Allocator(memory_limit, self._share, self._withdraw, self._wake_connection)
+        self.memories = Memories(memory_limit, self._share, self._withdraw, self._wake_connection)
         self._connection = self._connect()
 
     def _connect(self) -> ServerConnection:
@@ -200,7 +198,7 @@ class Session:
             Disconnected: There is no server.
         """
         connection = self._connection
-        is_usable = connection.is_alive and not connection.draining
+        is_usable = connection.alive and not connection.draining
         if is_usable and connection.pid == os.getpid() and not self._is_closed:
             return connection
         return self._reconnect(connection)
@@ -218,7 +216,7 @@ class Session:
             time.sleep(_PAUSE_S)
 
     def should_retry(
-        self, connection: ServerConnection, options: RequestOptions, packed: PackedRequest | None
+        self, connection: ServerConnection, options: Options, packed: PackedRequest | None
     ) -> bool:
         """Return whether to retry a request that failed on `connection`.
 
@@ -230,9 +228,7 @@ class Session:
         Raises:
             Disconnected: The session cannot connect to the successor.
         """
-        is_once = options.sequence or (
-            packed is not None and is_aliased_request(packed.schema, packed.data)
-        )
+        is_once = options.sequence or (packed is not None and runs_once(packed.schema, packed.data))
         if not is_once and packed is not None and connection.models.needs_load(*packed.model.key):
             return True
         if is_once or not connection.has_successor():
@@ -363,9 +359,7 @@ class Session:
         return reply
 
     @staticmethod
-    def load(
-        connection: ServerConnection, model: str, version: str, options: RequestOptions
-    ) -> None:
+    def load(connection: ServerConnection, model: str, version: str, options: Options) -> None:
         """Load an on-demand model, unless it is loaded, within the timeout of a request.
 
         Raises:
@@ -415,22 +409,22 @@ class Session:
 
         The garbage collector may run in any thread and at any time, where closing is not safe.
         """
-        if self._is_closed or self.is_inherited:
+        if self._is_closed or self.inherited:
             return
         try:
-            self._connection.run_task(lambda _: close())
+            self._connection.call(lambda _: close())
         except Disconnected:
             close()
         warnings.warn("a client was not closed", ResourceWarning, stacklevel=3)
 
     @property
-    def is_inherited(self) -> bool:
+    def inherited(self) -> bool:
         """Return whether this process was forked, so that its parent owns the connection."""
         return self._connection.pid != os.getpid()
 
     def close(self) -> None:
         """Disconnect; arrays keep their memory. A forked child does not affect its parent."""
-        if self.is_inherited:
+        if self.inherited:
             return
         with self._lock:
             was_open = not self._is_closed

@@ -13,7 +13,7 @@ from shmserve.client.connection import ServerConnection
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.results import Result
 from shmserve.client.request.waiting import ResponseStream, SharedChannel, ThreadChannel, Waiter
-from shmserve.client.session import Session, Tensors, model_path, parse_call, with_signature_of
+from shmserve.client.session import Session, Tensors, call_of, model_path, signature_of
 from shmserve.errors import ShmserveError, TimedOut, Unavailable
 from shmserve.ipc.endpoints import MAX_LINKS
 
@@ -35,7 +35,7 @@ class Server:
         self._former_channels: list[ThreadChannel] = []
         self._lock = threading.Lock()
 
-    @with_signature_of(parse_call)
+    @signature_of(call_of)
     def infer(self, /, *args: Any, **kwargs: Any) -> Result:
         """Run a model and wait for its response.
 
@@ -50,8 +50,9 @@ class Server:
             **tensors: The inputs by keyword, instead of `inputs`. A tensor is a numpy array, a
                 torch tensor on the CPU, a DLPack tensor, or nested lists. Its shape includes the
                 batch dimension if the model has one. The datatype of an array must be that of the
-                model's input. Lists are converted to it. For a BF16 input, pass a uint16 array with
-                the bits of the elements. For a BYTES input, pass an array of bytes or str objects.
+                model's input. Lists are converted to it. For a BF16 input, pass an array of
+                ml_dtypes.bfloat16, or a uint16 array with the bits of the elements. For a BYTES
+                input, pass an array of bytes or str objects.
             outputs: The names of the outputs to return, by default all. Or the memory to write
                 outputs to: a region, or {name: array of a region}.
             version: The model's version, by default the latest.
@@ -80,7 +81,7 @@ class Server:
                 its thread waits for a response.
             ShmserveError: The server's or the model's error, with its code.
         """
-        call = parse_call(*args, **kwargs)
+        call = call_of(*args, **kwargs)
         waiter, packed = self._get_waiter(), None
         try:
             packed = self._session.pack(waiter.connection, call)
@@ -132,7 +133,7 @@ class Server:
         min_messages = max(1, in_flight // 4)
         try:
             for request_inputs in inputs:
-                call = parse_call(
+                call = call_of(
                     model, request_inputs, outputs=outputs, version=version, timeout=timeout
                 )
                 waiting_requests.append(waiter.submit(self._session.pack(waiter.connection, call)))
@@ -144,7 +145,7 @@ class Server:
         finally:
             waiter.cancel(waiting_requests)
 
-    @with_signature_of(parse_call)
+    @signature_of(call_of)
     def stream(self, /, *args: Any, **kwargs: Any) -> ResponseStream:
         """Run a model that sends any number of responses, and iterate over them as they arrive.
 
@@ -164,12 +165,12 @@ class Server:
             ShmserveError: The request cannot be sent, as for `infer`. Later errors are raised by
                 the iterator.
         """
-        call = parse_call(*args, **kwargs)
+        call = call_of(*args, **kwargs)
         waiter = self._get_waiter()
         packed = self._session.pack(waiter.connection, call, stream=True)
         return ResponseStream(waiter, waiter.open(packed), self)
 
-    @with_signature_of(parse_call)
+    @signature_of(call_of)
     def infer_async(self, /, *args: Any, **kwargs: Any) -> Future[Result]:
         """Run a model in the background.
 
@@ -187,7 +188,7 @@ class Server:
             ShmserveError: The request cannot be sent, as for `infer`. Later errors are those of
                 the future.
         """
-        call, connection = parse_call(*args, **kwargs), self._session.connection()
+        call, connection = call_of(*args, **kwargs), self._session.connection()
         future = SharedChannel(connection).submit(self._session.pack(connection, call))
         # The client must not be collected, and thus closed, before the future completes.
         future.add_done_callback(partial(_keep_client, self))
@@ -262,7 +263,7 @@ class Server:
         Raises:
             Disconnected: There is no server.
         """
-        return self._session.connection().models.model_versions()
+        return self._session.connection().models.names()
 
     def ready(self, model: str = "", version: str = "") -> bool:
         """Check whether the server is ready, or a model, or one version of it.
@@ -398,7 +399,7 @@ class Server:
         if waiter is not None and waiter.lock.locked():
             raise Unavailable(_INTERRUPTED)
         self._session.close()
-        if self._session.is_inherited:
+        if self._session.inherited:
             return
         with self._lock:
             for waiter in self._channels.values():
@@ -411,7 +412,7 @@ class Server:
     def _close_former(self) -> None:
         for waiter in self._former_channels[:]:
             connection = waiter.connection
-            if not (connection.draining and connection.is_alive and waiter.channel.pending_ids):
+            if not (connection.draining and connection.alive and waiter.channel.waiting):
                 self._former_channels.remove(waiter)
                 waiter.close()
 

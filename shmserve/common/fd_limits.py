@@ -37,12 +37,12 @@ def raise_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def current_limit() -> int:
+def limit() -> int:
     """Return the current limit of descriptors."""
     return _limit_as_count(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
-def max_limit() -> int:
+def attainable() -> int:
     """Return the limit of descriptors after `raise_limit`."""
     return _limit_as_count(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
@@ -53,7 +53,7 @@ def _limit_as_count(limit: int) -> int:
 
 def local_clients_share() -> int:
     """Return how many local clients the supervisor can serve, at two descriptors per client."""
-    return current_limit() // 8
+    return limit() // 8
 
 
 def regions_share(max_fds: int) -> int:
@@ -63,7 +63,7 @@ def regions_share(max_fds: int) -> int:
 
 def scrapes_share() -> int:
     """Return how many descriptors a gateway may use for connections to a metrics listener."""
-    return min(_MAX_SCRAPES, (current_limit() - _RESERVED) // 4)
+    return min(_MAX_SCRAPES, (limit() - _RESERVED) // 4)
 
 
 def connections_share(listeners: int, metrics_listeners: int = 0) -> int:
@@ -71,11 +71,9 @@ def connections_share(listeners: int, metrics_listeners: int = 0) -> int:
 
     The share of its metrics listeners is subtracted first.
     """
-    return max(
-        1, (current_limit() - _RESERVED - metrics_listeners * scrapes_share()) // max(1, listeners)
-    )
+    return max(1, (limit() - _RESERVED - metrics_listeners * scrapes_share()) // max(1, listeners))
 
 
-def limit_per_peer(max_connections: int) -> int:
+def share_of(max_connections: int) -> int:
     """Return how many of `max_connections` one user or one remote host may have; at least 1."""
     return max(1, int(max_connections * _MAX_SHARE))

@@ -27,15 +27,15 @@ class CpuUtilization:
     """A meter of the utilisation of the host's processors."""
 
     def __init__(self) -> None:
-        self._previous_times = (0, 0)
+        self._previous = (0, 0)
 
     def read(self) -> float:
         """Return the share of busy time since the last call; for the first call, since boot."""
         first_line = Path("/proc/stat").read_text().split("\n", 1)[0]
         fields = [int(word) for word in first_line.split()[1:9]]
         total, idle = sum(fields), fields[3] + fields[4]
-        previous_total, previous_idle = self._previous_times
-        self._previous_times = (total, idle)
+        previous_total, previous_idle = self._previous
+        self._previous = (total, idle)
         ticks = total - previous_total
         return 1.0 - (idle - previous_idle) / ticks if ticks > 0 else 0.0
 
@@ -48,7 +48,7 @@ def memory_bytes() -> tuple[int, int]:
     return total, total - fields.get("MemAvailable", fields["MemFree"])
 
 
-def processor_limits() -> tuple[int, float | None]:
+def processors() -> tuple[int, float | None]:
     """Return the number of usable processors, and the CPU quota in processors (None: no quota)."""
     quota = cgroup_limit("cpu", "cpu.max", "cpu.cfs_quota_us")
     return len(os.sched_getaffinity(0)), None if quota is None else quota / _CPU_PERIOD_US
@@ -105,7 +105,7 @@ _PSS = re.compile(r"^Pss:\s+(\d+) kB$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessStatistics:
+class Process:
     """The statistics of a process of the server."""
 
     pid: int
@@ -115,17 +115,17 @@ class ProcessStatistics:
     cpu_seconds: float
 
 
-def proportional_sizes(supervisor_pid: int) -> Iterator[int]:
+def proportional_sizes(supervisor: int) -> Iterator[int]:
     """Yield the memory of each process of the server as proportional set size, in bytes.
 
     A page shared by N processes counts 1/N in each of them, so that the sum is the server's use.
     If the kernel does not report this size, resident memory is counted. The kernel needs about 1 ms
     for a process.
     """
-    yield from map(_proportional_bytes, processes(supervisor_pid))
+    yield from map(_proportional_bytes, processes(supervisor))
 
 
-def _proportional_bytes(process: ProcessStatistics) -> int:
+def _proportional_bytes(process: Process) -> int:
     with contextlib.suppress(OSError):
         pss = _PSS.search(Path(f"/proc/{process.pid}/smaps_rollup").read_text())
         if pss is not None:
@@ -133,29 +133,27 @@ def _proportional_bytes(process: ProcessStatistics) -> int:
     return process.resident_bytes
 
 
-def processes(supervisor_pid: int) -> Iterator[ProcessStatistics]:
+def processes(supervisor: int) -> Iterator[Process]:
     """Yield the supervisor and its children, except those that exit meanwhile."""
     try:
-        children = (
-            Path(f"/proc/{supervisor_pid}/task/{supervisor_pid}/children").read_text().split()
-        )
+        children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     except OSError:
         return
-    for pid in (str(supervisor_pid), *children):
+    for pid in (str(supervisor), *children):
         try:
-            yield _read_process(Path("/proc") / pid)
+            yield _process(Path("/proc") / pid)
         except (OSError, ValueError, IndexError):
             continue
 
 
-def _read_process(folder: Path) -> ProcessStatistics:
+def _process(folder: Path) -> Process:
     command_line = (folder / "cmdline").read_bytes().rstrip(b"\0").replace(b"\0", b" ")
     title = command_line.decode(errors="replace")
     if not title.startswith(_TITLE):
         raise ValueError(f"{folder} is not a process of a server")
     # The command name in parentheses may contain any character, so fields are split after it.
     fields = (folder / "stat").read_text().rpartition(")")[2].split()
-    return ProcessStatistics(
+    return Process(
         pid=int(folder.name),
         title=title.removeprefix(_TITLE).strip(),
         resident_bytes=int(fields[21]) * _PAGE,
@@ -172,27 +170,25 @@ class Accelerators:
     count: int
 
 
-def accelerators(
-    device_folder: Path = Path("/dev"), visible_devices: str | None = None
-) -> Accelerators:
+def accelerators(device_folder: Path = Path("/dev"), visible: str | None = None) -> Accelerators:
     """Return the host's accelerators by their device files.
 
     Args:
         device_folder: The folder of device files.
-        visible_devices: CUDA_VISIBLE_DEVICES, if set.
+        visible: CUDA_VISIBLE_DEVICES, if set.
     """
     for kind, pattern in (("cuda", r"nvidia\d+"), ("npu", r"davinci\d+")):
         count = sum(bool(re.fullmatch(pattern, entry.name)) for entry in device_folder.iterdir())
         if count:
-            if kind == "cuda" and visible_devices is not None:
-                count = _count_visible(visible_devices, count)
+            if kind == "cuda" and visible is not None:
+                count = _count_visible(visible, count)
             return Accelerators(kind if count else "", count)
     return Accelerators("", 0)
 
 
-def _count_visible(visible_devices: str, count: int) -> int:
+def _count_visible(visible: str, count: int) -> int:
     # Like the driver, ignore all names from the first invalid one on ("-1": no device).
-    names = [part.strip() for part in visible_devices.split(",")]
+    names = [part.strip() for part in visible.split(",")]
 
     def is_device(name: str) -> bool:
         return name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < count)
@@ -200,9 +196,9 @@ def _count_visible(visible_devices: str, count: int) -> int:
     return min(count, len(list(itertools.takewhile(is_device, names))))
 
 
-def cuda_devices(visible_devices: str | None = None) -> int:
-    """Return the number of CUDA devices; `visible_devices` is CUDA_VISIBLE_DEVICES, if set."""
-    devices = accelerators(visible_devices=visible_devices)
+def cuda_devices(visible: str | None = None) -> int:
+    """Return the number of CUDA devices; `visible` is CUDA_VISIBLE_DEVICES, if set."""
+    devices = accelerators(visible=visible)
     return devices.count if devices.kind == "cuda" else 0
 
 

@@ -53,14 +53,14 @@ class Family:
 Families = dict[str, Family]
 
 
-def parse(rows: list[Any]) -> Families:
+def parse(raw: list[Any]) -> Families:
     """Return the families from the form of `to_lists`. Raises ValueError for any other form."""
     try:
         return {
             str(name): Family(
-                str(description), kind, {_labels(v[0]): _decode_series(kind, v) for v in rows}
+                str(description), kind, {_labels(v[0]): _value(kind, v) for v in rows}
             )
-            for name, description, kind, rows in rows
+            for name, description, kind, rows in raw
         }
     except (TypeError, IndexError, KeyError) as error:
         raise ValueError(f"malformed families: {error}") from None
@@ -70,7 +70,7 @@ def _labels(raw: list[Any]) -> Labels:
     return tuple((str(name), str(value)) for name, value in raw)
 
 
-def _decode_series(kind: str, row: list[Any]) -> Series:
+def _value(kind: str, row: list[Any]) -> Series:
     _, state, buckets = row
     size = {"COUNTER": 1, "GAUGE": 3, "HISTOGRAM": len(buckets) + 2}[kind]
     if len(state) != size or not all(type(n) in (int, float) for n in (*state, *buckets)):
@@ -89,13 +89,13 @@ def to_lists(families: Families) -> list[Any]:
     ]
 
 
-def sum_families(family_sets: Iterable[Families]) -> Families:
-    """Return the sum of the families in `family_sets`.
+def sum_families(parts: Iterable[Families]) -> Families:
+    """Return the sum of the families in `parts`.
 
     If families differ in kind or buckets, the first one is kept.
     """
     total: Families = {}
-    for part in family_sets:
+    for part in parts:
         for name, family in part.items():
             earlier = total.get(name)
             if earlier is None:
@@ -159,12 +159,12 @@ class ModelMetrics:
         return sum_families((self._exited_families, *self._instances.values()))
 
 
-def to_prometheus_text(families: Families) -> str:
+def exposition(families: Families) -> str:
     """Return Prometheus text in Triton's form: names are unchanged, labels are sorted."""
     lines: list[str] = []
     for name, family in families.items():
         if family.values:
-            lines += header_lines(name, family.description, family.kind.lower())
+            lines += head_lines(name, family.description, family.kind.lower())
             for labels, value in family.values.items():
                 lines += _samples(name, family.kind, labels, value)
     return "".join(f"{line}\n" for line in lines)
@@ -185,7 +185,7 @@ def _samples(name: str, kind: str, labels: Labels, value: Series) -> Iterable[st
         yield sample(name, labels, number)
 
 
-def header_lines(name: str, description: str, kind: str) -> tuple[str, str]:
+def head_lines(name: str, description: str, kind: str) -> tuple[str, str]:
     """Return the HELP and TYPE lines above the samples of a family of a Prometheus `kind`."""
     return f"# HELP {name} {_escape(description)}", f"# TYPE {name} {kind}"
 

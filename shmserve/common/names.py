@@ -38,7 +38,7 @@ def is_traversal(name: str) -> bool:
     return name.strip() in (".", "..") or any(mark in name for mark in "/\\\0")
 
 
-def is_model_argument(text: str) -> bool:
+def is_inline(text: str) -> bool:
     """Check whether an argument names a model ("path/file.py:Class", a checkpoint).
 
     Other arguments name repositories.
@@ -66,7 +66,7 @@ class DoubledName(ValueError):
         super().__init__(f"duplicate key '{clipped}' in an object")
 
 
-def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a JSON object's members by name; raise DoubledName if a name is repeated.
 
     This function is an `object_pairs_hook` of the module json.

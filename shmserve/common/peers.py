@@ -146,7 +146,7 @@ def ownership(peer: Peer, key: str, uid: int, gid: int, mode: int, group: int) -
     raise PermissionDenied(text)
 
 
-def peer_credentials(sock: Any) -> tuple[int, int, int]:
+def credentials(sock: Any) -> tuple[int, int, int]:
     """Return pid, uid and gid of the peer of a unix socket; raise OSError if it is no such socket.
 
     The pid is 0 for a process of another pid namespace.
@@ -158,7 +158,7 @@ def peer_credentials(sock: Any) -> tuple[int, int, int]:
 
 def unix_peer(sock: Any) -> Peer:
     """Return the user at the other end of a unix socket; raise OSError for other sockets."""
-    _, uid, gid = peer_credentials(sock)
+    _, uid, gid = credentials(sock)
     raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 4 * _MAX_GROUPS)
     return Peer(uid, (gid, *struct.unpack(f"{len(raw) // 4}I", raw)))
 
@@ -170,7 +170,7 @@ def unix_pid(transport: asyncio.BaseTransport | None) -> int:
         return 0
     # Event loops return a wrapper, not a socket.
     with socket.socket(fileno=os.dup(sock.fileno())) as duplicate:
-        return peer_credentials(duplicate)[0]
+        return credentials(duplicate)[0]
 
 
 def loopback_peer(local: Address, remote: Address) -> Peer | None:
@@ -190,7 +190,7 @@ def loopback_peer(local: Address, remote: Address) -> Peer | None:
 
 def _find_in_proc(local: Address, remote: Address) -> tuple[int, int] | None:
     """Return the result of `tcp_owner` from the kernel's list of all connections."""
-    for table, addresses in _proc_tables(local, remote):
+    for table, addresses in _tables(local, remote):
         with contextlib.suppress(OSError), open(table) as lines:
             for line in lines:
                 # sl local_address rem_address st tx:rx tr:when retrnsmt uid timeout inode ...
@@ -200,7 +200,7 @@ def _find_in_proc(local: Address, remote: Address) -> tuple[int, int] | None:
     return None
 
 
-def _proc_tables(local: Address, remote: Address) -> list[tuple[Path, list[str]]]:
+def _tables(local: Address, remote: Address) -> list[tuple[Path, list[str]]]:
     folder, ports = Path("/proc/net"), (remote[1], local[1])
     ips = [_parse_ip(remote[0]).packed, _parse_ip(local[0]).packed]
     tables = []
@@ -236,7 +236,7 @@ def _parse_ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return ipaddress.ip_address(address.partition("%")[0])
 
 
-def network_of(address: str) -> str:
+def network(address: str) -> str:
     """Return the network of a host: its IPv4 address, or the /64 of its IPv6 address.
 
     One host may own all IPv6 addresses of a /64.
@@ -252,8 +252,8 @@ def network_of(address: str) -> str:
     return str(parsed_address)
 
 
-def tcp_owner(local: Address, remote: Address) -> tuple[int, int] | None:
-    """Return uid and inode of the socket at `local` of a local connection with `remote`.
+def tcp_owner(end: Address, other: Address) -> tuple[int, int] | None:
+    """Return uid and inode of the socket at `end` of a local connection with `other`.
 
     Returns:
         None if there is no such socket. The inode is 0 if no process owns the socket any more.
@@ -261,28 +261,28 @@ def tcp_owner(local: Address, remote: Address) -> tuple[int, int] | None:
     Raises:
         OSError: The kernel does not support such queries.
     """
-    response = _query(local, remote)
+    response = _query(end, other)
     if response is None:
         if not _is_supported():
             raise OSError(errno.ENOENT, "sock_diag")
         return None
     # If the connection does not exist, the kernel returns the listener at that port.
-    if _ENDS.unpack_from(response, _ENDS_AT) != (local[1], remote[1]):
+    if _ENDS.unpack_from(response, _ENDS_AT) != (end[1], other[1]):
         return None
     uid, inode = _OWNER.unpack_from(response, _OWNER_AT)
     return uid, inode
 
 
-def _query(local: Address, remote: Address) -> bytes | None:
+def _query(end: Address, other: Address) -> bytes | None:
     """Return the kernel's response; None for an unknown socket.
 
     Raises:
         OSError: The kernel rejects the query, or does not respond at once.
     """
-    source, target = _parse_ip(local[0]), _parse_ip(remote[0])
+    source, target = _parse_ip(end[0]), _parse_ip(other[0])
     family = socket.AF_INET if source.version == target.version == 4 else socket.AF_INET6
     body = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, 0, _ANY_STATE)
-    body += _SOCKET.pack(local[1], remote[1], source.packed, target.packed, _ANY_COOKIE)
+    body += _SOCKET.pack(end[1], other[1], source.packed, target.packed, _ANY_COOKIE)
     size = _HEADER.size + len(body)
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as netlink:
         header = _HEADER.pack(size, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0)

@@ -122,7 +122,7 @@ def read_changes(settings: Mapping[str, Sequence[str] | None]) -> dict[str, Any]
         if not values:
             changes[name] = None
         elif name == "trace_level":
-            changes[name] = _parse_level(values)
+            changes[name] = _level(values)
         elif len(values) > 1:
             raise InvalidArgument(f"expect only 1 value for '{name}'")
         else:
@@ -130,7 +130,7 @@ def read_changes(settings: Mapping[str, Sequence[str] | None]) -> dict[str, Any]
     return changes
 
 
-def _parse_level(values: Sequence[str]) -> tuple[str, ...]:
+def _level(values: Sequence[str]) -> tuple[str, ...]:
     if OFF in values and len(values) > 1:
         raise InvalidArgument("Expect only one trace level 'OFF' is specified")
     for value in values:
@@ -226,7 +226,7 @@ class Sampler:
     def __post_init__(self) -> None:
         self.remaining_count, self._is_enabled = self.settings.trace_count, self.settings.on
 
-    def should_sample(self, decided: bool | None = None) -> bool:
+    def samples(self, decided: bool | None = None) -> bool:
         """Return whether to trace the next request.
 
         Args:

@@ -32,21 +32,21 @@ class FlagValues:
     Attributes:
         values: The value of each flag.
         repeated: The values of each repeatable flag.
-        flags_without_effect: Accepted flags that have no effect.
-        flag_positions: For a file, the position of each flag: "'FILE' line N".
+        without_effect: Accepted flags that have no effect.
+        positions: For a file, the position of each flag: "'FILE' line N".
     """
 
     values: dict[str, Value] = field(default_factory=dict)
     repeated: dict[str, list[str]] = field(default_factory=dict)
-    flags_without_effect: list[str] = field(default_factory=list)
-    flag_positions: dict[str, str] = field(default_factory=dict)
+    without_effect: list[str] = field(default_factory=list)
+    positions: dict[str, str] = field(default_factory=dict)
 
     def add(self, flag: Flag, value: Value) -> None:
         """Store a value of `flag`; the values of a repeatable flag are collected in order."""
         if not flag.has_effect:
-            self.flags_without_effect.append(flag.name)
+            self.without_effect.append(flag.name)
         elif flag.is_repeatable:
-            self.repeated.setdefault(flag.name, []).append(f"{flag.value_prefix}{value}")
+            self.repeated.setdefault(flag.name, []).append(f"{flag.prefix}{value}")
         else:
             self.values[flag.name] = value
 
@@ -59,22 +59,22 @@ class Parsed:
         values: The value of each flag.
         repeated: The values of each repeatable flag.
         positional: The arguments that are not flags.
-        flags_without_effect: Accepted flags that have no effect.
-        boolean_flag_before: Maps an argument that follows a boolean flag without a value to
-            the name of that flag.
-        flag_positions: The position of each flag that the file sets.
+        without_effect: Accepted flags that have no effect.
+        after_boolean: Maps a positional argument that follows a boolean flag without a value to the
+            name of that flag.
+        positions: The position of each flag that the file sets.
     """
 
     values: dict[str, Value | None]
     repeated: dict[str, list[str]]
     positional: list[str]
-    flags_without_effect: list[str]
-    boolean_flag_before: dict[str, str]
-    flag_positions: dict[str, str] = field(default_factory=dict)
+    without_effect: list[str]
+    after_boolean: dict[str, str]
+    positions: dict[str, str] = field(default_factory=dict)
 
-    def with_position(self, problem: str) -> str:
+    def located(self, problem: str) -> str:
         """Return `problem` prefixed with the flag's position in the file, if the file sets it."""
-        position = self.flag_positions.get(problem.partition(":")[0].removeprefix("--"))
+        position = self.positions.get(problem.partition(":")[0].removeprefix("--"))
         return f"{position}: {problem}" if position else problem
 
 
@@ -105,7 +105,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
         name, equals, text = word.removeprefix("--").partition("=")
         flags = find_flags(name) if word.startswith("--") and name else []
         if len(flags) != 1:
-            collected.problems.append(_unknown_flag_text(word.partition("=")[0], flags))
+            collected.problems.append(_unknown(word.partition("=")[0], flags))
             continue
         flag = flags[0]
         count = len(remaining_words)
@@ -121,9 +121,9 @@ def parse(arguments: Sequence[str]) -> Parsed:
     values = {**defaults, **file_values.values, **flag_values.values}
     repeated: dict[str, list[str]] = {flag.name: [] for flag in ACTED_ON if flag.is_repeatable}
     repeated |= file_values.repeated | flag_values.repeated
-    flags_without_effect = file_values.flags_without_effect + flag_values.flags_without_effect
-    positions = {k: v for k, v in file_values.flag_positions.items() if k not in on_command_line}
-    return Parsed(values, repeated, positional, flags_without_effect, after_boolean, positions)
+    without_effect = file_values.without_effect + flag_values.without_effect
+    positions = {k: v for k, v in file_values.positions.items() if k not in on_command_line}
+    return Parsed(values, repeated, positional, without_effect, after_boolean, positions)
 
 
 def _value(flag: Flag, text: str | None, remaining_words: list[str]) -> Value:
@@ -138,7 +138,7 @@ def _check_text(word: str) -> None:
         raise InvalidArgument(f"{word.partition('=')[0]}: '{word}' is not UTF-8 text") from None
 
 
-def _unknown_flag_text(word: str, flags: list[Flag]) -> str:
+def _unknown(word: str, flags: list[Flag]) -> str:
     if flags:
         return f"{word[:80]} is ambiguous: --{', --'.join(flag.name for flag in flags)}"
     similar = nearest(word.lstrip("-"), FLAGS)
@@ -169,27 +169,27 @@ def parse_file(text: str, path: str) -> FlagValues:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or clip(str(error), 200)
-        raise Problems([f"{_position_text(path, mark)}: invalid YAML: {reason}"]) from None
+        raise Problems([f"{_at(path, mark)}: invalid YAML: {reason}"]) from None
     if top is None:
         return FlagValues()
     if not isinstance(top, yaml.MappingNode):
         kind = "list" if isinstance(top, yaml.SequenceNode) else "string"
         problem = f"expected a mapping (FLAG: VALUE), found a {kind}"
-        raise Problems([f"{_position_text(path, top.start_mark)}: {problem}"])
+        raise Problems([f"{_at(path, top.start_mark)}: {problem}"])
     settings = FlagValues()
     lines: dict[str, int] = {}
     problems: list[str] = []
     for key, value in top.value:
-        position = _position_text(path, key.start_mark)
+        position = _at(path, key.start_mark)
         name = clip(key.value) if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
         try:
             if name in lines:
                 raise InvalidArgument(f"already set in line {lines[name]}")
             lines[name] = key.start_mark.line + 1
             flag = _flag_of(name)
-            for text in _value_texts(flag, value):
+            for text in _texts(flag, value):
                 settings.add(flag, flag.parse(text))
-            settings.flag_positions[flag.name] = position
+            settings.positions[flag.name] = position
         except InvalidArgument as error:
             reason = error.message.removeprefix(f"--{name}: ")
             problems.append(f"{position}: {name}: {reason}")
@@ -198,7 +198,7 @@ def parse_file(text: str, path: str) -> FlagValues:
     return settings
 
 
-def _position_text(path: str, mark: yaml.Mark | None) -> str:
+def _at(path: str, mark: yaml.Mark | None) -> str:
     return f"--config: '{path}'" + ("" if mark is None else f" line {mark.line + 1}")
 
 
@@ -213,7 +213,7 @@ def _flag_of(name: str) -> Flag:
     return flag
 
 
-def _value_texts(flag: Flag, value: yaml.Node) -> list[str]:
+def _texts(flag: Flag, value: yaml.Node) -> list[str]:
     """Return the texts of a YAML value: one, or those of the list for a repeatable flag.
 
     Raises:

@@ -36,34 +36,33 @@ class Flag:
         help: The help text.
         kind: str, int, float or bool.
         default: The value of a flag that is not set.
-        min_value: The lowest number allowed.
-        max_value: The highest number allowed.
+        low: The lowest number allowed.
+        high: The highest number allowed.
         choices: All the values allowed, if not empty.
         is_repeatable: Whether the flag may be repeated.
         has_effect: False for a flag that is accepted with a warning and has no effect.
-        allows_true_false: Whether true and false stand for 1 and 0.
+        allows_words: Whether true and false stand for 1 and 0.
         metavar: The name of the value in help texts of client commands.
         is_exclusive: Whether only one flag of its group may be set (client commands).
         is_required: Whether the flag must be set (client commands).
-        value_prefix: The text that precedes the value if this is an older name of another flag. For
-            example, `--trace-rate=N` stands for `--trace-config=rate=N`, so its
-            prefix is "rate=".
+        prefix: The text that precedes the value if this is an older name of another flag. For
+            example, `--trace-rate=N` stands for `--trace-config=rate=N`, so its prefix is "rate=".
     """
 
     name: str
     help: str = ""
     kind: type = str
     default: Value | None = None
-    min_value: float = 0
-    max_value: float = 2**63 - 1
+    low: float = 0
+    high: float = 2**63 - 1
     choices: tuple[str, ...] = ()
     is_repeatable: bool = False
     has_effect: bool = True
-    allows_true_false: bool = False
+    allows_words: bool = False
     metavar: str = ""
     is_exclusive: bool = False
     is_required: bool = False
-    value_prefix: str = ""
+    prefix: str = ""
 
     def parse(self, text: str) -> Value:
         """Return the value of `text`.
@@ -83,15 +82,15 @@ class Flag:
                 message = f"--{self.name}: '{text}' is not one of {allowed_choices}{similar}"
                 raise InvalidArgument(message)
             return by_text.get(text.lower(), text)
-        if self.allows_true_false and text.lower() in ("true", "false"):
+        if self.allows_words and text.lower() in ("true", "false"):
             return int(text.lower() == "true")
         if not _NUMBER[self.kind].fullmatch(text):
             kind = "an integer" if self.kind is int else "a number"
             raise InvalidArgument(f"--{self.name}: '{text}' is not {kind}")
         number: int | float = int(text) if self.kind is int else float(text)
-        if not self.min_value <= number <= self.max_value:
-            allowed = f"{self.min_value} to {self.max_value}"
-            raise InvalidArgument(f"--{self.name}: {text} is out of range (allowed: {allowed})")
+        if not self.low <= number <= self.high:
+            message = f"--{self.name}: {text} is out of range (allowed: {self.low} to {self.high})"
+            raise InvalidArgument(message)
         return number
 
     def take_value(self, remaining_words: list[str]) -> str:
@@ -113,7 +112,7 @@ _HEADING = re.compile(r"\[(.+)\]")
 _ROW = re.compile(
     r"(?P<name>[a-z0-9-]+) (?P<kind>[\w|]+)(?::(?P<metavar>\S+?))?"
     r"(?: (?P<low>[\d.]+?)\.\.(?P<high>\d*))?(?: = (?P<default>\S+?))?"
-    r"(?P<is_repeatable>, repeats)?(?P<allows_true_false>, words)?(?P<is_exclusive>, exclusive)?"
+    r"(?P<is_repeatable>, repeats)?(?P<allows_words>, words)?(?P<is_exclusive>, exclusive)?"
     r"(?P<is_required>, required)?"
 )
 _KINDS: dict[str, type] = {"text": str, "bool": bool, "int": int, "float": float}
@@ -130,23 +129,21 @@ def parse_flag_table(text: str) -> dict[str, tuple[Flag, ...]]:
         elif line.startswith(" "):
             group[-1] = replace(group[-1], help=f"{group[-1].help} {line.strip()}".lstrip())
         else:
-            group.append(_parse_flag_line(line))
+            group.append(_flag(line))
     return {name: tuple(flags) for name, flags in groups.items() if flags}
 
 
-def _parse_flag_line(line: str) -> Flag:
+def _flag(line: str) -> Flag:
     row = _ROW.fullmatch(line)
     assert row, line
     kind = _KINDS.get(row["kind"], str)
-    names = ("is_repeatable", "allows_true_false", "is_exclusive", "is_required")
+    names = ("is_repeatable", "allows_words", "is_exclusive", "is_required")
     options: dict[str, Any] = {name: bool(row[name]) for name in names}
     choices = () if row["kind"] in _KINDS else tuple(row["kind"].split("|"))
     flag = Flag(row["name"], kind=kind, choices=choices, metavar=row["metavar"] or "", **options)
     if row["low"]:
         number = float if "." in row["low"] else int
-        flag = replace(
-            flag, min_value=number(row["low"]), max_value=int(row["high"] or flag.max_value)
-        )
+        flag = replace(flag, low=number(row["low"]), high=int(row["high"] or flag.high))
     default = row["default"]
     return replace(flag, default=flag.parse(default.strip('"'))) if default else flag
 
@@ -181,7 +178,7 @@ _OLDER_NAMES = {
     "trace-log-frequency": ("trace-config", "triton,log-frequency="),
     **{f"trace-{name}": ("trace-config", f"{name}=") for name in ("level", "rate", "count")},
 }
-FLAGS |= {old: replace(FLAGS[new], value_prefix=text) for old, (new, text) in _OLDER_NAMES.items()}
+FLAGS |= {old: replace(FLAGS[new], prefix=text) for old, (new, text) in _OLDER_NAMES.items()}
 
 
 def find_flags(name: str) -> list[Flag]:
@@ -211,11 +208,11 @@ def cache_byte_size(configs: Sequence[str], byte_size: int | None) -> int:
             f"{_CACHE}: found multiple cache configurations, but only a single cache is currently "
             "supported"
         )
-    sizes = [_parse_cache_size(text) for text in configs]
+    sizes = [_cache_size(text) for text in configs]
     return sizes[-1] if sizes else byte_size or 0
 
 
-def _parse_cache_size(text: str) -> int:
+def _cache_size(text: str) -> int:
     name, comma, setting = text.partition(",")
     key, equals, value = setting.partition("=")
     if not (name and comma and key and equals):
@@ -230,7 +227,7 @@ def _parse_cache_size(text: str) -> int:
 
 _WORKSPACE = "--workspace-byte-size"
 _WORKSPACE_DEVICE = re.compile(r"cpu|cuda:(0|[1-9][0-9]{0,2})")
-_WORKSPACE_SIZE = Flag("workspace-byte-size", kind=int, min_value=4096, max_value=1 << 44)
+_WORKSPACE_SIZE = Flag("workspace-byte-size", kind=int, low=4096, high=1 << 44)
 
 
 def workspace_byte_sizes(settings: Sequence[str]) -> dict[str, int]:
@@ -256,7 +253,7 @@ def workspace_byte_sizes(settings: Sequence[str]) -> dict[str, int]:
 
 
 _RATE = "--rate-limit-resource"
-_COUNT = Flag("rate-limit-resource", kind=int, max_value=2**31 - 1)
+_COUNT = Flag("rate-limit-resource", kind=int, high=2**31 - 1)
 _GLOBAL = -1
 
 Resources = tuple[tuple[str, int | None, int], ...]
@@ -318,12 +315,12 @@ def parse_metrics_config(texts: Iterable[str]) -> MetricsConfig:
         try:
             config = replace(config, **{name: parse(value)})
         except InvalidArgument as error:
-            reason = error.message if parse is _parse_quantiles else "it is not true or false"
+            reason = error.message if parse is _quantiles else "it is not true or false"
             raise InvalidArgument(f"{_METRICS}: {name}='{value}': {reason}") from None
     return config if config.summary_latencies else replace(config, summary_quantiles=())
 
 
-def _parse_quantiles(text: str) -> tuple[float, ...]:
+def _quantiles(text: str) -> tuple[float, ...]:
     """Return the quantiles of "QUANTILE:ERROR,...", parsed like Triton.
 
     Triton's error is the permitted deviation in rank. Quantiles are exact here, so it is ignored.
@@ -345,7 +342,7 @@ _SETTINGS: dict[str, Callable[[str], Any]] = {
     "counter_latencies": _SWITCH.parse,
     "histogram_latencies": _SWITCH.parse,
     "summary_latencies": _SWITCH.parse,
-    "summary_quantiles": _parse_quantiles,
+    "summary_quantiles": _quantiles,
 }
 
 

@@ -16,7 +16,7 @@ from shmserve.common.auth_tokens import (
     parse_restrictions,
     read_tokens,
 )
-from shmserve.common.names import CLASS_IN_FILE, is_model_argument
+from shmserve.common.names import CLASS_IN_FILE, is_inline
 from shmserve.common.peers import NO_GROUP, ShmPolicy
 from shmserve.common.trace_settings import TraceSettings, parse_trace_config
 from shmserve.config.command_line import Parsed
@@ -43,9 +43,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HttpConfig:
-    """The settings of the HTTP listener; `allow_tcp` enables TCP."""
+    """The settings of the HTTP listener; `allow` enables TCP."""
 
-    allow_tcp: bool
+    allow: bool
     address: str
     port: int
     unix_socket: Path | None
@@ -53,12 +53,12 @@ class HttpConfig:
 
 @dataclass(frozen=True, slots=True)
 class GrpcConfig:
-    """The settings of the gRPC listener, whose sockets are shared by `process_count` processes."""
+    """The settings of the gRPC listener. `workers` processes share its TCP and unix sockets."""
 
     address: str
     port: int
     unix_socket: Path | None
-    process_count: int
+    workers: int
     settings: GrpcSettings
 
 
@@ -80,7 +80,7 @@ class ServerConfig:
     model_files: tuple[str, ...]
     class_settings: Mapping[str, str]
     model_control_mode: str
-    models_to_load: tuple[str, ...]
+    load_models: tuple[str, ...]
     load_on_demand: bool
     idle_unload_s: float
     max_loaded_byte_size: int
@@ -118,18 +118,18 @@ class ServerConfig:
     log: LogSettings
     trace: TraceSettings
     visible_devices: str | None
-    flags_without_effect: tuple[str, ...]
+    without_effect: tuple[str, ...]
     flags: Mapping[str, Any]
 
     @property
-    def allows_remote_clients(self) -> bool:
+    def guarded(self) -> bool:
         """Return whether the server may listen on addresses that other hosts reach."""
         return bool(self.tokens) or self.insecure
 
     @property
     def protocols(self) -> set[str]:
         """Return the names of the protocols that the server serves."""
-        http = self.http.allow_tcp or self.http.unix_socket is not None
+        http = self.http.allow or self.http.unix_socket is not None
         is_served = {"http": http, "metrics": self.allow_metrics, "grpc": self.grpc is not None}
         return {name for name, enabled in is_served.items() if enabled}
 
@@ -153,7 +153,7 @@ def from_flags(
     collected = Collector()
     config = _from_flags(parsed, environment, needs_models, collected)
     if collected.problems:
-        raise Problems(map(parsed.with_position, collected.problems))
+        raise Problems(map(parsed.located, collected.problems))
     return config
 
 
@@ -163,26 +163,26 @@ def _from_flags(
     value: dict[str, Any] = parsed.values
     if value["reload"]:
         value = {**value, "model-control-mode": "poll", "repository-poll-secs": 1}
-    repositories, files = _model_sources(parsed, needs_models, collected)
+    repositories, files = _models(parsed, needs_models, collected)
     repeated = parsed.repeated
 
     def parse_all(parse: Callable[[str], T], flag: str) -> tuple[T, ...]:
         return tuple(collected(parse, text) for text in repeated[flag])
 
     return ServerConfig(
-        **_values_by_field(value, *_SAME_NAMED),
+        **_pick(value, *_SAME_NAMED),
         model_repositories=tuple(dict.fromkeys(repositories)),
         model_files=tuple(files),
         class_settings=collected(_class_settings, repeated["set"], files),
-        models_to_load=collected(_models_to_load, parsed),
-        idle_unload_s=collected(_on_demand_setting, value, "idle-unload-secs"),
-        max_loaded_byte_size=collected(_on_demand_setting, value, "max-loaded-byte-size"),
+        load_models=collected(_load_models, parsed),
+        idle_unload_s=collected(_on_demand, value, "idle-unload-secs"),
+        max_loaded_byte_size=collected(_on_demand, value, "max-loaded-byte-size"),
         repository_poll_s=value["repository-poll-secs"],
         auto_complete=not (value["disable-auto-complete-config"] or value["strict-model-config"]),
-        model_config_name=collected(_checked_config_name, value["model-config-name"] or ""),
+        model_config_name=collected(_config_name, value["model-config-name"] or ""),
         backend_config=parse_all(_backend_setting, "backend-config"),
         model_defaults=ModelDefaults(
-            **_values_by_field(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
+            **_pick(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
         ),
         load_timeout_s=value["load-timeout-secs"],
         http=HttpConfig(
@@ -192,10 +192,10 @@ def _from_flags(
         grpc=collected(_grpc, value),
         metrics_address=value["metrics-address"] or value["http-address"],
         metrics=collected(parse_metrics_config, repeated["metrics-config"]),
-        tokens=collected(_read_token_file, value["auth-token-file"]),
+        tokens=collected(_tokens, value["auth-token-file"]),
         gateway=GatewaySettings(
-            **_values_by_field(value, "id", "slow-request-ms", "arena-byte-size", "http-address"),
-            **_values_by_field(value, "request-timeout-us", "request-timeout-is-deadline"),
+            **_pick(value, "id", "slow-request-ms", "arena-byte-size", "http-address"),
+            **_pick(value, "request-timeout-us", "request-timeout-is-deadline"),
             max_input_size=value["http-max-input-size"],
             body_timeout_s=value["http-body-timeout-secs"],
             http_restricted=collected(
@@ -221,15 +221,11 @@ def _from_flags(
             served_names=parse_all(served_name, "served-model-name"),
         ),
         scheduling=SchedulingLimits(
-            **_values_by_field(
-                value, "max-queue-size", "request-timeout-us", "request-timeout-is-deadline"
-            ),
+            **_pick(value, "max-queue-size", "request-timeout-us", "request-timeout-is-deadline"),
             execution_timeout_s=value["execution-timeout-secs"],
-            min_queued_requests=collected(
-                _environment_count, environment, "TRITONSERVER_DELAY_SCHEDULER"
-            ),
-            min_backlogged_requests=collected(
-                _environment_count, environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
+            delay_scheduler=collected(_count, environment, "TRITONSERVER_DELAY_SCHEDULER"),
+            backlog_delay_scheduler=collected(
+                _count, environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
             ),
         ),
         shm=collected(_shm_policy, value),
@@ -241,18 +237,18 @@ def _from_flags(
         workspace_byte_sizes=collected(workspace_byte_sizes, repeated["workspace-byte-size"]),
         exit_timeout_s=value["exit-timeout-secs"],
         log=LogSettings(
-            **_values_by_field(value, "log-info", "log-warning", "log-error", "log-format"),
+            **_pick(value, "log-info", "log-warning", "log-error", "log-format"),
             log_file=value["log-file"] or "",
             log_verbose_level=value["log-verbose"],
         ),
         trace=collected(parse_trace_config, repeated["trace-config"]),
         visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
-        flags_without_effect=tuple(dict.fromkeys(parsed.flags_without_effect)),
+        without_effect=tuple(dict.fromkeys(parsed.without_effect)),
         flags={**parsed.values, **repeated},
     )
 
 
-def _values_by_field(value: Mapping[str, Any], *flags: str) -> dict[str, Any]:
+def _pick(value: Mapping[str, Any], *flags: str) -> dict[str, Any]:
     return {flag.replace("-", "_"): value[flag] for flag in flags}
 
 
@@ -260,7 +256,7 @@ def _path(text: str | None) -> Path | None:
     return Path(text) if text else None
 
 
-def _models_to_load(parsed: Parsed) -> tuple[str, ...]:
+def _load_models(parsed: Parsed) -> tuple[str, ...]:
     names = tuple(parsed.repeated["load-model"])
     if names and parsed.values["model-control-mode"] != "explicit":
         raise InvalidArgument("--load-model: needs --model-control-mode=explicit")
@@ -271,19 +267,19 @@ def _models_to_load(parsed: Parsed) -> tuple[str, ...]:
     return names
 
 
-def _on_demand_setting(value: dict[str, Any], name: str) -> Any:
+def _on_demand(value: dict[str, Any], name: str) -> Any:
     if value[name] and not value["load-on-demand"]:
         raise InvalidArgument(f"--{name}: needs --load-on-demand")
     return value[name]
 
 
-def _checked_config_name(name: str) -> str:
+def _config_name(name: str) -> str:
     if "/" in name or "\0" in name:
         raise InvalidArgument(f"--model-config-name: '{name}' must not contain / or NUL")
     return name
 
 
-def _read_token_file(file: str | None) -> Tokens:
+def _tokens(file: str | None) -> Tokens:
     if file == "":  # an unset shell variable must not disable authentication
         raise InvalidArgument("--auth-token-file: the path is empty; name a file, or omit the flag")
     return {} if file is None else read_tokens(Path(file))
@@ -317,9 +313,7 @@ def _group(name: str | None) -> int:
         raise InvalidArgument(f"--shm-group: this host has no group '{name}'") from None
 
 
-def _model_sources(
-    parsed: Parsed, are_needed: bool, collected: Collector
-) -> tuple[list[Path], list[str]]:
+def _models(parsed: Parsed, are_needed: bool, collected: Collector) -> tuple[list[Path], list[str]]:
     for text in (*parsed.repeated["model-repository"], *parsed.positional):
         collected(_check_local, text)
     repositories = [Path(text) for text in parsed.repeated["model-repository"]]
@@ -328,7 +322,7 @@ def _model_sources(
         # Path("") is the current folder, which an unset shell variable must not select.
         collected.problems.append("--model-repository: '' is not a folder")
     for word in parsed.positional:
-        if is_model_argument(word):
+        if is_inline(word):
             files.append(word)
         else:
             repositories.append(Path(word))
@@ -367,18 +361,18 @@ def _check_folder(path: Path, parsed: Parsed) -> None:
         # A missing folder may be a volume that is mounted later. It is an error of the start, which
         # a server without --exit-on-error survives.
         may_miss = not parsed.values["exit-on-error"] and not path.exists()
-        if not path.is_dir() and (str(path) in parsed.boolean_flag_before or not may_miss):
-            if flag := parsed.boolean_flag_before.get(str(path)):
+        if not path.is_dir() and (str(path) in parsed.after_boolean or not may_miss):
+            if flag := parsed.after_boolean.get(str(path)):
                 text = f"--{flag}: '{path}' is neither true, false nor a folder of models"
                 raise InvalidArgument(text)
             raise InvalidArgument(f"--model-repository: '{path}' is not a folder")
 
 
-def _class_settings(assignments: list[str], files: list[str]) -> dict[str, str]:
-    if assignments and not any(map(CLASS_IN_FILE.fullmatch, files)):
+def _class_settings(references: list[str], files: list[str]) -> dict[str, str]:
+    if references and not any(map(CLASS_IN_FILE.fullmatch, files)):
         raise InvalidArgument("--set: requires the class of a model (path/model.py:Class)")
-    pairs = [text.partition("=") for text in assignments]
-    for text, (name, equals, _) in zip(assignments, pairs, strict=True):
+    pairs = [text.partition("=") for text in references]
+    for text, (name, equals, _) in zip(references, pairs, strict=True):
         if not name or not equals or name == "class":
             message = f"--set: '{text}' is not NAME=VALUE with a NAME other than 'class'"
             raise InvalidArgument(message)
@@ -393,7 +387,7 @@ def _backend_setting(text: str) -> tuple[str, str, str]:
     return (backend, setting, value) if comma else ("", backend, value)
 
 
-def _environment_count(environment: Mapping[str, str], name: str) -> int:
+def _count(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "") or "0"
     if not text.isdecimal():
         raise InvalidArgument(f"environment variable {name}: '{text}' is not an integer >= 0")
@@ -428,7 +422,7 @@ def _grpc(value: Mapping[str, Any]) -> GrpcConfig | None:
         address=value["grpc-address"] or value["http-address"],
         port=value["grpc-port"],
         unix_socket=_path(value["grpc-unix-socket"]),
-        process_count=value["grpc-workers"],
+        workers=value["grpc-workers"],
         settings=GrpcSettings(tls=_tls(value), compression_level=level, **settings),
     )
 
@@ -438,16 +432,16 @@ def _tls(value: Mapping[str, Any]) -> Tls | None:
     if not (value["grpc-use-ssl"] or mutual):
         return None
     tls = Tls(
-        server_cert=_checked_file(value, "grpc-server-cert"),
-        server_key=_checked_file(value, "grpc-server-key"),
-        root_cert=_checked_file(value, "grpc-root-cert") if mutual else None,
+        server_cert=_file(value, "grpc-server-cert"),
+        server_key=_file(value, "grpc-server-key"),
+        root_cert=_file(value, "grpc-root-cert") if mutual else None,
     )
     # Checked here because a gateway with a wrong file would be restarted forever.
     tls.context()
     return tls
 
 
-def _checked_file(value: Mapping[str, Any], flag: str) -> str:
+def _file(value: Mapping[str, Any], flag: str) -> str:
     path: str = value[flag] or ""
     check_file(flag, path)
     return str(Path(path).absolute())

@@ -26,7 +26,7 @@ class UnsupportedEncoding(Unsupported):
     """The error about a Content-Encoding that is not supported; it lists the supported ones."""
 
 
-def is_compressed_encoding(name: str) -> bool:
+def check_encoding(name: str) -> bool:
     """Return whether a body with this Content-Encoding is compressed.
 
     Raises:

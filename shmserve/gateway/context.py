@@ -34,8 +34,8 @@ class Gateway:
         failures: The models that failed to load, as the supervisor has published them.
         malloc_trim: The timer that returns freed memory to the system.
         draining: Whether connections end with their next response.
-        refuses_requests: Whether every client was notified of the drain. Requests of open streams
-            are then refused.
+        refusing: Whether every client was notified of the drain. Requests of open streams are then
+            refused.
     """
 
     settings: GatewaySettings
@@ -50,7 +50,7 @@ class Gateway:
     health: HealthChanged
     health_changed: asyncio.Event = field(default_factory=asyncio.Event)
     draining: bool = False
-    refuses_requests: bool = False
+    refusing: bool = False
     failures: LoadsFailed = field(default_factory=partial(LoadsFailed, [], 0))
     tracer: Tracer = field(default_factory=Tracer)
 
@@ -66,21 +66,17 @@ TimeLimit = tuple[int, str]
 UNLIMITED: TimeLimit = (0, "")
 
 
-async def resolve_model(
-    gateway: Gateway, name: str, version: str, *time_limits_us: int
-) -> GatewayModel:
+async def resolve_model(gateway: Gateway, name: str, version: str, *limits_us: int) -> GatewayModel:
     """Return the model for a request, loaded on demand; version "" means the latest.
 
-    The wait is limited by the shortest of `time_limits_us` and the server's limit (0: no limit).
+    The wait is limited by the shortest of `limits_us` and the server's limit (0: no limit).
 
     Raises:
         NotFound: There is no such model.
         Unavailable: The model is not ready, or the wait was too long.
         ShmserveError: The load failed.
     """
-    limits = [
-        limit for limit in (*time_limits_us, gateway.settings.request_timeout_us) if limit > 0
-    ]
+    limits = [limit for limit in (*limits_us, gateway.settings.request_timeout_us) if limit > 0]
     deadline = time.monotonic() + min(limits, default=0) / 1e6
     # If the loaded model lacks the version, loading again is useless. A model that was unloaded
     # during the wait has no versions, and is loaded again.

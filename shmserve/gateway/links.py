@@ -243,7 +243,7 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
         Otherwise the link remains open until `fail_over`.
         """
         endpoint = link.endpoint
-        inflight = (*self.pending.values(), *self.failed_early.values())
+        inflight = (*self.pending.values(), *self.settling.values())
         if all(request.endpoint != endpoint for request in inflight):
             self._table.remove(link)
 

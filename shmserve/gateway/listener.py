@@ -31,7 +31,7 @@ from typing import Any, cast
 from multidict import istr
 
 from shmserve.common.auth_tokens import OPEN, Authorisation
-from shmserve.common.fd_limits import limit_per_peer
+from shmserve.common.fd_limits import share_of
 from shmserve.common.peers import (
     EVERYONE,
     REMOTE,
@@ -40,7 +40,7 @@ from shmserve.common.peers import (
     Peer,
     is_loopback,
     loopback_peer,
-    network_of,
+    network,
     unix_peer,
 )
 from shmserve.errors import PermissionDenied, ShmserveError, Unsupported
@@ -72,14 +72,14 @@ class ListenerRules:
     Args:
         allow_shm: Whether clients may use shared memory; None: only if no remote host can reach the
             listener.
-        server_names: Host names of the server, besides addresses and localhost. "*.NAME" stands for
-            all names below NAME, and "*" for any name.
+        names: Host names of the server, besides addresses and localhost. "*.NAME" stands for all
+            names below NAME, and "*" for any name.
     """
 
     kind: ListenerKind
     authorisation: Authorisation
     allow_shm: InitVar[bool | None]
-    server_names: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()
 
     def __post_init__(self, allow_shm: bool | None) -> None:
         self.shm = self.kind is not ListenerKind.REMOTE if allow_shm is None else allow_shm
@@ -153,7 +153,7 @@ class ClientIdentity:
         listener = self.listener
         host = headers.get(_HOST)
         if listener.kind is ListenerKind.LOOPBACK and host != self._accepted_host:
-            if not _names_server(host or "", listener.server_names):
+            if not _names_server(host or "", listener.names):
                 text = "the Host header does not name this server (--allowed-host adds names)"
                 return MisdirectedHost(text)
             self._accepted_host = host
@@ -331,7 +331,7 @@ class Acceptor:
     _max_connections: int
 
     def __post_init__(self) -> None:
-        self._quota = limit_per_peer(self._max_connections)
+        self._quota = share_of(self._max_connections)
         self._connections: set[LimitedConnection] = set()
         # Connections by the owner of their quota.
         self._connections_by_peer: dict[object, set[LimitedConnection]] = {}
@@ -410,7 +410,7 @@ class Acceptor:
             return client.uid
         if self._listener.kind is ListenerKind.LOOPBACK:
             return None
-        return network_of(str((transport.get_extra_info("peername") or ("",))[0]))
+        return network(str((transport.get_extra_info("peername") or ("",))[0]))
 
     def _remove_from_quota(self, peer: object, connection: LimitedConnection) -> None:
         peer_connections = self._connections_by_peer[peer]

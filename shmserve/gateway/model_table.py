@@ -32,7 +32,7 @@ class GatewayModel:
         ready: The readiness in health responses. Versions that are not ready accept requests.
         checks_ready: Whether the model defines `is_ready`.
         immutable_config: The part of the configuration that is fixed while the version serves.
-        metric_tags: Additional labels of the version's nv_* metrics.
+        tags: Additional labels of the version's nv_* metrics.
         labels: The classification labels of each output, by index.
         templates: The templates of HTTP requests by fingerprint.
         steps: The models of an ensemble's steps.
@@ -59,7 +59,7 @@ class GatewayModel:
         self.error_prefix = f"in ensemble '{self.name}', " if ensemble else ""
         # A key with a character that labels exclude would make the whole page of metrics invalid.
         tags = publication.config.metric_tags.items()
-        self.metric_tags = {"_" + _NON_LABEL_CHARACTER.sub("_", key): value for key, value in tags}
+        self.tags = {"_" + _NON_LABEL_CHARACTER.sub("_", key): value for key, value in tags}
         self.decoupled = publication.config.decoupled
         self.backend = publication.config.backend
         # The settings of an engine that generates text.
@@ -67,7 +67,7 @@ class GatewayModel:
         if engine_text := publication.config.parameters.get(ENGINE_PARAMETER):
             # Other backends may have a parameter of this name.
             with suppress(ValueError, InvalidArgument):
-                engine_settings = EngineSettings.from_json(engine_text)
+                engine_settings = EngineSettings.read(engine_text)
         self.max_model_len = engine_settings.max_model_len or None
         self.aliases = list(engine_settings.aliases)
         is_vllm = publication.config.backend == "vllm"
@@ -95,7 +95,7 @@ class ModelTable:
         self._schedulers = schedulers
         self._models: dict[str, dict[str, GatewayModel]] = {}
         self._latest: dict[str, GatewayModel] = {}
-        self._withdrawn_versions: dict[str, set[str]] = {}
+        self._withdrawn: dict[str, set[str]] = {}
         self.revision = 0
         self.on_demand: set[str] = set()
         self._aliases: dict[str, str] = {}
@@ -107,10 +107,10 @@ class ModelTable:
         versions = self._models.setdefault(message.name, {})
         previous = versions.get(message.version)
         model = versions[message.version] = GatewayModel(message)
-        withdrawn = self._withdrawn_versions.get(message.name, set())
+        withdrawn = self._withdrawn.get(message.name, set())
         withdrawn -= {message.version, ""}
         if not withdrawn:
-            self._withdrawn_versions.pop(message.name, None)
+            self._withdrawn.pop(message.name, None)
         if message.latest or (previous is not None and self._latest.get(message.name) is previous):
             self._latest[message.name] = model
         if previous is not None:
@@ -135,9 +135,9 @@ class ModelTable:
         model = versions.pop(version, None)
         if not versions:
             self._models.pop(name, None)
-        self._withdrawn_versions.setdefault(name, set()).add(version)
-        if len(self._withdrawn_versions) > _MAX_WITHDRAWN_NAMES:
-            del self._withdrawn_versions[next(iter(self._withdrawn_versions))]
+        self._withdrawn.setdefault(name, set()).add(version)
+        if len(self._withdrawn) > _MAX_WITHDRAWN_NAMES:
+            del self._withdrawn[next(iter(self._withdrawn))]
         if model is not None:
             model.is_published = False
             if self._latest.get(name) is model:
@@ -175,7 +175,7 @@ class ModelTable:
         versions = self._models.get(name, {})
         return versions.get(version) or versions.get(canonical_version(version))
 
-    def current_version(self, model: GatewayModel) -> GatewayModel:
+    def current(self, model: GatewayModel) -> GatewayModel:
         """Return the version that serves now in place of `model`, which a request refers to.
 
         Raises:
@@ -198,7 +198,7 @@ class ModelTable:
     def _raise_missing(self, name: str, version: str) -> Never:
         error_prefix = f"Request for unknown model: '{name}'"
         version = canonical_version(version) if version else ""
-        withdrawn_versions = self._withdrawn_versions.get(name, ())
+        withdrawn_versions = self._withdrawn.get(name, ())
         if version and version in withdrawn_versions:
             raise Unavailable(f"{error_prefix} version {version} is not at ready state")
         if not withdrawn_versions and name not in self._models:

@@ -109,7 +109,7 @@ class Exporter:
         """Queue the spans of a finished request for export."""
         # All times are monotonic, whereas OpenTelemetry has the time since the epoch.
         epoch_ns = time.time_ns() - time.monotonic_ns()
-        for span in self._export_spans(trace, epoch_ns):
+        for span in self._spans(trace, epoch_ns):
             self._processor.on_end(span)
 
     def close(self) -> None:
@@ -118,45 +118,40 @@ class Exporter:
         shutdown_thread.start()
         shutdown_thread.join(_SHUTDOWN_TIMEOUT_S)
 
-    def _export_spans(self, trace: RequestTrace, epoch_ns: int) -> Iterator[_ExportedSpan]:
+    def _spans(self, trace: RequestTrace, epoch_ns: int) -> Iterator[_ExportedSpan]:
         trace_id = int(trace.context.trace_id, 16)
         attributes = _attributes(trace.model, trace.version, trace.request_id)
-        yield self._create_span(
+        yield self._span(
             *("InferRequest", trace_id, trace.context.span_id, trace.context.parent_id),
             *(trace.arrived_ns + epoch_ns, trace.ended_ns + epoch_ns),
             attributes,
             SpanKind.SERVER,
             trace.error,
         )
-        for name, start_ns, end_ns in () if trace.is_local else _gateway_phases(trace):
+        for name, start_ns, end_ns in () if trace.local else _gateway_phases(trace):
             times = (start_ns + epoch_ns, end_ns + epoch_ns)
-            yield self._create_span(
-                name, trace_id, os.urandom(8).hex(), trace.context.span_id, *times, {}
-            )
+            yield self._span(name, trace_id, os.urandom(8).hex(), trace.context.span_id, *times, {})
         for span in trace.spans:
             times = (span.arrived_ns + epoch_ns, span.responded_ns + epoch_ns)
             parent_id = span.parent_id
-            # This span is the request at the gateway.
-            if span.span_id == trace.scheduler_context.span_id:
+            if span.span_id == trace.scheduler.span_id:  # this span is the request at the gateway
                 times = (trace.submitted_ns + epoch_ns, times[1])
                 parent_id = trace.context.span_id
             attributes = _attributes(span.model, span.version, span.request_id)
             attributes["shmserve.batch_size"] = span.batch_size
             if span.closed:
                 attributes["shmserve.batch_closed"] = span.closed
-            yield self._create_span(
-                span.model, trace_id, span.span_id, parent_id, *times, attributes
-            )
-            yield from self._phase_spans(trace_id, span, epoch_ns)
+            yield self._span(span.model, trace_id, span.span_id, parent_id, *times, attributes)
+            yield from self._phases(trace_id, span, epoch_ns)
 
-    def _phase_spans(self, trace_id: int, span: Span, epoch_ns: int) -> Iterator[_ExportedSpan]:
+    def _phases(self, trace_id: int, span: Span, epoch_ns: int) -> Iterator[_ExportedSpan]:
         if not span.compute_start_ns:
             return
         for name, start_field, end_field in _PHASES:
             times = (getattr(span, start_field) + epoch_ns, getattr(span, end_field) + epoch_ns)
-            yield self._create_span(name, trace_id, os.urandom(8).hex(), span.span_id, *times, {})
+            yield self._span(name, trace_id, os.urandom(8).hex(), span.span_id, *times, {})
 
-    def _create_span(
+    def _span(
         self,
         name: str,
         trace_id: int,

@@ -1,7 +1,7 @@
 """The lifecycle of a gateway process of any protocol: start-up, readiness, drain, stop.
 
 Started ──> models and regions, then HealthChanged ──> GatewayReady ──> clients are
-accepted (after Accept if the gateway `waits_for_accept`)
+accepted (after Accept if the gateway was started as `held`)
 Drain ──> clients are no longer accepted ──> clients are notified, requests in flight end ──>
 Drained ──> Stop
 """
@@ -115,7 +115,7 @@ class Frontend(ABC):
                 acceptor.drain(listeners.decrement, refuses=refuses)
             listeners.call_when_idle(on_notified)
 
-        # Connections that were accepted already are created in this turn of the loop.
+        # Deferred, because asyncio creates the protocols of accepted connections in this turn.
         asyncio.get_running_loop().call_soon(disconnect)
 
     @abstractmethod
@@ -157,7 +157,7 @@ class _Process:
         self._state_received = asyncio.Event()
         self._accept_received = asyncio.Event()
         self._stop_received = asyncio.Event()
-        if not start.waits_for_accept:
+        if not start.held:
             self._accept_received.set()
         schedulers = GatewaySchedulers()
         malloc_trim = MallocTrim()
@@ -256,11 +256,11 @@ class _Process:
                 self._stop_received.set()
             case _:
                 logger.warning("unexpected %s from the supervisor", type(message).__name__)
-        if number := getattr(message, "change_number", 0):
+        if number := getattr(message, "acknowledge", 0):
             gateway.supervisor.post(Acknowledged(number))
 
     def _on_clients_notified(self) -> None:
-        self._gateway.refuses_requests = True
+        self._gateway.refusing = True
         self._frontend.call_when_idle(self._on_idle)
 
     def _on_idle(self) -> None:

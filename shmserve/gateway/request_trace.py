@@ -36,12 +36,12 @@ class RequestTrace:
     Attributes:
         on_end: Called at the end of the request.
         context: The ids of the gateway's span.
-        scheduler_context: The ids of the scheduler's span.
+        scheduler: The ids of the scheduler's span.
         spans: The scheduler's span and the spans within it, once the response has arrived.
         tensors: The traced inputs and outputs of these spans.
         explained: Whether the response contains an explanation.
         sampled: Whether the trace is written to the file or sent to the collector.
-        is_local: Whether a local client sent the request to the scheduler, without a gateway.
+        local: Whether a local client sent the request to the scheduler, without a gateway.
         error: The message of the error, if the request failed.
     """
 
@@ -53,8 +53,8 @@ class RequestTrace:
     arrived_ns: int
     explained: bool
     sampled: bool
-    is_local: bool = False
-    scheduler_context: TraceContext = field(init=False)
+    local: bool = False
+    scheduler: TraceContext = field(init=False)
     submitted_ns: int = field(default_factory=time.monotonic_ns)
     responded_ns: int = 0
     ended_ns: int = 0
@@ -63,7 +63,7 @@ class RequestTrace:
     error: str = ""
 
     def __post_init__(self) -> None:
-        self.scheduler_context = self.context.child()
+        self.scheduler = self.context.child()
 
     def on_response(self, message: Response) -> None:
         """Record the last response."""
@@ -75,12 +75,12 @@ class RequestTrace:
 
     def read_spans(self, spans: bytes) -> None:
         """Record the spans of the last response."""
-        self.spans = span_subtree(unpack_spans(spans, self.tensors), self.scheduler_context.span_id)
+        self.spans = span_subtree(unpack_spans(spans, self.tensors), self.scheduler.span_id)
 
     def explanation(self, now_ns: int) -> dict[str, Any]:
         """Return the durations of the phases until `now_ns`; see `ipc.trace.phase_durations`."""
         times = (self.arrived_ns, self.submitted_ns, now_ns)
-        return phase_durations(self.spans, self.scheduler_context.span_id, *times)
+        return phase_durations(self.spans, self.scheduler.span_id, *times)
 
     def explain(self, inferred: Inferred) -> Inferred:
         """Return the response, with an explanation if the request asked for one."""
@@ -134,7 +134,7 @@ def _timestamp_entries(trace: RequestTrace, protocol: str) -> list[dict[str, Any
             (f"{receive}_END", trace.submitted_ns),
         ]
         send_timestamps = [(f"{send}_START", responded_ns), (f"{send}_END", trace.ended_ns)]
-    root_span_id = trace.scheduler_context.span_id
+    root_span_id = trace.scheduler.span_id
     entries: list[dict[str, Any]] = []
     for span in trace.spans:
         timestamps = _span_timestamps(span)

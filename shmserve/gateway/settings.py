@@ -146,7 +146,7 @@ class GatewaySettings:
         shm_overlap: The policy for overlapping outputs (region_table.py).
         http_header_forward_pattern: The pattern of headers that become parameters of requests.
         grpc_header_forward_pattern: The same pattern for metadata.
-        cuda_device_count: The number of CUDA devices; with 0, CUDA shared memory is not available.
+        cuda_devices: The number of CUDA devices; with 0, CUDA shared memory is not available.
         counter_latencies: Whether metrics contain counters of latencies.
         histogram_latencies: Whether metrics contain histograms of latencies.
         summary_latencies: Whether metrics contain summaries of latencies.
@@ -172,7 +172,7 @@ class GatewaySettings:
     grpc_restricted: Restrictions = field(default_factory=dict)
     allow_client_shm: bool | None = None
     shm_overlap: str = "warn"
-    cuda_device_count: int = 0
+    cuda_devices: int = 0
     http_header_forward_pattern: str = ""
     grpc_header_forward_pattern: str = ""
     counter_latencies: bool = True
@@ -194,15 +194,15 @@ class GatewayStart:
 
     Attributes:
         name: The name of the gateway in the supervisor.
-        http_socket_count: The number of sockets for HTTP.
+        http_sockets: The number of sockets for HTTP.
         grpc: The settings of a gRPC gateway.
-        waits_for_accept: Whether connections are accepted only after `Accept`.
+        held: Whether connections are accepted only after `Accept`.
     """
 
     name: str
     run_dir: Path
     settings: GatewaySettings
-    http_socket_count: int = 0
+    http_sockets: int = 0
     grpc: GrpcSettings | None = None
-    waits_for_accept: bool = False
+    held: bool = False
     log: LogSettings = field(default_factory=LogSettings)

@@ -109,9 +109,9 @@ class Tracer:
         explained: bool,
     ) -> RequestTrace | None:
         """Return the trace of a request before it is submitted; None if it is not traced."""
-        caller = TraceContext.from_header(traceparent) if traceparent else None
+        caller = TraceContext.of_header(traceparent) if traceparent else None
         sampler = self._samplers.of(model)
-        sampled = sampler.should_sample(None if caller is None else caller.sampled)
+        sampled = sampler.samples(None if caller is None else caller.sampled)
         if not (explained or sampled or caller or self._slow_request_ns):
             return None
         if caller is None:
@@ -130,7 +130,7 @@ class Tracer:
         trace = RequestTrace(
             self.finish, *request_fields, context, message.arrived_ns, False, message.sampled, True
         )
-        trace.scheduler_context, trace.submitted_ns = scheduler_context, message.arrived_ns
+        trace.scheduler, trace.submitted_ns = scheduler_context, message.arrived_ns
         trace.ended_ns, trace.error = message.ended_ns, message.error
         trace.read_spans(message.spans)
         self.finish(trace)

@@ -19,7 +19,7 @@ from shmserve.model_config.completion import (
     merge_autocomplete,
     merge_duplicates,
     normalise,
-    unknown_backend_error,
+    unknown_backend,
 )
 from shmserve.model_config.diagnostics import UNWRITTEN, Source
 from shmserve.model_config.message_builder import to_dict
@@ -54,7 +54,7 @@ __all__ = [
     "read_labels",
     "read_pbtxt",
     "to_dict",
-    "unknown_backend_error",
+    "unknown_backend",
     "validate",
     "warnings_of",
 ]

@@ -84,13 +84,13 @@ def detect_backend(config: ModelConfig, model_name: str, files: Collection[str])
         model_name: The name for a configuration without one.
         files: The file names in the model's newest version folder.
     """
-    detected = _copy_config(config)
+    detected = _copy(config)
     if not detected.name:
         detected.name = model_name
     if detected.platform == ENSEMBLE:
         return detected
     if not detected.backend:
-        detected.backend = _find_backend(detected, files)
+        detected.backend = _backend(detected, files)
     if detected.backend == "pytorch":
         _fill_torch(detected, files)
     elif detected.backend == "python" and not detected.default_model_filename:
@@ -115,7 +115,7 @@ def normalise(
         gpu_count: The number of accelerators of the host.
         defaults: The server's defaults, if they apply already.
     """
-    full = _copy_config(config)
+    full = _copy(config)
     if not full.name:
         full.name = model_name
     if defaults is not None and not full.HasField("ensemble_scheduling"):
@@ -129,13 +129,13 @@ def normalise(
     return full
 
 
-def _copy_config(config: ModelConfig) -> ModelConfig:
+def _copy(config: ModelConfig) -> ModelConfig:
     duplicate = ModelConfig()
     duplicate.CopyFrom(config)
     return duplicate
 
 
-def _find_backend(config: ModelConfig, files: Collection[str]) -> str:
+def _backend(config: ModelConfig, files: Collection[str]) -> str:
     if config.platform:
         return PLATFORMS.get(config.platform) or _FOREIGN_PLATFORMS.get(config.platform, "")
     filename = config.default_model_filename
@@ -156,7 +156,7 @@ def _find_backend(config: ModelConfig, files: Collection[str]) -> str:
     return foreign[0] if foreign else ""
 
 
-def unknown_backend_error(config: ModelConfig) -> str:
+def unknown_backend(config: ModelConfig) -> str:
     """Return the error text for a backend that this server does not have, or ""."""
     name = config.backend
     if not name or name in BACKENDS:
@@ -268,7 +268,7 @@ def merge_autocomplete(
     parameters = completed.get("parameters") or {}
     fields["parameters"] = {name: parameters[name] for name in _PARAMETERS if name in parameters}
     model = from_json(fields, "auto-completed configuration")
-    merged_config = _copy_config(config)
+    merged_config = _copy(config)
     conflicts = _merge_batching(merged_config, model, has_size="max_batch_size" in fields)
     for name in model.parameters:
         if name not in merged_config.parameters:

@@ -73,7 +73,7 @@ class Source:
         """
         origin = self.origin
         rows = [f"{position_text(origin, p.at)} {key_text(p.key)}: {p.text}" for p in self.problems]
-        gaps = _UnreadKeys(self)
+        gaps = _Gaps(self)
         for problem in problems:
             if not any(map(gaps.concerns, (problem.key, *problem.related_keys))):
                 prefix = self._prefix(problem.key, config)
@@ -104,7 +104,7 @@ class Source:
 UNWRITTEN = Source()
 
 
-class _UnreadKeys:
+class _Gaps:
     """The parts of a configuration that are unknown because values could not be read."""
 
     def __init__(self, source: Source) -> None:

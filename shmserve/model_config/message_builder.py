@@ -35,7 +35,8 @@ _FLOAT_WORDS = {
 }
 _BOOL_WORDS = {"true": True, "True": True, "t": True, "false": False, "False": False, "f": False}
 
-# Common names of datatypes, without TYPE_, for which the nearest spelling is a wrong datatype.
+# The datatypes to suggest for common wrong names (both without TYPE_), where the most similar name
+# would be a wrong suggestion.
 _DATA_TYPES = {
     "BYTES": "STRING",
     "HALF": "FP16",
@@ -54,7 +55,7 @@ _JSON_INTEGER = re.compile(rb"-?[0-9]{1,40}")
 _JSON_NUMBER = re.compile(rb"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
-class _UnfitValue(Exception):
+class _Unfit(Exception):
     """Raised for a value that does not fit its field; the text is the reason."""
 
 
@@ -63,12 +64,12 @@ class Builder:
     """A builder of one message.
 
     Attributes:
-        is_json: Whether values follow the rules of proto3 JSON.
+        json: Whether values follow the rules of proto3 JSON.
         positions: The positions, as in `Source`.
         problems: The problems, as in `Source`.
     """
 
-    is_json: bool = False
+    json: bool = False
     positions: dict[Key, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
@@ -98,7 +99,7 @@ class Builder:
 
     def _find(self, descriptor: Descriptor, entry: Entry) -> FieldDescriptor | None:
         descriptor_field = descriptor.fields_by_name.get(entry.name)
-        if descriptor_field is None and self.is_json:
+        if descriptor_field is None and self.json:
             descriptor_field = descriptor.fields_by_camelcase_name.get(entry.name)
         return descriptor_field
 
@@ -111,20 +112,20 @@ class Builder:
             self._set_map(message, target, entry, path)
             return
         repeated = is_repeated(target)
-        if entry.is_listed and not repeated:
+        if entry.listed and not repeated:
             self._problem(entry.at, path, "takes one value, found a list")
             return
         for value in entry.values:
             position = path
             if repeated:
                 position = (*path, len(getattr(message, target.name)))
-                self.positions[position] = value.at if entry.is_listed else entry.at
+                self.positions[position] = value.at if entry.listed else entry.at
             try:
                 if is_message:
                     self._set_message(message, target, value, position)
                 else:
                     _assign(message, target, self._scalar(target, value))
-            except _UnfitValue as wrong:
+            except _Unfit as wrong:
                 self._problem(value.at, position, str(wrong))
                 if repeated:
                     _add_empty(getattr(message, target.name), target)
@@ -133,7 +134,7 @@ class Builder:
         self, message: Message, target: FieldDescriptor, value: Scalar | MessageValue, path: Key
     ) -> None:
         if isinstance(value, Scalar):
-            raise _UnfitValue(f"expected {{ ... }}, found {clip(value.source)}")
+            raise _Unfit(f"expected {{ ... }}, found {clip(value.source)}")
         child = getattr(message, target.name)
         if is_repeated(target):
             child = child.add()
@@ -142,7 +143,7 @@ class Builder:
         self.fill(child, value, path)
 
     def _set_map(self, message: Message, target: FieldDescriptor, entry: Entry, path: Key) -> None:
-        if self.is_json and entry.is_listed:
+        if self.json and entry.listed:
             self._problem(entry.at, path, "expected { ... }, found a list")
             return
         container: Any = getattr(message, target.name)
@@ -150,8 +151,8 @@ class Builder:
             if isinstance(value, Scalar):
                 self._problem(value.at, path, f"expected {{ ... }}, found {clip(value.source)}")
                 continue
-            at = value.at if entry.is_listed else entry.at
-            pairs = map(_pair, value.entries) if self.is_json else [MessageValue(at, value.entries)]
+            at = value.at if entry.listed else entry.at
+            pairs = map(_pair, value.entries) if self.json else [MessageValue(at, value.entries)]
             for block in pairs:
                 pair = container.GetEntryClass()()
                 problem_count = len(self.problems)
@@ -162,40 +163,40 @@ class Builder:
 
     def _scalar(self, target: FieldDescriptor, value: Scalar | MessageValue) -> Any:
         if isinstance(value, MessageValue):
-            raise _UnfitValue(f"expected {_describe_kind(target)}, found {{ ... }}")
+            raise _Unfit(f"expected {_describe_kind(target)}, found {{ ... }}")
         kind = target.cpp_type
         if kind in _INT_RANGES:
-            return self._to_integer(target, value)
+            return self._integer(target, value)
         if kind in FLOATS:
-            return self._to_float(target, value)
+            return self._float(target, value)
         if kind == FieldDescriptor.CPPTYPE_BOOL:
-            return self._to_bool(value)
+            return self._bool(value)
         if kind == FieldDescriptor.CPPTYPE_ENUM:
-            return self._to_enum(target, value)
+            return self._enum(target, value)
         if value.kind != "string" or not isinstance(value.value, bytes):
-            raise _UnfitValue(f"expected a string, found {clip(value.source)}")
+            raise _Unfit(f"expected a string, found {clip(value.source)}")
         try:
             return value.value.decode("utf-8")
         except UnicodeDecodeError:
-            raise _UnfitValue("the string is not valid UTF-8") from None
+            raise _Unfit("the string is not valid UTF-8") from None
 
-    def _to_integer(self, target: FieldDescriptor, value: Scalar) -> int:
+    def _integer(self, target: FieldDescriptor, value: Scalar) -> int:
         number = self._numeric(value)
-        if self.is_json and isinstance(number, float) and number.is_integer():
+        if self.json and isinstance(number, float) and number.is_integer():
             number = int(number)
         if not isinstance(number, int):
-            raise _UnfitValue(f"expected an integer, found {clip(value.source)}")
+            raise _Unfit(f"expected an integer, found {clip(value.source)}")
         low, high = _INT_RANGES[target.cpp_type]
         if not low <= number <= high:
-            raise _UnfitValue(f"{clip(value.source)} is out of range [{low}, {high}]")
+            raise _Unfit(f"{clip(value.source)} is out of range [{low}, {high}]")
         return number
 
-    def _to_float(self, target: FieldDescriptor, value: Scalar) -> float:
+    def _float(self, target: FieldDescriptor, value: Scalar) -> float:
         number = self._numeric(value)
         if number is None and value.kind == "word":
             number = _FLOAT_WORDS.get(str(value.value).lower())
         if number is None:
-            raise _UnfitValue(f"expected {_describe_kind(target)}, found {clip(value.source)}")
+            raise _Unfit(f"expected {_describe_kind(target)}, found {clip(value.source)}")
         try:
             return float(number)
         except OverflowError:
@@ -204,14 +205,14 @@ class Builder:
     def _numeric(self, value: Scalar) -> int | float | None:
         if value.kind == "number" and isinstance(value.value, int | float):
             return value.value
-        if self.is_json and value.kind == "string" and isinstance(value.value, bytes):
+        if self.json and value.kind == "string" and isinstance(value.value, bytes):
             return _number_in_string(value.value)
         return None
 
-    def _to_bool(self, value: Scalar) -> bool:
+    def _bool(self, value: Scalar) -> bool:
         if isinstance(value.value, bool):
             return value.value
-        if self.is_json:
+        if self.json:
             if value.value in _JSON_BOOLS:
                 return _JSON_BOOLS[value.value]
         else:
@@ -219,13 +220,13 @@ class Builder:
                 return _BOOL_WORDS[str(value.value)]
             if value.kind == "number" and value.value in (0, 1) and isinstance(value.value, int):
                 return bool(value.value)
-        raise _UnfitValue(f"expected true or false, found {clip(value.source)}")
+        raise _Unfit(f"expected true or false, found {clip(value.source)}")
 
-    def _to_enum(self, target: FieldDescriptor, value: Scalar) -> int:
+    def _enum(self, target: FieldDescriptor, value: Scalar) -> int:
         enum = target.enum_type
         assert enum is not None
         if isinstance(value.value, bytes):
-            name = value.value.decode("utf-8", "replace").upper() if self.is_json else ""
+            name = value.value.decode("utf-8", "replace").upper() if self.json else ""
         else:
             name = str(value.value) if value.kind == "word" else ""
         if name in enum.values_by_name:
@@ -233,9 +234,7 @@ class Builder:
         number = self._numeric(value)
         if isinstance(number, int) and number in enum.values_by_number:
             return number
-        raise _UnfitValue(
-            f"unknown value {clip(value.source)}{_enum_hint(enum, name or value.source)}"
-        )
+        raise _Unfit(f"unknown value {clip(value.source)}{_enum_hint(enum, name or value.source)}")
 
 
 def is_repeated(target: FieldDescriptor) -> bool:
@@ -293,7 +292,7 @@ def _store_pair(container: Any, pair: Any) -> None:
 def _pair(item: Entry) -> MessageValue:
     """Return the entry `"key": value` of a JSON map as the map entry of the text format."""
     key = Scalar("string", item.name.encode("utf-8", "surrogatepass"), item.name, item.at)
-    value = Entry("value", item.values, item.is_listed, True, item.at)
+    value = Entry("value", item.values, item.listed, True, item.at)
     return MessageValue(item.at, [Entry("key", [key], False, True, item.at), value])
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from shmserve.common.names import unique_members
+from shmserve.common.names import members
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.class_source import source_positions
 from shmserve.ipc.model_spec import MODEL_SETTINGS
@@ -44,13 +44,13 @@ def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[Mode
     """
     text = value if isinstance(value, str) else ""
     try:
-        decoded = decode_json(value, unique_members) if isinstance(value, str) else value
+        decoded = decode_json(value, members) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InvalidArgument(f"{origin}: not valid JSON: {reason}") from None
     if not isinstance(decoded, dict):
         raise InvalidArgument(f"{origin}: expected a JSON object")
-    return _build(Builder(is_json=True), partial(tree_from_json, decoded, text), origin)
+    return _build(Builder(json=True), partial(tree_from_json, decoded, text), origin)
 
 
 def parse_pbtxt(text: str, file_name: str = "config.pbtxt") -> ModelConfig:

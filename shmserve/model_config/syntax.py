@@ -45,13 +45,13 @@ class Scalar:
 class Entry:
     """A field of a message: `name: value`.
 
-    Only an entry in brackets (`is_listed`) may have several values, or none. `has_colon` is
+    Only a `listed` entry (in brackets) may have several values, or none. `has_colon` is
     whether a colon follows the name.
     """
 
     name: str
     values: list[Scalar | MessageValue]
-    is_listed: bool
+    listed: bool
     has_colon: bool
     at: str
 
@@ -73,7 +73,7 @@ class Malformed(Exception):
         self.message = message
 
 
-class LinePositions:
+class Lines:
     """The line starts of a text, which convert offsets to positions."""
 
     def __init__(self, text: str) -> None:
@@ -126,14 +126,14 @@ def parse(text: str) -> MessageValue:
 
 class _Parser:
     def __init__(self, text: str) -> None:
-        self._at = LinePositions(text).at
+        self._at = Lines(text).at
         self._tokens = self._tokenise(text)
         self._next_index = 0
 
     def run(self) -> MessageValue:
         root = MessageValue("1:1")
         while self._peek().kind != "end":
-            root.entries.append(self._parse_entry(1))
+            root.entries.append(self._entry(1))
         return root
 
     def _tokenise(self, text: str) -> list[_Token]:
@@ -158,51 +158,51 @@ class _Parser:
         self._next_index += token.kind != "end"
         return token
 
-    def _is_punctuation(self, *marks: str) -> bool:
+    def _is_mark(self, *marks: str) -> bool:
         token = self._peek()
         return token.kind == "mark" and token.text in marks
 
-    def _expected_error(self, expected: str) -> Malformed:
+    def _expected(self, expected: str) -> Malformed:
         token = self._peek()
         token_text = token.text if token.kind == "end" else f'"{clip(token.text)}"'
         return Malformed(self._at(token.offset), f"expected {expected}, found {token_text}")
 
-    def _parse_entry(self, depth: int) -> Entry:
+    def _entry(self, depth: int) -> Entry:
         name = self._peek()
         if name.kind != "word":
-            raise self._expected_error("a field name")
+            raise self._expected("a field name")
         self._take()
-        has_colon = self._is_punctuation(":")
+        has_colon = self._is_mark(":")
         if has_colon:
             self._take()
-        elif not self._is_punctuation("{", "<", "["):
-            raise self._expected_error(f'":" or "{{" after "{clip(name.text)}"')
-        is_list = self._is_punctuation("[")
+        elif not self._is_mark("{", "<", "["):
+            raise self._expected(f'":" or "{{" after "{clip(name.text)}"')
+        is_list = self._is_mark("[")
         values = self._list(depth) if is_list else [self._value(depth)]
-        if self._is_punctuation(",", ";"):
+        if self._is_mark(",", ";"):
             self._take()
         return Entry(name.text, values, is_list, has_colon, self._at(name.offset))
 
     def _list(self, depth: int) -> list[Scalar | MessageValue]:
         self._take()
         values: list[Scalar | MessageValue] = []
-        if not self._is_punctuation("]"):
+        if not self._is_mark("]"):
             values.append(self._value(depth))
-            while self._is_punctuation(","):
+            while self._is_mark(","):
                 self._take()
                 values.append(self._value(depth))
-        if not self._is_punctuation("]"):
-            raise self._expected_error('"," or "]" in the list')
+        if not self._is_mark("]"):
+            raise self._expected('"," or "]" in the list')
         self._take()
         return values
 
     def _value(self, depth: int) -> Scalar | MessageValue:
-        if self._is_punctuation("{", "<"):
+        if self._is_mark("{", "<"):
             return self._block(depth)
         token = self._peek()
         if token.kind == "string":
-            return self._parse_strings()
-        negative = self._is_punctuation("-")
+            return self._strings()
+        negative = self._is_mark("-")
         if negative:
             self._take()
         value = self._take()
@@ -214,7 +214,7 @@ class _Parser:
         if value.kind == "word" and not (negative and not _is_float_word(value.text)):
             return Scalar("word", sign + value.text, sign + value.text, at)
         self._next_index -= value.kind != "end"
-        raise self._expected_error("a value")
+        raise self._expected("a value")
 
     def _block(self, depth: int) -> MessageValue:
         opening = self._take()
@@ -222,15 +222,15 @@ class _Parser:
             raise Malformed(self._at(opening.offset), f"nested deeper than {MAX_DEPTH}")
         block = MessageValue(self._at(opening.offset))
         closing = _CLOSING[opening.text]
-        while not self._is_punctuation(closing):
+        while not self._is_mark(closing):
             if self._peek().kind != "word":
                 expected_text = f'"{closing}" (for "{opening.text}" at {block.at}) or a field name'
-                raise self._expected_error(expected_text)
-            block.entries.append(self._parse_entry(depth + 1))
+                raise self._expected(expected_text)
+            block.entries.append(self._entry(depth + 1))
         self._take()
         return block
 
-    def _parse_strings(self) -> Scalar:
+    def _strings(self) -> Scalar:
         first_token = self._peek()
         parts = []
         while self._peek().kind == "string":
@@ -346,9 +346,7 @@ def tree_from_json(value: dict[str, Any], text: str = "") -> MessageValue:
     positions: Iterator[str] = repeat("")
     if text:
         # Decoded objects keep the order of the text, so that positions are consumed in that order.
-        positions = map(
-            LinePositions(text).at, (match.start() for match in _FIRST_TOKEN.finditer(text))
-        )
+        positions = map(Lines(text).at, (match.start() for match in _FIRST_TOKEN.finditer(text)))
     return _block_from_json(value, next(positions), positions, 1)
 
 

@@ -66,15 +66,15 @@ class Mark(NamedTuple):
 
     Attributes:
         at_ns: The time.
-        request_count: The number of successful requests.
-        gap_count: The number of gaps recorded.
+        requests: The number of successful requests.
+        gaps: The number of gaps recorded.
         failed: The number of failed requests.
         cpu_s: The CPU time of this process.
     """
 
     at_ns: int
-    request_count: int
-    gap_count: int
+    requests: int
+    gaps: int
     failed: int
     cpu_s: float
 
@@ -159,7 +159,7 @@ class LoadGenerator:
         self._last_completion_ns = 0  # the time of the last completion
         for number in range(slots):
             slot = LoadSlot(self, requests(number))
-            slot.lane = lane_factory.create_lane(slot)
+            slot.lane = lane_factory.lane(slot)
             self._free_slots.append(slot)
         self._lanes = [slot.lane for slot in self._free_slots]
 
@@ -226,7 +226,7 @@ class LoadGenerator:
         name = error if error in errors or len(errors) < _MAX_ERRORS else _OTHER_ERRORS
         errors[name] += 1
 
-    def current_mark(self) -> Mark:
+    def mark(self) -> Mark:
         """Return the current counts."""
         records = self.records
         # An interrupt can leave an incomplete row, whose last column is then missing.
@@ -275,7 +275,7 @@ def probe(poller: Poller, lane_factory: LaneFactory, request: Any, patience_s: f
         Unavailable: The server has not responded within `patience_s` seconds.
     """
     observer = Probe()
-    lane = lane_factory.create_lane(observer)
+    lane = lane_factory.lane(observer)
     end_ns = _clock() + int(patience_s * 1e9)
     try:
         lane.send(request)
@@ -288,13 +288,13 @@ def probe(poller: Poller, lane_factory: LaneFactory, request: Any, patience_s: f
         lane.close()
 
 
-def constant_schedule(per_second: float) -> Iterator[int]:
+def constant(per_second: float) -> Iterator[int]:
     """Yield evenly spaced offsets in nanoseconds."""
     for number in itertools.count():
         yield round(number * _NS / per_second)
 
 
-def poisson_schedule(per_second: float, seed: int) -> Iterator[int]:
+def poisson(per_second: float, seed: int) -> Iterator[int]:
     """Yield the offsets of a Poisson process in nanoseconds."""
     draw_interval_s = random.Random(seed).expovariate
     offset_s = 0.0
@@ -305,8 +305,8 @@ def poisson_schedule(per_second: float, seed: int) -> Iterator[int]:
 
 # The schedules by kind, as functions of the rate per second and a seed.
 SCHEDULES: dict[str, Callable[[float, int], Iterator[int]]] = {
-    "poisson": poisson_schedule,
-    "constant": lambda per_second, _: constant_schedule(per_second),
+    "poisson": poisson,
+    "constant": lambda per_second, _: constant(per_second),
 }
 
 

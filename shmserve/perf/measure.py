@@ -29,7 +29,7 @@ Values = np.ndarray[Any, np.dtype[np.int64]]
 def window_rates(marks: Sequence[Mark]) -> list[float]:
     """Return the requests per second in each window."""
     pairs = itertools.pairwise(marks)
-    return [(end.request_count - m.request_count) * 1e9 / (end.at_ns - m.at_ns) for m, end in pairs]
+    return [(end.requests - m.requests) * 1e9 / (end.at_ns - m.at_ns) for m, end in pairs]
 
 
 def window_means(records: Records, marks: Sequence[Mark]) -> list[float]:
@@ -43,12 +43,12 @@ def window_means(records: Records, marks: Sequence[Mark]) -> list[float]:
 
 def latencies(records: Records, before: Mark, after: Mark) -> Values:
     """Return the latencies, in nanoseconds, of requests that completed between two marks."""
-    rows = slice(before.request_count, after.request_count)
+    rows = slice(before.requests, after.requests)
     ended_ns, scheduled_ns = records.ended_ns[rows], records.scheduled_ns[rows]
     return np.array(ended_ns, np.int64) - np.array(scheduled_ns, np.int64)
 
 
-def have_settled(values: Sequence[float], tolerance: float) -> bool:
+def agree(values: Sequence[float], tolerance: float) -> bool:
     """Check whether the last values agree.
 
     Each of the last `AGREEING_WINDOWS` values may differ from their mean by at most `tolerance`, a
@@ -61,7 +61,7 @@ def have_settled(values: Sequence[float], tolerance: float) -> bool:
     return all(abs(value - mean) <= tolerance * mean for value in last_values)
 
 
-def confidence_half_width(values: Sequence[float]) -> float:
+def confidence(values: Sequence[float]) -> float:
     """Return half the width of the mean's 95 % confidence interval; inf for less than two values.
 
     The method (batch means) assumes that the windows are independent.
@@ -184,7 +184,7 @@ def measure_load(
 
         def mark() -> None:
             statistics_futures.append(executor.submit(_query_statistics, statistics))
-            marks.append(load.current_mark())
+            marks.append(load.mark())
 
         settled = interrupted = False
         load.begin()
@@ -197,7 +197,7 @@ def measure_load(
                 load.run(plan.window_s)
                 mark()
                 figures = window_rates(marks), window_means(load.records, marks)
-                settled = all(have_settled(values, plan.tolerance) for values in figures)
+                settled = all(agree(values, plan.tolerance) for values in figures)
             load.finish()
         except KeyboardInterrupt:
             interrupted = True
@@ -225,18 +225,18 @@ def _query_statistics(statistics: Callable[[], dict[str, Statistics]]) -> dict[s
 
 def _point(records: Records, marks: list[Mark], kind: str, value: float, settled: bool) -> Point:
     start, end = marks[0], marks[-1]
-    count = end.request_count - start.request_count
+    count = end.requests - start.requests
     seconds = (end.at_ns - start.at_ns) / 1e9
     cpu_s = end.cpu_s - start.cpu_s
     failed_count = end.failed - start.failed
     completed = max(count + failed_count, 1)
-    delays = np.array(records.delays_ns[start.request_count : end.request_count], np.int64)
+    delays = np.array(records.delays_ns[start.requests : end.requests], np.int64)
     return Point(
         *(kind, value, count, failed_count),
         records.errors.most_common(1)[0][0] if failed_count else "",
         seconds,
         count / seconds,
-        confidence_half_width(window_rates(marks)),
+        confidence(window_rates(marks)),
         settled,
         summarize(latencies(records, start, end)),
         summarize(delays),
@@ -247,14 +247,14 @@ def _point(records: Records, marks: list[Mark], kind: str, value: float, settled
 
 
 def _add_responses(point: Point, records: Records, start: Mark, end: Mark) -> None:
-    rows = slice(start.request_count, end.request_count)
+    rows = slice(start.requests, end.requests)
     scheduled_ns, first_ns, ended_ns, responses = (
         np.array(column[rows], np.int64)
         for column in (records.scheduled_ns, records.first_ns, records.ended_ns, records.responses)
     )
     is_stream = responses > 1
     point.first = summarize(first_ns - scheduled_ns)
-    point.gap = summarize(np.array(records.gaps_ns[start.gap_count : end.gap_count], np.int64))
+    point.gap = summarize(np.array(records.gaps_ns[start.gaps : end.gaps], np.int64))
     point.per_response = summarize((ended_ns - first_ns)[is_stream] // (responses[is_stream] - 1))
     point.responses_per_second = float(responses.sum()) / point.seconds
 

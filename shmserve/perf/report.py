@@ -44,7 +44,7 @@ def table(points: Sequence[Point]) -> str:
         )
     lines += _response_rows(points)
     lines += _server_rows(points)
-    lines += [f"{point.name}: {note}" for point in points for note in point_warnings(point)]
+    lines += [f"{point.name}: {note}" for point in points for note in notes(point)]
     return "\n".join(lines)
 
 
@@ -88,7 +88,7 @@ def _server_rows(points: Sequence[Point]) -> Iterator[str]:
         )
 
 
-def point_warnings(point: Point) -> list[str]:
+def notes(point: Point) -> list[str]:
     """Return warnings about a point's figures: errors, windows that differ, a busy client."""
     warnings = []
     if point.interrupted:
@@ -113,7 +113,7 @@ def as_json(metadata: Mapping[str, Any], points: Sequence[Point]) -> str:
     return json.dumps(report, indent=1, default=str)
 
 
-def csv_report(points: Sequence[Point]) -> str:
+def rows(points: Sequence[Point]) -> str:
     """Return the report as CSV: a line for each load; nested figures are named by their path."""
     flat = [dict(_flatten(asdict(point))) for point in points]
     names = list(dict.fromkeys(name for row in flat for name in row))
@@ -145,7 +145,7 @@ def read_report(path: str) -> list[Point]:
         raise InvalidArgument(f"--compare: '{path}' was not written with --json: {error}") from None
 
 
-def compare_reports(old_points: Sequence[Point], new_points: Sequence[Point]) -> str:
+def comparison(old_points: Sequence[Point], new_points: Sequence[Point]) -> str:
     """Return the ratios of new to old figures for loads in both reports.
 
     "~" marks overlapping confidence intervals of the throughput.
@@ -176,7 +176,7 @@ class Line(NamedTuple):
     is_joined: bool = True
 
 
-def draw_points(title: str, points: Sequence[Point]) -> str:
+def draw(title: str, points: Sequence[Point]) -> str:
     """Return the chart of a sweep or of a load."""
     if len(points) > 1:
         labels = [f"{point.value:g}" for point in points]

@@ -325,12 +325,12 @@ class Regions:
             TransportError: The server rejects the region.
         """
         parts: list[RegionPart] = []
-        name = self._region_name("in")
+        name = self._name("in")
         offset = 0
         for tensor in (tensor for item in items for tensor in item):
             parts.append(RegionPart(name, offset, len(tensor.raw)))
             offset += _aligned(len(tensor.raw))
-        memory = self._create_region(name, offset)
+        memory = self._region(name, offset)
         unused_parts = iter(parts)
         assigned = [[(tensor, next(unused_parts)) for tensor in item] for item in items]
         for tensor, part in (pair for item in assigned for pair in item):
@@ -344,7 +344,7 @@ class Regions:
             Unavailable: There is no memory for the region.
             TransportError: The server rejects the region.
         """
-        name = self._region_name(f"out{slots}")
+        name = self._name(f"out{slots}")
         output_parts: list[dict[str, RegionPart]] = []
         offset = 0
         for _ in range(slots):
@@ -352,13 +352,13 @@ class Regions:
             for output, size in byte_sizes.items():
                 output_parts[-1][output] = RegionPart(name, offset, size)
                 offset += _aligned(size)
-        self._create_region(name, offset)
+        self._region(name, offset)
         return output_parts
 
-    def _region_name(self, purpose: str) -> str:
+    def _name(self, purpose: str) -> str:
         return f"perf-{os.getpid()}-{purpose}-{len(self._memories)}"
 
-    def _create_region(self, name: str, byte_size: int) -> RegionMemory:
+    def _region(self, name: str, byte_size: int) -> RegionMemory:
         memory = self._memory_type(name, max(byte_size, _ALIGNMENT))
         self._memories[name] = memory
         self._transport.register(memory.kind, name, memory.fields)

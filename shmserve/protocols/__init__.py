@@ -230,7 +230,7 @@ class LaneFactory(Protocol):
     def encode(self, request: OutgoingRequest) -> Any:
         """Return the encoded request, for a lane to send."""
 
-    def create_lane(self, observer: LaneObserver) -> Lane:
+    def lane(self, observer: LaneObserver) -> Lane:
         """Open a lane. Raises Unavailable if the server cannot be reached."""
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ class Poller:
         self._epoll.register(fd, events)
         self._handlers[fd] = handler
 
-    def change_events(self, fd: int, events: int) -> None:
+    def change(self, fd: int, events: int) -> None:
         """Change the events that a watched descriptor is polled for."""
         self._epoll.modify(fd, events)
 
@@ -104,12 +104,12 @@ class ClientConnection:
         self._poller = poller
         self._receiver = receiver
         self._unsent_pieces: deque[memoryview] = deque()
-        self.is_open = True
+        self.open = True
         poller.watch(self._sock.fileno(), self._on_ready)
 
     def write(self, data: bytes) -> None:
         """Send bytes as soon as the peer accepts them."""
-        if self._unsent_pieces or not self.is_open:
+        if self._unsent_pieces or not self.open:
             self._unsent_pieces.append(memoryview(data))
             return
         try:
@@ -123,12 +123,12 @@ class ClientConnection:
             return
         if sent_bytes < len(data):
             self._unsent_pieces.append(memoryview(data)[sent_bytes:])
-            self._poller.change_events(self._sock.fileno(), READ | WRITE)
+            self._poller.change(self._sock.fileno(), READ | WRITE)
 
     def _on_ready(self, events: int) -> None:
         if events & ~WRITE:
             self._receive_available()
-        if events & WRITE and self.is_open:
+        if events & WRITE and self.open:
             self._write_unsent()
 
     def _write_unsent(self) -> None:
@@ -140,14 +140,14 @@ class ClientConnection:
                     unsent[0] = unsent[0][sent_bytes:]
                 else:
                     unsent.popleft()
-            self._poller.change_events(self._sock.fileno(), READ)
+            self._poller.change(self._sock.fileno(), READ)
         except _WOULD_BLOCK:
             pass
         except OSError as error:
             self._on_lost(error.strerror or "it failed")
 
     def _receive_available(self) -> None:
-        while self.is_open:
+        while self.open:
             try:
                 data = self._sock.recv(_MAX_READ_BYTES)
             except _WOULD_BLOCK:
@@ -168,8 +168,8 @@ class ClientConnection:
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
-        if self.is_open:
-            self.is_open = False
+        if self.open:
+            self.open = False
             self._poller.unwatch(self._sock.fileno())
             self._sock.close()
 

@@ -246,7 +246,7 @@ class GrpcLaneFactory:
         serialized: bytes = message.SerializeToString()
         return b"\0" + h2.pack_uint32(len(serialized)) + serialized
 
-    def create_lane(self, observer: LaneObserver) -> GrpcLane:
+    def lane(self, observer: LaneObserver) -> GrpcLane:
         """Open a lane on a connection that several lanes share."""
         number, self._lane_count = self._lane_count // _LANES_PER_CONNECTION, self._lane_count + 1
         if number == len(self._connections):
@@ -368,7 +368,7 @@ class Http2Client:
     @property
     def open(self) -> bool:
         """Check whether the connection is open."""
-        return self._connection.is_open
+        return self._connection.open
 
     def start(self, lane: GrpcLane, head: bytes) -> int:
         """Begin a call and return its stream id.

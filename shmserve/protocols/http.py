@@ -327,7 +327,7 @@ class HttpLaneFactory:
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
         return f"POST {path} HTTP/1.1\r\n{lines}\r\n".encode() + body
 
-    def create_lane(self, observer: LaneObserver) -> HttpLane:
+    def lane(self, observer: LaneObserver) -> HttpLane:
         """Open a connection and return its lane."""
         return HttpLane(self, observer)
 
@@ -352,7 +352,7 @@ class HttpLane:
 
     def send(self, request: bytes) -> None:
         """Send a request."""
-        if not self._connection.is_open:
+        if not self._connection.open:
             self._connection = self._lane_factory.connect(self)
         self._is_busy = True
         self._connection.write(request)
@@ -447,7 +447,7 @@ def _describe_error(error: bytes) -> str:
 
 
 class EventLane(HttpLane):
-    """A lane for server-sent events."""
+    """A lane for generation requests, whose responses arrive as server-sent events."""
 
     def __init__(self, lane_factory: GenerateLaneFactory, observer: LaneObserver) -> None:
         super().__init__(lane_factory, observer)
@@ -498,7 +498,7 @@ class GenerateLaneFactory(HttpLaneFactory):
         """Return the bytes of a POST request with a JSON body."""
         return self.post(path, json.dumps(body).encode(), _JSON_HEADERS)
 
-    def create_lane(self, observer: LaneObserver) -> EventLane:
+    def lane(self, observer: LaneObserver) -> EventLane:
         """Open a connection and return its lane."""
         return EventLane(self, observer)
 

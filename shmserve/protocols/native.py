@@ -18,7 +18,7 @@ from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.client.request.channel import ClientRequest, RequestChannel
 from shmserve.client.request.prepare import PLAIN
 from shmserve.client.request.waiting import ClientStream
-from shmserve.client.session import Call, Session, parse_call
+from shmserve.client.session import Call, Session, call_of
 from shmserve.client.sync import Server
 from shmserve.errors import ShmserveError
 from shmserve.ipc.tensors.arrays import decode_bytes, encode_bytes
@@ -68,7 +68,7 @@ class NativeTransport:
                 request.model,
                 {tensor.name: tensor_array(tensor, request.model) for tensor in request.inputs},
                 outputs=request.outputs or None,
-                **_request_options(request),
+                **_options(request),
             ) as results:
                 for result in results:
                     outputs = [_encode_output(name, types[name], result[name]) for name in result]
@@ -82,7 +82,7 @@ class NativeTransport:
         self._server.close()
 
 
-def _request_options(request: OutgoingRequest) -> dict[str, Any]:
+def _options(request: OutgoingRequest) -> dict[str, Any]:
     timeout_s = request.timeout_us / 1e6 if request.timeout_us else None
     options = {"version": request.version, "timeout": timeout_s, "request_id": request.id}
     sequence = {"sequence": request.sequence or 0, "start": request.is_start, "end": request.end}
@@ -145,7 +145,7 @@ class NativeLaneFactory:
         arrays: Any = {item.name: tensor_array(item, request.model) for item in request.inputs}
         if self._device:
             arrays = self._copy_to_region(request.inputs, arrays)
-        return parse_call(request.model, arrays, **_request_options(request))
+        return call_of(request.model, arrays, **_options(request))
 
     def _copy_to_region(self, inputs: Sequence[InputTensor], arrays: dict[str, Any]) -> Region:
         specs = {tensor.name: (tensor.shape, tensor.datatype) for tensor in inputs}
@@ -156,7 +156,7 @@ class NativeLaneFactory:
             view.fill(array) if self._device != "cpu" else np.copyto(view, array)
         return region
 
-    def create_lane(self, observer: LaneObserver) -> NativeLane:
+    def lane(self, observer: LaneObserver) -> NativeLane:
         """Open a lane on the channel."""
         return NativeLane(self, observer)
 
@@ -194,7 +194,7 @@ class NativeLane:
         error = ""
         while pending.items:
             try:
-                pending.take_response()
+                pending.take()
                 self._observer.on_response()
             except ShmserveError as failure:
                 error = failure.message

@@ -82,7 +82,7 @@ class NodeServer:
 
     async def wait_ready(self) -> None:
         """Wait until the server is ready. Raises RuntimeError if it exits before."""
-        while not await self._has_status_200("/v2/health/ready"):
+        while not await self._answers("/v2/health/ready"):
             self._check_process()
             await asyncio.sleep(_ASKED_EACH_S)
 
@@ -93,7 +93,7 @@ class NodeServer:
             RuntimeError: The server has exited, or does not respond.
         """
         self._check_process()
-        if not await self._has_status_200("/v2/health/live"):
+        if not await self._answers("/v2/health/live"):
             raise RuntimeError(f"no server responds at {self._socket}")
 
     async def request(
@@ -124,7 +124,7 @@ class NodeServer:
             text = f"shmserve serve exited with status {status}; see the log of this replica"
             raise RuntimeError(text)
 
-    async def _has_status_200(self, path: str) -> bool:
+    async def _answers(self, path: str) -> bool:
         timeout = aiohttp.ClientTimeout(_CHECK_S)
         try:
             async with self._session.get(f"http://localhost{path}", timeout=timeout) as response:
@@ -154,7 +154,7 @@ class Node:
         from starlette.responses import JSONResponse, StreamingResponse
 
         path = path_of(request.scope)
-        if reason := single_node_reason(path):
+        if reason := refusal(path):
             return JSONResponse({"error": reason}, 501)
         try:
             response = await self._server.request(
@@ -163,7 +163,7 @@ class Node:
         except aiohttp.ClientConnectionError:
             return JSONResponse({"error": "the server of this node has exited"}, 503)
         headers = dict(end_to_end_headers(response.headers.items()))
-        return StreamingResponse(_stream_body(response), response.status, headers)
+        return StreamingResponse(_parts(response), response.status, headers)
 
     def __del__(self) -> None:
         """Stop the server. Ray calls this when no request is in flight any more."""
@@ -171,7 +171,7 @@ class Node:
             server.stop()
 
 
-async def _stream_body(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     # If the client disconnects, the connection to the server is closed, which cancels the request.
     async with response:
         async for part in response.content.iter_any():
@@ -197,7 +197,7 @@ def path_of(scope: Mapping[str, Any]) -> str:
     return f"{path}?{query}" if query else path
 
 
-def single_node_reason(path: str) -> str:
+def refusal(path: str) -> str:
     """Return why only a certain node can serve this path, or "" if any node can."""
     for pattern, reason in _OF_ONE_NODE.items():
         if re.match(pattern, path.partition("?")[0]):

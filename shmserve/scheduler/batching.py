@@ -23,7 +23,7 @@ from shmserve.ipc.messages.control_requests import (
 )
 from shmserve.ipc.messages.inference import Caller, Release, Submit
 from shmserve.ipc.messages.supervision import (
-    InstanceCountChanged,
+    CountChange,
     InstanceExpected,
     InstanceGone,
     InstanceRetired,
@@ -33,10 +33,10 @@ from shmserve.ipc.messages.unions import SupervisorToBatching
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix, stopping_text
 from shmserve.ipc.transport.frames import MalformedMessage
-from shmserve.scheduler.batchers.dispatch import BatchDispatcher, Dispatcher, batcher_of
-from shmserve.scheduler.batchers.sequence_dispatch import SequenceDispatcher
-from shmserve.scheduler.front import SchedulerCore
-from shmserve.scheduler.generative.dispatch import GenerativeDispatcher
+from shmserve.scheduler.batchers.dispatch import Dispatch, Dispatcher, batcher_of
+from shmserve.scheduler.batchers.sequence_dispatch import SequenceDispatch
+from shmserve.scheduler.front import Core
+from shmserve.scheduler.generative.dispatch import GenerativeDispatch
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import InstanceTickets, Pool
 from shmserve.scheduler.instances.results import Results
@@ -48,10 +48,10 @@ from shmserve.scheduler.requests.request import (
     ControlLink,
     Event,
     Lookup,
+    Peers,
     ScheduledRequest,
     State,
     Timing,
-    WorkerLink,
 )
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.response_cache import ResponseCache
@@ -63,7 +63,7 @@ logger = logging.getLogger(__name__)
 _CALL_REPORT_NS = 200_000_000  # time until a waiting call is reported, and between its reports
 
 
-class BatchingCore(SchedulerCore[ScheduledRequest]):
+class BatchingCore(Core[ScheduledRequest]):
     """The core of a model version with instances.
 
     `executions` sends batches to workers, `results` handles their messages. `fits` maps each
@@ -74,7 +74,7 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
         self,
         settings: Settings,
         fits: Schemas[BatchFit],
-        workers: WorkerLink,
+        workers: Peers,
         control: ControlLink,
         clock: Callable[[], int],
         cache: ResponseCache | None = None,
@@ -96,13 +96,13 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
         parts = (self._queue, self._pool, self.executions, self._responses, self._tickets)
         self._dispatch: Dispatcher
         if settings.engine is not None:
-            self._dispatch = GenerativeDispatcher(
+            self._dispatch = GenerativeDispatch(
                 settings, *parts, settings.engine, self.statistics.generation, clock
             )
         elif settings.sequences is not None:
-            self._dispatch = SequenceDispatcher(settings, *parts)
+            self._dispatch = SequenceDispatch(settings, *parts)
         else:
-            self._dispatch = BatchDispatcher(settings, *parts, batcher)
+            self._dispatch = Dispatch(settings, *parts, batcher)
         self.results = Results(
             settings,
             self._pool,
@@ -126,16 +126,12 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
         self._queue.check(submit, now_ns)
 
     def admit(
-        self,
-        client: Client[ScheduledRequest],
-        submit: Submit,
-        lookup: Lookup | None,
-        now_ns: int,
+        self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup | None, now_ns: int
     ) -> None:
         if self._pool.failure:
             raise Unavailable(self._pool.failure)
         queue, dispatch = self._queue, self._dispatch
-        may_be_full = queue.priority_queue.count >= queue.min_queue_limit
+        may_be_full = queue.in_order.count >= queue.least_bound
         if may_be_full and self._pool.free_slots and queue.is_full(submit.priority):
             self._expire(now_ns)
             dispatch.run(now_ns)
@@ -155,7 +151,7 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
 
         The callers of all waiting calls count, because two calls may deadlock only together.
         """
-        calls = [Caller.parse(call.submit.callers) for call in self._queue.waiting_calls()]
+        calls = [Caller.parse(call.submit.callers) for call in self._queue.calls()]
         callers = {(caller.pid, caller.key) for chain in calls for caller in chain}
         instance_slots = getattr(request.sequence, "instance_slots", None)
         slot = None if instance_slots is None else self._pool.by_peer(instance_slots.peer)
@@ -169,7 +165,7 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
 
     def _report_calls(self, now_ns: int) -> None:
         """Report calls that have waited for long to the supervisor, which detects deadlocks."""
-        calls = self._queue.waiting_calls()
+        calls = self._queue.calls()
         self._report_calls_ns = now_ns + _CALL_REPORT_NS if calls else NEVER
         occupants = self._pool.executions_by_peer()
         occupants_by_instance: list[list[int]] = list(occupants.values())
@@ -225,15 +221,13 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
         request = self._queue.enqueue(client, submit, fit, now_ns, cached=True)
         request.lookup = lookup
         self._responses.register(request)
-        timing = Timing(now_ns, 0, 0, 0, close_reason=CACHED)
+        timing = Timing(now_ns, 0, 0, 0, closed=CACHED)
         self._responses.finish(request, "", "", lookup.response, timing, now_ns)
 
     def retry_after_s(self, error: ShmserveError) -> int:
         if not isinstance(error, QueueFull):
             return 0
-        return self.executions.service_time.seconds_to_complete(
-            len(self._queue), self._pool.ready_count
-        )
+        return self.executions.service_time.drain_s(len(self._queue), self._pool.ready_count)
 
     def cancel(self, request: ScheduledRequest, now_ns: int, keeps_reading: bool = False) -> None:
         match request.state:
@@ -296,20 +290,20 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
                 self._pool.retire(message.index)
                 # Retired instances are removed before the next message announces a successor.
                 self._release_retired()
-            case InstanceCountChanged():
+            case CountChange():
                 self.statistics.instance_changes["more" if message.is_increase else "fewer"] += 1
             case TicketGranted():
                 if self._tickets is not None:
                     self._tickets.record_grant(message.ticket)
             case ResourcesHeld() | CallDeadlocked():
-                for request in self._queue.waiting_calls():
+                for request in self._queue.calls():
                     if request.key != message.key:
                         continue
                     if isinstance(message, ResourcesHeld):
                         reason = "resources of the rate limiter"
                         self._fail_held_call(request, reason, now_ns)
                     else:
-                        reason = f"requests that wait for its callers ({message.model_chain})"
+                        reason = f"requests that wait for its callers ({message.chain})"
                         self._fail_call(request, reason, now_ns)
             case _:
                 assert_never(message)
@@ -396,7 +390,7 @@ class BatchingCore(SchedulerCore[ScheduledRequest]):
         return {
             "pending": len(self._queue),
             "executing": self._pool.executing_count,
-            "instances": self._pool.state_counts(),
+            "instances": self._pool.counts(),
             "open_sequences": self._dispatch.open_sequences,
             "generation": self._dispatch.gauges(),
             "malformed": self._workers.malformed_messages + self.results.unexpected_messages,

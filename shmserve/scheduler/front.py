@@ -4,7 +4,7 @@ The front handles clients and exited peers, submit, cancel, credit, release, dra
 and reports. It has no clock and no socket.
 
     client       Submit Cancel Credit Release ReportStatistics ─┐
-                                                               ├─> SchedulerFront ──> SchedulerCore
+                                                               ├─> Front ──> Core
     supervisor   Drain Stop ProcessExited SnapshotStatistics ... ──┘
 
 The core decides about admitted requests (batching.py, ensemble/core.py).
@@ -95,7 +95,7 @@ class ClientTable(dict[bytes, Client[R]]):
 class Reports:
     """The statistics with current values (`gauges`), and the model's own metrics.
 
-    `unexpected_count` counts messages that their sender may not send, ever or at that time.
+    `unexpected` counts messages that their sender was not allowed to send, ever or at that time.
     `_wall_clock` returns the ns since the epoch.
     """
 
@@ -104,7 +104,7 @@ class Reports:
     _wall_clock: Callable[[], int]
     _read_gauges: Callable[[], dict[str, Any]]
     _metrics: ModelMetrics = field(default_factory=ModelMetrics)
-    unexpected_count: int = 0
+    unexpected: int = 0
 
     def report(self, now_ns: int) -> dict[str, Any]:
         """Return the report for metrics and for GET /v2/models/NAME/stats."""
@@ -112,18 +112,18 @@ class Reports:
         gauges["families"] = model_metrics.to_lists(self._metrics.total())
         return self._statistics.report(now_ns, self._wall_clock(), gauges)
 
-    def send_report(self, client: Client[Any], request_number: int, now_ns: int) -> None:
+    def answer(self, client: Client[Any], request_number: int, now_ns: int) -> None:
         """Send the report to a client, as the answer to its request with this number."""
         report = self.report(now_ns)
-        self.send_snapshot()
+        self.snapshot()
         client.post(StatisticsReported(request_number, report))
 
     def _count_malformed(self) -> dict[str, Any]:
         gauges = self._read_gauges()
-        self._statistics.malformed = gauges.pop("malformed") + self.unexpected_count
+        self._statistics.malformed = gauges.pop("malformed") + self.unexpected
         return gauges
 
-    def send_snapshot(self, brief: bool = False) -> None:
+    def snapshot(self, brief: bool = False) -> None:
         """Send the counts to the supervisor, which passes them to a successor.
 
         A published count must never decrease. `brief` is passed to `Statistics.snapshot`.
@@ -136,18 +136,21 @@ class Reports:
     def set_base(self, message: BaseCounters) -> None:
         """Continue the counts of the version that this version replaces."""
         try:
-            self._statistics.set_base(message.statistics)
+            if message.moved:
+                self._statistics.add_moved(message.moved)
+            else:
+                self._statistics.set_base(message.statistics)
         except (AttributeError, KeyError, TypeError, ValueError):
             logger.exception("the statistics of the previous model version cannot be read")
-        self.send_snapshot()
+        self.snapshot()
 
-    def restore(self, snapshot: list[Any], alive_pids: list[int]) -> None:
-        """Restore a snapshot, as `SchedulerFront.restore`."""
+    def restore(self, snapshot: list[Any], alive: list[int]) -> None:
+        """Restore a snapshot, as `Front.restore`."""
         statistics, metrics = snapshot
         try:
             self._statistics.restore(statistics)
-            self._metrics.restore(metrics, alive_pids)
-            self.unexpected_count = self._statistics.malformed
+            self._metrics.restore(metrics, alive)
+            self.unexpected = self._statistics.malformed
         except (AttributeError, KeyError, TypeError, ValueError):
             logger.exception("the statistics of the previous scheduler cannot be read")
 
@@ -156,7 +159,7 @@ class Reports:
         try:
             families = model_metrics.parse(message.families)
         except ValueError:
-            self.unexpected_count += 1
+            self.unexpected += 1
         else:
             self._metrics.report(pid, families)
 
@@ -180,7 +183,7 @@ class OverloadLog:
         self._next_ns = 0  # the earliest time of the next line in the log
         self.due_ns = NEVER
 
-    def count_refusal(self) -> None:
+    def refuse(self) -> None:
         """Count a refused request in the next log line."""
         self._refused_count += 1
         self.due_ns = self._next_ns
@@ -199,7 +202,7 @@ class OverloadLog:
             self._refused_count = 0
 
 
-class SchedulerCore(Protocol[R]):
+class Core(Protocol[R]):
     """The decisions of one kind of scheduler about the requests of a model version.
 
     Times are arguments (monotonic ns). `R` is the class of the requests. A request is in
@@ -278,14 +281,14 @@ class SchedulerCore(Protocol[R]):
 
 
 @dataclass(eq=False)
-class SchedulerFront(Generic[R]):
+class Front(Generic[R]):
     """The clients of a scheduler and its lifecycle.
 
     `_wall_clock` returns the ns since the epoch; `_model` is a name for the log. While the
     scheduler drains, it admits no requests. After it has `stopped`, it has nothing to do.
     """
 
-    _core: SchedulerCore[R]
+    _core: Core[R]
     _links: ClientLinks
     _control: ControlLink
     _wall_clock: Callable[[], int]
@@ -332,7 +335,7 @@ class SchedulerFront(Generic[R]):
                 if self._cache is None or not self._cache.lent.release(*outputs):
                     self._core.release(client, message)
             case ReportStatistics():
-                self._reports.send_report(client, message.id, now_ns)
+                self._reports.answer(client, message.id, now_ns)
             case _:
                 assert_never(message)
 
@@ -372,7 +375,7 @@ class SchedulerFront(Generic[R]):
             arrived_ns = plausible_arrival_ns(submit.arrived_ns, now_ns)
             self._core.statistics.count_failure(arrived_ns, Reason.REJECTED, now_ns)
         if isinstance(error, QueueFull):
-            self._overload.count_refusal()
+            self._overload.refuse()
         text, wait_s = self._core.format_error(error.message), self._core.retry_after_s(error)
         client.post(Failed(submit.id, error.code, text, wait_s, False))
 
@@ -386,12 +389,12 @@ class SchedulerFront(Generic[R]):
             case BaseCounters():
                 self._reports.set_base(message)
             case SnapshotStatistics():
-                self._reports.send_snapshot(brief=True)
+                self._reports.snapshot(brief=True)
             case ResizeCache():
                 if self._cache is not None:
                     self._cache.resize(message.byte_size)
             case Drain():
-                self._reports.send_snapshot()
+                self._reports.snapshot()
                 self._is_draining, self._is_drained = True, False
                 self._core.drain(message.sequences)
             case Stop():
@@ -443,22 +446,22 @@ class SchedulerFront(Generic[R]):
             wake_ns = min(wake_ns, overload.due_ns)
         if self._is_draining and not self._is_drained and not self._core.unfinished:
             self._is_drained = True
-            self._reports.send_snapshot()
+            self._reports.snapshot()
             self._control.post(Drained())
         return wake_ns
 
-    def restore(self, snapshot: list[Any], alive_pids: list[int]) -> None:
+    def restore(self, snapshot: list[Any], alive: list[int]) -> None:
         """Continue the counts of a predecessor.
 
         Args:
             snapshot: Its last StatisticsSnapshot, as [statistics, metrics].
-            alive_pids: The pids of its instances.
+            alive: The pids of its instances.
         """
-        self._reports.restore(snapshot, alive_pids)
+        self._reports.restore(snapshot, alive)
 
     def count_unexpected(self) -> None:
         """Count a message that was dropped because its sender must not send it, ever or now."""
-        self._reports.unexpected_count += 1
+        self._reports.unexpected += 1
 
     def _collect_gauges(self) -> dict[str, Any]:
         gauges = self._core.gauges()

@@ -49,12 +49,12 @@ T = TypeVar("T")
 class _Entry(NamedTuple):
     """A cached response: its schema and the bytes of each tensor.
 
-    `is_inline`: all tensors are sent inside the message.
+    `small`: all tensors are sent inside the message.
     """
 
     schema: bytes
     data: list[bytes]
-    is_inline: bool
+    small: bool
 
 
 class _SchemaKey(NamedTuple):
@@ -62,11 +62,11 @@ class _SchemaKey(NamedTuple):
 
     Attributes:
         prefix: The packed names, datatypes, shapes, parameters and requested outputs.
-        input_order: The indices of the inputs, sorted by the inputs' names.
+        order: The indices of the inputs, sorted by the inputs' names.
     """
 
     prefix: bytes
-    input_order: list[int]
+    order: list[int]
 
 
 @dataclass(eq=False)
@@ -102,14 +102,12 @@ class ResponseCache:
             if not schema_key.prefix:
                 return None
             sequence = (submit.correlation_id, submit.correlation_text, submit.flags)
-            contents = [self._tensor_bytes(submit.data[index]) for index in schema_key.input_order]
+            contents = [self._tensor_bytes(submit.data[index]) for index in schema_key.order]
             key = cache_key(schema_key.prefix, sequence, contents)
             entry = self._entries.find(key)
             if entry is None:
                 return Lookup(key, NOTHING, self._clock() - began_ns, copies)
-            response_data = (
-                entry.data if entry.is_inline else self._copy_to_lent(entry.data, copies)
-            )
+            response_data = entry.data if entry.small else self._copy_to_lent(entry.data, copies)
         except (MalformedMessage, ShmserveError, LookupError):
             return None
         return Lookup(b"", (entry.schema, response_data), self._clock() - began_ns, copies)
@@ -161,7 +159,7 @@ class ResponseCache:
                     key.hex()[:16],
                     byte_size,
                     self._model,
-                    self._entries.max_bytes,
+                    self._entries.bound,
                     self._too_large_count,
                 ),
             )
@@ -233,7 +231,7 @@ class ResponseCache:
         """Return the current sizes and counts by name, as `cache` of scheduler/statistics.py."""
         return {
             "bytes": self._entries.used_bytes,
-            "bound": self._entries.max_bytes,
+            "bound": self._entries.bound,
             "entries": len(self._entries),
             "evicted": self._entries.evicted_count,
             "lent_bytes": self._lent_bytes,
@@ -241,13 +239,13 @@ class ResponseCache:
 
 
 class LruCache(Generic[T]):
-    """Values by key with a total size of at most `max_bytes` bytes.
+    """Values by key with a total size of at most `bound` bytes.
 
     The least recently used ones are evicted.
     """
 
     def __init__(self, bound: int) -> None:
-        self.max_bytes = bound
+        self.bound = bound
         self.used_bytes = 0
         self.evicted_count = 0
         self._entries: OrderedDict[bytes, tuple[int, T]] = OrderedDict()
@@ -268,12 +266,12 @@ class LruCache(Generic[T]):
 
         Return False, without a change, if the value is larger than the cache.
         """
-        if byte_size > self.max_bytes:
+        if byte_size > self.bound:
             return False
         replaced_entry = self._entries.pop(key, None)
         if replaced_entry is not None:
             self.used_bytes -= replaced_entry[0]
-        self._evict(self.max_bytes - byte_size)
+        self._evict(self.bound - byte_size)
         self._entries[key] = byte_size, value
         self.used_bytes += byte_size
         return True
@@ -285,7 +283,7 @@ class LruCache(Generic[T]):
 
     def resize(self, bound: int) -> None:
         """Change the bound."""
-        self.max_bytes = bound
+        self.bound = bound
         self._evict(bound)
 
     def _evict(self, bound: int) -> None:

@@ -34,13 +34,13 @@ _MAX_SEQUENCES = 16384  # limit per client of sequences that wait for a slot
 class Batching:
     """The rules of the dynamic batcher.
 
-    Sizes are sums of request batch sizes, at least 1. `target_ns` is the latency target of the
-    adaptive batcher (0: none). `padding` decides which shapes may share a batch (None: only equal
-    shapes).
+    Sizes are sums of request batch sizes, at least 1. `preferred` are the preferred sizes, and
+    `target_ns` is the latency target of the adaptive batcher (0: none). `padding` decides which
+    shapes may share a batch (None: only equal shapes).
     """
 
     max_batch_size: int
-    preferred_sizes: frozenset[int]
+    preferred: frozenset[int]
     delay_ns: int
     target_ns: int = 0
     padding: Padding | None = None
@@ -48,25 +48,25 @@ class Batching:
     largest_preferred: int = field(init=False)  # the size at which a batch stops waiting
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "largest_preferred", max(self.preferred_sizes))
+        object.__setattr__(self, "largest_preferred", max(self.preferred))
 
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicies:
     """The queue's priority levels, numbered from 1, and the policy of each level.
 
-    `level_count` is their number; 0: there is one level, and priorities are ignored.
+    `levels` is their number; 0: there is one level, and priorities are ignored.
     """
 
     default: LevelPolicy
-    level_count: int = 0
+    levels: int = 0
     default_level: int = 0
     by_level: Mapping[int, LevelPolicy] = field(default_factory=dict)
-    has_limits: bool = False  # whether the configuration has levels or limits
+    limited: bool = False  # whether the configuration has levels or limits
 
     def level(self, priority: int) -> int:
         """Return the level of requests with this priority."""
-        return priority if 0 < priority <= self.level_count else self.default_level
+        return priority if 0 < priority <= self.levels else self.default_level
 
     def policy(self, level: int) -> LevelPolicy:
         """Return the policy of a level."""
@@ -169,7 +169,7 @@ class Settings:
             padding=padding,
             rate_limited=limits.rate_limited,
             cached=config.cached,
-            engine=EngineSettings.from_json(engine) if engine else None,
+            engine=EngineSettings.read(engine) if engine else None,
         )
 
 
@@ -200,7 +200,7 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
     candidates = 0 if oldest is None else oldest.max_candidate_sequences
     return Sequencing(
         spec=batching,
-        correlation_id=batching.correlation_id_input,
+        correlation_id=batching.correlation_id,
         slots=candidates or max(1, config.max_batch_size),
         idle_ns=batching.max_sequence_idle_microseconds * _NS_PER_US or _IDLE_NS,
         oldest_rules=None if oldest is None else _batching(oldest, config.max_batch_size),
@@ -216,8 +216,8 @@ def _hold_thresholds(config: ModelSpec, limits: SchedulingLimits) -> tuple[int, 
     As in Triton, a model without a batcher has no thresholds.
     """
     if config.sequence_batching is not None:
-        return limits.min_queued_requests, limits.min_backlogged_requests
-    return (0 if config.dynamic_batching is None else limits.min_queued_requests), 0
+        return limits.delay_scheduler, limits.backlog_delay_scheduler
+    return (0 if config.dynamic_batching is None else limits.delay_scheduler), 0
 
 
 def _buckets(config: ModelSpec) -> tuple[float, ...]:
@@ -233,20 +233,20 @@ def _policies(dynamic: DynamicBatching, default_bound: int) -> QueuePolicies:
     by_level = dynamic.priority_queue_policy if levels else {}
     return QueuePolicies(
         default=_policy(default, default_bound, preserves_order),
-        level_count=levels,
+        levels=levels,
         default_level=dynamic.default_priority_level if levels else 0,
         by_level={
             level: _policy(policy, default_bound, preserves_order)
             for level, policy in by_level.items()
         },
-        has_limits=levels > 1 or any(policy.has_limits for policy in (default, *by_level.values())),
+        limited=levels > 1 or any(policy.limits for policy in (default, *by_level.values())),
     )
 
 
 def _policy(policy: LevelPolicy, default_bound: int, preserves_order: bool) -> LevelPolicy:
     max_queue_size = policy.max_queue_size or default_bound
     # A delayed request would hold up the responses of all other requests.
-    may_override = policy.allow_timeout_override and not (preserves_order and policy.delays_expired)
+    may_override = policy.allow_timeout_override and not (preserves_order and policy.delays)
     return replace(policy, max_queue_size=max_queue_size, allow_timeout_override=may_override)
 
 

@@ -54,7 +54,7 @@ the last one, and counts in `response_stats` alone.
 from __future__ import annotations
 
 from enum import StrEnum
-from operator import sub
+from operator import add, sub
 from typing import Any
 
 from shmserve.common.model_metrics import add_tables, sum_counters
@@ -73,7 +73,7 @@ from shmserve.scheduler.tables import (
     Quantiles,
     ResponseStats,
     Table,
-    duration_entry,
+    duration,
 )
 
 # Ended requests and executions are recorded first, and counted together when the statistics are
@@ -143,7 +143,7 @@ class Statistics(Table):
         self._late_times: list[_RecordedTimes] = []
 
     @property
-    def model_key(self) -> tuple[str, str]:
+    def model(self) -> tuple[str, str]:
         """Return the name and the version of the model."""
         return self._model
 
@@ -157,6 +157,17 @@ class Statistics(Table):
             int(base[name])
         add_tables(self.table(), base)
         self._base = base
+
+    def add_moved(self, snapshot: dict[str, Any]) -> None:
+        """Continue the counts and the base of the scheduler from which this version was moved."""
+        counts = sum_counters({**self.table(), "base": snapshot})
+        executions = self.executions
+        own_sizes, own_last_ns = executions.batch_sizes, executions.last_ns
+        self.restore({**snapshot, **counts})
+        executions.last_ns = max(executions.last_ns, own_last_ns)
+        for size, row in own_sizes.items():
+            moved_row = executions.batch_sizes.get(size, [0] * len(row))
+            executions.batch_sizes[size] = list(map(add, moved_row, row))
 
     def count_execution(
         self, reason: CloseReason | None, units: int, timing: Timing, now_ns: int
@@ -286,14 +297,14 @@ class Statistics(Table):
             "inference_count": self.inference_count,
             "execution_count": executions.execution_count,
             "inference_stats": {
-                "success": duration_entry(count, self.success_ns),
-                "fail": duration_entry(self.fail, self.fail_ns),
-                "queue": duration_entry(count, self.queue_ns),
-                "compute_input": duration_entry(executed_count, self.compute_input_ns),
-                "compute_infer": duration_entry(executed_count, self.compute_infer_ns),
-                "compute_output": duration_entry(executed_count, self.compute_output_ns),
-                "cache_hit": duration_entry(self.cache_hit, self.cache_hit_ns),
-                "cache_miss": duration_entry(self.cache_miss, self.cache_miss_ns),
+                "success": duration(count, self.success_ns),
+                "fail": duration(self.fail, self.fail_ns),
+                "queue": duration(count, self.queue_ns),
+                "compute_input": duration(executed_count, self.compute_input_ns),
+                "compute_infer": duration(executed_count, self.compute_infer_ns),
+                "compute_output": duration(executed_count, self.compute_output_ns),
+                "cache_hit": duration(self.cache_hit, self.cache_hit_ns),
+                "cache_miss": duration(self.cache_miss, self.cache_miss_ns),
             },
             "response_stats": self._responses.report(),
             "batch_stats": executions.by_size(),

@@ -52,7 +52,7 @@ _RESPONSE_COLUMNS = (
 _INFER, _OUTPUT, _SUCCESS, _FAIL, _EMPTY, _CANCEL = range(0, 12, 2)
 
 
-def duration_entry(count: int, ns: int) -> dict[str, int]:
+def duration(count: int, ns: int) -> dict[str, int]:
     """Return a count and the total time of the counted events, in Triton's form."""
     return {"count": count, "ns": ns}
 
@@ -346,9 +346,9 @@ class ExecutionStats(Table):
         return [
             {
                 "batch_size": size,
-                "compute_input": duration_entry(row[0], row[1]),
-                "compute_infer": duration_entry(row[0], row[2]),
-                "compute_output": duration_entry(row[0], row[3]),
+                "compute_input": duration(row[0], row[1]),
+                "compute_infer": duration(row[0], row[2]),
+                "compute_output": duration(row[0], row[3]),
             }
             for size, row in sorted(self.batch_sizes.items())
         ]

@@ -94,7 +94,7 @@ class SupervisorContext:
         """
 
         def numbered(number: int) -> ModelPublication | ModelWithdrawn:
-            return replace(message, change_number=number)
+            return replace(message, acknowledge=number)
 
         serves = isinstance(message, ModelPublished)
         roles = ("gateway", "ensemble") if serves else ("gateway",)
@@ -112,7 +112,7 @@ class SupervisorContext:
         """Send the readiness of a model to every gateway."""
         self.control.broadcast(message, "gateway")
 
-    def start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def background(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine in a task that is cancelled when the server ends."""
         return in_background(coroutine, self.tasks)
 
@@ -120,7 +120,7 @@ class SupervisorContext:
         """Wait for a process that was sent `Stop`; kill it after `patience_s` seconds."""
         if child is None or not child.alive:
             return
-        child.is_stopping = True
+        child.stops = True
         try:
             async with asyncio.timeout(patience_s):
                 await child.until_exit()

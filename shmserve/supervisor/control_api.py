@@ -29,7 +29,7 @@ from shmserve.supervisor.regions.registry import RegionRegistry
 
 logger = logging.getLogger(__name__)
 
-_Requests = m.RegionRequest | m.AdminRequest | m.FindModel | m.WantModel | m.QueryReadiness
+_Requests = m.RegionRequest | m.AdminRequest | m.FindModel | m.WantModel | m.AskReady
 _Notifications = m.RegionUse | MemoryChecked | ReadyChecked
 
 
@@ -62,14 +62,14 @@ class ControlApi:
             case RegionReleased(memory_id):
                 self._regions.draining.record_release(pid, memory_id)
             case RegionAbandoned(memory_id):
-                self._context.start_task(self._regions.withdraw_leased(pid, memory_id))
+                self._context.background(self._regions.withdraw_leased(pid, memory_id))
             case MemoryChecked():
                 self._handles.handle_response(pid, message)
             case ReadyChecked():
                 self._readiness.handle_response(pid, message)
 
     def _on_request(self, pid: int, message: Any) -> None:
-        self._context.start_task(self._respond(pid, message))
+        self._context.background(self._respond(pid, message))
 
     async def _respond(self, pid: int, request: Any) -> None:
         number, send = request.id, self._context.control.send
@@ -91,19 +91,19 @@ class ControlApi:
                 await self._models.unload_on_request(name, dependents)
             case m.IndexRepository(ready=only_ready):
                 return {"models": await self._models.index(only_ready)}
-            case m.ListModelNames():
+            case m.NameModels():
                 return {"names": await self._models.list_generative_aliases()}
             case m.ChangeLogging(changes=changes):
                 return self._context.logging.change(changes)
             case m.ChangeTracing(model=model, changes=changes):
                 return self._context.tracing.change(model, changes)
-            case m.WantModel(name=name, timeout_s=patience_s):
+            case m.WantModel(name=name, patience_s=patience_s):
                 await self._models.on_demand.load(name, patience_s)
-            case m.FindModel(name=name, version=version, timeout_s=patience_s):
+            case m.FindModel(name=name, version=version, patience_s=patience_s):
                 self._context.control.add_caller(pid)
                 await self._models.on_demand.load(name, patience_s)
                 return self._registry.find(name, version)
-            case m.QueryReadiness(name=name, version=version):
+            case m.AskReady(name=name, version=version):
                 pids = self._registry.readiness_worker_pids(name, version)
                 return {"ready": await self._readiness.check(pids)}
             case _:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from shmserve.common.peers import peer_credentials
+from shmserve.common.peers import credentials
 from shmserve.common.tasks import in_background, wait_any
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
@@ -69,7 +69,7 @@ class Handover:
             Unavailable: The run directory does not exist, or the host has no resources for a
                 socket.
         """
-        path = os.fspath(endpoints.handover_socket(self.run_dir.path))
+        path = os.fspath(endpoints.handover(self.run_dir.path))
         self._listener = Listener(open_listening_socket(socket.SOCK_SEQPACKET, path, 1))
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._on_successor_connected)
         if self._listeners.offer is not None:
@@ -139,7 +139,7 @@ class Handover:
         link = self._listener.accept()
         if link is None:
             return
-        pid, uid, _ = peer_credentials(link)
+        pid, uid, _ = credentials(link)
         refusal_reason = self._refusal_reason()
         if uid != os.geteuid():
             refusal_reason = "it belongs to another user"
@@ -149,7 +149,7 @@ class Handover:
             refuse(link, refusal_reason)
             return
         try:
-            self._create_offer(link).send()
+            self._offer(link).send()
         except OSError as error:
             refuse(link, f"its sockets cannot be passed: {error.strerror}")
             return
@@ -157,7 +157,7 @@ class Handover:
         self._successor = HandoverLink(link, self._execute)
         in_background(self._await_successor_exit(self._successor), self._tasks)
 
-    def _create_offer(self, link: socket.socket) -> Offer:
+    def _offer(self, link: socket.socket) -> Offer:
         listeners, local = self._listeners, self._local_clients.connections
         sockets = {"http": listeners.http, "grpc": listeners.grpc, "metrics": listeners.metrics}
         sockets["local"] = local.shared_sockets()

@@ -130,6 +130,6 @@ class Watchdog:
             await asyncio.sleep(limit_s / 2)
 
     def _missing_peers(self, number: int) -> list[str]:
-        missing_pids = self._control.acknowledgements.missing_peers(number)
+        missing_pids = self._control.acknowledgements.missing(number)
         children = [child for child in self._processes.all() if child.pid in missing_pids]
         return sorted(f"{child.title} (pid {child.pid})" for child in children)

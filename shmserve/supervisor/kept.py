@@ -100,7 +100,7 @@ class PermanentProcesses(ABC):
             process.contact.exception()
         else:
             logger.error("%s ended (%s); restarting it", child.title, child.reason)
-            self._context.start_task(self._restart(process))
+            self._context.background(self._restart(process))
 
     async def _restart(self, process: PermanentProcess) -> None:
         await asyncio.sleep(process.backoff.pause_s(time.monotonic() - process.started_at))
@@ -110,7 +110,7 @@ class PermanentProcesses(ABC):
             await self._start(process)
         except (ShmserveError, OSError) as error:  # OSError: no descriptor or memory is free
             logger.error("%s %s could not be started: %s", self.role, process.name, error)
-            self._context.start_task(self._restart(process))
+            self._context.background(self._restart(process))
 
     def retire(self) -> None:
         """Stop restarting processes, because the server exits."""
@@ -132,7 +132,7 @@ class Gateways(PermanentProcesses):
         snapshot: Callable[[], Iterable[Any]],
     ) -> None:
         config = context.config
-        workers = config.grpc.process_count if listeners.grpc and config.grpc is not None else 0
+        workers = config.grpc.workers if listeners.grpc and config.grpc is not None else 0
         grpc = [f"{GRPC}{number or ''}" for number in range(workers)]
         super().__init__(context, [*map(str, range(config.gateways)), *grpc])
         self._listeners = listeners
@@ -153,14 +153,14 @@ class Gateways(PermanentProcesses):
                 config.gateway,
                 tokens=dict(config.tokens),
                 metrics_port=listeners.metrics_port,
-                cuda_device_count=cuda_devices(config.visible_devices),
+                cuda_devices=cuda_devices(config.visible_devices),
                 counter_latencies=config.metrics.counter_latencies,
                 histogram_latencies=config.metrics.histogram_latencies,
                 summary_latencies=config.metrics.summary_latencies,
             ),
-            http_socket_count=len(listeners.http),
+            http_sockets=len(listeners.http),
             grpc=config.grpc.settings if is_grpc and config.grpc is not None else None,
-            waits_for_accept=self._waits_for_models,
+            held=self._waits_for_models,
             log=self._context.log,
         )
         entry = _GRPC_ENTRY if is_grpc else _HTTP_ENTRY

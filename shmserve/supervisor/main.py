@@ -23,9 +23,9 @@ from shmserve.config.server import ServerConfig
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import KEY_SIZE, Capabilities
 from shmserve.ipc.messages.control_requests import (
+    AskTicket,
     CallsWaiting,
     CheckHolders,
-    RequestTicket,
     TicketReturned,
 )
 from shmserve.ipc.messages.publications import ProcessExited
@@ -154,7 +154,7 @@ def defer_signals() -> list[int]:
 
 def _open_listeners(config: ServerConfig, listeners: Listeners) -> None:
     """Open the listeners. Inherited sockets of a protocol replace the configured ones."""
-    guarded = config.allows_remote_clients
+    guarded = config.guarded
     http, grpc = config.http, config.grpc
     inherited_sockets, listeners.stored_fds = take_inherited(os.environ)
     source = "LISTEN_FDS"
@@ -190,7 +190,7 @@ def compose(
     """
     # The first step, since it removes variables from the environment that processes would inherit.
     service_manager = ServiceManager.from_environment(os.environ)
-    accelerators = host.accelerators(visible_devices=config.visible_devices)
+    accelerators = host.accelerators(visible=config.visible_devices)
     planner = LoadPlanner(config, run_dir.path, accelerators)
     registry = ModelRegistry()
     health = Health(registry, strict=config.strict_readiness)
@@ -219,7 +219,7 @@ def compose(
     feed = EventFeed(events, *state_sources, registry.publish_counters)
 
     def state() -> str:
-        return progress_line(registry.progress_by_model())
+        return progress_line(registry.progress())
 
     observers: list[Callable[[], None]] = [feed.models_changed, partial(announce, context, health)]
     if service_manager.is_present:
@@ -261,7 +261,7 @@ def compose(
         autoscaler=autoscaler,
         health=health,
         feed=feed,
-        progress=StartupReport(registry.progress_by_model, observers),
+        progress=StartupReport(registry.progress, observers),
         service_manager=service_manager,
         handover=handover,
         watchdog=Watchdog(control, processes, service_manager),
@@ -322,7 +322,7 @@ def _create_worker_zygote(
     # Processes of models inherit the mark, by which the front zygote kills those that remain.
     environment = with_large_copies(_worker_environment(os.environ, run_dir.path))
     environment = with_mark(environment, os.getpid(), run_dir.path)
-    devices = host.accelerators(visible_devices=config.visible_devices).count > 0
+    devices = host.accelerators(visible=config.visible_devices).count > 0
     files = [Path(file.rpartition(":")[0] or file) for file in config.model_files]
     may_add_models = config.model_control_mode != "none"
     preloads = worker_preloads(config.model_repositories, files, devices, may_add_models)
@@ -346,7 +346,7 @@ def _worker_environment(environment: Mapping[str, str], run_dir: Path) -> dict[s
 def _create_tickets(config: ServerConfig, control: ControlSocket) -> Tickets:
     resources = {(name, device): count for name, device, count in config.rate_limit_resources}
     tickets = Tickets(config.rate_limit == "execution_count", resources, control.send)
-    control.serve((RequestTicket, CheckHolders, TicketReturned), tickets.handle)
+    control.serve((AskTicket, CheckHolders, TicketReturned), tickets.handle)
     call_waits = CallWaits(tickets.find_holders)
 
     def on_calls_waiting(scheduler: Address, message: CallsWaiting) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shmserve.common.tasks import cancel_all, wait_any
+from shmserve.common.tasks import end_all, wait_any
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError
 from shmserve.ipc.messages.supervision import SetTokens
@@ -71,16 +71,16 @@ class RepositoryPoller:
         states = [(name, self._may_serve(name, folders.get(name))) for name in names]
         changes = [change for change in states if change not in self._in_progress]
         self._in_progress.update(changes)
-        return [self._context.start_task(self._apply(*change)) for change in changes]
+        return [self._context.background(self._apply(*change)) for change in changes]
 
     def _may_serve(self, name: str, folder: ModelFolder | None) -> bool:
         model = self._registry.models.get(name)
         serves = model is not None and bool(model.serving)
         return folder is not None and not (serves and folder.problem == DUPLICATE_MODEL)
 
-    async def _apply(self, name: str, is_present: bool) -> None:
+    async def _apply(self, name: str, present: bool) -> None:
         try:
-            await self.update(name, is_present)
+            await self.update(name, present)
         except LoggedFailure:
             pass
         except ShmserveError as error:
@@ -88,12 +88,12 @@ class RepositoryPoller:
         except Exception:
             logger.exception("model %s: loading failed", name)
         finally:
-            self._in_progress.discard((name, is_present))
+            self._in_progress.discard((name, present))
 
-    async def update(self, name: str, is_present: bool) -> None:
+    async def update(self, name: str, present: bool) -> None:
         """Load, reload or unload a model if needed; raise ShmserveError if that fails."""
         model = self._registry.models.get(name)
-        if not is_present:
+        if not present:
             self._retries.pop(name, None)
             if model and (model.serving or model.orders or model.has_failed or model.on_demand):
                 await self._models.unload(name)
@@ -155,11 +155,11 @@ class Reload:
             await self._request_event.wait()
             self._request_event.clear()
             self._service_manager.report_reloading()
-            waited_for = asyncio.ensure_future(self._service_manager.extend_timeout())
+            waited_for = asyncio.ensure_future(self._service_manager.keep_waiting())
             try:
                 await self._reload()
             finally:
-                await cancel_all(waited_for)
+                await end_all(waited_for)
             self._service_manager.notify_ready(self._describe_state())
 
     async def _reload(self) -> None:

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shmserve.common.tasks import cancel_all, wait_any
+from shmserve.common.tasks import end_all, wait_any
 from shmserve.config.flags import FLAGS, IDLE_BACKEND_SETTINGS
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
@@ -113,12 +113,12 @@ class Supervisor:
             if status == 0:
                 await end_signal
         else:
-            await cancel_all(start)
+            await end_all(start)
         end_signal.cancel()
         await self.end(status)
         return status or int(self._lost_run_dir)
 
-    def _on_signal(self, number: int) -> None:
+    def _signal(self, number: int) -> None:
         # A closed terminal sends SIGHUP, too.
         terminal_closed = self._had_terminal and not has_terminal()
         if number == signal.SIGHUP and self.reload is not None and not terminal_closed:
@@ -151,12 +151,12 @@ class Supervisor:
         context = self.context
         loop = asyncio.get_running_loop()
         for number in handled_signals():
-            loop.add_signal_handler(number, self._on_signal, number)
+            loop.add_signal_handler(number, self._signal, number)
         for number in self.early_signals:
-            self._on_signal(number)
+            self._signal(number)
         # The parent may have blocked signals, so that exits and the end would not be detected.
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
-        for name in context.config.flags_without_effect:
+        for name in context.config.without_effect:
             logger.warning("--%s has no effect: %s", name, FLAGS[name].help)
         for backend, setting, value in context.config.backend_config:
             if setting in IDLE_BACKEND_SETTINGS:
@@ -171,21 +171,21 @@ class Supervisor:
         grpc = context.config.grpc
         tls = grpc is not None and grpc.settings.tls is not None
         self.handover.open()
-        self.listeners.publish(endpoints.addresses_file(context.run_dir), tls=tls)
+        self.listeners.publish(endpoints.addresses(context.run_dir), tls=tls)
 
     async def _start(self, started_at: float) -> int:
         gateways = asyncio.ensure_future(self.gateways.start())
         with self.progress:
             loading = asyncio.ensure_future(self._load())
-            waited_for = asyncio.ensure_future(self.service_manager.extend_timeout())
+            waited_for = asyncio.ensure_future(self.service_manager.keep_waiting())
             try:
                 started = asyncio.gather(loading, gateways)
                 has_loaded, _ = await self.handover.run_beside_predecessor(started)
             except BaseException:
-                await cancel_all(*(task for task in (loading, gateways) if not task.done()))
+                await end_all(*(task for task in (loading, gateways) if not task.done()))
                 raise
             finally:
-                await cancel_all(waited_for)
+                await end_all(waited_for)
         if not self.health.has_failed:
             for line in model_table(await self.models.index(ready_only=False)):
                 logger.info("%s", line)
@@ -206,16 +206,16 @@ class Supervisor:
         state = "is ready" if self.health.current().ready else "serves requests, but is not ready,"
         logger.info("the server %s after %.2f s", state, time.monotonic() - started_at)
         self._log_first_steps()
-        self.service_manager.notify_ready(progress_line(self.registry.progress_by_model()))
+        self.service_manager.notify_ready(progress_line(self.registry.progress()))
         _trim_heap()
-        self.context.start_task(self.watchdog.run())
-        self.context.start_task(self.autoscaler.run())
+        self.context.background(self.watchdog.run())
+        self.context.background(self.autoscaler.run())
         if self.context.config.load_on_demand:
-            self.context.start_task(self.models.on_demand.run())
+            self.context.background(self.models.on_demand.run())
         if self.context.config.model_control_mode == "poll" and not self.health.has_failed:
-            self.context.start_task(self.poller.run())
+            self.context.background(self.poller.run())
         if self.reload is not None:
-            self.context.start_task(self.reload.run())
+            self.context.background(self.reload.run())
         return 0
 
     def _log_first_steps(self) -> None:
@@ -252,7 +252,7 @@ class Supervisor:
         match context.control.dismiss(pid):
             case "gateway":
                 self.regions.draining.gateway_exited(pid)
-                context.start_task(self.regions.withdraw_leased(pid))
+                context.background(self.regions.withdraw_leased(pid))
             case "host":
                 context.tickets.process_exited(pid)
             case "worker":
@@ -260,11 +260,11 @@ class Supervisor:
                 context.workspaces.process_exited(pid)
         context.events.publish(ProcessEnded(pid, child.title, child.reason))
         if reason == f"signal {signal.SIGBUS.value}":
-            context.start_task(self.regions.drop_shrunk())
+            context.background(self.regions.drop_shrunk())
             self.local_memory.drop_shrunk()
         exited = ProcessExited(pid, reason)
-        context.broadcast(exited, *_CLIENT_ROLES, *(() if child.is_stopping else _MODEL_ROLES))
-        if child.is_stopping:
+        context.broadcast(exited, *_CLIENT_ROLES, *(() if child.stops else _MODEL_ROLES))
+        if child.stops:
             self._stopped_exits.append(exited)
             if len(self._stopped_exits) == 1:
                 asyncio.get_running_loop().call_later(_EXIT_REPORT_DELAY_S, self._report_stopped)
@@ -301,7 +301,7 @@ class Supervisor:
         """
         context = self.context
         self.service_manager.report_stopping("finishing requests in flight")
-        waited_for = asyncio.ensure_future(self.service_manager.extend_timeout())
+        waited_for = asyncio.ensure_future(self.service_manager.keep_waiting())
         if not self.handover.has_successor:  # otherwise its clients use the successor
             self.health.exiting = True
         self.gateways.retire()
@@ -311,7 +311,7 @@ class Supervisor:
         announce(context, self.health)
         if status == 0:
             await self._finish()
-        await cancel_all(*context.tasks)
+        await end_all(*context.tasks)
         await self.models.kill()
         await self._kill_remaining()
         context.local_clients.connections.close()
@@ -323,7 +323,7 @@ class Supervisor:
         # Closed last, because a successor may use the run directory afterwards.
         self.handover.close()
         self.processes.close()
-        await cancel_all(waited_for)
+        await end_all(waited_for)
         self.service_manager.close()
         logger.info("the server has stopped")
 
@@ -334,12 +334,12 @@ class Supervisor:
         second_signal = asyncio.ensure_future(self.next_end_signal())
         await wait_any(drain_task, second_signal, timeout_s=limit_s - rejection_s)
         is_unfinished = not drain_task.done()
-        await cancel_all(drain_task, second_signal)
+        await end_all(drain_task, second_signal)
         if is_unfinished:
             logger.warning("requests did not finish within %g s, and are rejected", limit_s)
             rejection_task = asyncio.ensure_future(self._reject_unfinished())
             await asyncio.wait({rejection_task}, timeout=rejection_s)
-            await cancel_all(rejection_task)
+            await end_all(rejection_task)
 
     async def _reject_unfinished(self) -> None:
         await self.models.kill()

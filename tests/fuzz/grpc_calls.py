@@ -180,10 +180,10 @@ async def _run_scenario(data: bytes) -> None:
         if other_tasks:
             await asyncio.wait(other_tasks, timeout=10)
         assert all(task.done() for task in other_tasks), "a task goes on"
-        assert all(call.is_done for call in scene.begun_calls)
+        assert all(call.done for call in scene.begun_calls)
         assert not scene.connection.http2.streams
-        assert not scene.connection.http2.outgoing.waiting_streams
-        assert scene.connection.shared.body_budget._used_bytes == 0
+        assert not scene.connection.http2.sending.waiting_streams
+        assert scene.connection.front.budget._used_bytes == 0
     finally:
         logging.getLogger("shmserve").removeHandler(faults)
     assert not faults.messages, faults.messages[0]

@@ -16,7 +16,7 @@ import msgpack
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.api.shared_memory import check_region_name
-from shmserve.gateway.compression import Inflater, is_compressed_encoding, preferred_encoding
+from shmserve.gateway.compression import Inflater, check_encoding, preferred_encoding
 from shmserve.gateway.http import handlers
 from shmserve.gateway.http.body import header_size
 from shmserve.gateway.http.json import tensors
@@ -121,23 +121,23 @@ def http(data: bytes) -> None:
         else:
             text = drawn_bytes.remaining.decode("latin-1")
             assert preferred_encoding(text) in ("identity", "gzip", "deflate")
-            is_compressed_encoding(text)
+            check_encoding(text)
 
 
 def _inference(drawn_bytes: _Bytes) -> None:
-    binary_data_size = drawn_bytes.number(1)
+    tail_size = drawn_bytes.number(1)
     body = drawn_bytes.remaining
-    signature = _SIGNATURES[binary_data_size % 3]
+    signature = _SIGNATURES[tail_size % 3]
     if not body:
-        raw_request(signature, bytes(binary_data_size))
+        raw_request(signature, bytes(tail_size))
         return
-    wire = parse_request(loads(body), binary_data_size, "m", _LIMIT)
+    wire = parse_request(loads(body), tail_size, "m", _LIMIT)
     tensors = [_tensor(tensor) for tensor in wire.inputs]
     with contextlib.suppress(ShmserveError):
-        _same_in_steps(body, binary_data_size, wire)
-    if not binary_data_size:
+        _same_in_steps(body, tail_size, wire)
+    if not tail_size:
         _same_with_other_numbers(body)
-    assert sum(max(tensor.binary_size, 0) for tensor in wire.inputs) == binary_data_size
+    assert sum(max(tensor.binary_size, 0) for tensor in wire.inputs) == tail_size
     signature.check(wire.id, tensors, [])
 
 
@@ -155,9 +155,9 @@ def _tensor(tensor: Any) -> TensorRef:
     return TensorRef(tensor.name, tensor.datatype, tensor.shape, data)
 
 
-def _same_in_steps(body: bytes, binary_data_size: int, wire: InferRequest) -> None:
+def _same_in_steps(body: bytes, tail_size: int, wire: InferRequest) -> None:
     """Check that a large JSON document is parsed to the same in steps."""
-    reparsed = parse_request(loads_large(body), binary_data_size, "m", _LIMIT)
+    reparsed = parse_request(loads_large(body), tail_size, "m", _LIMIT)
     assert (reparsed.id, len(reparsed.inputs)) == (wire.id, len(wire.inputs))
     for original_input, reparsed_input in zip(wire.inputs, reparsed.inputs, strict=True):
         if isinstance(reparsed_input.data, NumberArray) and reparsed_input.count:
@@ -187,7 +187,7 @@ _OTHER_DIGITS = bytes.maketrans(b"123456789", b"219876543")
 class _Built(bytes):
     """The bytes of a request's tensors."""
 
-    def set_identity(self, identity: RequestIdentity) -> None:
+    def identify(self, identity: RequestIdentity) -> None:
         """Ignore the identity."""
 
 
@@ -344,7 +344,7 @@ def native(data: bytes) -> None:
     if kind == b"z":
         _check_decoding(_Bytes(content))
     elif kind == b"i":
-        number = _CAPABILITIES.local_client_number(content)
+        number = _CAPABILITIES.local_client(content)
         assert not number or content.startswith(f"{number}.{_CAPABILITIES.token(number)}".encode())
     elif kind == b"w":
         with contextlib.suppress(MalformedMessage):

@@ -24,7 +24,7 @@ from shmserve.scheduler.generative.sequences import Generation
 from shmserve.workers.backends.llm.engine import Prompt, RowPlan, WorkerEngine
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.transformer import PassRunner, Transformer
+from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 from tests.simulation.generative import EngineRig
 from tests.support.generative_worker import GenerativeWorker
@@ -59,7 +59,7 @@ class NotingEngine(WorkerEngine):
     def _forward(self, planned: list[RowPlan]) -> torch.Tensor:
         logits = super()._forward(planned)
         for settings in planned:
-            if settings.row.is_sampled:
+            if settings.row.samples:
                 sequence, line = settings.sequence, logits[settings.logit_row].numpy()
                 noted = self.bits.setdefault(sequence.prompt.key, {})
                 digest = hashlib.blake2b(line.tobytes(), digest_size=8).digest()
@@ -75,7 +75,7 @@ class ModelWorker(GenerativeWorker):
         super().__init__(*sizes)
         cache = KvCache(model.architecture, *sizes)
         self._prompts: dict[int, Prompt] = {}
-        model_passes = PassRunner(model, cache)
+        model_passes = Passes(model, cache)
         self.engine = NotingEngine(
             model_passes, None, self._prompts, lambda _: None, lambda *_: None
         )
@@ -107,7 +107,7 @@ class ModelRig(EngineRig):
         return self.worker.engine.bits
 
     def submit_request(self, request: PlannedRequest) -> Generation[None]:
-        generation = self.submit(request.prompt, request.max_tokens, sample_count=request.samples)
+        generation = self.submit(request.prompt, request.max_tokens, samples=request.samples)
         assert generation is not None
         return generation
 
@@ -149,9 +149,7 @@ def run_alone(
             # Each sample computes the last token itself, after the shared prefix.
             rig.submit(planned.prompt[:-1], 1)
             rig.drain()
-        generation = rig.submit(
-            planned.prompt, planned.max_tokens, {sample: _NO_TOKENS}, sample_count=1
-        )
+        generation = rig.submit(planned.prompt, planned.max_tokens, {sample: _NO_TOKENS}, samples=1)
         rig.drain()
         assert generation is not None
         bits |= rig.bits[generation.key]

@@ -16,13 +16,13 @@ from scipy.stats import chisquare
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 from shmserve.workers.backends.llm.sampler import (
     PROPOSAL,
-    DraftCheck,
+    Check,
     Proposal,
     SampledRow,
+    distribution,
+    pick,
     sample,
-    sampling_probabilities,
-    tokens_at_draws,
-    verify_drafts,
+    verify,
 )
 
 SYMBOLS, LENGTH = 5, 2
@@ -53,8 +53,8 @@ def speculate_texts(
     proposals = [Proposal() for _ in seeds]
     for _ in range(LENGTH):
         sampled = rows([entry.tokens for entry in proposals], parameters, seeds)
-        chances = sampling_probabilities(draft[[row.tokens[-1] for row in sampled]], sampled)
-        drawn_tokens = tokens_at_draws(chances, [row.draw(PROPOSAL) for row in sampled])
+        chances = distribution(draft[[row.tokens[-1] for row in sampled]], sampled)
+        drawn_tokens = pick(chances, [row.draw(PROPOSAL) for row in sampled])
         for proposal, token, probability in zip(proposals, drawn_tokens, chances, strict=True):
             proposal.tokens.append(token)
             proposal.probabilities.append(probability)
@@ -62,8 +62,8 @@ def speculate_texts(
         rows([p.tokens[:size] for p in proposals], parameters, seeds) for size in range(LENGTH + 1)
     ]
     checked = [row for text in zip(*by_length, strict=True) for row in text]
-    checks = [DraftCheck(index * (LENGTH + 1), entry) for index, entry in enumerate(proposals)]
-    texts = verify_drafts(target[[row.tokens[-1] for row in checked]], checked, checks)
+    checks = [Check(index * (LENGTH + 1), entry) for index, entry in enumerate(proposals)]
+    texts = verify(target[[row.tokens[-1] for row in checked]], checked, checks)
     for _ in range(LENGTH):
         sampled = rows(texts, parameters, seeds)
         next_tokens, _ = sample(target[[row.tokens[-1] for row in sampled]], sampled)
@@ -79,11 +79,7 @@ def chance(settings: dict[str, Any], texts: int, first_seed: int = 0) -> float:
     for seed in range(first_seed, first_seed + texts, _BATCH_TEXTS):
         seeds = range(seed, min(seed + _BATCH_TEXTS, first_seed + texts))
         counts.update(speculate_texts(target, draft, parameters, seeds))
-    step = (
-        sampling_probabilities(target, [SampledRow(parameters, 0, [0], 1, ())] * SYMBOLS)
-        .double()
-        .tolist()
-    )
+    step = distribution(target, [SampledRow(parameters, 0, [0], 1, ())] * SYMBOLS).double().tolist()
     joint = {
         text: math.prod(step[previous][token] for previous, token in itertools.pairwise((0, *text)))
         for text in itertools.product(range(SYMBOLS), repeat=LENGTH + 1)

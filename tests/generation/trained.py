@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from shmserve.workers.backends.llm.model.attention import Attention, ForwardPass, KvCache
+from shmserve.workers.backends.llm.model.attention import Attention, KvCache, Pass
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.transformer import Transformer
 from tests.rigs.llm_rig import llm_rig
@@ -35,7 +35,7 @@ def perplexity(path: Path, weights: str, tokens: list[int]) -> float:
     total = 0.0
     for begin in range(0, _ROWS * _LENGTH, _LENGTH):
         row = tokens[begin : begin + _LENGTH]
-        forward_pass = ForwardPass(_LENGTH)
+        forward_pass = Pass(_LENGTH)
         forward_pass.add(row, 0, [0])
         logits = model.forward(forward_pass, cache, Attention(cache), list(range(_LENGTH - 1)))
         total += float(functional.cross_entropy(logits, torch.tensor(row[1:])))

@@ -22,7 +22,7 @@ def send_raw(link: Dealer | Router, peer: bytes, data: bytes) -> None:
     connection = link._peers[peer] if isinstance(link, Router) else link._connection
     assert connection is not None
     connection.unsent += data
-    connection.send_buffered()
+    connection.push()
 
 
 def encode_zmtp(body: bytes) -> bytes:

@@ -27,7 +27,7 @@ import uvloop
 from bench.system.servers import BENCH
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.calls.call import GrpcSharedState
+from shmserve.gateway.grpc.calls.call import GrpcFront
 from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
@@ -255,9 +255,7 @@ def worker(folder: Path, case: Case) -> Calls:
         for step in range(_WARM_UPS + 1):
             for first_index in range(0, BATCH, case.batch):
                 indices = range(first_index, first_index + case.batch)
-                work = [
-                    m.WorkItem(index + 1, 4242, *case.works(step, index), "") for index in indices
-                ]
+                work = [m.Work(index + 1, 4242, *case.works(step, index), "") for index in indices]
                 rig.scheduler.post(rig._peer, m.Execute(next(numbers), work))
                 rig.scheduler.flush()
                 with calls if step == _WARM_UPS else MagicMock():
@@ -359,17 +357,17 @@ def _http(gateway: Gateway) -> Callable[[Acceptor], HttpConnection]:
 
 
 def _grpc(gateway: Gateway) -> Callable[[Acceptor], GrpcConnection]:
-    front = GrpcSharedState(
+    front = GrpcFront(
         settings=GrpcSettings(),
         create_call=Service(gateway, Inferences(gateway)).begin_call,
-        body_budget=gateway.body_budget,
+        budget=gateway.body_budget,
         header_timeout_s=gateway.settings.header_timeout_s,
         body_timeout_s=gateway.settings.body_timeout_s,
-        max_inflated_bytes=gateway.settings.max_input_size,
+        largest_inflated=gateway.settings.max_input_size,
         tls=None,
         deflater=None,
     )
-    return partial(GrpcConnection, shared=front)
+    return partial(GrpcConnection, front=front)
 
 
 @coroutine

@@ -20,7 +20,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
-from shmserve.scheduler.front import SchedulerFront
+from shmserve.scheduler.front import Front
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
 from tests.rigs.scheduler_rig import GATEWAY, WALL_NS, ControlOutbox, Outbox
@@ -117,9 +117,7 @@ class EnsembleRig:
             self.memory,
             cache,
         )
-        self.ensemble = SchedulerFront(
-            self.core, self.clients, self.control, lambda: WALL_NS, "e", cache
-        )
+        self.ensemble = Front(self.core, self.clients, self.control, lambda: WALL_NS, "e", cache)
         self.now_ns = 1_000 * MS
         for model in models:
             self.publish(model)

@@ -92,7 +92,7 @@ class FakeCuda:
         self._open[pointer] -= 1
         self.calls.append(("close", device))
 
-    def allocation_range(self, pointer: int, device: int) -> tuple[int, int]:
+    def extent(self, pointer: int, device: int) -> tuple[int, int]:
         for allocation in self._exported.values():
             base = ctypes.addressof(allocation.buffer)
             if base <= pointer < base + len(allocation.buffer):

@@ -165,7 +165,7 @@ class Rig:
             name="grpc" if grpc else "0",
             run_dir=run_dir,
             settings=GatewaySettings(**{"arena_byte_size": 256 * 1024 * 1024, **settings}),
-            http_socket_count=0 if grpc else 1,
+            http_sockets=0 if grpc else 1,
             grpc=GrpcSettings() if grpc else None,
         )
         log_fd, stderr = os.pipe()
@@ -300,7 +300,7 @@ def publication(
         ready=ready,
         latest=latest,
         load_seconds=0.25,
-        change_number=acknowledge,
+        acknowledge=acknowledge,
     )
 
 

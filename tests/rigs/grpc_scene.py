@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from shmserve.common.auth_tokens import Authorisation
-from shmserve.gateway.grpc.calls.call import GrpcCall, GrpcSharedState, StreamingCall, UnaryCall
-from shmserve.gateway.grpc.calls.headers import CallHead, CallStatus
+from shmserve.gateway.grpc.calls.call import GrpcCall, GrpcFront, StreamingCall, UnaryCall
+from shmserve.gateway.grpc.calls.headers import CallHead, Ending
 from shmserve.gateway.grpc.calls.messages import Deflater, Sinks
 from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
@@ -89,15 +89,15 @@ class Scene:
         self.calls: list[tuple[bytes, UnaryCall]] = []
         self.begun_calls: list[GrpcCall] = []
         self.clock = Clock()
-        self.serve: Callable[[StreamingCall], Coroutine[Any, Any, CallStatus | None]] = self._echo
+        self.serve: Callable[[StreamingCall], Coroutine[Any, Any, Ending | None]] = self._echo
         deflater = Deflater(settings.pop("deflate", 0)) if "deflate" in settings else None
-        front = GrpcSharedState(
+        front = GrpcFront(
             settings=GrpcSettings(**settings),
             create_call=self._begin,
-            body_budget=BodyBudget(1 << 20, MallocTrim()),
+            budget=BodyBudget(1 << 20, MallocTrim()),
             header_timeout_s=PATIENCE_S,
             body_timeout_s=PATIENCE_S,
-            max_inflated_bytes=1 << 20,
+            largest_inflated=1 << 20,
             tls=None,
             deflater=deflater,
         )
@@ -132,7 +132,7 @@ class Scene:
         return call
 
     @staticmethod
-    async def _echo(call: StreamingCall) -> CallStatus | None:
+    async def _echo(call: StreamingCall) -> Ending | None:
         async for request in call.read_messages():
             await call.write_all([request])
         return None

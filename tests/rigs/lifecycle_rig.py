@@ -24,7 +24,7 @@ class FakeVersion:
 
     def __init__(self, spec: VersionSpec, rig: LifecycleRig, number: int) -> None:
         self.spec, self.config, self.endpoint = spec, spec.config, f"{number}"
-        self.instances = SimpleNamespace(keep_count_of=lambda _: None, has_hanging_load=False)
+        self.instances = SimpleNamespace(keep_count_of=lambda _: None, hangs=False)
         self.ready = False
         self.problem = ""
         self._rig = rig
@@ -64,7 +64,7 @@ class LifecycleRig:
 
     def __init__(self) -> None:
         self.registry = ModelRegistry()
-        self.lifecycle = Lifecycle(self.registry, self, shares_hosts=True)
+        self.lifecycle = Lifecycle(self.registry, self, hosted=True)
         self.publications = Publications()
         self.pending_actions: list[tuple[str, Callable[[], None]]] = []
         self.answered_orders: list[Order] = []

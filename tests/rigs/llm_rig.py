@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.ipc.messages import generation as g
-from shmserve.ipc.messages.inference import CreditExecution, ExecutionResponded, WorkItem
+from shmserve.ipc.messages.inference import CreditExecution, ExecutionResponded, Work
 from shmserve.ipc.tensors.arrays import decode_bytes
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
@@ -27,7 +27,7 @@ ALL_OUTPUTS = (
 )  # fmt: skip
 
 
-def work(key: int, outputs: Sequence[str] = ALL_OUTPUTS, **fields: Any) -> WorkItem:
+def work(key: int, outputs: Sequence[str] = ALL_OUTPUTS, **fields: Any) -> Work:
     """Return a request; arguments that are inputs of the model are tensors, others parameters."""
     inputs: list[TensorRef] = [
         tensor(name, np.array([fields.pop(name).encode()], object))
@@ -40,7 +40,7 @@ def work(key: int, outputs: Sequence[str] = ALL_OUTPUTS, **fields: Any) -> WorkI
         text = json.dumps({"exclude_input_in_output": True, **fields})
         inputs.append(tensor("sampling_parameters", np.array([text.encode()], object)))
     requested_outputs = tuple(RequestedOutput(name) for name in outputs)
-    return WorkItem(key, CLIENT_PID, *pack_inference(Inference(tuple(inputs), requested_outputs)))
+    return Work(key, CLIENT_PID, *pack_inference(Inference(tuple(inputs), requested_outputs)))
 
 
 def decode_outputs(message: ExecutionResponded) -> dict[str, list[Any]]:
@@ -147,12 +147,10 @@ class Scheduler:
         self.prepare(key, resumed, **fields)
         if key not in self.prepared or self.prepared[key].beams:
             return
-        resumed_samples = {entry.sample_index: entry for entry in resumed}
+        resumed_samples = {entry.sample: entry for entry in resumed}
         prompt = np.frombuffer(self.prepared[key].prompt, np.int32).tolist()
-        for sample in range(self.prepared[key].sample_count):
-            resumed_sample = (
-                None if self.prepared[key].replays_tokens else resumed_samples.get(sample)
-            )
+        for sample in range(self.prepared[key].samples):
+            resumed_sample = None if self.prepared[key].replays else resumed_samples.get(sample)
             if resumed_sample is None or not resumed_sample.finish_reason:
                 tokens = (
                     []
@@ -229,14 +227,14 @@ class Scheduler:
         assert self.stepped is not None
         results = {result.sequence: result for result in self.stepped.results}
         skipped_rows = self.stepped.skipped
-        assert results.keys() == {row.sequence for row in rows if row.is_sampled} - {*skipped_rows}
+        assert results.keys() == {row.sequence for row in rows if row.samples} - {*skipped_rows}
         self.results += self.stepped.results
         for row in rows:
             self._computed(running_before[row.sequence], row, results.get(row.sequence))
         return self.stepped.results
 
     def _computed(self, sequence: Running, row: g.Row, result: g.RowResult | None) -> None:
-        sequence.computed = row.start_position + row.token_count
+        sequence.computed = row.start + row.count
         if result is not None and not result.candidates:
             assert 1 <= len(result.tokens) <= row.draft_count + 1
             sequence.tokens += result.tokens

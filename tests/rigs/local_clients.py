@@ -26,7 +26,7 @@ class Guest:
     def __init__(self, server: Server) -> None:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # A socket with a timeout would fail at once if the queue of connections is full.
-        self.listener.connect(str(endpoints.listener_socket(server.run_dir)))
+        self.listener.connect(str(endpoints.listener(server.run_dir)))
         self.listener.settimeout(10)
         self.models: dict[str, str] = {}
         self.number, self.token = 0, ""

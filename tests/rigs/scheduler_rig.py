@@ -26,7 +26,7 @@ from shmserve.ipc.tensors.signature import BatchFit
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.batching import BatchingCore
-from shmserve.scheduler.front import SchedulerFront
+from shmserve.scheduler.front import Front
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
@@ -101,9 +101,7 @@ class Rig:
             itertools.count(0, PLANNING_NS).__next__,
             cache,
         )
-        self.scheduler = SchedulerFront(
-            self.core, self.clients, self.control, lambda: WALL_NS, "m", cache
-        )
+        self.scheduler = Front(self.core, self.clients, self.control, lambda: WALL_NS, "m", cache)
         self.now = 1_000 * MS
         self.wake_ns = NEVER
         self._ids = 0

@@ -22,7 +22,7 @@ class SequenceRig(Rig):
         strategy_fields: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        server = {key: options.pop(key) for key in list(options) if key.startswith("min_")}
+        server = {key: options.pop(key) for key in list(options) if key.endswith("scheduler")}
         decoupled = options.pop("decoupled", False)
         sequences = {strategy: strategy_fields or {}, **options}
         super().__init__(None, rows, decoupled=decoupled, sequences=sequences, **server)

@@ -38,7 +38,7 @@ class Streams:
             array = np.atleast_1d(np.asarray(value, np.float32))
             x = tensor(self._x, array.reshape(1, -1) if self._rows else array, memory_range)
             packed = pack_inference(Inference((x,), outputs))
-            work_items.append(m.WorkItem(key, CLIENT_PID, *packed, f"id-{key}"))
+            work_items.append(m.Work(key, CLIENT_PID, *packed, f"id-{key}"))
         self.rig.execute(work_items)
 
     def responses(self, key: int, count: int = 0) -> list[Any]:
@@ -93,7 +93,7 @@ class Streams:
         def pump() -> None:
             while not stop.is_set():
                 self.rig.context.control.wait(0.05)
-                self.rig.instance.link.handle_received()
+                self.rig.instance.link.pump()
                 self.rig.instance._writer.end_abandoned()
 
         thread = threading.Thread(target=pump)

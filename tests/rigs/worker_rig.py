@@ -21,7 +21,7 @@ from shmserve.ipc.messages.inference import (
     CreditExecution,
     Execute,
     ReleaseOutputs,
-    WorkItem,
+    Work,
 )
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, encode_bytes
@@ -199,7 +199,7 @@ class Rig:
     ) -> list[Reply]:
         """Run a batch of packed requests with the keys 1, 2, ..."""
         keyed = enumerate(work_items, 1)
-        self.execute([WorkItem(key, pid, *work, request_id, **fields) for key, work in keyed])
+        self.execute([Work(key, pid, *work, request_id, **fields) for key, work in keyed])
         replies = {reply.key: reply for reply in self.finished.replies}
         assert sorted(replies) == list(range(1, len(work_items) + 1))
         return [
@@ -207,7 +207,7 @@ class Rig:
             for _, reply in sorted(replies.items())
         ]
 
-    def execute(self, work_items: Sequence[WorkItem]) -> None:
+    def execute(self, work_items: Sequence[Work]) -> None:
         """Run a batch of these requests in the worker, without sending its replies."""
         self._batches += 1
         command = self.instance.link.open_requests(Execute(self._batches, list(work_items)))

@@ -164,7 +164,7 @@ class Client(Process):
         else:
             table = self.schedulers
             settles = isinstance(message, m.Settled)
-            entry = (table.failed_early if settles else table.pending).get(message.id)
+            entry = (table.settling if settles else table.pending).get(message.id)
             if entry is None:
                 raise Violation(f"{self} is told {message} of no request that it has")
             if entry.endpoint != endpoint:

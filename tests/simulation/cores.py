@@ -15,7 +15,7 @@ from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
-from shmserve.scheduler.front import SchedulerFront
+from shmserve.scheduler.front import Front
 from shmserve.scheduler.generative.sequences import Sequence
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.settings import Settings
@@ -32,20 +32,20 @@ _MAX_ENTRIES = {
     "ClientTable": 1024,
     "Schemas": 256,
     "LruCache._entries": 1 << 20,
-    "SchedulerFront._exited_pids": REMEMBERED_EXITS,
+    "Front._exited_pids": REMEMBERED_EXITS,
     "Sequences._lost_ids": 4096,
     "Sequences._free_slots": 1 << 20,
     "Timers._heap": 1100,
     "Responses._ordered_requests": 1100,
     "PriorityQueue._levels": 1,
-    "PriorityQueue._sorted_levels": 1,
+    "PriorityQueue._order": 1,
     "Pool._slots": 64,
     "Pool._by_peer": 64,
     "Pool.free_slots": 64,
-    "SequenceDispatcher._slots": 64,
+    "SequenceDispatch._slots": 64,
     "Executions._early_releases": 64,
     "Executions._unknown_releases": 4096,
-    "BlockPool.reference_counts": 1 << 10,
+    "BlockPool.references": 1 << 10,
     "BlockPool._length_by_start": 1 << 10,
     "BlockPool._start_by_end": 1 << 10,
     "BlockPool._keys": 1 << 10,
@@ -57,7 +57,7 @@ _MAX_ENTRIES = {
     "Targets._latest_versions": 10,
     "Targets._by_step": 10,
     "EnsembleCore._plans": 64,
-    "StepRunner._waiting_steps": 10,
+    "StepRunner._waiting_firings": 10,
     "StepRunner._in_flight": 10,
     "_EnsembleMemory._held_arenas": 64,
 }
@@ -105,7 +105,7 @@ class Scheduler:
             self.from_peer = core.results.handle
             if model.is_generative:
                 _check_stopped(core._dispatch)
-        self.front: SchedulerFront[Any] = SchedulerFront(
+        self.front: Front[Any] = Front(
             *(core, clients, control, world.wall_clock, model.name, cache)
         )
         self._core = core

@@ -208,7 +208,7 @@ def generative(random: Random, name: str) -> Model:
     config: dict[str, Any] = {
         "backend": LLM_BACKEND,
         "model_transaction_policy": {"decoupled": True},
-        "parameters": {ENGINE_PARAMETER: {"string_value": EngineSettings.of(settings).json_text}},
+        "parameters": {ENGINE_PARAMETER: {"string_value": EngineSettings.of(settings).text}},
     }
     own = {
         **_behaviour(random),

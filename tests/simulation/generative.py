@@ -50,7 +50,7 @@ class CountedPool(BlockPool):
     def allocate(self, count: int, previous_block: int = -1) -> list[int]:
         """Allocate blocks, and check that none of them was in use."""
         self.operations += count
-        references_before = self.reference_counts[:]
+        references_before = self.references[:]
         new_block = super().allocate(count, previous_block)
         assert len(set(new_block)) == count
         assert not any(references_before[block] for block in new_block)
@@ -87,14 +87,14 @@ class EngineRig:
             s, GenerationStats(), itertools.count(1), self._on_ended, self._on_beams_chosen
         )
         self.pools = [CountedPool(s.kv_cache_blocks), CountedPool(s.swap_blocks)]
-        self.engine.pool, self.engine.host_pool = self.pools
+        self.engine.pool, self.engine.host = self.pools
         self._step: Step | None = None
 
     def _on_ended(self, sequence: Sequence[None], reason: str) -> None:
         generation = sequence.generation
         tokens = list(sequence.tokens[len(generation.prompt) :])
-        assert (generation.key, sequence.sample_index) not in self.ended
-        self.ended[generation.key, sequence.sample_index] = (tokens, reason)
+        assert (generation.key, sequence.sample) not in self.ended
+        self.ended[generation.key, sequence.sample] = (tokens, reason)
 
     def _on_beams_chosen(self, generation: Generation[None], beams: Beams[None]) -> None:
         assert generation.key not in self.found
@@ -140,19 +140,14 @@ class EngineRig:
             )
             return False
         s = self.settings
-        assert sum(row.token_count + row.draft_count for row in step.rows) <= s.max_tokens_per_batch
+        assert sum(row.count + row.draft_count for row in step.rows) <= s.max_tokens_per_batch
         assert len(step.rows) <= s.max_batch_size
-        prompts = [
-            row.token_count for row in step.rows if row.token_count > 1 or not row.is_sampled
-        ]
+        prompts = [row.count for row in step.rows if row.count > 1 or not row.samples]
         assert sum(prompts) <= s.max_prefill_tokens
         assert all(count <= s.prefill_chunk_size for count in prompts)
         assert self.engine.running is not None
         for sequence, row in self.engine.running.rows.values():
-            assert (
-                row.start_position + row.token_count + row.draft_count
-                <= sequence.generation.max_computed_tokens
-            )
+            assert row.start + row.count + row.draft_count <= sequence.generation.max_computed
         assert s.enable_preemption or not any(self.engine.counts.preemptions.values())
         self._check_preemptions(before, step)
         return True
@@ -189,26 +184,24 @@ class EngineRig:
         """Check that no block is lost and that the counts match the tables."""
         live = list(self.engine._sequences.values())
         for pool, held in (
-            (self.engine.pool, [s.block_table for s in live]),
-            (self.engine.host_pool, [s.host_blocks for s in live]),
+            (self.engine.pool, [s.table for s in live]),
+            (self.engine.host, [s.host for s in live]),
         ):
             reference_counts = [0] * pool.block_count
             for block in itertools.chain.from_iterable(held):
                 reference_counts[block] += 1
-            assert reference_counts == pool.reference_counts
+            assert reference_counts == pool.references
             assert pool.used_count == sum(map(bool, reference_counts))
         seats = [s.seat_count for s in live if s.status is SequenceStatus.RUNNING]
         assert sum(seats) <= self.settings.max_batch_size
         for s in live:
             blocks = -(-s.computed_tokens // self.settings.block_size)
             if s.status is SequenceStatus.SWAPPED:
-                assert len(s.host_blocks) == blocks
+                assert len(s.host) == blocks
             else:
-                assert len(s.block_table) >= blocks
-            assert s.status is not SequenceStatus.WAITING or not (
-                s.computed_tokens or s.block_table
-            )
-            assert s.status is not SequenceStatus.SWAPPED or not (s.is_held or s.block_table)
+                assert len(s.table) >= blocks
+            assert s.status is not SequenceStatus.WAITING or not (s.computed_tokens or s.table)
+            assert s.status is not SequenceStatus.SWAPPED or not (s.is_held or s.table)
 
     def drain(self, max_steps: int = 20_000) -> None:
         for _ in range(max_steps):
@@ -341,7 +334,7 @@ class Schedule:
         prompt = draw.choice(self._prefixes)[: draw.randint(1, 30)]
         if draw.random() < 0.5:
             prompt = prompt + [draw.randint(1, VOCABULARY_SIZE) for _ in range(9)]
-        fields: dict[str, Any] = {"sample_count": draw.choice((1, 1, 1, 2, 4))}
+        fields: dict[str, Any] = {"samples": draw.choice((1, 1, 1, 2, 4))}
         if draw.random() < 0.1:
             early, penalty = (draw.choice(("true", "false", "never")), draw.choice((-0.5, 0.7, 1)))
             fields = {"beams": BeamSearch(draw.randint(2, 3), penalty, early, [END_TOKEN, 7, 19])}
@@ -353,7 +346,7 @@ class Schedule:
             **fields,
         )
         if generation is not None:
-            self._samples[generation.key] = set(range(generation.sample_count))
+            self._samples[generation.key] = set(range(generation.samples))
 
     def _cause_event(self) -> None:
         """Cause an external event, possibly during a step."""
@@ -372,8 +365,8 @@ class Schedule:
         if generation.beams is not None or not sequence.generated_tokens:
             return
         self.rig.engine.stop_sequence(sequence.number)
-        self._samples[generation.key].discard(sequence.sample_index)
-        self._stopped.add((generation.key, sequence.sample_index))
+        self._samples[generation.key].discard(sequence.sample)
+        self._stopped.add((generation.key, sequence.sample))
 
     def _verify_stopped(self) -> None:
         """Check that a sample ended by its text has the tokens sampled until then."""
@@ -387,17 +380,13 @@ class Schedule:
     def _move(self, sequence: Sequence[None]) -> None:
         """Restart a sequence's request with its tokens, as if its instance had died."""
         generation = sequence.generation
-        sampled = {
-            row.sample_index: row.tokens[len(generation.prompt) :] for row in generation.sequences
-        }
-        ended = sum(
-            (generation.key, row) in self.rig.ended for row in range(generation.sample_count)
-        )
-        if generation.beams is not None or len(sampled) + ended < generation.sample_count:
+        sampled = {row.sample: row.tokens[len(generation.prompt) :] for row in generation.sequences}
+        ended = sum((generation.key, row) in self.rig.ended for row in range(generation.samples))
+        if generation.beams is not None or len(sampled) + ended < generation.samples:
             return
         self.rig.engine.cancel(generation)
         moved_generation = self.rig.submit(
-            generation.prompt, generation.max_tokens, sampled, sample_count=generation.sample_count
+            generation.prompt, generation.max_tokens, sampled, samples=generation.samples
         )
         assert moved_generation is not None
         self._samples[generation.key] -= sampled.keys()

@@ -41,7 +41,7 @@ class Sample:
 class Answer(Stream):
     """A request with its samples. The samples of a beam search are known only at its end."""
 
-    def __init__(self, work: m.WorkItem, content: bytes, request: TextRequest) -> None:
+    def __init__(self, work: m.Work, content: bytes, request: TextRequest) -> None:
         super().__init__(work, 0)
         self.content = content
         self.streams = request.streams
@@ -58,7 +58,7 @@ class Generator(Worker):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         text = self.model.config["parameters"][ENGINE_PARAMETER]["string_value"]
-        self._settings = EngineSettings.from_json(text)
+        self._settings = EngineSettings.read(text)
         self._jobs: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
 
     def _attach(self, host: SchedulerProcess) -> None:
@@ -77,7 +77,7 @@ class Generator(Worker):
                 self._add_job(self._prepare, work, resumed_samples)
             case g.Step():
                 self._batches.append(message)
-            case g.SendHypotheses():
+            case g.Choose():
                 self._add_job(self._choose, message)
             case _:
                 super()._handle(message)
@@ -134,7 +134,7 @@ class Generator(Worker):
         if self._jobs:
             self.world.after(self.world.between(US, 300 * US), self._execute_jobs)
 
-    def _prepare(self, work: m.WorkItem, resumed_samples: list[g.Resumed]) -> None:
+    def _prepare(self, work: m.Work, resumed_samples: list[g.Resumed]) -> None:
         try:
             content = self._read_input(work)
         except ShmserveError as error:
@@ -152,17 +152,15 @@ class Generator(Worker):
         if request.search is not None:
             engine.width[work.key] = request.search.width
         for sample in resumed_samples:
-            tokens = engine.resumed_tokens[work.key, sample.sample_index] = array(
-                "i", sample.tokens
-            )
-            whole = texts(content)[sample.sample_index][0]
+            tokens = engine.resumed_tokens[work.key, sample.sample] = array("i", sample.tokens)
+            whole = texts(content)[sample.sample][0]
             if tokens[: len(whole)] != array(
                 "i", whole[: None if sample.finish_reason else len(tokens)]
             ):
                 raise Violation(f"{self}: {work.request_id} resumes with {sample}, not {whole}")
-            answer.samples[sample.sample_index].add(list(tokens), sample.finish_reason)
-            answer.samples[sample.sample_index].sent_characters = sample.sent_characters
-            answer.samples[sample.sample_index].open = not sample.closed
+            answer.samples[sample.sample].add(list(tokens), sample.finish_reason)
+            answer.samples[sample.sample].sent_characters = sample.sent_characters
+            answer.samples[sample.sample].open = not sample.closed
         self._post(
             g.Prepared(
                 work.key,
@@ -176,7 +174,7 @@ class Generator(Worker):
         )
         self._send_new_tokens(work.key)
 
-    def _refuse(self, work: m.WorkItem, code: str) -> None:
+    def _refuse(self, work: m.Work, code: str) -> None:
         stream = self._streams[work.key] = Stream(work, 0)
         self._end(stream, code)
 
@@ -197,7 +195,7 @@ class Generator(Worker):
                     self._post(g.Ended(result.sequence))
                 self._send_new_tokens(slots.key)
 
-    def _choose(self, message: g.SendHypotheses) -> None:
+    def _choose(self, message: g.Choose) -> None:
         answer = self._streams.get(message.key)
         if isinstance(answer, Answer):
             for best in message.hypotheses:

@@ -392,7 +392,7 @@ class SchedulerTrace:
             return
 
     def _delays(self, entry: Entry) -> bool:
-        return self.settings.policies.policy(entry.level).delays_expired
+        return self.settings.policies.policy(entry.level).delays
 
     def sent_to_client(self, peer: bytes, message: Any) -> None:
         is_ending = isinstance(message, m.Finished | m.Responded | m.Failed | m.Settled)
@@ -486,7 +486,7 @@ class SchedulerTrace:
                 self._fail(f"counts {value} {name}, and has {self.counts[name]}")
 
 
-def _uid(pid: int, request: m.Submit | m.WorkItem) -> tuple[int, str, str]:
+def _uid(pid: int, request: m.Submit | m.Work) -> tuple[int, str, str]:
     """Return a request's client and id, and for requests of an ensemble its input."""
     data = [datum if isinstance(datum, bytes) else tuple(datum) for datum in request.data]
     return pid, request.request_id, repr(data)

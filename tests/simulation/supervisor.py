@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shmserve.ipc.messages import supervision
-from shmserve.ipc.messages.control_requests import RequestTicket, TicketReturned
+from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
 from shmserve.ipc.messages.publications import (
     ModelPublished,
     ModelWithdrawn,
@@ -13,7 +13,7 @@ from shmserve.ipc.messages.publications import (
     SchedulerLost,
 )
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.supervisor.resources.rate_limiter import ResourceNeeds, Tickets
+from shmserve.supervisor.resources.rate_limiter import Needs, Tickets
 from tests.simulation.client import Client
 from tests.simulation.ensemble import EnsembleProcess
 from tests.simulation.generator import Generator
@@ -125,7 +125,7 @@ class Supervisor(Process):
             return
         is_moving = scheduler is version.former_scheduler
         match message:
-            case RequestTicket() | TicketReturned():
+            case AskTicket() | TicketReturned():
                 self.tickets.handle(scheduler.address, message)
             case supervision.KillInstance(process=pid):
                 worker = version.worker(pid)
@@ -164,7 +164,7 @@ class Supervisor(Process):
         """Register instances with the rate limiter."""
         if version.model.needs_tickets:
             (group,) = ModelSpec.of(version.model.config).instance_group
-            ticket_needs = ResourceNeeds.of(group.rate_limiter, 0)
+            ticket_needs = Needs.of(group.rate_limiter, 0)
             self.tickets.join(id(version), dict.fromkeys(indices, ticket_needs))
 
     def add_instance(self, version: Version) -> None:

@@ -31,7 +31,7 @@ _NONSENSE_EVERY = 499
 class Stream:
     """A request of a decoupled model that remains open after `execute`."""
 
-    def __init__(self, work: m.WorkItem, count: int) -> None:
+    def __init__(self, work: m.Work, count: int) -> None:
         self.work = work
         self.count = self.remaining = count
         self.sent_count = self.credited = 0
@@ -72,7 +72,7 @@ class Worker(Process):
         self._batches: deque[Any] = deque()
         self._running: Any = None
         self._batch_start_ns = 0
-        self._open_work: dict[int, m.WorkItem] = {}
+        self._open_work: dict[int, m.Work] = {}
         self._cancelled: set[int] = set()
         self._streams: dict[int, Stream] = {}
         self._readers_by_offset: dict[int, int] = {}  # the reader of each lent block, by offset
@@ -195,14 +195,14 @@ class Worker(Process):
         min_us, max_us = self.model.compute_us
         self.world.after(self.world.between(min_us * US, max_us * US), self._finish)
 
-    def _read_input(self, work: m.WorkItem) -> bytes:
+    def _read_input(self, work: m.Work) -> bytes:
         tensors = {tensor.name: tensor for tensor in inference_of(work).inputs}
         data = self._read(work, tensors["IN"])
         if not self.model.reads_second_input:
             return data
         return join_inputs(data, self._read(work, tensors["IN2"]) if "IN2" in tensors else b"")
 
-    def _read(self, work: m.WorkItem, tensor: TensorRef) -> bytes:
+    def _read(self, work: m.Work, tensor: TensorRef) -> bytes:
         """Return a tensor's bytes. While the scheduler is alive, the memory must be allocated."""
         if not isinstance(tensor.data, Range):
             return tensor.data
@@ -249,7 +249,7 @@ class Worker(Process):
         self._begin()
         self._handle_inbox()
 
-    def _reply(self, work: m.WorkItem, batch: m.Execute, reserved: list[int]) -> m.Reply:
+    def _reply(self, work: m.Work, batch: m.Execute, reserved: list[int]) -> m.Reply:
         state = self._advance(work, batch) if self.model.has_sequences else b""
         try:
             data = self._read_input(work)
@@ -263,7 +263,7 @@ class Worker(Process):
         except ShmserveError as error:
             return m.Reply(work.key, error.code, error.message)
 
-    def _reply_in_rounds(self, work: m.WorkItem, batch: m.Execute) -> m.Reply:
+    def _reply_in_rounds(self, work: m.Work, batch: m.Execute) -> m.Reply:
         """Return one response per round, and the end after the last one."""
         number = self._advance(work, batch).count(b".") - 1
         try:
@@ -275,7 +275,7 @@ class Worker(Process):
             return m.Reply(work.key, error.code, error.message)
         return m.Reply(work.key, m.RESCHEDULED if stream.remaining else "", "")
 
-    def _advance(self, work: m.WorkItem, batch: m.Execute) -> bytes:
+    def _advance(self, work: m.Work, batch: m.Execute) -> bytes:
         """Return the new state of a request's sequence, which is stored in its slot."""
         (row,) = (row for row in batch.rows if row.key == work.key)
         if row.flags & SEQUENCE_START:
@@ -289,7 +289,7 @@ class Worker(Process):
             del self.slots[row.slot]
         return state
 
-    def _compute_response(self, work: m.WorkItem, data: bytes, reserved: list[int]) -> Packed:
+    def _compute_response(self, work: m.Work, data: bytes, reserved: list[int]) -> Packed:
         """Return a packed response; the offsets of outputs in the arena are added to `reserved`."""
         memory_ranges = {out.name: out.memory_range for out in inference_of(work).outputs}
         outputs: list[TensorRef] = []

@@ -107,9 +107,7 @@ class GenerativeWorker:
         for begin in step.new_sequences:
             if begin.parent in self.sequences:
                 parent = self.sequences[begin.parent]
-                sequence = _SequenceSlots(
-                    parent.slots[:], begin.key, begin.sample_index, parent.prompt
-                )
+                sequence = _SequenceSlots(parent.slots[:], begin.key, begin.sample, parent.prompt)
                 sequence.table = parent.table[:]
                 if begin.token >= 0:
                     extend(sequence.slots, [begin.token])
@@ -117,9 +115,9 @@ class GenerativeWorker:
                 continue  # the request of this sequence has ended
             else:
                 prompt = self.prompts[begin.key]
-                resumed = self.resumed_tokens.get((begin.key, begin.sample_index), array("i"))
+                resumed = self.resumed_tokens.get((begin.key, begin.sample), array("i"))
                 sequence = _SequenceSlots(
-                    extend([], prompt + resumed), begin.key, begin.sample_index, len(prompt)
+                    extend([], prompt + resumed), begin.key, begin.sample, len(prompt)
                 )
             self.sequences[begin.sequence] = sequence
         for source, target in _pairs(step.swap_out):
@@ -139,14 +137,12 @@ class GenerativeWorker:
         if row.sequence not in self.sequences:
             return []
         sequence = self.sequences[row.sequence]
-        sequence.table[row.kept_block_count :] = row.blocks
-        assert row.token_count >= 1
-        assert row.is_sampled == (row.start_position + row.token_count == len(sequence.slots))
-        self._check(sequence, row.start_position)
-        self._write(
-            sequence, sequence.slots[row.start_position : row.start_position + row.token_count]
-        )
-        if not row.is_sampled:
+        sequence.table[row.kept_blocks :] = row.blocks
+        assert row.count >= 1
+        assert row.samples == (row.start + row.count == len(sequence.slots))
+        self._check(sequence, row.start)
+        self._write(sequence, sequence.slots[row.start : row.start + row.count])
+        if not row.samples:
             return []
         if sequence.key in self.width:
             best_candidates = candidates(sequence.slots, 2 * self.width[sequence.key])

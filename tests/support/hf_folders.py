@@ -68,7 +68,7 @@ def weights(
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.randn(shape, generator=generator) * deviation + ("norm" in name)
-        for name, shape in architecture.weight_shapes().items()
+        for name, shape in architecture.weights().items()
     }
 
 

@@ -102,7 +102,7 @@ def _weights(
     assert architecture is not None
     weights = {
         name: torch.ones(shape) if "norm" in name else torch.zeros(shape)
-        for name, shape in architecture.weight_shapes().items()
+        for name, shape in architecture.weights().items()
     }
     embedding = weights["model.embed_tokens.weight"]
     head = weights["lm_head.weight"]

@@ -213,6 +213,6 @@ def test_another_model_than_a_class_or_a_path_is_refused(models: object, message
 
 
 def test_a_list_repeats_a_flag_and_none_omits_it() -> None:
-    assert serving._flag_arguments("load_model", ["a", "b"]) == ["--load-model=a", "--load-model=b"]
-    assert serving._flag_arguments("load_model", None) == []
-    assert serving._flag_arguments("allow_grpc", True) == ["--allow-grpc=true"]
+    assert serving._flags("load_model", ["a", "b"]) == ["--load-model=a", "--load-model=b"]
+    assert serving._flags("load_model", None) == []
+    assert serving._flags("allow_grpc", True) == ["--allow-grpc=true"]

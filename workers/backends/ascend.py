@@ -45,7 +45,7 @@ _ALIGNMENT = 512  # the alignment that the device's memory requires
 _MIB = 1024 * 1024
 
 
-def aligned_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
+def layout(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Return the aligned offsets of parts with `sizes` in one allocation, and its size in bytes.
 
     >>> layout([100, 1000, 8])
@@ -56,14 +56,14 @@ def aligned_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, total
 
 
-def memory_summary(byte_sizes: Mapping[str, int]) -> str:
+def summary(parts: Mapping[str, int]) -> str:
     """Return the memory plan as text for the log.
 
     >>> summary({"weights": 3 << 20, "workspace": 1 << 19})
     'weights 3.0 MiB, workspace 0.5 MiB, 3.5 MiB in all'
     """
-    part_texts = [f"{name} {size / _MIB:.1f} MiB" for name, size in byte_sizes.items()]
-    return ", ".join([*part_texts, f"{sum(byte_sizes.values()) / _MIB:.1f} MiB in all"])
+    part_texts = [f"{name} {size / _MIB:.1f} MiB" for name, size in parts.items()]
+    return ", ".join([*part_texts, f"{sum(parts.values()) / _MIB:.1f} MiB in all"])
 
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class OfflineModel:
 
         workspace, weights, error = acl.mdl.query_size(path)
         self._check("acl.mdl.query_size", error)
-        (weights_offset, workspace_offset), size = aligned_offsets([weights, workspace])
+        (weights_offset, workspace_offset), size = layout([weights, workspace])
         base = self._allocate(stack, size)
         memory = (base + workspace_offset, workspace, base + weights_offset, weights)
         load_result = acl.mdl.load_from_file_with_mem(path, *memory)
@@ -157,16 +157,16 @@ class OfflineModel:
         self.inputs = self._tensors(description, "input")
         self.outputs = self._tensors(description, "output")
         sizes = [tensor.byte_size for tensor in (*self.inputs, *self.outputs)]
-        offsets, size = aligned_offsets(sizes)
+        offsets, size = layout(sizes)
         base = self._allocate(stack, size)
         count = len(self.inputs)
         self._input_addresses = [base + offset for offset in offsets[:count]]
         self._output_addresses = [base + offset for offset in offsets[count:]]
-        self._input_set = self._create_dataset(stack, self.inputs, self._input_addresses)
-        self._output_set = self._create_dataset(stack, self.outputs, self._output_addresses)
+        self._input_set = self._dataset(stack, self.inputs, self._input_addresses)
+        self._output_set = self._dataset(stack, self.outputs, self._output_addresses)
         parts = {"weights": weights, "workspace": workspace}
         parts |= {"inputs": sum(sizes[:count]), "outputs": sum(sizes[count:])}
-        logger.info("device memory of the model: %s", memory_summary(parts))
+        logger.info("device memory of the model: %s", summary(parts))
 
     def _allocate(self, stack: contextlib.ExitStack, byte_size: int) -> int:
         result = self._acl.rt.malloc(byte_size, _HUGE_PAGES_FIRST)
@@ -174,29 +174,29 @@ class OfflineModel:
         self._defer_release(stack, "acl.rt.free", self._acl.rt.free, base)
         return base
 
-    def _tensors(self, description: Any, tensor_kind: str) -> tuple[OfflineTensor, ...]:
-        count = getattr(self._acl.mdl, f"get_num_{tensor_kind}s")(description)
-        return tuple(self._tensor(description, tensor_kind, index) for index in range(count))
+    def _tensors(self, description: Any, side: str) -> tuple[OfflineTensor, ...]:
+        count = getattr(self._acl.mdl, f"get_num_{side}s")(description)
+        return tuple(self._tensor(description, side, index) for index in range(count))
 
-    def _tensor(self, description: Any, tensor_kind: str, index: int) -> OfflineTensor:
+    def _tensor(self, description: Any, side: str, index: int) -> OfflineTensor:
         mdl = self._acl.mdl
-        name = getattr(mdl, f"get_{tensor_kind}_name_by_index")(description, index)
-        number = getattr(mdl, f"get_{tensor_kind}_data_type")(description, index)
-        result = getattr(mdl, f"get_{tensor_kind}_dims")(description, index)
-        dims = tuple(self._check_result(f"acl.mdl.get_{tensor_kind}_dims", result)["dims"])
-        size = getattr(mdl, f"get_{tensor_kind}_size_by_index")(description, index)
+        name = getattr(mdl, f"get_{side}_name_by_index")(description, index)
+        number = getattr(mdl, f"get_{side}_data_type")(description, index)
+        result = getattr(mdl, f"get_{side}_dims")(description, index)
+        dims = tuple(self._check_result(f"acl.mdl.get_{side}_dims", result)["dims"])
+        size = getattr(mdl, f"get_{side}_size_by_index")(description, index)
         if number not in _DATATYPES:
             supported = ", ".join(f"{key} ({value})" for key, value in _DATATYPES.items())
             text = f"ACL's datatype {number} is not supported (supported: {supported})"
-            raise InvalidArgument(f"{tensor_kind} '{name}': {text}")
+            raise InvalidArgument(f"{side} '{name}': {text}")
         if any(dim < 1 for dim in dims) or not element_count(dims):
             raise InvalidArgument(
-                f"{tensor_kind} '{name}' has the shape {list(dims)}: only static shapes are "
-                "served, so convert the model without dynamic dimensions"
+                f"{side} '{name}' has the shape {list(dims)}: only static shapes are served, so "
+                "convert the model without dynamic dimensions"
             )
         return OfflineTensor(name, _DATATYPES[number], dims, size)
 
-    def _create_dataset(
+    def _dataset(
         self, stack: contextlib.ExitStack, tensors: Sequence[OfflineTensor], addresses: list[int]
     ) -> Any:
         acl = self._acl
@@ -221,7 +221,7 @@ class OfflineModel:
         error = self._acl.mdl.execute(self._model, self._input_set, self._output_set)
         self._check("acl.mdl.execute", error)
 
-    def copy_output(self, index: int, address: int, byte_size: int) -> None:
+    def fetch(self, index: int, address: int, byte_size: int) -> None:
         """Copy the first `byte_size` bytes of output `index` to host memory at `address`."""
         device_address = self._output_addresses[index]
         error = self._acl.rt.memcpy(address, byte_size, device_address, byte_size, _TO_HOST)
@@ -301,7 +301,7 @@ class AscendBackend(Backend):
                 result = self._results[index]
                 if self._supports_batching:
                     result = result[:rows]
-                model.copy_output(index, result.ctypes.data, result.nbytes)
+                model.fetch(index, result.ctypes.data, result.nbytes)
                 copy_counter.outputs += result.nbytes
                 outputs[tensor.name] = Output(tensor.name, tensor.datatype, result)
         return self._split(requests, outputs)
@@ -351,10 +351,7 @@ def _as_config(tensors: Sequence[OfflineTensor], batched: bool) -> list[dict[str
 
 
 def _check(
-    signature: Signature,
-    tensor_kind: str,
-    specs: dict[str, TensorSpec],
-    tensors: Sequence[OfflineTensor],
+    signature: Signature, side: str, specs: dict[str, TensorSpec], tensors: Sequence[OfflineTensor]
 ) -> None:
     """Check a configuration against the model file.
 
@@ -363,7 +360,7 @@ def _check(
     """
     file_tensors = {tensor.name: tensor for tensor in tensors}
     max_batch_size, subject = signature.max_batch_size, f"of model '{signature.name}'"
-    if tensor_kind == "input" and set(file_tensors) != set(specs):
+    if side == "input" and set(file_tensors) != set(specs):
         raise InvalidArgument(
             f"the inputs {subject} are {sorted(specs)} in the configuration, but "
             f"{sorted(file_tensors)} in the file"
@@ -372,20 +369,20 @@ def _check(
         tensor = file_tensors.get(spec.name)
         if tensor is None:
             raise InvalidArgument(
-                f"{tensor_kind} '{spec.name}' {subject} is not in the file, which has "
+                f"{side} '{spec.name}' {subject} is not in the file, which has "
                 f"{sorted(file_tensors)}"
             )
         if spec.datatype != tensor.datatype:
             raise InvalidArgument(
-                f"{tensor_kind} '{spec.name}' {subject} has data_type {TO_CONFIG[spec.datatype]}, "
-                f"but the file's has {TO_CONFIG[tensor.datatype]}"
+                f"{side} '{spec.name}' {subject} has data_type {TO_CONFIG[spec.datatype]}, but the "
+                f"file's has {TO_CONFIG[tensor.datatype]}"
             )
         dims = spec.model_dims
         expected_dims = tensor.dims[1:] if max_batch_size else tensor.dims
         if dims != expected_dims and (expected_dims or math.prod(dims) != 1):
             raise InvalidArgument(
-                f"{tensor_kind} '{spec.name}' {subject} has the shape {shape_text(dims)}, but the "
-                f"file's has {shape_text(expected_dims)}"
+                f"{side} '{spec.name}' {subject} has the shape {shape_text(dims)}, but the file's "
+                f"has {shape_text(expected_dims)}"
             )
         if max_batch_size and max_batch_size > tensor.dims[0]:
             raise InvalidArgument(

@@ -54,7 +54,7 @@ class InputPolicy:
 
     def should_retry(self, request: Request) -> bool:
         """Check whether a failed request should be retried with copies of its inputs."""
-        if not any(item.is_shared for item in request.inputs.values()):
+        if not any(item.shared for item in request.inputs.values()):
             return False
         if self._skips_left:
             self._skips_left -= 1
@@ -88,7 +88,7 @@ class Executor:
     def __post_init__(self) -> None:
         self._link = self._writer.link
         self._pid = os.getpid()
-        self._input_policy = InputPolicy()
+        self._policy = InputPolicy()
         self._max_part_bytes = MAX_PART_BYTES
 
     def handlers(self) -> HandlerTable:
@@ -170,11 +170,11 @@ class Executor:
         part: list[WorkerRequest] = []
         unpacked: list[Request] = []
         byte_size = 0
-        copy_inputs = copy_inputs or self._input_policy.copies_inputs
+        copy_inputs = copy_inputs or self._policy.copies_inputs
         with self._link.lock:
             for index, open_request in enumerate(requests):
                 failure: ShmserveError = _CANCELLED
-                if not (open_request.is_cancelled and self._skips_cancelled):
+                if not (open_request.cancelled and self._skips_cancelled):
                     try:
                         is_cancelled = partial(self._link.is_cancelled, open_request)
                         request = self._unpacker.request(open_request.work, is_cancelled)
@@ -261,7 +261,7 @@ class Executor:
             failed_requests = open_requests
         else:
             with self._link.lock:
-                self._link.handle_received()
+                self._link.pump()
                 triples = zip(open_requests, requests, responses, strict=True)
                 for open_request, request, response in triples:
                     reply = self._scatter(open_request, request, response)
@@ -271,7 +271,7 @@ class Executor:
                         replies.append(reply)
                 self._writer.scatterer.finish_writes()
         if failed_requests:
-            self._link.handle_received()
+            self._link.pump()
             if too_large:
                 free_cached_memory()  # until now the error has referenced the tensors
             group_size = (len(failed_requests) + 1) // 2 if too_large else 1
@@ -287,13 +287,13 @@ class Executor:
         if requests:
             replies += self._run(open_requests, requests)
             if copy_inputs:
-                self._input_policy.record_retry(succeeded=not replies[0].code)
-                if self._input_policy.copies_inputs:
+                self._policy.record_retry(succeeded=not replies[0].code)
+                if self._policy.copies_inputs:
                     self._context.warn_of_writes()
         return replies
 
     def _should_retry(self, request: Request) -> bool:
-        return self._backend.read_only_inputs and self._input_policy.should_retry(request)
+        return self._backend.read_only_inputs and self._policy.should_retry(request)
 
     def _explain(self, error: BaseException, request: Request) -> ShmserveError:
         return client_error(self._context, error, request.work)
@@ -304,14 +304,14 @@ class Executor:
         if type(responses) is not list or len(responses) != len(requests):
             raise WrongCount(len(requests), len(responses) if isinstance(responses, list) else 0)
         if self._padder is not None and padded is not None:
-            self._padder.cut_outputs(responses, padded)
+            self._padder.cut(responses, padded)
         return responses
 
     def _scatter(
         self, open_request: WorkerRequest, request: Request, response: Response
     ) -> Reply | None:
         """Return the reply to a request, or None if the request is to run again."""
-        if open_request.is_cancelled:
+        if open_request.cancelled:
             return self._close_with_error(open_request, _CANCELLED)
         if response.error is not None:
             if self._should_retry(request):

@@ -53,7 +53,7 @@ class _OutputSplit(NamedTuple):
     dims: Shape
 
 
-class RaggedBatching:
+class Ragged:
     """The rules of one model's configuration for ragged batches."""
 
     def __init__(self, config: ModelSpec) -> None:
@@ -194,7 +194,7 @@ class Padder:
                 _replace_inputs(requests, inputs, pad.mask_input, "BOOL", mask, target)
         return padded
 
-    def cut_outputs(self, responses: Sequence[Response], padded: PaddedInputs) -> None:
+    def cut(self, responses: Sequence[Response], padded: PaddedInputs) -> None:
         """Cut the outputs of a padded batch to the true lengths of each request.
 
         A request fails if its output has neither the padded nor the true lengths.

@@ -17,7 +17,7 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages.inference import WorkItem
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range, unpack_range
@@ -64,8 +64,8 @@ class Input:
         memory_range: The range of the bytes, if `raw` is a view of an arena or of a region.
         model: The name of the model, for error texts.
         on_device: Whether the bytes are in device memory.
-        is_shared: Whether the bytes are shared, so that the model must not write into them.
-        is_kept: Whether the bytes are a sequence's state that the model must not change.
+        shared: Whether the bytes are shared, so that the model must not write into them.
+        kept: Whether the bytes are a sequence's state that the model must not change.
         writable: Whether the bytes are private, so that the model may change them.
         batch: The bytes of the whole batch if `raw` is a part of them. The other parts belong to
             the other requests of the batch.
@@ -79,8 +79,8 @@ class Input:
     memory_range: Range | None = None
     model: str = ""
     on_device: bool = False
-    is_shared: bool = False
-    is_kept: bool = False
+    shared: bool = False
+    kept: bool = False
     writable: bool = False
     batch: Any = None
     array: Array | None = None
@@ -91,11 +91,11 @@ class Input:
         Returns:
             The number of copied bytes.
         """
-        if not self.is_shared:
+        if not self.shared:
             return 0
         self.raw = self.raw.clone() if self.on_device else memoryview(bytearray(self.raw))
         self.memory_range = None
-        self.is_shared = False
+        self.shared = False
         self.array = None
         return len(self.raw)
 
@@ -220,7 +220,7 @@ class Request:
         states: The names of the outputs that the model keeps for the next request of its sequence.
     """
 
-    work: WorkItem
+    work: Work
     schema: RequestSchema
     batch_size: int
     inputs: dict[str, Input]
@@ -273,7 +273,7 @@ class _RequestProperties:
 
 @dataclass(eq=False)
 class Unpacker:
-    """A converter of `WorkItem` messages to the `Request`s of one model.
+    """A converter of `Work` messages to the `Request`s of one model.
 
     With `_device_inputs`, inputs in device memory stay there. Otherwise they are copied to the
     host.
@@ -292,7 +292,7 @@ class Unpacker:
 
     def request(
         self,
-        work: WorkItem,
+        work: Work,
         is_cancelled: Callable[[], bool] = never_cancelled,
         *,
         copies_text: bool = True,
@@ -370,7 +370,7 @@ class Unpacker:
         requested = self._all_outputs
         if schema.outputs:
             requested = {output.name: output for output in schema.outputs}
-        placed = [output.name for output in schema.outputs if output.has_range]
+        placed = [output.name for output in schema.outputs if output.placed]
         string_inputs = [tensor.name for tensor in inputs if tensor.datatype == "BYTES"]
         return _RequestProperties(schema, inputs, batch_size, requested, placed, string_inputs)
 

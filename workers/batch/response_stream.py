@@ -214,7 +214,7 @@ class OutputStream:
             with link.lock:
                 if self._is_closed:
                     return
-                if open_request.reader_exited:
+                if open_request.reader_gone:
                     response = None
                 if response is None or open_request.window.is_open:
                     is_first = not self._has_sent
@@ -231,13 +231,13 @@ class OutputStream:
     @property
     def may_send(self) -> bool:
         """Return whether `send` would return without blocking."""
-        return self._is_closed or self._open.reader_exited or self._open.window.is_open
+        return self._is_closed or self._open.reader_gone or self._open.window.is_open
 
     def on_cancel(self, listener: Callable[[], object]) -> None:
         """Register a function that is called when the request is cancelled, in any thread."""
         with self._writer.link.lock:
             self._open.on_cancel = listener
-            if self._open.is_cancelled:
+            if self._open.cancelled:
                 listener()
 
     def on_credit(self, listener: Callable[[], object]) -> None:

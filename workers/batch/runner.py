@@ -30,7 +30,7 @@ from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.padding import Shape
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import ModelContext, Output, Response
-from shmserve.workers.batch.ragged import RaggedBatching
+from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.request import CopyCounter, Input, Request
 from shmserve.workers.device import Device
 from shmserve.workers.memory.device_memory import is_module, is_tensor
@@ -73,7 +73,7 @@ class Gatherer:
         self._buffer(name, byte_size, byte_size)
 
     def gather(
-        self, name: str, requests: Sequence[Request], must_copy: bool = False
+        self, name: str, requests: Sequence[Request], copy: bool = False
     ) -> tuple[Any, tuple[int, ...], bool]:
         """Gather an input that all `requests` have; not for BYTES.
 
@@ -82,7 +82,7 @@ class Gatherer:
         Args:
             name: The input.
             requests: The requests of the batch.
-            must_copy: Whether to copy the bytes even if a view is possible.
+            copy: Whether to copy the bytes even if a view is possible.
 
         Returns:
             The bytes, which are valid until the next call for the same input, the shape of the
@@ -90,10 +90,10 @@ class Gatherer:
         """
         inputs = [request.inputs[name] for request in requests]
         shape = self._batch_shape(name, inputs)
-        if not must_copy:
+        if not copy:
             raw = inputs[0].raw if len(inputs) == 1 else self._adjacent_bytes(inputs)
             if raw is not None:
-                return raw, shape, inputs[0].memory_range is not None or inputs[0].is_kept
+                return raw, shape, inputs[0].memory_range is not None or inputs[0].kept
         byte_size = sum(len(item.raw) for item in inputs)
         rows = sum(request.batch_size for request in requests)
         self._copy_counter.inputs += byte_size
@@ -238,7 +238,7 @@ class Runner:
     _signature: Signature
     _device: Device
     _numpy_inputs: frozenset[str] = frozenset()
-    _ragged: RaggedBatching | None = None
+    _ragged: Ragged | None = None
     _passes_views: bool = False
     _is_learning: bool = True
     _watched_tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)

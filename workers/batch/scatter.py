@@ -403,7 +403,7 @@ def _detach(item: ReadyOutput, request: Request) -> ReadyOutput:
         return item
     if not isinstance(data, np.ndarray):
         return item._replace(data=data.clone())
-    views = [source.raw for source in request.inputs.values() if source.is_shared]
+    views = [source.raw for source in request.inputs.values() if source.shared]
     if any(np.may_share_memory(data, raw) for raw in views if isinstance(raw, memoryview)):
         return item._replace(data=data.copy())
     return item

@@ -430,9 +430,9 @@ class CallRouter:
             request_id=request.request_id,
             priority=request.priority,
             timeout_us=request.timeout_us,
-            time_limit_us=request.limit_us,
-            time_limit_origin="the call's parameter 'deadline_us'",
-            caller_deadline_ns=request.deadline_ns,
+            limit_us=request.limit_us,
+            limit_origin="the call's parameter 'deadline_us'",
+            ends_ns=request.deadline_ns,
             flags=request.flags,
             correlation_id=request.correlation_id,
             trace=request.trace,
@@ -479,7 +479,7 @@ class CallRouter:
 
     def _handle_received(self) -> None:
         """Handle all received messages."""
-        self._control.handle_all_received()
+        self._control.pump_all()
         with self._lock:
             if self._check_cancelled:
                 self._check_cancelled = False

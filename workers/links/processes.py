@@ -34,7 +34,7 @@ from shmserve.ipc.messages.inference import (
     InstanceReady,
     ReaderExited,
     ReleaseOutputs,
-    WorkItem,
+    Work,
 )
 from shmserve.ipc.messages.publications import Loss, ModelWithdrawn, ProcessExited, SchedulerLost
 from shmserve.ipc.messages.supervision import SetLogging
@@ -53,7 +53,7 @@ _MAX_HOLD_NS = 400_000
 _libc = ctypes.PyDLL(None, use_errno=True)
 
 
-class LinkPoller(Protocol):
+class Follower(Protocol):
     """An object that polls this link's descriptors while the model calls other models."""
 
     def add(self, fd: int) -> None:
@@ -78,7 +78,7 @@ class SupervisorLink:
         self.dealer = dealer
         self.inbox: deque[Any] = deque()
         self._on_models_changed: Callable[[Loss], None] = _ignore
-        self._poller: LinkPoller | None = None
+        self._follower: Follower | None = None
         self._readers: dict[int, Callable[[], None]] = {}  # readers by descriptor
         self._lock = threading.RLock()
         self._next_number = 1
@@ -109,14 +109,14 @@ class SupervisorLink:
         self._poll.register(fd, select.EPOLLIN)
         if read is not None:
             self._readers[fd] = read
-            if self._poller is not None:
-                self._poller.add(fd)
+            if self._follower is not None:
+                self._follower.add(fd)
 
     def unwatch(self, fd: int) -> None:
         """Remove a descriptor. Must be called before the descriptor is closed."""
         self._poll.unregister(fd)
-        if self._readers.pop(fd, None) is not None and self._poller is not None:
-            self._poller.remove(fd)
+        if self._readers.pop(fd, None) is not None and self._follower is not None:
+            self._follower.remove(fd)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until there is work or the time has expired; only for the loop's thread.
@@ -131,7 +131,7 @@ class SupervisorLink:
         is_readable = False
         for fd, _ in self._poll.poll(timeout_s):
             if fd == self.dealer.fd:
-                self.handle_received()
+                self.pump()
             else:
                 is_readable = True
                 if fd == self._wake_eventfd:
@@ -139,27 +139,27 @@ class SupervisorLink:
         return is_readable
 
     def follow_models(
-        self, on_change: Callable[[Loss], None] | None, poller: LinkPoller | None = None
+        self, on_change: Callable[[Loss], None] | None, follower: Follower | None = None
     ) -> None:
         """Set the callback for changes of other models, or remove it with None.
 
-        The callback runs in the thread that reads the message, with the lock held. The `poller`
+        The callback runs in the thread that reads the message, with the lock held. The `follower`
         polls the descriptors of this link, and is notified of cancelled requests.
         """
         self._on_models_changed = on_change or _ignore
-        self._poller = poller
-        if poller is not None:
+        self._follower = follower
+        if follower is not None:
             for fd in (self.dealer.fd, *self._readers):
-                poller.add(fd)
+                follower.add(fd)
 
     def on_cancelled(self) -> None:
         """Notify the follower that a request of this instance was cancelled."""
-        if self._poller is not None:
-            self._poller.on_cancelled()
+        if self._follower is not None:
+            self._follower.on_cancelled()
 
-    def handle_all_received(self) -> None:
+    def pump_all(self) -> None:
         """Handle all received messages, including the scheduler's."""
-        self.handle_received()
+        self.pump()
         for read in tuple(self._readers.values()):
             read()
 
@@ -168,7 +168,7 @@ class SupervisorLink:
         self._poll.close()
         self.dealer.close(linger_s)
 
-    def handle_received(self) -> None:
+    def pump(self) -> None:
         """Handle all received messages. Messages for the loop are appended to `inbox`."""
         with self._lock:
             for message in self.dealer.receive():
@@ -217,7 +217,7 @@ class SupervisorLink:
 
     def _take_response(self, request_number: int) -> Answer | None:
         with self._lock:
-            self.handle_received()
+            self.pump()
             return self._responses.pop(request_number, None)
 
 
@@ -282,26 +282,18 @@ class WorkerRequest:
     Attributes:
         key: The id of the request at the scheduler.
         work: The scheduler's message with the request.
-        is_cancelled: Whether the model should end the request.
-        reader_exited: Whether the client reads no further responses, not even before the end.
+        cancelled: Whether the model should end the request.
+        reader_gone: Whether the client reads no further responses, not even before the end.
         on_credit: Called when its `window` may have grown.
     """
 
-    __slots__ = (
-        "_window",
-        "is_cancelled",
-        "key",
-        "on_cancel",
-        "on_credit",
-        "reader_exited",
-        "work",
-    )
+    __slots__ = ("_window", "cancelled", "key", "on_cancel", "on_credit", "reader_gone", "work")
 
-    def __init__(self, work: WorkItem) -> None:
+    def __init__(self, work: Work) -> None:
         self.key = work.key
         self.work = work
-        self.is_cancelled = False
-        self.reader_exited = False
+        self.cancelled = False
+        self.reader_gone = False
         self.on_cancel: Callable[[], object] | None = None
         self.on_credit: Callable[[], object] | None = None
         self._window: SendWindow | None = None
@@ -330,9 +322,9 @@ class WorkerRequest:
         With `keeps_reading`, the client still reads the remaining responses.
         """
         if not keeps_reading:
-            self.reader_exited = True
-        if not self.is_cancelled:
-            self.is_cancelled = True
+            self.reader_gone = True
+        if not self.cancelled:
+            self.cancelled = True
             if self.on_cancel is not None:
                 self.on_cancel()
 
@@ -387,13 +379,13 @@ class InstanceLink:
         with self.lock:
             if self._dealer is not None:
                 # Read before the change, because the old connection may hold releases of outputs.
-                self.handle_received()
+                self.pump()
                 self._control.unwatch(self._dealer.fd)
                 self.flush()
                 self._dealer.close()
                 self._disconnect()
             self._dealer = Dealer(endpoint, f"{self._index}.{self._pid}")
-            self._control.watch(self._dealer.fd, self.handle_received)
+            self._control.watch(self._dealer.fd, self.pump)
             self._dealer.post(InstanceReady(self._index, self._pid))
 
     @property
@@ -401,7 +393,7 @@ class InstanceLink:
         """Return whether the link is known to be connected to a scheduler."""
         return self._dealer is not None and self._dealer.connected
 
-    def is_connected_to(self, endpoint: str) -> bool:
+    def is_at(self, endpoint: str) -> bool:
         """Check whether the instance is known to be connected to the scheduler at `endpoint`."""
         dealer = self._dealer
         return dealer is not None and dealer.connected and dealer.endpoint == endpoint
@@ -445,7 +437,7 @@ class InstanceLink:
             self._last_flush_ns = time.monotonic_ns()
             return self._dealer is not None and self._dealer.send(message)
 
-    def handle_received(self) -> None:
+    def pump(self) -> None:
         """Handle all received messages, and wake the loop if there are commands for it."""
         with self.lock:
             while self._dealer is not None and self._dealer.wait(0):
@@ -454,7 +446,7 @@ class InstanceLink:
                     self._control.wake()
 
     def receive(self) -> None:
-        """Handle the received messages; `handle_received` also wakes the loop."""
+        """Handle the received messages; unlike `pump`, this method does not wake the loop."""
         with self.lock:
             dealer = self._dealer
             if dealer is None:
@@ -529,9 +521,9 @@ class InstanceLink:
 
     def is_cancelled(self, request: WorkerRequest) -> bool:
         """Check whether a request was cancelled, including by unprocessed messages."""
-        if not request.is_cancelled:
-            self.handle_received()
-        return request.is_cancelled
+        if not request.cancelled:
+            self.pump()
+        return request.cancelled
 
     def wait_for_credit(self, request: WorkerRequest, timeout_s: float) -> bool:
         """Wait until the client accepts another response or stops reading responses.
@@ -549,8 +541,8 @@ class InstanceLink:
             while True:
                 with self.lock:
                     if not self.loop_reads:
-                        self.handle_received()
-                    if request.window.is_open or request.reader_exited:
+                        self.pump()
+                    if request.window.is_open or request.reader_gone:
                         return True
                     self.flush()
                     self._appoint_reader()

@@ -186,7 +186,7 @@ class DeviceMemory:
                 f"or it is not of device {handle.device} of the server"
             ) from None
         try:
-            base, byte_size = cuda.allocation_range(pointer, handle.device)
+            base, byte_size = cuda.extent(pointer, handle.device)
         except CudaError as error:
             cuda.close(pointer, handle.device)
             logger.warning(_CANNOT_OPEN, handle.device, error)

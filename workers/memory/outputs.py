@@ -17,7 +17,7 @@ import numpy as np
 from shmserve.errors import Unavailable
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.memory.arena import Arena
-from shmserve.ipc.memory.lent import LentTokens, Token
+from shmserve.ipc.memory.lent import Readers, Token
 from shmserve.ipc.processes import LARGE_COPY
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.workers.batch.request import Array
@@ -55,7 +55,7 @@ class OutputMemory:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
-        self._readers: LentTokens[int] = LentTokens()
+        self._readers: Readers[int] = Readers()
         self.unsent: dict[int, _Output] = {}
         self._lent_bytes: dict[int, int] = {}  # by reader, including blocks that were not sent yet
         self._reserved_outputs: dict[

@@ -38,7 +38,7 @@ class MemoryPlan:
     """The memory that a model with fixed shapes needs.
 
     Attributes:
-        weight_bytes: The bytes of the weights.
+        weights: The bytes of the weights.
         inputs: The bytes of one row of each input, by name.
         outputs: The bytes of one row of each output, by name.
         buckets: The batch sizes that are prepared, ascending. A batch runs in the smallest bucket
@@ -46,7 +46,7 @@ class MemoryPlan:
         workspace: The bytes of the workspace, or None if they were not measured.
     """
 
-    weight_bytes: int
+    weights: int
     inputs: Mapping[str, int]
     outputs: Mapping[str, int]
     buckets: tuple[int, ...]
@@ -85,7 +85,7 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """Return the total bytes; an unmeasured workspace counts as 0."""
-        return self.weight_bytes + sum(self.byte_size(self.rows)) + (self.workspace or 0)
+        return self.weights + sum(self.byte_size(self.rows)) + (self.workspace or 0)
 
     def log(self, model: str) -> None:
         """Log the plan in MB; at debug level if it is too small to matter."""
@@ -101,8 +101,8 @@ class MemoryPlan:
         )
         workspace = "not known" if self.workspace is None else f"{self.workspace / _MB:.2f}"
         return (
-            f"{self.total_bytes / _MB:.2f} MB: weights {self.weight_bytes / _MB:.2f}, inputs + "
-            f"outputs by batch ({batches}), workspace {workspace}"
+            f"{self.total_bytes / _MB:.2f} MB: weights {self.weights / _MB:.2f}, inputs + outputs "
+            f"by batch ({batches}), workspace {workspace}"
         )
 
 
@@ -122,7 +122,7 @@ def buckets(config: ModelSpec) -> tuple[int, ...]:
 
 
 def _has_fixed_size(spec: TensorSpec) -> bool:
-    return spec.is_static and not (spec.optional or spec.ragged or not ITEM_SIZE[spec.datatype])
+    return spec.static and not (spec.optional or spec.ragged or not ITEM_SIZE[spec.datatype])
 
 
 def _row_bytes(spec: TensorSpec) -> int:
@@ -177,10 +177,10 @@ class CudaRecorder(Recorder):
         return torch.cuda.memory_reserved(self._device)
 
 
-class RecordedGraphs:
+class Graphs:
     """The recorded CUDA graphs of a model.
 
-    `workspace_bytes` is the number of bytes that recording has reserved.
+    `workspace` is the number of bytes that recording has reserved.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class RecordedGraphs:
         for rows in reversed(plan.buckets):
             inputs = {name: self._first_rows(buffer, rows) for name, buffer in self._inputs.items()}
             self._graphs[rows] = recorder.record(partial(call, inputs))
-        self.workspace_bytes = recorder.reserved_bytes() - reserved_before
+        self.workspace = recorder.reserved_bytes() - reserved_before
 
     def run(self, inputs: Tensors) -> dict[str, torch.Tensor]:
         """Return the outputs for a batch; they are valid until the next run."""

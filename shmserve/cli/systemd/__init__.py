@@ -63,23 +63,23 @@ class Installation:
     systemd_version: int = 0
 
     @property
-    def unit_dir(self) -> Path:
+    def units(self) -> Path:
         """Return the folder of units."""
         return self.home[0] / "systemd/user" if self.home else Path("/etc/systemd/system")
 
     @property
-    def settings_dir(self) -> Path:
+    def settings(self) -> Path:
         """Return the folder of the configuration file and of tokens."""
         return self.home[0] / "shmserve" if self.home else Path("/etc/shmserve")
 
     @property
-    def models_dir(self) -> Path:
+    def models(self) -> Path:
         """Return the model repository of a new configuration file."""
         data = self.home[1] if self.home else Path("/var/lib")
         return data / "shmserve/models"
 
     @property
-    def tmpfiles_file(self) -> Path:
+    def tmpfiles(self) -> Path:
         """Return the tmpfiles.d file that creates the required folders."""
         folder = self.home[0] / "user-tmpfiles.d" if self.home else Path("/etc/tmpfiles.d")
         return folder / "shmserve.conf"
@@ -89,7 +89,7 @@ SYSUSERS = Path("/etc/sysusers.d/shmserve.conf")
 
 
 @dataclass(frozen=True, slots=True)
-class InstalledFile:
+class File:
     """A file that `install` writes.
 
     Attributes:
@@ -105,80 +105,70 @@ class InstalledFile:
     is_editable: bool = False
 
 
-def list_files(installation: Installation) -> list[InstalledFile]:
+def files(installation: Installation) -> list[File]:
     """Return all files that may be installed, in the order of writing."""
-    settings_file = installation.settings_dir / "shmserve.yaml"
+    settings_file = installation.settings / "shmserve.yaml"
     files = []
-    for path, purpose, body in _file_bodies(installation):
+    for path, purpose, body in _bodies(installation):
         is_settings = path == settings_file
-        contents = None if body is None else add_stamp(body, is_settings)
-        files.append(InstalledFile(path, purpose, contents, is_settings))
+        contents = None if body is None else stamp(body, is_settings)
+        files.append(File(path, purpose, contents, is_settings))
     return files
 
 
-def _file_bodies(installation: Installation) -> Iterator[tuple[Path, str, str | None]]:
+def _bodies(installation: Installation) -> Iterator[tuple[Path, str, str | None]]:
     user = installation.home is not None
-    models = json.dumps(str(installation.models_dir), ensure_ascii=False)
+    models = json.dumps(str(installation.models), ensure_ascii=False)
     group = "" if user else "# Its members may share memory with the server.\nshm-group: shmclients"
     config = _render("config.yaml", models=models, group=group)
-    yield installation.settings_dir / "shmserve.yaml", "the server's flags", config
-    yield (
-        installation.unit_dir / SERVICES[0],
-        "the server",
-        _service_unit(installation, is_template=False),
-    )
-    purpose = (
-        f"further servers: shmserve@NAME has the flags of {installation.settings_dir}/NAME.yaml"
-    )
-    yield (
-        installation.unit_dir / SERVICES[1],
-        purpose,
-        _service_unit(installation, is_template=True),
-    )
+    yield installation.settings / "shmserve.yaml", "the server's flags", config
+    yield installation.units / SERVICES[0], "the server", _service(installation, instance=False)
+    purpose = f"further servers: shmserve@NAME has the flags of {installation.settings}/NAME.yaml"
+    yield installation.units / SERVICES[1], purpose, _service(installation, instance=True)
     for unit, (name, port, path) in _SOCKETS.items():
-        listen = _listen_lines(f"127.0.0.1:{port}" if port else "", path, user)
-        yield (installation.unit_dir / unit, f"the {name} listener", _socket_unit(name, listen, ""))
+        listen = _listen(f"127.0.0.1:{port}" if port else "", path, user)
+        yield installation.units / unit, f"the {name} listener", _socket(name, listen, "")
         purpose = f"the {name} listener of shmserve@NAME, if it is enabled; a drop-in adds ports"
-        listen = _listen_lines("", f"%i-{name}.sock", user)
-        yield (installation.unit_dir / _TEMPLATES[unit], purpose, _socket_unit(name, listen, "@%i"))
+        listen = _listen("", f"%i-{name}.sock", user)
+        yield installation.units / _TEMPLATES[unit], purpose, _socket(name, listen, "@%i")
     limits = "the resource limits of all servers together"
-    yield installation.unit_dir / UNITS[-1], limits, _render("slice.conf")
+    yield installation.units / UNITS[-1], limits, _render("slice.conf")
     for service in SERVICES:
-        folder = installation.unit_dir / f"{service}.d"
+        folder = installation.units / f"{service}.d"
         for device in DEVICES:
             text = None if user or device != installation.device else _render(f"{device}.conf")
             yield folder / f"10-{device}.conf", f"the devices of a host ({device})", text
         has_token = installation.has_token
-        text = _render("token.conf", credential=_credential_lines(user)) if has_token else None
+        text = _render("token.conf", credential=_credential(user)) if has_token else None
         yield folder / "20-token.conf", "the tokens that clients must send", text
     if user:
-        text = _render("user-tmpfiles.conf", models=quote(str(installation.models_dir)))
+        text = _render("user-tmpfiles.conf", models=quote(str(installation.models)))
     else:
         text = _render("tmpfiles.conf")
         yield SYSUSERS, "the user shmserve, the group shmclients", _render("sysusers.conf")
-    yield installation.tmpfiles_file, "the required folders", text
+    yield installation.tmpfiles, "the required folders", text
 
 
-def _service_unit(installation: Installation, is_template: bool) -> str:
+def _service(installation: Installation, instance: bool) -> str:
     user = installation.home is not None
     sockets = " ".join(_SOCKETS)
     name = "shmserve" if user else "shmserve/server"
     return _render(
         "service.conf",
-        title=" %i" if is_template else "",
+        title=" %i" if instance else "",
         type=_TYPE_RELOAD if installation.systemd_version >= _MIN_RELOAD_VERSION else _TYPE_SIGNAL,
         program=" ".join(map(quote, installation.program)),
-        config="%i" if is_template else "shmserve",
-        run_dir=f"{name}-%i" if is_template else name,
+        config="%i" if instance else "shmserve",
+        run_dir=f"{name}-%i" if instance else name,
         stop_timeout_s=installation.exit_timeout_s + _STOP_MARGIN_S,
         system="" if user else _render("system.conf"),
-        sockets="" if is_template else f"Sockets={sockets}\n",
+        sockets="" if instance else f"Sockets={sockets}\n",
         target="default.target" if user else "multi-user.target",
-        also="" if is_template else f"Also={sockets}",
+        also="" if instance else f"Also={sockets}",
     )
 
 
-def _listen_lines(address: str, path: str, user: bool) -> list[str]:
+def _listen(address: str, path: str, user: bool) -> list[str]:
     lines = [f"ListenStream={address}"] if address else []
     kind = "ListenSequentialPacket" if path.endswith(_LOCAL_SOCKET) else "ListenStream"
     if path and user:
@@ -190,12 +180,12 @@ def _listen_lines(address: str, path: str, user: bool) -> list[str]:
     return lines
 
 
-def _socket_unit(name: str, listen: list[str], instance: str) -> str:
+def _socket(name: str, listen: list[str], instance: str) -> str:
     fields = {"name": name, "title": instance.replace("@", " "), "instance": instance}
     return _render("socket.conf", listen="\n".join(listen), **fields)
 
 
-def _credential_lines(user: bool) -> str:
+def _credential(user: bool) -> str:
     file = "%E/shmserve/token"
     if user:  # only the user's own systemd manager reads the file
         return f"Environment=SHMSERVE_FLAGS=--auth-token-file={file}"
@@ -216,7 +206,7 @@ def quote(word: str) -> str:
     return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def add_stamp(body: str, is_editable: bool) -> str:
+def stamp(body: str, is_editable: bool) -> str:
     """Return `body` after a line with the file's origin and a hash, by which edits are detected."""
     digest = hashlib.sha256(body.encode()).hexdigest()
     advice = "edit it as needed" if is_editable else "change it by drop-ins, systemctl edit"
@@ -253,12 +243,12 @@ def run(arguments: argparse.Namespace) -> int:
     root = Path(arguments.root or "/")
     installation = _select_installation(arguments, root)
     if arguments.verb == "show":
-        for file in list_files(installation):
+        for file in files(installation):
             if file.text is not None:
                 print(f"## {file.path}: {file.purpose}\n{file.text}")
         return 0
     with convert_os_errors(f"systemd {arguments.verb}: cannot change the files"):
-        return _Installer(installation, root, arguments).run(arguments.verb)
+        return _Change(installation, root, arguments).run(arguments.verb)
 
 
 def _select_installation(arguments: argparse.Namespace, root: Path) -> Installation:
@@ -273,16 +263,16 @@ def _select_installation(arguments: argparse.Namespace, root: Path) -> Installat
     if arguments.verb == "remove":  # removal must succeed even if the installation is broken
         return installation
     return Installation(
-        program=_server_command(arguments, arguments.verb == "show" or arguments.dry_run),
+        program=_program(arguments, arguments.verb == "show" or arguments.dry_run),
         home=home,
         device=arguments.device or ("nvidia" if (root / "dev/nvidiactl").exists() else "cpu"),
-        has_token=_path_in(root, installation.settings_dir / "token").exists(),
+        has_token=_path_in(root, installation.settings / "token").exists(),
         systemd_version=_systemd_version(root),
-        exit_timeout_s=_exit_timeout_s(_path_in(root, installation.settings_dir / "shmserve.yaml")),
+        exit_timeout_s=_exit_timeout_s(_path_in(root, installation.settings / "shmserve.yaml")),
     )
 
 
-def _server_command(arguments: argparse.Namespace, preview: bool) -> tuple[str, ...]:
+def _program(arguments: argparse.Namespace, preview: bool) -> tuple[str, ...]:
     """Return the command line of the server; a preview only warns if the units cannot run it."""
     script = Path(sys.executable).with_name("shmserve")
     program = (str(script),) if script.exists() else (sys.executable, "-m", "shmserve")
@@ -328,29 +318,29 @@ def _path_in(root: Path, path: Path) -> Path:
     return root / path.relative_to("/")
 
 
-class _Installer:
+class _Change:
     """The installation or removal of files on a host, and the lines printed about it."""
 
     def __init__(self, installation: Installation, root: Path, options: argparse.Namespace) -> None:
         self._installation = installation
-        self._unit_dir = _path_in(root, installation.unit_dir)
+        self._units = _path_in(root, installation.units)
         self._root = root
         self._dry_run = options.dry_run
         self._force = options.force
         self._manager = ("systemctl", "--user") if options.user else ("systemctl",)
         runtime_dir = Path(os.environ.get("XDG_RUNTIME_DIR", "/") if options.user else "/run")
         self._has_manager = options.root is None and (runtime_dir / "systemd/private").exists()
-        self._kept_files: list[InstalledFile] = []
+        self._kept_files: list[File] = []
         self._has_failed = False
 
     def run(self, verb: str) -> int:
-        installed = list_files(self._installation)
+        installed = files(self._installation)
         if verb == "install":
             for file in installed:
                 self._install(file)
         else:
             if not any(_path_in(self._root, file.path).exists() for file in installed):
-                print(f"No units are installed in {self._unit_dir}.")
+                print(f"No units are installed in {self._units}.")
             else:
                 self._command(*self._manager, "stop", *_STOPPED_UNITS, may_fail=True)
             for file in installed:
@@ -364,7 +354,7 @@ class _Installer:
         self._finish(verb)
         return int(is_blocked or self._has_failed)
 
-    def _install(self, file: InstalledFile) -> None:
+    def _install(self, file: File) -> None:
         path = _path_in(self._root, file.path)
         current = _read_text(path)
         if file.text is None:
@@ -375,7 +365,7 @@ class _Installer:
         elif current is not None and not (
             is_untouched(current) or (self._force and not file.is_editable)
         ):
-            self._keep_file(file, path)
+            self._keep(file, path)
             self._show_difference(path, current, file.text)
         else:
             self._report("written" if current is None else "updated", f"{path}: {file.purpose}")
@@ -401,18 +391,18 @@ class _Installer:
             for line in difflib.unified_diff(*lines, str(path), "installed", lineterm=""):
                 print(f"    {line}")
 
-    def _keep_file(self, file: InstalledFile, path: Path) -> None:
+    def _keep(self, file: File, path: Path) -> None:
         self._kept_files.append(file)
         verb = "would keep" if self._dry_run else "kept"
         print(f"{verb:<10} {path}: changed since it was written")
 
-    def _remove(self, file: InstalledFile) -> None:
+    def _remove(self, file: File) -> None:
         path = _path_in(self._root, file.path)
         current = _read_text(path)
         if current is None:
             return
         if not (is_untouched(current) or self._force):
-            self._keep_file(file, path)
+            self._keep(file, path)
             return
         self._report("removed", str(path))
         if not self._dry_run:
@@ -422,7 +412,7 @@ class _Installer:
 
     def _remove_links(self) -> None:
         # Links made by `systemctl enable`, including those of shmserve@NAME.
-        for link in sorted(self._unit_dir.glob("*.wants/shmserve[.@-]*")):
+        for link in sorted(self._units.glob("*.wants/shmserve[.@-]*")):
             if link.is_symlink():
                 self._report("removed", str(link))
                 if not self._dry_run:
@@ -430,7 +420,7 @@ class _Installer:
 
     def _remove_folders(self) -> None:
         # The empty folders created by tmpfiles.d.
-        models = self._installation.models_dir
+        models = self._installation.models
         for folder in (models, models.parent, *(() if self._installation.home else (_RUN_ROOT,))):
             path = _path_in(self._root, folder)
             if not self._dry_run and path.is_dir() and not any(path.iterdir()):
@@ -444,16 +434,14 @@ class _Installer:
             if self._installation.home is None:
                 self._command("systemd-sysusers", str(SYSUSERS))
             scope = ("--user",) if self._installation.home else ()
-            self._command(
-                "systemd-tmpfiles", *scope, "--create", str(self._installation.tmpfiles_file)
-            )
+            self._command("systemd-tmpfiles", *scope, "--create", str(self._installation.tmpfiles))
         self._command(*self._manager, "daemon-reload")
         if verb == "install" and not self._dry_run:
             manager = " ".join(self._manager)
             command = f"{manager} enable --now shmserve.service"
-            print(f"Models go to {self._installation.models_dir}. Then: {command}")
+            print(f"Models go to {self._installation.models}. Then: {command}")
             if not self._installation.has_token:
-                token = self._installation.settings_dir / "token"
+                token = self._installation.settings / "token"
                 print(
                     f"No {token}: any client that reaches the sockets is served. "
                     "Write the file and install again."

@@ -19,13 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.client.memory.segments import (
-    Allocator,
-    AnySegment,
-    AttachedSegment,
-    Segment,
-    aligned,
-)
+from shmserve.client.memory.segments import AnySegment, AttachedSegment, Memories, Segment, aligned
 from shmserve.client.memory.views import MemoryLease, noop
 from shmserve.client.request.arrays import datatype_of
 from shmserve.client.server_state import ClientModel
@@ -62,9 +56,9 @@ class Region(Mapping[str, Any]):
 
     def __init__(
         self,
-        allocator: Allocator,
+        memories: Memories,
         tensors: Specs,
-        make_segment: Callable[[int], AnySegment] | None = None,
+        make: Callable[[int], AnySegment] | None = None,
         offset: int = 0,
     ) -> None:
         """Allocate the memory, by `make(byte_size)` if given; the tensors begin at `offset`.
@@ -82,27 +76,27 @@ class Region(Mapping[str, Any]):
             self._offsets[template.name] = start = offset + aligned(end - offset)
             end = start + max(1, template.byte_size)
         byte_size = max(1, end)
-        if make_segment is None:
-            self._block = block = allocator.allocate(byte_size, whole_segment=True)
+        if make is None:
+            self._block = block = memories.allocate(byte_size, whole_segment=True)
         else:
-            self._block = block = allocator.add(make_segment(byte_size))
+            self._block = block = memories.add(make(byte_size))
         assert not block.offset  # the block of a region is a whole segment
         self._start_offset = offset
         self.segment: Any = block.segment
-        self.lease = MemoryLease(partial(allocator.withdraw_block, block))
-        self.allocator = allocator
+        self.lease = MemoryLease(partial(memories.withdraw_block, block))
+        self.memories = memories
         # The schema and data of a request to each model.
         self.requests: dict[ClientModel, Packed] = {}
-        self._attached: weakref.WeakKeyDictionary[Allocator, Region] = weakref.WeakKeyDictionary()
+        self._attached: weakref.WeakKeyDictionary[Memories, Region] = weakref.WeakKeyDictionary()
 
-    def attached_to(self, memories: Allocator) -> Region:
+    def attached_to(self, memories: Memories) -> Region:
         """Return this region, or a region over the same memory that belongs to another client.
 
         Raises:
             Released: The region was released.
             Unsupported: The memory is on a device.
         """
-        if self.allocator is memories:
+        if self.memories is memories:
             return self
         region = self._attached.get(memories)
         if region is None:
@@ -201,7 +195,7 @@ class Region(Mapping[str, Any]):
         # The memory itself is freed with the last array over it and the last request in flight.
         self.lease = MemoryLease(noop)
         self.lease.released = True
-        self.allocator.free_recycled()
+        self.memories.free_recycled()
         for region in list(self._attached.values()):
             region.release()
 
@@ -213,7 +207,7 @@ class Region(Mapping[str, Any]):
 
 
 def attach_region(
-    memories: Allocator,
+    memories: Memories,
     source: Any,
     tensors: Specs | None = None,
     *,
@@ -263,7 +257,7 @@ def _descriptor(source: Any) -> int:
 
 def _receive_region(descriptor: Any, specs: Specs, start: int, pin: bool) -> Region:
     """Return a region that another process has sent; its first request shares it with a server."""
-    unshared = Allocator(0, _share_nothing, _share_nothing)
+    unshared = Memories(0, _share_nothing, _share_nothing)
     return Region(unshared, specs, partial(AttachedSegment, descriptor.detach(), pin), start)
 
 

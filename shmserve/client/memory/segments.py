@@ -73,9 +73,9 @@ class Segment(RegisteredMemory):
             if huge_pages:
                 text += f": too few huge pages of {page} bytes are free (vm.nr_hugepages)"
             raise Unavailable(text) from error
-        self._set_mapping(mapped)
+        self._use(mapped)
 
-    def _set_mapping(self, mapped: mmap.mmap) -> None:
+    def _use(self, mapped: mmap.mmap) -> None:
         # numpy keeps only a reference to this object, so the memory is unmapped with the last
         # array.
         self.bytes = memoryview(mapped)
@@ -131,7 +131,7 @@ class AttachedSegment(Segment):
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             # Reserve the pages, because the maker may have written nothing yet.
             os.posix_fallocate(fd, 0, self.size)
-            self._set_mapping(mmap.mmap(fd, self.size, mmap.MAP_SHARED))
+            self._use(mmap.mmap(fd, self.size, mmap.MAP_SHARED))
         except OSError as error:
             raise Unavailable(f"the memory cannot be mapped: {error}") from error
 
@@ -145,20 +145,20 @@ class MemoryBlock:
     A block that an interrupted call never recycled is freed when it is collected.
     """
 
-    __slots__ = ("_allocator", "offset", "segment", "size")
+    __slots__ = ("_memories", "offset", "segment", "size")
 
-    def __init__(self, segment: Any, offset: int, size: int, allocator: Allocator) -> None:
+    def __init__(self, segment: Any, offset: int, size: int, memories: Memories) -> None:
         self.segment = segment  # usually a `Segment`, which has `bytes`
         self.offset = offset
         self.size = size
-        self._allocator: Allocator | None = allocator
+        self._memories: Memories | None = memories
 
     def recycle(self) -> None:
         """Mark the block unused; the next `free_recycled` frees it. This method is idempotent.
 
         It may be called at any time, such as by the garbage collector.
         """
-        memories, self._allocator = self._allocator, None
+        memories, self._memories = self._memories, None
         if memories is not None:
             memories.recycled.append((self.segment, self.offset))
 
@@ -174,7 +174,7 @@ class BlockOwner(Protocol):
 
 
 @dataclass(eq=False)
-class Allocator:
+class Memories:
     """A client's allocator over all its segments; thread-safe.
 
     Args:
@@ -215,10 +215,8 @@ class Allocator:
             size = byte_size if whole_segment else max(byte_size, preferred_size)
             self._check_limit(used_bytes, size)
             segment = Segment(size)
-            block = self._allocate_first_block(
-                segment, segment.size if whole_segment else byte_size
-            )
-        self._share_or_remove(block.segment)
+            block = self._first_block(segment, segment.size if whole_segment else byte_size)
+        self._notify(block.segment)
         return block
 
     def _allocate_shared(self, byte_size: int) -> MemoryBlock | None:
@@ -265,8 +263,8 @@ class Allocator:
                 except Unavailable:
                     segment.close()
                     raise
-            block = self._allocate_first_block(segment, segment.size)
-        self._share_or_remove(segment)
+            block = self._first_block(segment, segment.size)
+        self._notify(segment)
         return block
 
     def _used_bytes(self) -> int:
@@ -280,13 +278,13 @@ class Allocator:
                 "larger memory_limit)"
             )
 
-    def _allocate_first_block(self, segment: AnySegment, byte_size: int) -> MemoryBlock:
+    def _first_block(self, segment: AnySegment, byte_size: int) -> MemoryBlock:
         offset = segment.free_list.allocate(byte_size)
         assert offset is not None
         self._segments.append(segment)
         return MemoryBlock(segment, offset, byte_size, self)
 
-    def _share_or_remove(self, segment: AnySegment) -> None:
+    def _notify(self, segment: AnySegment) -> None:
         # The lock is not held, because the thread that reads the response may allocate memory.
         try:
             self._share(segment)
@@ -334,7 +332,7 @@ class Allocator:
                 return segment, offset
         return None
 
-    def contains_any(self, arrays: Sequence[np.ndarray]) -> bool:
+    def any_within(self, arrays: Sequence[np.ndarray]) -> bool:
         """Check whether any of the arrays lies in a segment."""
         if not self._segments:
             return False

@@ -75,7 +75,7 @@ class View(np.ndarray[Any, Any]):
     def __array_finalize__(self, source: object) -> None:
         self._lease = getattr(source, "_lease", None)
 
-    def as_plain_array(self) -> np.ndarray[Any, Any]:
+    def plain(self) -> np.ndarray[Any, Any]:
         """Return the same memory as a plain array; raise Released after its release."""
         self.check()
         return np.ndarray.view(self, np.ndarray)
@@ -86,18 +86,18 @@ class View(np.ndarray[Any, Any]):
             raise Released("this memory was released; copy data that you need after the release")
 
     def __getitem__(self, key: Any) -> Any:
-        return self.as_plain_array()[key]
+        return self.plain()[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.as_plain_array()[key] = _as_plain(value)
+        self.plain()[key] = _plain(value)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: Any, *inputs: Any, **options: Any) -> Any:
         if "where" in options:
-            options["where"] = _as_plain(options["where"])
+            options["where"] = _plain(options["where"])
         if "out" not in options:
-            return getattr(ufunc, method)(*map(_as_plain, inputs), **options)
+            return getattr(ufunc, method)(*map(_plain, inputs), **options)
         outs = options.pop("out")
-        getattr(ufunc, method)(*map(_as_plain, inputs), out=tuple(map(_as_plain, outs)), **options)
+        getattr(ufunc, method)(*map(_plain, inputs), out=tuple(map(_plain, outs)), **options)
         return outs[0] if len(outs) == 1 else outs
 
     def __array_function__(
@@ -107,35 +107,35 @@ class View(np.ndarray[Any, Any]):
         arguments: Iterable[Any],
         options: Mapping[str, Any],
     ) -> Any:
-        keywords = {key: _as_plain_deep(value) for key, value in options.items()}
-        return function(*map(_as_plain_deep, arguments), **keywords)
+        keywords = {key: _deeply_plain(value) for key, value in options.items()}
+        return function(*map(_deeply_plain, arguments), **keywords)
 
     def __repr__(self) -> str:
-        return repr(self.as_plain_array())
+        return repr(self.plain())
 
     def __str__(self) -> str:
-        return str(self.as_plain_array())
+        return str(self.plain())
 
     def __dlpack__(self, **options: Any) -> Any:
-        return self.as_plain_array().__dlpack__(**options)
+        return self.plain().__dlpack__(**options)
 
     def copy(self, order: Any = "C") -> Any:
         """Return a copy as a plain array; raise Released after the memory's release."""
-        return self.as_plain_array().copy(order)
+        return self.plain().copy(order)
 
     @property
     def flat(self) -> Any:
         """Return an iterator over the elements; raise Released after the memory's release."""
-        return self.as_plain_array().flat
+        return self.plain().flat
 
     def __copy__(self) -> Any:
-        return self.as_plain_array().copy()
+        return self.plain().copy()
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self.as_plain_array().copy()
+        return self.plain().copy()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_plain_array().__reduce_ex__(protocol)
+        return self.plain().__reduce_ex__(protocol)
 
 
 def lease_of(array: object) -> MemoryLease | None:
@@ -147,7 +147,7 @@ def lease_of(array: object) -> MemoryLease | None:
     return None
 
 
-def _checked_method(name: str) -> Callable[..., Any]:
+def _check_first(name: str) -> Callable[..., Any]:
     method = getattr(np.ndarray, name)
 
     @functools.wraps(method)
@@ -170,15 +170,15 @@ for _name in (
     *("all", "any", "argmax", "argmin", "argsort", "clip", "cumprod", "cumsum", "max", "mean"),
     *("min", "nonzero", "prod", "round", "std", "sum", "trace", "var"),
 ):
-    setattr(View, _name, _checked_method(_name))
+    setattr(View, _name, _check_first(_name))
 
 
-def _as_plain(value: object) -> object:
-    return value.as_plain_array() if isinstance(value, View) else value
+def _plain(value: object) -> object:
+    return value.plain() if isinstance(value, View) else value
 
 
-def _as_plain_deep(value: object) -> object:
+def _deeply_plain(value: object) -> object:
     if isinstance(value, list | tuple):
-        plain = map(_as_plain_deep, value)
+        plain = map(_deeply_plain, value)
         return list(plain) if isinstance(value, list) else tuple(plain)
-    return _as_plain(value)
+    return _plain(value)

@@ -58,8 +58,12 @@ def as_array(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array, str
     if array.dtype.kind in "OSUT":
         return array, "BYTES"
     array_datatype = datatype_of(array, expected_datatype)
+    if array.dtype.name == "bfloat16":  # the type of ml_dtypes, which JAX and TensorFlow use
+        return _as_contiguous(array.view(BF16)), "BF16"
     if not array_datatype:
         text = f"input '{name}' has the type {array.dtype}, which has no corresponding datatype"
+        if not array.dtype.isnative:
+            text += f" (byte order: pass array.astype('{array.dtype.newbyteorder('=')}'))"
         raise InvalidArgument(text)
     return _as_contiguous(array), array_datatype
 
@@ -90,7 +94,7 @@ def _convert(value: Any, expected_datatype: str, name: str) -> tuple[Any, str]:
         raise InvalidArgument(text)
     if isinstance(value, np.ndarray):
         # The method of a `View`, which raises Released after its release.
-        as_plain = getattr(value, "as_plain_array", None)
+        as_plain = getattr(value, "plain", None)
         return (value.view(np.ndarray) if as_plain is None else as_plain()), ""
     if hasattr(value, "__dlpack__"):
         try:

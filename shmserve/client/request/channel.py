@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from shmserve.client.memory.views import noop
 from shmserve.client.request.prepare import PackedRequest
-from shmserve.client.request.results import Result, own_memory_ids, read
+from shmserve.client.request.results import Result, own_memories, read
 from shmserve.client.server_state import ServerState
 from shmserve.errors import (
     Disconnected,
@@ -42,7 +42,7 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.scheduler_client import NO_SCHEDULER, InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Range
-from shmserve.ipc.tensors.inference import inline_size_of, is_aliased_request
+from shmserve.ipc.tensors.inference import inline_size_of, runs_once
 from shmserve.ipc.trace import TraceContext, phase_durations, unpack_spans
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.ipc.transport.zmtp import Dealer, LinkTable
@@ -58,7 +58,7 @@ class ClientRequest(InflightRequest):
     """An in-flight request with one response.
 
     Attributes:
-        is_abandoned: Whether the caller has stopped waiting for the request.
+        abandoned: Whether the caller has stopped waiting for the request.
         channel: The channel that submitted the request.
         is_retry: Whether the request has been resubmitted because its response was lost.
         on_done: Called with the request when `outcome` is set.
@@ -68,7 +68,7 @@ class ClientRequest(InflightRequest):
     """
 
     __slots__ = (
-        *("is_abandoned", "channel", "is_retry", "on_done", "outcome"),
+        *("abandoned", "channel", "is_retry", "on_done", "outcome"),
         *("packed_request", "release_memory"),
     )
 
@@ -85,7 +85,7 @@ class ClientRequest(InflightRequest):
         self.release_memory = packed_request.release_memory
         self.on_done = on_done
         self.outcome: Result | ShmserveError | None = None
-        self.is_abandoned = False
+        self.abandoned = False
         self.is_retry = False
 
     def result(self) -> Result:
@@ -105,7 +105,7 @@ class ClientRequest(InflightRequest):
             del outcome  # a cycle of the error and its traceback would keep the request's memory
 
     def is_awaited(self) -> bool:
-        return not self.is_abandoned
+        return not self.abandoned
 
     def respond(self, message: Response) -> None:
         if type(message) is Finished:
@@ -141,7 +141,7 @@ class ClientRequest(InflightRequest):
 
     def discard(self, message: Response) -> None:
         """Release the outputs of a response without reading them."""
-        self.channel.schedulers.discard(self.endpoint, message, self.own_memory_ids())
+        self.channel.schedulers.discard(self.endpoint, message, self.own_memories())
 
     def _finish(self, message: Finished) -> None:
         channel = self.channel
@@ -155,9 +155,7 @@ class ClientRequest(InflightRequest):
         except ShmserveError as error:
             self.release_memory = release_memory
             submit = self.submit
-            final = (
-                self.is_retry or self.is_abandoned or is_aliased_request(submit.schema, submit.data)
-            )
+            final = self.is_retry or self.abandoned or runs_once(submit.schema, submit.data)
             if isinstance(error, Unavailable) and not final:
                 self.is_retry = True  # the worker exited before the response was read
                 channel.schedulers.submit(self, self.endpoint, message_size(submit))
@@ -193,10 +191,10 @@ class ClientRequest(InflightRequest):
         """Send the `Release` messages for outputs that have been read."""
         self.channel.schedulers.release(self.endpoint, messages)
 
-    def own_memory_ids(self) -> set[int]:
-        return own_memory_ids(self.packed_request)
+    def own_memories(self) -> set[int]:
+        return own_memories(self.packed_request)
 
-    def fail_without_scheduler(self) -> None:
+    def fail_stranded(self) -> None:
         self.free()
         self.complete(Disconnected(NO_SCHEDULER))
 
@@ -213,7 +211,7 @@ class ClientRequest(InflightRequest):
 
         An abandoned request ignores its outcome.
         """
-        if self.is_abandoned:
+        if self.abandoned:
             return
         self.outcome = outcome
         on_done, self.on_done = self.on_done, None  # the callback may refer to this request
@@ -240,7 +238,7 @@ class RequestChannel:
         self._unwatch = unwatch
         self._links = LinkTable(f"{server.identity}.{next(server.link_numbers)}", watch, unwatch)
         self.schedulers: SchedulerClient[ClientRequest] = SchedulerClient(
-            self._links, self._find_endpoint, server.successors
+            self._links, self._find, server.successors
         )
         self._request_ids = itertools.count(1)
         self._loss_count = 0
@@ -279,7 +277,7 @@ class RequestChannel:
         """
         server, packed = self.server, pending.packed_request
         is_other_server = packed.model.source is not server.models
-        if self._is_closed or not server.is_alive or is_other_server:
+        if self._is_closed or not server.alive or is_other_server:
             packed.release_memory()
             raise Disconnected(
                 "this client is closed" if self._is_closed and not is_other_server else CLOSED_EARLY
@@ -300,7 +298,7 @@ class RequestChannel:
             request_id=options.request_id,
             priority=options.priority,
             timeout_us=options.timeout_us,
-            caller_deadline_ns=options.deadline_ns,
+            ends_ns=options.deadline_ns,
             flags=options.flags,
             correlation_id=options.sequence,
             trace=options.trace,
@@ -310,23 +308,23 @@ class RequestChannel:
 
     def cancel(self, pending: ClientRequest) -> None:
         """Cancel a request. Its memory stays in use until the scheduler responds."""
-        pending.is_abandoned = True
+        pending.abandoned = True
         self.schedulers.cancel(pending)
 
     def expire(self, request_id: int) -> None:
         """Fail and cancel a request whose deadline has passed, unless it has completed."""
         pending = self.schedulers.pending.get(request_id)
-        if pending is not None and not pending.is_abandoned:
+        if pending is not None and not pending.abandoned:
             pending.complete(TimedOut(LATE))
             self.cancel(pending)
 
     @property
-    def pending_ids(self) -> Collection[int]:
+    def waiting(self) -> Collection[int]:
         """Return the ids of the requests that have not completed."""
         return self.schedulers.pending
 
     @property
-    def unsent_count(self) -> int:
+    def unsent(self) -> int:
         """Return the number of queued messages."""
         return self._links.unsent
 
@@ -340,7 +338,7 @@ class RequestChannel:
         """Handle the messages at the readable descriptors and send the queued replies."""
         if self.waker in readable:
             self._reset_waker()  # reset before `_check_server`, so that a later `wake` is not lost
-        if self._loss_count != self.server.loss_count or not self.server.is_alive:
+        if self._loss_count != self.server.loss_count or not self.server.alive:
             self._check_server()
         for fd in readable:
             link = self._links.by_fd(fd)
@@ -352,7 +350,7 @@ class RequestChannel:
         if self._links.unsent:
             self.flush()
 
-    def _find_endpoint(self, pending: ClientRequest, _: Failed | None) -> str:
+    def _find(self, pending: ClientRequest, _: Failed | None) -> str:
         """Return the endpoint that currently serves the model of a request; "" if there is none."""
         model, models = pending.packed_request.model, self.server.models
         current = models.find(model.name, model.version) or models.find(model.name, "")
@@ -363,7 +361,7 @@ class RequestChannel:
     def _check_server(self) -> None:
         """Resubmit the requests of lost schedulers, or fail all requests if the server exited."""
         server = self.server
-        if not server.is_alive:
+        if not server.alive:
             self._fail_all()
             return
         self._loss_count = server.loss_count
@@ -381,14 +379,14 @@ class RequestChannel:
             new_link = self._links.connect(link.endpoint)
         except Unavailable as error:
             self._links.remove(link)
-            for pending in self.schedulers.remove_requests(link.endpoint):
+            for pending in self.schedulers.withdraw(link.endpoint):
                 pending.fail(error.message)
             return
         if not new_link.connected:
             new_link.close()
             return
         self._links.remove(link)
-        withdrawn = self.schedulers.remove_requests(link.endpoint)
+        withdrawn = self.schedulers.withdraw(link.endpoint)
         if all(pending.is_retry for pending in withdrawn):
             new_link.close()
         else:
@@ -404,7 +402,7 @@ class RequestChannel:
 
     def _fail_all(self) -> None:
         self._links.close_all()
-        for pending in self.schedulers.remove_all_requests():
+        for pending in self.schedulers.withdraw_all():
             pending.free()
             pending.complete(Disconnected(CLOSED_EARLY))
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from shmserve.client.memory.cuda import DeviceView
 from shmserve.client.memory.region import Region, check_datatype
-from shmserve.client.memory.segments import Allocator, AnySegment, MemoryBlock, aligned
+from shmserve.client.memory.segments import AnySegment, Memories, MemoryBlock, aligned
 from shmserve.client.memory.views import View, lease_of, noop
 from shmserve.client.request.arrays import Array, as_array, datatype_of, is_torch
-from shmserve.client.request.prepared import ClientTemplate, TemplateSlot, pack
+from shmserve.client.request.prepared import Buffer, ClientTemplate, pack
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.arrays import encode_bytes
@@ -37,7 +37,7 @@ _FOREVER_S = 2e6  # a longer timeout counts as no timeout, since epoll has a lim
 _INTEGERS = range(-(1 << 63), 1 << 64)  # the range of MessagePack integers
 
 
-class RequestOptions(NamedTuple):
+class Options(NamedTuple):
     """The options of a call. `flags` mark the first and the last request of a sequence."""
 
     request_id: str = ""
@@ -50,10 +50,10 @@ class RequestOptions(NamedTuple):
     trace: str = ""
 
 
-PLAIN = RequestOptions()
+PLAIN = Options()
 
 
-def make_options(
+def options_of(
     request_id: str,
     parameters: Mapping[str, Any] | None,
     priority: int,
@@ -62,7 +62,7 @@ def make_options(
     start: bool = False,
     end: bool = False,
     traceparent: str = "",
-) -> RequestOptions:
+) -> Options:
     """Return the options of a call; PLAIN if all are defaults.
 
     Raises:
@@ -76,11 +76,11 @@ def make_options(
     deadline_ns = time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0
     name, values = _check_text("request_id", request_id or ""), _check_parameters(parameters)
     timing = (_check_priority(priority), timeout_us, deadline_ns)
-    number_or_name, trace = _check_sequence(sequence), _trace_context(traceparent, parameters)
-    return RequestOptions(name, values, *timing, number_or_name, flags, trace)
+    number_or_name, trace = _check_sequence(sequence), _trace(traceparent, parameters)
+    return Options(name, values, *timing, number_or_name, flags, trace)
 
 
-def _trace_context(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
+def _trace(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
     """Return a request's trace context; "" if it needs neither a trace nor an explanation.
 
     The parameter `explain` requests an explanation of the response's latency.
@@ -89,14 +89,14 @@ def _trace_context(traceparent: str, parameters: Mapping[str, Any] | None) -> st
         InvalidArgument: `traceparent` has another format than W3C's.
     """
     if traceparent:
-        caller = TraceContext.from_header(_check_text("traceparent", traceparent))
+        caller = TraceContext.of_header(_check_text("traceparent", traceparent))
         if caller is None:
             raise InvalidArgument(
                 f"traceparent must have W3C's format 00-TRACE-SPAN-FLAGS, got {traceparent!r:.80}"
             )
-        return caller.child().message_field
+        return caller.child().message
     explain_requested = isinstance(parameters, Mapping) and parameters.get("explain") is True
-    return TraceContext.new().message_field if explain_requested else ""
+    return TraceContext.new().message if explain_requested else ""
 
 
 def _check_sequence(sequence: int | str) -> int | str:
@@ -178,9 +178,9 @@ class PackedRequest(NamedTuple):
     model: ClientModel
     schema: bytes
     data: list[Any]
-    options: RequestOptions
+    options: Options
     template: ClientTemplate | None = None
-    slot: TemplateSlot | None = None
+    slot: Buffer | None = None
     as_torch: bool = False
     release_memory: Callable[[], None] = noop
     segments: tuple[AnySegment, ...] = ()  # segments that may contain the request's outputs
@@ -188,16 +188,16 @@ class PackedRequest(NamedTuple):
 
 
 def prepare(
-    allocator: Allocator,
+    memories: Memories,
     model: ClientModel,
     inputs: Mapping[str, Any],
     outputs: Sequence[str] | Mapping[str, Any] | None,
-    options: RequestOptions,
+    options: Options,
 ) -> PackedRequest:
     """Return a request to `model`.
 
     Args:
-        allocator: The client's memory.
+        memories: The client's memory.
         model: The model.
         inputs: The inputs: a mapping or a region.
         outputs: The names of the requested outputs, or the memory to write outputs to: a region,
@@ -209,7 +209,7 @@ def prepare(
         Unavailable: There is not enough memory.
     """
     if type(inputs) is Region and outputs is None:
-        return _prepare_region(allocator, model, inputs, options)
+        return _prepare_region(memories, model, inputs, options)
     if type(inputs) is not dict and not isinstance(inputs, Mapping):
         raise InvalidArgument(f"inputs must be a mapping of names to arrays, got {inputs!r:.80}")
     arrays: list[Array] = []
@@ -221,7 +221,7 @@ def prepare(
     byte_size = 0
     specs = model.signature.inputs
     for name, value in inputs.items():
-        if type(value) is np.ndarray and value.flags.c_contiguous:
+        if type(value) is np.ndarray and value.flags.c_contiguous and value.dtype.kind != "V":
             array, datatype = value, ""
         elif type(value) is DeviceView:
             array, datatype, can_use_template = _NOT_ON_HOST, value.datatype, False
@@ -232,14 +232,14 @@ def prepare(
         byte_size += array.nbytes
         key += (name, array.dtype, array.shape, datatype)
     # Only its address shows whether a large array is in a region.
-    if can_use_template and (byte_size <= INLINE_LIMIT or not allocator.contains_any(arrays)):
+    if can_use_template and (byte_size <= INLINE_LIMIT or not memories.any_within(arrays)):
         key += outputs or ()
         template = model.templates.find(tuple(key))
         if template is not None:
             return _fill_template(model, template, arrays, options, as_torch)
     else:
         can_use_template = False
-    request = _UntemplatedRequest(allocator, model, inputs, arrays, options, as_torch)
+    request = _UntemplatedRequest(memories, model, inputs, arrays, options, as_torch)
     if not can_use_template or not request.is_templatable:
         return request.prepare(outputs)
     template = request.make_template(tuple(key), tuple(outputs or ()))
@@ -259,7 +259,7 @@ def _fill_template(
     model: ClientModel,
     template: ClientTemplate,
     arrays: Sequence[Array],
-    options: RequestOptions,
+    options: Options,
     as_torch: bool,
 ) -> PackedRequest:
     parameters = options.parameters
@@ -275,10 +275,10 @@ def _fill_template(
 
 
 def _prepare_region(
-    allocator: Allocator, model: ClientModel, region: Region, options: RequestOptions
+    memories: Memories, model: ClientModel, region: Region, options: Options
 ) -> PackedRequest:
-    if region.allocator is not allocator:
-        region = region.attached_to(allocator)
+    if region.memories is not memories:
+        region = region.attached_to(memories)
     packed = region.requests.get(model)
     if packed is None or options.parameters:
         signature = model.signature
@@ -311,11 +311,11 @@ def _encode(array: Array, name: str) -> bytes:
 class _UntemplatedRequest:
     """A request that is packed without a template."""
 
-    _allocator: Allocator
+    _memories: Memories
     _model: ClientModel
     inputs: InitVar[Mapping[str, Any]]
     _arrays: list[Array]
-    _options: RequestOptions
+    _options: Options
     _as_torch: bool
 
     def __post_init__(self, inputs: Mapping[str, Any]) -> None:
@@ -337,10 +337,10 @@ class _UntemplatedRequest:
             self._memory_ranges.append(self._find_range(data, array))
 
     def _device_range(self, view: DeviceView) -> Range:
-        self._keep_alive(view.segment, view.lease)
+        self._hold(view.segment, view.lease)
         return view.memory_range()
 
-    def _keep_alive(self, segment: AnySegment, holder: Any) -> None:
+    def _hold(self, segment: AnySegment, holder: Any) -> None:
         """Keep memory that the server uses in place alive until the response."""
         self._segments.append(segment)
         self._holders.append(holder)
@@ -349,11 +349,11 @@ class _UntemplatedRequest:
         """Return the memory range of an array in the client's memory, or None for another array."""
         if type(value) is not View and array.nbytes <= INLINE_LIMIT:
             return None
-        segment_offset = self._allocator.find(array.ctypes.data, array.nbytes)
+        segment_offset = self._memories.find(array.ctypes.data, array.nbytes)
         if segment_offset is None:
             return None
         segment, offset = segment_offset
-        self._keep_alive(segment, lease_of(value) or value)
+        self._hold(segment, lease_of(value) or value)
         return segment.memory_range(offset, array.nbytes)
 
     @property
@@ -367,19 +367,19 @@ class _UntemplatedRequest:
         model = self._model
         # Each response of a decoupled model would overwrite the previous one.
         with_outputs = not model.decoupled
-        arguments = (model.signature, tuple(self._templates), outputs, self._allocator)
+        arguments = (model.signature, tuple(self._templates), outputs, self._memories)
         template = ClientTemplate(*arguments, with_outputs=with_outputs)
         return self._model.store_template(key, template)
 
     def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> PackedRequest:
         """Return the packed request; `outputs` as for the function `prepare`."""
         signature = self._model.signature
-        requested = [self._requested_output(name, outputs) for name in outputs or ()]
+        requested = [self._output(name, outputs) for name in outputs or ()]
         tensors = list(zip(self._templates, self._arrays, self._memory_ranges, strict=True))
         request = [array.nbytes for _, array, memory_range in tensors if memory_range is None]
         block: MemoryBlock | None = None
         if sum(request) > INLINE_LIMIT:
-            block = self._allocator.allocate(sum(map(aligned, request)))
+            block = self._memories.allocate(sum(map(aligned, request)))
         offset = block.offset if block else 0
         refs: list[TensorRef] = []
         for template, array, memory_range in tensors:
@@ -410,12 +410,12 @@ class _UntemplatedRequest:
             holders=tuple(self._holders),
         )
 
-    def _requested_output(
+    def _output(
         self, name: str, outputs: Sequence[str] | Mapping[str, Any] | None
     ) -> RequestedOutput:
         if type(outputs) is Region:
-            outputs = outputs.attached_to(self._allocator)
-            self._keep_alive(outputs.segment, outputs.lease)
+            outputs = outputs.attached_to(self._memories)
+            self._hold(outputs.segment, outputs.lease)
             return RequestedOutput(name, outputs.output_range(name, self._model.signature))
         target = outputs[name] if isinstance(outputs, Mapping) else None
         if target is None:
@@ -426,12 +426,12 @@ class _UntemplatedRequest:
             check_datatype(name, target.datatype, self._model.signature)
             memory_range = self._device_range(target)
         elif isinstance(target, np.ndarray) and target.flags.c_contiguous:
-            plain = target.as_plain_array() if isinstance(target, View) else target
+            plain = target.plain() if isinstance(target, View) else target
             datatype = datatype_of(plain, spec.datatype if spec is not None else "")
             check_datatype(name, datatype or str(plain.dtype), self._model.signature)
-            segment_offset = self._allocator.find(plain.ctypes.data, plain.nbytes)
+            segment_offset = self._memories.find(plain.ctypes.data, plain.nbytes)
             if segment_offset is not None:
-                self._keep_alive(segment_offset[0], lease_of(target) or target)
+                self._hold(segment_offset[0], lease_of(target) or target)
                 memory_range = segment_offset[0].memory_range(segment_offset[1], plain.nbytes)
         if memory_range is None:
             raise InvalidArgument(

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.client.memory.segments import Allocator, MemoryBlock, aligned
+from shmserve.client.memory.segments import Memories, MemoryBlock, aligned
 from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.ipc.tensors.descriptors import MAX_INT64, Memory, Range, TensorRef, pack_range
 from shmserve.ipc.tensors.inference import (
@@ -45,7 +45,7 @@ def pack(
 
 
 @dataclass(slots=True, eq=False)
-class TemplateSlot:
+class Buffer:
     """A slot: memory of a template for one request at a time.
 
     Attributes:
@@ -75,7 +75,7 @@ class ClientTemplate:
         signature: Signature,
         templates: Sequence[TensorSchema],
         outputs: Sequence[str],
-        allocator: Allocator,
+        memories: Memories,
         *,
         with_outputs: bool = True,
     ) -> None:
@@ -85,38 +85,35 @@ class ClientTemplate:
             signature: The model's signature.
             templates: The schemas of the inputs.
             outputs: The names of the requested outputs; empty for all outputs.
-            allocator: The client's memory, for slots.
+            memories: The client's memory, for slots.
             with_outputs: Whether large outputs have space in the slots.
 
         Raises:
             InvalidArgument: The inputs do not fit the model.
         """
         self._templates = templates
-        self._allocator = allocator
+        self._memories = memories
         refs = [template.ref(Range(_NO_MEMORY, 0, template.byte_size)) for template in templates]
         fit = signature.check("", refs, [RequestedOutput(name) for name in outputs])
-        self._is_inline = sum(template.byte_size for template in templates) <= INLINE_LIMIT
+        self._inline = sum(template.byte_size for template in templates) <= INLINE_LIMIT
         requested = outputs or tuple(signature.outputs)
         sizes = {name: signature.output_size(name, fit.batch_size) for name in requested}
         uses_slot = with_outputs and sum(filter(None, sizes.values())) > INLINE_LIMIT
         self._output_sizes = {n: s for n, s in sizes.items() if s is not None and uses_slot}
         self._refs, self._requested_names = refs, tuple(sizes if uses_slot else outputs)
         self._schema = self._pack_schema({})
-        self.uses_slots = uses_slot or not self._is_inline
-        self._ring: deque[TemplateSlot] = deque()
+        self.uses_slots = uses_slot or not self._inline
+        self._ring: deque[Buffer] = deque()
         self._is_closed = False
         if self.uses_slots:
-            allocator.register_owner(self)
+            memories.register_owner(self)
 
     def _pack_schema(self, parameters: Mapping[str, Any]) -> bytes:
         sizes = self._output_sizes
         return pack_request_schema(self._refs, self._requested_names, sizes, (), dict(parameters))
 
     def pack_request(
-        self,
-        arrays: Sequence[Array],
-        slot: TemplateSlot | None,
-        parameters: Mapping[str, Any] | None,
+        self, arrays: Sequence[Array], slot: Buffer | None, parameters: Mapping[str, Any] | None
     ) -> Packed:
         """Return a request's schema and data.
 
@@ -133,7 +130,7 @@ class ClientTemplate:
 
     # --- large
 
-    def slot(self) -> TemplateSlot:
+    def slot(self) -> Buffer:
         """Return a free slot, or allocate a new one.
 
         Raises:
@@ -144,10 +141,10 @@ class ClientTemplate:
         except IndexError:
             return self._new_slot()
 
-    def _new_slot(self) -> TemplateSlot:
-        slot_templates = [] if self._is_inline else self._templates
+    def _new_slot(self) -> Buffer:
+        slot_templates = [] if self._inline else self._templates
         sizes = [*[template.byte_size for template in slot_templates], *self._output_sizes.values()]
-        block = self._allocator.allocate(sum(map(aligned, sizes)))
+        block = self._memories.allocate(sum(map(aligned, sizes)))
         offset, segment = block.offset, block.segment
         arrays: list[Array] = []
         inputs: list[Any] = []
@@ -160,9 +157,9 @@ class ClientTemplate:
         for size in self._output_sizes.values():
             outputs.append(pack_range(segment.memory_range(offset, size)))
             offset += aligned(size)
-        return TemplateSlot(self, block, arrays, inputs, outputs)
+        return Buffer(self, block, arrays, inputs, outputs)
 
-    def return_slot(self, slot: TemplateSlot) -> None:
+    def return_slot(self, slot: Buffer) -> None:
         """Return a slot to the ring; safe in any thread and at any time."""
         self._ring.append(slot)
         if self._is_closed:

@@ -61,7 +61,7 @@ class Result(Mapping[str, Any]):
         if self._lease is not None:
             self._lease.released = True
             self._lease = None
-        self._outputs = _ReleasedOutputs()
+        self._outputs = _Released()
 
     def __enter__(self) -> Result:
         return self
@@ -70,7 +70,7 @@ class Result(Mapping[str, Any]):
         self.release()
 
 
-class _ReleasedOutputs(dict[str, Any]):
+class _Released(dict[str, Any]):
     """The outputs of a released result; every access raises Released."""
 
     def __missing__(self, name: str) -> Any:
@@ -83,7 +83,7 @@ class _ReleasedOutputs(dict[str, Any]):
         raise Released("this result was released")
 
 
-class ResponseReader(Protocol):
+class Reader(Protocol):
     """The interface that a request offers for reading its response."""
 
     packed_request: PackedRequest
@@ -95,7 +95,7 @@ class ResponseReader(Protocol):
         """Notify workers that their outputs have been read."""
 
 
-def read(reader: ResponseReader, message: Finished) -> Result:
+def read(reader: Reader, message: Finished) -> Result:
     """Return the result of the single response to a request.
 
     The memory of the request is freed, or kept by the arrays that refer to it. After an error, the
@@ -126,7 +126,7 @@ def _check_complete(packed: PackedRequest, result: Result) -> None:
         raise Internal(f"model '{packed.model.name}' did not return the requested outputs {names}")
 
 
-def read_stream_response(reader: ResponseReader, message: Responded) -> Result:
+def read_one_of_many(reader: Reader, message: Responded) -> Result:
     """Return the result of one of many responses.
 
     Unlike `read`, this function does not free the request's memory.
@@ -135,7 +135,7 @@ def read_stream_response(reader: ResponseReader, message: Responded) -> Result:
 
 
 def _read(
-    reader: ResponseReader, message: Finished | Responded, lease: MemoryLease | None
+    reader: Reader, message: Finished | Responded, lease: MemoryLease | None
 ) -> tuple[Result, bool]:
     """Return the result, and whether its outputs may be in shared memory."""
     packed = reader.packed_request
@@ -161,12 +161,9 @@ def _decode(packed: PackedRequest, ref: TensorSchema, data: bytes | bytearray) -
 
 
 def _tensors_of(
-    reader: ResponseReader,
-    outputs: Sequence[TensorSchema],
-    data_items: Sequence[Any],
-    lease: MemoryLease | None,
+    reader: Reader, outputs: Sequence[TensorSchema], datas: Sequence[Any], lease: MemoryLease | None
 ) -> dict[str, Any]:
-    contents = [data if type(data) is bytes else unpack_range(data) for data in data_items]
+    contents = [data if type(data) is bytes else unpack_range(data) for data in datas]
     try:
         return {
             ref.name: _map_output(reader, lease, ref, data)
@@ -175,22 +172,20 @@ def _tensors_of(
             for ref, data in zip(outputs, contents, strict=True)
         }
     finally:
-        reader.release(
-            release_messages(unpack_ranges(data_items), own_memory_ids(reader.packed_request))
-        )
+        reader.release(release_messages(unpack_ranges(datas), own_memories(reader.packed_request)))
 
 
-def own_memory_ids(packed: PackedRequest) -> set[int]:
+def own_memories(packed: PackedRequest) -> set[int]:
     """Return the ids of the memory segments that contain tensors of a request."""
     return {segment.memory.id for segment in packed.segments if segment.memory is not None}
 
 
 def _map_output(
-    reader: ResponseReader, lease: MemoryLease | None, ref: TensorSchema, memory_range: Range
+    reader: Reader, lease: MemoryLease | None, ref: TensorSchema, memory_range: Range
 ) -> Any:
     """Return an output in shared memory."""
     packed = reader.packed_request
-    segment = _find_segment(packed, memory_range.memory)
+    segment = _segment(packed, memory_range.memory)
     if segment is None or ref.datatype == "BYTES":
         if isinstance(segment, DeviceSegment):
             raise Unsupported(
@@ -203,7 +198,7 @@ def _map_output(
     return to_torch(array, ref.datatype) if packed.as_torch else array
 
 
-def _find_segment(packed: PackedRequest, memory: Memory) -> Any:
+def _segment(packed: PackedRequest, memory: Memory) -> Any:
     for segment in packed.segments:
         if segment.memory is not None and segment.memory.id == memory.id:
             return segment
@@ -218,7 +213,7 @@ def _region_lease(packed: PackedRequest, segment: AnySegment) -> MemoryLease:
     return MemoryLease(noop)
 
 
-def _copy_output(reader: ResponseReader, memory_range: Range, segment: Segment | None) -> bytearray:
+def _copy_output(reader: Reader, memory_range: Range, segment: Segment | None) -> bytearray:
     if segment is not None:
         start = memory_range.offset
         return bytearray(segment.bytes[start : start + memory_range.byte_size])

@@ -16,7 +16,7 @@ from shmserve.client.connection import ServerConnection
 from shmserve.client.memory.views import noop
 from shmserve.client.request.channel import LATE, ClientRequest, RequestChannel
 from shmserve.client.request.prepare import PackedRequest
-from shmserve.client.request.results import Result, read_stream_response
+from shmserve.client.request.results import Result, read_one_of_many
 from shmserve.errors import Disconnected, Internal, ShmserveError, TimedOut, Unavailable
 from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.messages.inference import Responded, Response
@@ -41,15 +41,15 @@ class ClientStream(ClientRequest):
         self.on_item = on_item
         self.finished = False
         self._read_size = -1  # byte size of the response that the program reads; -1: none
-        self._window = ReadWindow(writes_client_memory=_writes_client_memory(packed))
+        self._window = ReadWindow(placed=_is_placed(packed))
 
     def ready(self) -> bool:
-        return bool(self.items) or self.finished or self.is_abandoned
+        return bool(self.items) or self.finished or self.abandoned
 
     def respond(self, message: Response) -> None:
         if type(message) is not Responded:
             super().respond(message)
-        elif self.is_abandoned or self.finished:
+        elif self.abandoned or self.finished:
             self.discard(message)
         else:
             if message.code:
@@ -67,7 +67,7 @@ class ClientStream(ClientRequest):
     def _read(self, message: Responded) -> None:
         item: Result | ShmserveError
         try:
-            item = read_stream_response(self, message)
+            item = read_one_of_many(self, message)
         except ShmserveError as error:
             item = error
         except MalformedMessage:
@@ -78,13 +78,13 @@ class ClientStream(ClientRequest):
             self.channel.cancel(self)
 
     def complete(self, outcome: Result | ShmserveError) -> None:
-        if not self.is_abandoned and not self.finished:
+        if not self.abandoned and not self.finished:
             self.items.append((outcome, 0))
             self.finished = True
             self.on_item()
 
     def read(self) -> int:
-        """Record that the program has read the response of the previous `take_response`, if any.
+        """Record that the program has read the response of the previous `take`, if any.
 
         Returns:
             The number of responses to grant credit for.
@@ -95,7 +95,7 @@ class ClientStream(ClientRequest):
         self._read_size = -1
         return 0 if self.finished else credit
 
-    def take_response(self) -> Result:
+    def take(self) -> Result:
         """Return the oldest response received.
 
         Raises:
@@ -111,7 +111,7 @@ class ClientStream(ClientRequest):
 
     def abandon(self) -> None:
         """Discard the responses received so far and ignore later ones."""
-        self.is_abandoned = True
+        self.abandoned = True
         self.items.clear()
 
 
@@ -143,12 +143,12 @@ class ResponseStream:
             self._waiter.wait_until_ready(pending)
             if not pending.items:
                 raise StopIteration
-        return pending.take_response()
+        return pending.take()
 
     def close(self) -> None:
         """Discard unread responses and cancel the request if it has not ended. Idempotent."""
         pending = self._pending
-        if not pending.finished and not pending.is_abandoned:
+        if not pending.finished and not pending.abandoned:
             self._waiter.cancel((pending,))
         pending.abandon()
 
@@ -162,11 +162,11 @@ class ResponseStream:
         self.close()
 
 
-def _writes_client_memory(packed: PackedRequest) -> bool:
+def _is_placed(packed: PackedRequest) -> bool:
     """Return whether every response is written to the same ranges of the client's memory."""
     if not packed.segments:
         return False
-    return any(output.has_range for output in RequestSchema(packed.schema).outputs)
+    return any(output.placed for output in RequestSchema(packed.schema).outputs)
 
 
 class Waiter(Protocol):
@@ -223,7 +223,7 @@ class ThreadChannel(Waiter):
             return self.channel.submit(packed)
 
     def send(self, min_messages: int) -> None:
-        if self.channel.unsent_count >= min_messages:
+        if self.channel.unsent >= min_messages:
             with self.lock:
                 self.channel.flush()
 
@@ -321,7 +321,7 @@ class SharedChannel(Waiter):
         future: Future[Result] = Future()
         future.add_done_callback(_notify_cancelled)
         connection = self.connection
-        connection.run_task(partial(_submit, connection, packed=packed, future=future))
+        connection.call(partial(_submit, connection, packed=packed, future=future))
         return future
 
     def send(self, min_messages: int) -> None:
@@ -343,7 +343,7 @@ class SharedChannel(Waiter):
             except ShmserveError as error:
                 future.set_exception(error)
 
-        self.connection.run_task(start)
+        self.connection.call(start)
         return future.result()
 
     def wait_until_ready(self, pending: ClientStream) -> None:
@@ -361,7 +361,7 @@ class SharedChannel(Waiter):
 
     def credit(self, pending: ClientStream, responses: int) -> None:
         with contextlib.suppress(Disconnected):
-            self.connection.run_task(lambda channel: channel.schedulers.credit(pending, responses))
+            self.connection.call(lambda channel: channel.schedulers.credit(pending, responses))
 
     def cancel(self, pending_requests: Iterable[Future[Result] | ClientStream]) -> None:
         for pending in pending_requests:
@@ -369,7 +369,7 @@ class SharedChannel(Waiter):
                 pending.cancel()
             else:
                 with contextlib.suppress(Disconnected):
-                    self.connection.run_task(partial(RequestChannel.cancel, pending=pending))
+                    self.connection.call(partial(RequestChannel.cancel, pending=pending))
 
 
 def _notify_cancelled(future: Future[Result]) -> None:
@@ -401,7 +401,7 @@ def _submit(
     # The callback has a parameter, because a reference to `future` would form a cycle.
     def on_done(completed: Future[Result]) -> None:
         if completed.cancelled() and pending.outcome is None:
-            connection.run_task(partial(RequestChannel.cancel, pending=pending))
+            connection.call(partial(RequestChannel.cancel, pending=pending))
 
     future.add_done_callback(on_done)
 

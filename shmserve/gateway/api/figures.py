@@ -46,7 +46,7 @@ class Figures:
         self._snapshots: deque[tuple[float, dict[str, Report]]] = deque()
         # By model: the last count of exited workers, and the times and numbers of exits.
         self._lost_counts: dict[str, int] = {}
-        self._exit_counts: dict[str, deque[tuple[float, int]]] = {}
+        self._exits: dict[str, deque[tuple[float, int]]] = {}
 
     def build_rows(self, reports: Iterable[Report], now_s: float) -> dict[str, Row]:
         """Return the row of each model version, given the schedulers' reports.
@@ -65,7 +65,7 @@ class Figures:
             new_exits = report["workers_lost"] - self._lost_counts.get(key, 0)
             self._lost_counts[key] = report["workers_lost"]
             if new_exits > 0:
-                self._exit_counts.setdefault(key, deque()).append((now_s, new_exits))
+                self._exits.setdefault(key, deque()).append((now_s, new_exits))
         elapsed_s = now_s - earlier_s
         return {
             key: build_row(
@@ -75,7 +75,7 @@ class Figures:
         }
 
     def _recent_exits(self, key: str, now_s: float) -> int:
-        exits = self._exit_counts.get(key, deque())
+        exits = self._exits.get(key, deque())
         while exits and exits[0][0] <= now_s - EXITS_SHOWN_S:
             exits.popleft()
         return sum(count for _, count in exits)
@@ -125,14 +125,14 @@ def _build_point(row: Row) -> Point:
     return _IDLE_POINT if point == _IDLE_POINT else point
 
 
-def build_row(report: Report, earlier: Report | None, seconds: float, exit_count: int = 0) -> Row:
+def build_row(report: Report, earlier: Report | None, seconds: float, exits: int = 0) -> Row:
     """Return a model's row, which has no `recent` if `earlier` is None.
 
     Args:
         report: The current report.
         earlier: The report of `seconds` ago.
         seconds: The length of the interval.
-        exit_count: The number of workers that died within an hour.
+        exits: The number of workers that died within an hour.
     """
     figures: Row = {name: report[name] for name in _TOTALS}
     figures |= {name: _without_zeros(report[key]) for name, key in _COUNTS.items()}
@@ -145,12 +145,12 @@ def build_row(report: Report, earlier: Report | None, seconds: float, exit_count
     if earlier is not None and seconds > 0:
         figures["recent"] = _recent_figures(report, earlier, seconds)
     figures["hurts"], figures["because"] = _find_problem(figures, report)
-    if exit_count:
-        exits_text = f"{exit_count} worker{'s' * (exit_count > 1)} died within an hour"
+    if exits:
+        exits_text = f"{exits} worker{'s' * (exits > 1)} died within an hour"
         figures["because"] = f"{figures['because']}; {exits_text}".removeprefix("; ")
         is_new = earlier is not None and report["workers_lost"] > earlier["workers_lost"]
         rank = _NEW_EXIT_RANK if is_new else _EARLIER_EXIT_RANK
-        figures["hurts"] = max(figures["hurts"], rank + exit_count)
+        figures["hurts"] = max(figures["hurts"], rank + exits)
     return figures
 
 
@@ -163,9 +163,9 @@ def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> R
     closed = {key: count - reasons.get(key, 0) for key, count in report["batches_closed"].items()}
     sizes = dict(zip([*batch_sizes["buckets"], "more"], batch_counts, strict=True))
     figures: Row = {
-        "rate": _round_to_four_digits(increases["success"] / seconds),
-        "fail_rate": _round_to_four_digits(increases["fail"] / seconds),
-        "execution_rate": _round_to_four_digits(increases["execution_count"] / seconds),
+        "rate": _four_digits(increases["success"] / seconds),
+        "fail_rate": _four_digits(increases["fail"] / seconds),
+        "execution_rate": _four_digits(increases["execution_count"] / seconds),
         "closed": _without_zeros(closed),
         "sizes": _without_zeros(sizes),
         "ms": _request_quantiles_ms(report, earlier_report),
@@ -173,11 +173,10 @@ def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> R
     }
     if sum(batch_counts):
         rows = batch_sizes["sum"] - earlier_sizes["sum"]
-        figures["batch"] = _round_to_four_digits(rows / sum(batch_counts))
+        figures["batch"] = _four_digits(rows / sum(batch_counts))
     if "generated" in report:
         figures |= {
-            n: _round_to_four_digits(increases[key] / seconds)
-            for n, key in _GENERATION_RATES.items()
+            n: _four_digits(increases[key] / seconds) for n, key in _GENERATION_RATES.items()
         }
         figures |= {n: _quantiles_ms(report[k], earlier_report[k]) for n, k in _TOKEN_TIMES.items()}
     return figures
@@ -188,9 +187,7 @@ def _mean_phase_ms(increases: Mapping[str, int]) -> Row:
     executed = increases["success"] - increases["cache_hit"]
     counts = {phase: increases["success"] if phase == "queue" else executed for phase in _PHASES}
     return {
-        phase.removeprefix("compute_"): _round_to_four_digits(
-            increases[f"{phase}_ns"] / count / 1e6
-        )
+        phase.removeprefix("compute_"): _four_digits(increases[f"{phase}_ns"] / count / 1e6)
         for phase, count in counts.items()
         if count > 0
     }
@@ -205,14 +202,14 @@ def _request_quantiles_ms(report: Report, earlier_report: Report) -> list[float]
     exact_us = dict(report["quantiles"].get("request", ()))
     quantiles_ms = [exact_us.get(quantile) for quantile in _QUANTILES]
     if None not in quantiles_ms:
-        return [_round_to_four_digits(value / 1000) for value in quantiles_ms if value is not None]
+        return [_four_digits(value / 1000) for value in quantiles_ms if value is not None]
     return _quantiles_ms(report["request_seconds"], earlier_report["request_seconds"])
 
 
 def _quantiles_ms(histogram: Report, earlier_histogram: Report) -> list[float]:
     counts = _bucket_increases(histogram, earlier_histogram)
     return [
-        _round_to_four_digits(quantile(fraction, histogram["buckets"], counts) * 1000)
+        _four_digits(quantile(fraction, histogram["buckets"], counts) * 1000)
         for fraction in _QUANTILES
         if sum(counts)
     ]
@@ -253,9 +250,7 @@ def _find_problem(figures: Row, report: Report) -> tuple[float, str]:
     fail_rate, rate = recent.get("fail_rate", 0), recent.get("rate", 0)
     if fail_rate:
         failed_share = fail_rate / (fail_rate + rate)
-        return _round_to_four_digits(
-            2000 + 100 * failed_share
-        ), f"{failed_share:.0%} of requests fail"
+        return _four_digits(2000 + 100 * failed_share), f"{failed_share:.0%} of requests fail"
     phases = recent.get("phases", {})
     delay_ms = report["queue_delay_ns"] / 1e6
     queue_ms = max(0.0, phases.get("queue", 0) - delay_ms)
@@ -263,7 +258,7 @@ def _find_problem(figures: Row, report: Report) -> tuple[float, str]:
     if queue_ms >= max(_LONG_QUEUE_MS, delay_ms / 2) and queue_ms > total_ms / 2:
         delay_text = f", besides the configured {delay_ms:.3g} ms" if delay_ms else ""
         queue_text = f"{queue_ms:.3g} of {total_ms:.3g} ms in the queue{delay_text}"
-        return _round_to_four_digits(1000 + 100 * queue_ms / total_ms), queue_text
+        return _four_digits(1000 + 100 * queue_ms / total_ms), queue_text
     if recent and not rate and (inflight := figures["pending"] + figures["executing"]):
         return 1000, f"{inflight} requests in flight, but no responses"
     return max(recent.get("ms", ()), default=0), ""
@@ -273,5 +268,5 @@ def _without_zeros(counts: Mapping[Any, int]) -> dict[str, int]:
     return {str(name): count for name, count in counts.items() if count > 0}
 
 
-def _round_to_four_digits(number: float) -> float:
+def _four_digits(number: float) -> float:
     return float(f"{number:.4g}")

@@ -28,11 +28,11 @@ from shmserve.gateway.context import Gateway, resolve_model
 from shmserve.gateway.listener import ClientIdentity
 from shmserve.gateway.model_table import GatewayModel, canonical_version, describe_model
 from shmserve.ipc.messages.control_requests import (
+    AskReady,
     ChangeLogging,
     ChangeTracing,
     IndexRepository,
     LoadModel,
-    QueryReadiness,
     UnloadModel,
 )
 from shmserve.ipc.model_spec import TensorSpec
@@ -73,7 +73,7 @@ async def is_model_ready(gateway: Gateway, name: str, version: str) -> bool:
         model = gateway.models.resolve(name, version)
         if not (model.ready and model.checks_ready):
             return model.ready
-        reply = await gateway.supervisor.send_request(QueryReadiness, model.name, model.version)
+        reply = await gateway.supervisor.send_request(AskReady, model.name, model.version)
         return bool(reply["ready"])
     except InvalidArgument:
         raise

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shmserve.common import model_metrics
-from shmserve.common.host import CpuUtilization, ProcessStatistics, memory_bytes, processes
+from shmserve.common.host import CpuUtilization, Process, memory_bytes, processes
 from shmserve.common.tasks import collect
 from shmserve.gateway.api import management
 from shmserve.gateway.context import Gateway
@@ -54,11 +54,11 @@ class ExpositionFamily:
         self.samples.append(model_metrics.sample(self.name + suffix, ordered, value))
 
     def add_histogram(
-        self, labels: dict[str, str], histogram: dict[str, Any], *, integer_bounds: bool = False
+        self, labels: dict[str, str], histogram: dict[str, Any], *, integers: bool = False
     ) -> None:
-        """Record a histogram's samples; with `integer_bounds`, bounds have no decimal point."""
+        """Record the samples of a histogram; with `integers`, bounds have no decimal point."""
         texts = [str(float(bound)) for bound in histogram["buckets"]]
-        bounds = [text.removesuffix(".0") if integer_bounds else text for text in texts]
+        bounds = [text.removesuffix(".0") if integers else text for text in texts]
         cumulative = 0
         pairs = zip([*bounds, "+Inf"], accumulate(histogram["counts"]), strict=True)
         for bound, cumulative in pairs:
@@ -68,7 +68,7 @@ class ExpositionFamily:
 
     def lines(self) -> Iterator[str]:
         """Yield the family's lines of the page: help, type and samples."""
-        yield from model_metrics.header_lines(self.name, self.help_text, self.kind)
+        yield from model_metrics.head_lines(self.name, self.help_text, self.kind)
         yield from self.samples
 
 
@@ -132,13 +132,13 @@ _CACHE_COUNTERS = ("cache_hit", "cache_miss")
 _FAILURE_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 
 
-def triton_families(reports: Reports, *, with_latencies: bool) -> Iterator[ExpositionFamily]:
-    """Yield Triton's counters and gauges; durations only with `with_latencies`.
+def triton_families(reports: Reports, *, latencies: bool) -> Iterator[ExpositionFamily]:
+    """Yield Triton's counters and gauges; durations only with `latencies`.
 
     The families of the response cache are included if a model has one.
     """
     for family in _FAMILIES["triton"]:
-        if with_latencies or not family.is_latency:
+        if latencies or not family.is_latency:
             yield family.to_exposition(reports)
     help_text = "Number of failed inference requests, all batch sizes"
     failures = ExpositionFamily("nv_inference_request_failure", help_text, "counter")
@@ -151,7 +151,7 @@ def triton_families(reports: Reports, *, with_latencies: bool) -> Iterator[Expos
     yield failures
     cached_reports = _select_cached(reports)
     for family in _FAMILIES["cache"]:
-        if with_latencies or not family.is_latency:
+        if latencies or not family.is_latency:
             yield family.to_exposition(cached_reports)
     if cached_reports:
         yield from _total_cache_families([report for _, report in cached_reports])
@@ -193,7 +193,7 @@ def first_response_families(reports: Reports) -> Iterator[ExpositionFamily]:
     for labels, report in reports:
         histogram = report.get("first_response_ms")
         if histogram is not None:
-            family.add_histogram(labels, histogram, integer_bounds=True)
+            family.add_histogram(labels, histogram, integers=True)
     yield family
 
 
@@ -262,12 +262,12 @@ class MetricsExporter:
         running = await collect(processes(os.getppid()))
         families = await collect(self._all_families(reports, running))
         server_names = {family.name for family in families}
-        return (_exposition_text(families) + _model_families_text(reports, server_names)).encode()
+        return (_exposition_text(families) + _model_families(reports, server_names)).encode()
 
     def _all_families(
-        self, reports: list[dict[str, Any]], running_processes: list[ProcessStatistics]
+        self, reports: list[dict[str, Any]], running: list[Process]
     ) -> Iterator[ExpositionFamily]:
-        """Yield all families of the server, whose processes are `running_processes`."""
+        """Yield all families of the server, whose processes are `running`."""
         settings, models = self._gateway.settings, self._gateway.models
         plain_reports: Reports = []
         tagged: Reports = []
@@ -275,10 +275,8 @@ class MetricsExporter:
             labels = {"model": str(report["name"]), "version": str(report["version"])}
             model = models.find(labels["model"], labels["version"])
             plain_reports.append((labels, report["shmserve"]))
-            tagged.append(
-                (labels if model is None else labels | model.metric_tags, report["shmserve"])
-            )
-        yield from triton_families(tagged, with_latencies=settings.counter_latencies)
+            tagged.append((labels if model is None else labels | model.tags, report["shmserve"]))
+        yield from triton_families(tagged, latencies=settings.counter_latencies)
         if settings.histogram_latencies:
             yield from first_response_families(tagged)
         if settings.summary_latencies:
@@ -288,14 +286,11 @@ class MetricsExporter:
         yield from generative_families(plain_reports)
         yield from self._region_families()
         yield from self._host_families()
-        yield from _process_families(running_processes)
+        yield from _process_families(running)
 
     def _load_families(self) -> Iterator[ExpositionFamily]:
         failures, models = self._gateway.failures, self._gateway.models.all_versions()
-        rows = (
-            ({"model": m.name, "version": m.version, **m.metric_tags}, m.load_seconds)
-            for m in models
-        )
+        rows = (({"model": m.name, "version": m.version, **m.tags}, m.load_seconds) for m in models)
         family = ("nv_model_load_duration_secs", "Model load time in seconds")
         yield _create_family("gauge", *family, *rows)
         text = "Model versions that do not serve: their load failed"
@@ -344,7 +339,7 @@ def _label_sort_key(label: tuple[str, str]) -> tuple[bool, str]:
     return label[0] in _TRAILING_LABELS, label[0]
 
 
-def _model_families_text(reports: list[dict[str, Any]], server_names: set[str]) -> str:
+def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> str:
     parsed_reports = [model_metrics.parse(r["shmserve"].get("families", [])) for r in reports]
     families = model_metrics.sum_families(parsed_reports)
     unique = {name: family for name, family in families.items() if name not in server_names}
@@ -352,7 +347,7 @@ def _model_families_text(reports: list[dict[str, Any]], server_names: set[str]) 
         names = ", ".join(sorted(families.keys() - unique.keys()))
         text = "metrics of models that have the names of the server's metrics are not shown: %s"
         logger.warning(text, names)
-    return model_metrics.to_prometheus_text(unique)
+    return model_metrics.exposition(unique)
 
 
 _PROCESS_FAMILIES = (
@@ -363,7 +358,7 @@ _PROCESS_FAMILIES = (
 )
 
 
-def _process_families(running: list[ProcessStatistics]) -> Iterator[ExpositionFamily]:
+def _process_families(running: list[Process]) -> Iterator[ExpositionFamily]:
     for kind, name, text, attribute in _PROCESS_FAMILIES:
         samples = (({"process": process.title}, getattr(process, attribute)) for process in running)
         yield _create_family(kind, name, text, *samples)

@@ -181,7 +181,7 @@ async def register_cuda(
     """
     if not _is_valid_name(name):
         raise InvalidArgument(f"{CUDA_INVALID} ({_INVALID_NAME})")
-    devices = gateway.settings.cuda_device_count
+    devices = gateway.settings.cuda_devices
     if not devices:
         raise cuda_not_supported(name)
     if len(handle.raw) != HANDLE_SIZE:

@@ -19,7 +19,7 @@ from shmserve.gateway.api import shared_memory as memory_api
 from shmserve.gateway.api.management import LOG_FILE, LOG_FORMAT, LOG_LEVEL, LOG_SWITCHES
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.calls.call import StreamingCall
-from shmserve.gateway.grpc.calls.headers import CallStatus, StatusCode
+from shmserve.gateway.grpc.calls.headers import Ending, StatusCode
 from shmserve.gateway.listener import ClientIdentity
 from shmserve.gateway.model_table import checked_version
 from shmserve.ipc.tensors.descriptors import CudaHandle, require_integer
@@ -31,7 +31,7 @@ from shmserve.proto.reflection_pb2 import ServerReflectionRequest, ServerReflect
 
 _PROTO_FILES = (grpc_service_pb2, health_pb2, reflection_pb2)
 _DESCRIPTOR_POOL = grpc_service_pb2.DESCRIPTOR.pool
-_MALFORMED: CallStatus = (StatusCode.INVALID_ARGUMENT, "malformed request", ())
+_MALFORMED: Ending = (StatusCode.INVALID_ARGUMENT, "malformed request", ())
 
 
 def serving_status(gateway: Gateway) -> HealthCheckResponse:
@@ -228,7 +228,7 @@ def _read_changes(request: pb.LogSettingsRequest) -> dict[str, Any]:
     return changes
 
 
-async def reflect(call: StreamingCall) -> CallStatus | None:
+async def reflect(call: StreamingCall) -> Ending | None:
     """Handle a call of ServerReflectionInfo: send a response to each message."""
     async for raw in call.read_messages():
         try:

@@ -19,7 +19,7 @@ import ssl
 import time
 from collections.abc import Callable
 
-from shmserve.gateway.grpc.calls.call import GrpcCall, GrpcSharedState
+from shmserve.gateway.grpc.calls.call import GrpcCall, GrpcFront
 from shmserve.gateway.grpc.calls.headers import CallHead
 from shmserve.gateway.grpc.calls.messages import ArrivingMessage
 from shmserve.gateway.http2.connection import Http2Connection
@@ -43,21 +43,21 @@ _TLS_READ_BYTES = 64 * 1024
 class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     """The gRPC connection of one client."""
 
-    def __init__(self, acceptor: Acceptor, shared: GrpcSharedState) -> None:
+    def __init__(self, acceptor: Acceptor, front: GrpcFront) -> None:
         self._acceptor = acceptor
-        self.shared = shared
+        self.front = front
         self.loop = asyncio.get_running_loop()
         self.transport = None
         self.client: ClientIdentity
         self.requires_authorisation = False
-        self.http2: Http2Connection[CallHead] = Http2Connection(CallHead, shared.limits)
+        self.http2: Http2Connection[CallHead] = Http2Connection(CallHead, front.limits)
         self.lifetime = ConnectionLifetime(self)
-        self._current_buffer = shared.read_buffer  # the buffer of the current read
+        self._current_buffer = front.read_buffer  # the buffer of the current read
         self._is_handling_data = False
         self._is_closing = False  # whether the server is closing the connection
         self._counted_debt = self.http2.debt  # the debt at the end of the last turn
         self._last_activity = self.loop.time()  # the time of the last activity
-        self._tls = None if shared.tls is None else TlsLayer(shared.tls)
+        self._tls = None if front.tls is None else TlsLayer(front.tls)
         self._opening_timer: asyncio.TimerHandle | None = None
         # --- time limits
         self._check_timer: asyncio.TimerHandle | None = None
@@ -73,7 +73,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self.client = self._acceptor.connection_made(self)
         rules = self.client.listener.authorisation
         self.requires_authorisation = rules.asks_for_tokens or bool(rules.restrictions)
-        timeout_s = self.shared.header_timeout_s
+        timeout_s = self.front.header_timeout_s
         self._opening_timer = self.loop.call_later(timeout_s, self._on_opening_timeout)
         attached_transport.set_write_buffer_limits(high=_WRITE_HIGH_WATER_BYTES)
         self.lifetime.start()
@@ -100,7 +100,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         streams = list(self.http2.streams.values())
         self.http2.streams.clear()
         for stream in streams:
-            self.http2.outgoing.discard_output(stream)
+            self.http2.sending.discard_output(stream)
             if stream.call is not None:
                 stream.call.handle_disconnect()
 
@@ -139,10 +139,10 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         if transport is not None and not transport.is_closing():
             if self._tls is not None:
                 self._tls.close()
-                transport.write(self._tls.take_output())
+                transport.write(self._tls.outgoing())
             transport.close()
             if transport.get_write_buffer_size():
-                self.loop.call_later(self.shared.body_timeout_s, transport.abort)
+                self.loop.call_later(self.front.body_timeout_s, transport.abort)
 
     # --- bytes
 
@@ -151,7 +151,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
         The bytes of a large tensor are received into their final memory.
         """
-        self._current_buffer = self.shared.read_buffer
+        self._current_buffer = self.front.read_buffer
         http2 = self.http2
         if http2.arriving_bytes >= _MAX_JOINED_BYTES and self._tls is None:
             stream = http2.arriving_stream
@@ -189,9 +189,9 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         for call in new_calls:
             call.check_message()
         self._is_handling_data = False
-        if self.lifetime.counts_received_frames:
-            self.lifetime.record_received_frames()
-        if http2.outgoing.ready or http2.outgoing.waiting_streams or self._tls is not None:
+        if self.lifetime.counts_received:
+            self.lifetime.record_received()
+        if http2.sending.ready or http2.sending.waiting_streams or self._tls is not None:
             self.flush()
         if http2.closing:
             self._close_after_violation()
@@ -226,7 +226,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     def _create_call(self, stream: Stream, head: CallHead, new_calls: list[GrpcCall]) -> None:
         try:
-            call = stream.call = self.shared.create_call(self, stream, head)
+            call = stream.call = self.front.create_call(self, stream, head)
         except Exception:
             logger.exception("a call of %s could not be started", head.path)
             self.http2.reset(stream, FaultCode.INTERNAL_ERROR)
@@ -238,7 +238,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         """Write the pending frames, or defer them while received data is being handled."""
         if self._is_handling_data:
             return
-        sending = self.http2.outgoing
+        sending = self.http2.sending
         ready, transport = sending.ready, self.transport
         if transport is None:
             return
@@ -259,21 +259,21 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 transport.writelines(ready)
 
     def _flush_encrypted(self, tls: TlsLayer, transport: asyncio.Transport) -> None:
-        sending = self.http2.outgoing
+        sending = self.http2.sending
         if tls.ready and sending.ready:
             ready, sending.ready = sending.ready, []
             for piece in (b"".join(ready),) if sum(map(len, ready)) <= _MAX_JOINED_BYTES else ready:
                 tls.send(piece)
-        if encrypted := tls.take_output():
+        if encrypted := tls.outgoing():
             transport.write(encrypted)
 
     def pause_writing(self) -> None:
         """Queue data, since the client reads too slowly."""
-        self.http2.outgoing.paused = True
+        self.http2.sending.paused = True
 
     def resume_writing(self) -> None:
         """Send queued data, since the client has read enough."""
-        sending = self.http2.outgoing
+        sending = self.http2.sending
         sending.paused = False
         sending.resume()
         self.flush()
@@ -298,7 +298,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     def _schedule_time_limit_check(self) -> None:
         if self._check_timer is None:
-            interval_s = self.shared.body_timeout_s / _CHECKS_PER_TIMEOUT
+            interval_s = self.front.body_timeout_s / _CHECKS_PER_TIMEOUT
             self._check_timer = self.loop.call_later(interval_s, self._check_time_limits)
 
     def _check_time_limits(self) -> None:
@@ -307,8 +307,8 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         for call, arriving in list(self._arriving_messages.items()):
             if arriving.is_overdue(now):
                 call.on_timeout()
-        blocked = tuple(self.http2.outgoing.waiting_streams)
-        time_limit_s = self.shared.body_timeout_s
+        blocked = tuple(self.http2.sending.waiting_streams)
+        time_limit_s = self.front.body_timeout_s
         self._stalled_streams = {
             s: self._stalled_streams.get(s, (now, s.sent_bytes)) for s in blocked
         }
@@ -325,7 +325,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     def _reset_stalled(self, stream: Stream) -> None:
         """Reset a stream whose data the client does not read."""
-        if self.http2.outgoing.paused:
+        if self.http2.sending.paused:
             logger.info("a gRPC client that does not read its responses was disconnected")
             self.abort()
             return
@@ -350,7 +350,7 @@ class TlsLayer:
         self._is_closed = False
 
     def receive(self, data: bytes | memoryview) -> bytes:
-        """Return the plaintext of received bytes; send `take_output()` then, also after errors.
+        """Return the plaintext of received bytes. The caller sends `outgoing`, even after an error.
 
         Raises:
             BrokenTls: The handshake failed, or the bytes are invalid.
@@ -374,7 +374,7 @@ class TlsLayer:
         return b"".join(pieces)
 
     def send(self, data: bytes | memoryview) -> None:
-        """Encrypt bytes for `take_output`, unless TLS is closed."""
+        """Encrypt bytes for `outgoing`, unless TLS is closed."""
         if not self._is_closed:
             self._tls.write(data)
 
@@ -384,7 +384,7 @@ class TlsLayer:
         with contextlib.suppress(ssl.SSLError):  # the client has not closed TLS yet
             self._tls.unwrap()
 
-    def take_output(self) -> bytes:
+    def outgoing(self) -> bytes:
         """Return the ciphertext that has to be sent."""
         return self._tls_output.read()
 
@@ -399,18 +399,18 @@ class ConnectionLifetime:
 
     def __init__(self, connection: GrpcConnection) -> None:
         self._connection = connection
-        self._settings = connection.shared.settings
+        self._settings = connection.front.settings
         self._loop = connection.loop
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._checked_frames = 0  # received frames at the last check
         self._pings_sent = 0  # pings that were sent since the last data
         self._counted_data_frames = 0
         self._counted_pings = 0
-        self._last_ping_at = float("-inf")
+        self._last_ping = float("-inf")
         self._strike_count = 0
         self.shutting_down = False
-        # Whether the connection must call `record_received_frames`, which counts pings.
-        self.counts_received_frames = bool(self._settings.max_ping_strikes)
+        # Whether the connection must call `record_received`, which counts pings.
+        self.counts_received = bool(self._settings.max_ping_strikes)
 
     def start(self) -> None:
         """Start the timers."""
@@ -427,22 +427,22 @@ class ConnectionLifetime:
             timer.cancel()
         self._timers.clear()
 
-    def _start_timer(self, name: str, delay_s: float, action: Callable[[], None]) -> None:
+    def _start_timer(self, name: str, after_s: float, action: Callable[[], None]) -> None:
         if (previous_timer := self._timers.pop(name, None)) is not None:
             previous_timer.cancel()
-        self._timers[name] = self._loop.call_later(delay_s, action)
+        self._timers[name] = self._loop.call_later(after_s, action)
 
     # --- keepalive
 
     def _check_alive(self) -> None:
         """Send a ping if no frame was received since the last check."""
         http2, settings = self._connection.http2, self._settings
-        is_silent = http2.received_frame_count == self._checked_frames
-        self._checked_frames = http2.received_frame_count
+        is_silent = http2.received_frames == self._checked_frames
+        self._checked_frames = http2.received_frames
         self._start_timer("alive", settings.keepalive_time_ms / 1000, self._check_alive)
         if not is_silent or not (http2.streams or settings.keepalive_permit_without_calls):
             return
-        data_frames = http2.outgoing.data_frames
+        data_frames = http2.sending.data_frames
         if data_frames != self._counted_data_frames:
             self._counted_data_frames, self._pings_sent = data_frames, 0
         if settings.max_pings_without_data and self._pings_sent >= settings.max_pings_without_data:
@@ -450,7 +450,7 @@ class ConnectionLifetime:
         self._pings_sent += 1
         http2.ping(_ALIVE_PAYLOAD)
         self._connection.flush()
-        self.counts_received_frames = True
+        self.counts_received = True
         self._start_timer("pong", settings.keepalive_timeout_ms / 1000, self._connection.abort)
 
     def handle_ping_ack(self, payload: bytes) -> None:
@@ -458,7 +458,7 @@ class ConnectionLifetime:
         if payload == _DRAIN_PAYLOAD and self.shutting_down:
             self._refuse_streams()
 
-    def record_received_frames(self) -> None:
+    def record_received(self) -> None:
         """Record that bytes were received."""
         pong_timer = self._timers.pop("pong", None)
         if pong_timer is not None:
@@ -473,13 +473,13 @@ class ConnectionLifetime:
         new_pings, self._counted_pings = http2.ping_count - self._counted_pings, http2.ping_count
         if not new_pings:
             return
-        if http2.outgoing.data_frames != self._counted_data_frames:
-            self._counted_data_frames, self._strike_count = http2.outgoing.data_frames, 0
-            self._last_ping_at = float("-inf")
+        if http2.sending.data_frames != self._counted_data_frames:
+            self._counted_data_frames, self._strike_count = http2.sending.data_frames, 0
+            self._last_ping = float("-inf")
         now = self._loop.time()
-        is_early = now - self._last_ping_at < settings.min_ping_interval_ms / 1000
+        is_early = now - self._last_ping < settings.min_ping_interval_ms / 1000
         self._strike_count += new_pings if is_early else new_pings - 1
-        self._last_ping_at = now
+        self._last_ping = now
         if self._strike_count > settings.max_ping_strikes:
             http2.fail(FaultCode.ENHANCE_YOUR_CALM, "too_many_pings")
 
@@ -500,7 +500,7 @@ class ConnectionLifetime:
         if self.shutting_down:
             self.record_call_end()
             return
-        self.shutting_down = self.counts_received_frames = True
+        self.shutting_down = self.counts_received = True
         self._connection.http2.send_goaway(final=False)
         if refuses:
             self._connection.http2.send_goaway(final=True)

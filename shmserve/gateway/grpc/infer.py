@@ -24,8 +24,8 @@ from shmserve.gateway.grpc.calls.headers import (
     DEADLINE_EXPIRED,
     INTERNAL_FAILURE,
     CallHead,
-    CallStatus,
-    status_from_error,
+    Ending,
+    ending_from_error,
 )
 from shmserve.gateway.grpc.calls.messages import release_message
 from shmserve.gateway.grpc.wire.fingerprint import SplitMessage, TemplateCache, split_message
@@ -102,9 +102,9 @@ class Inferences(ActiveCount):
                 task = asyncio.ensure_future(self._infer_once_loaded(message, call))
                 call.on_disconnect = task.cancel
             else:
-                call.fail(*_status_from_error(error, call))
+                call.fail(*_ending_from_error(error, call))
             return
-        if not call.is_done:
+        if not call.done:
             self.active += 1
             call.on_disconnect = inference.cancel
             call.on_ended = self.decrement
@@ -113,7 +113,7 @@ class Inferences(ActiveCount):
         try:
             await self.load_model(message, call.time_remaining())
         except Exception as error:
-            call.fail(*_status_from_error(error, call))
+            call.fail(*_ending_from_error(error, call))
         else:
             call.on_disconnect = None
             self.infer(message, call)
@@ -122,7 +122,7 @@ class Inferences(ActiveCount):
         try:
             response = self.encode_response(inference)
         except Exception as error:
-            call.fail(*_status_from_error(error, call))
+            call.fail(*_ending_from_error(error, call))
         else:
             call.finish(response)
 
@@ -281,8 +281,8 @@ class Inferences(ActiveCount):
         Raises:
             ShmserveError: The inference failed.
         """
-        response: bytes | None = inference.encoded_response
-        inference.encoded_response = None
+        response: bytes | None = inference.encoded
+        inference.encoded = None
         try:
             if response is None:
                 response = self._encode_outputs(inference, inference.take())
@@ -385,11 +385,11 @@ class Inferences(ActiveCount):
             self.decrement()
 
 
-def _status_from_error(error: Exception, call: GrpcCall) -> CallStatus:
+def _ending_from_error(error: Exception, call: GrpcCall) -> Ending:
     """Return the status of a call whose inference failed."""
     if isinstance(error, RequestRefused):
         error = error.error
-        caller = TraceContext.from_header(call.head.traceparent)
+        caller = TraceContext.of_header(call.head.traceparent)
         error.traceparent = "" if caller is None else caller.traceparent
     if not isinstance(error, ShmserveError):
         logger.error("a call of %s failed", call.head.path, exc_info=error)
@@ -397,7 +397,7 @@ def _status_from_error(error: Exception, call: GrpcCall) -> CallStatus:
     if call.is_out_of_time():
         # The scheduler detected the expired deadline of the call before the client did.
         return DEADLINE_EXPIRED
-    return status_from_error(error)
+    return ending_from_error(error)
 
 
 def _limit_us(remaining_s: float | None) -> int:

@@ -13,7 +13,7 @@ from shmserve.common import fd_limits
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway import process
 from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.calls.call import GrpcSharedState
+from shmserve.gateway.grpc.calls.call import GrpcFront
 from shmserve.gateway.grpc.calls.messages import Deflater
 from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
@@ -52,13 +52,13 @@ class GrpcFrontend(process.Frontend):
         self._sockets = sockets
         self._inferences = Inferences(gateway)
         compression_level = settings.compression_level
-        self._front = GrpcSharedState(
+        self._front = GrpcFront(
             settings=settings,
             create_call=Service(gateway, self._inferences).begin_call,
-            body_budget=gateway.body_budget,
+            budget=gateway.body_budget,
             header_timeout_s=gateway_settings.header_timeout_s,
             body_timeout_s=gateway_settings.body_timeout_s,
-            max_inflated_bytes=gateway_settings.max_input_size,
+            largest_inflated=gateway_settings.max_input_size,
             tls=None if settings.tls is None else settings.tls.context(),
             deflater=Deflater(compression_level) if compression_level else None,
         )
@@ -75,9 +75,7 @@ class GrpcFrontend(process.Frontend):
             self.listeners.append(listener)
             is_unix = sock.family == socket.AF_UNIX
             front = replace(self._front, tls=None) if is_unix else self._front
-            await self.listen(
-                sock, Acceptor(partial(GrpcConnection, shared=front), listener, limit)
-            )
+            await self.listen(sock, Acceptor(partial(GrpcConnection, front=front), listener, limit))
 
     def call_when_idle(self, on_idle: Callable[[], None]) -> None:
         # Idle: no request is in flight, also in streams. Streams without requests may be open.

@@ -19,7 +19,7 @@ from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import AdminCall, reflect, serving_status
 from shmserve.gateway.grpc.calls.call import (
-    CallConnection,
+    Carrier,
     GrpcCall,
     StreamHandler,
     StreamingCall,
@@ -31,8 +31,8 @@ from shmserve.gateway.grpc.calls.headers import (
     MISSING_REQUEST,
     UNKNOWN_METHOD,
     CallHead,
-    CallStatus,
-    status_from_error,
+    Ending,
+    ending_from_error,
 )
 from shmserve.gateway.grpc.calls.messages import Sinks
 from shmserve.gateway.grpc.infer import Inferences
@@ -101,7 +101,7 @@ RPCS: dict[str, Rpc] = {
     },
 }
 
-CallFactory = Callable[[CallConnection, Stream, CallHead], GrpcCall]
+CallFactory = Callable[[Carrier, Stream, CallHead], GrpcCall]
 
 
 class Service:
@@ -127,7 +127,7 @@ class Service:
         for path in REFLECTION_METHODS:
             self._factories[path] = _stream_factory(reflect)
 
-    def begin_call(self, connection: CallConnection, stream: Stream, head: CallHead) -> GrpcCall:
+    def begin_call(self, connection: Carrier, stream: Stream, head: CallHead) -> GrpcCall:
         """Begin a call, and return it.
 
         A refused call has ended already: its messages, which can be large, are not received.
@@ -138,7 +138,7 @@ class Service:
             ending = UNKNOWN_METHOD
         elif ending is None and connection.requires_authorisation:
             error = _find_access_error(connection.client, RPCS[head.path].scope, head)
-            ending = None if error is None else status_from_error(error)
+            ending = None if error is None else ending_from_error(error)
         if ending is not None or create_call is None:
             call = UnaryCall(connection, stream, head, _ignore_message)
             call.fail(*(ending or UNKNOWN_METHOD))
@@ -159,7 +159,7 @@ class Service:
                 response = await handle(AdminCall(self._gateway, call.client), request)
                 call.finish(b"" if response is None else response.SerializeToString())
             except ShmserveError as error:
-                call.fail(*status_from_error(error))
+                call.fail(*ending_from_error(error))
             except Exception:
                 logger.exception("%s failed", path)
                 call.fail(*INTERNAL_FAILURE)
@@ -172,7 +172,7 @@ class Service:
 
         return start_task
 
-    async def _watch_health(self, call: StreamingCall) -> CallStatus | None:
+    async def _watch_health(self, call: StreamingCall) -> Ending | None:
         async for _ in call.read_messages():
             break
         else:
@@ -215,7 +215,7 @@ def _stream_factory(
         sinks: The factory of the sinks that receive large messages.
     """
 
-    def create_call(connection: CallConnection, stream: Stream, head: CallHead) -> StreamingCall:
+    def create_call(connection: Carrier, stream: Stream, head: CallHead) -> StreamingCall:
         call = StreamingCall(connection, stream, head, sinks)
         if limits_first_message:
             call.await_message()
@@ -225,9 +225,9 @@ def _stream_factory(
     return create_call
 
 
-async def _run_stream_infer(inferences: Inferences, call: StreamingCall) -> CallStatus | None:
+async def _run_stream_infer(inferences: Inferences, call: StreamingCall) -> Ending | None:
     try:
         await stream_infer(inferences, call, inferences.gateway.settings.body_timeout_s)
     except ShmserveError as error:
-        return status_from_error(error)
+        return ending_from_error(error)
     return None

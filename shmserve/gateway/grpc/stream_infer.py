@@ -50,19 +50,19 @@ class _Window:
 
     def __init__(self, size: int) -> None:
         self._free_bytes = size
-        self._enlarged_event = asyncio.Event()
+        self._enlarged = asyncio.Event()
 
     async def reserve(self, size: int) -> None:
         """Wait until the window is open, and reduce it. Only one task may wait."""
         while self._free_bytes <= 0:
-            self._enlarged_event.clear()
-            await self._enlarged_event.wait()
+            self._enlarged.clear()
+            await self._enlarged.wait()
         self._free_bytes -= size
 
     def release(self, size: int) -> None:
         """Enlarge the window."""
         self._free_bytes += size
-        self._enlarged_event.set()
+        self._enlarged.set()
 
 
 class StreamEntry:
@@ -94,7 +94,7 @@ class StreamEntry:
         is_final = is_last_response(message)
         built_request = self.request.built_request
         infer_request, model = built_request.infer_request, built_request.model
-        if (encoded := self.request.encode_with_template(message)) is not None:
+        if (encoded := self.request.from_template(message)) is not None:
             return encode_streamed(encoded, final=False), None
         schema = b"" if isinstance(message, m.Failed) else message.schema
         inferred: Inferred | None = None
@@ -102,7 +102,7 @@ class StreamEntry:
             inferred = self.request.outputs(message)
             if inferred is None:
                 end = encode_stream_end(model.name, infer_request.version, infer_request.id)
-                return end if infer_request.sends_empty_final else None, None
+                return end if infer_request.empty_final else None, None
             trace = built_request.trace
             is_explained = trace is not None and trace.explained
             templates = None if is_explained else self.request.templates
@@ -156,7 +156,7 @@ class _Stream:
         # The responses of decoupled models, in the order of arrival.
         self._outbox: deque[tuple[StreamingInference, StreamedResponse]] = deque()
         self._is_half_closed = False  # the client has half-closed the call
-        self._progress_event = asyncio.Event()
+        self._progress = asyncio.Event()
         self.total_bytes = 0
         self.malloc_trim = inferences.gateway.malloc_trim
 
@@ -175,7 +175,7 @@ class _Stream:
                 self.malloc_trim.schedule(len(raw_request))
         finally:
             self._is_half_closed = True
-            self._progress_event.set()
+            self._progress.set()
 
     async def _submit_entry(self, raw_request: bytes | ArrivingRequest, size: int) -> None:
         inferences, entry = self._inferences, self._submit(raw_request)
@@ -193,7 +193,7 @@ class _Stream:
             return
         self._ordered_entries.append((entry, size))
         if _is_done(entry):
-            self._progress_event.set()
+            self._progress.set()
 
     def _submit(
         self, raw_request: bytes | ArrivingRequest
@@ -205,11 +205,11 @@ class _Stream:
             return refused.without_traceback()
 
     def _on_response(self, _: UnaryInference) -> None:
-        self._progress_event.set()
+        self._progress.set()
 
     def _on_streamed(self, request: StreamingInference, message: StreamedResponse) -> None:
         self._outbox.append((request, message))
-        self._progress_event.set()
+        self._progress.set()
 
     async def write_responses(self, stall_timeout_s: float) -> None:
         """Write responses until the client has half-closed the call and has all of them.
@@ -219,7 +219,7 @@ class _Stream:
         """
         byte_limit = 1
         while True:
-            self._progress_event.clear()
+            self._progress.clear()
             is_idle = True
             if self._outbox:
                 await self._write_outbox(byte_limit, stall_timeout_s)
@@ -231,7 +231,7 @@ class _Stream:
             if is_idle:
                 if self._is_half_closed and not (self._ordered_entries or self._decoupled_entries):
                     return
-                await self._progress_event.wait()
+                await self._progress.wait()
                 byte_limit = 1  # the first response is not delayed by others
 
     async def _write_outbox(self, byte_limit: int, stall_timeout_s: float) -> None:

@@ -24,12 +24,7 @@ from typing import Any
 from aiohttp import StreamReader
 
 from shmserve.errors import InvalidArgument, ShmserveError
-from shmserve.gateway.compression import (
-    BodyTooLarge,
-    Inflater,
-    UnsupportedEncoding,
-    is_compressed_encoding,
-)
+from shmserve.gateway.compression import BodyTooLarge, Inflater, UnsupportedEncoding, check_encoding
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.incoming import MalformedBody
 from shmserve.gateway.http.json import tensors
@@ -58,7 +53,7 @@ from shmserve.gateway.http.messages import (
     HttpRequest,
     WholeBody,
 )
-from shmserve.gateway.inference.body_arrival import ArrivingBody, BodyBudget
+from shmserve.gateway.inference.body_arrival import Arrival, BodyBudget
 from shmserve.gateway.inference.prepare import (
     ArrivingRequest,
     BuiltRequest,
@@ -88,6 +83,7 @@ _BODY_TOO_LARGE = (
 )
 _JSON_STARTS = (b"{", b"[", b" ", b"\n", b"\r", b"\t", b"")
 _RAW_HINT = " (a body that is an input, such as a file, needs Inference-Header-Content-Length: 0)"
+_FORM_HINT = " (the body is a form; send only the file: curl --data-binary @FILE instead of -F)"
 _TAIL_HINT = " (with binary_data_size, Inference-Header-Content-Length is the size of the JSON)"
 _RAW_TOO_LARGE = "Raw input" + TOO_LARGE
 _CUT_SHORT = "the request body ended early"
@@ -125,7 +121,7 @@ async def read_json(
     body = Body(request, gateway.settings, gateway.body_budget)
     limit = gateway.settings.max_input_size
     try:
-        if body.is_compressed():
+        if body.compressed():
             pieces, size = await body.inflate_pieces()
         else:
             pieces, size = await body.read_pieces(limit, JSON_TOO_LARGE)
@@ -156,7 +152,7 @@ class Body:
         self._request = request
         self._content = request.content
         self._max_input_size = settings.max_input_size
-        self.arrival = ArrivingBody(settings.body_timeout_s, budget)
+        self.arrival = Arrival(settings.body_timeout_s, budget)
         self._chunk_count = 0
         self._chunked = TRANSFER_ENCODING in request.headers
         self.declared_size = -1 if self._chunked else int(request.headers.get(CONTENT_LENGTH, 0))
@@ -171,7 +167,7 @@ class Body:
             raise BrokenBody("malformed HTTP request body")
         return self._content.read_nowait() if self._content.is_eof() else None
 
-    def is_compressed(self) -> bool:
+    def compressed(self) -> bool:
         """Return whether the body is compressed.
 
         Raises:
@@ -182,7 +178,7 @@ class Body:
             return False
         if len(encodings) > 1:
             raise UnsupportedEncoding("Unsupported compression type")
-        return is_compressed_encoding(encodings[0])
+        return check_encoding(encodings[0])
 
     # --- pieces
 
@@ -232,28 +228,28 @@ class Body:
 
     # --- the whole body
 
-    async def read(self, limit: int, too_large_text: str) -> bytes:
+    async def read(self, limit: int, too_large: str) -> bytes:
         """Return the whole body, as `read_pieces` does."""
         try:
-            return b"".join((await self.read_pieces(limit, too_large_text))[0])
+            return b"".join((await self.read_pieces(limit, too_large))[0])
         finally:
             self.arrival.release_budget()
 
-    async def read_pieces(self, limit: int, too_large_text: str) -> tuple[list[bytes], int]:
+    async def read_pieces(self, limit: int, too_large: str) -> tuple[list[bytes], int]:
         """Return the pieces of the body, and their total size.
 
         The pieces count in the budget until `arrival.release_budget`.
 
         Args:
             limit: The largest size in bytes.
-            too_large_text: The message of the error about a larger body, with {size} and {limit}.
+            too_large: The message of the error about a larger body, with {size} and {limit}.
 
         Raises:
             BodyTooLarge: The body is larger than `limit`.
             Unavailable: The memory for the bodies that are arriving is full.
         """
         if self.declared_size > limit:
-            raise BodyTooLarge(too_large_text.format(size=self.declared_size, limit=limit))
+            raise BodyTooLarge(too_large.format(size=self.declared_size, limit=limit))
         content = self.received_whole()
         pieces: list[bytes] = [] if content is None else [content]
         size = len(content or b"")
@@ -262,7 +258,7 @@ class Body:
             size += len(piece)
             self.arrival.reserve(len(piece))
         if size > limit:
-            raise BodyTooLarge(too_large_text.format(size=size, limit=limit))
+            raise BodyTooLarge(too_large.format(size=size, limit=limit))
         return pieces, size
 
     async def inflate(self) -> bytes:
@@ -351,7 +347,8 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
         infer_request = await _parse(body[:size], len(body) - size, model, limit)
     except JsonFault as error:
         if header_length is None and body[:1] not in _JSON_STARTS:
-            raise JsonFault(error.message + _RAW_HINT) from None
+            is_form = headers.get("Content-Type", "").lower().startswith("multipart/")
+            raise JsonFault(error.message + is_form * _FORM_HINT + _RAW_HINT) from None
         if b"binary_data_size" in body and (header_length is None or "UTF-8" in error.message):
             raise JsonFault(error.message + _TAIL_HINT) from None
         raise
@@ -364,7 +361,7 @@ async def read_request(gateway: Gateway, model: GatewayModel, request: HttpReque
     return built_request
 
 
-async def body_time_limit_us(gateway: Gateway, request: HttpRequest) -> int:
+async def body_limit_us(gateway: Gateway, request: HttpRequest) -> int:
     """Return the time limit in the body of a request, in microseconds; 0 means no limit.
 
     The whole body is read and kept. Faults of the body are ignored, since `read_request` reports
@@ -411,7 +408,7 @@ async def _read(
     The request is built while the body arrives if its tensors exceed `INLINE_LIMIT`.
     """
     body = Body(request, gateway.settings, gateway.body_budget)
-    if CONTENT_ENCODING in request.headers and body.is_compressed():
+    if CONTENT_ENCODING in request.headers and body.compressed():
         return await body.inflate()
     content = body.received_whole()
     if content is not None:
@@ -422,13 +419,13 @@ async def _read(
     if body.declared_size < 0:
         return await body.read(gateway.arena.memory.byte_size, _BODY_TOO_LARGE)
     size = header_size(header_length, body.declared_size)
-    binary_data_size = body.declared_size - size if size else 0
-    if binary_data_size > INLINE_LIMIT:
+    tail_size = body.declared_size - size if size else 0
+    if tail_size > INLINE_LIMIT:
         try:
             return await _receive(gateway, model, request, body, size, forwarded_headers)
         finally:
             body.arrival.release_budget()
-    return await body.read(limit + binary_data_size, JSON_TOO_LARGE if size else _RAW_TOO_LARGE)
+    return await body.read(limit + tail_size, JSON_TOO_LARGE if size else _RAW_TOO_LARGE)
 
 
 async def _receive(
@@ -493,16 +490,14 @@ def _parse_integer(text: str) -> int:
     return int(text)
 
 
-async def _parse(
-    header: bytes, binary_data_size: int, model: GatewayModel, limit: int
-) -> InferRequest:
+async def _parse(header: bytes, tail_size: int, model: GatewayModel, limit: int) -> InferRequest:
     if len(header) > limit:
         raise InvalidArgument(JSON_TOO_LARGE.format(size=len(header), limit=limit))
     if len(header) < LARGE:
-        infer_request = parse_request(loads(header), binary_data_size, model.name, limit)
+        infer_request = parse_request(loads(header), tail_size, model.name, limit)
         decode_data(infer_request)
         return infer_request
-    infer_request = parse_request(loads_large(header), binary_data_size, model.name, limit)
+    infer_request = parse_request(loads_large(header), tail_size, model.name, limit)
     for tensor in infer_request.inputs:
         data = tensor.data
         if isinstance(data, NumberArray):

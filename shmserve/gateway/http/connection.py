@@ -111,11 +111,11 @@ class HttpConnection(Incoming):
 
     # --- requests without the task
 
-    def _start_request(self, start_repeated: StartRepeatedRequest, body: bytes) -> bool:
-        # The request may fail before `start_repeated` returns; the task then handles it.
+    def _start_request(self, repeat: StartRepeatedRequest, body: bytes) -> bool:
+        # The request may fail before `repeat` returns; the task then handles it.
         waiter = self._idle_waiter = self._waiter
         self._waiter = None
-        begun_request = start_repeated(body, self._write_response)
+        begun_request = repeat(body, self._write_response)
         if begun_request is None:
             self._idle_waiter, self._waiter = None, waiter
             return False
@@ -208,13 +208,13 @@ class HttpConnection(Incoming):
             await self._await_small_body(request, content)
         response = await self._app.handle(request)
         if request.closes_connection or (type(content) is not WholeBody and not content.is_eof()):
-            response.closes_connection = True
+            response.close = True
         try:
             await response.send(request, self._settings.body_timeout_s)
         finally:
             if response.on_sent is not None:
                 response.on_sent()
-        if response.closes_connection:
+        if response.close:
             await _linger(content)
             return False
         return True

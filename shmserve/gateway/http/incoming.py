@@ -219,9 +219,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
                 request = self._cached_request
                 assert request is not None
                 body = data[self._cached_body_offset :]
-                if request.start_repeated is not None and self._start_request(
-                    request.start_repeated, body
-                ):
+                if request.repeat is not None and self._start_request(request.repeat, body):
                     return
                 request.content = self._cached_body
                 request.content.data = body
@@ -277,7 +275,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             waiter.set_result(None)
         if len(self._messages) >= _MAX_QUEUED_REQUESTS:
             self._is_queue_full = True
-            self._update_reading()
+            self._set_reading()
         if is_between_requests:
             self._cache_head(data)
         elif data:
@@ -401,7 +399,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         """Pause reading, since the stream of a body is full."""
         self._is_stream_full = True
         self._parser.pause_reading()
-        self._update_reading()
+        self._set_reading()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         """Resume reading, since the stream of a body has ended or has space again."""
@@ -409,16 +407,16 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             self._is_stream_full = False
             if resume_parser:
                 self._parse_buffered()
-            self._update_reading()
+            self._set_reading()
 
     def _on_dequeued(self, count: int) -> None:
         """Resume reading if the queue, with `count` requests left, is short enough."""
         self._parser.message_consumed()
         if self._is_queue_full and count <= _MAX_QUEUED_REQUESTS // 2:
             self._is_queue_full = self._parse_buffered() >= _MAX_QUEUED_REQUESTS
-            self._update_reading()
+            self._set_reading()
 
-    def _update_reading(self) -> None:
+    def _set_reading(self) -> None:
         paused = self._is_stream_full or self._is_queue_full
         if paused is not self._reading_paused and self.transport is not None:
             self._reading_paused = paused

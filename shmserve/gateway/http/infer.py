@@ -25,7 +25,7 @@ from shmserve.common.tasks import resolve_future
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.compression import compress_pieces, preferred_encoding
 from shmserve.gateway.context import Gateway, needs_load, resolve_model
-from shmserve.gateway.http.body import body_time_limit_us, header_size, read_request
+from shmserve.gateway.http.body import body_limit_us, header_size, read_request
 from shmserve.gateway.http.json.fingerprint import Fingerprint, fill_known_template
 from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
 from shmserve.gateway.http.json.tensors import encode_in_turns, join_in_turns
@@ -79,7 +79,7 @@ async def infer(gateway: Gateway, request: HttpRequest, name: str, version: str)
     call_limit = read_time_limit(headers)
     model = gateway.models.find(name, version)
     if model is None:
-        model = await _resolve_model(gateway, request, name, version)
+        model = await _load(gateway, request, name, version)
     framing = find_accepted_framing(headers[ACCEPT]) if ACCEPT in headers else None
     if framing is None and model.decoupled:
         raise Unsupported(_DECOUPLED_UNSUPPORTED)
@@ -88,7 +88,7 @@ async def infer(gateway: Gateway, request: HttpRequest, name: str, version: str)
         await reload_model(gateway, built_request)
         built_request.responses = None  # a stream has JSON for outputs that are binary otherwise
         queue = ResponseQueue(gateway, request, built_request, arrived_ns)
-        return await _stream_responses(gateway, queue, framing)
+        return await _stream(gateway, queue, framing)
     try:
         await reload_model(gateway, built_request)
         inference = submit(
@@ -104,19 +104,17 @@ async def infer(gateway: Gateway, request: HttpRequest, name: str, version: str)
     except ShmserveError as error:
         record_failure(built_request, error)
         raise
-    request.start_repeated = None
+    request.repeat = None
     if built_request.responses is not None and _is_plain(request):
         head_key = (gateway.models.revision, headers.get(HEADER_LENGTH))
-        request.start_repeated = partial(_infer_repeated, gateway, request, model, *head_key)
+        request.repeat = partial(_infer_repeated, gateway, request, model, *head_key)
     return await inference.response()
 
 
-async def _resolve_model(
-    gateway: Gateway, request: HttpRequest, name: str, version: str
-) -> GatewayModel:
+async def _load(gateway: Gateway, request: HttpRequest, name: str, version: str) -> GatewayModel:
     limit_us = read_time_limit(request.headers)[0]
     if not limit_us and needs_load(gateway, name, version):
-        limit_us = await body_time_limit_us(gateway, request)
+        limit_us = await body_limit_us(gateway, request)
     return await resolve_model(gateway, name, version, limit_us)
 
 
@@ -189,13 +187,13 @@ class HttpInference(UnaryInference):
         if write_response is None:
             resolve_future(self._waiter, None)
         elif (
-            self.encoded_response is None
+            self.encoded is None
             or self.gateway.draining
             or logger.isEnabledFor(logging.DEBUG)  # only the task logs the duration
         ):
             write_response(None)
         else:
-            json, binary = self.encoded_response
+            json, binary = self.encoded
             if binary:
                 write_response(b"".join((json, *binary)), _response_headers(json, binary))
             else:
@@ -228,8 +226,8 @@ class HttpInference(UnaryInference):
         return response
 
     async def _create_response(self, message: m.Finished | m.Responded) -> HttpResponse:
-        if self.encoded_response is not None:
-            return _assemble_response(*self.encoded_response)
+        if self.encoded is not None:
+            return _assemble_response(*self.encoded)
         built_request, gateway = self.built_request, self.gateway
         request, model = built_request.infer_request, built_request.model
         inferred = self.outputs(message)
@@ -302,9 +300,7 @@ def _response_headers(json: bytes, binary: Sequence[bytes | memoryview]) -> byte
 # --- clients that accept a stream
 
 
-async def _stream_responses(
-    gateway: Gateway, responses: ResponseQueue, framing: Framing
-) -> HttpResponse:
+async def _stream(gateway: Gateway, responses: ResponseQueue, framing: Framing) -> HttpResponse:
     """Return the stream of the responses: JSON texts without binary data, in events or lines.
 
     Raises:
@@ -395,7 +391,7 @@ class ResponseQueue:
         self._response_event.set()
 
     @property
-    def response_headers(self) -> bytes:
+    def headers(self) -> bytes:
         """Return the header of the response that identifies the trace, if there is one."""
         trace = self.request.built_request.trace
         return b"" if trace is None else traceparent_header(trace.context.traceparent)
@@ -431,7 +427,7 @@ class ResponseQueue:
         """
         inferred: Inferred | None = None
         try:
-            if (encoded := self.request.encode_with_template(self._messages[0])) is not None:
+            if (encoded := self.request.from_template(self._messages[0])) is not None:
                 return encoded[0], None
             inferred = self.request.outputs(self._messages[0])
             return None if inferred is None else await encode(inferred), inferred
@@ -463,7 +459,7 @@ def streaming_response(
     A client that does not read receives no credit, so that the model waits. The request is
     cancelled when the client disconnects.
     """
-    headers = framing.headers + queue.response_headers
+    headers = framing.headers + queue.headers
     response = ChunkedResponse(status, _encode_batches(framing, queue, encode), headers)
     response.on_sent = queue.close
     return response

@@ -33,10 +33,7 @@ def run(data: bytes, *fds: int) -> None:
     start = decode_start(GatewayStart, data)
     process.prepare_process(f"gateway {start.name}", f"gateway http {start.name}", start.log)
     sockets = [socket.socket(fileno=fd) for fd in fds]
-    http_sockets, metrics_sockets = (
-        sockets[: start.http_socket_count],
-        sockets[start.http_socket_count :],
-    )
+    http_sockets, metrics_sockets = sockets[: start.http_sockets], sockets[start.http_sockets :]
     create_frontend = partial(
         HttpFrontend,
         http_sockets=http_sockets,

@@ -132,15 +132,15 @@ class HttpRequest:
 
     Attributes:
         route_match: The route and the parts of the path, once the client was authorised.
-        start_repeated: Begins the next request with the same head, without a task.
-        begun_request: The request that `start_repeated` began, if a task must send the response.
+        repeat: Begins the next request with the same head, without a task.
+        begun_request: The request that `repeat` has begun, if a task must send the response.
         is_http10: Whether the client uses HTTP/1.0, without chunks or keep-alive by default.
         closes_connection: Whether the connection ends with this request.
     """
 
     __slots__ = (
         *("begun_request", "closes_connection", "connection", "content", "headers", "is_http10"),
-        *("route_match", "method", "start_repeated", "target"),
+        *("route_match", "method", "repeat", "target"),
     )
 
     def __init__(
@@ -154,7 +154,7 @@ class HttpRequest:
         self.content = content
         self.connection = connection
         self.route_match: Any = None
-        self.start_repeated: StartRepeatedRequest | None = None
+        self.repeat: StartRepeatedRequest | None = None
         self.begun_request: BegunRequest | None = None
 
 
@@ -180,13 +180,13 @@ class HttpResponse:
     status: int = 200
     pieces: Sequence[bytes | memoryview] = ()
     headers: bytes = b""
-    closes_connection: bool = field(default=False, kw_only=True)
+    close: bool = field(default=False, kw_only=True)
     on_sent: Callable[[], None] | None = field(default=None, kw_only=True)
 
     def head(self, request: HttpRequest | None, size: int) -> bytes:
         """Return the status line and the headers; `request` is None for malformed HTTP."""
         connection = b""
-        if self.closes_connection:
+        if self.close:
             connection = b"Connection: close\r\n"
         elif request is not None and request.is_http10:
             connection = b"Connection: keep-alive\r\n"
@@ -252,7 +252,7 @@ class ChunkedResponse(HttpResponse):
         """Write the chunks. An exception of `batches` ends the connection."""
         transport = _open_transport(request)
         chunked = not request.is_http10
-        self.closes_connection = self.closes_connection or not chunked
+        self.close = self.close or not chunked
         transport.write(self._head(chunked=chunked))
         async with contextlib.aclosing(self._batches) as batches:
             if request.method == "HEAD":
@@ -270,7 +270,7 @@ class ChunkedResponse(HttpResponse):
         lines = [b"HTTP/1.1 %d %b\r\n" % (self.status, phrase)]
         if chunked:
             lines.append(b"Transfer-Encoding: chunked\r\n")
-        if self.closes_connection:
+        if self.close:
             lines.append(b"Connection: close\r\n")
         return b"".join((*lines, self.headers, b"X-Content-Type-Options: nosniff\r\n\r\n"))
 
@@ -336,9 +336,7 @@ def error_response(
         headers: Further header lines.
         close: Whether the connection ends with this response.
     """
-    return HttpResponse(
-        error.status, (encode_error(error),), JSON_HEADER + headers, closes_connection=close
-    )
+    return HttpResponse(error.status, (encode_error(error),), JSON_HEADER + headers, close=close)
 
 
 class Framing(NamedTuple):

@@ -119,14 +119,14 @@ class RouteTable:
             first_match = first_match or route_match
         return first_match
 
-    def allowed_methods(self, target: str) -> str:
+    def methods(self, target: str) -> str:
         """Return the methods of a request's target, separated by commas."""
         path = _target_path(target)
         matches = (route for route, pattern in self._patterns if pattern.fullmatch(path))
         methods = {route.method for route in matches} - {""}
         return ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
 
-    def unmatched_route(self, target: str) -> RouteMatch:
+    def unmatched(self, target: str) -> RouteMatch:
         """Return a route that raises NoRoute, with the error format of the target's API.
 
         The first part of a path identifies the API. A path that ends like a path of OpenAI's API
@@ -270,7 +270,7 @@ class Cors:
             origin = "*" if self._allows_all else request.headers[_ORIGIN]
             allow_origin = b"Access-Control-Allow-Origin: %b\r\n" % origin.encode()
             response.headers += allow_origin + self._EXPOSED
-            request.start_repeated = None  # a repeated request's response would lack these headers
+            request.repeat = None  # a repeated request's response would lack these headers
 
 
 class App(ActiveCount):
@@ -288,7 +288,7 @@ class App(ActiveCount):
     def malformed_response(self, error: InvalidArgument, head: bytes) -> HttpResponse:
         """Return the response to malformed HTTP that begins with `head`, in its API's format."""
         target = b"".join(head.split(b" ", 2)[1:2]).decode("latin-1")
-        route, _ = self._routes.find(target) or self._routes.unmatched_route(target)
+        route, _ = self._routes.find(target) or self._routes.unmatched(target)
         headers = _request_id_header("") if route.has_request_id else b""
         return error_response(error, route.encode_error, headers=headers, close=True)
 
@@ -303,7 +303,7 @@ class App(ActiveCount):
         routes, cors = self._routes, self._cors
         method = "GET" if request.method == "HEAD" else request.method
         route_match = request.route_match or routes.find(request.target, method)
-        route, path_parts = route_match or routes.unmatched_route(request.target)
+        route, path_parts = route_match or routes.unmatched(request.target)
         if cors is not None and cors.is_preflight(request):
             route_match = None
             route, path_parts = replace(route, handler=cors.answer_preflight), ()
@@ -311,9 +311,7 @@ class App(ActiveCount):
             if request.route_match is None and route_match is not None:
                 check_authorised(route, request, cors)
                 if route.method not in (method, ""):
-                    raise MethodNotAllowed(
-                        "Method Not Allowed", routes.allowed_methods(request.target)
-                    )
+                    raise MethodNotAllowed("Method Not Allowed", routes.methods(request.target))
                 request.route_match = route_match
             if begun_request is None:
                 response: HttpResponse = await route.handler(self._gateway, request, *path_parts)
@@ -334,7 +332,7 @@ class App(ActiveCount):
         if route.has_request_id:
             response.headers += _request_id_header(request.headers.get(_REQUEST_ID, ""))
         if self._gateway.draining:
-            response.closes_connection = True
+            response.close = True
         on_sent = response.on_sent
         response.on_sent = (
             self.decrement if on_sent is None else partial(self._decrement_after, on_sent)
@@ -357,7 +355,7 @@ def _request_id_header(client_id: str) -> bytes:
 
 def _traceparent(request: HttpRequest) -> str:
     """Return the traceparent of the caller, or ""."""
-    caller = TraceContext.from_header(request.headers.get(TRACEPARENT, ""))
+    caller = TraceContext.of_header(request.headers.get(TRACEPARENT, ""))
     return "" if caller is None else caller.traceparent
 
 

@@ -78,14 +78,12 @@ class Http2Connection(FrameReader[HeadT]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(limits)
-        self._headers = HeaderDecoder(read_head, limits.max_header_list_bytes)
-        self._reset_budget = Budget(
-            limits.reset_budget, limits.resets_per_s, clock, "streams given up"
+        self._headers = HeaderDecoder(read_head, limits.header_list)
+        self._resets = Budget(limits.resets, limits.resets_per_s, clock, "streams given up")
+        self._control = Budget(
+            limits.control, limits.control_per_s, clock, "too many frames without effect"
         )
-        self._control_budget = Budget(
-            limits.control_budget, limits.control_per_s, clock, "too many frames without effect"
-        )
-        self.outgoing = Outgoing(self._on_output_sent)
+        self.sending = Outgoing(self._on_output_sent)
         self.streams: dict[int, Stream] = {}
         self.last_stream_id = 0  # the highest stream that the client has opened
         # Whether the client has acknowledged the server's SETTINGS.
@@ -99,14 +97,14 @@ class Http2Connection(FrameReader[HeadT]):
         self._reset_streams: dict[int, None] = {}
         self._receive_window = LARGEST_WINDOW  # the receive window of the connection
         settings = {
-            frames.MAX_CONCURRENT_STREAMS: limits.max_streams,
-            frames.INITIAL_WINDOW_SIZE: limits.stream_window,
-            frames.MAX_FRAME_SIZE: limits.max_data_bytes,
-            frames.MAX_HEADER_LIST_SIZE: limits.max_header_list_bytes,
+            frames.MAX_CONCURRENT_STREAMS: limits.streams,
+            frames.INITIAL_WINDOW_SIZE: limits.window,
+            frames.MAX_FRAME_SIZE: limits.frame,
+            frames.MAX_HEADER_LIST_SIZE: limits.header_list,
         }
         increment = pack_uint32(LARGEST_WINDOW - DEFAULT_WINDOW)
         window_update = frames.encode_frame(WINDOW_UPDATE, 0, 0, increment)
-        self.outgoing.ready.append(frames.encode_settings(settings) + window_update)
+        self.sending.ready.append(frames.encode_settings(settings) + window_update)
 
     def receive(self, data: Bytes) -> Sequence[Event[HeadT]]:
         """Process these bytes and any pending frames.
@@ -114,14 +112,14 @@ class Http2Connection(FrameReader[HeadT]):
         A client that violates the protocol receives a GOAWAY, and the connection is `closing`.
         """
         events = super().receive(data)
-        if self.outgoing.window_grown:
-            self.outgoing.resume()
+        if self.sending.window_grown:
+            self.sending.resume()
         return events
 
     @property
     def debt(self) -> int:
         """Return the amount of useless work that the client has caused."""
-        return -self._control_budget.tokens - _RESET_DEBT * self._reset_budget.tokens
+        return -self._control.tokens - _RESET_DEBT * self._resets.tokens
 
     # --- data
 
@@ -131,12 +129,12 @@ class Http2Connection(FrameReader[HeadT]):
         if self._receive_window < LARGEST_WINDOW // 2:
             increment, self._receive_window = LARGEST_WINDOW - self._receive_window, LARGEST_WINDOW
             update = frames.encode_frame(WINDOW_UPDATE, 0, 0, pack_uint32(increment))
-            self.outgoing.ready.append(update)
+            self.sending.ready.append(update)
         stream = self.streams.get(stream_id)
         if stream is None or stream.ended:
             self._check_closed(stream_id, stream)
             stream = None
-            self._control_budget.take_token()
+            self._control.take_token()
         else:
             stream.receive_window -= size
             if stream.receive_window < 0:
@@ -150,7 +148,7 @@ class Http2Connection(FrameReader[HeadT]):
         self.arriving_stream = stream
         if not self.arriving_bytes:
             if not self._frame_ends_stream:
-                self._control_budget.take_token()
+                self._control.take_token()
             if stream is not None:
                 self._pass_data(stream, _EMPTY_VIEW)
 
@@ -162,7 +160,7 @@ class Http2Connection(FrameReader[HeadT]):
     def _count_padding(self, stream: Stream, size: int) -> None:
         """Account for padding, which uses the stream's window but is not passed to its receiver."""
         stream.padding += size
-        if stream.padding > self._limits.stream_window // 4:
+        if stream.padding > self._limits.window // 4:
             padding, stream.padding = stream.padding, 0
             self.send_window_update(stream, padding)
 
@@ -176,7 +174,7 @@ class Http2Connection(FrameReader[HeadT]):
 
     def _handle_frame(self, frame_type: int, flags: int, stream_id: int, payload: bytes) -> None:
         if self._block is not None and (
-            frame_type != CONTINUATION or stream_id != self._block_stream_id
+            frame_type != CONTINUATION or stream_id != self._block_stream
         ):
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "another frame within a header block")
         if not self.settings_received and (frame_type != SETTINGS or flags & ACK):
@@ -190,13 +188,13 @@ class Http2Connection(FrameReader[HeadT]):
         elif frame_type == RST_STREAM:
             self._handle_reset(stream_id, payload)
         elif frame_type == SETTINGS:
-            self._control_budget.take_token()
+            self._control.take_token()
             self._handle_settings(flags, stream_id, payload)
         elif frame_type == PING:
-            self._control_budget.take_token()
+            self._control.take_token()
             self._handle_ping(flags, stream_id, payload)
         elif frame_type == GOAWAY:
-            self._control_budget.take_token()
+            self._control.take_token()
             if stream_id:
                 raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "GOAWAY on a stream other than 0")
             if len(payload) < 8:
@@ -204,7 +202,7 @@ class Http2Connection(FrameReader[HeadT]):
         elif frame_type == PUSH_PROMISE:
             raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "PUSH_PROMISE from a client")
         else:
-            self._control_budget.take_token()
+            self._control.take_token()
             if frame_type == PRIORITY:
                 _check_priority(stream_id, payload)
 
@@ -214,15 +212,15 @@ class Http2Connection(FrameReader[HeadT]):
             return
         self.last_stream_id = stream_id
         has_ended = bool(flags & END_STREAM)
-        if self._refusing or len(self.streams) >= self._limits.max_streams:
+        if self._refusing or len(self.streams) >= self._limits.streams:
             self._headers.skip_block(block)
             raise StreamFault(FaultCode.REFUSED_STREAM)
         head = self._headers.decode_request(block)
-        stream = Stream(stream_id, self._limits.stream_window, self.outgoing.initial_window)
+        stream = Stream(stream_id, self._limits.window, self.sending.initial_window)
         stream.expected_bytes = head.data_size
         self.streams[stream_id] = stream
-        if self._control_budget.tokens < self._limits.control_budget:
-            self._control_budget.add_tokens(_EARNED_PER_FRAME)
+        if self._control.tokens < self._limits.control:
+            self._control.add_tokens(_EARNED_PER_FRAME)
         self._events.append(StreamOpened(stream, head))
         if has_ended:
             if stream.expected_bytes > 0:
@@ -235,7 +233,7 @@ class Http2Connection(FrameReader[HeadT]):
         if stream is None or stream.ended:
             self._headers.skip_block(block)
             self._check_closed(stream_id, stream)
-            self._control_budget.take_token()
+            self._control.take_token()
             return
         self._headers.decode_trailers(block)
         if not flags & END_STREAM or stream.expected_bytes > 0:
@@ -258,37 +256,37 @@ class Http2Connection(FrameReader[HeadT]):
         stream = self.streams.get(stream_id)
         if stream_id and stream is None:
             self._check_not_idle(stream_id, "WINDOW_UPDATE")
-            self._control_budget.take_token()
+            self._control.take_token()
             return
         if not increment:
             if not stream_id:
                 raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "WINDOW_UPDATE by 0 bytes")
             raise StreamFault(FaultCode.PROTOCOL_ERROR)
-        self._credit_sent_data()
-        self._control_budget.take_token()
-        self.outgoing.receive_window_update(stream, increment)
+        self._earn_for_data()
+        self._control.take_token()
+        self.sending.receive_window_update(stream, increment)
 
-    def _credit_sent_data(self) -> None:
-        sending, (frames_before, bytes_before) = self.outgoing, self._credited_output
+    def _earn_for_data(self) -> None:
+        sending, (frames_before, bytes_before) = self.sending, self._credited_output
         self._credited_output = sending.data_frames, sending.data_bytes
         sent_frames = sending.data_frames - frames_before
-        self._reset_budget.add_tokens(sent_frames)
+        self._resets.add_tokens(sent_frames)
         earned_by_data = (sending.data_bytes - bytes_before) // _BYTES_PER_EARNED_FRAME
         earned = _EARNED_PER_FRAME * sent_frames + earned_by_data
         saved = min(self._saved_control_frames + earned, _MAX_SAVED_FRAMES)
-        needed_frames = min(saved, self._control_budget.debt)
+        needed_frames = min(saved, self._control.debt)
         self._saved_control_frames = saved - needed_frames
-        self._control_budget.add_tokens(needed_frames)
+        self._control.add_tokens(needed_frames)
 
     def _handle_reset(self, stream_id: int, payload: bytes) -> None:
         frames.parse_uint32(payload, "RST_STREAM")
         stream = self.streams.get(stream_id)
         if stream is None:  # the server ended the stream while the frame was in flight
             self._check_not_idle(stream_id, "RST_STREAM")
-            self._control_budget.take_token()
+            self._control.take_token()
             return
-        self._credit_sent_data()
-        self._reset_budget.take_token()
+        self._earn_for_data()
+        self._resets.take_token()
         self._remove(stream)
         self._events.append(StreamReset(stream))
 
@@ -309,12 +307,10 @@ class Http2Connection(FrameReader[HeadT]):
         settings = dict(frames.parse_settings(payload))  # the last value of each setting applies
         window = settings.get(frames.INITIAL_WINDOW_SIZE)
         if window is not None:
-            self.outgoing.change_initial_window(window, self.streams.values())
-        self.outgoing.largest_frame = settings.get(
-            frames.MAX_FRAME_SIZE, self.outgoing.largest_frame
-        )
+            self.sending.change_initial_window(window, self.streams.values())
+        self.sending.largest_frame = settings.get(frames.MAX_FRAME_SIZE, self.sending.largest_frame)
         self.settings_received = True
-        self.outgoing.ready.append(_SETTINGS_ACK)
+        self.sending.ready.append(_SETTINGS_ACK)
 
     def _handle_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id:
@@ -325,13 +321,13 @@ class Http2Connection(FrameReader[HeadT]):
             self._events.append(PingAcknowledged(payload))
             return
         self.ping_count += 1
-        self.outgoing.ready.append(frames.encode_frame(PING, ACK, 0, payload))
+        self.sending.ready.append(frames.encode_frame(PING, ACK, 0, payload))
 
     # --- ends of streams and of the connection
 
     def _fail_stream(self, stream_id: int, code: FaultCode) -> None:
         """Reset a stream on which the client has violated the protocol."""
-        self._reset_budget.take_token()
+        self._resets.take_token()
         stream = self.streams.get(stream_id)
         if stream_id > self.last_stream_id:
             raise ConnectionFault(code, f"a malformed frame on idle stream {stream_id}")
@@ -351,11 +347,11 @@ class Http2Connection(FrameReader[HeadT]):
             self._queue_reset(stream.id, code)
 
     def _queue_reset(self, stream_id: int, code: FaultCode) -> None:
-        self.outgoing.ready.append(frames.encode_frame(RST_STREAM, 0, stream_id, pack_uint32(code)))
+        self.sending.ready.append(frames.encode_frame(RST_STREAM, 0, stream_id, pack_uint32(code)))
 
     def _remove(self, stream: Stream) -> None:
         stream.ended = True
-        self.outgoing.discard_output(stream)
+        self.sending.discard_output(stream)
         self.streams.pop(stream.id, None)
         if self.arriving_stream is stream:
             self.arriving_stream = None
@@ -381,14 +377,14 @@ class Http2Connection(FrameReader[HeadT]):
         if increment > 0 and not stream.ended:
             stream.receive_window += increment
             update = frames.encode_frame(WINDOW_UPDATE, 0, stream.id, pack_uint32(increment))
-            self.outgoing.ready.append(update)
+            self.sending.ready.append(update)
 
     def fail(self, code: FaultCode, reason: str = "") -> None:
         """Send GOAWAY and close the connection."""
         if not self.closing:
             super().fail(code, reason)
             last_stream = min(self.last_stream_id, self._goaway_stream_id)
-            self.outgoing.ready.append(frames.encode_goaway(last_stream, code, reason))
+            self.sending.ready.append(frames.encode_goaway(last_stream, code, reason))
 
     def send_goaway(self, *, final: bool) -> None:
         """Send GOAWAY, which announces the end of the connection.
@@ -399,11 +395,11 @@ class Http2Connection(FrameReader[HeadT]):
         if final and not self._refusing:
             self._refusing = True
             self._goaway_stream_id = self.last_stream_id
-        self.outgoing.ready.append(frames.encode_goaway(self._goaway_stream_id, FaultCode.NO_ERROR))
+        self.sending.ready.append(frames.encode_goaway(self._goaway_stream_id, FaultCode.NO_ERROR))
 
     def ping(self, payload: bytes) -> None:
         """Send a PING with eight bytes; a `PingAcknowledged` event follows."""
-        self.outgoing.ready.append(frames.encode_frame(PING, 0, 0, payload))
+        self.sending.ready.append(frames.encode_frame(PING, 0, 0, payload))
 
 
 _SETTINGS_ACK = frames.encode_frame(SETTINGS, ACK, 0)

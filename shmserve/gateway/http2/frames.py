@@ -85,11 +85,9 @@ def encode_frame(frame_type: int, flags: int, stream_id: int, payload: bytes = b
 pack_uint32 = _UINT32_FORMAT.pack  # packs a 32-bit integer: a window, an error code or a stream id
 
 
-def encode_goaway(last_stream_id: int, code: FaultCode, reason: str = "") -> bytes:
-    """Return a GOAWAY frame: streams above `last_stream_id` are not processed, for this reason."""
-    return encode_frame(
-        GOAWAY, 0, 0, pack_uint32(last_stream_id) + pack_uint32(code) + reason.encode()
-    )
+def encode_goaway(last_id: int, code: FaultCode, reason: str = "") -> bytes:
+    """Return a GOAWAY frame: streams above `last_id` are not processed, for this reason."""
+    return encode_frame(GOAWAY, 0, 0, pack_uint32(last_id) + pack_uint32(code) + reason.encode())
 
 
 def encode_settings(values: dict[int, int]) -> bytes:

@@ -49,34 +49,34 @@ class Limits:
     """The limits of a connection.
 
     Attributes:
-        max_streams: The maximum number of concurrent streams.
-        max_header_list_bytes: The size of a header list as counted by HPACK, which grpcio accepts,
-            too. A larger list is refused.
-        max_header_block_bytes: The size of a header block on the wire. A larger block closes the
-            connection, since Huffman decoding takes most of a microsecond per byte.
-        max_continuations: The maximum number of CONTINUATION frames of a block.
-        reset_budget: The budget of stream resets.
+        streams: The maximum number of concurrent streams.
+        header_list: Bytes of a header list as counted by HPACK, as many as grpcio accepts. A
+            larger one is refused; one larger than `header_block` closes the connection.
+        header_block: Bytes of a header block on the wire. Huffman decoding takes most of a
+            microsecond per byte.
+        continuations: The maximum number of CONTINUATION frames of a block.
+        resets: The budget of stream resets.
         resets_per_s: The refill rate of that budget.
-        control_budget: The budget of control frames.
+        control: The budget of control frames.
         control_per_s: The refill rate of that budget.
-        max_frames_per_receive: The maximum work of one call of `FrameReader.receive`, in frames.
+        frames: The maximum work of one call of `FrameReader.receive`, in frames.
         stream_cost: The cost of opening a stream, in frames.
-        stream_window: The initial receive window of a stream in bytes.
-        max_data_bytes: The maximum payload of a DATA frame in bytes.
+        window: The initial receive window of a stream in bytes.
+        frame: The maximum payload of a DATA frame in bytes.
     """
 
-    max_streams: int = 512
-    max_header_list_bytes: int = 16 * 1024
-    max_header_block_bytes: int = 64 * 1024
-    max_continuations: int = 8
-    reset_budget: int = 1024
+    streams: int = 512
+    header_list: int = 16 * 1024
+    header_block: int = 64 * 1024
+    continuations: int = 8
+    resets: int = 1024
     resets_per_s: float = 64.0
-    control_budget: int = 2048
+    control: int = 2048
     control_per_s: float = 256.0
-    max_frames_per_receive: int = 256
+    frames: int = 256
     stream_cost: int = 8
-    stream_window: int = 1024 * 1024
-    max_data_bytes: int = 1024 * 1024
+    window: int = 1024 * 1024
+    frame: int = 1024 * 1024
 
 
 class Budget:
@@ -175,7 +175,7 @@ class FrameReader(ABC, Generic[HeadT]):
 
     Attributes:
         closing: Whether the connection ends after pending output is written.
-        received_frame_count: The number of received frames, for detecting idle clients.
+        received_frames: The number of received frames, for detecting idle clients.
         arriving_stream: The stream of the current DATA frame; None: its data is ignored.
     """
 
@@ -183,14 +183,14 @@ class FrameReader(ABC, Generic[HeadT]):
         self._limits = limits
         self.closing = False
         self.settings_received = False  # whether the client's SETTINGS have arrived
-        self.received_frame_count = 0
+        self.received_frames = 0
         self._buffer = bytearray()  # the start of an incomplete frame
         self._needed_bytes = 0  # bytes that the buffer needs before parsing continues
         self._preface_received = False  # whether the connection preface has arrived
         self._block: bytearray | None = None  # an incomplete header block
-        self._block_stream_id = 0
+        self._block_stream = 0
         self._block_flags = 0
-        self._block_frame_count = 0
+        self._block_frames = 0
         self.arriving_bytes = 0  # remaining bytes of the current DATA frame, ignored or not
         self.arriving_stream: Stream | None = None
         self._padding_left = 0
@@ -240,7 +240,7 @@ class FrameReader(ABC, Generic[HeadT]):
             if not self._preface_received:
                 return position
         view = memoryview(data)
-        remaining_work = self._limits.max_frames_per_receive
+        remaining_work = self._limits.frames
         unpack = FRAME_HEADER.unpack_from
         while True:
             if self.arriving_bytes or self._padding_left:
@@ -263,7 +263,7 @@ class FrameReader(ABC, Generic[HeadT]):
                     self._needed_bytes = FRAME_HEADER_SIZE + 1
                     break
                 position += FRAME_HEADER_SIZE
-                self.received_frame_count += 1
+                self.received_frames += 1
                 position += self._start_data(stream_id, flags, size, data, position)
                 continue
             if size > _MAX_CONTROL_BYTES:
@@ -272,7 +272,7 @@ class FrameReader(ABC, Generic[HeadT]):
                 self._needed_bytes = FRAME_HEADER_SIZE + size
                 break
             position += FRAME_HEADER_SIZE
-            self.received_frame_count += 1
+            self.received_frames += 1
             cost = self._limits.stream_cost if frame_type == HEADERS else _CONTROL_FRAME_COST
             remaining_work -= cost
             remaining_work -= size >> _SIZE_SHIFT
@@ -298,13 +298,13 @@ class FrameReader(ABC, Generic[HeadT]):
 
     def _check_size(self, frame_type: int, size: int) -> None:
         is_block = frame_type in (HEADERS, CONTINUATION)
-        limit = self._limits.max_data_bytes if is_block else _MAX_CONTROL_BYTES
+        limit = self._limits.frame if is_block else _MAX_CONTROL_BYTES
         if size > limit:
             raise length_fault(f"frame of type {frame_type}", size, f"at most {limit}")
         self._check_block_size(size)
 
     def _check_block_size(self, size: int) -> None:
-        if size > (limit := self._limits.max_header_block_bytes):
+        if size > (limit := self._limits.header_block):
             text = f"header block of {size} bytes (maximum: {limit})"
             raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, text)
 
@@ -312,8 +312,8 @@ class FrameReader(ABC, Generic[HeadT]):
 
     def _start_data(self, stream_id: int, flags: int, size: int, data: Bytes, position: int) -> int:
         """Process the header of a DATA frame; return the size of its padding length field."""
-        if size > self._limits.max_data_bytes:
-            raise length_fault("DATA", size, f"at most {self._limits.max_data_bytes}")
+        if size > self._limits.frame:
+            raise length_fault("DATA", size, f"at most {self._limits.frame}")
         padding = padding_field = 0
         if flags & PADDED:
             if not size:
@@ -353,7 +353,7 @@ class FrameReader(ABC, Generic[HeadT]):
             self._handle_headers(stream_id, flags, payload)
         else:
             self._block = bytearray(payload)
-            self._block_stream_id, self._block_flags, self._block_frame_count = stream_id, flags, 0
+            self._block_stream, self._block_flags, self._block_frames = stream_id, flags, 0
 
     def _continue_block(self, flags: int, payload: bytes) -> None:
         if self._block is None:
@@ -361,14 +361,14 @@ class FrameReader(ABC, Generic[HeadT]):
                 FaultCode.PROTOCOL_ERROR, "CONTINUATION without a preceding HEADERS frame"
             )
         self._block += payload
-        self._block_frame_count += 1
-        if self._block_frame_count > (limit := self._limits.max_continuations):
+        self._block_frames += 1
+        if self._block_frames > (limit := self._limits.continuations):
             text = f"header block in more than {limit} CONTINUATION frames"
             raise ConnectionFault(FaultCode.ENHANCE_YOUR_CALM, text)
         self._check_block_size(len(self._block))
         if flags & END_HEADERS:
             block, self._block = bytes(self._block), None
-            self._handle_headers(self._block_stream_id, self._block_flags, block)
+            self._handle_headers(self._block_stream, self._block_flags, block)
 
     # --- implemented by the subclass
 

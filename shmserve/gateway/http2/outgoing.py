@@ -90,7 +90,7 @@ class Outgoing:
         self._on_sent = on_sent  # called with a stream whose frames are all sent
         self.ready: list[bytes | memoryview] = []
         self.paused = False
-        self.connection_window = frames.DEFAULT_WINDOW
+        self.window = frames.DEFAULT_WINDOW
         self.initial_window = frames.DEFAULT_WINDOW
         self.largest_frame = SMALLEST_FRAME
         self.waiting_streams: dict[Stream, None] = {}  # streams with unsent data, in turn
@@ -118,7 +118,7 @@ class Outgoing:
             not stream.queued_bytes
             and size <= self.largest_frame
             and size <= stream.send_window
-            and size <= self.connection_window
+            and size <= self.window
             and not self.paused
         ):
             self._send_data_frame(stream, piece, size)
@@ -126,7 +126,7 @@ class Outgoing:
         stream.queued_pieces.append(memoryview(piece))
         stream.queued_bytes += size
         self.waiting_streams[stream] = None
-        while self._send_within_window(stream):
+        while self._pump(stream):
             pass
 
     def send_trailers(self, stream: Stream, block: bytes) -> None:
@@ -155,7 +155,7 @@ class Outgoing:
         if (
             size > self.largest_frame
             or size > stream.send_window
-            or size > self.connection_window
+            or size > self.window
             or self.paused
         ):
             self.send_head(stream, blocks.head)
@@ -163,7 +163,7 @@ class Outgoing:
                 self.send_data(stream, piece)
             self.send_trailers(stream, blocks.trailers)
             return
-        self.connection_window -= size
+        self.window -= size
         self.data_frames += 1
         self.data_bytes += size
         tag, data = stream.packed_id, _pack_start(size >> 8, size & 0xFF, DATA, 0)
@@ -199,15 +199,15 @@ class Outgoing:
             ConnectionFault: The connection's window exceeds the largest one.
         """
         if stream is None:
-            self.connection_window += increment
-            if self.connection_window > LARGEST_WINDOW:
+            self.window += increment
+            if self.window > LARGEST_WINDOW:
                 raise ConnectionFault(FaultCode.FLOW_CONTROL_ERROR, _WINDOW_OVERFLOW)
             self.window_grown = True
             return
         stream.send_window += increment
         if stream.send_window > LARGEST_WINDOW:
             raise StreamFault(FaultCode.FLOW_CONTROL_ERROR)
-        while self._send_within_window(stream):
+        while self._pump(stream):
             pass
 
     def change_initial_window(self, size: int, streams: Iterable[Stream]) -> None:
@@ -234,19 +234,18 @@ class Outgoing:
             sendable = [
                 stream
                 for stream in sendable
-                if (self.connection_window > 0 or not stream.queued_bytes)
-                and self._send_within_window(stream)
+                if (self.window > 0 or not stream.queued_bytes) and self._pump(stream)
             ]
 
     # --- frames
 
-    def _send_within_window(self, stream: Stream) -> bool:
+    def _pump(self, stream: Stream) -> bool:
         """Send a stream's data for one turn; return whether more could be sent now."""
         if stream not in self.waiting_streams:
             return False
         turn_bytes = _TURN_BYTES
         while stream.queued_bytes and turn_bytes > 0 and not self.paused:
-            sendable_bytes = min(self.largest_frame, stream.send_window, self.connection_window)
+            sendable_bytes = min(self.largest_frame, stream.send_window, self.window)
             if sendable_bytes <= 0:
                 break
             piece = stream.queued_pieces.popleft()
@@ -271,7 +270,7 @@ class Outgoing:
     def _send_data_frame(self, stream: Stream, piece: bytes | memoryview, size: int) -> None:
         stream.send_window -= size
         stream.sent_bytes += size
-        self.connection_window -= size
+        self.window -= size
         self.data_frames += 1
         self.data_bytes += size
         self.ready += (_encode_frame_start(size, DATA, 0) + stream.packed_id, piece)

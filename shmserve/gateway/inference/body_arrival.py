@@ -61,9 +61,9 @@ class BodyBudget:
         self._capacity = capacity
         self._trim = trim
         self._used_bytes = 0
-        self._bodies: set[ArrivingBody] = set()
+        self._bodies: set[Arrival] = set()
 
-    def reserve(self, body: ArrivingBody, byte_size: int) -> None:
+    def reserve(self, body: Arrival, byte_size: int) -> None:
         """Count `byte_size` bytes of a body, until `release`.
 
         Raises:
@@ -82,14 +82,14 @@ class BodyBudget:
                 raise Unavailable(text)
         body.check()
 
-    def release(self, body: ArrivingBody) -> None:
+    def release(self, body: Arrival) -> None:
         """Release the bytes of a body that is complete, discarded or evicted."""
         heap_bytes, body.heap_bytes = body.heap_bytes, 0
         self._used_bytes -= heap_bytes
         self._bodies.discard(body)
         self._trim.schedule(heap_bytes)
 
-    def register(self, body: ArrivingBody) -> None:
+    def register(self, body: Arrival) -> None:
         """Register a body that has a block of the arena."""
         self._bodies.add(body)
 
@@ -99,11 +99,11 @@ class BodyBudget:
             body.evict()
             yield
 
-    def _slow_bodies(self, is_useful: Callable[[ArrivingBody], int]) -> list[ArrivingBody]:
+    def _slow_bodies(self, is_useful: Callable[[Arrival], int]) -> list[Arrival]:
         """Return the slow bodies for which `is_useful` is true, the slowest first."""
         now = time.monotonic()
         slow_bodies = [body for body in self._bodies if is_useful(body) and body.is_slow(now)]
-        return sorted(slow_bodies, key=methodcaller("bytes_per_second", now))
+        return sorted(slow_bodies, key=methodcaller("rate", now))
 
 
 # A body is not evicted before this fraction of `body_timeout_s` has passed.
@@ -119,7 +119,7 @@ class BodyTimeout(ShmserveError):
     status = 408
 
 
-class ArrivingBody:
+class Arrival:
     """The arrival of one body.
 
     The time limit is `body_timeout_s`, and a second more for each `SLOWEST_RATE` received bytes.
@@ -131,7 +131,7 @@ class ArrivingBody:
 
     def __init__(self, body_timeout_s: float, budget: BodyBudget) -> None:
         self._timeout_s = body_timeout_s
-        self._memory_budget = budget
+        self._budget = budget
         self._started_at = time.monotonic()
         # The timeout of the current wait for bytes.
         self._current_timeout: asyncio.Timeout | None = None
@@ -174,16 +174,16 @@ class ArrivingBody:
             Unavailable: The bodies together exceed the limit.
             BodyTimeout: The body was evicted.
         """
-        self._memory_budget.reserve(self, byte_size)
+        self._budget.reserve(self, byte_size)
 
     def release_budget(self) -> None:
         """Release the bytes of `reserve`, since the body is complete or discarded."""
-        self._memory_budget.release(self)
+        self._budget.release(self)
 
     def register_block(self, release: Callable[[], None]) -> None:
         """Register an arena block until `release_budget`; eviction calls `release`."""
         self._release_block = release
-        self._memory_budget.register(self)
+        self._budget.register(self)
 
     @contextmanager
     def registered_block(self, release: Callable[[], None]) -> Iterator[None]:
@@ -201,14 +201,14 @@ class ArrivingBody:
         """Return whether eviction releases an arena block."""
         return self._release_block is not None
 
-    def bytes_per_second(self, now: float) -> float:
+    def rate(self, now: float) -> float:
         """Return the received bytes per second of waiting."""
         return self.received_bytes / max(self._total_wait_s(now), 1e-9)
 
     def is_slow(self, now: float) -> bool:
         """Return whether the body may be evicted."""
         grace_s = _GRACE_FRACTION * self._timeout_s
-        return self._total_wait_s(now) > grace_s and self.bytes_per_second(now) < _SLOW_RATE
+        return self._total_wait_s(now) > grace_s and self.rate(now) < _SLOW_RATE
 
     def _total_wait_s(self, now: float) -> float:
         is_waiting = self._current_timeout is not None
@@ -217,7 +217,7 @@ class ArrivingBody:
     def evict(self) -> None:
         """Release the memory of the body, and end the wait for it with BodyTimeout."""
         self._evicted = True
-        self._memory_budget.release(self)
+        self._budget.release(self)
         if self._release_block is not None:
             self._release_block()
         if self._current_timeout is not None and not self._current_timeout.expired():

@@ -97,13 +97,13 @@ def submit(
         is_continuation = (
             model.stateful and request.correlation_id and not request.flags & SEQUENCE_START
         )
-        if gateway.refuses_requests and not is_continuation:
+        if gateway.refusing and not is_continuation:
             text = stopping_text(request.id, of_sequence=model.stateful)
             raise Unavailable(model.error_prefix + text)
         if built_request.regions:
             authorise(built_request.regions, client.peer())
         if not model.is_published:
-            model = built_request.model = gateway.models.current_version(model)
+            model = built_request.model = gateway.models.current(model)
     except BaseException:
         built_request.release()
         raise
@@ -124,11 +124,11 @@ def submit(
         request_id=request.id,
         priority=request.priority,
         timeout_us=request.timeout_us,
-        time_limit_us=limit_us,
-        time_limit_origin=limit_origin,
+        limit_us=limit_us,
+        limit_origin=limit_origin,
         flags=request.flags,
         correlation_id=request.correlation_id,
-        connection_id=client.connection_id if request.correlation_id else 0,
+        source=client.connection_id if request.correlation_id else 0,
         trace=trace,
     )
     schedulers, on_release = gateway.schedulers, built_request.on_release
@@ -150,7 +150,7 @@ def _begin_trace(gateway: Gateway, built: BuiltRequest, arrived_ns: int, tracepa
     if trace.explained:
         # No templates, because each response contains the durations of its own request.
         built.responses = None
-    return trace.scheduler_context.message_field
+    return trace.scheduler.message
 
 
 async def reload_model(gateway: Gateway, built_request: BuiltRequest) -> None:
@@ -207,14 +207,14 @@ class UnaryInference(GatewayRequest):
         on_response: The callback for the response. It is not called after `cancel`.
         is_templated: Whether the response may be encoded by a template.
         message: The response, until it is taken.
-        encoded_response: The response as its template has encoded it, or None.
+        encoded: The response as its template has encoded it, or None.
     """
 
     built_request: BuiltRequest
     on_response: Callable[[Any], None]
     is_templated: bool
     message: Response | None = field(init=False, default=None)
-    encoded_response: Any = field(init=False, default=None)
+    encoded: Any = field(init=False, default=None)
 
     def handle_response(self, message: Response) -> None:
         if not self.ended:
@@ -232,12 +232,9 @@ class UnaryInference(GatewayRequest):
             template = built_request.responses.find(message.schema)
             if template is not None:
                 try:
-                    self.encoded_response = template.fill(
-                        built_request.infer_request.id, message.data
-                    )
+                    self.encoded = template.fill(built_request.infer_request.id, message.data)
                 except Exception:
-                    # The error is reported when the response is encoded again.
-                    self.encoded_response = None
+                    self.encoded = None  # the error is reported when the response is encoded again
         self.on_response(self)
 
     def take(self) -> m.Finished | m.Responded:
@@ -304,7 +301,7 @@ class StreamingInference(GatewayRequest):
             self.built_request.trace.on_response(message)
         self.on_response(self, message)
 
-    def encode_with_template(self, message: StreamedResponse) -> Any:
+    def from_template(self, message: StreamedResponse) -> Any:
         """Return the response as encoded by a template.
 
         Returns:
@@ -433,7 +430,7 @@ def classify_outputs(
     Raises:
         InvalidArgument: An output cannot be sorted, or is too large.
     """
-    classes = request.class_counts
+    classes = request.classes
     if not classes:
         return inferred
     batched = bool(model.signature.max_batch_size)

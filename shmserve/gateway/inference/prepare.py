@@ -75,13 +75,13 @@ class BuiltRequest:
         if self.on_release is not None:
             self.on_release()
 
-    def set_identity(self, identity: RequestIdentity) -> None:
+    def identify(self, identity: RequestIdentity) -> None:
         """Set the id and the position in a sequence, which are not part of a template."""
         if not identity.is_identity_of(self.infer_request):
             self.infer_request = self.infer_request.with_identity(identity)
 
 
-class RequestResources:
+class Resources:
     """The arena block and the region references of one request, released together.
 
     If the arena is full, `budget` evicts bodies that arrive too slowly.
@@ -118,12 +118,12 @@ class RequestResources:
         starts = [0]
         for size in sizes:
             starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
-        block = self._allocate_block(starts.pop())
+        block = self._block(starts.pop())
         self._offset = block.offset
         pairs = zip(starts, sizes, strict=True)
         return [Range(block.memory, block.offset + start, size) for start, size in pairs]
 
-    def _allocate_block(self, byte_size: int) -> Range:
+    def _block(self, byte_size: int) -> Range:
         try:
             return self._arena.allocate(byte_size)
         except Unavailable:
@@ -153,9 +153,9 @@ class RequestResources:
             self._references.release()
 
 
-def create_resources(gateway: Gateway) -> RequestResources:
+def create_resources(gateway: Gateway) -> Resources:
     """Return the empty resources of a new request."""
-    return RequestResources(gateway.arena, gateway.body_budget, gateway.regions)
+    return Resources(gateway.arena, gateway.body_budget, gateway.regions)
 
 
 class RequestTemplate:
@@ -175,7 +175,7 @@ class RequestTemplate:
         built_request: BuiltRequest,
         sizes: Sequence[int | None],
         references: RegionReferences | None,
-        create_resources: Callable[[], RequestResources] | None,
+        create_resources: Callable[[], Resources] | None,
     ) -> None:
         """Derive the template from the first request with a header.
 
@@ -257,7 +257,7 @@ def build_request(
     Raises:
         ShmserveError: The request is invalid, or the arena is full.
     """
-    return _store_and_check(gateway, model, request, body, offset)[0]
+    return _place_and_check(gateway, model, request, body, offset)[0]
 
 
 async def build_in_turns(
@@ -293,7 +293,7 @@ def build_with_template(
 
     A request with large tensors in the body and others in regions has no template.
     """
-    built_request, resources, input_bytes = _store_and_check(gateway, model, request, body, offset)
+    built_request, resources, input_bytes = _place_and_check(gateway, model, request, body, offset)
     if resources.has_block and resources.regions:
         return built_request, None
     pairs = zip(request.inputs, input_bytes, strict=True)
@@ -305,9 +305,9 @@ def build_with_template(
     return built_request, RequestTemplate(built_request, sizes, references, large_resources)
 
 
-def _store_and_check(
+def _place_and_check(
     gateway: Gateway, model: GatewayModel, request: InferRequest, body: bytes, offset: int
-) -> tuple[BuiltRequest, RequestResources, Sequence[bytes | None]]:
+) -> tuple[BuiltRequest, Resources, Sequence[bytes | None]]:
     input_bytes: list[bytes | None] = []
     total_bytes = 0
     for tensor in request.inputs:
@@ -328,9 +328,7 @@ def _store_and_check(
         raise
 
 
-def _store(
-    resources: RequestResources, input_bytes: Sequence[bytes | None]
-) -> Sequence[Range | None]:
+def _store(resources: Resources, input_bytes: Sequence[bytes | None]) -> Sequence[Range | None]:
     ranges = resources.allocate([len(data or b"") for data in input_bytes])
     for data, memory_range in zip(input_bytes, ranges, strict=True):
         if data:
@@ -342,7 +340,7 @@ def check_request(
     model: GatewayModel,
     request: InferRequest,
     locations: Sequence[bytes | Range | None],
-    resources: RequestResources,
+    resources: Resources,
 ) -> BuiltRequest:
     """Check a request against its model, and against the regions of its inputs and outputs.
 
@@ -369,7 +367,7 @@ def check_request(
             output.name,
             None
             if output.memory_range is None
-            else resources.references.reference_range(output.memory_range, for_output=True),
+            else resources.references.reference_range(output.memory_range, write=True),
         )
         for output in request.outputs
     ]

@@ -75,7 +75,7 @@ class InferRequest:
         timeout_us: The time limit in the queue, if its policy permits it; 0 means no limit.
         deadline_us: The time limit of the request, from its arrival; 0 means no limit.
         version: The version of the model in a gRPC request, "" for the latest.
-        sends_empty_final: Whether a response without outputs ends those of a decoupled model.
+        empty_final: Whether a response without outputs ends the responses of a decoupled model.
     """
 
     id: str
@@ -88,7 +88,7 @@ class InferRequest:
     timeout_us: int = 0
     priority: int = 0
     version: str = ""
-    sends_empty_final: bool = False
+    empty_final: bool = False
     deadline_us: int = 0
 
     def with_identity(self, identity: RequestIdentity) -> InferRequest:
@@ -104,7 +104,7 @@ class InferRequest:
             self.timeout_us,
             self.priority,
             self.version,
-            self.sends_empty_final,
+            self.empty_final,
             self.deadline_us,
         )
 
@@ -114,7 +114,7 @@ class InferRequest:
         return {output.name for output in self.outputs if output.memory_range is not None}
 
     @property
-    def class_counts(self) -> dict[str, int]:
+    def classes(self) -> dict[str, int]:
         """Return the number of classes of each classified output, by name."""
         return {output.name: output.class_count for output in self.outputs if output.class_count}
 

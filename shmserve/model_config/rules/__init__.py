@@ -85,7 +85,7 @@ def validate(
     config: ModelConfig,
     *,
     gpu_count: int,
-    is_complete: bool,
+    complete: bool,
     model_dir: Path | None = None,
     source: Source = UNWRITTEN,
 ) -> None:
@@ -94,7 +94,7 @@ def validate(
     Args:
         config: The normalised configuration.
         gpu_count: The number of accelerators of the host.
-        is_complete: Whether the model has completed its configuration. Before that, tensors may be
+        complete: Whether the model has completed its configuration. Before that, tensors may be
             absent or lack datatype and dims.
         model_dir: The folder of label files; None: label files are not checked.
         source: The text of the configuration.
@@ -104,16 +104,13 @@ def validate(
             of `Source.raise_for_problems`.
         LoadProblem: All violations concern tensors, initial states, instances and label files.
     """
-    of_file = [
-        *_file_problems(config, is_complete),
-        *parameter_problems(config, is_complete=is_complete),
-    ]
-    problems = [*of_file, *_load_problems(config, gpu_count, is_complete, model_dir)]
+    of_file = [*_file_problems(config, complete), *parameter_problems(config, complete=complete)]
+    problems = [*of_file, *_load_problems(config, gpu_count, complete, model_dir)]
     kind = InvalidArgument if of_file or source.problems else LoadProblem
     source.raise_for_problems(config, problems, kind)
 
 
-def _file_problems(config: ModelConfig, is_complete: bool) -> Iterator[Problem]:
+def _file_problems(config: ModelConfig, complete: bool) -> Iterator[Problem]:
     if not config.name:
         yield Problem(("name",), "model configuration must specify 'name'")
     yield from _platform_problems(config)
@@ -121,9 +118,9 @@ def _file_problems(config: ModelConfig, is_complete: bool) -> Iterator[Problem]:
         text = f"'max_batch_size' must be non-negative value for {config.name}"
         yield Problem(("max_batch_size",), text)
     if config.HasField("dynamic_batching"):
-        yield from dynamic_problems(config, is_complete=is_complete)
+        yield from dynamic_problems(config, complete=complete)
     if config.HasField("sequence_batching"):
-        yield from sequence_problems(config, is_complete=is_complete)
+        yield from sequence_problems(config, complete=complete)
     if _is_ensemble(config):
         yield from ensemble_problems(config)
     yield from _cache_problems(config)
@@ -134,10 +131,10 @@ def _file_problems(config: ModelConfig, is_complete: bool) -> Iterator[Problem]:
 def _load_problems(
     config: ModelConfig, gpu_count: int, complete: bool, model_dir: Path | None
 ) -> Iterator[Problem]:
-    problems = list(tensor_problems(config, is_complete=complete))
+    problems = list(tensor_problems(config, complete=complete))
     if complete:
         problems += batch_io_problems(config)
-    for problem in (*problems, *warmup_problems(config, is_complete=complete)):
+    for problem in (*problems, *warmup_problems(config, complete=complete)):
         yield problem._replace(text=f"{problem.text} for {config.name}")
     yield from initial_state_problems(config)
     if not _is_ensemble(config):
@@ -299,15 +296,15 @@ def _read_lines(path: Path, output: str) -> list[str]:
 
 def ignored_fields(config: ModelConfig) -> list[str]:
     """Return the paths of fields that are set but have no effect, for one log line per model."""
-    return list(_ignored_fields(config))
+    return list(_ignored(config))
 
 
-def warnings_of(written_config: ModelConfig, final_config: ModelConfig) -> list[str]:
+def warnings_of(written_config: ModelConfig, final: ModelConfig) -> list[str]:
     """Return warnings about valid settings that are probably mistakes, one log line each.
 
     Args:
         written_config: The configuration as its author wrote it.
-        final_config: The completed configuration.
+        final: The completed configuration.
     """
     counts = ((i, group.count) for i, group in enumerate(written_config.instance_group))
     text = "is replaced by the default, because a count must be at least 1"
@@ -320,12 +317,12 @@ def warnings_of(written_config: ModelConfig, final_config: ModelConfig) -> list[
         if parameter.string_value.startswith("${"):
             text = f"'{clip(parameter.string_value)}' is a placeholder of a template; fill it in"
             warnings.append(f"parameters['{clip(name)}']: {text}")
-    if written_config.HasField("dynamic_batching") and final_config.max_batch_size < 1:
+    if written_config.HasField("dynamic_batching") and final.max_batch_size < 1:
         warnings.append("dynamic_batching: no effect because max_batch_size is 0")
     return warnings
 
 
-def _ignored_fields(config: ModelConfig) -> Iterator[str]:
+def _ignored(config: ModelConfig) -> Iterator[str]:
     if config.backend not in _BATCH_BACKENDS:
         yield from (name for name in _BATCH_FIELDS if _is_set(config, name))
     for name, backend in _TOP_FIELDS.items():

@@ -54,7 +54,7 @@ def _own_problems(config: ModelConfig) -> Iterator[Problem]:
 def _link_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of tensors with several sources, and of unconnected inputs and outputs."""
     name, steps = config.name, config.ensemble_scheduling.step
-    read_tensors = _tensors_read_by_steps(config)
+    read_tensors = _read_tensors(config)
     written_tensors = {
         (*_STEP, index, "output_map", member(output)): tensor
         for index, step in enumerate(steps)
@@ -77,14 +77,14 @@ def _link_problems(config: ModelConfig) -> Iterator[Problem]:
     yield from _unused_problems(config, "output", config.output, set(written_tensors.values()))
 
 
-def _tensors_read_by_steps(config: ModelConfig) -> set[str]:
+def _read_tensors(config: ModelConfig) -> set[str]:
     """Return the names of the tensors that steps read."""
     steps = config.ensemble_scheduling.step
     tensors = {tensor for step in steps for tensor in step.input_map.values()}
-    return tensors | set(condition_tensors(config).values())
+    return tensors | set(conditions(config).values())
 
 
-def condition_tensors(config: ModelConfig) -> dict[int, str]:
+def conditions(config: ModelConfig) -> dict[int, str]:
     """Return the condition tensor of each conditional step, by the step's index."""
     matches = ((_CONDITION.fullmatch(key), value) for key, value in config.parameters.items())
     return {int(match[1]): value.string_value for match, value in matches if match}
@@ -118,7 +118,7 @@ def _condition_problems(config: ModelConfig) -> Iterator[Problem]:
 def _connection_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of outputs that cannot be computed and of tensors that no output needs."""
     name, steps = config.name, config.ensemble_scheduling.step
-    conditional = condition_tensors(config)
+    conditional = conditions(config)
     reads = [
         [*sorted(step.input_map.values()), *([conditional[i]] if i in conditional else [])]
         for i, step in enumerate(steps)
@@ -146,7 +146,7 @@ def _connection_problems(config: ModelConfig) -> Iterator[Problem]:
                 f"its depending tensors, '{missing_tensor}', is not connected"
             )
             yield Problem(("output", index, "name"), text, (_STEP,))
-    used_tensors = _tensors_read_by_steps(config) | {io.name for io in config.output}
+    used_tensors = _read_tensors(config) | {io.name for io in config.output}
     for index, step in enumerate(steps):
         for output_name, tensor in sorted(step.output_map.items()):
             if tensor not in used_tensors:
@@ -255,9 +255,9 @@ def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
         for key, tensor, model_tensor in _mapped_tensors(config, step_index, model):
             earlier = tensors.setdefault(tensor, model_tensor)
             context = f"in ensemble {config.name}, ensemble tensor {tensor}: "
-            if problem := _declaration_conflict(earlier, model_tensor):
+            if problem := _disagreement(earlier, model_tensor):
                 raise GraphProblem(context + problem, key)
-    for index, condition in condition_tensors(config).items():
+    for index, condition in conditions(config).items():
         model_tensor = tensors[condition]
         if model_tensor.data_type != DataType.TYPE_BOOL:
             raise GraphProblem(
@@ -302,7 +302,7 @@ def _mapped_tensors(
         yield key, tensor, _Tensor.of(model, outputs[name])
 
 
-def _declaration_conflict(first: _Tensor, second: _Tensor) -> str:
+def _disagreement(first: _Tensor, second: _Tensor) -> str:
     """Return the message about a tensor that two models declare differently, or "".
 
     If only one of the models batches, the dimensions are compared with and without the batch
@@ -330,7 +330,7 @@ def _check_streams(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
     The correspondence between the responses of two such models is undefined.
     """
     steps = config.ensemble_scheduling.step
-    conditional = condition_tensors(config)
+    conditional = conditions(config)
     origins: dict[str, int] = {io.name: -1 for io in config.input}
     reads = [set(step.input_map.values()) for step in steps]
     for index, condition in conditional.items():

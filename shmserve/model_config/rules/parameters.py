@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from shmserve.common.names import unique_members
+from shmserve.common.names import members
 from shmserve.errors import suggestion
 from shmserve.ipc.engine_settings import LLM_BACKEND
 from shmserve.ipc.model_spec import (
@@ -72,12 +72,12 @@ _RANGES = {
 }
 
 
-def parameter_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Problem]:
+def parameter_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
     """Yield the problems of a configuration's parameters.
 
     Args:
         config: The configuration.
-        is_complete: Whether the model has completed it.
+        complete: Whether the model has completed it.
     """
     suffix = f"for {config.name}"
     given = config.parameters
@@ -88,12 +88,12 @@ def parameter_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Pr
             near = suggestion(text, Strategy) if name == STRATEGY_PARAMETER else ""
             allowed_text = f"parameter '{name}' must be {_PARAMETERS[name][1]} {suffix}"
             yield Problem(_key(name), f"{allowed_text}, found '{text}'{near}")
-    if is_complete:
+    if complete:
         yield from _strategy_problems(config, values)
     if PADDING in config.parameters:
-        for text in _padding_problems(config, config.parameters[PADDING].string_value, is_complete):
+        for text in _padding_problems(config, config.parameters[PADDING].string_value, complete):
             yield Problem(_key(PADDING), f"parameter '{PADDING}' {text} {suffix}")
-    yield from _bound_problems(config, values, is_complete)
+    yield from _bound_problems(config, values, complete)
 
 
 def _key(name: str) -> Key:
@@ -179,9 +179,9 @@ def _group_problems(config: ModelConfig, maximum: int) -> Iterator[Problem]:
             yield Problem(("instance_group", 0, "count"), text, (_key(MAX_INSTANCES),))
 
 
-def _padding_problems(config: ModelConfig, text: str, is_complete: bool) -> Iterator[str]:
+def _padding_problems(config: ModelConfig, text: str, complete: bool) -> Iterator[str]:
     try:
-        entries = json.loads(text, object_pairs_hook=unique_members)
+        entries = json.loads(text, object_pairs_hook=members)
     except ValueError as error:
         yield f"must be a JSON object, but cannot be parsed: {error}"
         return
@@ -194,7 +194,7 @@ def _padding_problems(config: ModelConfig, text: str, is_complete: bool) -> Iter
         form = '{"INPUT": {"value": 0}, "OUTPUT": {"like": "INPUT"}}'
         yield f"must be a JSON object of objects, {form}"
         return
-    if not is_complete or not entries:
+    if not complete or not entries:
         return
     if config.max_batch_size < 1:
         yield "requires a max_batch_size of at least 1, because it pads the rows of a batch"

@@ -24,12 +24,12 @@ _CORRELATION_TYPES = (
 )
 
 
-def dynamic_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Problem]:
-    """Yield the problems of `dynamic_batching`; `is_complete` as for `validate`."""
+def dynamic_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
+    """Yield the problems of `dynamic_batching`; `complete` as for `validate`."""
     name, batching = config.name, config.dynamic_batching
     sizes = batching.preferred_batch_size
     subject = "dynamic batching preferred size"
-    yield from _preferred_problems(config, _DYNAMIC, sizes, subject, is_complete)
+    yield from _preferred_problems(config, _DYNAMIC, sizes, subject, complete)
     levels, levels_at = batching.priority_levels, (*_DYNAMIC, "priority_levels")
     if levels:
         if not 1 <= batching.default_priority_level <= levels:
@@ -79,8 +79,8 @@ def _find_delays(batching: ModelDynamicBatching) -> Iterator[Key]:
             yield key
 
 
-def sequence_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Problem]:
-    """Yield the problems of `sequence_batching`; `is_complete` as for `validate`."""
+def sequence_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
+    """Yield the problems of `sequence_batching`; `complete` as for `validate`."""
     name, batching = config.name, config.sequence_batching
     controls = [
         ((*_SEQUENCE, "control_input", i, "control", j), control)
@@ -96,7 +96,7 @@ def sequence_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Pro
     for path, control in controls:
         yield from _control_problems(path, control, name)
     subject, sizes = "sequence batching preferred batch size", batching.oldest.preferred_batch_size
-    yield from _preferred_problems(config, (*_SEQUENCE, "oldest"), sizes, subject, is_complete)
+    yield from _preferred_problems(config, (*_SEQUENCE, "oldest"), sizes, subject, complete)
     if not 0 <= batching.direct.minimum_slot_utilization <= 1:
         key = (*_SEQUENCE, "direct", "minimum_slot_utilization")
         text = f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}"
@@ -194,34 +194,32 @@ def initial_state_problems(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _initial_problems(
-    state_key: Key,
+    state_at: Key,
     path: Key,
     state: ModelSequenceBatching.State,
-    initial_state: ModelSequenceBatching.InitialState,
+    initial: ModelSequenceBatching.InitialState,
 ) -> Iterator[Problem]:
     tensor = state.input_name
-    if not initial_state.name:
+    if not initial.name:
         text = f"Field 'name' must be set when using initial_state for state input '{tensor}'."
         yield Problem((*path, "name"), text)
-    if initial_state.data_type != state.data_type:
+    if initial.data_type != state.data_type:
         text = (
             f"The data type used for 'initial_state' field of state '{tensor}' does not match "
             "the state data type."
         )
-        yield Problem((*path, "data_type"), text, ((*state_key, "data_type"),))
-    if initial_state.WhichOneof("state_data") is None:
+        yield Problem((*path, "data_type"), text, ((*state_at, "data_type"),))
+    if initial.WhichOneof("state_data") is None:
         yield Problem(path, f"initial_state setting expects state'{tensor}' to have state_data set")
-    dims, related_keys = (*path, "dims"), ((*state_key, "dims"),)
-    if len(initial_state.dims) != len(state.dims):
+    dims, related_keys = (*path, "dims"), ((*state_at, "dims"),)
+    if len(initial.dims) != len(state.dims):
         text = (
             "Number of dimensions in 'initial_state' doesn't match the size of 'state' "
-            f"dimensions for state input '{tensor}'. {len(initial_state.dims)} != {len(state.dims)}"
+            f"dimensions for state input '{tensor}'. {len(initial.dims)} != {len(state.dims)}"
         )
         yield Problem(dims, text, related_keys)
         return
-    for index, (initial_size, state_size) in enumerate(
-        zip(initial_state.dims, state.dims, strict=True)
-    ):
+    for index, (initial_size, state_size) in enumerate(zip(initial.dims, state.dims, strict=True)):
         if initial_size < 1:
             text = (
                 f"'initial_state' field for state input name '{tensor}' contains variable "

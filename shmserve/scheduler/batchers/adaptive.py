@@ -38,13 +38,13 @@ from shmserve.scheduler.batchers.dynamic import (
     Batch,
     Batcher,
     CloseReason,
-    QueuedRequest,
+    Pending,
     QueueHead,
     WaitUntil,
     closed_batch,
-    queue_head,
+    gather,
 )
-from shmserve.scheduler.batchers.estimates import Arrivals, LoadStatistics, SizeTimes
+from shmserve.scheduler.batchers.estimates import Arrivals, Load, SizeTimes
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
 
@@ -60,7 +60,7 @@ _MIN_IDLE = 0.25  # minimum idle share of an instance: with less, clients block 
 _EPOCH_BATCHES = 24  # number of batches in an epoch
 _SETTLING_BATCHES = 4  # first batches of an epoch, which the previous epoch still affects
 # The initial and the maximum number of epochs between two trials of the choice that seems worse.
-_INITIAL_EXPLORATION_INTERVAL, _MAX_OTHER_INTERVAL = 2, 160
+_INITIAL_OTHER_INTERVAL, _MAX_OTHER_INTERVAL = 2, 160
 _CLEAR_RATIO = 0.8  # ratio of the mean latencies with and without waiting below which waiting pays
 _EPOCH_WEIGHT = 1 / 3  # weight of the newest epoch in moving averages
 _AIM_STEP = 0.02  # relative reduction of the aim per miss
@@ -73,11 +73,11 @@ _FULL_UTILISATION = 0.95  # utilisation above which an instance does not keep up
 _CLEAR_DIFFERENCE = 0.1  # relative difference above which two durations differ clearly
 
 
-class MissAllowance:
+class Account:
     """The number of latency-target misses that trials may still cause."""
 
     def __init__(self) -> None:
-        self.allowed_misses = _INITIAL_CREDIT
+        self.credit = _INITIAL_CREDIT
         self._trial_misses = 0.0
 
     def add_credit(self, on_time: int) -> None:
@@ -86,16 +86,16 @@ class MissAllowance:
         Args:
             on_time: The number of these requests.
         """
-        if self.allowed_misses < _MAX_CREDIT:
-            self.allowed_misses += _CREDIT_PER_REQUEST * on_time
+        if self.credit < _MAX_CREDIT:
+            self.credit += _CREDIT_PER_REQUEST * on_time
 
     def end_learning(self) -> None:
         """End the learning period."""
-        self.allowed_misses = min(self.allowed_misses, _MAX_CREDIT)
+        self.credit = min(self.credit, _MAX_CREDIT)
 
     def subtract_misses(self, misses: float) -> None:
         """Subtract the misses that a trial has caused."""
-        self.allowed_misses -= misses
+        self.credit -= misses
         self._trial_misses += misses
 
     def subtract_trial_misses(self, misses: int) -> int:
@@ -117,17 +117,15 @@ class WaitingChoice:
     exponentially fewer while the choice is confirmed. This bounds the cost.
     """
 
-    def __init__(self, allowance: MissAllowance) -> None:
-        self._allowance = allowance
-        self.should_wait = True
+    def __init__(self, account: Account) -> None:
+        self._account = account
+        self.waits = True
         self.waiting_clearly_pays = False  # whether waiting certainly has the lower latency
         self._waiting_is_better = True
-        self._exploration_interval = _INITIAL_EXPLORATION_INTERVAL
-        self._next_exploration_epoch = 2 * _INITIAL_EXPLORATION_INTERVAL
+        self._other_interval = _INITIAL_OTHER_INTERVAL
+        self._next_other_epoch = 2 * _INITIAL_OTHER_INTERVAL
         self._mean_ns: dict[bool, float] = {}
-        self._exploration_miss_count = (
-            0  # misses in the last epoch with the choice that seems worse
-        )
+        self._other_miss_count = 0  # misses in the last epoch with the choice that seems worse
         self._epoch_count = 0
         self._start()
 
@@ -138,8 +136,8 @@ class WaitingChoice:
         """Record the latencies of a batch and the number of its misses."""
         self._batch_count += 1
         self._miss_count += misses
-        if misses and self.should_wait is not self._waiting_is_better:
-            self._allowance.subtract_misses(misses)
+        if misses and self.waits is not self._waiting_is_better:
+            self._account.subtract_misses(misses)
         if self._batch_count > _SETTLING_BATCHES:
             self._request_count += len(latencies_ns)
             self._sum_ns += sum(latencies_ns)
@@ -148,54 +146,53 @@ class WaitingChoice:
 
     def _end_epoch(self) -> None:
         mean_ns = self._sum_ns / max(1, self._request_count)
-        before_ns = self._mean_ns.get(self.should_wait, mean_ns)
-        self._mean_ns[self.should_wait] = before_ns + (mean_ns - before_ns) * _EPOCH_WEIGHT
-        if self.should_wait is not self._waiting_is_better:
-            self._exploration_miss_count = self._miss_count
+        before_ns = self._mean_ns.get(self.waits, mean_ns)
+        self._mean_ns[self.waits] = before_ns + (mean_ns - before_ns) * _EPOCH_WEIGHT
+        if self.waits is not self._waiting_is_better:
+            self._other_miss_count = self._miss_count
         self._start()
         self._epoch_count += 1
         if len(self._mean_ns) < 2:
-            self.should_wait = not self.should_wait
+            self.waits = not self.waits
             return
         with_ns, without_ns = self._mean_ns[True], self._mean_ns[False]
         waiting_is_better = with_ns < without_ns
         if waiting_is_better is not self._waiting_is_better:
             self._waiting_is_better = waiting_is_better
-            self._exploration_interval = _INITIAL_EXPLORATION_INTERVAL
-            self._next_exploration_epoch = self._epoch_count + _INITIAL_EXPLORATION_INTERVAL
-        self.should_wait = waiting_is_better
+            self._other_interval = _INITIAL_OTHER_INTERVAL
+            self._next_other_epoch = self._epoch_count + _INITIAL_OTHER_INTERVAL
+        self.waits = waiting_is_better
         self.waiting_clearly_pays = with_ns < _CLEAR_RATIO * without_ns
         if (
-            self._epoch_count >= self._next_exploration_epoch
-            and self._exploration_miss_count <= self._allowance.allowed_misses
+            self._epoch_count >= self._next_other_epoch
+            and self._other_miss_count <= self._account.credit
         ):
-            self.should_wait = not waiting_is_better
-            self._exploration_interval = min(self._exploration_interval * 2, _MAX_OTHER_INTERVAL)
-            self._next_exploration_epoch = self._epoch_count + self._exploration_interval
+            self.waits = not waiting_is_better
+            self._other_interval = min(self._other_interval * 2, _MAX_OTHER_INTERVAL)
+            self._next_other_epoch = self._epoch_count + self._other_interval
 
 
 class TrialState(Record):
     """The state of an instance when a batch size is tried.
 
     Attributes:
-        oldest_slack_ns: The time until the oldest request misses the target.
-        new_request_slack_ns: The additional time that a new request could wait and still meet the
-            target.
+        oldest_left_ns: The time until the oldest request misses the target.
+        spare_ns: The additional time that a new request could wait and still meet the target.
         row_ns: The shortest duration per row.
         rows_per_ns: The rows that arrive per ns.
         max_in_flight: The recent maximum of requests that were not completed.
         is_overloaded: Whether the known sizes do not keep up with the arrivals.
     """
 
-    oldest_slack_ns: float
-    new_request_slack_ns: float
+    oldest_left_ns: float
+    spare_ns: float
     row_ns: float
     rows_per_ns: float
     max_in_flight: float
     is_overloaded: bool
 
 
-class SizeTrials:
+class Sizes:
     """The trials of batch sizes, and the misses that they may cause.
 
     A trial at a low rate delays the requests that arrive until the instance has caught up. The
@@ -205,62 +202,60 @@ class SizeTrials:
     there are clients. The account pays the actual cost of a trial, at most the estimated cost.
     """
 
-    def __init__(self, allowance: MissAllowance) -> None:
-        self._allowance = allowance
+    def __init__(self, account: Account) -> None:
+        self._account = account
         self._next_trial = 0
         self._size = 0  # the size that is being tried, in the state of `_state`
         self._state = TrialState(0.0, 0.0, 0.0, 0.0, 0.0, False)
         self._idle_share = 1.0
         # The requests that may still be late because of the last trial, and the misses that may
         # still be charged to it.
-        self._delayed_requests = self._remaining_cost = 0.0
+        self._delayed_requests = self._price = 0.0
 
     def is_due(self, batches: int) -> bool:
         """Check whether a trial is due, given the number of batches executed so far."""
         return batches >= self._next_trial
 
-    def start_trial(
-        self, size: int, max_duration_ns: float, state: TrialState, batches: int
-    ) -> bool:
-        """Start a trial of at most `max_duration_ns`; return False if its price is too high."""
+    def start_trial(self, size: int, worst_ns: float, state: TrialState, batches: int) -> bool:
+        """Start a trial that takes at most `worst_ns`; return False if its price is too high."""
         self._state = state
         self._idle_share = max(1 - state.rows_per_ns * state.row_ns, _MIN_IDLE)
-        price = self._miss_cost(size, max_duration_ns, state.max_in_flight)
-        if price > max(self._allowance.allowed_misses, 0) and not state.is_overloaded:
+        price = self._price_of(size, worst_ns, state.max_in_flight)
+        if price > max(self._account.credit, 0) and not state.is_overloaded:
             return False
         self._size = size
         is_learning = batches < LEARNING or state.is_overloaded
         self._next_trial = batches + (_LEARNING_INTERVAL if is_learning else _TRIAL_INTERVAL)
         return True
 
-    def _miss_cost(self, size: int, elapsed_ns: float, max_in_flight: float) -> float:
+    def _price_of(self, size: int, took_ns: float, max_in_flight: float) -> float:
         state = self._state
-        own_misses = size if elapsed_ns > state.oldest_slack_ns else 0
-        lost_ns = elapsed_ns - size * state.row_ns - max(state.new_request_slack_ns, 0)
+        own_misses = size if took_ns > state.oldest_left_ns else 0
+        lost_ns = took_ns - size * state.row_ns - max(state.spare_ns, 0)
         lost_rows = max(lost_ns, 0) * state.rows_per_ns / self._idle_share
         return own_misses + min(lost_rows, max_in_flight)
 
     def record_batch(
-        self, units: int, elapsed_ns: int, count: int, in_flight: int, misses: int
+        self, units: int, took_ns: int, count: int, in_flight: int, misses: int
     ) -> None:
         """Record a batch of `count` requests, of which `misses` were late.
 
         Args:
             units: The size of the batch in rows.
-            elapsed_ns: The duration of its execution.
+            took_ns: The duration of its execution.
             count: The number of its requests.
             in_flight: The number of requests that are not completed.
             misses: The number of its requests that missed the target.
         """
         if units == self._size:
             self._delayed_requests = count + in_flight / self._idle_share
-            self._remaining_cost = self._miss_cost(units, elapsed_ns, in_flight)
+            self._price = self._price_of(units, took_ns, in_flight)
             self._size = 0
         if self._delayed_requests > 0:
             self._delayed_requests -= count
-            charged = min(misses, self._remaining_cost)
-            self._remaining_cost -= charged
-            self._allowance.subtract_misses(charged)
+            charged = min(misses, self._price)
+            self._price -= charged
+            self._account.subtract_misses(charged)
 
 
 class AdaptiveBatcher(Batcher):
@@ -272,14 +267,14 @@ class AdaptiveBatcher(Batcher):
         self._rules = rules
         self._size_times = SizeTimes(rules.max_batch_size)
         self._arrivals = Arrivals()
-        self._load = LoadStatistics()
-        self._allowance = MissAllowance()
-        self._waiting_choice = WaitingChoice(self._allowance)
-        self._sizes = SizeTrials(self._allowance)
-        self._internal_target_ns = float(rules.target_ns)
+        self._load = Load()
+        self._account = Account()
+        self._waiting_choice = WaitingChoice(self._account)
+        self._sizes = Sizes(self._account)
+        self._aim_ns = float(rules.target_ns)
         self._excess_misses = 0.0  # the cumulative sum of misses beyond the tolerated share
         # The first request of the batch that is being formed, and the end of its wait.
-        self._first_request: QueuedRequest | None = None
+        self._first_request: Pending | None = None
         self._wait_end_ns = 0
         self._is_draining = False
 
@@ -290,48 +285,48 @@ class AdaptiveBatcher(Batcher):
         self._load.in_flight = in_flight
 
     def record_batch(
-        self, now_ns: int, in_flight: int, units: int, elapsed_ns: int, latencies_ns: Sequence[int]
+        self, now_ns: int, in_flight: int, units: int, took_ns: int, latencies_ns: Sequence[int]
     ) -> None:
         count, target = len(latencies_ns), self._rules.target_ns
         self._arrivals.record_batch(now_ns, in_flight, self._size_times.setup_ns)
-        self._load.record_batch(now_ns, in_flight, count, units, elapsed_ns)
+        self._load.record_batch(now_ns, in_flight, count, units, took_ns)
         misses = 0
         for latency_ns in latencies_ns:
             if latency_ns > target:
                 misses += 1
-        out_of_reach = self._is_target_out_of_reach and self._load.is_steady and misses > 0
-        self._size_times.observe(units, elapsed_ns, target_out_of_reach=out_of_reach)
-        self._sizes.record_batch(units, elapsed_ns, count, in_flight, misses)
+        out_of_reach = self._is_out_of_reach and self._load.is_steady and misses > 0
+        self._size_times.observe(units, took_ns, out_of_reach=out_of_reach)
+        self._sizes.record_batch(units, took_ns, count, in_flight, misses)
         if self._load.batch_count > LEARNING:
             self._waiting_choice.record_batch(latencies_ns, misses)
         elif self._load.batch_count == LEARNING:
-            self._allowance.end_learning()
-        self._adjust_internal_target(count - misses, self._allowance.subtract_trial_misses(misses))
+            self._account.end_learning()
+        self._adjust_aim(count - misses, self._account.subtract_trial_misses(misses))
 
-    def _adjust_internal_target(self, on_time: int, misses: int) -> None:
+    def _adjust_aim(self, on_time: int, misses: int) -> None:
         """Raise the planned latency for requests in time; lower it for misses not due to trials."""
-        self._allowance.add_credit(on_time)
+        self._account.add_credit(on_time)
         earlier_misses = max(self._excess_misses - _TOLERATED_MISSES * on_time, 0)
         self._excess_misses = min(earlier_misses + misses, _MAX_MISSES)
         raise_factor = 1 + _AIM_STEP * _ALLOWED_MISSES / (1 - _ALLOWED_MISSES) * on_time
-        self._internal_target_ns *= raise_factor * (1 - _AIM_STEP) ** misses
+        self._aim_ns *= raise_factor * (1 - _AIM_STEP) ** misses
         target = self._rules.target_ns
-        self._internal_target_ns = min(max(self._internal_target_ns, _MIN_AIM * target), target)
+        self._aim_ns = min(max(self._aim_ns, _MIN_AIM * target), target)
 
     # --- decisions ----------------------------------------------------------------------
 
     def flush(self) -> None:
         self._is_draining = True
 
-    def closed_batch(self, pending: Iterable[QueuedRequest]) -> Batch | None:
-        head = queue_head(pending, self._rules)
+    def closed_batch(self, pending: Iterable[Pending]) -> Batch | None:
+        head = gather(pending, self._rules)
         batch = closed_batch(head)
         return batch if head is None or batch is None else self._shrink_to_best(head, batch)
 
     def decide(
-        self, now_ns: int, pending: Iterable[QueuedRequest], reserve_ns: int
+        self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
     ) -> Batch | WaitUntil | None:
-        head = queue_head(pending, self._rules)
+        head = gather(pending, self._rules)
         if head is None:
             return None
         # A selected batch may run later, since the instance may still wait for its ticket. The
@@ -356,12 +351,12 @@ class AdaptiveBatcher(Batcher):
     def _wait_or_run(self, now_ns: int, head: QueueHead, reserve_ns: int) -> Batch | WaitUntil:
         """Return the time to wait for further requests, or the batch to run."""
         count = len(head.requests)
-        burst_end_ns, ends_sooner = self._burst_wait_end(head)
-        end_ns = self._latest_start_ns(head.oldest_ns, head.units)
+        burst_end_ns, ends_sooner = self._burst_end(head)
+        end_ns = self._start_by(head.oldest_ns, head.units)
         if (
             ends_sooner
-            or (self._waiting_choice.should_wait and self._waiting_choice.waiting_clearly_pays)
-            or self._is_target_out_of_reach
+            or (self._waiting_choice.waits and self._waiting_choice.waiting_clearly_pays)
+            or self._is_out_of_reach
         ):
             end_ns = max(end_ns, burst_end_ns)
         reason = CloseReason.IDLE
@@ -378,12 +373,12 @@ class AdaptiveBatcher(Batcher):
         return batch
 
     @property
-    def _is_target_out_of_reach(self) -> bool:
+    def _is_out_of_reach(self) -> bool:
         """Return whether so many requests have missed the target that it cannot be met."""
         return self._excess_misses > _HOPELESS_MISSES
 
     def _best_size(self, units: int) -> int:
-        return self._size_times.best_size(units, target_out_of_reach=self._is_target_out_of_reach)
+        return self._size_times.best_size(units, out_of_reach=self._is_out_of_reach)
 
     def _shrink_to_best(self, head: QueueHead, batch: Batch) -> Batch:
         """Return the batch, or its first requests if a smaller batch has a higher rate."""
@@ -392,7 +387,7 @@ class AdaptiveBatcher(Batcher):
             return batch
         return Batch(_count_fitting(head.requests, best_size), CloseReason.PREFERRED)
 
-    def _burst_wait_end(self, head: QueueHead) -> tuple[int, bool]:
+    def _burst_end(self, head: QueueHead) -> tuple[int, bool]:
         """Return the end of the wait for the next request of a burst, or 0 for no wait.
 
         Returns:
@@ -403,15 +398,14 @@ class AdaptiveBatcher(Batcher):
         now_ns = time.expected_ns(best_size)
         rows_per_request = units / count
         capacity = int((self._rules.max_batch_size - units) / rows_per_request)
-        for requests, wait_ns in self._arrivals.expected_burst(capacity):
+        for requests, wait_ns in self._arrivals.burst(capacity):
             rows = units + requests * rows_per_request
             longer_ns = wait_ns + time.expected_ns(round(rows)) - now_ns
             ends_sooner = longer_ns < -_CLEAR_DIFFERENCE * now_ns
             if ends_sooner or (
-                self._waiting_choice.should_wait
-                and longer_ns < (rows - best_size) * self._load.row_ns
+                self._waiting_choice.waits and longer_ns < (rows - best_size) * self._load.row_ns
             ):
-                return self._arrivals.burst_wait_end_ns, ends_sooner
+                return self._arrivals.next_by_ns, ends_sooner
         return 0, False
 
     def _start_trial(self, now_ns: int, head: QueueHead) -> int:
@@ -432,33 +426,26 @@ class AdaptiveBatcher(Batcher):
         best_size = self._best_size(self._rules.max_batch_size)
         best_ns = time.expected_ns(best_size)
         row_ns = best_ns / best_size
-        new_request_slack_ns = target - load.waiting_rows * row_ns - best_ns
-        is_overloaded = (
-            load.rows_per_ns * row_ns > _FULL_UTILISATION and new_request_slack_ns < target / 2
-        )
-        if new_request_slack_ns < 0 and self._is_target_out_of_reach:
+        spare_ns = target - load.waiting_rows * row_ns - best_ns
+        is_overloaded = load.rows_per_ns * row_ns > _FULL_UTILISATION and spare_ns < target / 2
+        if spare_ns < 0 and self._is_out_of_reach:
             # A steady load then means that clients await responses, or that the instance is full.
             is_overloaded = is_overloaded or load.is_steady
-        oldest_slack_ns = target - (now_ns - oldest_ns)
+        oldest_left_ns = target - (now_ns - oldest_ns)
         return TrialState(
-            oldest_slack_ns,
-            new_request_slack_ns,
-            row_ns,
-            load.rows_per_ns,
-            load.max_in_flight,
-            is_overloaded,
+            oldest_left_ns, spare_ns, row_ns, load.rows_per_ns, load.max_in_flight, is_overloaded
         )
 
-    def _latest_start_ns(self, oldest_ns: int, units: int) -> int:
+    def _start_by(self, oldest_ns: int, units: int) -> int:
         """Return the latest start (monotonic ns) at which a batch's oldest request is in time.
 
         Args:
             oldest_ns: The time at which the oldest request was enqueued.
             units: The size of the batch in rows.
         """
-        return int(oldest_ns + self._internal_target_ns - self._size_times.p99_ns(units))
+        return int(oldest_ns + self._aim_ns - self._size_times.p99_ns(units))
 
-    def _count_on_time(self, now_ns: int, requests: list[QueuedRequest]) -> int:
+    def _count_on_time(self, now_ns: int, requests: list[Pending]) -> int:
         """Return how many requests at the head of the queue to run now so that all meet the target.
 
         The other requests run in a second batch. Return 0 if two batches would be late, too.
@@ -474,16 +461,14 @@ class AdaptiveBatcher(Batcher):
             later_rows += requests[count].units
             later_oldest = min(later_oldest, requests[count].enqueued_ns)
             rows, oldest = prefixes[count - 1]
-            if now_ns > self._latest_start_ns(oldest, rows):
+            if now_ns > self._start_by(oldest, rows):
                 continue
-            if now_ns + self._size_times.p99_ns(rows) <= self._latest_start_ns(
-                later_oldest, later_rows
-            ):
+            if now_ns + self._size_times.p99_ns(rows) <= self._start_by(later_oldest, later_rows):
                 return count
         return 0
 
 
-def _count_fitting(requests: list[QueuedRequest], units: int) -> int:
+def _count_fitting(requests: list[Pending], units: int) -> int:
     """Return how many requests at the head of the queue fit a batch of `units` rows, at least 1."""
     for count, request in enumerate(requests):
         units -= request.units

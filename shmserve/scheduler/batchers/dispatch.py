@@ -148,7 +148,7 @@ class Dispatcher(ABC):
 
 
 @dataclass(eq=False)
-class BatchDispatcher(Dispatcher):
+class Dispatch(Dispatcher):
     """The dispatcher of models without sequences.
 
     A free instance receives a batch immediately. A busy instance receives only a batch that cannot
@@ -161,7 +161,7 @@ class BatchDispatcher(Dispatcher):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.tracks_requests = self._batcher.is_learning
-        self._may_send_ahead = not self._settings.policies.has_limits and self._tickets is None
+        self._may_send_ahead = not self._settings.policies.limited and self._tickets is None
 
     def flush(self) -> None:
         self._holds_batches = False
@@ -172,7 +172,7 @@ class BatchDispatcher(Dispatcher):
 
     def run(self, now_ns: int) -> int:
         queue, tickets = self._queue, self._tickets
-        in_order, retries = queue.priority_queue, queue.retries
+        in_order, retries = queue.in_order, queue.retries
         executions, batcher, pool = self._executions, self._batcher, self._pool
         wake_ns = NEVER
         while in_order.count or retries:
@@ -180,7 +180,7 @@ class BatchDispatcher(Dispatcher):
             if send_ahead:
                 # A retry runs alone and waits for an instance without other batches.
                 # A model's call that is sent ahead could wait behind the execution that makes it.
-                can_send = in_order.count and not (queue.model_requests and queue.waiting_calls())
+                can_send = in_order.count and not (queue.model_requests and queue.calls())
                 if self._may_send_ahead and can_send:
                     times = executions.service_time
                     slot = pool.least_busy(times.pipeline_depth, times.has_short_batches)
@@ -217,9 +217,9 @@ class BatchDispatcher(Dispatcher):
         queue, reserve_ns = self._queue, self._executions.service_time.reserve_ns
         if queue.retries:
             return True
-        if self._holds_batches and self._is_held(queue.priority_queue.count):
+        if self._holds_batches and self._is_held(queue.in_order.count):
             return False
-        return isinstance(self._batcher.decide(now_ns, queue.priority_queue, reserve_ns), Batch)
+        return isinstance(self._batcher.decide(now_ns, queue.in_order, reserve_ns), Batch)
 
 
 def batcher_of(settings: Settings) -> Batcher:

@@ -42,7 +42,7 @@ class CloseReason(StrEnum):
     RETRY = "retry"  # a request whose worker died runs alone
 
 
-class QueuedRequest(Protocol):
+class Pending(Protocol):
     """A batcher's view of a queued request."""
 
     units: int
@@ -77,7 +77,7 @@ class Batcher:
     is_learning: bool = False
 
     def decide(
-        self, now_ns: int, pending: Iterable[QueuedRequest], reserve_ns: int
+        self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
     ) -> Batch | WaitUntil | None:
         """Return the decision for the queue; None if there is nothing to run or to wait for.
 
@@ -88,7 +88,7 @@ class Batcher:
         """
         return _SINGLE_REQUEST
 
-    def closed_batch(self, pending: Iterable[QueuedRequest]) -> Batch | None:
+    def closed_batch(self, pending: Iterable[Pending]) -> Batch | None:
         """Return the batch at the front of the queue if it can take no further request, or None."""
         return _SINGLE_REQUEST
 
@@ -104,7 +104,7 @@ class Batcher:
         """
 
     def record_batch(
-        self, now_ns: int, in_flight: int, units: int, elapsed_ns: int, latencies_ns: Sequence[int]
+        self, now_ns: int, in_flight: int, units: int, took_ns: int, latencies_ns: Sequence[int]
     ) -> None:
         """Record the execution of a batch.
 
@@ -112,7 +112,7 @@ class Batcher:
             now_ns: The time.
             in_flight: The number of requests that are not completed.
             units: The size of the batch.
-            elapsed_ns: The duration of the execution.
+            took_ns: The duration of the execution.
             latencies_ns: The times from the arrival of each of its requests to now.
         """
 
@@ -127,12 +127,12 @@ class DynamicBatcher(Batcher):
         self._rules = rules
 
     def decide(
-        self, now_ns: int, pending: Iterable[QueuedRequest], reserve_ns: int
+        self, now_ns: int, pending: Iterable[Pending], reserve_ns: int
     ) -> Batch | WaitUntil | None:
         return decide(now_ns, pending, self._rules, reserve_ns)
 
-    def closed_batch(self, pending: Iterable[QueuedRequest]) -> Batch | None:
-        return closed_batch(queue_head(pending, self._rules))
+    def closed_batch(self, pending: Iterable[Pending]) -> Batch | None:
+        return closed_batch(gather(pending, self._rules))
 
     def flush(self) -> None:
         self._rules = replace(self._rules, delay_ns=0)
@@ -150,7 +150,7 @@ class QueueHead(Record):
         oldest_ns: The time at which the oldest request was enqueued.
     """
 
-    requests: list[QueuedRequest]
+    requests: list[Pending]
     units: int
     preferred_count: int
     is_full: bool
@@ -159,19 +159,19 @@ class QueueHead(Record):
     flush_by_ns: int
 
 
-def queue_head(pending: Iterable[QueuedRequest], rules: Batching) -> QueueHead | None:
+def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
     """Return the requests at the queue's head that may run together; None for an empty queue.
 
     The iteration ends at the first request that does not fit.
     """
     largest_preferred = rules.largest_preferred
     max_size = rules.max_batch_size
-    preferred = rules.preferred_sizes
-    requests: list[QueuedRequest] = []
+    preferred = rules.preferred
+    requests: list[Pending] = []
     total = preferred_count = 0
     is_full = has_other_shape = False
     shape_key = b""
-    padded_batch = None if rules.padding is None else rules.padding.new_batch()
+    padded_batch = None if rules.padding is None else rules.padding.batch()
     oldest = flush_by = NEVER
     for request in pending:
         new_total = total + request.units
@@ -220,10 +220,10 @@ def closed_batch(head: QueueHead | None) -> Batch | None:
 
 
 def decide(
-    now_ns: int, pending: Iterable[QueuedRequest], rules: Batching, reserve_ns: int
+    now_ns: int, pending: Iterable[Pending], rules: Batching, reserve_ns: int
 ) -> Batch | WaitUntil | None:
     """Return the decision for a queue, as `Batcher.decide`."""
-    head = queue_head(pending, rules)
+    head = gather(pending, rules)
     if head is None:
         return None
     count, preferred_count, delay = len(head.requests), head.preferred_count, rules.delay_ns

@@ -39,16 +39,16 @@ _MIN_ARRIVALS = 3  # minimum number of observations for a prediction
 _MARGIN_NS = 50_000  # allowance for the latency of the event loop
 
 
-class _SizeStatistics:
+class _Size:
     """The mean duration of the batches of a size.
 
     Attributes:
-        mean_duration: The mean duration, divided by the level (see `SizeTimes`).
+        mean: The mean duration, divided by the level (see `SizeTimes`).
         weight: The number of batches in the mean.
     """
 
     def __init__(self, mean: float, execution: int) -> None:
-        self.mean_duration = mean
+        self.mean = mean
         self.weight = 1.0
         self._decayed_count, self._last_execution = 1.0, execution
 
@@ -75,8 +75,8 @@ class SizeTimes:
     """
 
     def __init__(self, largest: int) -> None:
-        self._sizes: dict[int, _SizeStatistics] = {}
-        self._observed_indices: list[int] = []  # the indices of the observed sizes
+        self._sizes: dict[int, _Size] = {}
+        self._observed: list[int] = []  # the indices of the observed sizes
         self._last_index = _index(largest)
         self._time_scale = 1.0
         self._setup_ns = self._slope_ns = (
@@ -85,7 +85,7 @@ class SizeTimes:
         self._spread = _INITIAL_SPREAD
         # The last batches, if all their durations are far from the estimate: the level at which the
         # estimate would have been right, and the size.
-        self._outliers: deque[tuple[float, _SizeStatistics]] = deque(maxlen=_CHANGE_LENGTH)
+        self._outliers: deque[tuple[float, _Size]] = deque(maxlen=_CHANGE_LENGTH)
         self._observation_count = -1
         self._late_executions = 0  # executions while the target was out of reach
         # These lists have an item for each size index: values of the last refresh at a level of 1.
@@ -93,7 +93,7 @@ class SizeTimes:
         self._best_index = list(range(self._last_index + 1))
         self._optimistic_index = self._best_index.copy()
         # The shortest plausible duration of each observed size.
-        self._min_durations: dict[int, float] = {}
+        self._shortest: dict[int, float] = {}
         self._is_stale = False
         self._candidates: dict[int, tuple[int, float]] = {}
 
@@ -124,63 +124,62 @@ class SizeTimes:
         """Return the duration of a batch at about the 99th percentile."""
         return self.expected_ns(units) * (1 + 3 * self._spread)
 
-    def best_size(self, units: int, *, target_out_of_reach: bool = False) -> int:
+    def best_size(self, units: int, *, out_of_reach: bool = False) -> int:
         """Return the size up to `units` with the highest row rate; if uncertain, the larger one.
 
-        If `target_out_of_reach`, the result is the size with the highest possible rate, so that the
-        uncertainty ends (a bandit problem, as solved by UCB1: Auer et al., 2002).
+        If the target is `out_of_reach`, the result is the size with the highest possible rate, so
+        that the uncertainty ends (a bandit problem, as solved by UCB1: Auer et al., 2002).
         """
         if self._is_stale:
             self._refresh()
         index = min(_index(units), self._last_index)
-        best_index = (self._optimistic_index if target_out_of_reach else self._best_index)[index]
+        best_index = (self._optimistic_index if out_of_reach else self._best_index)[index]
         return units if best_index == index else _size(best_index)
 
     # --- learning -----------------------------------------------------------------------------
 
-    def observe(self, units: int, elapsed_ns: float, *, target_out_of_reach: bool = False) -> None:
+    def observe(self, units: int, took_ns: float, *, out_of_reach: bool = False) -> None:
         """Record the duration of a batch.
 
         Args:
             units: The size of the batch.
-            elapsed_ns: The duration.
-            target_out_of_reach: Whether the target is out of reach and the arrivals do not
-                decrease.
+            took_ns: The duration.
+            out_of_reach: Whether the target is out of reach and the arrivals do not decrease.
         """
-        self._late_executions += target_out_of_reach
+        self._late_executions += out_of_reach
         self._observation_count += 1
         if not self._observation_count:
             return
         index = min(_index(units), self._last_index)
-        duration = max(elapsed_ns, 1.0) / self._time_scale
+        duration = max(took_ns, 1.0) / self._time_scale
         size = self._sizes.get(index)
         if size is None:
-            self._sizes[index] = _SizeStatistics(duration, self._observation_count)
-            insort(self._observed_indices, index)
+            self._sizes[index] = _Size(duration, self._observation_count)
+            insort(self._observed, index)
             self._is_stale = True
             return
         size.record_execution(self._observation_count)
         duration = self._clamp_outlier(size, duration)
         size.weight = min(size.weight + 1, _MAX_MEAN_WEIGHT)
-        change = (duration - size.mean_duration) / size.weight
-        size.mean_duration += change
+        change = (duration - size.mean) / size.weight
+        size.mean += change
         if (
             size.weight < _MAX_TRIALS
-            or abs(change) > size.mean_duration / 50
+            or abs(change) > size.mean / 50
             or not self._observation_count % 16
         ):
             self._is_stale = True
 
-    def _clamp_outlier(self, size: _SizeStatistics, duration: float) -> float:
+    def _clamp_outlier(self, size: _Size, duration: float) -> float:
         """Return a measured duration, clamped to the plausible range of its size.
 
         Update the level and the spread.
         """
-        ratio = duration / size.mean_duration
+        ratio = duration / size.mean
         if not 1 / _MIN_CHANGE < ratio < _MIN_CHANGE:
             self._outliers.append((self._time_scale * ratio, size))
             if len(self._outliers) == _CHANGE_LENGTH and self._has_changed():
-                return size.mean_duration
+                return size.mean
         elif self._outliers:
             self._outliers.clear()
         if size.weight >= 4:
@@ -195,7 +194,7 @@ class SizeTimes:
         if deviation > max_deviation:  # an outlier, or a change if repeated: repetitions weigh more
             size.weight /= 2
             if size.weight >= 2:
-                return size.mean_duration * min(max(ratio, 1 - max_deviation), 1 + max_deviation)
+                return size.mean * min(max(ratio, 1 - max_deviation), 1 + max_deviation)
         return duration
 
     def _has_changed(self) -> bool:
@@ -226,17 +225,17 @@ class SizeTimes:
         return candidate
 
     def _find_candidate(self, last_index: int) -> tuple[int, float]:
-        times, shortest, best_index = self._times, self._min_durations, self._best_index[last_index]
+        times, shortest, best_index = self._times, self._shortest, self._best_index[last_index]
         rate = _size(best_index) / times[best_index]
         target_rate, candidate, worst_duration, lower = _MIN_TRIAL_RATIO * rate, 0, 0.0, 0
         speedup = _ASSUMED_SPEEDUP + math.log(1 + self._late_executions)
-        for upper in self._observed_indices:
+        for upper in self._observed:
             # A size between two sizes takes at least the shorter and at most the longer duration.
             highest = upper - 1 if upper <= last_index else last_index
             if highest > lower:
                 time = min(shortest[lower], shortest[upper]) if lower else shortest[upper] / speedup
                 if _size(highest) > target_rate * time:
-                    target_rate, candidate = _size(highest) / time, _middle_size(lower, highest)
+                    target_rate, candidate = _size(highest) / time, _middle(lower, highest)
                     worst_duration = times[upper] * _ASSUMED_SLOWDOWN
                     if lower:
                         worst_duration = max(times[lower], times[upper])
@@ -248,9 +247,9 @@ class SizeTimes:
                 target_rate = _size(upper) / shortest[upper]
                 candidate, worst_duration = _size(upper), times[upper]
         time = max(target_rate / _MIN_TRIAL_RATIO, rate) * shortest.get(lower, 0.0)
-        if last_index > lower == self._observed_indices[-1] and _size(last_index) > time:
+        if last_index > lower == self._observed[-1] and _size(last_index) > time:
             # The larger a size beyond all observed sizes is, the longer a batch may take.
-            candidate = _middle_size(lower, last_index)
+            candidate = _middle(lower, last_index)
             worst_duration = times[last_index] * candidate / _size(lower)
         return candidate, worst_duration * self._time_scale * (1 + 3 * self._spread)
 
@@ -263,9 +262,9 @@ class SizeTimes:
         spread = _DEVIATIONS_PER_SPREAD * max(self._spread, _MIN_SPREAD)
         best_index, best_rate, best_error, best_score = 1, 0.0, 0.0, 0.0
         optimistic_index, optimistic_rate = 1, 0.0
-        self._min_durations = self._shortest_durations(spread)
-        disturbed_index, disturbed_rate = self._find_disturbed(self._min_durations)
-        highest = self._observed_indices[-1]
+        self._shortest = self._shortest_durations(spread)
+        disturbed_index, disturbed_rate = self._find_disturbed(self._shortest)
+        highest = self._observed[-1]
         for index in range(1, self._last_index + 1):
             rate, size = _size(index) / times[index], sizes.get(index)
             error, margin = spread**2, 0.0  # An interpolated rate gets no margin.
@@ -279,7 +278,7 @@ class SizeTimes:
             self._best_index[index] = (
                 index if rate * (1 + _EQUAL_RATES + margin) >= best_rate else best_index
             )
-            possible_rate = _size(index) / self._min_durations.get(index, times[index])
+            possible_rate = _size(index) / self._shortest.get(index, times[index])
             if index == disturbed_index:
                 possible_rate = disturbed_rate
             if possible_rate >= optimistic_rate:
@@ -298,13 +297,13 @@ class SizeTimes:
         shortest: dict[int, float] = {}
         pool: list[int] = []
         mean = weight = 0.0
-        for index in self._observed_indices:
+        for index in self._observed:
             size = self._sizes[index]
-            pooled = (mean * weight + size.mean_duration * size.weight) / (weight + size.weight)
+            pooled = (mean * weight + size.mean * size.weight) / (weight + size.weight)
             if pool:
                 error = spread * pooled * math.sqrt(1 / weight + 1 / size.weight)
-                if abs(size.mean_duration - mean) > _SURE_ERRORS * error:
-                    pool, weight, pooled = [], 0.0, size.mean_duration
+                if abs(size.mean - mean) > _SURE_ERRORS * error:
+                    pool, weight, pooled = [], 0.0, size.mean
             mean, weight = pooled, weight + size.weight
             pool.append(index)
             shortest.update(dict.fromkeys(pool, mean / (1 + spread / math.sqrt(weight))))
@@ -324,7 +323,7 @@ class SizeTimes:
         shortest_so_far = min(shortest.values())
         min_executions = math.log(1 + self._late_executions) / math.log(_DISTURBANCE_INTERVAL)
         for index, next_index in zip(
-            self._observed_indices, [*self._observed_indices[1:], self._last_index + 1], strict=True
+            self._observed, [*self._observed[1:], self._last_index + 1], strict=True
         ):
             if self._sizes[index].weight >= min_executions:
                 shortest_so_far = shortest[index]
@@ -339,15 +338,15 @@ class SizeTimes:
         is optimistic and leads to larger batches, which reveal the slope.
         """
         total = mean_x = mean_y = sum_xx = sum_xy = 0.0
-        for index in self._observed_indices:
+        for index in self._observed:
             size = self._sizes[index]
             weight = size.decayed_count(self._observation_count)
             total += weight
-            delta_x, delta_y = _size(index) - mean_x, size.mean_duration - mean_y
+            delta_x, delta_y = _size(index) - mean_x, size.mean - mean_y
             mean_x += delta_x * weight / total
             mean_y += delta_y * weight / total
             sum_xx += weight * delta_x * (_size(index) - mean_x)
-            sum_xy += weight * delta_x * (size.mean_duration - mean_y)
+            sum_xy += weight * delta_x * (size.mean - mean_y)
         slope = self._slope_ns
         if sum_xx > total * (_MIN_VARIATION * mean_x) ** 2:
             slope = sum_xy / sum_xx
@@ -357,8 +356,8 @@ class SizeTimes:
     def _interpolate(self) -> None:
         times, lower = self._times, 0
         end_slope = self._slope_ns
-        for index in self._observed_indices:
-            mean, high = self._sizes[index].mean_duration, _size(index)
+        for index in self._observed:
+            mean, high = self._sizes[index].mean, _size(index)
             if lower:
                 slope = (mean - times[lower]) / (high - _size(lower))
             else:
@@ -381,7 +380,7 @@ def _size(index: int) -> int:
     return ((index - (shift << (_EXACT_BITS - 1)) + 1) << shift) - 1
 
 
-def _middle_size(lower: int, highest: int) -> int:
+def _middle(lower: int, highest: int) -> int:
     return _size(lower + (highest - lower + 1) // 2)
 
 
@@ -389,31 +388,31 @@ class _ArrivalStatistics:
     """The statistics of arrivals while a certain number of requests is in flight."""
 
     def __init__(self) -> None:
-        self.probability = 0.0
+        self.chance = 0.0
         self.gap_ns = 0.0
         self.deviation_ns = 0.0
         self.observations = 0
 
     def record_gap(self, gap_ns: int) -> None:
         """Record that the next request arrived after this gap."""
-        if self.probability:
+        if self.chance:
             error = gap_ns - self.gap_ns
             self.gap_ns += error / 8
             self.deviation_ns += (abs(error) - self.deviation_ns) / 4
         else:
             self.gap_ns, self.deviation_ns = gap_ns, gap_ns / 2
-        self._update_probability(1.0)
+        self._update_chance(1.0)
 
     def record_miss(self) -> None:
         """Record that no further request arrived soon."""
-        self._update_probability(0.0)
+        self._update_chance(0.0)
 
-    def _update_probability(self, outcome: float) -> None:
+    def _update_chance(self, outcome: float) -> None:
         self.observations += 1
-        self.probability += (outcome - self.probability) / min(self.observations, 16)
+        self.chance += (outcome - self.chance) / min(self.observations, 16)
 
     @property
-    def max_wait_ns(self) -> int:
+    def patience_ns(self) -> int:
         """Return the time after the last event for which waiting for the next arrival pays."""
         return int(self.gap_ns + 6 * self.deviation_ns) + _MARGIN_NS
 
@@ -428,7 +427,7 @@ class Arrivals:
     the gap before it.
 
     Events are arrivals and the ends of batches. `in_flight` is the number of requests that are not
-    completed after an event, and `max_gap_ns` the limit of a short gap.
+    completed after an event, and `soon_ns` the limit of a short gap.
     """
 
     def __init__(self) -> None:
@@ -436,18 +435,18 @@ class Arrivals:
         self._in_flight = 0
         self._last_event_ns = 0
 
-    def record_arrival(self, now_ns: int, in_flight: int, max_gap_ns: float) -> None:
-        """Record the gap since the last event, or a miss if the gap exceeds `max_gap_ns`."""
+    def record_arrival(self, now_ns: int, in_flight: int, soon_ns: float) -> None:
+        """Record the gap since the last event, or a miss if the gap exceeds `soon_ns`."""
         gap_ns = now_ns - self._last_event_ns
-        if gap_ns <= max_gap_ns:
+        if gap_ns <= soon_ns:
             self._current_statistics().record_gap(gap_ns)
         else:
             self._current_statistics().record_miss()
         self._last_event_ns, self._in_flight = now_ns, in_flight
 
-    def record_batch(self, now_ns: int, in_flight: int, max_gap_ns: float) -> None:
-        """Record the end of a batch, and a miss if no event occurred within `max_gap_ns` before."""
-        if now_ns - self._last_event_ns > max_gap_ns:
+    def record_batch(self, now_ns: int, in_flight: int, soon_ns: float) -> None:
+        """Record the end of a batch, and a miss if no event occurred within `soon_ns` before."""
+        if now_ns - self._last_event_ns > soon_ns:
             self._current_statistics().record_miss()
         self._last_event_ns, self._in_flight = now_ns, in_flight
 
@@ -458,7 +457,7 @@ class Arrivals:
             statistics = self._by_in_flight[in_flight] = _ArrivalStatistics()
         return statistics
 
-    def expected_burst(self, max_requests: int) -> Iterator[tuple[float, float]]:
+    def burst(self, max_requests: int) -> Iterator[tuple[float, float]]:
         """Yield expected counts and waits for at most `max_requests` further requests of the burst.
 
         Each item is the expected number of requests so far and the expected wait.
@@ -468,32 +467,32 @@ class Arrivals:
             statistics = self._likely_statistics(self._in_flight + extra)
             if statistics is None:
                 return
-            miss_chance = 1 - statistics.probability
+            miss_chance = 1 - statistics.chance
             wait_ns += arrival_probability * (
-                statistics.probability * statistics.gap_ns + miss_chance * statistics.max_wait_ns
+                statistics.chance * statistics.gap_ns + miss_chance * statistics.patience_ns
             )
-            arrival_probability *= statistics.probability
+            arrival_probability *= statistics.chance
             requests += arrival_probability
             yield requests, wait_ns
 
     @property
-    def burst_wait_end_ns(self) -> int:
+    def next_by_ns(self) -> int:
         """Return the time until which waiting for the next request of a burst pays; 0: no burst."""
         statistics = self._likely_statistics(self._in_flight)
-        return 0 if statistics is None else self._last_event_ns + statistics.max_wait_ns
+        return 0 if statistics is None else self._last_event_ns + statistics.patience_ns
 
     def _likely_statistics(self, in_flight: int) -> _ArrivalStatistics | None:
         statistics = self._by_in_flight.get(min(in_flight, _MAX_LEVELS))
         if (
             statistics is None
             or statistics.observations < _MIN_ARRIVALS
-            or statistics.probability < _MIN_CHANCE
+            or statistics.chance < _MIN_CHANCE
         ):
             return None
         return statistics
 
 
-class LoadStatistics:
+class Load:
     """Moving averages of the rows that arrive and that are completed, per instance.
 
     The number of instances is estimated as the maximum of the average number of busy instances.
@@ -510,7 +509,7 @@ class LoadStatistics:
         self._max_in_flight = 0.0
 
     def record_batch(
-        self, now_ns: int, in_flight: int, count: int, units: int, elapsed_ns: int
+        self, now_ns: int, in_flight: int, count: int, units: int, took_ns: int
     ) -> None:
         """Record the completion of a batch.
 
@@ -519,7 +518,7 @@ class LoadStatistics:
             in_flight: The number of requests that are not completed.
             count: The number of requests in the batch.
             units: The number of rows in the batch.
-            elapsed_ns: The duration of its execution.
+            took_ns: The duration of its execution.
         """
         if self.batch_count:
             gain = max(_RATE_GAIN, 1 / self.batch_count)
@@ -529,7 +528,7 @@ class LoadStatistics:
                 - self._arrived_rows
             ) * gain
             self._completed_rows += (units - self._completed_rows) * gain
-            self._execution_ns += (elapsed_ns - self._execution_ns) * gain
+            self._execution_ns += (took_ns - self._execution_ns) * gain
             self._interval_ns += (now_ns - self._returned_ns - self._interval_ns) * gain
             busy_instances = self._execution_ns / max(self._interval_ns, 1.0)
             self._busy_instances = max(self._busy_instances * _MAXIMUM_DECAY, busy_instances, 1.0)

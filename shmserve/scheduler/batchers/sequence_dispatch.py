@@ -15,7 +15,7 @@ from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.batchers.dynamic import WaitUntil
 from shmserve.scheduler.batchers.sequences import (
     InstanceSlots,
-    RowBatch,
+    Rows,
     Sequences,
     StatefulSequence,
     decide,
@@ -32,7 +32,7 @@ _ENDED_BY_EARLIER = "an earlier request of the sequence was cancelled or timed o
 
 
 @dataclass(eq=False)
-class SequenceDispatcher(Dispatcher):
+class SequenceDispatch(Dispatcher):
     """The dispatcher of sequences, which sends a free instance the next batch of its slots."""
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class SequenceDispatcher(Dispatcher):
         if not correlation_id:
             raise InvalidArgument(f"{model} must specify a non-zero or non-empty correlation ID")
         self._rules.check_datatype(correlation_id, id_prefix(message.request_id), self._name)
-        self._sequences.check(correlation_id, flags, (client, message.connection_id))
+        self._sequences.check(correlation_id, flags, (client, message.source))
         return SequenceKey(correlation_id, flags)
 
     @property
@@ -114,9 +114,9 @@ class SequenceDispatcher(Dispatcher):
             code, reason = "UNAVAILABLE", Reason.REJECTED
         if expired and sequence.instance_slots is None:
             text = _BACKLOG_EXPIRED
-            removed_requests = self._sequences.remove_all_waiting(sequence)
+            removed_requests = self._sequences.drop_all(sequence)
         else:
-            removed_requests = self._sequences.remove_waiting(request)
+            removed_requests = self._sequences.drop(request)
         for dependent in () if keep_dependents else removed_requests:
             if dependent is not request:
                 self._fail(dependent, code, text, reason, now_ns)
@@ -156,7 +156,7 @@ class SequenceDispatcher(Dispatcher):
         wake_ns = NEVER
         if not self._waits_for_more():
             for slots, instance in instances:
-                if instance is not None and instance.is_idle:
+                if instance is not None and instance.idle:
                     wake_ns = min(wake_ns, self._start(slots, instance, now_ns))
         if self._tickets is not None:
             self._tickets.return_unused()
@@ -175,8 +175,8 @@ class SequenceDispatcher(Dispatcher):
             if peer not in self._slots:
                 order = (instance.index, next(self._order_numbers))
                 self._slots[peer] = InstanceSlots(peer, order, self._rules.slots)
-                self._sequences.add_instance(self._slots[peer])
-            if instance.is_retiring:
+                self._sequences.join(self._slots[peer])
+            if instance.retiring:
                 self._sequences.close(self._slots[peer])
 
     def has_work(self, slot: Slot) -> bool:
@@ -192,7 +192,7 @@ class SequenceDispatcher(Dispatcher):
     def _start(self, slots: InstanceSlots, instance: Slot, now_ns: int) -> int:
         """Start the next batch of an idle instance; return when to call again (NEVER: no need)."""
         decision = decide(now_ns, slots, self._rules, self._executions.service_time.reserve_ns)
-        if isinstance(decision, RowBatch):
+        if isinstance(decision, Rows):
             if self._tickets is not None and self._tickets.find([instance]) is None:
                 self._tickets.request_tickets([instance], 1)
                 return NEVER

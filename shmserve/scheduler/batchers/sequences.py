@@ -61,10 +61,10 @@ class WaitingRequests:
         # Empty runs are possible only in the middle.
         self._runs: deque[OrderedDict[int, ScheduledRequest]] = deque()
         # The run of each request, by the request's key.
-        self._run_by_key: dict[int, OrderedDict[int, ScheduledRequest]] = {}
+        self._run_of: dict[int, OrderedDict[int, ScheduledRequest]] = {}
 
     def __len__(self) -> int:
-        return len(self._run_by_key)
+        return len(self._run_of)
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
         return (request for run in self._runs for request in run.values())
@@ -78,21 +78,21 @@ class WaitingRequests:
         """Queue a request at the back."""
         if not self._runs or request.flags & SEQUENCE_START:
             self._runs.append(OrderedDict())
-        run = self._run_by_key[request.key] = self._runs[-1]
+        run = self._run_of[request.key] = self._runs[-1]
         run[request.key] = request
 
     def put_back(self, request: ScheduledRequest) -> None:
         """Queue a request at the front; the requests up to the next START belong to its run."""
         if not self._runs or self.first.flags & SEQUENCE_START:
             self._runs.appendleft(OrderedDict())
-        run = self._run_by_key[request.key] = self._runs[0]
+        run = self._run_of[request.key] = self._runs[0]
         run[request.key] = request
         run.move_to_end(request.key, last=False)
 
     def pop_first(self) -> ScheduledRequest:
         """Remove and return the request that arrived first."""
         key, request = self._runs[0].popitem(last=False)
-        del self._run_by_key[key]
+        del self._run_of[key]
         self._drop_empty_runs()
         return request
 
@@ -103,10 +103,10 @@ class WaitingRequests:
     def remove(self, request: ScheduledRequest) -> list[ScheduledRequest]:
         """Remove and return a request and the later requests of its run; [] if it is not queued."""
         removed_requests: list[ScheduledRequest] = []
-        run = self._run_by_key.get(request.key)
+        run = self._run_of.get(request.key)
         while run is not None and request.key in run:
             key, removed_request = run.popitem()
-            del self._run_by_key[key]
+            del self._run_of[key]
             removed_requests.append(removed_request)
         self._drop_empty_runs()
         removed_requests.reverse()
@@ -147,7 +147,7 @@ class StatefulSequence:
         self.has_state = False
 
 
-class RowBatch(Record):
+class Rows(Record):
     """A decision of the sequence batcher to run these sequences now.
 
     Each sequence has the row of its slot; None is a null row.
@@ -160,13 +160,13 @@ class RowBatch(Record):
 class InstanceSlots:
     """The sequence slots of the instance at the address `peer`.
 
-    Each slot has at most one of the `sequences`; some of them are `running_sequences`. The
-    `order_number` decides which instance's slots are taken first.
+    Each slot has at most one of the `sequences`; some of them are `running_sequences`. `order`
+    decides which instance's slots are taken first.
     """
 
     def __init__(self, peer: bytes, order: tuple[int, int], slots: int) -> None:
         self.peer = peer
-        self.order_number = order
+        self.order = order
         self.sequences: list[StatefulSequence | None] = [None] * slots
         self.running_sequences: list[StatefulSequence] = []
         self.closed = False  # whether new sequences are rejected
@@ -190,7 +190,7 @@ class InstanceSlots:
 
 def decide(
     now_ns: int, slots: InstanceSlots, rules: Sequencing, reserve_ns: int
-) -> RowBatch | WaitUntil | None:
+) -> Rows | WaitUntil | None:
     """Return the rows that an idle instance runs now, or the time at which its wait ends.
 
     Args:
@@ -211,7 +211,7 @@ def decide(
 
 def _decide_direct(
     now_ns: int, slots: InstanceSlots, rules: Sequencing, reserve_ns: int
-) -> RowBatch | WaitUntil:
+) -> Rows | WaitUntil:
     ready_slots = sorted(slots.ready_sequences)
     heads = {slot: slots.ready_sequences[slot].waiting.first for slot in ready_slots}
     oldest_slot = min(ready_slots, key=lambda slot: (heads[slot].enqueued_ns, slot))
@@ -232,18 +232,16 @@ def _decide_direct(
             rows[slot] = slot, slots.ready_sequences[slot]
         else:
             reason = CloseReason.SHAPE
-    return RowBatch(rows, reason)
+    return Rows(rows, reason)
 
 
 def _decide_oldest(
     now_ns: int, slots: InstanceSlots, rules: Batching, reserve_ns: int
-) -> RowBatch | WaitUntil | None:
+) -> Rows | WaitUntil | None:
     heads = (sequence.waiting.first for sequence in slots.ready_sequences.values())
     decision = dynamic.decide(now_ns, heads, rules, reserve_ns)
     if isinstance(decision, Batch):
-        return RowBatch(
-            list(islice(slots.ready_sequences.items(), decision.count)), decision.reason
-        )
+        return Rows(list(islice(slots.ready_sequences.items(), decision.count)), decision.reason)
     return decision
 
 
@@ -285,7 +283,7 @@ class Backlog:
         owner, line = next(iter(self._by_owner.items()))
         sequence, _ = line.popitem(last=False)
         self._by_owner.move_to_end(owner)
-        self._remove_if_empty(owner, line)
+        self._drop_empty(owner, line)
         return sequence
 
     def discard(self, sequence: StatefulSequence) -> None:
@@ -293,9 +291,9 @@ class Backlog:
         line = self._by_owner.get(sequence.owner)
         if line is not None:
             line.pop(sequence, None)
-            self._remove_if_empty(sequence.owner, line)
+            self._drop_empty(sequence.owner, line)
 
-    def _remove_if_empty(self, owner: Hashable, line: OrderedDict[StatefulSequence, None]) -> None:
+    def _drop_empty(self, owner: Hashable, line: OrderedDict[StatefulSequence, None]) -> None:
         if not line:
             del self._by_owner[owner]
 
@@ -320,7 +318,7 @@ class Sequences:
         self._open_sequences: dict[int | str, StatefulSequence] = {}
         # A heap of the free slots. It may contain stale slots of closed instances.
         self._free_slots: list[tuple[int, tuple[int, int], InstanceSlots]] = []
-        self._stale_slot_count = 0
+        self._stale_slots = 0
         self.backlog = Backlog()
         # Idle sequences in the order in which they became idle.
         self._idle_sequences: OrderedDict[StatefulSequence, int] = OrderedDict()
@@ -338,10 +336,10 @@ class Sequences:
 
     # --- instances --------------------------------------------------------------------------------
 
-    def add_instance(self, slots: InstanceSlots) -> None:
+    def join(self, slots: InstanceSlots) -> None:
         """Register an instance, whose slots are free."""
         for slot in range(len(slots.sequences)):
-            heapq.heappush(self._free_slots, (slot, slots.order_number, slots))
+            heapq.heappush(self._free_slots, (slot, slots.order, slots))
         self._fill()
 
     def remove_instance(self, slots: InstanceSlots) -> list[StatefulSequence]:
@@ -355,7 +353,7 @@ class Sequences:
             sequence.instance_slots = None
             self._idle_sequences.pop(sequence, None)
             self._close(sequence)
-            self._record_lost(sequence.id)
+            self._remember(sequence.id)
         return lost_sequences
 
     def close(self, slots: InstanceSlots) -> None:
@@ -367,12 +365,12 @@ class Sequences:
         if slots.closed:
             return
         slots.closed = True
-        self._stale_slot_count += slots.sequences.count(None)
+        self._stale_slots += slots.sequences.count(None)
         # Rebuilding the heap is amortised by the entries that it drops.
-        if 2 * self._stale_slot_count > len(self._free_slots):
+        if 2 * self._stale_slots > len(self._free_slots):
             self._free_slots = [entry for entry in self._free_slots if not entry[2].closed]
             heapq.heapify(self._free_slots)
-            self._stale_slot_count = 0
+            self._stale_slots = 0
         unstarted = [s for s in slots.sequences if s is not None and not s.has_state]
         for sequence in sorted(unstarted, key=attrgetter("waiting.first.key"), reverse=True):
             slots.mark_not_ready(sequence)
@@ -381,7 +379,7 @@ class Sequences:
             self.backlog.put_back(sequence)
         self._fill()
 
-    def _record_lost(self, correlation_id: int | str) -> None:
+    def _remember(self, correlation_id: int | str) -> None:
         self._lost_ids[correlation_id] = None
         if len(self._lost_ids) > _LOST_REMEMBERED:
             self._lost_ids.popitem(last=False)
@@ -421,7 +419,7 @@ class Sequences:
         restarts = sequence is not None and bool(request.flags & SEQUENCE_START)
         if sequence is None:
             self._lost_ids.pop(correlation_id, None)
-            source = (request.client, request.submit.connection_id)
+            source = (request.client, request.submit.source)
             sequence = self._open_sequences[correlation_id] = StatefulSequence(
                 correlation_id, source
             )
@@ -442,7 +440,7 @@ class Sequences:
         if self._open_sequences.get(sequence.id) is sequence:
             del self._open_sequences[sequence.id]
 
-    def remove_waiting(self, request: ScheduledRequest) -> list[ScheduledRequest]:
+    def drop(self, request: ScheduledRequest) -> list[ScheduledRequest]:
         """Remove a waiting request and the requests that depend on it, up to the next START.
 
         Return the removed requests. The sequence ends if no further request can come.
@@ -452,11 +450,11 @@ class Sequences:
         removed_requests = sequence.waiting.remove(request)
         if ends_sequence:
             self._close(sequence)
-        if removed_requests:  # otherwise it was removed together with an earlier request
+        if removed_requests:  # empty if `request` was removed before, with an earlier request
             self._update_slot(sequence)
         return removed_requests
 
-    def remove_all_waiting(self, sequence: StatefulSequence) -> list[ScheduledRequest]:
+    def drop_all(self, sequence: StatefulSequence) -> list[ScheduledRequest]:
         """End a sequence; remove and return its waiting requests."""
         removed_requests = list(sequence.waiting)
         sequence.waiting = WaitingRequests()
@@ -482,7 +480,7 @@ class Sequences:
         while self.backlog and self._free_slots:
             slot, _, slots = heapq.heappop(self._free_slots)
             if slots.closed:
-                self._stale_slot_count -= 1
+                self._stale_slots -= 1
                 continue
             sequence = self.backlog.pop()
             sequence.instance_slots, sequence.slot = slots, slot
@@ -512,7 +510,7 @@ class Sequences:
         sequence.instance_slots = None
         self._idle_sequences.pop(sequence, None)
         if not slots.closed:
-            heapq.heappush(self._free_slots, (sequence.slot, slots.order_number, slots))
+            heapq.heappush(self._free_slots, (sequence.slot, slots.order, slots))
             self._fill()
 
     # --- executions -------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature, id_prefix, model_shape, stopping_text
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.ensemble.flow import RESPONSE, Flow, Graph, Plan, Targets, Tensors
-from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, TensorValue
+from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, Value
 from shmserve.scheduler.ensemble.request import (
     RUNNING,
     EnsembleRequest,
@@ -40,7 +40,7 @@ from shmserve.scheduler.ensemble.request import (
 )
 from shmserve.scheduler.ensemble.runner import StepRunner
 from shmserve.scheduler.ensemble.step_messages import placed_sizes
-from shmserve.scheduler.front import SchedulerCore
+from shmserve.scheduler.front import Core
 from shmserve.scheduler.requests.queue import earlier_deadline, expired_text, plausible_arrival_ns
 from shmserve.scheduler.requests.request import Client, ControlLink, Lookup
 from shmserve.scheduler.response_cache import ResponseCache
@@ -58,7 +58,7 @@ _NOT_DECOUPLED = (
 )
 
 
-class EnsembleCore(SchedulerCore[EnsembleRequest]):
+class EnsembleCore(Core[EnsembleRequest]):
     """The core of one ensemble, whose requests are flows of tensors through its steps."""
 
     def __init__(
@@ -110,11 +110,7 @@ class EnsembleCore(SchedulerCore[EnsembleRequest]):
         return 1 if isinstance(error, QueueFull) else 0
 
     def admit(
-        self,
-        client: Client[EnsembleRequest],
-        submit: Submit,
-        lookup: Lookup | None,
-        now_ns: int,
+        self, client: Client[EnsembleRequest], submit: Submit, lookup: Lookup | None, now_ns: int
     ) -> None:
         self.check(submit, now_ns)
         if 0 < self._max_waiting <= self._steps.waiting_count:
@@ -127,11 +123,7 @@ class EnsembleCore(SchedulerCore[EnsembleRequest]):
         self._requests.add(request)
 
     def _request(
-        self,
-        client: Client[EnsembleRequest],
-        submit: Submit,
-        lookup: Lookup | None,
-        now_ns: int,
+        self, client: Client[EnsembleRequest], submit: Submit, lookup: Lookup | None, now_ns: int
     ) -> EnsembleRequest:
         """Return the request that a message submits, with its inputs in the data flow.
 
@@ -144,18 +136,16 @@ class EnsembleCore(SchedulerCore[EnsembleRequest]):
         data, plan = submit.data, self._plan(schema_properties.outputs)
         if len(data) != schema_properties.entries:
             raise MalformedMessage("a request's data do not match its schema")
-        inputs: list[tuple[str, TensorValue]] = []
+        inputs: list[tuple[str, Value]] = []
         for index, (name, kind, is_condition) in enumerate(schema_properties.inputs):
             packed = data[index]
             content = packed if type(packed) is bytes else unpack_range(packed)
             is_true = not is_condition or self._memory.any_true(name, content)
-            inputs.append((name, TensorValue(kind, content, None, is_true)))
+            inputs.append((name, Value(kind, content, None, is_true)))
         memory_ranges: dict[str, Range] = {}
-        if schema_properties.outputs_with_ranges:
+        if schema_properties.placed_outputs:
             output_ranges = map(unpack_range, data[len(inputs) :])
-            memory_ranges = dict(
-                zip(schema_properties.outputs_with_ranges, output_ranges, strict=True)
-            )
+            memory_ranges = dict(zip(schema_properties.placed_outputs, output_ranges, strict=True))
             _check_ranges(memory_ranges, inputs, plan, self._graph)
         flow = Flow(plan)
         flow.begin(
@@ -191,7 +181,7 @@ class EnsembleCore(SchedulerCore[EnsembleRequest]):
             for name, datatype, shape, _ in schema.inputs
         )
         input_names = {name for name, _, _ in inputs}
-        placed_outputs = tuple(output.name for output in schema.outputs if output.has_range)
+        placed_outputs = tuple(output.name for output in schema.outputs if output.placed)
         return RequestProperties(
             schema.data_count,
             inputs,
@@ -253,8 +243,8 @@ class EnsembleCore(SchedulerCore[EnsembleRequest]):
         match message:
             case ModelPublished():
                 self._handle_published(message)
-                if message.change_number:
-                    self._control.post(Acknowledged(message.change_number))
+                if message.acknowledge:
+                    self._control.post(Acknowledged(message.acknowledge))
             case SchedulerLost():
                 self._steps.resubmit(message.endpoint, message.successor, now_ns)
                 for key, endpoint in list(self._endpoints.items()):
@@ -328,7 +318,7 @@ class EnsembleCore(SchedulerCore[EnsembleRequest]):
     def _advance(self, request: EnsembleRequest, now_ns: int) -> None:
         """Submit the steps of a request that can run, send its responses, or end it."""
         flow, requests = request.flow, self._requests
-        if flow.ready_steps:
+        if flow.firings:
             self._steps.run(request, now_ns)
         if not self._decoupled and len(flow.responses) > 1:
             text = id_prefix(request.submit.request_id) + _NOT_DECOUPLED

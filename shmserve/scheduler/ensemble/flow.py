@@ -27,7 +27,7 @@ from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.scheduler.ensemble.memory import ABSENT, SKIPPED, TensorKind, TensorValue
+from shmserve.scheduler.ensemble.memory import ABSENT, SKIPPED, TensorKind, Value
 
 ONCE_PER_REQUEST = -1  # the origin of tensors that exist once per request
 RESPONSE = -1  # the index of the response among the readers of tensors; steps have indices from 0
@@ -37,7 +37,7 @@ _CONDITION = "step[{}].condition"
 _MAX_KINDS = 256
 
 # The tensors of one step or response: pairs of a name and a value.
-Tensors = Sequence[tuple[str, TensorValue]]
+Tensors = Sequence[tuple[str, Value]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -270,7 +270,7 @@ class Plan:
         return devices
 
 
-class ReadyStep(NamedTuple):
+class Firing(NamedTuple):
     """A step that is ready to run with these inputs.
 
     Attributes:
@@ -281,7 +281,7 @@ class ReadyStep(NamedTuple):
 
     step: PlannedStep
     response_index: int
-    inputs: dict[str, TensorValue]
+    inputs: dict[str, Value]
     kinds: tuple[TensorKind | None, ...]
 
     def release(self) -> None:
@@ -295,7 +295,7 @@ class Flow:
 
     Attributes:
         has_responded: Whether there has been a response.
-        ready_steps: The steps to run.
+        firings: The steps to run.
         responses: The responses to send. Each value must be released once for its response.
         absent_outputs: The outputs that a response lacks because no step has returned them.
     """
@@ -303,13 +303,13 @@ class Flow:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.has_responded = False
-        self._values: dict[tuple[str, int], TensorValue] = {}
+        self._values: dict[tuple[str, int], Value] = {}
         # Remaining uses of values with more than one use.
         self._remaining_uses: dict[tuple[str, int], int] = {}
-        self._started_steps: set[tuple[int, int]] = set()
+        self._fired_steps: set[tuple[int, int]] = set()
         self._counts: dict[int, int] = {}  # responses so far, by the index of a decoupled step
-        self.ready_steps: list[ReadyStep] = []
-        self.responses: list[dict[str, TensorValue]] = []
+        self.firings: list[Firing] = []
+        self.responses: list[dict[str, Value]] = []
         self.absent_outputs: set[str] = set()
 
     def begin(self, inputs: Tensors) -> None:
@@ -325,15 +325,15 @@ class Flow:
 
     def close(self) -> None:
         """Release all values, because the request has ended or failed."""
-        for ready_step in self.ready_steps:
-            ready_step.release()
+        for firing in self.firings:
+            firing.release()
         for response in self.responses:
             for value in response.values():
                 value.release()
         for value in self._values.values():
             value.release()
         self._values.clear()
-        self.ready_steps.clear()
+        self.firings.clear()
         self.responses.clear()
 
     def _store_tensors(self, tensors: Tensors, response_index: int) -> None:
@@ -356,10 +356,10 @@ class Flow:
             else:
                 for reader in route.readers:
                     if reader.is_once or not route.is_once:
-                        self._start_if_complete(reader, response_index)
+                        self._fire(reader, response_index)
                     else:
                         for ready_index in self._find_response_indices(reader):
-                            self._start_if_complete(reader, ready_index)
+                            self._fire(reader, ready_index)
 
     def _find_response_indices(self, reader: TensorReader) -> Iterable[int]:
         """Return the response indices for which a reader may now have all its tensors."""
@@ -368,13 +368,13 @@ class Flow:
                 return sorted([number for name, number in self._values if name == tensor])
         return ()
 
-    def _start_if_complete(self, reader: TensorReader, response_index: int) -> None:
+    def _fire(self, reader: TensorReader, response_index: int) -> None:
         """Start a reader, a step or a response, if all tensors that it reads exist at this index.
 
         The reader is started at most once for each index.
         """
         fired = (reader.index, response_index)
-        if fired in self._started_steps:
+        if fired in self._fired_steps:
             return
         values = self._values
         keys: Sequence[tuple[str, int]] = reader.first_keys
@@ -383,10 +383,8 @@ class Flow:
         for key in keys:
             if key not in values:
                 return
-        self._started_steps.add(fired)
-        reader_values: dict[
-            str, TensorValue
-        ] = {}  # by name; the reader must release each value once
+        self._fired_steps.add(fired)
+        reader_values: dict[str, Value] = {}  # by name; the reader must release each value once
         for key in keys:
             remaining_uses = self._remaining_uses.get(key)
             if remaining_uses is None:
@@ -400,21 +398,19 @@ class Flow:
                 self._remaining_uses[key] = remaining_uses - 1
         self._start(reader, response_index, reader_values)
 
-    def _start(
-        self, reader: TensorReader, response_index: int, values: dict[str, TensorValue]
-    ) -> None:
-        """Add a ready step or a response with these values, each of which must be released once."""
+    def _start(self, reader: TensorReader, response_index: int, values: dict[str, Value]) -> None:
+        """Add a firing or a response with these values, each of which must be released once."""
         if isinstance(reader, PlannedStep):
             self._run_or_skip(reader, response_index, values)
         else:
             self._respond(values)
 
     def _run_or_skip(
-        self, step: PlannedStep, response_index: int, values: dict[str, TensorValue]
+        self, step: PlannedStep, response_index: int, values: dict[str, Value]
     ) -> None:
         condition = step.condition
-        is_skipped = bool(condition) and not values[condition].is_true
-        inputs: dict[str, TensorValue] = {}
+        is_skipped = bool(condition) and not values[condition].holds
+        inputs: dict[str, Value] = {}
         kinds: list[TensorKind | None] = []
         for name, tensor, optional in step.inputs:
             value = values[tensor]
@@ -434,11 +430,11 @@ class Flow:
             values[tensor].acquire()
         if condition and condition not in step.step.inputs.values():
             values[condition].release()
-        self.ready_steps.append(ReadyStep(step, response_index, inputs, tuple(kinds)))
+        self.firings.append(Firing(step, response_index, inputs, tuple(kinds)))
 
-    def _respond(self, values: dict[str, TensorValue]) -> None:
+    def _respond(self, values: dict[str, Value]) -> None:
         self.has_responded = True
-        response: dict[str, TensorValue] = {}
+        response: dict[str, Value] = {}
         for name, value in values.items():
             if value.kind is not None:
                 response[name] = value

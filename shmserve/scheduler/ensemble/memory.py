@@ -74,18 +74,18 @@ class TensorKind:
 _KINDS: BoundedCache[Any, TensorKind] = BoundedCache(1024)
 
 
-class TensorValue(Token):
+class Value(Token):
     """A tensor of a request, counted by its uses; `memory` is released after the last one.
 
     Attributes:
         kind: The tensor's kind; None: there is no tensor.
         data: The tensor's bytes, or where they lie.
-        is_true: Whether some element is true, if the tensor is a condition.
-        sequence_override: The sequence parameters in the response that contained the tensor.
+        holds: Whether some element is true, if the tensor is a condition.
+        override: The sequence parameters in the response that contained the tensor.
         held_credits: The flow-control credits of the steps that made it, returned at its release.
     """
 
-    __slots__ = ("data", "held_credits", "is_true", "kind", "memory", "sequence_override")
+    __slots__ = ("data", "held_credits", "holds", "kind", "memory", "override")
 
     def __init__(
         self,
@@ -93,15 +93,15 @@ class TensorValue(Token):
         data: bytes | Range,
         memory: Token | None = None,
         holds: bool = True,
-        sequence_override: dict[str, Any] | None = None,
+        override: dict[str, Any] | None = None,
         held_credits: tuple[Token, ...] = (),
     ) -> None:
         self._reference_count = 1
         self.kind = kind
         self.data = data
         self.memory = memory
-        self.is_true = holds
-        self.sequence_override = sequence_override
+        self.holds = holds
+        self.override = override
         self.held_credits = held_credits
         for credit in held_credits:
             credit.acquire()
@@ -132,17 +132,17 @@ class TensorValue(Token):
         return self._reference_count > 0 and bool(self.memory or self.held_credits)
 
 
-def overrides(values: Iterable[TensorValue]) -> dict[str, Any]:
+def overrides(values: Iterable[Value]) -> dict[str, Any]:
     """Return the sequence parameters, by name, in the responses that contained these tensors."""
     parameters: dict[str, Any] = {}
     for value in values:
-        if value.sequence_override:
-            parameters.update(value.sequence_override)
+        if value.override:
+            parameters.update(value.override)
     return parameters
 
 
-SKIPPED = TensorValue(None, b"", holds=False)
-ABSENT = TensorValue(None, b"", holds=False)
+SKIPPED = Value(None, b"", holds=False)
+ABSENT = Value(None, b"", holds=False)
 
 
 @dataclass(eq=False)

@@ -40,7 +40,7 @@ from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature, client_shape
 from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.ensemble.flow import Flow
-from shmserve.scheduler.ensemble.memory import EnsembleMemory, TensorKind, TensorValue, overrides
+from shmserve.scheduler.ensemble.memory import EnsembleMemory, TensorKind, Value, overrides
 from shmserve.scheduler.requests.queue import Timers, expired_text, plausible_arrival_ns
 from shmserve.scheduler.requests.request import (
     CACHED,
@@ -101,7 +101,7 @@ class RequestProperties(NamedTuple):
         inputs: The name and kind of each input, and whether it is a condition.
         absent_inputs: The inputs that the request omits.
         outputs: The outputs that the request asks for.
-        outputs_with_ranges: The outputs with ranges of the client's memory.
+        placed_outputs: The outputs with ranges of the client's memory.
         parameters: The parameters that the request passes to its steps.
         own_schema: The schema if the ranges or parameters affect the steps' requests; else empty.
         units: The batch size.
@@ -109,9 +109,9 @@ class RequestProperties(NamedTuple):
 
     entries: int
     inputs: tuple[tuple[str, TensorKind, bool], ...]
-    absent_inputs: tuple[tuple[str, TensorValue], ...]
+    absent_inputs: tuple[tuple[str, Value], ...]
     outputs: tuple[str, ...]
-    outputs_with_ranges: tuple[str, ...]
+    placed_outputs: tuple[str, ...]
     parameters: dict[str, Any]
     own_schema: bytes
     units: int
@@ -180,14 +180,14 @@ class UnreadResponses:
 
     def __init__(self, in_client_memory: bool) -> None:
         self._window = SendWindow(in_client_memory)
-        self._values: deque[list[TensorValue]] = deque()
+        self._values: deque[list[Value]] = deque()
 
     @property
     def is_open(self) -> bool:
         """Return whether the client can receive another response."""
         return self._window.is_open
 
-    def add(self, values: Iterable[TensorValue], byte_size: int) -> None:
+    def add(self, values: Iterable[Value], byte_size: int) -> None:
         """Record a response that is sent; its values are released once it is read."""
         self._window.record_sent(byte_size)
         self._values.append(list(values))
@@ -371,7 +371,7 @@ class EnsembleRequests:
         self._cache.lend(client.pid, lookup)
         arrived_ns = plausible_arrival_ns(message.arrived_ns, now_ns)
         self._statistics.count_hit(arrived_ns, 0, lookup.ns, now_ns)
-        times = (arrived_ns, now_ns, Timing(now_ns, 0, 0, 0, close_reason=CACHED), now_ns)
+        times = (arrived_ns, now_ns, Timing(now_ns, 0, 0, 0, closed=CACHED), now_ns)
         spans = spans_of(self._statistics, message, *times)
         client.post(Finished(message.id, *lookup.response, spans=spans))
 
@@ -387,7 +387,7 @@ class EnsembleRequests:
         response = ExecutionResponded(0, "", "", schema, [], final, now_ns, now_ns)
         self._statistics.count_response(request, response, now_ns)
 
-    def _pack_response(self, request: EnsembleRequest, response: dict[str, TensorValue]) -> Packed:
+    def _pack_response(self, request: EnsembleRequest, response: dict[str, Value]) -> Packed:
         """Return a response's schema and data, and lend the client the memory that it reads."""
         data: list[Any] = []
         sequence = sequence_of(request.submit, overrides(response.values()))
@@ -411,7 +411,7 @@ class EnsembleRequests:
         return schema, data
 
     def _response_schema(
-        self, response: dict[str, TensorValue], correlation_id: int | str, flags: int
+        self, response: dict[str, Value], correlation_id: int | str, flags: int
     ) -> bytes:
         batches, outputs = self._signature.max_batch_size > 0, self._signature.outputs
         tensors = []
@@ -428,24 +428,24 @@ class EnsembleRequests:
         return pack_response_schema(tensors, parameters)
 
 
-def sequence_of(submit: Submit, sequence_override: Mapping[str, Any]) -> tuple[int | str, int]:
+def sequence_of(submit: Submit, override: Mapping[str, Any]) -> tuple[int | str, int]:
     """Return the correlation id and the sequence flags for a step's request or a response.
 
     Args:
         submit: The request to the ensemble.
-        sequence_override: The sequence parameters in the responses that contained the tensors; they
-            have precedence over the request's.
+        override: The sequence parameters in the responses that contained the tensors; they have
+            precedence over the request's.
     """
     correlation_id: int | str = submit.correlation_text or submit.correlation_id
     flags = submit.flags
-    if sequence_override:
-        correlation_id = sequence_override.get("sequence_id", correlation_id)
+    if override:
+        correlation_id = override.get("sequence_id", correlation_id)
         for key, bit in (("sequence_start", SEQUENCE_START), ("sequence_end", SEQUENCE_END)):
-            if key in sequence_override:
-                flags = flags | bit if sequence_override[key] else flags & ~bit
+            if key in override:
+                flags = flags | bit if override[key] else flags & ~bit
     return correlation_id, flags
 
 
-def _release(values: Iterable[TensorValue]) -> None:
+def _release(values: Iterable[Value]) -> None:
     for value in values:
         value.release()

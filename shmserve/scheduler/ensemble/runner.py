@@ -28,7 +28,7 @@ from shmserve.ipc.scheduler_client import Links, SchedulerClient
 from shmserve.ipc.trace import TraceContext, TracedTensor, unpack_spans
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.ipc.transport.zmtp import LinkTable
-from shmserve.scheduler.ensemble.flow import Graph, ReadyStep, Targets
+from shmserve.scheduler.ensemble.flow import Firing, Graph, Targets
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, EnsembleRequests
 from shmserve.scheduler.ensemble.step_messages import StepMessages, StepRequest
@@ -64,7 +64,7 @@ class StepRunner:
         )
         self._messages = StepMessages(self._graph, self._memory, self.schedulers)
         self._in_flight = [0] * len(steps)
-        self._waiting_steps: list[deque[tuple[EnsembleRequest, ReadyStep]]] = [
+        self._waiting_firings: list[deque[tuple[EnsembleRequest, Firing]]] = [
             deque() for _ in steps
         ]
 
@@ -94,7 +94,7 @@ class StepRunner:
     def _find_endpoint(self, step: StepRequest, _: Failed | None) -> str:
         """Return the endpoint of the scheduler that serves the model of a step now."""
         try:
-            return self._targets.find(step.ready_step.step.step).endpoint
+            return self._targets.find(step.firing.step.step).endpoint
         except ShmserveError:
             return ""
 
@@ -130,7 +130,7 @@ class StepRunner:
                 return
             except MalformedMessage as error:
                 self.malformed_messages += 1
-                model = step.ready_step.step.step.model
+                model = step.firing.step.step.model
                 logger.error("model '%s': a response is malformed: %s", model, error)
                 self._requests.fail(request, Internal.code, "internal error", now_ns)
         if more_follow:
@@ -138,7 +138,7 @@ class StepRunner:
 
     def _add_spans(self, step: StepRequest, spans: bytes) -> None:
         """Record a step's spans; record tensors again that are the ensemble's inputs or outputs."""
-        request, node = step.request, step.ready_step.step.step
+        request, node = step.request, step.firing.step.step
         if len(request.spans) + len(spans) > _MAX_SPAN_BYTES:
             return
         request.spans += spans
@@ -168,8 +168,8 @@ class StepRunner:
 
     def _end_step(self, step: StepRequest, now_ns: int) -> None:
         """End a step whose request no worker uses any more."""
-        request, index = step.request, step.ready_step.step.index
-        for value in step.ready_step.inputs.values():
+        request, index = step.request, step.firing.step.index
+        for value in step.firing.inputs.values():
             value.release()
         if step.blocks:
             for block in step.blocks.values():
@@ -177,7 +177,7 @@ class StepRunner:
             step.blocks.clear()
         request.running.discard(step.submit.id)
         self._in_flight[index] -= 1
-        if self._waiting_steps[index]:
+        if self._waiting_firings[index]:
             self._run_waiting(index, now_ns)
 
     # --- to the schedulers ------------------------------------------------------------------------
@@ -185,42 +185,42 @@ class StepRunner:
     def run(self, request: EnsembleRequest, now_ns: int) -> None:
         """Submit the steps of a request that are ready, up to `max_inflight_requests`."""
         max_inflight, in_flight = self._graph.max_inflight, self._in_flight
-        ready_steps = request.flow.ready_steps
-        while ready_steps and request.state is RUNNING:
-            ready_step = ready_steps.pop(0)
-            index = ready_step.step.index
+        firings = request.flow.firings
+        while firings and request.state is RUNNING:
+            firing = firings.pop(0)
+            index = firing.step.index
             if max_inflight and in_flight[index] >= max_inflight:
-                self._waiting_steps[index].append((request, ready_step))
+                self._waiting_firings[index].append((request, firing))
                 request.waiting_count += 1
                 self.waiting_count += 1
             else:
-                self._submit(request, ready_step, now_ns)
+                self._submit(request, firing, now_ns)
         if self._messages.step_events:
             self._handle_events(now_ns)
 
     def _run_waiting(self, index: int, now_ns: int) -> None:
-        waiting_firings = self._waiting_steps[index]
+        waiting_firings = self._waiting_firings[index]
         while waiting_firings and self._in_flight[index] < self._graph.max_inflight:
-            request, ready_step = waiting_firings.popleft()
+            request, firing = waiting_firings.popleft()
             request.waiting_count -= 1
             self.waiting_count -= 1
             self._requests.changed_requests[request] = None
             if request.state is RUNNING:
-                self._submit(request, ready_step, now_ns)
+                self._submit(request, firing, now_ns)
             else:
-                ready_step.release()
+                firing.release()
 
-    def _submit(self, request: EnsembleRequest, ready_step: ReadyStep, now_ns: int) -> None:
+    def _submit(self, request: EnsembleRequest, firing: Firing, now_ns: int) -> None:
         number = next(self._submit_numbers)
         try:
-            target = self._targets.find(ready_step.step.step)
-            step = self._messages.request(number, request, ready_step, target, now_ns)
+            target = self._targets.find(firing.step.step)
+            step = self._messages.request(number, request, firing, target, now_ns)
         except ShmserveError as error:
-            ready_step.release()
+            firing.release()
             self._requests.fail(request, error.code, error.message, now_ns)
             return
         request.running.add(number)
-        self._in_flight[ready_step.step.index] += 1
+        self._in_flight[firing.step.index] += 1
         self.schedulers.submit(step, target.endpoint)
 
     def cancel(self, request: EnsembleRequest) -> None:
@@ -235,14 +235,14 @@ class StepRunner:
         """Remove a request's waiting steps, which will not run."""
         if not request.waiting_count:
             return
-        for index, waiting_firings in enumerate(self._waiting_steps):
-            ready_steps = [ready_step for owner, ready_step in waiting_firings if owner is request]
-            if ready_steps:
-                self._waiting_steps[index] = deque(
+        for index, waiting_firings in enumerate(self._waiting_firings):
+            firings = [firing for owner, firing in waiting_firings if owner is request]
+            if firings:
+                self._waiting_firings[index] = deque(
                     entry for entry in waiting_firings if entry[0] is not request
                 )
-            for ready_step in ready_steps:
-                ready_step.release()
+            for firing in firings:
+                firing.release()
         self.waiting_count -= request.waiting_count
         request.waiting_count = 0
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from shmserve.errors import ShmserveError, Unsupported
-from shmserve.ipc.memory.lent import Block, CallbackToken, Token, release_messages
+from shmserve.ipc.memory.lent import Block, Holding, Token, release_messages
 from shmserve.ipc.messages.inference import (
     Finished,
     Release,
@@ -36,15 +36,8 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.trace import TraceContext
 from shmserve.ipc.transport.frames import MalformedMessage
-from shmserve.scheduler.ensemble.flow import (
-    Graph,
-    PlannedStep,
-    ReadyStep,
-    StepNode,
-    Target,
-    Tensors,
-)
-from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, TensorValue
+from shmserve.scheduler.ensemble.flow import Firing, Graph, PlannedStep, StepNode, Target, Tensors
+from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, Value
 from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, sequence_of
 
 _OVERRIDES = ("sequence_id", "sequence_start", "sequence_end")
@@ -57,17 +50,17 @@ class StepRequest(InflightRequest):
     Attributes:
         kind: The common part of the requests with these inputs.
         blocks: The ensemble's blocks that the outputs are written to, until a response uses them.
-        sequence_override: The sequence parameters in the responses that contained the inputs.
+        override: The sequence parameters in the responses that contained the inputs.
         step_events: The events of requests: a response, or None when no worker has the request's
             memory any more. The runner handles these events.
         has_outputs: Whether there has been a response with outputs.
     """
 
     request: EnsembleRequest
-    ready_step: ReadyStep
+    firing: Firing
     kind: StepKind
     blocks: dict[str, Block]
-    sequence_override: dict[str, Any] | None
+    override: dict[str, Any] | None
     step_events: list[tuple[StepRequest, Response | None]]
     has_outputs: bool = False
 
@@ -87,8 +80,7 @@ class StepKind(NamedTuple):
     Attributes:
         schema: The schema of the requests.
         schema_reusing_input: The schema of requests whose outputs may stay in an input's memory.
-        outputs_with_ranges: The outputs that have memory ranges: their names in the model and
-            in the ensemble.
+        placed: The outputs that have memory ranges: their names in the model and the ensemble.
         allocations: The byte size of each output that the ensemble allocates, and its CUDA device.
         to_client: The outputs that are written to the client's memory.
         responses: The unpacked schemas of the responses.
@@ -96,7 +88,7 @@ class StepKind(NamedTuple):
 
     schema: bytes
     schema_reusing_input: bytes
-    outputs_with_ranges: tuple[tuple[str, str], ...]
+    placed: tuple[tuple[str, str], ...]
     allocations: dict[str, tuple[int, int | None]]
     to_client: frozenset[str]
     responses: Schemas[StepResponse]
@@ -125,10 +117,10 @@ class StepResponse:
     Attributes:
         outputs: The outputs in the order of the data.
         absent_outputs: The tensors of the step that the responses lack.
-        sequence_override: The sequence parameters in the responses.
+        override: The sequence parameters in the responses.
     """
 
-    __slots__ = ("absent_outputs", "outputs", "sequence_override")
+    __slots__ = ("absent_outputs", "outputs", "override")
 
     def __init__(
         self,
@@ -152,9 +144,7 @@ class StepResponse:
         self.outputs = tuple(outputs)
         absent = (tensor for tensor in step.outputs.values() if tensor not in tensors)
         self.absent_outputs = tuple((tensor, ABSENT) for tensor in absent)
-        self.sequence_override = {
-            key: parameters[key] for key in _OVERRIDES if key in parameters
-        } or None
+        self.override = {key: parameters[key] for key in _OVERRIDES if key in parameters} or None
 
 
 @dataclass(eq=False)
@@ -173,12 +163,7 @@ class StepMessages:
     # --- requests ---------------------------------------------------------------------------------
 
     def request(
-        self,
-        number: int,
-        request: EnsembleRequest,
-        ready_step: ReadyStep,
-        target: Target,
-        now_ns: int,
+        self, number: int, request: EnsembleRequest, firing: Firing, target: Target, now_ns: int
     ) -> StepRequest:
         """Return the request of a step, with this number.
 
@@ -188,35 +173,35 @@ class StepMessages:
             Unavailable: The arena is full.
         """
         client_request, memory = request.submit, self._memory
-        key = (target.signature, request.properties.own_schema, ready_step.kinds)
-        kind: StepKind | None = ready_step.step.kinds.find(key)
+        key = (target.signature, request.properties.own_schema, firing.kinds)
+        kind: StepKind | None = firing.step.kinds.find(key)
         if kind is None:
-            kind = self._new_kind(request, ready_step, target)
-            ready_step.step.kinds.store(key, kind)
+            kind = self._new_kind(request, firing, target)
+            firing.step.kinds.store(key, kind)
         blocks = self._allocate(kind) if kind.allocations else {}
         data: list[Any] = []
-        sequence_override: dict[str, Any] | None = None
-        for value in ready_step.inputs.values():
+        override: dict[str, Any] | None = None
+        for value in firing.inputs.values():
             content: Any = value.data
             if type(content) is not bytes:
                 content = pack_range(memory.make_durable(content))
             data.append(content)
-            if value.sequence_override:
-                sequence_override = {**(sequence_override or {}), **value.sequence_override}
+            if value.override:
+                override = {**(override or {}), **value.override}
         schema = kind.schema
-        for name, tensor in kind.outputs_with_ranges:
+        for name, tensor in kind.placed:
             block = blocks.get(name)
             data.append(
                 pack_range(request.memory_ranges[tensor] if block is None else block.memory_range)
             )
         # A client's memory must not keep an output, because the client may write to it.
-        if blocks and all(value.in_block for value in ready_step.inputs.values()):
+        if blocks and all(value.in_block for value in firing.inputs.values()):
             schema = kind.schema_reusing_input
         flags = client_request.flags
         number_id = client_request.correlation_id
         text_id = client_request.correlation_text
-        if sequence_override:
-            correlation_id, flags = sequence_of(client_request, sequence_override)
+        if override:
+            correlation_id, flags = sequence_of(client_request, override)
             number_id, text_id = correlation_fields(correlation_id)
         submit = Submit(
             number,
@@ -230,47 +215,37 @@ class StepMessages:
             flags,
             number_id,
             text_id,
-            client_request.connection_id,
-            TraceContext.of(client_request.trace).child().message_field
-            if client_request.trace
-            else "",
+            client_request.source,
+            TraceContext.of(client_request.trace).child().message if client_request.trace else "",
             callers=client_request.callers,
         )
-        return StepRequest(
-            submit, request, ready_step, kind, blocks, sequence_override, self.step_events
-        )
+        return StepRequest(submit, request, firing, kind, blocks, override, self.step_events)
 
-    def _new_kind(
-        self, request: EnsembleRequest, ready_step: ReadyStep, target: Target
-    ) -> StepKind:
-        used_outputs = _used_outputs(request, ready_step.step)
+    def _new_kind(self, request: EnsembleRequest, firing: Firing, target: Target) -> StepKind:
+        used_outputs = _used_outputs(request, firing.step)
         signature = target.signature
         batched = signature.max_batch_size > 0
         inputs: list[TensorRef] = []
-        for name, value in ready_step.inputs.items():
+        for name, value in firing.inputs.items():
             kind, spec = value.kind, signature.inputs.get(name)
             assert kind is not None
             shape = kind.shape if spec is None else kind.shape_for(spec.dims, batched)
             inputs.append(TensorRef(name, kind.datatype, shape, value.data))
         fit = signature.check(request.submit.request_id, inputs, used_outputs)
-        sizes = placed_sizes(
-            ready_step.step.step, target, self._graph, fit.batch_size, used_outputs
-        )
+        sizes = placed_sizes(firing.step.step, target, self._graph, fit.batch_size, used_outputs)
         to_client = frozenset(item.name for item in used_outputs if item.memory_range is not None)
         names = [output.name for output in used_outputs]
         placed_names = [name for name in names if name in sizes or name in to_client]
-        outputs = ready_step.step.outputs
+        outputs = firing.step.outputs
         parameters, plan = request.properties.parameters, request.flow.plan
-        derive = partial(
-            StepResponse, ready_step.step, batched, self._graph.conditions, plan.outputs
-        )
+        derive = partial(StepResponse, firing.step, batched, self._graph.conditions, plan.outputs)
         return StepKind(
             pack_request_schema(inputs, names, placed_names, (), parameters),
             pack_request_schema(inputs, names, placed_names, sizes, parameters),
             tuple((name, outputs[name]) for name in placed_names),
             {name: (size, plan.devices.get(outputs[name])) for name, size in sizes.items()},
             to_client,
-            ready_step.step.responses.setdefault(batched, Schemas(derive)),
+            firing.step.responses.setdefault(batched, Schemas(derive)),
         )
 
     def _allocate(self, kind: StepKind) -> dict[str, Block]:
@@ -301,7 +276,7 @@ class StepMessages:
             Unavailable: The memory of an output is gone, or the arena is full.
             InvalidArgument: A condition lies in memory that cannot be read.
         """
-        request, planned_step = step.request, step.ready_step.step
+        request, planned_step = step.request, step.firing.step
         response = step.kind.responses[message.schema]
         packed_data = message.data
         if len(packed_data) != len(response.outputs):
@@ -314,7 +289,7 @@ class StepMessages:
             return
         step.has_outputs = True
         tensors = self._make_values(step, response, data, more_follow)
-        request.flow.respond(planned_step, step.ready_step.response_index, tensors)
+        request.flow.respond(planned_step, step.firing.response_index, tensors)
 
     def _make_values(
         self,
@@ -324,15 +299,13 @@ class StepMessages:
         more_follow: bool,
     ) -> Tensors:
         """Return the tensors of a response, and the outputs that the response lacks as ABSENT."""
-        ready_step = step.ready_step
-        sequence_override = response.sequence_override or step.sequence_override
-        held_credits = () if ready_step.step.is_once else _held_credits(ready_step)
-        own_credit = (
-            CallbackToken(partial(self._schedulers.credit, step, 1)) if more_follow else None
-        )
+        firing = step.firing
+        override = response.override or step.override
+        held_credits = () if firing.step.is_once else _held_credits(firing)
+        own_credit = Holding(partial(self._schedulers.credit, step, 1)) if more_follow else None
         if own_credit is not None:
             held_credits = (*held_credits, own_credit)
-        tensors: list[tuple[str, TensorValue]] = []
+        tensors: list[tuple[str, Value]] = []
         try:
             for index, (name, kind, tensor, is_condition, for_client) in enumerate(
                 response.outputs
@@ -343,12 +316,7 @@ class StepMessages:
                 if type(content) is not bytes:
                     content, memory = self._keep_output(step, name, content, for_client)  # type: ignore[arg-type]
                 tensors.append(
-                    (
-                        tensor,
-                        TensorValue(
-                            kind, content, memory, is_true, sequence_override, held_credits
-                        ),
-                    )
+                    (tensor, Value(kind, content, memory, is_true, override, held_credits))
                 )
         except ShmserveError:
             for _, value in tensors:
@@ -380,7 +348,7 @@ class StepMessages:
             return memory_range, _output_block(step, memory_range, block)
         self._memory.hold(memory_range)
         if not for_client:
-            return memory_range, CallbackToken(partial(self._end_hold, step.endpoint, memory_range))
+            return memory_range, Holding(partial(self._end_hold, step.endpoint, memory_range))
         try:
             block = self._memory.copy(memory_range)
         except ShmserveError:
@@ -417,7 +385,7 @@ def _output_block(step: StepRequest, memory_range: Range, block: Block) -> Block
         and memory_range.memory.id == block.memory_range.memory.id
     ):
         return block
-    for value in step.ready_step.inputs.values():
+    for value in step.firing.inputs.values():
         input_block = value.block_at(memory_range)
         if input_block is not None:
             input_block.acquire()
@@ -426,9 +394,9 @@ def _output_block(step: StepRequest, memory_range: Range, block: Block) -> Block
     return block
 
 
-def _held_credits(ready_step: ReadyStep) -> tuple[Token, ...]:
+def _held_credits(firing: Firing) -> tuple[Token, ...]:
     """Return the credits that are held by the inputs of a step."""
-    all_credits = (credit for value in ready_step.inputs.values() for credit in value.held_credits)
+    all_credits = (credit for value in firing.inputs.values() for credit in value.held_credits)
     return tuple(dict.fromkeys(all_credits))
 
 
@@ -462,7 +430,8 @@ def placed_sizes(
     """Return the sizes of a step's outputs that are written to the ensemble's memory.
 
     Outputs inside the message are left out. The outputs of a decoupled model are left out because
-    each response would overwrite the previous one.
+    each response would overwrite the previous one. A reloaded model may lack an output until the
+    ensemble is reloaded, too: that output is left out.
 
     Args:
         step: The step.
@@ -478,7 +447,9 @@ def placed_sizes(
     sizes = {
         output.name: target.signature.output_size(output.name, batch_size)
         for output in used_outputs
-        if output.memory_range is None and step.outputs[output.name] not in graph.conditions
+        if output.memory_range is None
+        and output.name in target.signature.outputs
+        and step.outputs[output.name] not in graph.conditions
     }
     known_sizes = {name: size for name, size in sizes.items() if size is not None}
     return known_sizes if sum(known_sizes.values()) > INLINE_LIMIT else {}

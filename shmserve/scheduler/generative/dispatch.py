@@ -20,13 +20,13 @@ from typing import Any, assert_never
 from shmserve.errors import QueueFull
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import (
+    Choose,
     Ended,
     Hypothesis,
     Prepare,
     Prepared,
     ResponseSent,
     Resumed,
-    SendHypotheses,
     Stepped,
 )
 from shmserve.ipc.messages.inference import Submit
@@ -35,7 +35,7 @@ from shmserve.ipc.tensors.signature import BatchFit, id_prefix
 from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Beams, Generation, Sequence, SequenceStatus
-from shmserve.scheduler.instances.executions import to_work_items
+from shmserve.scheduler.instances.executions import to_works
 from shmserve.scheduler.instances.pool import LostWork, Slot
 from shmserve.scheduler.requests.request import (
     AT_WORK,
@@ -77,19 +77,19 @@ class AssignedRequest:
         if generation is None or generation.beams is not None:
             return {}
         prompt_size = len(generation.prompt)
-        return {s.sample_index: s.tokens[prompt_size:] for s in generation.sequences}
+        return {s.sample: s.tokens[prompt_size:] for s in generation.sequences}
 
     def resume_state(self) -> list[Resumed]:
         """Return the state from which another worker continues."""
         open_samples = {sample: (tokens, "") for sample, tokens in self.open_samples.items()}
         samples = open_samples | self.ended_samples
-        if len(samples) < (1 if self.generation is None else self.generation.sample_count):
+        if len(samples) < (1 if self.generation is None else self.generation.samples):
             return []  # the other samples of the request had not begun
         return [
             Resumed(
                 sample,
                 tokens.tobytes(),
-                report.sent_characters,
+                report.characters,
                 finish_reason,
                 report.closed,
                 report.tokens,
@@ -101,7 +101,7 @@ class AssignedRequest:
 
 
 @dataclass(eq=False)
-class GenerativeDispatcher(Dispatcher):
+class GenerativeDispatch(Dispatcher):
     """The dispatcher that runs the engine of each instance step after step."""
 
     _engine_settings: EngineSettings
@@ -148,7 +148,7 @@ class GenerativeDispatcher(Dispatcher):
         self._assign(now_ns)
         for slot in self._pool.ready():
             engine = self._engine(slot)
-            if engine.running is None and slot.is_idle:
+            if engine.running is None and slot.idle:
                 began_ns = self._clock()
                 step = engine.plan(now_ns)
                 if step is not None:
@@ -192,7 +192,7 @@ class GenerativeDispatcher(Dispatcher):
 
     def _assign(self, now_ns: int) -> None:
         """Assign requests without an instance; requests whose instance died come first."""
-        slots = [slot for slot in self._pool.ready() if not slot.is_retiring]
+        slots = [slot for slot in self._pool.ready() if not slot.retiring]
         if not slots:
             return
         unassigned, self._unassigned_requests = self._unassigned_requests, []
@@ -206,7 +206,7 @@ class GenerativeDispatcher(Dispatcher):
     def _prepare(self, assigned: AssignedRequest, slot: Slot, now_ns: int) -> None:
         assigned.slot = slot
         self._pool.join(slot, assigned.request, now_ns)
-        prepare = Prepare(to_work_items([assigned.request]), assigned.resume_state())
+        prepare = Prepare(to_works([assigned.request]), assigned.resume_state())
         self._executions.post(slot.peer, prepare)
 
     # --- workers
@@ -242,7 +242,7 @@ class GenerativeDispatcher(Dispatcher):
             request.arrived_ns,
             array("i", message.prompt),
             message.max_tokens,
-            message.sample_count,
+            message.samples,
             message.priority,
             message.needs_whole_prompt,
             message.allows_drafts,
@@ -253,14 +253,14 @@ class GenerativeDispatcher(Dispatcher):
                 f"{id_prefix(request.submit.request_id)}the prompt has {len(generation.prompt)} "
                 f"tokens, and up to {message.max_tokens} follow in {generation.rows} sequences, "
                 f"but the engine runs at most {self._engine_settings.max_batch_size} sequences "
-                f"with {self._engine_settings.kv_cache_tokens} tokens in memory"
+                f"with {self._engine_settings.capacity} tokens in memory"
             )
             reason = Reason.REJECTED
             self._responses.fail(request, "INVALID_ARG", text, reason, now_ns, is_early=True)
             self._executions.cancel(request)
             return
-        can_resume = len(resumed) + len(assigned.ended_samples) == generation.sample_count
-        if message.replays_tokens:
+        can_resume = len(resumed) + len(assigned.ended_samples) == generation.samples
+        if message.replays:
             ended_samples = {s: tokens for s, (tokens, _) in assigned.ended_samples.items()}
             for sample, tokens in (resumed | ended_samples).items():
                 previous_tokens = assigned.replayed_tokens.get(sample, tokens)
@@ -291,7 +291,7 @@ class GenerativeDispatcher(Dispatcher):
             if request.timing is not None:
                 start_ns = request.timing.compute_start_ns
                 request.timing = Timing(start_ns, 0, now_ns - start_ns, 0)
-            if row.is_sampled:
+            if row.samples:
                 self._record_latency(sequence, request, now_ns)
         return True
 
@@ -301,14 +301,14 @@ class GenerativeDispatcher(Dispatcher):
         """Record the latency of a sequence's new tokens: since the last ones, or the arrival."""
         if sequence.sampled_ns:
             self._counts.inter_token_seconds.observe(now_ns - sequence.sampled_ns)
-        elif not sequence.sample_index:
+        elif not sequence.sample:
             self._counts.first_token_seconds.observe(now_ns - request.arrived_ns)
         sequence.sampled_ns = now_ns
 
     def _on_sequence_end(self, sequence: Sequence[AssignedRequest], finish_reason: str) -> None:
         generation = sequence.generation
         tokens = sequence.tokens[len(generation.prompt) :]
-        generation.owner.ended_samples[sequence.sample_index] = (tokens, finish_reason)
+        generation.owner.ended_samples[sequence.sample] = (tokens, finish_reason)
         self._counts.finished[finish_reason] += 1
         self._counts.generation_tokens.observe(len(tokens))
 
@@ -322,7 +322,7 @@ class GenerativeDispatcher(Dispatcher):
                 Hypothesis(array("i", beam.tokens).tobytes(), beam.finish_reason, beam.score)
                 for beam in beams.hypotheses
             ]
-            self._executions.post(slot.peer, SendHypotheses(generation.key, hypotheses))
+            self._executions.post(slot.peer, Choose(generation.key, hypotheses))
 
     # --- counts
 
@@ -337,7 +337,7 @@ class GenerativeDispatcher(Dispatcher):
                 "free": sum(engine.pool.free_count for engine in engines),
                 "cached": sum(engine.pool.cached_count for engine in engines),
                 "used": sum(engine.pool.used_count for engine in engines),
-                "host": sum(engine.host_pool.used_count for engine in engines),
+                "host": sum(engine.host.used_count for engine in engines),
             },
             "utilization": rows / capacity if capacity else 0.0,
         }
@@ -346,14 +346,10 @@ class GenerativeDispatcher(Dispatcher):
 
     def exclude_continuing(self, lost_work: LostWork) -> LostWork:
         removed_requests: list[ScheduledRequest] = []
-        for request in lost_work.open_requests:
+        for request in lost_work.open:
             assigned = self._assigned_requests.get(request.key)
-            request.worker_deaths += 1
-            if (
-                assigned is None
-                or request.state not in AT_WORK
-                or request.worker_deaths >= _MAX_DEATHS
-            ):
+            request.deaths += 1
+            if assigned is None or request.state not in AT_WORK or request.deaths >= _MAX_DEATHS:
                 removed_requests.append(request)
             else:
                 assigned.slot = request.worker = None

@@ -28,8 +28,8 @@ from shmserve.scheduler.generative.sequences import (
 )
 from shmserve.scheduler.generative.steps import (
     CHUNK,
-    STEPS_BETWEEN_PROBES,
-    DraftAcceptance,
+    PROBE_STEPS,
+    Acceptance,
     RunningStep,
     StepPlan,
     StepTimes,
@@ -59,10 +59,10 @@ class Engine(Generic[T]):
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.settings.kv_cache_blocks)
-        self.host_pool = BlockPool(self.settings.swap_blocks)
+        self.host = BlockPool(self.settings.swap_blocks)
         self._sequences: dict[int, Sequence[T]] = {}  # running, waiting and swapped sequences
         self._beams: dict[int, Beams[T]] = {}  # beam searches by the key of their generation
-        self._acceptance: dict[int, DraftAcceptance] = {}
+        self._acceptance: dict[int, Acceptance] = {}
         self._to_begin: list[NewSequence] = []
         self._to_end: list[int] = []
         self._step_count = 0
@@ -71,7 +71,7 @@ class Engine(Generic[T]):
         prefill_tokens = self.settings.max_tokens_per_batch - self.settings.max_batch_size
         limits = self.settings
         prefill_tokens = min(prefill_tokens, limits.prefill_chunk_size, limits.max_prefill_tokens)
-        self._prefill_multiple = CHUNK if prefill_tokens >= CHUNK else 1
+        self._cut_multiple = CHUNK if prefill_tokens >= CHUNK else 1
 
     # --- requests
 
@@ -82,7 +82,7 @@ class Engine(Generic[T]):
         """
         block_size = self.settings.block_size
         shared_blocks = generation.shared_tokens // block_size
-        max_blocks = -(-generation.max_computed_tokens // block_size)
+        max_blocks = -(-generation.max_computed // block_size)
         preempted = self.settings.enable_preemption and generation.beams is None
         seats = self.settings.max_batch_size
         concurrent = 1 if preempted else min(generation.rows, seats)
@@ -98,18 +98,18 @@ class Engine(Generic[T]):
         # If a step has too few rows to fork all samples together, each sample is a sequence from
         # the beginning.
         forked = generation.beams is not None or generation.rows <= self.settings.max_batch_size
-        count = 1 if forked else generation.sample_count
+        count = 1 if forked else generation.samples
         samples = resumed or dict.fromkeys(range(count), array("i"))
         for sample, tokens in samples.items():
             number, all_tokens = next(self.sequence_ids), generation.prompt + tokens
             sequence = Sequence(number, generation, sample, all_tokens)
             if resumed is None and generation.beams is None:
-                sequence.fork_count = generation.sample_count - count
-            self._add_sequence(sequence, NewSequence(sequence.number, generation.key, sample))
+                sequence.forks = generation.samples - count
+            self._enter(sequence, NewSequence(sequence.number, generation.key, sample))
         if generation.beams is not None:
             self._beams[generation.key] = Beams(generation)
 
-    def _add_sequence(self, sequence: Sequence[T], message: NewSequence) -> None:
+    def _enter(self, sequence: Sequence[T], message: NewSequence) -> None:
         sequence.generation.sequences.append(sequence)
         self._sequences[sequence.number] = sequence
         self._to_begin.append(message)
@@ -149,8 +149,8 @@ class Engine(Generic[T]):
         self._to_end.append(sequence.number)
 
     def _free_blocks(self, sequence: Sequence[T]) -> None:
-        self.pool.release(sequence.block_table)
-        self.host_pool.release(sequence.host_blocks)
+        self.pool.release(sequence.table)
+        self.host.release(sequence.host)
         sequence.reset()
 
     def _end_sequence(self, sequence: Sequence[T], finish_reason: str) -> None:
@@ -187,7 +187,7 @@ class Engine(Generic[T]):
         self._add_rows(plan, decoding, admitted)
         self._add_rows(plan, [s for s in admitted if s.missing_tokens > 1], admitted)
         waiting_sequences.sort(key=rank)
-        if waiting_sequences and not plan.has_preempted:
+        if waiting_sequences and not plan.preempted:
             self._admit(plan, waiting_sequences, admitted)
         admitted = [sequence for sequence in admitted if sequence.status is SequenceStatus.RUNNING]
         while waiting_sequences and admitted and not plan.rows:
@@ -228,7 +228,7 @@ class Engine(Generic[T]):
 
     def _plan_share(self, plan: StepPlan, sequence: Sequence[T]) -> tuple[int, int]:
         """Return how many missing tokens, and how many drafts, of a sequence fit the budgets."""
-        missing_blocks, forks = sequence.missing_tokens, sequence.fork_count
+        missing_blocks, forks = sequence.missing_tokens, sequence.forks
         missing_blocks -= forks > 0
         if missing_blocks > 1 or forks:
             limit = min(self.settings.prefill_chunk_size, plan.prompt_budget, plan.token_budget)
@@ -238,7 +238,7 @@ class Engine(Generic[T]):
                 chunk = self.times.fitting_tokens(plan.load, sequence.computed_tokens, target_ms)
                 limit = min(limit, chunk if target else max(chunk, _DEFAULT_CHUNK))
             if limit < missing_blocks:
-                limit -= limit % self._prefill_multiple
+                limit -= limit % self._cut_multiple
             return max(min(missing_blocks, limit), 0), 0
         count = min(missing_blocks, plan.token_budget)
         drafts = self._draft_count(sequence, plan)
@@ -250,22 +250,22 @@ class Engine(Generic[T]):
         if not (speculation.enabled and generation.allows_drafts) or generation.beams is not None:
             return 0
         max_drafts = min(speculation.num_spec_tokens, sequence.remaining_tokens - 1)
-        acceptance = self._acceptance.setdefault(generation.key, DraftAcceptance())
+        acceptance = self._acceptance.setdefault(generation.key, Acceptance())
         if speculation.adaptive_length and max_drafts > 0:
-            if not plan.step.step % STEPS_BETWEEN_PROBES:
+            if not plan.step.step % PROBE_STEPS:
                 return 0  # a step without drafts measures their benefit
             max_drafts = self.times.draft_length(plan.decoding_count, acceptance.rate, max_drafts)
-        return acceptance.draft_length(max(max_drafts, 0), speculation.accept_threshold)
+        return acceptance.length(max(max_drafts, 0), speculation.accept_threshold)
 
     def _reserve(self, plan: StepPlan, sequence: Sequence[T], count: int) -> bool:
         """Provide a writable block for each of the next `count` positions.
 
         Return False if too few are free.
         """
-        size, table = self.settings.block_size, sequence.block_table
+        size, table = self.settings.block_size, sequence.table
         first_index = sequence.computed_tokens // size
         last_index = (sequence.computed_tokens + count - 1) // size
-        missing_blocks, writable = last_index + 1 - len(table), self.pool.is_writable
+        missing_blocks, writable = last_index + 1 - len(table), self.pool.writable
         indexed_blocks = enumerate(table[first_index : last_index + 1], first_index)
         shared_indices = [index for index, block in indexed_blocks if not writable(block)]
         if not shared_indices and missing_blocks <= 0:
@@ -286,16 +286,16 @@ class Engine(Generic[T]):
     # --- preemption
 
     def _preempt(self, plan: StepPlan, sequence: Sequence[T]) -> None:
-        plan.has_preempted = True
-        sequence.generation.preemption_count += 1
+        plan.preempted = True
+        sequence.generation.preemptions += 1
         if self._can_swap(sequence):
-            sequence.host_blocks = self.host_pool.allocate(self._filled_blocks(sequence))
-            for block_pair in zip(sequence.block_table, sequence.host_blocks, strict=False):
+            sequence.host = self.host.allocate(self._filled_blocks(sequence))
+            for block_pair in zip(sequence.table, sequence.host, strict=False):
                 plan.step.swap_out.extend(block_pair)
             self.counts.preemptions["swap"] += 1
-            self.counts.swapped_out += len(sequence.host_blocks)
-            self.pool.release(sequence.block_table)
-            sequence.block_table = []
+            self.counts.swapped_out += len(sequence.host)
+            self.pool.release(sequence.table)
+            sequence.table = []
             sequence.sent_blocks = sequence.sealed_blocks = 0
             sequence.status = SequenceStatus.SWAPPED
         else:
@@ -310,11 +310,7 @@ class Engine(Generic[T]):
     def _can_swap(self, sequence: Sequence[T]) -> bool:
         """Check whether a sequence's blocks are copied to the host instead of recomputed."""
         mode, count = self.settings.preemption_mode, self._filled_blocks(sequence)
-        if (
-            mode == "recompute"
-            or not sequence.computed_tokens
-            or count > self.host_pool.available_count
-        ):
+        if mode == "recompute" or not sequence.computed_tokens or count > self.host.available_count:
             return False
         if sequence.is_held:
             return False  # the blocks of a parent beam are shared with its successor beams
@@ -344,7 +340,7 @@ class Engine(Generic[T]):
             admitted.append(waiting_sequences.pop(0))
             sequence.status = SequenceStatus.RUNNING
             blocks_needed, old_available = self._blocks_needed(sequence), self.pool.available_count
-            if sequence.fork_count and sequence.missing_tokens == 1:
+            if sequence.forks and sequence.missing_tokens == 1:
                 self._fork(sequence)
             self._add_rows(plan, [sequence], [sequence])
             # `blocks_needed` includes the samples that the sequence has forked.
@@ -362,14 +358,12 @@ class Engine(Generic[T]):
         """
         block_size, generation = self.settings.block_size, sequence.generation
         if self.settings.enable_preemption:
-            return max(-(-len(sequence.tokens) // block_size) - len(sequence.block_table), 0)
-        max_blocks = -(-generation.max_computed_tokens // block_size)
+            return max(-(-len(sequence.tokens) // block_size) - len(sequence.table), 0)
+        max_blocks = -(-generation.max_computed // block_size)
         shared = generation.shared_tokens // block_size
         # Beams share blocks (copy-on-write).
-        own_blocks = sum(
-            self.pool.reference_counts[block] == 1 for block in sequence.block_table[shared:]
-        )
-        held_blocks = min(len(sequence.block_table), shared) + own_blocks
+        own_blocks = sum(self.pool.references[block] == 1 for block in sequence.table[shared:])
+        held_blocks = min(len(sequence.table), shared) + own_blocks
         return max(shared + sequence.seat_count * (max_blocks - shared) - held_blocks, 0)
 
     def _begin_prompt(self, sequence: Sequence[T], free_blocks: int) -> bool:
@@ -384,10 +378,10 @@ class Engine(Generic[T]):
         old_available = self.pool.available_count
         self.pool.share(cached)
         free_blocks -= old_available - self.pool.available_count
-        sequence.block_table = cached
+        sequence.table = cached
         if self._blocks_needed(sequence) > free_blocks:
             self.pool.release(cached)
-            sequence.block_table = []
+            sequence.table = []
             return False
         sequence.computed_tokens = len(cached) * block_size
         sequence.sealed_blocks = len(cached)
@@ -401,12 +395,12 @@ class Engine(Generic[T]):
         """Copy a sequence's blocks back from the host; return False if too few blocks are free."""
         if self._blocks_needed(sequence) > free_blocks:
             return False
-        sequence.block_table = self.pool.allocate(len(sequence.host_blocks))
-        for block_pair in zip(sequence.host_blocks, sequence.block_table, strict=True):
+        sequence.table = self.pool.allocate(len(sequence.host))
+        for block_pair in zip(sequence.host, sequence.table, strict=True):
             plan.step.swap_in.extend(block_pair)
-        self.counts.swapped_in += len(sequence.host_blocks)
-        self.host_pool.release(sequence.host_blocks)
-        sequence.host_blocks = []
+        self.counts.swapped_in += len(sequence.host)
+        self.host.release(sequence.host)
+        sequence.host = []
         return True
 
     def _finish_plan(self, plan: StepPlan) -> Step:
@@ -427,7 +421,7 @@ class Engine(Generic[T]):
         if running is None or message.step != running.step:
             raise ValueError(f"step {message.step} is not the running step")
         results = {result.sequence: result for result in message.results}
-        sampled = {number for number, (_, row) in running.rows.items() if row.is_sampled}
+        sampled = {number for number, (_, row) in running.rows.items() if row.samples}
         if results.keys() != sampled - {*message.skipped}:
             raise ValueError("the results are not those of the step's rows")
         self.running = None
@@ -439,10 +433,10 @@ class Engine(Generic[T]):
                 self._handle_row(sequence, row, results.get(number))
 
     def _handle_row(self, sequence: Sequence[T], row: Row, result: RowResult | None) -> None:
-        sequence.computed_tokens = row.start_position + row.token_count
+        sequence.computed_tokens = row.start + row.count
         if result is None:
             self._seal(sequence)
-            if sequence.fork_count and sequence.missing_tokens == 1:
+            if sequence.forks and sequence.missing_tokens == 1:
                 self._fork(sequence)
         elif sequence.generation.beams is None:
             self._add_tokens(sequence, row, result)
@@ -476,9 +470,9 @@ class Engine(Generic[T]):
 
     def _fork(self, sequence: Sequence[T]) -> None:
         """Begin the other samples of a prompt, which share the blocks of its first `sequence`."""
-        for sample in range(1, sequence.fork_count + 1):
+        for sample in range(1, sequence.forks + 1):
             self._add_child(sequence, sample)
-        sequence.fork_count = 0
+        sequence.forks = 0
 
     def _add_child(
         self, parent: Sequence[T], sample: int, token: int = -1, has_seat: bool = True
@@ -493,10 +487,10 @@ class Engine(Generic[T]):
             child.computed_tokens = parent.computed_tokens
             child.sealed_blocks = parent.sealed_blocks
             child.sent_blocks = parent.sent_blocks
-            child.block_table = parent.block_table[:]
-            self.pool.share(child.block_table)
+            child.table = parent.table[:]
+            self.pool.share(child.table)
         key, number = parent.generation.key, child.number
-        self._add_sequence(child, NewSequence(number, key, sample, parent.number, token))
+        self._enter(child, NewSequence(number, key, sample, parent.number, token))
         return child
 
     # --- beam search

@@ -40,12 +40,12 @@ class BlockPool:
     together: a sequence grows into the block after its last one, and a new sequence begins in the
     middle of the widest gap, so that it and its neighbour can grow.
 
-    `reference_counts` counts the tables that hold each block.
+    `references` counts the tables that hold each block.
     """
 
     def __init__(self, block_count: int) -> None:
         self.block_count = block_count
-        self.reference_counts = [0] * block_count
+        self.references = [0] * block_count
         # Free extents by their starts.
         self._length_by_start: dict[int, int] = {0: block_count} if block_count else {}
         # Free extents by their ends.
@@ -89,7 +89,7 @@ class BlockPool:
         if len(blocks) < count:
             blocks += self._take_free_blocks(count - len(blocks))
         for block in blocks:
-            self.reference_counts[block] = 1
+            self.references[block] = 1
         return blocks
 
     def _take_free_blocks(self, count: int) -> Iterator[int]:
@@ -144,7 +144,7 @@ class BlockPool:
     def share(self, blocks: Iterable[int]) -> None:
         """Take a reference to blocks, which may be cached."""
         for block in blocks:
-            self.reference_counts[block] += 1
+            self.references[block] += 1
             self._cached_blocks.pop(block, None)
 
     def release(self, blocks: list[int]) -> None:
@@ -153,17 +153,17 @@ class BlockPool:
         Of the blocks that stay cached, the last ones in the table are evicted first.
         """
         for block in reversed(blocks):
-            self.reference_counts[block] -= 1
-            if self.reference_counts[block]:
+            self.references[block] -= 1
+            if self.references[block]:
                 continue
             if block in self._keys:
                 self._cached_blocks[block] = None
             else:
                 self._free_block(block)
 
-    def is_writable(self, block: int) -> bool:
+    def writable(self, block: int) -> bool:
         """Check whether the holder of a block may write to it."""
-        return self.reference_counts[block] == 1 and block not in self._keys
+        return self.references[block] == 1 and block not in self._keys
 
     # --- the prefix cache
 
@@ -199,8 +199,8 @@ class SequenceStatus(StrEnum):
 class Generation(Generic[T]):
     """A prepared request of `owner`.
 
-    Its `sequences` continue one prompt by at most `max_tokens` each: `sample_count` independent
-    ones, or the beams of a beam search. `arrived_ns` orders generations of equal rank.
+    Its `sequences` continue one prompt by at most `max_tokens` each: `samples` independent ones,
+    or the beams of a beam search. `arrived_ns` orders generations of equal rank.
     """
 
     owner: T
@@ -208,19 +208,19 @@ class Generation(Generic[T]):
     arrived_ns: int
     prompt: array[int]
     max_tokens: int
-    sample_count: int = 1
+    samples: int = 1
     priority: int = 0
     ignores_prefix_cache: bool = False
     allows_drafts: bool = True
     beams: BeamSearch | None = None
-    preemption_count: int = 0
+    preemptions: int = 0
     cached_tokens: int = 0  # tokens of the prompt that were found in the prefix cache
     sequences: list[Sequence[T]] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
         """Return the maximum number of sequences of this generation at a time."""
-        return self.beams.width if self.beams is not None else self.sample_count
+        return self.beams.width if self.beams is not None else self.samples
 
     @property
     def shared_tokens(self) -> int:
@@ -231,7 +231,7 @@ class Generation(Generic[T]):
         return len(self.prompt) - 1
 
     @property
-    def max_computed_tokens(self) -> int:
+    def max_computed(self) -> int:
         """Return the maximum number of computed tokens of a sequence, without its last token."""
         return len(self.prompt) + self.max_tokens - 1
 
@@ -241,9 +241,9 @@ class Sequence(Generic[T]):
     """A sequence of a generation.
 
     Attributes:
-        host_blocks: The blocks of the host pool while the sequence is swapped out.
+        host: The blocks of the host pool while the sequence is swapped out.
         sent_blocks: The number of first entries of the table that were sent to the worker.
-        fork_count: The number of further samples that begin from this sequence once its prompt is
+        forks: The number of further samples that begin from this sequence once its prompt is
             computed except for the last token.
         is_held: Whether the sequence waits for the other beams of its search.
         stopped: Whether its text has ended; the sequence then ends with the running step.
@@ -251,14 +251,14 @@ class Sequence(Generic[T]):
 
     number: int
     generation: Generation[T]
-    sample_index: int
+    sample: int
     tokens: array[int]
     status: SequenceStatus = SequenceStatus.WAITING
     computed_tokens: int = 0
-    block_table: list[int] = field(default_factory=list)
-    host_blocks: list[int] = field(default_factory=list)
+    table: list[int] = field(default_factory=list)
+    host: list[int] = field(default_factory=list)
     sent_blocks: int = 0
-    fork_count: int = 0
+    forks: int = 0
     is_held: bool = False
     stopped: bool = False
     sampled_ns: int = 0  # the time at which the last token was sampled
@@ -270,11 +270,7 @@ class Sequence(Generic[T]):
     def seat_count(self) -> int:
         """Return the number of rows for the sequence and for the samples that it will fork."""
         search = self.generation.beams
-        return (
-            search.width
-            if search is not None and not self.generated_tokens
-            else 1 + self.fork_count
-        )
+        return search.width if search is not None and not self.generated_tokens else 1 + self.forks
 
     @property
     def missing_tokens(self) -> int:
@@ -316,15 +312,15 @@ class Sequence(Generic[T]):
         if full_blocks > self.sealed_blocks:
             keys = self.prefix_keys(block_size, full_blocks)
             for index in range(self.sealed_blocks, full_blocks):
-                pool.seal(self.block_table[index], keys[index])
+                pool.seal(self.table[index], keys[index])
             self.sealed_blocks = full_blocks
 
     def reset(self) -> None:
         """Reset the sequence after its blocks were lost: all its tokens must be computed again."""
         self.status = SequenceStatus.WAITING
         self.computed_tokens = self.sent_blocks = self.sealed_blocks = 0
-        self.block_table = []
-        self.host_blocks = []
+        self.table = []
+        self.host = []
 
 
 # A level of priority counts as much as 1,024 tokens, or as ten seconds of waiting.
@@ -426,16 +422,12 @@ class Beams(Generic[T]):
             elif len(continuing) < search.width:
                 continuing.append(candidate)
         if generated >= self.generation.max_tokens:
-            if not self._is_search_complete(
-                continuing[0].score if continuing else -math.inf, generated
-            ):
+            if not self._is_settled(continuing[0].score if continuing else -math.inf, generated):
                 for candidate in continuing:
                     self._add_hypothesis(candidate, generated, "length")
             self.is_finished = True
         else:
-            self.is_finished = not continuing or self._is_search_complete(
-                continuing[0].score, generated
-            )
+            self.is_finished = not continuing or self._is_settled(continuing[0].score, generated)
         return [] if self.is_finished else continuing
 
     def _add_hypothesis(self, candidate: BeamCandidate[T], generated: int, reason: str) -> None:
@@ -447,7 +439,7 @@ class Beams(Generic[T]):
         self.hypotheses.sort(key=attrgetter("score"), reverse=True)
         del self.hypotheses[search.width :]
 
-    def _is_search_complete(self, best_score: float, generated: int) -> bool:
+    def _is_settled(self, best_score: float, generated: int) -> bool:
         """Check whether the search has found its hypotheses.
 
         Unless `early_stopping` is "true", a beam that could become better than the worst hypothesis

@@ -30,7 +30,7 @@ _PAIRS_UNIT = 1e5  # the unit of `pairs` in the estimate of durations
 CHUNK = 16
 _AVERAGE_GAIN = 0.1
 _MAX_DURATION_RATIO = 4  # observed durations are capped at this multiple of the expected duration
-STEPS_BETWEEN_PROBES = 50
+PROBE_STEPS = 50
 _INITIAL_TOKENS = 2  # weight of the first guess of the acceptance, in observed tokens
 _MIN_DRAFT_SPEEDUP = 1.15  # the least expected speedup of drafts: estimates are some percent off
 
@@ -109,28 +109,28 @@ class StepTimes:
         """Return the duration that a prompt token adds."""
         return max(self._weights[2], 1e-3)
 
-    def observe(self, load: StepWork, elapsed_ms: float) -> None:
+    def observe(self, load: StepWork, took_ms: float) -> None:
         """Learn from the duration of a step; a step without work is ignored."""
         if not (load.decoded_tokens or load.prefilled_tokens):
             return
-        certainty = (_RELATIVE_NOISE * max(elapsed_ms, 1.0)) ** -2
+        certainty = (_RELATIVE_NOISE * max(took_ms, 1.0)) ** -2
         for row, (sums, term) in enumerate(zip(self._normal_matrix, load.terms, strict=True)):
             right_side = self._right_sides[row]
-            self._right_sides[row] = _STEP_DECAY * right_side + certainty * term * elapsed_ms
+            self._right_sides[row] = _STEP_DECAY * right_side + certainty * term * took_ms
             for column, other_term in enumerate(load.terms):
                 sums[column] = _STEP_DECAY * sums[column] + certainty * term * other_term
         self._weights = _fit_weights(self._normal_matrix, self._right_sides)
 
-    def observe_copies(self, blocks: int, elapsed_ms: float) -> None:
+    def observe_copies(self, blocks: int, took_ms: float) -> None:
         """Learn from the duration of block copies."""
-        self.copy_ms += _AVERAGE_GAIN * (elapsed_ms / blocks - self.copy_ms)
+        self.copy_ms += _AVERAGE_GAIN * (took_ms / blocks - self.copy_ms)
 
-    def observe_drafts(self, tokens: int, elapsed_ms: float) -> None:
+    def observe_drafts(self, tokens: int, took_ms: float) -> None:
         """Learn from the duration of successive draft tokens.
 
         The duration is capped, because a draft model may have read a prompt first.
         """
-        bounded_ms = min(elapsed_ms / tokens, _MAX_DURATION_RATIO * self.draft_ms)
+        bounded_ms = min(took_ms / tokens, _MAX_DURATION_RATIO * self.draft_ms)
         self.draft_ms += _AVERAGE_GAIN * (bounded_ms - self.draft_ms)
 
     def swap_pays(self, blocks: int, tokens: int) -> bool:
@@ -152,47 +152,45 @@ class StepTimes:
         count = int(2 * budget_ms / (linear + math.sqrt(linear * linear + 4 * square * budget_ms)))
         return max(count // CHUNK * CHUNK, 0 if load.prefilled_tokens else CHUNK)
 
-    def draft_length(self, decoding_count: int, acceptance: float, max_length: int) -> int:
+    def draft_length(self, decoding: int, acceptance: float, max_length: int) -> int:
         """Return the number of draft tokens per sequence with the highest token rate, possibly 0.
 
         See Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023.
 
         Args:
-            decoding_count: The number of sequences that decode together.
+            decoding: The number of sequences that decode together.
             acceptance: The probability that a draft token is accepted.
             max_length: The maximum number of draft tokens per sequence.
         """
-        best_length, best_rate = 0, _MIN_DRAFT_SPEEDUP / self.expected_ms(StepWork(decoding_count))
+        best_length, best_rate = 0, _MIN_DRAFT_SPEEDUP / self.expected_ms(StepWork(decoding))
         tokens, chance = 1.0, 1.0
         for length in range(1, max_length + 1):
             chance *= acceptance
             tokens += chance
-            elapsed_ms = (
-                self.expected_ms(StepWork(decoding_count * (1 + length))) + length * self.draft_ms
-            )
-            if tokens / elapsed_ms > best_rate:
-                best_length, best_rate = length, tokens / elapsed_ms
+            took_ms = self.expected_ms(StepWork(decoding * (1 + length))) + length * self.draft_ms
+            if tokens / took_ms > best_rate:
+                best_length, best_rate = length, tokens / took_ms
         return best_length
 
 
 @dataclass(slots=True, eq=False)
-class DraftAcceptance:
+class Acceptance:
     """The acceptance rate of a request's draft tokens, and a pause while it is too low."""
 
     rate: float = 0.7
-    _paused_steps_left: int = 0
-    _observed_tokens: int = _INITIAL_TOKENS
+    _pause_steps: int = 0
+    _tokens: int = _INITIAL_TOKENS
 
-    def draft_length(self, drafts: int, threshold: float) -> int:
+    def length(self, drafts: int, threshold: float) -> int:
         """Return the number of draft tokens of this step: `drafts`, or 0 during a pause.
 
         A pause begins when the rate is below `threshold`. One step after each pause drafts again.
         """
-        if self._paused_steps_left:
-            self._paused_steps_left -= 1
+        if self._pause_steps:
+            self._pause_steps -= 1
             return 0
         if self.rate < threshold or not drafts:
-            self._paused_steps_left = STEPS_BETWEEN_PROBES
+            self._pause_steps = PROBE_STEPS
             self.rate = max(self.rate, threshold)
             return 0
         return drafts
@@ -200,8 +198,8 @@ class DraftAcceptance:
     def observe(self, proposed: int, accepted: int) -> None:
         """Update the rate after a step; draft tokens after the first rejected one do not count."""
         for index in range(min(accepted + 1, proposed)):
-            self._observed_tokens += 1
-            weight = max(1 / self._observed_tokens, _AVERAGE_GAIN)
+            self._tokens += 1
+            weight = max(1 / self._tokens, _AVERAGE_GAIN)
             self.rate += weight * ((index < accepted) - self.rate)
 
 
@@ -222,28 +220,26 @@ class RunningStep(NamedTuple):
     copies: int
     draft_count: int
 
-    def observe(self, message: Stepped, times: StepTimes, statistics: GenerationStats) -> None:
+    def observe(self, message: Stepped, times: StepTimes, counts: GenerationStats) -> None:
         """Learn from the duration of the step and count it."""
-        load, elapsed_ms = self.load, (message.forward_ns + message.sample_ns) / 1e6
+        load, took_ms = self.load, (message.forward_ns + message.sample_ns) / 1e6
         if self.copies:
             times.observe_copies(self.copies, message.gather_ns / 1e6)
         else:
-            elapsed_ms += message.gather_ns / 1e6
+            took_ms += message.gather_ns / 1e6
         if self.draft_count:
             times.observe_drafts(self.draft_count, message.draft_ns / 1e6)
-        times.observe(load, elapsed_ms - message.draft_ns / 1e6)
-        statistics.batch_tokens.observe(load.decoded_tokens + load.prefilled_tokens)
-        statistics.iteration_seconds.observe(
-            message.gather_ns + message.forward_ns + message.sample_ns
-        )
-        phases = statistics.phases
+        times.observe(load, took_ms - message.draft_ns / 1e6)
+        counts.batch_tokens.observe(load.decoded_tokens + load.prefilled_tokens)
+        counts.iteration_seconds.observe(message.gather_ns + message.forward_ns + message.sample_ns)
+        phases = counts.phases
         phases["gather"] += message.gather_ns - message.draft_ns
         phases["forward"] += message.forward_ns
         phases["sample"] += message.sample_ns
         phases["draft"] += message.draft_ns
         phases["text"] += message.text_ns
-        statistics.prefilled += load.prefilled_tokens
-        statistics.decoded += load.decoded_tokens
+        counts.prefilled += load.prefilled_tokens
+        counts.decoded += load.decoded_tokens
 
 
 class StepPlan:
@@ -257,7 +253,7 @@ class StepPlan:
         self.load = StepWork()
         self.decoding_count = 1
         self.draft_count = 0
-        self.has_preempted = False
+        self.preempted = False
 
     def add(self, sequence: Sequence[Any], count: int, drafts: int) -> None:
         """Add a row for the next `count` tokens of a sequence and its drafts.
@@ -265,9 +261,9 @@ class StepPlan:
         Charge the budgets.
         """
         start, samples = sequence.computed_tokens, count == sequence.missing_tokens
-        blocks = sequence.block_table[sequence.sent_blocks :]
+        blocks = sequence.table[sequence.sent_blocks :]
         row = Row(sequence.number, start, count, sequence.sent_blocks, blocks, drafts, samples)
-        sequence.sent_blocks = len(sequence.block_table)
+        sequence.sent_blocks = len(sequence.table)
         self.step.rows.append(row)
         self.rows[sequence.number] = (sequence, row)
         self.token_budget -= count + drafts

@@ -73,7 +73,7 @@ from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.runner import StepSchedulers
-from shmserve.scheduler.front import SchedulerCore, SchedulerFront
+from shmserve.scheduler.front import Core, Front
 from shmserve.scheduler.hosting.event_loop import DescriptorWaiter, InProcessLinks, ReadableHandler
 from shmserve.scheduler.hosting.local_clients import LocalClientListener, LocalTraces
 from shmserve.scheduler.requests.request import NEVER
@@ -100,7 +100,7 @@ class SchedulerParts(NamedTuple):
         outboxes: All links, in the order of flushing.
     """
 
-    core: SchedulerCore[Any]
+    core: Core[Any]
     handlers_by_fd: dict[int, ReadableHandler]
     outboxes: tuple[Outbox, ...]
 
@@ -108,20 +108,20 @@ class SchedulerParts(NamedTuple):
 class HostedScheduler(ABC):
     """A scheduler with its sockets.
 
-    The scheduler adds itself to `active_schedulers` when it has received messages. The host then
-    runs its turn. After each turn, `wake_ns` is the time of the next turn (monotonic ns), and
+    The scheduler adds itself to `active` when it has received messages, and the host then runs its
+    turn. After each turn, `wake_ns` is the time of the next turn (monotonic ns), and
     `live_requests` the number of requests. Once the scheduler has `stopped`, the host only closes
     it.
     """
 
-    allowed_messages: ClassVar[frozenset[type]]  # the messages that the supervisor may send
+    allowed: ClassVar[frozenset[type]]  # the messages that the supervisor may send
 
     def __init__(
         self,
         start: SchedulerStart,
         waiter: DescriptorWaiter,
         in_process_links: InProcessLinks,
-        active_schedulers: dict[HostedScheduler, None],
+        active: dict[HostedScheduler, None],
     ) -> None:
         number, run_dir = start.number, start.run_dir
         self.number = number
@@ -129,7 +129,7 @@ class HostedScheduler(ABC):
         self.wake_ns = NEVER
         self.live_requests = 0
         self.stopped = False
-        self._active_schedulers = active_schedulers
+        self._active_schedulers = active
         self._start = start
         self._waiter = waiter
         self._in_process_links = in_process_links
@@ -142,11 +142,11 @@ class HostedScheduler(ABC):
         self._lent_memory = LentMemory(start.arena_byte_size)
         self._cache = _cache(start.cache, self._settings, self._lent_memory)
         self.core, peers, self.outboxes = self._create_parts()
-        self.front: SchedulerFront[Any] = SchedulerFront(
+        self.front: Front[Any] = Front(
             self.core, self, self._control, time.time_ns, self._settings.name, self._cache
         )
-        if start.statistics_snapshot:
-            self.front.restore(start.statistics_snapshot, start.worker_pids)
+        if start.snapshot:
+            self.front.restore(start.snapshot, start.worker_pids)
         # The supervisor first: it reports exits and announces instances.
         self._handlers_by_fd: dict[int, ReadableHandler] = {
             self._control.fd: self._read_control,
@@ -158,7 +158,7 @@ class HostedScheduler(ABC):
             waiter.watch(fd, handler)
         in_process_links.register(self.endpoint, self._handle_in_process_message)
         self._control.send(SchedulerReady(os.getpid()))
-        active_schedulers[self] = None
+        active[self] = None
 
     @abstractmethod
     def _create_parts(self) -> SchedulerParts:
@@ -171,19 +171,19 @@ class HostedScheduler(ABC):
         front, now_ns = self.front, time.monotonic_ns()
         for message in self._control.receive():
             if type(message) is Drain:
-                self._handle_early_messages()
+                self._catch_up()
             if type(message) is ProcessExited:
                 self._local_clients.process_exited(message.process)
                 self._traces.process_exited(message.process)
             if type(message) is SetTracing:
                 self._traces.use(message)
-            elif type(message) in self.allowed_messages:
+            elif type(message) in self.allowed:
                 front.handle_control_message(message, now_ns)
             else:
                 front.count_unexpected()
         self.stopped = front.stopped
 
-    def _handle_early_messages(self) -> None:
+    def _catch_up(self) -> None:
         """Handle the messages that clients sent before they received the successor's endpoint."""
         links = (self._client_router, self._local_clients.link)
         for _ in range(_MAX_READS):
@@ -266,7 +266,7 @@ class HostedScheduler(ABC):
 class BatchingScheduler(HostedScheduler):
     """The scheduler of a model that has instances; its peers are their workers."""
 
-    allowed_messages = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToBatching))
+    allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToBatching))
 
     def _create_parts(self) -> SchedulerParts:
         endpoint = endpoints.instances(self._start.run_dir, self._start.number)
@@ -296,7 +296,7 @@ class EnsembleScheduler(HostedScheduler):
     Its peers are the schedulers of its steps, in this process or others.
     """
 
-    allowed_messages = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToEnsemble))
+    allowed = frozenset(get_args(SupervisorToScheduler) + get_args(SupervisorToEnsemble))
 
     def _create_parts(self) -> SchedulerParts:
         start, control = self._start, self._control

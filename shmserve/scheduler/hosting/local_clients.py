@@ -80,7 +80,7 @@ class LocalClientListener:
         return None
 
     def _may_connect(self, peer: bytes) -> bool:
-        number = self._capabilities.local_client_number(peer)
+        number = self._capabilities.local_client(peer)
         if not number or number in self._exited_numbers:
             return False
         links = [peer for peer in self.link.peers() if _client_number(peer) == number]
@@ -91,7 +91,7 @@ class LocalClientListener:
         self._exited_numbers.append(client_number)
         for peer in self.link.peers():
             if _client_number(peer) == client_number:
-                self.link.disconnect(peer)
+                self.link.dismiss(peer)
         self._rules.process_exited(client_number)
 
 
@@ -145,16 +145,11 @@ class LocalClientRules:
         server_end_ns = min(arrived_ns, now_ns) + self._limit_us * 1000
         is_server_limit = self._limit_us and deadline_ns == server_end_ns
         deadline_origin = "--request-timeout-us" if is_server_limit else ""
-        sent_fields = (
-            submit.arrived_ns,
-            submit.deadline_ns,
-            submit.connection_id,
-            submit.deadline_origin,
-        )
+        sent_fields = (submit.arrived_ns, submit.deadline_ns, submit.source, submit.deadline_origin)
         if sent_fields == (arrived_ns, deadline_ns, 0, deadline_origin) and not submit.callers:
             return submit
         checked_submit = replace(submit, arrived_ns=arrived_ns, deadline_ns=deadline_ns)
-        return replace(checked_submit, connection_id=0, deadline_origin=deadline_origin, callers="")
+        return replace(checked_submit, source=0, deadline_origin=deadline_origin, callers="")
 
     def _deadline_ns(self, submit: Submit, arrived_ns: int) -> int:
         """Return the earliest deadline of a request, or 0 if it has none.
@@ -255,12 +250,12 @@ class LocalTraces:
     def start_trace(self, peer: bytes, submit: Submit) -> Submit:
         """Return a client's request, with a trace if it is measured."""
         context = TraceContext.of(submit.trace)
-        is_sampled = self._sampler.should_sample(context.sampled if context.parent_id else None)
+        is_sampled = self._sampler.samples(context.sampled if context.parent_id else None)
         if not is_sampled and not self._slow_ns:
             return submit
         if not submit.trace:
             tensors = is_sampled and self._sampler.settings.with_tensors
-            submit = replace(submit, trace=TraceContext.new(is_sampled, tensors).message_field)
+            submit = replace(submit, trace=TraceContext.new(is_sampled, tensors).message)
         self.measured_requests[peer, submit.id] = submit, is_sampled
         return submit
 

@@ -19,12 +19,12 @@ from shmserve.ipc.messages.inference import (
     Release,
     ReleaseOutputs,
     SequenceRow,
-    WorkItem,
+    Work,
 )
 from shmserve.ipc.messages.supervision import InstanceServed
 from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.instances.pool import Execution, Pool, Slot
-from shmserve.scheduler.requests.request import ControlLink, ScheduledRequest, Timing, WorkerLink
+from shmserve.scheduler.requests.request import ControlLink, Peers, ScheduledRequest, Timing
 from shmserve.scheduler.requests.responses import Responses
 from shmserve.scheduler.settings import Settings
 from shmserve.scheduler.statistics import Statistics
@@ -90,7 +90,7 @@ class ServiceTime:
             self.pipeline_depth = _MAX_DEPTH if depth > _MAX_DEPTH else depth or 1
             self.has_short_batches = self._busy_ns < _SHORT_BATCH_NS
 
-    def seconds_to_complete(self, waiting: int, instances: int) -> int:
+    def drain_s(self, waiting: int, instances: int) -> int:
         """Return the expected seconds until `waiting` requests are completed, at least 1.
 
         The number is rounded up, and limited to `_MAX_RETRY_S`.
@@ -108,7 +108,7 @@ class Executions:
 
     _settings: Settings
     _pool: Pool
-    _workers: WorkerLink
+    _workers: Peers
     _control: ControlLink
     _responses: Responses
     _statistics: Statistics
@@ -141,14 +141,14 @@ class Executions:
             rows: The sequence of each row, if the model is stateful.
         """
         if self._settings.padding is not None:
-            padded_batch = self._settings.padding.new_batch()
+            padded_batch = self._settings.padding.batch()
             for request in requests:
                 padded_batch.may_join(request.shape_key, request.units)
-            self._statistics.executions.count_padding(padded_batch.element_counts())
+            self._statistics.executions.count_padding(padded_batch.elements())
         gaps = len(rows) - len(requests) if rows else 0
         execution = Execution(next(self._ids), requests, reason, now_ns, now_ns, gaps)
         slot = self._pool.assign(execution, required_slot)
-        works, live_requests = to_work_items(requests), self._responses.live_requests
+        works, live_requests = to_works(requests), self._responses.live_requests
         self._workers.post(slot.peer, Execute(execution.id, works, live_requests, list(rows)))
 
     def post(self, peer: bytes, message: Any) -> None:
@@ -208,7 +208,7 @@ class Executions:
     def process_exited(self, pid: int) -> None:
         """Notify the workers that a process has exited, so that they free the outputs it held."""
         self._early_releases.pop(pid, None)
-        self._take_unknown_releases(pid)
+        self._take_unknown(pid)
         for slot in self._pool.ready():
             self._workers.post(slot.peer, ReaderExited(pid))
         # These workers of a predecessor may not have been notified.
@@ -219,16 +219,16 @@ class Executions:
 
     def announce(self, index: int, pid: int) -> None:
         """Announce an instance with `Pool.announce`, and send the releases that are kept for it."""
-        early_releases = self._take_unknown_releases(pid)
+        early_releases = self._take_unknown(pid)
         if early_releases:
             self._early_releases.setdefault(pid, []).extend(early_releases)
-        self._send_early_releases(self._pool.announce(index, pid))
+        self._send_early(self._pool.announce(index, pid))
 
     def register_worker(self, index: int, peer: bytes, pid: int) -> None:
         """Record in the pool that a worker is ready, and send the releases kept for it."""
-        self._send_early_releases(self._pool.register_worker(index, peer, pid))
+        self._send_early(self._pool.register_worker(index, peer, pid))
 
-    def _take_unknown_releases(self, pid: int) -> list[ReleaseOutputs]:
+    def _take_unknown(self, pid: int) -> list[ReleaseOutputs]:
         """Remove and return the releases that are kept for an unannounced process."""
         releases = [release for owner_pid, release in self._unknown_releases if owner_pid == pid]
         if releases:
@@ -236,7 +236,7 @@ class Executions:
             self._unknown_releases = deque(remaining_releases, _MAX_EARLY)
         return releases
 
-    def _send_early_releases(self, slot: Slot | None) -> None:
+    def _send_early(self, slot: Slot | None) -> None:
         """Send the releases that were kept for an instance, since it is ready now."""
         if slot is not None:
             for message in self._early_releases.pop(slot.pid, ()):
@@ -249,13 +249,13 @@ def _split_release(client_pid: int, message: Release) -> list[ReleaseOutputs]:
     return [ReleaseOutputs(client_pid, [offset], message.memory) for offset in offsets]
 
 
-def to_work_items(requests: Iterable[ScheduledRequest]) -> list[WorkItem]:
+def to_works(requests: Iterable[ScheduledRequest]) -> list[Work]:
     """Return the requests in the form of messages to their worker."""
-    works: list[WorkItem] = []
+    works: list[Work] = []
     for request in requests:
         submit = request.submit
         works += [
-            WorkItem(
+            Work(
                 request.key,
                 request.client.pid,
                 submit.schema,

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from shmserve.ipc.messages.control_requests import RequestTicket, TicketReturned
+from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
 from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.requests.request import NEVER, ControlLink, ScheduledRequest, Worker
 
@@ -103,7 +103,7 @@ class Slot:
     awaited_pid: int = 0  # the pid of the announced process
     registration: Worker | None = None  # the last registration of a worker, until it is accepted
     worker: Worker | None = None  # the accepted worker: `peer` and `pid`
-    is_retiring: bool = False
+    retiring: bool = False
     has_served: bool = False  # its process has completed an execution
     engine: Any = None  # the engine of its process, if the model is generative
     executions: deque[Execution] = field(default_factory=deque)
@@ -115,7 +115,7 @@ class Slot:
         return self.executions[0] if self.executions else None
 
     @property
-    def is_idle(self) -> bool:
+    def idle(self) -> bool:
         """Return whether the instance can run a batch immediately."""
         return self.state is SlotState.IDLE
 
@@ -129,11 +129,11 @@ class LostWork(NamedTuple):
 
     Attributes:
         executions: Its executions, the running one first.
-        open_requests: The open requests whose execution had returned.
+        open: The open requests whose execution had returned.
     """
 
     executions: list[Execution]
-    open_requests: list[ScheduledRequest]
+    open: list[ScheduledRequest]
 
 
 class InstanceTickets:
@@ -171,7 +171,7 @@ class InstanceTickets:
             is_requested = slot.index in self._requested_tickets
             if not is_requested and slot.index not in self._granted_tickets:
                 ticket = self._requested_tickets[slot.index] = next(self._ticket_numbers)
-                self._control.post(RequestTicket(ticket, slot.index, slot.pid))
+                self._control.post(AskTicket(ticket, slot.index, slot.pid))
 
     def use(self, slot: Slot) -> None:
         """Mark the ticket of an instance as used, because the instance executes."""
@@ -213,7 +213,7 @@ class Pool:
     exceeds its limit before `due_ns`.
     """
 
-    _execution_limit_ns: int
+    _limit_ns: int
     _tickets: InstanceTickets | None = None
     _max_open: int = 0
     _slots: dict[int, Slot] = field(default_factory=dict)
@@ -243,7 +243,7 @@ class Pool:
         Returns:
             Its slot if its worker has registered itself before, otherwise None.
         """
-        slot = self._get_slot(index)
+        slot = self._slot(index)
         slot.transition("expect")
         slot.awaited_pid = pid or slot.awaited_pid
         self._update_failure()
@@ -280,9 +280,9 @@ class Pool:
 
     def retire(self, index: int) -> None:
         """Mark an instance to be removed when it has nothing to do."""
-        slot = self._get_slot(index)
-        if not slot.is_retiring:
-            slot.is_retiring = True
+        slot = self._slot(index)
+        if not slot.retiring:
+            slot.retiring = True
             self.retiring_slots.append(slot)
             self.membership_changes += 1
             if slot in self.free_slots:
@@ -303,7 +303,7 @@ class Pool:
 
     def instance_failed(self, index: int, reason: str) -> None:
         """Record that an instance without a process will not come back."""
-        self._get_slot(index).transition("give_up")
+        self._slot(index).transition("give_up")
         self._last_failure = reason
         self._update_failure()
 
@@ -311,7 +311,7 @@ class Pool:
         all_gone = all(slot.state is SlotState.GONE for slot in self._slots.values())
         self.failure = self._last_failure if all_gone else ""
 
-    def _get_slot(self, index: int) -> Slot:
+    def _slot(self, index: int) -> Slot:
         slot = self._slots.get(index)
         if slot is None:
             slot = self._slots[index] = Slot(index)
@@ -330,7 +330,7 @@ class Pool:
         slot.peer, slot.pid = slot.worker = registration
         slot.registration = None
         self._by_peer[slot.peer] = slot
-        if not slot.is_retiring:
+        if not slot.retiring:
             self.free_slots.append(slot)
         self.membership_changes += 1
         return slot
@@ -354,7 +354,7 @@ class Pool:
             slot.awaited_pid = 0
         slot.peer, slot.pid, slot.worker, slot.has_served = b"", 0, None, False
         slot.engine = None  # its successor's memory is empty, also if it has the same pid
-        if slot.is_retiring:
+        if slot.retiring:
             self.retiring_slots.remove(slot)
             del self._slots[slot.index]
             self._update_failure()
@@ -362,24 +362,24 @@ class Pool:
 
     # --- work -------------------------------------------------------------------------------------
 
-    def least_busy(self, max_batches: int, has_short_batches: bool = False) -> Slot | None:
-        """Return the busy instance with the fewest batches, if they are fewer than `max_batches`.
+    def least_busy(self, credit: int, has_short_batches: bool = False) -> Slot | None:
+        """Return the busy instance with the fewest batches, if they are fewer than `credit`.
 
         With `has_short_batches`, the credit is at least two if the model has only one instance.
         """
         least_busy: Slot | None = None
-        if max_batches == 1 and has_short_batches and len(self._by_peer) == 1:
-            max_batches = 2  # no other instance could run a batch that is sent ahead
-        if max_batches > 1:
+        if credit == 1 and has_short_batches and len(self._by_peer) == 1:
+            credit = 2  # no other instance could run a batch that is sent ahead
+        if credit > 1:
             for slot in self._by_peer.values():
                 batches = len(slot.executions)
                 if (
-                    batches < max_batches
+                    batches < credit
                     and slot.state is SlotState.BUSY
-                    and not slot.is_retiring
+                    and not slot.retiring
                     and (not self._max_open or len(slot.requests) < self._max_open)
                 ):
-                    least_busy, max_batches = slot, batches
+                    least_busy, credit = slot, batches
         return least_busy
 
     def assign(self, execution: Execution, required_slot: Slot | None = None) -> Slot:
@@ -400,8 +400,8 @@ class Pool:
                 self._tickets.use(slot)
             slot.transition("assign")
         slot.executions.append(execution)
-        if self._execution_limit_ns and self.due_ns == NEVER:
-            self.due_ns = execution.started_ns + self._execution_limit_ns
+        if self._limit_ns and self.due_ns == NEVER:
+            self.due_ns = execution.started_ns + self._limit_ns
         worker, requests = slot.worker, slot.requests
         for request in execution.requests:
             execution.rows += request.units
@@ -432,7 +432,7 @@ class Pool:
 
     def update_free(self, slot: Slot) -> None:
         """Update `free_slots` after an execution or an open request of an instance has ended."""
-        if slot.state is not SlotState.IDLE or slot.is_retiring or slot in self.free_slots:
+        if slot.state is not SlotState.IDLE or slot.retiring or slot in self.free_slots:
             return
         if not self._max_open or len(slot.requests) < self._max_open:
             self.free_slots.append(slot)
@@ -497,7 +497,7 @@ class Pool:
         self.due_ns = NEVER
         for slot in self._by_peer.values():
             if slot.state is SlotState.BUSY:
-                limit_ns = slot.executions[0].started_ns + self._execution_limit_ns
+                limit_ns = slot.executions[0].started_ns + self._limit_ns
                 if limit_ns <= now_ns:
                     overdue_slots.append(slot)
                 elif limit_ns < self.due_ns:
@@ -514,7 +514,7 @@ class Pool:
         """Return the number of requests that were sent to instances and have not ended there."""
         return sum(len(slot.requests) for slot in self._by_peer.values())
 
-    def state_counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         """Return the number of instances in each state."""
         counts = dict.fromkeys(map(str, SlotState), 0)
         for slot in self._slots.values():

@@ -22,7 +22,7 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.messages.supervision import KillInstance
 from shmserve.ipc.messages.unions import GenerationReport
-from shmserve.ipc.tensors.inference import is_aliased_request
+from shmserve.ipc.tensors.inference import runs_once
 from shmserve.scheduler.batchers.dispatch import Dispatcher
 from shmserve.scheduler.batchers.dynamic import Batcher
 from shmserve.scheduler.instances.executions import Executions
@@ -109,12 +109,12 @@ class Results:
             message, execution.sent_ns, now_ns, execution.rows, execution.reason or ""
         )
         if message.executed:
-            self._update_estimates(execution, timing, now_ns)
+            self._observe(execution, timing, now_ns)
         if message.copied_input_bytes or message.copied_output_bytes:
             copied = (message.copied_input_bytes, message.copied_output_bytes)
             self._statistics.executions.count_copied(*copied)
         if self._settings.decoupled:
-            self._handle_execute_returned(slot, execution, message.replies, timing, now_ns)
+            self._handle_returned(slot, execution, message.replies, timing, now_ns)
             return
         if message.executed and not slot.has_served:
             self._executions.report_served(slot)
@@ -147,21 +147,21 @@ class Results:
         """
         return request.state in AT_WORK and self._dispatcher.requeue(request)
 
-    def _update_estimates(self, execution: Execution, timing: Timing, now_ns: int) -> None:
+    def _observe(self, execution: Execution, timing: Timing, now_ns: int) -> None:
         """Update the estimates from an execution whose requests are about to end."""
         count = len(execution.requests)
         self._statistics.count_execution(execution.reason, execution.rows, timing, now_ns)
         busy_ns = timing.input_ns + timing.infer_ns + timing.output_ns
-        elapsed_ns = now_ns - execution.started_ns
-        if elapsed_ns < busy_ns:
-            elapsed_ns = busy_ns
-        self._executions.service_time.observe(elapsed_ns, busy_ns, count)
+        took_ns = now_ns - execution.started_ns
+        if took_ns < busy_ns:
+            took_ns = busy_ns
+        self._executions.service_time.observe(took_ns, busy_ns, count)
         if self._batcher.is_learning:
             live_requests = self._responses.live_requests - count
             latencies = [now_ns - request.arrived_ns for request in execution.requests]
-            self._batcher.record_batch(now_ns, live_requests, execution.rows, elapsed_ns, latencies)
+            self._batcher.record_batch(now_ns, live_requests, execution.rows, took_ns, latencies)
 
-    def _handle_execute_returned(
+    def _handle_returned(
         self, slot: Slot, execution: Execution, replies: list[Reply], timing: Timing, now_ns: int
     ) -> None:
         """Handle the return of a decoupled model's `execute`.
@@ -243,7 +243,7 @@ class Results:
         self._statistics.workers_lost += 1
         lost_work = self._dispatcher.exclude_continuing(lost_work)
         suffix = f" ({reason})" if reason else ""
-        for request in lost_work.open_requests:
+        for request in lost_work.open:
             self._fail_lost(request, _DIED_WHILE_OPEN + suffix, now_ns)
         for execution in reversed(lost_work.executions[1:]):
             for request in reversed(execution.requests):
@@ -263,9 +263,9 @@ class Results:
         if lost_text:
             self._fail_lost(request, lost_text + suffix, now_ns)
             return
-        request.worker_deaths += 1
-        runs_once_only = is_aliased_request(request.submit.schema, request.submit.data)
-        if request.worker_deaths == 1 and not runs_once_only:
+        request.deaths += 1
+        runs_once_only = runs_once(request.submit.schema, request.submit.data)
+        if request.deaths == 1 and not runs_once_only:
             self._statistics.retried += 1
             self._queue.retry(request)
         else:

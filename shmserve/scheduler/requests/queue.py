@@ -90,38 +90,38 @@ class Timers(Generic[R]):
 class _Level:
     """The requests of one priority level by key, in order."""
 
-    __slots__ = ("delayed_requests", "undelayed_requests")
+    __slots__ = ("delayed_requests", "in_time")
 
     def __init__(self) -> None:
-        self.undelayed_requests: OrderedDict[int, ScheduledRequest] = OrderedDict()
+        self.in_time: OrderedDict[int, ScheduledRequest] = OrderedDict()
         self.delayed_requests: OrderedDict[int, ScheduledRequest] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self.undelayed_requests) + len(self.delayed_requests)
+        return len(self.in_time) + len(self.delayed_requests)
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
         if self.delayed_requests:
-            return chain(self.undelayed_requests.values(), self.delayed_requests.values())
-        return iter(self.undelayed_requests.values())
+            return chain(self.in_time.values(), self.delayed_requests.values())
+        return iter(self.in_time.values())
 
-    def queue_of(self, request: ScheduledRequest) -> OrderedDict[int, ScheduledRequest]:
+    def requests_like(self, request: ScheduledRequest) -> OrderedDict[int, ScheduledRequest]:
         """Return the level's delayed requests if a request is delayed, else those in time."""
-        return self.delayed_requests if request.delayed else self.undelayed_requests
+        return self.delayed_requests if request.delayed else self.in_time
 
 
 class _Levels(dict[int, _Level]):
     """The priority levels by number.
 
-    A lookup of an unknown level adds it; `sorted_numbers` begins with the highest priority.
+    A lookup of an unknown level adds it; `order` has the numbers, the highest priority first.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.sorted_numbers: list[int] = []
+        self.order: list[int] = []
 
     def __missing__(self, level_number: int) -> _Level:
         level = self[level_number] = _Level()
-        insort(self.sorted_numbers, level_number)
+        insort(self.order, level_number)
         return level
 
 
@@ -132,16 +132,16 @@ class PriorityQueue:
         self._levels = _Levels()
         # The levels with requests, the highest priority first. If there is only one, it may be
         # empty.
-        self._sorted_levels = self._levels.sorted_numbers
+        self._order = self._levels.order
         self.count = 0
 
     def __len__(self) -> int:
         return self.count
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
-        if len(self._sorted_levels) == 1:
-            return iter(self._levels[self._sorted_levels[0]])
-        return chain.from_iterable(map(self._levels.__getitem__, self._sorted_levels))
+        if len(self._order) == 1:
+            return iter(self._levels[self._order[0]])
+        return chain.from_iterable(map(self._levels.__getitem__, self._order))
 
     def size(self, level: int) -> int:
         """Return the number of requests of a level."""
@@ -150,7 +150,7 @@ class PriorityQueue:
 
     def append(self, request: ScheduledRequest) -> None:
         """Queue a request after the requests of its level that are in time."""
-        self._levels[request.level].undelayed_requests[request.key] = request
+        self._levels[request.level].in_time[request.key] = request
         self.count += 1
 
     def prepend(self, request: ScheduledRequest) -> None:
@@ -158,7 +158,7 @@ class PriorityQueue:
 
         A delayed request is queued before the delayed requests only.
         """
-        part = self._levels[request.level].queue_of(request)
+        part = self._levels[request.level].requests_like(request)
         part[request.key] = request
         part.move_to_end(request.key, last=False)
         self.count += 1
@@ -166,13 +166,13 @@ class PriorityQueue:
     def delay(self, request: ScheduledRequest) -> None:
         """Move a request behind all requests of its level that are in time."""
         level = self._levels[request.level]
-        level.delayed_requests[request.key] = level.undelayed_requests.pop(request.key)
+        level.delayed_requests[request.key] = level.in_time.pop(request.key)
         request.delayed = True
 
     def remove(self, request: ScheduledRequest) -> bool:
         """Remove a request; return False if it is not in the queue."""
         level = self._levels.get(request.level)
-        if level is None or level.queue_of(request).pop(request.key, None) is None:
+        if level is None or level.requests_like(request).pop(request.key, None) is None:
             return False
         self.count -= 1
         if not level:
@@ -184,9 +184,9 @@ class PriorityQueue:
         scheduled_requests: list[ScheduledRequest] = []
         self.count -= count
         while count:
-            number = self._sorted_levels[0]
+            number = self._order[0]
             level = self._levels[number]
-            part = level.undelayed_requests or level.delayed_requests
+            part = level.in_time or level.delayed_requests
             size = len(part)
             if size <= count:
                 count -= size
@@ -198,7 +198,7 @@ class PriorityQueue:
                 scheduled_requests += first_requests
                 for request in first_requests:
                     del part[request.key]
-            if not (level.undelayed_requests or level.delayed_requests):
+            if not (level.in_time or level.delayed_requests):
                 self._remove_empty_level(number)
         return scheduled_requests
 
@@ -207,41 +207,39 @@ class PriorityQueue:
 
         The only level is kept, because the next request usually has it, too.
         """
-        if len(self._sorted_levels) > 1:
+        if len(self._order) > 1:
             del self._levels[level_number]
-            del self._sorted_levels[bisect_left(self._sorted_levels, level_number)]
+            del self._order[bisect_left(self._order, level_number)]
 
 
 class RequestQueue:
     """The requests that wait for an instance, and the timers of all requests.
 
-    `retries`, by key, run alone; all other requests are in `priority_queue`. While that contains
-    fewer than `min_queue_limit` requests, no level can be full.
+    `retries`, by key, run alone; all other requests are `in_order`. While `in_order` contains fewer
+    than `least_bound` requests, no level can be full.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.priority_queue = PriorityQueue()
+        self.in_order = PriorityQueue()
         self.retries: OrderedDict[int, ScheduledRequest] = OrderedDict()
         self.model_requests: list[ScheduledRequest] = []
         self.timers: Timers[ScheduledRequest] = Timers(_has_ended)
         self._next_key = itertools.count(1).__next__
         policies = settings.policies
         # The level and policy of all requests, if there is only one level.
-        self._only_level = None if policies.level_count else (0, policies.default)
+        self._only_level = None if policies.levels else (0, policies.default)
         bounds = [rule.max_queue_size for rule in (policies.default, *policies.by_level.values())]
-        self.min_queue_limit = min(filter(None, bounds), default=NEVER)
+        self.least_bound = min(filter(None, bounds), default=NEVER)
 
     def __len__(self) -> int:
-        return self.priority_queue.count + len(self.retries)
+        return self.in_order.count + len(self.retries)
 
     # --- admission --------------------------------------------------------------------------------
 
     def is_full(self, priority: int) -> bool:
         """Check whether the level of this priority has reached its bound."""
-        return self.priority_queue.count >= self.min_queue_limit and self._is_full(
-            *self._level(priority)
-        )
+        return self.in_order.count >= self.least_bound and self._is_full(*self._level(priority))
 
     def enqueue(
         self,
@@ -258,10 +256,8 @@ class RequestQueue:
             Unavailable: Its deadline has passed.
             QueueFull: Its level is full.
         """
-        level, policy, arrived_ns, deadline_ns, own_timeout_us = self._request_limits(
-            message, now_ns
-        )
-        may_be_full = not cached and self.priority_queue.count >= self.min_queue_limit
+        level, policy, arrived_ns, deadline_ns, own_timeout_us = self._limits(message, now_ns)
+        may_be_full = not cached and self.in_order.count >= self.least_bound
         if may_be_full and self._is_full(level, policy):
             raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
         timeout_ns = (own_timeout_us or policy.default_timeout_microseconds) * _NS_PER_US
@@ -286,14 +282,14 @@ class RequestQueue:
         if cached:
             request.transition(Event.DISPATCH)
             return request
-        self.priority_queue.append(request)
+        self.in_order.append(request)
         if message.callers:
             self.model_requests.append(request)
         if timeout_ns:
             self.timers.add(request.queue_limit_ns, request)
         return request
 
-    def waiting_calls(self) -> list[ScheduledRequest]:
+    def calls(self) -> list[ScheduledRequest]:
         """Return the waiting requests that executing models have sent and wait for."""
         waiting_calls = [call for call in self.model_requests if call.state is State.QUEUED]
         self.model_requests = waiting_calls
@@ -306,15 +302,13 @@ class RequestQueue:
         return level, policies.policy(level)
 
     def _is_full(self, level: int, policy: LevelPolicy) -> bool:
-        return 0 < policy.max_queue_size <= self.priority_queue.size(level)
+        return 0 < policy.max_queue_size <= self.in_order.size(level)
 
     def check(self, message: Submit, now_ns: int) -> None:
         """Raise the errors that `enqueue` raises for a request that is answered from the cache."""
-        self._request_limits(message, now_ns)
+        self._limits(message, now_ns)
 
-    def _request_limits(
-        self, message: Submit, now_ns: int
-    ) -> tuple[int, LevelPolicy, int, int, int]:
+    def _limits(self, message: Submit, now_ns: int) -> tuple[int, LevelPolicy, int, int, int]:
         """Return the limits of a request.
 
         Returns:
@@ -332,8 +326,8 @@ class RequestQueue:
             # In a backlog, the timeout of a request applies to its sequence.
             has_backlog = settings.sequences is not None
             timeout_us = min(message.timeout_us, MAX_TIMEOUT_US)
-            own_timeout_us = timeout_us if has_backlog else policy.override_timeout_us(timeout_us)
-            if settings.timeout_is_deadline and not (own_timeout_us and policy.delays_expired):
+            own_timeout_us = timeout_us if has_backlog else policy.own_timeout_us(timeout_us)
+            if settings.timeout_is_deadline and not (own_timeout_us and policy.delays):
                 deadline_ns = earlier_deadline(deadline_ns, message, arrived_ns)
         if 0 < deadline_ns < now_ns:
             raise Unavailable(expired_text(message, arrived_ns, deadline_ns))
@@ -343,7 +337,7 @@ class RequestQueue:
 
     def all(self) -> list[ScheduledRequest]:
         """Return all waiting requests, retries first."""
-        return [*self.retries.values(), *self.priority_queue]
+        return [*self.retries.values(), *self.in_order]
 
     def take_retry(self) -> ScheduledRequest:
         """Remove and return the first retry; its state becomes EXECUTING."""
@@ -353,7 +347,7 @@ class RequestQueue:
 
     def take(self, count: int) -> list[ScheduledRequest]:
         """Remove and return the first `count` requests in order; they become EXECUTING."""
-        requests = self.priority_queue.take(count)
+        requests = self.in_order.take(count)
         for request in requests:
             request.transition(Event.DISPATCH)
         return requests
@@ -368,11 +362,11 @@ class RequestQueue:
     def put_back(self, request: ScheduledRequest) -> None:
         """Requeue a dispatched request that was not begun, before all others."""
         request.transition(Event.RETURN)
-        self.priority_queue.prepend(request)
+        self.in_order.prepend(request)
 
     def remove(self, request: ScheduledRequest) -> None:
         """Remove a queued request; the caller changes its state."""
-        if not self.priority_queue.remove(request):
+        if not self.in_order.remove(request):
             self.retries.pop(request.key, None)
 
     # --- time -------------------------------------------------------------------------------------
@@ -392,9 +386,9 @@ class RequestQueue:
                 case State.QUEUED if 0 < request.queue_limit_ns < now_ns:
                     if request.sequence is not None and request.sequence.instance_slots is not None:
                         request.queue_limit_ns = 0  # the queue limit applied only to the backlog
-                    elif self._settings.policies.policy(request.level).delays_expired:
+                    elif self._settings.policies.policy(request.level).delays:
                         request.queue_limit_ns = 0
-                        self.priority_queue.delay(request)
+                        self.in_order.delay(request)
                     else:
                         expired.append(request)
                 case State.EXECUTING | State.RESPONDING | State.HELD if is_past_deadline:

@@ -21,12 +21,12 @@ from shmserve.ipc.transport.router import leading_pid
 NEVER = 1 << 63  # later than any time
 NOTHING: Packed = (b"", [])  # a response without schema and data
 DONE = Submit(0, b"", [], 0, 0, 0, 0)  # replaces the message of a request that is done
-CACHED = "cached"  # `Timing.close_reason` of a request that was answered from the response cache
+CACHED = "cached"  # `Timing.closed` of a request that was answered from the response cache
 
 R = TypeVar("R")
 
 
-class WorkerLink(Protocol):
+class Peers(Protocol):
     """The link to workers."""
 
     @property
@@ -68,7 +68,7 @@ class Client(Generic[R]):
 class Timing(NamedTuple):
     """The phases of an execution: its start (monotonic ns) and the duration of each phase (ns).
 
-    The execution had `rows` rows, and `close_reason` is why its batch was closed. `spans` are
+    The execution had `rows` rows, and `closed` is the reason why its batch was closed. `spans` are
     the spans of requests that its model sent to other models.
     """
 
@@ -77,7 +77,7 @@ class Timing(NamedTuple):
     infer_ns: int
     output_ns: int
     rows: int = 0
-    close_reason: str = ""
+    closed: str = ""
     spans: bytes = b""
 
     @classmethod
@@ -242,7 +242,7 @@ class ScheduledRequest:
     level: int = 0
     delayed: bool = False
     state: State = State.QUEUED
-    worker_deaths: int = 0
+    deaths: int = 0
     outcome: Outcome | None = None
     worker: Worker | None = None
     responses: int = 0

@@ -32,10 +32,10 @@ from shmserve.scheduler.requests.request import (
     DONE,
     Event,
     Outcome,
+    Peers,
     ScheduledRequest,
     State,
     Timing,
-    WorkerLink,
 )
 from shmserve.scheduler.response_cache import ResponseCache
 from shmserve.scheduler.statistics import Reason, Statistics
@@ -55,7 +55,7 @@ class Responses:
     requests.
     """
 
-    _workers: WorkerLink
+    _workers: Peers
     _statistics: Statistics
     _preserves_order: bool
     cache: ResponseCache | None = None
@@ -262,7 +262,7 @@ def spans_of(
     span = Span(
         context.span_id,
         context.parent_id,
-        *statistics.model_key,
+        *statistics.model,
         submit.request_id,
         arrived_ns,
         enqueued_ns,

@@ -51,6 +51,6 @@ def wrong(finding: str, fix: str) -> Verdict:
     return Verdict(WRONG, finding, fix)
 
 
-def megabytes_text(count: int) -> str:
+def megabytes(count: int) -> str:
     """Return a number of bytes as text, in MB or GB."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.0f} MB"

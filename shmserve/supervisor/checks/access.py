@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shmserve.common.host import cuda_devices
-from shmserve.common.peers import peer_credentials
+from shmserve.common.peers import credentials
 from shmserve.config.server import ServerConfig
 from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
-from shmserve.supervisor.checks import Verdict, megabytes_text, ok, warning, wrong
+from shmserve.supervisor.checks import Verdict, megabytes, ok, warning, wrong
 from shmserve.supervisor.checks.memory import filesystem_space
 from shmserve.supervisor.host.listeners import listen, port_users
 from shmserve.supervisor.host.run_directory import unsafe_reason
@@ -37,8 +37,8 @@ def configured_run_directory(config: ServerConfig) -> Path:
 def server_pid(run_dir: Path) -> int:
     """Return the pid of the server that uses a run directory, or 0 if none can be reached."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
-        link.connect(os.fspath(endpoints.listener_socket(run_dir)))
-        return peer_credentials(link)[0]
+        link.connect(os.fspath(endpoints.listener(run_dir)))
+        return credentials(link)[0]
     return 0
 
 
@@ -74,14 +74,14 @@ def judge_run_directory(facts: RunDirectoryFacts) -> Verdict:
     if facts.server_pid:
         return ok(f"{facts.path}, in use by a server (pid {facts.server_pid})")
     if facts.free_bytes < _MIN_FREE_BYTES:
-        finding = f"{facts.path}: only {megabytes_text(facts.free_bytes)} are free"
+        finding = f"{facts.path}: only {megabytes(facts.free_bytes)} are free"
         return warning(finding, "free space there, or choose another --run-dir")
     return ok(str(facts.path))
 
 
 def tcp_listeners(config: ServerConfig) -> Iterator[tuple[str, str, int, str]]:
     """Yield (protocol, address, port, flag that sets the address) of each TCP listener."""
-    if config.http.allow_tcp:
+    if config.http.allow:
         yield "http", config.http.address, config.http.port, "--http-address"
     if config.allow_metrics:
         yield "metrics", config.metrics_address, config.metrics_port, "--metrics-address"
@@ -107,7 +107,7 @@ def gather_ports(config: ServerConfig) -> PortFacts:
     for _, address, port, flag in tcp_listeners(config):
         endpoint = f"{address}:{port}"
         try:
-            for sock in listen(address, port, flag, config.allows_remote_clients):
+            for sock in listen(address, port, flag, config.guarded):
                 sock.close()
             free.append(endpoint)
         except InvalidArgument as error:
@@ -174,12 +174,12 @@ class PeerFacts(NamedTuple):
 class ServerFacts(NamedTuple):
     """The facts about the running server, or about this process if no server runs.
 
-    `is_running` is whether a server runs. `group` is its --shm-group (-1: none). `device_count` is
-    the number of its CUDA devices.
+    `runs` is whether a server runs. `group` is its --shm-group (-1: none). `device_count` is the
+    number of its CUDA devices.
     """
 
     process: PeerFacts
-    is_running: bool
+    runs: bool
     group: int
     device_count: int
 
@@ -265,7 +265,7 @@ def _judge_peer_user(server: ServerFacts, peer: PeerFacts, different_kinds: set[
 
 
 def _judge_peer_run_directory(server: ServerFacts, different_kinds: set[str]) -> Verdict:
-    if not server.is_running:
+    if not server.runs:
         return ok("no server is running; a server of this user is assumed")
     if "run directory" not in different_kinds:
         return ok("same as the server's: shmserve.client finds it")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import shmserve
 from shmserve.common import fd_limits
-from shmserve.common.host import cgroup_limit, processor_limits
+from shmserve.common.host import cgroup_limit, processors
 from shmserve.config.server import ServerConfig
 from shmserve.supervisor.checks import Verdict, ok, warning, wrong
 
@@ -88,9 +88,9 @@ def gather_parser(_: ServerConfig) -> bool:
     return http_parser.HttpRequestParser is not http_parser.HttpRequestParserPy
 
 
-def judge_parser(is_in_c: bool) -> Verdict:
+def judge_parser(in_c: bool) -> Verdict:
     """Require the C parser: most request smuggling was found in its replacement in Python."""
-    if is_in_c:
+    if in_c:
         return ok("aiohttp's parser in C")
     fix = (
         "unset AIOHTTP_NO_EXTENSIONS, or run pip install --force-reinstall --only-binary :all: "
@@ -120,12 +120,12 @@ def _analyze(*arguments: str) -> tuple[int, str]:
     return result.returncode, result.stdout
 
 
-def judge_units(unit_count_and_report: tuple[int, str]) -> Verdict:
+def judge_units(facts: tuple[int, str]) -> Verdict:
     """Return a warning if systemd-analyze has printed anything.
 
     The output is checked because the exit status does not report unknown keys.
     """
-    count, report = unit_count_and_report
+    count, report = facts
     if report:
         return warning(report, "run shmserve systemd install, and check your drop-ins")
     return ok(f"{count}, verified" if count else "none are installed")
@@ -133,12 +133,12 @@ def judge_units(unit_count_and_report: tuple[int, str]) -> Verdict:
 
 def gather_files(config: ServerConfig) -> tuple[int, int]:
     """Return the attainable number of descriptors, and the configured maximum of regions."""
-    return fd_limits.max_limit(), config.shm.max_regions
+    return fd_limits.attainable(), config.shm.max_regions
 
 
-def judge_files(limit_and_max_regions: tuple[int, int]) -> Verdict:
+def judge_files(facts: tuple[int, int]) -> Verdict:
     """Require enough descriptors for regions, connections and models."""
-    limit, regions = limit_and_max_regions
+    limit, regions = facts
     finding = f"a process may open {limit} files"
     if limit < fd_limits.MIN_FDS:
         return wrong(f"{finding}, but at least {fd_limits.MIN_FDS} are required", _FILE_LIMIT_FIX)
@@ -166,7 +166,7 @@ def judge_tasks(limit: int) -> Verdict:
 
 def gather_processors(_: ServerConfig) -> tuple[int, float | None]:
     """Return the number of usable processors, and the quota of CPU time in processors, or None."""
-    return processor_limits()
+    return processors()
 
 
 def judge_processors(facts: tuple[int, float | None]) -> Verdict:
@@ -214,9 +214,9 @@ def _removes_ipc() -> bool:
     return parser.getboolean("Login", "RemoveIPC", fallback=True)
 
 
-def judge_user(uid_and_removes_shm: tuple[int, bool]) -> Verdict:
+def judge_user(facts: tuple[int, bool]) -> Verdict:
     """Warn if logind deletes shared memory that is in use; it keeps system users' memory."""
-    uid, removes_shm = uid_and_removes_shm
+    uid, removes_shm = facts
     if uid in _DYNAMIC_UIDS:
         finding = f"uid {uid} is a dynamic user: its shared memory is removed when its unit stops"
         return warning(finding, "set User= to a system user (shmserve systemd install creates one)")
@@ -234,9 +234,9 @@ def gather_clock(_: ServerConfig) -> tuple[float, float, str]:
     return time.time(), installed, source.read_text().strip() if source.is_file() else ""
 
 
-def judge_clock(time_installed_and_source: tuple[float, float, str]) -> Verdict:
+def judge_clock(facts: tuple[float, float, str]) -> Verdict:
     """Require a plausible time and a fast clock, which each request reads about ten times."""
-    clock_time, installed, source = time_installed_and_source
+    clock_time, installed, source = facts
     if clock_time < installed - _DAY_S:
         text = "the time is before the installation of shmserve: certificates may not be valid yet"
         return warning(text, "timedatectl set-ntp true")

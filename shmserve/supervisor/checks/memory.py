@@ -22,7 +22,7 @@ from shmserve.common.host import accelerators, cgroup_limit, cuda_devices
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError, how_to_install
 from shmserve.ipc.memory.cuda_ipc import CudaError, DeviceAllocation, Driver
-from shmserve.supervisor.checks import Verdict, megabytes_text, ok, warning, wrong
+from shmserve.supervisor.checks import Verdict, megabytes, ok, warning, wrong
 
 _SHM = Path("/dev/shm")
 _TOO_SMALL_BYTES = 64 * 2**20  # Docker's default size of /dev/shm, too small for regions
@@ -86,7 +86,7 @@ def judge_shm(shm: ShmFolder) -> Verdict:
     if not shm.writable:
         fix = f"chmod 1777 /dev/shm, or {_MOUNT_COMMAND}"
         return wrong("this user cannot create an object in it", fix)
-    finding = f"{megabytes_text(shm.total_bytes)}, {megabytes_text(shm.free_bytes)} free"
+    finding = f"{megabytes(shm.total_bytes)}, {megabytes(shm.free_bytes)} free"
     if shm.mode != 0o1777:
         return warning(f"has mode {shm.mode:04o}; {finding}", "chmod 1777 /dev/shm")
     least_free_bytes = max(_TOO_SMALL_BYTES, shm.total_bytes // 20)
@@ -136,11 +136,9 @@ def _used_files() -> set[str]:
 def judge_objects(objects: list[ShmObject]) -> Verdict:
     """Warn about files in /dev/shm that no process uses: they occupy memory until deleted."""
     unused = [shm_object for shm_object in objects if not shm_object.in_use]
-    total = megabytes_text(sum(shm_object.byte_size for shm_object in unused or objects))
+    total = megabytes(sum(shm_object.byte_size for shm_object in unused or objects))
     if unused:
-        examples = (
-            f"{shm.name} ({megabytes_text(shm.byte_size)}, uid {shm.uid})" for shm in unused[:3]
-        )
+        examples = (f"{shm.name} ({megabytes(shm.byte_size)}, uid {shm.uid})" for shm in unused[:3])
         ellipsis = ", ..." if unused[3:] else ""
         finding = f"{len(unused)} objects ({total}) that no visible process uses: "
         fix = f"if no container uses it: rm /dev/shm/{unused[0].name}{ellipsis}"
@@ -155,16 +153,16 @@ def gather_memory(_: ServerConfig) -> tuple[int, int, int]:
     return host, min(host, limit or host), filesystem_space(_SHM)[0] if _SHM.is_dir() else 0
 
 
-def judge_memory(host_limit_and_shm_bytes: tuple[int, int, int]) -> Verdict:
-    """Warn if /dev/shm may exceed the server's memory limit.
+def judge_memory(facts: tuple[int, int, int]) -> Verdict:
+    """Warn if /dev/shm may exceed the server's memory limit. `gather_memory` returns `facts`.
 
     A page counts for the control group that touches it first, so pages of clients' regions may
     count for the server.
     """
-    host, limit, shm = host_limit_and_shm_bytes
+    host, limit, shm = facts
     if limit < min(shm, host):
         finding = (
-            f"the server's limit, {megabytes_text(limit)} (memory.max), is less than the size of "
+            f"the server's limit, {megabytes(limit)} (memory.max), is less than the size of "
             "/dev/shm; regions that the server touches first count, and the kernel may kill it"
         )
         fix = (
@@ -173,7 +171,7 @@ def judge_memory(host_limit_and_shm_bytes: tuple[int, int, int]) -> Verdict:
         )
         return warning(finding, fix)
     source = "all of the host" if limit == host else "the limit memory.max"
-    return ok(f"{megabytes_text(limit)}, {source}")
+    return ok(f"{megabytes(limit)}, {source}")
 
 
 def gather_locked(config: ServerConfig) -> tuple[int, bool]:
@@ -182,10 +180,10 @@ def gather_locked(config: ServerConfig) -> tuple[int, bool]:
     return hard, cuda_devices(config.visible_devices) > 0
 
 
-def judge_locked(limit_and_has_cuda: tuple[int, bool]) -> Verdict:
+def judge_locked(facts: tuple[int, bool]) -> Verdict:
     """Require enough lockable memory for pinned regions."""
-    limit, has_cuda = limit_and_has_cuda
-    finding = "no limit" if limit < 0 else megabytes_text(limit)
+    limit, has_cuda = facts
+    finding = "no limit" if limit < 0 else megabytes(limit)
     if has_cuda and 0 <= limit < _TOO_SMALL_BYTES:
         fix = (
             "set LimitMEMLOCK=infinity in the unit, or run ulimit -l unlimited, or docker run "
@@ -198,12 +196,12 @@ def judge_locked(limit_and_has_cuda: tuple[int, bool]) -> Verdict:
 class DeviceList(NamedTuple):
     """The accelerators of a host.
 
-    CUDA_VISIBLE_DEVICES (`visible_devices`) allows `visible_count` of `total_count` devices. This
-    user cannot open the `inaccessible` device files. `gpus` are the driver's descriptions.
+    CUDA_VISIBLE_DEVICES (`visible_devices`) allows `visible_count` of `total` devices. This user
+    cannot open the `inaccessible` device files. `gpus` are the driver's descriptions.
     """
 
     kind: str = ""
-    total_count: int = 0
+    total: int = 0
     visible_count: int = 0
     visible_devices: str | None = None
     inaccessible: tuple[str, ...] = ()
@@ -220,7 +218,7 @@ def gather_devices(config: ServerConfig) -> DeviceList:
     nodes = map(str, Path("/dev").glob(pattern))
     version = _DRIVER_FOLDER / "version"
     driver = re.search(r"\d+\.[\d.]+", version.read_text()) if version.is_file() else None
-    visible_count = accelerators(visible_devices=visible_devices).count
+    visible_count = accelerators(visible=visible_devices).count
     return DeviceList(
         *(devices.kind, devices.count, visible_count, visible_devices),
         inaccessible=tuple(node for node in nodes if not os.access(node, os.R_OK | os.W_OK)),
@@ -245,9 +243,9 @@ def _describe_gpu(information: Path) -> str:
 
 def judge_devices(devices: DeviceList) -> Verdict:
     """Require that the devices, if any, can be used for models of KIND_GPU."""
-    if not devices.total_count:
+    if not devices.total:
         return ok("none: models run on CPUs")
-    finding = f"{devices.total_count} of kind {devices.kind}"
+    finding = f"{devices.total} of kind {devices.kind}"
     if devices.inaccessible:
         fix = (
             "set DeviceAllow= in the unit and join the group of the files, or use docker run "
@@ -262,7 +260,7 @@ def judge_devices(devices: DeviceList) -> Verdict:
     if devices.kind == "cuda" and devices.torch.endswith("+cpu"):
         fix = "install a torch built for CUDA (https://pytorch.org/get-started)"
         return warning(f"{finding}, but torch {devices.torch} is built for CPUs only", fix)
-    if devices.visible_count < devices.total_count:
+    if devices.visible_count < devices.total:
         variable = f"CUDA_VISIBLE_DEVICES={devices.visible_devices}"
         finding += f", {devices.visible_count} of them visible ({variable})"
         if not devices.visible_count and devices.visible_devices not in _NO_DEVICE_VALUES:

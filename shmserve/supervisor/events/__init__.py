@@ -222,13 +222,13 @@ class EventFeed:
     def models_changed(self) -> None:
         """Publish the changes of models' states since the last call."""
         old_states, self._published_states = self._published_states, self._read_states()
-        for event in model_changes(old_states, self._published_states):
+        for event in changes(old_states, self._published_states):
             self._publisher.publish(event)
 
     def snapshot(self) -> Iterator[Any]:
         """Yield the server's state as events."""
         yield self._read_health()
-        yield from model_changes({}, self._read_states())
+        yield from changes({}, self._read_states())
         for child in self._list_processes():
             yield ProcessStarted(child.pid, child.title)
         for region in self._list_regions():
@@ -241,12 +241,12 @@ class EventFeed:
             self._timer = asyncio.get_running_loop().call_later(_COUNTERS_INTERVAL_S, self._tick)
 
 
-def model_changes(old_states: States, new_states: States) -> Iterator[ModelChanged]:
+def changes(before: States, after: States) -> Iterator[ModelChanged]:
     """Yield the differences of two snapshots of the models' states as events."""
-    for name, version in old_states.keys() - new_states.keys():
+    for name, version in before.keys() - after.keys():
         yield ModelChanged(name, version, "", "")
-    for (name, version), state in new_states.items():
-        if old_states.get((name, version)) != state:
+    for (name, version), state in after.items():
+        if before.get((name, version)) != state:
             yield ModelChanged(name, version, *state)
 
 

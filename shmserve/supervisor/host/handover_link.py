@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shmserve.common.peers import peer_credentials
+from shmserve.common.peers import credentials
 from shmserve.common.tasks import resolve_future
 from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
@@ -58,8 +58,8 @@ class Offer:
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         link.settimeout(_PATIENCE_S)
         try:
-            link.connect(os.fspath(endpoints.handover_socket(run_dir)))
-            if peer_credentials(link)[1] != os.geteuid():
+            link.connect(os.fspath(endpoints.handover(run_dir)))
+            if credentials(link)[1] != os.geteuid():
                 raise PermissionError
             data, fds = _receive(link, _MAX_DESCRIPTORS)
             response = json.loads(data or b'{"refused": "it is stopping"}')

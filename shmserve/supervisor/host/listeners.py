@@ -27,24 +27,23 @@ _NO_SUCH_FAMILY = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _BACKLOG = 1024  # connections that wait to be accepted at each socket
 
 
-def resolve(address: str, port: int, flag: str, allows_remote_clients: bool) -> list[Any]:
+def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
     """Return the socket addresses of `address`, as getaddrinfo returns them.
 
     Raises:
-        InvalidArgument: The address is unknown, or other hosts reach it although
-            `allows_remote_clients` is false (neither tokens nor --insecure are set). The message
-            names `flag`.
+        InvalidArgument: The address is unknown, or other hosts reach it and it is not `guarded`
+            (neither tokens nor --insecure are set). The message names `flag`.
     """
     with convert_os_errors(f"{flag}: cannot resolve '{address}'", "it is not a host name"):
         found = socket.getaddrinfo(
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-    if not allows_remote_clients and not all(is_loopback(str(address[0])) for *_, address in found):
-        raise _unguarded_error(flag, f"'{address}'")
+    if not guarded and not all(is_loopback(str(address[0])) for *_, address in found):
+        raise _unguarded(flag, f"'{address}'")
     return found
 
 
-def _unguarded_error(flag: str, address: str) -> InvalidArgument:
+def _unguarded(flag: str, address: str) -> InvalidArgument:
     return InvalidArgument(
         f"{flag}: other hosts reach {address}, so clients must send a token "
         "(--auth-token-file FILE); --insecure gives every client full access instead"
@@ -105,21 +104,19 @@ def _bind(family: int, socket_address: Any) -> socket.socket:
     return sock
 
 
-def adopt(
-    sock: socket.socket, allows_remote_clients: bool, source: str = "LISTEN_FDS"
-) -> socket.socket:
+def adopt(sock: socket.socket, guarded: bool, source: str = "LISTEN_FDS") -> socket.socket:
     """Prepare an inherited listening socket.
 
     Raises:
-        InvalidArgument: Other hosts reach the socket although `allows_remote_clients` is false.
+        InvalidArgument: Other hosts reach the socket, and it is not `guarded` (see `resolve`).
     """
     if sock.family == socket.AF_UNIX:
         if sock.type == socket.SOCK_STREAM:  # only sockets of local clients receive descriptors
             refuse_descriptors(sock)
         return sock
     host, port = sock.getsockname()[:2]
-    if not allows_remote_clients and not is_loopback(host):
-        raise _unguarded_error(source, f"{host}:{port}")
+    if not guarded and not is_loopback(host):
+        raise _unguarded(source, f"{host}:{port}")
     return sock
 
 

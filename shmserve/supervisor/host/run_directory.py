@@ -133,12 +133,12 @@ class RunDirectory:
             # The last process of a killed server may have removed the file before the lock.
             with contextlib.suppress(FileNotFoundError):
                 if os.stat(self.path / "lock").st_ino == os.fstat(fd).st_ino:
-                    self._write_lock_contents(fd)
+                    self._mark(fd)
                     return fd
         os.close(fd)
         raise InvalidArgument(f"--run-dir: '{self.path}' is in use by another server{_REMEDY}")
 
-    def _write_lock_contents(self, fd: int) -> None:
+    def _mark(self, fd: int) -> None:
         try:
             os.pwrite(fd, _LOCK_CONTENTS, 0)
         except OSError:  # the disk may be full
@@ -180,7 +180,7 @@ class RunDirectory:
 
     def remove(self) -> None:
         """Delete the folder and its contents."""
-        with contextlib.suppress(OSError), hold_lock(self.lock_fd):
+        with contextlib.suppress(OSError), exclusive(self.lock_fd):
             clear(self.path, self.lock_fd)
 
 
@@ -207,7 +207,7 @@ def unsafe_reason(path: Path, status: os.stat_result, group_bits: int) -> str:
 
 
 @contextlib.contextmanager
-def hold_lock(lock_fd: int) -> Iterator[None]:
+def exclusive(lock_fd: int) -> Iterator[None]:
     """Exclude other processes with the inherited lock of a server, `lock_fd`, from this block."""
     fcntl.lockf(lock_fd, fcntl.LOCK_EX)
     try:
@@ -219,7 +219,7 @@ def hold_lock(lock_fd: int) -> Iterator[None]:
 def clear(path: Path, lock_fd: int) -> None:
     """Delete a server's folder and its contents; raise OSError if that fails.
 
-    Each process that outlives the server calls this within `hold_lock`, with the inherited lock.
+    Each process that outlives the server calls this within `exclusive`, with the inherited lock.
     Only a folder that contains this lock is deleted, so a second call deletes nothing. After a
     handover, the lock is in the parent folder, which is deleted, too.
     """
@@ -233,9 +233,9 @@ def clear(path: Path, lock_fd: int) -> None:
                     folder.rmdir()
 
 
-def _delete_contents(path: Path, kept_names: Container[str] = ("lock",)) -> None:
+def _delete_contents(path: Path, keep: Container[str] = ("lock",)) -> None:
     for entry in path.iterdir():
-        if entry.name not in kept_names:
+        if entry.name not in keep:
             # A process that is ending, too, may have removed its own files.
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)

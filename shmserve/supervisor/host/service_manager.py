@@ -94,17 +94,17 @@ class ServiceManager:
             self._state = state
             self._notify(f"STATUS={state}")
 
-    async def extend_timeout(self) -> None:
+    async def keep_waiting(self) -> None:
         """Extend the timeout of a long start or end until the task is cancelled."""
         while self._socket is not None:
             self._notify_unless_queued(f"EXTEND_TIMEOUT_USEC={_TIMEOUT_EXTENSION_S * 1_000_000}")
             await asyncio.sleep(_SIGN_OF_LIFE_INTERVAL_S)
 
-    def store_fds(self, name: str, fds: list[int]) -> None:
+    def keep(self, name: str, fds: list[int]) -> None:
         """Store descriptors under a name for the next server."""
         self._notify("FDSTORE=1", f"FDNAME={_STORED_PREFIX}{name}", "FDPOLL=0", fds=fds)
 
-    def remove_fds(self, name: str) -> None:
+    def drop(self, name: str) -> None:
         """Remove the stored descriptors that have this name."""
         self._notify("FDSTOREREMOVE=1", f"FDNAME={_STORED_PREFIX}{name}")
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shmserve.common import fd_limits
-from shmserve.common.peers import NO_GROUP, admit_group, peer_credentials
+from shmserve.common.peers import NO_GROUP, admit_group, credentials
 from shmserve.errors import Unsupported
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
@@ -95,7 +95,7 @@ def close_all(fds: Iterable[int]) -> None:
         else:
             slow.append(fd)
     if slow:
-        _run_in_thread(partial(_close_in_thread, slow))
+        _run_in_thread(partial(_close_slow, slow))
 
 
 def is_memory(fd: int) -> bool:
@@ -119,7 +119,7 @@ def disconnect(link: socket.socket) -> None:
     link.close()
 
 
-def _close_in_thread(fds: Iterable[int]) -> None:
+def _close_slow(fds: Iterable[int]) -> None:
     for fd in fds:
         try:
             sock = socket.socket(fileno=fd)
@@ -142,14 +142,14 @@ def _run_in_thread(action: Callable[[], None]) -> None:
 
 @dataclass(slots=True, eq=False)
 class LocalClient:
-    """A connected program; it is `is_welcomed` after its Hello. `unsent` are queued packets."""
+    """A connected program; it is `welcomed` after its Hello. `unsent` are queued packets."""
 
     number: int
     pid: int  # 0 if the process is in another namespace
     uid: int
     link: socket.socket
     pidfd: int  # the descriptor that polls the process; -1 if it is in another namespace
-    is_welcomed: bool = False
+    welcomed: bool = False
     unsent: deque[bytes] = field(default_factory=deque)
 
 
@@ -182,7 +182,7 @@ class LocalClientConnections:
         self._client_numbers = itertools.count(FIRST_LOCAL_CLIENT)
         self._loop = asyncio.get_running_loop()
         self._max_clients = min(_MAX_CLIENTS, fd_limits.local_clients_share())
-        path = endpoints.listener_socket(run_dir)
+        path = endpoints.listener(run_dir)
         try:
             path.parent.mkdir(mode=0o700)
         except OSError as error:
@@ -202,7 +202,7 @@ class LocalClientConnections:
 
     def welcomed_clients(self) -> list[LocalClient]:
         """Return the welcomed clients."""
-        return [client for client in self._clients.values() if client.is_welcomed]
+        return [client for client in self._clients.values() if client.welcomed]
 
     # --- connections
 
@@ -249,8 +249,8 @@ class LocalClientConnections:
             link = listener.accept()
             if link is None:
                 return
-            pid, uid, _ = peer_credentials(link)
-            unwelcomed = [client for client in self._clients.values() if not client.is_welcomed]
+            pid, uid, _ = credentials(link)
+            unwelcomed = [client for client in self._clients.values() if not client.welcomed]
             if len(unwelcomed) >= _MAX_CLIENTS_BEFORE_HELLO:
                 self.disconnect(unwelcomed[0])
             if not self._has_capacity(uid):
@@ -272,7 +272,7 @@ class LocalClientConnections:
         user_clients = sum(client.uid == uid for client in self._clients.values())
         if len(self._clients) >= self._max_clients:
             return False
-        return user_clients < fd_limits.limit_per_peer(self._max_clients)
+        return user_clients < fd_limits.share_of(self._max_clients)
 
     def disconnect(self, client: LocalClient) -> None:
         """Close a connection, unless it is closed."""
@@ -286,7 +286,7 @@ class LocalClientConnections:
         # This link is closed before the schedulers close theirs. The client thus detects that the
         # server has disconnected it.
         disconnect(client.link)
-        if client.is_welcomed:
+        if client.welcomed:
             self._on_disconnect(client.number)
 
     def close(self) -> None:

@@ -96,10 +96,16 @@ class LocalMemory:
     def publications(self) -> Iterator[RegionPublished]:
         """Yield the messages that bring a new gateway up to date."""
         for region in self._regions.values():
-            yield region.listing_message(0)
+            yield region.listing(0)
 
     def share(self, client: LocalClient, byte_size: int, pin: bool, fds: list[int]) -> bytes:
-        """Share memory that a client has opened, and take its descriptor out of `fds`."""
+        """Register the memory of a client, whose only descriptor is in `fds`.
+
+        The server then owns the descriptor and empties `fds`, unless the registration fails.
+
+        Returns:
+            The packed `Memory`.
+        """
         if len(fds) != 1:
             raise InvalidArgument(f"expected 1 descriptor of shared memory, got {len(fds)}")
         (fd,) = fds
@@ -147,7 +153,7 @@ class LocalMemory:
     def _add_region(self, region: OpenRegion) -> None:
         self._regions[region.memory_id] = region
         self._publish_event(region.registration_event())
-        self._processes.broadcast(region.listing_message(0), "gateway")
+        self._processes.broadcast(region.listing(0), "gateway")
 
     def release(self, client_number: int, memory_id: int = 0, reason: str = "") -> None:
         """Release a region of a local client, or with `memory_id` 0 all regions of the client."""
@@ -278,7 +284,7 @@ class LocalClientServer:
 
     def announce(self, message: Any) -> None:
         """Send a message that every local client has to acknowledge within a second."""
-        clients, number = self.numbers(), message.change_number
+        clients, number = self.numbers(), message.acknowledge
         self.broadcast(message)
         loop, acknowledged = asyncio.get_running_loop(), self._acknowledgements.record_acknowledged
         for client in clients:
@@ -286,11 +292,11 @@ class LocalClientServer:
 
     def broadcast(self, message: Any) -> None:
         """Send a message to every local client."""
-        data = self._encode_packet(message, logging.WARNING)
+        data = self._packet(message, logging.WARNING)
         for client in self.connections.welcomed_clients():
             self.connections.send(client, data)
 
-    def _encode_packet(self, message: Any, level: int = logging.DEBUG) -> bytes:
+    def _packet(self, message: Any, level: int = logging.DEBUG) -> bytes:
         """Encode a message as one packet.
 
         A model whose description exceeds a packet is withdrawn from local clients, which is logged
@@ -306,22 +312,22 @@ class LocalClientServer:
             "(net.core.wmem_default)",
             *(message.name, message.version, len(data), self._max_packet_bytes),
         )
-        return frames.pack([m.ModelWithdrawn(message.name, message.version, message.change_number)])
+        return frames.pack([m.ModelWithdrawn(message.name, message.version, message.acknowledge)])
 
     # --- requests of a client
 
     def _on_message(self, client: LocalClient, message: Any, fds: list[int]) -> None:
         match message:
-            case Hello(version=frames.VERSION) if not client.is_welcomed:
-                client.is_welcomed = True
+            case Hello(version=frames.VERSION) if not client.welcomed:
+                client.welcomed = True
                 welcome = Welcome(client.number, self._capabilities.token(client.number))
                 for greeting in (welcome, *self._snapshot()):
-                    self.connections.send(client, self._encode_packet(greeting))
+                    self.connections.send(client, self._packet(greeting))
             case Hello(version=version) if version != frames.VERSION:
                 raise frames.VersionMismatch(version)
-            case Acknowledged(number=number) if client.is_welcomed:
+            case Acknowledged(number=number) if client.welcomed:
                 self._acknowledgements.record_acknowledged(client.number, number)
-            case ShareMemory(number, size, pin) if client.is_welcomed:
+            case ShareMemory(number, size, pin) if client.welcomed:
                 # The request is handled immediately, since `fds` are closed afterwards.
                 response: Answered | Refused
                 try:
@@ -330,11 +336,11 @@ class LocalClientServer:
                 except ShmserveError as error:
                     response = Refused.of(number, error)
                 self.connections.send(client, frames.pack([response]))
-            case ShareDeviceMemory() if client.is_welcomed:
+            case ShareDeviceMemory() if client.welcomed:
                 self._respond(client, message.id, self._share_device(client, message))
-            case WantModel(number, name, patience_s) if client.is_welcomed:
+            case WantModel(number, name, patience_s) if client.welcomed:
                 self._respond(client, number, self._load_on_demand(name, patience_s))
-            case WithdrawMemory(memory_id=memory_id) if client.is_welcomed and memory_id:
+            case WithdrawMemory(memory_id=memory_id) if client.welcomed and memory_id:
                 self._memory.release(client.number, memory_id)
             case _:
                 raise MalformedMessage(f"an unexpected {type(message).__name__}")
@@ -367,10 +373,10 @@ def _for_local_clients(message: Any) -> Any:
             fields = {key: source[key] for key in _MODEL_FIELDS if key in source}
             for key in ("input", "output"):
                 fields[key] = [_tensor_fields(tensor) for tensor in source.get(key, ())]
-            brief, local_clients = ModelSpec.of(fields), endpoints.local_clients_endpoint(endpoint)
+            brief, local_clients = ModelSpec.of(fields), endpoints.for_local_clients(endpoint)
             return replace(message, config=brief, metadata={}, endpoint=local_clients)
         case m.SchedulerLost(endpoint, successor):
-            convert = endpoints.local_clients_endpoint
+            convert = endpoints.for_local_clients
             return m.SchedulerLost(convert(endpoint), convert(successor))
         case m.ProcessExited(process):
             return OwnerExited(process)

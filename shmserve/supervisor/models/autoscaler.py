@@ -28,11 +28,11 @@ from statistics import fmean
 from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
-from shmserve.common.host import CpuUtilization, available_memory, memory_bytes, processor_limits
+from shmserve.common.host import CpuUtilization, available_memory, memory_bytes, processors
 from shmserve.errors import ShmserveError
 from shmserve.ipc import model_spec
 from shmserve.ipc.messages.publications import InstancesChanged
-from shmserve.ipc.messages.supervision import InstanceCountChanged
+from shmserve.ipc.messages.supervision import CountChange
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.instances import Bounds, bounds_of
@@ -127,9 +127,7 @@ class Autoscaler:
     ) -> None:
         if statistics.cancelled():
             return
-        load = LoadSample.from_statistics(
-            statistics.result(), time.monotonic(), version.config.decoupled
-        )
+        load = LoadSample.of(statistics.result(), time.monotonic(), version.config.decoupled)
         change = state.policy.sample(load, version.instances.count)
         if not version.instances.all_serve:
             return
@@ -149,7 +147,7 @@ class Autoscaler:
             logger.warning(text, version.spec.name, before, change.reason, missing)
             return
         state.is_changing = True
-        self._context.start_task(self._change(version, state, change))
+        self._context.background(self._change(version, state, change))
 
     async def _change(self, version: ModelVersion, state: _ScalingState, change: Change) -> None:
         before, name = version.instances.count, version.spec.name
@@ -168,7 +166,7 @@ class Autoscaler:
         logger.info(text, name, after, before, change.reason)
         event = InstancesChanged(name, version.spec.version, before, after, change.reason)
         self._context.events.publish(event)
-        version.scheduler.send(InstanceCountChanged(after > before))
+        version.scheduler.send(CountChange(after > before))
 
 
 def _create_state(config: ModelSpec, bounds: Bounds) -> _ScalingState:
@@ -177,7 +175,7 @@ def _create_state(config: ModelSpec, bounds: Bounds) -> _ScalingState:
     batching = config.dynamic_batching
     delay_us = 0 if batching is None else batching.max_queue_delay_microseconds
     policy = ScalingPolicy(*bounds, target_s=target_ms / 1e3, delay_s=delay_us / 1e6)
-    count, quota = processor_limits()
+    count, quota = processors()
     return _ScalingState(policy, HostCapacity(count if quota is None else min(count, quota)))
 
 
@@ -210,9 +208,7 @@ class LoadSample(NamedTuple):
     busy_count: int
 
     @classmethod
-    def from_statistics(
-        cls, statistics: Mapping[str, Any], at_s: float, decoupled: bool = False
-    ) -> Self:
+    def of(cls, statistics: Mapping[str, Any], at_s: float, decoupled: bool = False) -> Self:
         """Create a sample from a `StatisticsSnapshot`.
 
         An instance of a decoupled model is busy as long as it has an open request.
@@ -245,14 +241,14 @@ class ScalingPolicy:
     """The policy that decides the number of instances of a model.
 
     Attributes:
-        min_instances: The minimum number of instances.
-        max_instances: The maximum number of instances.
+        minimum: The minimum number of instances.
+        maximum: The maximum number of instances.
         target_s: The latency target, which includes the execution; 0 for none.
         delay_s: The allowed mean wait if there is no target; at least one execution is allowed.
     """
 
-    min_instances: int
-    max_instances: int
+    minimum: int
+    maximum: int
     target_s: float = 0.0
     delay_s: float = 0.0
     _loads: deque[LoadSample] = field(init=False, default_factory=deque)
@@ -269,20 +265,16 @@ class ScalingPolicy:
     def sample(self, load: LoadSample, count: int) -> Change | None:
         """Return the change that a sample requires, or None; `count` is the number of instances."""
         self._update_estimates(load)
-        if count < self.min_instances:
-            return Change(count + 1, f"at least {self.min_instances} are configured")
-        if count > self.max_instances:
-            return Change(count - 1, f"at most {self.max_instances} are configured")
+        if count < self.minimum:
+            return Change(count + 1, f"at least {self.minimum} are configured")
+        if count > self.maximum:
+            return Change(count - 1, f"at most {self.maximum} are configured")
         wait = self._long_wait_text(load)
         if not wait:
             self._late_samples = 0
             return self._remove_idle(load, count)
         self._long_wait_s, self._late_samples = load.at_s, self._late_samples + 1
-        if (
-            self._late_samples < _LATE_SAMPLES
-            or count == self.max_instances
-            or self._catches_up(load)
-        ):
+        if self._late_samples < _LATE_SAMPLES or count == self.maximum or self._catches_up(load):
             return None
         return Change(count + 1, wait)
 
@@ -357,7 +349,7 @@ class ScalingPolicy:
         at_s, start_s = load.at_s, self._loads[0].at_s
         without_wait_s = at_s - max(self._long_wait_s, start_s)
         has_changed = at_s - self._last_change_s < _REMOVAL_PAUSE_S
-        if count == self.min_instances or has_changed or without_wait_s < 0.95 * self._idle_s:
+        if count == self.minimum or has_changed or without_wait_s < 0.95 * self._idle_s:
             return None
         busy = self._max_mean_busy()
         if busy > _TARGET_UTILIZATION * (count - 1):

@@ -133,7 +133,7 @@ class Instances:
         return sum(instance.state not in _DOWN_STATES for instance in self._instances)
 
     @property
-    def has_hanging_load(self) -> bool:
+    def hangs(self) -> bool:
         """Return whether a load of an instance takes so long that it was reported."""
         return any(instance.hangs for instance in self._instances)
 
@@ -303,8 +303,8 @@ class Instances:
         message = receiving.result() if receiving.done() else instance.inbox.get_nowait()
         if isinstance(message, m.LoadFailed):
             error = from_code(message.code, message.message)
-            if message.model_traceback:
-                error.add_note(message.model_traceback)
+            if message.frames:
+                error.add_note(message.frames)
             raise error
         if not isinstance(message, kind):
             text = f"instance '{instance.name}' sent an unexpected {type(message).__name__}"
@@ -402,7 +402,7 @@ class Instances:
         """End a retiring instance that has finished its requests."""
         instance = self._instance_of(pid)
         if instance is not None and instance.state is InstanceState.RETIRING:
-            self._context.start_task(self._end(instance))
+            self._context.background(self._end(instance))
 
     def _instance_of(self, pid: int) -> Instance | None:
         """Return the instance that currently runs in a process, if any."""
@@ -416,7 +416,7 @@ class Instances:
 
     # --- schedulers
 
-    def announce_all(self, worker_pids: list[int]) -> None:
+    def introduce(self, worker_pids: list[int]) -> None:
         """Notify a new scheduler of its instances, and of the exits since it was started.
 
         Args:
@@ -427,7 +427,7 @@ class Instances:
         for instance in self._instances:
             if instance.state is InstanceState.RETIRING:
                 # Clients have resubmitted its requests to the new scheduler.
-                self._context.start_task(self._end(instance))
+                self._context.background(self._end(instance))
             elif instance.state is InstanceState.FAILED:
                 self._send_instance_gone(instance)
             elif instance.state is not InstanceState.STOPPED:
@@ -448,7 +448,7 @@ class Instances:
         instance = self._instance_of(pid)
         if instance is not None and instance.child is not None:
             instance.child.cause = reason
-            self._context.start_task(self._kill(instance, instance.child))
+            self._context.background(self._kill(instance, instance.child))
 
     @staticmethod
     async def _kill(instance: Instance, child: Child) -> None:
@@ -474,25 +474,25 @@ class Instances:
         logger.error("%s ended (%s)", child.title, child.exited.result())
         if instance.state is not InstanceState.STOPPED:
             self._on_change()
-            self._context.start_task(self._restart(instance, child))
+            self._context.background(self._restart(instance, child))
 
     def _is_needed(self, instance: Instance) -> bool:
         return not self._lifetime.is_stopping and instance in self._instances
 
-    def reset_crashes(self, pid: int) -> None:
+    def on_served(self, pid: int) -> None:
         """Reset the crash counter of an instance that has executed a request."""
         instance = self._instance_of(pid)
         if instance is not None:
-            instance.crash_count = 0
+            instance.crashes = 0
             instance.backoff.record_work()
 
     async def _restart(self, instance: Instance, exited_child: Child) -> None:
         exited_at = time.monotonic()
         pause_s = self._pause_s(instance, exited_child, exited_at - instance.ready_at)
         # A long lifetime also resets the number of consecutive crashes.
-        earlier_crashes = min(instance.crash_count, instance.backoff.deaths - 1)
-        instance.crash_count = earlier_crashes + (not exited_child.was_killed)
-        if earlier_crashes < instance.crash_count == _MAX_CRASHES and self._is_needed(instance):
+        earlier_crashes = min(instance.crashes, instance.backoff.deaths - 1)
+        instance.crashes = earlier_crashes + (not exited_child.was_killed)
+        if earlier_crashes < instance.crashes == _MAX_CRASHES and self._is_needed(instance):
             reason = f"its process ended {_MAX_CRASHES} times in a row ({exited_child.reason})"
             self._abandon(instance, f"{reason}, and it executed no request in between")
             return
@@ -510,10 +510,10 @@ class Instances:
                 if not self._is_needed(instance):
                     return
                 was_killed = child is not None and child.was_killed
-                instance.failed_load_count += not was_killed
+                instance.failed_loads += not was_killed
                 text = "\n".join((error.message, *getattr(error, "__notes__", ())))
                 logger.error("instance '%s' did not restart: %s", instance.name, text)
-                if instance.failed_load_count < _MAX_FAILED_LOADS:
+                if instance.failed_loads < _MAX_FAILED_LOADS:
                     pause_s = self._pause_s(instance, child, 0)
                     continue
                 self._abandon(instance, error.message)

@@ -137,7 +137,7 @@ class Instance:
 
     Attributes:
         stacks_fd: The worker's file descriptor for stack traces, from `WorkerStarted`.
-        crash_count: The crashes since the instance last executed a request.
+        crashes: The crashes since the instance last executed a request.
         checks_ready: Whether the model implements its own readiness check.
         device_byte_size: The accelerator memory that the loaded model uses.
         hangs: Whether the log has reported that the load takes long.
@@ -155,8 +155,8 @@ class Instance:
     inbox: asyncio.Queue[Any] = field(default_factory=create_inbox)
     ready_at: float = 0.0
     backoff: RestartBackoff = field(default_factory=RestartBackoff)
-    crash_count: int = 0
-    failed_load_count: int = 0
+    crashes: int = 0
+    failed_loads: int = 0
     checks_ready: bool = False
     device_byte_size: int = 0
     hangs: bool = False
@@ -183,7 +183,7 @@ class Instance:
         self.checks_ready, self.device_byte_size = checks_ready, device_byte_size
         self.transition("loaded")
         self.ready_at = time.monotonic()
-        self.failed_load_count = 0
+        self.failed_loads = 0
 
     async def discard(self) -> Child | None:
         """Kill the process that failed to load, if it is alive, and return the process."""

@@ -46,19 +46,17 @@ _WAITING_PHASES = (OrderPhase.READING, OrderPhase.STARTING, OrderPhase.MOVING)
 class Lifecycle:
     """The state machine that executes orders about the models of a registry."""
 
-    def __init__(
-        self, registry: ModelRegistry, actions: LifecycleActions, shares_hosts: bool
-    ) -> None:
+    def __init__(self, registry: ModelRegistry, actions: LifecycleActions, hosted: bool) -> None:
         """Create a lifecycle without orders.
 
         Args:
             registry: The models.
             actions: Executes the decisions.
-            shares_hosts: Whether the schedulers of an ensemble and of its steps share a process.
+            hosted: Whether the schedulers of an ensemble and of its steps share a process.
         """
         self._registry = registry
         self._actions = actions
-        self._shares_hosts = shares_hosts
+        self._shares_hosts = hosted
         self._open_orders: list[Order] = []  # orders that were not answered yet
         self._is_running = self._has_changed = False
         self._changed_models: set[str] = set()  # the models whose status may have changed
@@ -152,13 +150,10 @@ class Lifecycle:
         return order
 
     def _unload(
-        self,
-        model: ModelEntry,
-        orders_by_model: dict[ModelEntry, Order | None],
-        on_demand: bool = False,
+        self, model: ModelEntry, by_model: dict[ModelEntry, Order | None], on_demand: bool = False
     ) -> Order:
-        caused_by_step = bool(orders_by_model)
-        orders_by_model[model] = None
+        caused_by_step = bool(by_model)
+        by_model[model] = None
         model.on_demand = on_demand
         model.is_outdated = False  # the serving versions are not reloaded
         users = dict.fromkeys(self._registry.users_of(model))
@@ -171,12 +166,12 @@ class Lifecycle:
             elif order.model is not model:
                 users[order.model] = None  # the ensemble is unloaded once it has been loaded
         for user in users:
-            if user not in orders_by_model:
-                orders_by_model[user] = self._unload(user, orders_by_model, on_demand)
-        unloads = [unload for user in users if (unload := orders_by_model[user]) is not None]
+            if user not in by_model:
+                by_model[user] = self._unload(user, by_model, on_demand)
+        unloads = [unload for user in users if (unload := by_model[user]) is not None]
         order = Order(model, OrderKind.UNLOAD, prerequisites=unloads)
         order.is_requested, order.caused_by_step = not caused_by_step, caused_by_step
-        orders_by_model[model] = self._add(order)
+        by_model[model] = self._add(order)
         return order
 
     def _group(self, name: str) -> Group:
@@ -184,7 +179,7 @@ class Lifecycle:
 
     def _regroup(self, group: Group) -> None:
         """Order the schedulers of a group to move to one process, which they share from now on."""
-        for name in sorted(group.model_names) if len(group.model_names) > 1 else ():
+        for name in sorted(group.names) if len(group.names) > 1 else ():
             if name in self._registry.models:
                 self._add_once(Order(self._registry.models[name], OrderKind.MOVE))
 
@@ -415,7 +410,9 @@ class Lifecycle:
     def _withdraw(self, order: Order) -> None:
         model = order.model
         withdrawn, model.serving = model.serving, {}
-        model.outcomes = dict.fromkeys({*withdrawn, *model.outcomes} - {""}, UNLOADED)
+        error = order.failures.get("")  # of a reload because of a step, which was logged
+        outcome = LoadOutcome(str(error).rstrip(), is_logged=True) if error else UNLOADED
+        model.outcomes = dict.fromkeys({*withdrawn, *model.outcomes} - {""}, outcome)
         model.fingerprint, model.last_load = "", None
         model.retiring += withdrawn.values()
         order.awaited_ends.update(withdrawn.values())
@@ -478,7 +475,9 @@ class Lifecycle:
         if error is not None and order.caused_by_step and order.kind is OrderKind.LOAD:
             logger.error("ensemble '%s': %s", model.name, error.message)
             if model.serving:  # otherwise the reason of the failure stays visible
-                order.follow_ups.append(self._unload(model, {model: None}, model.on_demand))
+                unload = self._unload(model, {model: None}, model.on_demand)
+                unload.failures[""] = error
+                order.follow_ups.append(unload)
         elif error is not None and order.kind is OrderKind.LOAD:
             self._load_outdated(order)
         self._has_changed = True

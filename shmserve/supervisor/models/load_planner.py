@@ -47,7 +47,7 @@ class LoadPlanner:
         """Create a planner; raise InvalidArgument if a model given as a file is invalid."""
         self._config = config
         self._overrides_dir = run_dir / "overrides"
-        self._environments_dir = endpoints.environments_folder(run_dir)
+        self._environments_dir = endpoints.environments(run_dir)
         self._accelerators = accelerators
         self._inline: dict[str, ModelFolder] = {}
         for spec in config.model_files:
@@ -58,7 +58,7 @@ class LoadPlanner:
 
     def scan(self) -> dict[str, ModelFolder]:
         """Return the models of the repositories by name."""
-        return {**repository.scan(*self._scan_arguments()), **self._inline}
+        return {**repository.scan(*self._roots()), **self._inline}
 
     def fingerprint(self, name: str) -> str:
         """Return a text that changes with any file of a model; "" if there is no such model."""
@@ -74,10 +74,10 @@ class LoadPlanner:
         return 1 if name in self._inline else sum(os.path.isdir(root / name) for root in roots)
 
     def _find(self, name: str) -> ModelFolder | None:
-        roots, config_name = self._scan_arguments()
+        roots, config_name = self._roots()
         return self._inline.get(name) or repository.find(roots, name, config_name)
 
-    def _scan_arguments(self) -> tuple[tuple[Path, ...], str]:
+    def _roots(self) -> tuple[tuple[Path, ...], str]:
         return self._config.model_repositories, self._config.model_config_name
 
     def plan(self, name: str, override: str, files: dict[str, bytes]) -> list[VersionSpec]:
@@ -92,9 +92,9 @@ class LoadPlanner:
             ShmserveError: The model cannot be loaded; the text is Triton's.
         """
         try:
-            folder = self._find_folder(name, override, files)
+            folder = self._folder(name, override, files)
         except ShmserveError as error:
-            raise _not_polled_error(name, error) from None
+            raise _not_polled(name, error) from None
         try:
             return self._plan_versions(folder, override)
         except BaseException:
@@ -110,7 +110,7 @@ class LoadPlanner:
                 logger.warning("model %s: %s is defined twice with equal values", name, tensor)
             config = self._with_defaults(written_config, folder)
             # Without its backend, a model cannot be loaded, whatever else its configuration says.
-            fault = model_config.unknown_backend_error(config)
+            fault = model_config.unknown_backend(config)
             if not fault:
                 repository.check_agents(folder, config)
                 _add_environment(config, folder)
@@ -126,7 +126,7 @@ class LoadPlanner:
             hint = "; ".join(filter(None, hints))
             if hint:
                 error = InvalidArgument(f"{error.message} ({hint})")
-            raise _not_polled_error(name, error) from None
+            raise _not_polled(name, error) from None
         hint = repository.layout_hint(folder)
         if hint:
             logger.warning("model %s: %s", name, hint)
@@ -173,7 +173,7 @@ class LoadPlanner:
         if folder.is_relative_to(self._overrides_dir):
             shutil.rmtree(folder.parent, ignore_errors=True)
 
-    def _find_folder(self, name: str, override: str, files: dict[str, bytes]) -> ModelFolder:
+    def _folder(self, name: str, override: str, files: dict[str, bytes]) -> ModelFolder:
         if files:
             if not override:
                 raise InvalidArgument("override files are given without a 'config' override")
@@ -188,14 +188,12 @@ class LoadPlanner:
             raise NotFound(f"there is no {CONFIG_FILE}, and --disable-auto-complete-config is set")
         return folder
 
-    def _with_defaults(self, written_config: ModelConfig, folder: ModelFolder) -> ModelConfig:
+    def _with_defaults(self, written: ModelConfig, folder: ModelFolder) -> ModelConfig:
         """Return the configuration with the defaults that files and host determine."""
         repository.check_files(folder)
         files = folder.files(folder.versions[-1]) if folder.versions else []
-        config = model_config.detect_backend(written_config, folder.name, files)
-        is_undecided = config.backend == "python" and not (
-            written_config.backend or written_config.platform
-        )
+        config = model_config.detect_backend(written, folder.name, files)
+        is_undecided = config.backend == "python" and not (written.backend or written.platform)
         if is_undecided or config.backend == "native":
             _select_class(config, folder)
         if self._config.on_cpu:
@@ -210,7 +208,7 @@ class LoadPlanner:
     ) -> None:
         gpu_count, model_dir = self._accelerators.count, folder.path
         model_config.validate(
-            config, gpu_count=gpu_count, is_complete=complete, model_dir=model_dir, source=source
+            config, gpu_count=gpu_count, complete=complete, model_dir=model_dir, source=source
         )
 
     def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
@@ -360,7 +358,7 @@ def _add_environment(config: ModelConfig, folder: ModelFolder) -> None:
         config.parameters[ENVIRONMENT].string_value = value
 
 
-def _not_polled_error(name: str, error: ShmserveError) -> Internal:
+def _not_polled(name: str, error: ShmserveError) -> Internal:
     text = f"failed to load '{name}', failed to poll from model repository: {error.message}"
     return Internal(text)
 
@@ -402,15 +400,15 @@ def materialise_override(root: Path, name: str, override: str, files: Mapping[st
     return unique / name
 
 
-def _write(root: Path, relative_path: str, content: bytes) -> None:
-    parts = [part for part in relative_path.split("/") if part not in ("", ".")]
+def _write(root: Path, relative: str, content: bytes) -> None:
+    parts = [part for part in relative.split("/") if part not in ("", ".")]
     is_safe = parts and all(part != ".." and len(part.encode()) <= 255 for part in parts)
-    if not is_safe or "\0" in relative_path or "\\" in relative_path or len(parts) > 16:
-        raise InvalidArgument(f"invalid file override path '{relative_path}'")
+    if not is_safe or "\0" in relative or "\\" in relative or len(parts) > 16:
+        raise InvalidArgument(f"invalid file override path '{relative}'")
     path = root.joinpath(*parts)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(path, "xb") as file:
             file.write(content)
     except (FileExistsError, NotADirectoryError):
-        raise InvalidArgument(f"file override path '{relative_path}' is used twice") from None
+        raise InvalidArgument(f"file override path '{relative}' is used twice") from None

@@ -141,7 +141,7 @@ def _in_background(
 
     @wraps(method)
     def start_task(self: LifecycleExecutor, /, *args: P.args, **kwargs: P.kwargs) -> None:
-        self.context.start_task(method(self, *args, **kwargs))
+        self.context.background(method(self, *args, **kwargs))
 
     return start_task
 
@@ -267,7 +267,7 @@ class LifecycleExecutor(LifecycleActions):
         return ModelVersion(self.context, spec, group, self.registry.serving, *events)
 
     def start(self, version: ModelVersion) -> None:
-        self._start_tasks[version] = self.context.start_task(self._start(version))
+        self._start_tasks[version] = self.context.background(self._start(version))
 
     async def _start(self, version: ModelVersion) -> None:
         error: Exception | None = None
@@ -359,9 +359,7 @@ class ModelManager:
                 ", ".join(f"'{root}'" for root in config.model_repositories),
             )
         if config.model_control_mode == "explicit":
-            names = (
-                list(folders) if config.models_to_load == ("*",) else list(config.models_to_load)
-            )
+            names = list(folders) if config.load_models == ("*",) else list(config.load_models)
         if config.load_on_demand:
             names = names if config.model_control_mode == "explicit" else []
             self._lifecycle.offer_on_demand(folders.keys() - set(names))
@@ -399,7 +397,7 @@ class ModelManager:
         if is_traversal(name):
             return  # the model is unknown
         check_model_name(name)
-        steps = self._registry.steps_loaded_for(name) if with_dependents else []
+        steps = self._registry.loaded_for(name) if with_dependents else []
         await self.unload(name)
         for step in steps:
             await self.unload_on_request(step, with_dependents)

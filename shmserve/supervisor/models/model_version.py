@@ -102,7 +102,7 @@ class ModelVersion:
     @property
     def ready(self) -> bool:
         """Return whether an instance would execute a request that is submitted now."""
-        return self.loaded and self.scheduler.is_serving and self.instances.can_serve
+        return self.loaded and self.scheduler.serves and self.instances.can_serve
 
     @property
     def drained(self) -> bool:
@@ -127,7 +127,7 @@ class ModelVersion:
 
     def pids(self) -> list[int]:
         """Return the running processes; the scheduler's may also run for other models."""
-        scheduler_pids = [self.scheduler.serving.child.pid] if self.scheduler.is_serving else []
+        scheduler_pids = [self.scheduler.serving.child.pid] if self.scheduler.serves else []
         return [*self.instances.pids(), *scheduler_pids]
 
     def uses(self, name: str) -> bool:
@@ -147,7 +147,7 @@ class ModelVersion:
             ready=self.ready,
             latest=latest,
             load_seconds=self.load_seconds,
-            change_number=0,
+            acknowledge=0,
         )
 
     def report_change(self) -> None:
@@ -165,7 +165,7 @@ class ModelVersion:
         try:
             await self.instances.complete_config()
             await self._start_scheduler(is_first=True)
-            self._supervision = self._context.start_task(self._supervise())
+            self._supervision = self._context.background(self._supervise())
             await self.instances.load()
             self.loaded, self.loaded_ns = True, time.monotonic_ns()
             await self.until_ready()
@@ -234,6 +234,7 @@ class ModelVersion:
         """
         scheduler, instances = self.scheduler, self.instances
         old_scheduler, old_endpoint = scheduler.serving, scheduler.endpoint
+        old_counters = scheduler.counters
         exits = instances.serving_exits()
         instances.defers_attach = True
         losses: list[asyncio.Future[Any]] = [asyncio.gather(*exits)] if exits else []
@@ -244,17 +245,18 @@ class ModelVersion:
             losses.append(scheduler.serving.child.exited)
             await publish()
             await scheduler.drain(old_scheduler, losses=losses)
-            instances.announce_all([])
+            instances.introduce([])
             self._broadcast_lost(old_endpoint, scheduler.endpoint, *_CLIENT_ROLES)
             await publish()
             # The second drain releases outputs that clients have read through the old scheduler.
             await scheduler.drain(old_scheduler, losses=losses)
+            scheduler.counters.continue_version(old_counters)
             instances.attach()
             self.report_change()
             await self._context.hosts.close(old_scheduler)
         finally:
             instances.defers_attach = False
-            self._supervision = self._context.start_task(self._supervise())
+            self._supervision = self._context.background(self._supervise())
 
     def pass_counters_to(self, successor: ModelVersion | None) -> None:
         """Make this version's counters (also of its drain) the base of a successor's counters."""
@@ -266,7 +268,7 @@ class ModelVersion:
         worker_pids = self.instances.pids()
         await self.scheduler.start(self.config, worker_pids, is_first)
         self._failed_starts = 0
-        self.instances.announce_all(worker_pids)
+        self.instances.introduce(worker_pids)
 
     async def _supervise(self) -> None:
         """Replace each scheduler that exits, until the version retires."""
@@ -316,7 +318,7 @@ class ModelVersion:
             case m.KillInstance(pid, reason):
                 self.instances.kill_overdue(pid, reason)
             case m.InstanceServed(pid):
-                self.instances.reset_crashes(pid)
+                self.instances.on_served(pid)
                 self._backoff.record_work()
             case m.InstanceRetired(pid):
                 self.instances.on_retired(pid)
@@ -329,17 +331,17 @@ class ModelVersion:
 
     async def finish_sequences(self) -> None:
         """Reject new sequences and wait until the open sequences have ended."""
-        if self.loaded and self.scheduler.is_serving and self.config.sequence_batching:
+        if self.loaded and self.scheduler.serves and self.config.sequence_batching:
             await self.scheduler.drain(sequences_only=True)
 
     async def stop(self) -> None:
         """Finish the requests in flight, then end every process."""
         self._lifetime.is_retiring = True
         self._state_changed.set()
-        if self.loaded and self.scheduler.is_serving:
+        if self.loaded and self.scheduler.serves:
             await self.scheduler.drain()
         self._lifetime.is_stopping = True
-        if self.loaded and not self.scheduler.is_serving:
+        if self.loaded and not self.scheduler.serves:
             await self.kill()  # clients resubmit the requests that the workers execute
         await self.instances.stop()
         await self.scheduler.stop()

@@ -91,15 +91,15 @@ class MemoryUse:
         # Bytes by model version, kept after the version is unloaded.
         self._last_sizes: dict[str, int] = {}
 
-    async def measure(self, live_versions: Iterable[ModelVersion], refresh: bool = False) -> None:
+    async def measure(self, live: Iterable[ModelVersion], refresh: bool = False) -> None:
         """Measure the loaded versions whose size is not known; this takes milliseconds for each.
 
         Args:
-            live_versions: The versions with processes.
+            live: The versions with processes.
             refresh: Whether sizes that are older than `_MEASURE_EVERY_S` are measured again.
         """
         now = time.monotonic()
-        loaded = [version for version in live_versions if version.loaded]
+        loaded = [version for version in live if version.loaded]
         measured_at = {v: self._measured_at.get(v, -math.inf) for v in loaded}
         outdated = {v for v in loaded if refresh and now - measured_at[v] >= _MEASURE_EVERY_S}
         to_measure = outdated | {v for v in loaded if v.spec.name not in self._last_sizes}
@@ -186,7 +186,7 @@ class OnDemand:
         load = self._loads.get(name)
         if load is None:
             load = self._loads[name] = asyncio.get_running_loop().create_future()
-            self._context.start_task(self._load(name, load))
+            self._context.background(self._load(name, load))
         await wait_any(load, timeout_s=patience_s if 0 < patience_s < _MAX_WAIT_S else None)
         if not load.done():
             raise Unavailable(f"model '{name}' was not loaded within the request's timeout")

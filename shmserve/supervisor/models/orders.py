@@ -212,7 +212,7 @@ class Order:
     @property
     def _starts_slowly(self) -> bool:
         incoming = self.model.incoming.values() if self.phase is OrderPhase.STARTING else ()
-        return any(version.instances.has_hanging_load for version in incoming)
+        return any(version.instances.hangs for version in incoming)
 
     @property
     def is_finished(self) -> bool:

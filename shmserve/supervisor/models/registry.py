@@ -125,7 +125,7 @@ class ModelRegistry:
         ensembles = [model for model in self.models.values() if model.has_steps]
         return [version for model in ensembles for version in model.versions if version.uses(name)]
 
-    def steps_loaded_for(self, name: str) -> list[str]:
+    def loaded_for(self, name: str) -> list[str]:
         """Return the step models of an ensemble that were loaded only for this ensemble."""
         models = self.models
         used = {step for user in models.values() if user.name != name for step in user.step_models}
@@ -219,7 +219,7 @@ class ModelRegistry:
         summaries = self._summaries.items()
         return {(n, v): state for n, summary in summaries for v, state in summary.states.items()}
 
-    def progress_by_model(self) -> dict[str, str]:
+    def progress(self) -> dict[str, str]:
         """Return the progress of each model that is loaded at the start."""
         summaries = self._summaries.items()
         return {name: summary.progress for name, summary in summaries if summary.progress}
@@ -333,7 +333,7 @@ def _status_of(version: ModelVersion) -> Status:
 
 
 def index_rows(
-    name: str, statuses: Mapping[str, Status] | None, folder: ModelFolder | None, ready_only: bool
+    name: str, by_version: Mapping[str, Status] | None, folder: ModelFolder | None, ready_only: bool
 ) -> list[dict[str, Any]]:
     """Return the rows of a model in the repository index.
 
@@ -342,20 +342,20 @@ def index_rows(
 
     Args:
         name: The model.
-        statuses: The statuses of its versions.
+        by_version: The statuses of its versions.
         folder: The model in the repositories.
         ready_only: Whether only ready versions are listed.
     """
     fault = folder.problem if folder is not None else ""
     # The problem is listed even if the model serves, since it prevents the next load.
-    if fault == DUPLICATE_MODEL or not statuses:
+    if fault == DUPLICATE_MODEL or not by_version:
         if ready_only:
             return []
         return [_row(name, "", Status(ModelState.UNAVAILABLE, fault)) if fault else {"name": name}]
-    if folder is None and all(status == _UNLOADED_STATUS for status in statuses.values()):
+    if folder is None and all(status == _UNLOADED_STATUS for status in by_version.values()):
         return []
     ready = (ModelState.READY, ModelState.ON_DEMAND)
-    rows = sorted(statuses.items(), key=lambda row: int(row[0] or 0))
+    rows = sorted(by_version.items(), key=lambda row: int(row[0] or 0))
     return [_row(name, v, status) for v, status in rows if not ready_only or status.state in ready]
 
 
@@ -367,7 +367,7 @@ def _row(name: str, version: str, status: Status) -> dict[str, Any]:
 # --- readiness checks
 
 
-class _PendingCheck(NamedTuple):
+class _Check(NamedTuple):
     """A check in flight; its outcome is None if the worker has ended."""
 
     number: int
@@ -385,7 +385,7 @@ class ReadinessCheck:
         """Create a check; `send(pid, message)` sends a message to a worker."""
         self._send = send
         self._check_numbers = itertools.count(1)
-        self._in_flight: dict[int, _PendingCheck] = {}
+        self._in_flight: dict[int, _Check] = {}
 
     async def check(self, pids: Sequence[int]) -> bool:
         """Check whether a worker reports the model as ready, and no worker as not ready.
@@ -414,7 +414,7 @@ class ReadinessCheck:
         check = self._in_flight.get(pid)
         if check is None:
             outcome: asyncio.Future[bool | None] = asyncio.get_running_loop().create_future()
-            check = self._in_flight[pid] = _PendingCheck(next(self._check_numbers), outcome)
+            check = self._in_flight[pid] = _Check(next(self._check_numbers), outcome)
             self._send(pid, CheckReady(check.number))
         return check.outcome
 

@@ -96,8 +96,8 @@ class ReadConfig(NamedTuple):
     """A configuration before auto-completion: as it was written, and with defaults filled in."""
 
     folder: ModelFolder
-    written_config: ModelConfig
-    config_with_defaults: ModelConfig
+    written: ModelConfig
+    with_defaults: ModelConfig
     source: Source
 
 
@@ -329,22 +329,22 @@ def lacks_version(reason: str) -> bool:
 
 def fingerprint(folder: ModelFolder) -> str:
     """Return a digest of a model's files (names, sizes, times, inodes) and of its `problem`."""
-    return _digest(folder.problem.encode(), _fingerprint_lines(folder))
+    return _digest(folder.problem.encode(), _all_lines(folder))
 
 
 def version_fingerprint(folder: ModelFolder, version: int) -> str:
     """Return a digest of the files that a version may use, without the configuration."""
     other_versions = {str(other) for other in folder.versions if other != version}
     excluded = {os.fsencode(name) for name in other_versions | {CONFIG_FILE, _NAMED_CONFIGS}}
-    lines = [ln for ln in _fingerprint_lines(folder) if re.split(rb"[/\0]", ln)[0] not in excluded]
+    lines = [ln for ln in _all_lines(folder) if re.split(rb"[/\0]", ln)[0] not in excluded]
     return _digest(b"", lines)
 
 
-def _fingerprint_lines(folder: ModelFolder) -> list[bytes]:
+def _all_lines(folder: ModelFolder) -> list[bytes]:
     if folder.class_file is None:
-        return list(_fingerprint_lines_below(folder.path))
+        return list(_file_lines(folder.path))
     files = {folder.class_file, *folder.class_file.parent.glob("*.py")}  # with its modules
-    return [_fingerprint_line(file.name, file) for file in files]
+    return [_file_line(file.name, file) for file in files]
 
 
 def _digest(prefix: bytes, lines: list[bytes]) -> str:
@@ -472,7 +472,7 @@ def _inline_config(folder: ModelFolder) -> ModelConfig:
     return config
 
 
-def _fingerprint_lines_below(root: Path) -> Iterator[bytes]:
+def _file_lines(root: Path) -> Iterator[bytes]:
     """Yield a line for each file below `root`; follow links, but visit each folder once."""
     visited: set[tuple[int, int]] = set()
     unvisited = [("", root)]
@@ -490,10 +490,10 @@ def _fingerprint_lines_below(root: Path) -> Iterator[bytes]:
             path = folder / name
             if os.path.isdir(path):
                 unvisited.append((f"{prefix}{name}/", path))
-            yield _fingerprint_line(prefix + name, path)
+            yield _file_line(prefix + name, path)
 
 
-def _fingerprint_line(name: str, path: Path) -> bytes:
+def _file_line(name: str, path: Path) -> bytes:
     try:
         status = path.stat()
     except OSError:

@@ -25,7 +25,7 @@ from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events import counters_event
 from shmserve.supervisor.models.instances import Instance, Lifetime, VersionSpec
 from shmserve.supervisor.processes.scheduler_hosts import STOP_PATIENCE_S, Group, HostedHandle
-from shmserve.supervisor.resources.rate_limiter import ResourceNeeds
+from shmserve.supervisor.resources.rate_limiter import Needs
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,13 @@ class CarriedCounters:
         """Make these counters, also the counts of a drain, the base of a successor's counters."""
         self._successor = successor
         self._update_successor()
+
+    def continue_version(self, predecessor: CarriedCounters) -> None:
+        """Continue the counts of a scheduler of the same version, which has drained."""
+        if predecessor.snapshot:
+            predecessor.pass_to(None)
+            self._base_counters = predecessor._base_counters
+            self._send(m.BaseCounters(self._base_counters, predecessor.snapshot[0]))
 
     def _set_base(self, base: dict[str, Any]) -> None:
         self._base_counters = base
@@ -119,7 +126,7 @@ class VersionScheduler:
         return endpoints.instances(self._context.run_dir, self.number)
 
     @property
-    def is_serving(self) -> bool:
+    def serves(self) -> bool:
         """Return whether a scheduler accepts requests."""
         return self._serving_scheduler is not None and self._serving_scheduler.alive
 
@@ -183,7 +190,7 @@ class VersionScheduler:
             arena_byte_size=server.arena_byte_size,
             limits=limits,
             cache=self._cache_start(spec),
-            statistics_snapshot=self.counters.snapshot,
+            snapshot=self.counters.snapshot,
             worker_pids=worker_pids,
         )
 
@@ -259,7 +266,8 @@ class VersionScheduler:
     async def start_successor(self, group: Group, config: ModelSpec) -> None:
         """Start a successor in a group's process; `endpoint` is the successor's from now on.
 
-        The statistics of the successor start at zero, but its metrics continue.
+        The metrics of the successor continue. Its statistics start at zero, and continue with
+        `CarriedCounters.continue_version`.
 
         Raises:
             Unavailable: The successor does not start.
@@ -276,7 +284,7 @@ class VersionScheduler:
 
     def is_limited(self, config: ModelSpec) -> bool:
         """Check whether the rate limiter applies to a configuration."""
-        needs = (group.rate_limiter.requires_resources for group in config.instance_group)
+        needs = (group.rate_limiter.limits for group in config.instance_group)
         return self._context.tickets.on and any(needs)
 
     def reserve(self, config: ModelSpec, instances: Iterable[Instance]) -> None:
@@ -285,7 +293,7 @@ class VersionScheduler:
         Raises InvalidArgument if an instance needs more than the server has.
         """
         if self.is_limited(config):
-            needs = {i.index: ResourceNeeds.of(i.rate_limit, i.device_id) for i in instances}
+            needs = {i.index: Needs.of(i.rate_limit, i.device_id) for i in instances}
             self._context.tickets.join(id(self), needs)
             self._rate_limited = True
 

@@ -55,7 +55,7 @@ class Child:
     exited: asyncio.Future[str]
     stop_timer: asyncio.TimerHandle | None = field(default=None)
     cause: str = ""  # the reason why the server kills the process
-    is_stopping: bool = False  # whether the process was sent `Stop` and has nothing in flight
+    stops: bool = False  # whether the process was sent `Stop` and has nothing in flight
 
     @property
     def alive(self) -> bool:
@@ -97,7 +97,7 @@ class ProcessTable:
         self._children: dict[int, Child] = {}
         self._early_exits: dict[int, str] = {}
         self._reserved_pids: deque[int] = deque(maxlen=_RESERVED_PIDS)
-        self._spawning_count = 0
+        self._spawning = 0
         self._child_exited = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         # A shell may have started processes before it executed this program in its place.
@@ -123,18 +123,18 @@ class ProcessTable:
             self._loop.call_soon(self._on_child_exit, pid, self._early_exits.pop(pid))
         return child
 
-    def is_pid_reserved(self, pid: int) -> bool:
+    def remembers(self, pid: int) -> bool:
         """Return whether peers may still store the exit of a process with this pid."""
         return pid in self._reserved_pids
 
     @contextlib.contextmanager
     def spawning(self) -> Iterator[None]:
         """Mark that a process is being started; unknown children are not killed meanwhile."""
-        self._spawning_count += 1
+        self._spawning += 1
         try:
             yield
         finally:
-            self._spawning_count -= 1
+            self._spawning -= 1
             self._kill_strays()
 
     async def wait_for_trackers(self, timeout_s: float) -> None:
@@ -171,7 +171,7 @@ class ProcessTable:
         child = self._children.pop(pid, None)
         if child is None:
             self._inherited.discard(pid)
-            if self._spawning_count:
+            if self._spawning:
                 self._early_exits[pid] = reason
             return
         self._on_continued(child)
@@ -207,7 +207,7 @@ class ProcessTable:
 
     def _kill_strays(self) -> None:
         """Kill the adopted descendants of dead workers, which their models had started."""
-        if self._spawning_count:
+        if self._spawning:
             return
         self._early_exits.clear()
         for pid in self._strays():
@@ -501,7 +501,7 @@ class Zygote:
             zygote = self._serving_zygote.child
             with self._table.spawning():
                 pid = await self._fork(entry, start, fds)
-                if pid and not self._table.is_pid_reserved(pid):
+                if pid and not self._table.remembers(pid):
                     return self._table.adopt(pid, title)
             if pid:
                 _kill(pid)

@@ -79,7 +79,7 @@ class Acknowledgements:
     def __init__(self) -> None:
         self._message_numbers = itertools.count(1)
         self._missing_peers: dict[int, set[Hashable]] = {}
-        self._complete_event = asyncio.Event()
+        self._complete = asyncio.Event()
 
     def begin(self, peers: Iterable[Hashable]) -> int:
         """Return the number of a new change that is sent to these peers."""
@@ -94,14 +94,14 @@ class Acknowledgements:
         missing_peers = self._missing_peers.get(number, set())
         missing_peers.discard(peer)
         if not missing_peers and self._missing_peers.pop(number, None) is not None:
-            self._complete_event.set()
+            self._complete.set()
 
     def remove_peer(self, peer: Hashable) -> None:
         """Stop waiting for the acknowledgements of a peer that has exited."""
         for number in list(self._missing_peers):
             self.record_acknowledged(peer, number)
 
-    def missing_peers(self, number: int) -> set[Hashable]:
+    def missing(self, number: int) -> set[Hashable]:
         """Return the peers that have not acknowledged a change."""
         return self._missing_peers.get(number, set())
 
@@ -111,8 +111,8 @@ class Acknowledgements:
 
     async def next_complete(self) -> None:
         """Wait until another change is acknowledged by all peers."""
-        self._complete_event.clear()
-        await self._complete_event.wait()
+        self._complete.clear()
+        await self._complete.wait()
 
     async def until_acknowledged(self, number: int) -> None:
         """Wait until every live peer has acknowledged a change."""
@@ -350,14 +350,14 @@ class TraceControl:
                 self._changes[model] = previous_changes or {}
                 raise InvalidArgument(f"Attempting to set invalid trace setting :{problem}")
             logger.info("trace settings of %s: %s", model or "all models", changes)
-            self._control.broadcast(self._settings_message(), "gateway", "scheduler", "ensemble")
+            self._control.broadcast(self._message(), "gateway", "scheduler", "ensemble")
         return self._settings_of(model).as_string_lists()
 
     def _settings_of(self, model: str) -> TraceSettings:
         common = self._start.with_changes(self._changes.get("", {}))
         return common.with_changes(self._changes.get(model, {})) if model else common
 
-    def _settings_message(self) -> SetTracing:
+    def _message(self) -> SetTracing:
         settings = {name: asdict(self._settings_of(name)) for name in ("", *self._changes)}
         return SetTracing(settings, self._slow_request_ms)
 
@@ -369,7 +369,7 @@ class TraceControl:
     def send_settings(self, address: Address) -> None:
         """Send the settings to a gateway or scheduler, unless they are the defaults."""
         if self._start.on or self._changes or self._slow_request_ms:
-            self._control.send(address, self._settings_message())
+            self._control.send(address, self._message())
 
     def on_traced(self, _: Address, message: RequestTraced) -> None:
         """Forward the trace of a local client's request to a gateway, which writes traces."""

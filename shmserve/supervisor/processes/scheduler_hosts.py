@@ -28,7 +28,7 @@ class Group(NamedTuple):
     """The names of models whose schedulers share a process, and the title of the process."""
 
     title: str
-    model_names: frozenset[str]
+    names: frozenset[str]
 
 
 class HostedHandle:
@@ -52,11 +52,11 @@ class HostedHandle:
 
 
 class _Host:
-    """A host process, its schedulers by number, and the `model_names` that may share it."""
+    """A host process, its schedulers by number, and the `names` of models that may share it."""
 
     def __init__(self, child: Child) -> None:
         self.child = child
-        self.model_names: frozenset[str] = frozenset()
+        self.names: frozenset[str] = frozenset()
         self.handles: dict[int, HostedHandle] = {}
         self.ready_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.pending_opens = 0  # number of callers that are about to open a scheduler
@@ -97,14 +97,14 @@ class SchedulerHosts:
     def must_move(self, hosted: HostedHandle, group: Group) -> bool:
         """Return whether a scheduler of this group would be opened in a different process now."""
         host = hosted._host
-        if len(group.model_names) == 1:
-            return any(hosted.name not in group.model_names for hosted in host.handles.values())
+        if len(group.names) == 1:
+            return any(hosted.name not in group.names for hosted in host.handles.values())
         return self._running_host(group) not in (None, host)
 
     def _running_host(self, group: Group) -> _Host | None:
-        if len(group.model_names) > 1:
+        if len(group.names) > 1:
             for host in self._hosts:
-                if host.child.alive and host.model_names & group.model_names:
+                if host.child.alive and host.names & group.names:
                     return host
         return None
 
@@ -114,13 +114,13 @@ class SchedulerHosts:
             self._hosts = [host for host in self._hosts if host.child.alive]
             existing_host = self._running_host(group)
             if existing_host is not None:
-                existing_host.model_names |= group.model_names
+                existing_host.names |= group.names
                 return existing_host
             start = HostStart(group.title, self._run_dir, self._logging.settings)
             child = await self._zygote.spawn(group.title, _ENTRY, encode_start(start))
             host = _Host(child)
-            if len(group.model_names) > 1:
-                host.model_names = group.model_names
+            if len(group.names) > 1:
+                host.names = group.names
             self._hosts.append(host)
             self._control.enrol(child.pid, "host", partial(self._handle_host_message, host))
             return host

@@ -43,7 +43,7 @@ from shmserve.ipc.processes import (
     set_process_title,
     signal_at_parents_death,
 )
-from shmserve.supervisor.host.run_directory import clear, hold_lock
+from shmserve.supervisor.host.run_directory import clear, exclusive
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
 
     def supervisor_ended() -> None:
         # The lock protects another zygote that is clearing the directory from being killed.
-        with contextlib.suppress(OSError), hold_lock(lock_fd):
+        with contextlib.suppress(OSError), exclusive(lock_fd):
             kill_marked_descendants(supervisor_pid, run_dir)
             clear(run_dir, lock_fd)
         os._exit(0)
@@ -198,7 +198,7 @@ def _become_child_of(supervisor_pid: int, intermediate_pid: int) -> None:
     die_with_parent(supervisor_pid)
 
 
-def _reseed_random() -> None:
+def _reseed() -> None:
     # Forked twins would draw the same random numbers.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -208,7 +208,7 @@ def _reseed_random() -> None:
 
 def _run(entry: str, start: bytes, fds: list[int]) -> int:
     try:
-        _reseed_random()
+        _reseed()
         module, _, function = entry.partition(":")
         getattr(importlib.import_module(module), function)(start, *fds)
     except SystemExit as exit_:

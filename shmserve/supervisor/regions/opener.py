@@ -48,7 +48,7 @@ class RegionQuota:
     def __init__(self, policy: ShmPolicy, has_cuda: bool = False) -> None:
         self.policy = policy
         self._has_cuda = has_cuda
-        self._pinned_bytes = 0
+        self._pinned = 0
         self._regions: Counter[int] = Counter()  # number of regions by user id
         self._bytes: Counter[int] = Counter()  # bytes of regions by user id
         # Number of regions by (device, inode) of their object.
@@ -150,16 +150,16 @@ class RegionQuota:
             text = "memory that other processes may truncate is neither mapped nor pinned"
             raise InvalidArgument(text)
         limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        if limit != resource.RLIM_INFINITY and byte_size > limit - self._pinned_bytes:
+        if limit != resource.RLIM_INFINITY and byte_size > limit - self._pinned:
             raise InvalidArgument(
-                f"{byte_size} bytes cannot be pinned: {self._pinned_bytes} of the {limit} bytes "
-                "that a process may lock are in use (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
+                f"{byte_size} bytes cannot be pinned: {self._pinned} of the {limit} bytes that a "
+                "process may lock are in use (RLIMIT_MEMLOCK; ulimit -l, LimitMEMLOCK=)"
             )
-        self._pinned_bytes += byte_size
+        self._pinned += byte_size
 
     def unpin(self, byte_size: int) -> None:
         """Remove pinned bytes from the count."""
-        self._pinned_bytes -= byte_size
+        self._pinned -= byte_size
 
 
 @dataclass(eq=False)
@@ -234,7 +234,7 @@ class RegionOpener:
     def set_limits(self, policy: ShmPolicy) -> None:
         """Change the limits for later regions."""
         # A server without a free descriptor could start no process.
-        max_regions = min(policy.max_regions, fd_limits.regions_share(fd_limits.current_limit()))
+        max_regions = min(policy.max_regions, fd_limits.regions_share(fd_limits.limit()))
         self._quota.policy = replace(policy, max_regions=max_regions)
 
     async def open_object(
@@ -268,7 +268,7 @@ class RegionOpener:
 
     def _count(self, region: OpenRegion, *, copied: bool = False) -> None:
         """Count a region. Raises InvalidArgument, and counts nothing, if it exceeds a quota."""
-        file = None if region.shared is None else region.shared.file_id
+        file = None if region.shared is None else region.shared.file
         self._quota.count(region.owner.uid, region.byte_size, file)
         if region.pinned:
             try:
@@ -280,12 +280,12 @@ class RegionOpener:
     def _release(self, region: OpenRegion) -> None:
         if region.pinned:
             self._quota.unpin(region.offset + region.byte_size)
-        file = None if region.shared is None else region.shared.file_id
+        file = None if region.shared is None else region.shared.file
         self._quota.release(region.owner.uid, region.byte_size, file)
 
     async def _reserve(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
         charged = posix_shm.unallocated_bytes(shared, region.byte_size)
-        self._quota.charge(region.key, shared.file_id, charged)
+        self._quota.charge(region.key, shared.file, charged)
         allocated = 0
         try:
             # Reserving the pages of a large object takes long, and must not block the loop.
@@ -293,7 +293,7 @@ class RegionOpener:
                 posix_shm.allocate_pages, region.name, shared, region.offset, region.byte_size
             )
         finally:
-            self._quota.refund(shared.file_id, charged - min(allocated, charged))
+            self._quota.refund(shared.file, charged - min(allocated, charged))
 
     def open_cuda(
         self,

@@ -97,15 +97,15 @@ class OpenRegion:
         logger.error("shared memory region '%s' %s: it is unregistered", self.name, text)
         return RegionBlamed(self.name, f"it {text}")
 
-    def publication_message(self, change_number: int) -> RegionPublished:
+    def publication(self, acknowledge: int) -> RegionPublished:
         """Return the message that publishes the region to gateways."""
         packed = list(pack_range(Range(self._memory(), self.offset, self.byte_size)))
         owner = self.owner
-        return RegionPublished(self.name, self.key, packed, owner.uid, owner.group, change_number)
+        return RegionPublished(self.name, self.key, packed, owner.uid, owner.group, acknowledge)
 
-    def listing_message(self, change_number: int) -> RegionPublished:
+    def listing(self, acknowledge: int) -> RegionPublished:
         """Return the message for a region that gateways list, but that no request can name."""
-        return replace(self.publication_message(change_number), draining=True)
+        return replace(self.publication(acknowledge), draining=True)
 
     def _memory(self) -> Memory:
         shared, end = self.shared, self.offset + self.byte_size
@@ -153,20 +153,20 @@ class KeptRegions:
         if region.shared is None or region.lease_holder:
             return
         region.kept_name = secrets.token_hex(8)
-        with _description_fd(region) as description:
-            self._service_manager.store_fds(region.kept_name, [region.shared.fd, description])
+        with _description(region) as description:
+            self._service_manager.keep(region.kept_name, [region.shared.fd, description])
         self.mirror(region)
 
     def mirror(self, region: OpenRegion) -> None:
         """Send the registration of a region to the other server."""
         if self._other_server is not None and region.shared is not None and region.kept_name:
-            with _description_fd(region) as description:
+            with _description(region) as description:
                 self._other_server.ask(KEEP, region.kept_name, [region.shared.fd, description])
 
     def remove(self, region: OpenRegion) -> None:
         """Remove a region that has been unregistered from the kept registrations."""
         if region.kept_name:
-            self._service_manager.remove_fds(region.kept_name)
+            self._service_manager.drop(region.kept_name)
             if self._other_server is not None:
                 self._other_server.ask(DROP, region.kept_name)
             region.kept_name = ""
@@ -192,14 +192,14 @@ class KeptRegions:
                 logger.warning(text, error)
                 for fd in fds:
                     os.close(fd)
-                self._service_manager.remove_fds(name)
+                self._service_manager.drop(name)
             else:
                 region.kept_name = name
                 yield region
 
 
 @contextlib.contextmanager
-def _description_fd(region: OpenRegion) -> Iterator[int]:
+def _description(region: OpenRegion) -> Iterator[int]:
     fd = os.memfd_create("region", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         fields: dict[str, Any] = {name: getattr(region, name) for name in _DESCRIBED_FIELDS}

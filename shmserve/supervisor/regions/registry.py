@@ -81,11 +81,11 @@ class DrainingRegions:
     def publications(self) -> Iterator[RegionPublished | RegionRetired]:
         """Yield the messages that bring a new gateway up to date."""
         for region in self.retired.values():
-            yield region.publication_message(0)
+            yield region.publication(0)
             yield RegionRetired(region.memory_id, 0)
         for region in self._regions.values():
             if region.is_listed:
-                yield region.listing_message(0)
+                yield region.listing(0)
 
     async def retire(self, region: OpenRegion) -> None:
         """Withdraw a region at once if no request uses it, otherwise as soon as none does."""
@@ -114,7 +114,7 @@ class DrainingRegions:
         self._close_unused(region)
         if region.memory_id in self._regions:
             region.is_listed = True
-            await self._processes.publish(region.listing_message, "gateway")
+            await self._processes.publish(region.listing, "gateway")
 
     def record_release(self, pid: int, memory_id: int) -> None:
         """Record that no request of gateway `pid` uses the region any more."""
@@ -200,7 +200,7 @@ class RegionRegistry:
         """Publish a region, and wait until every gateway has it."""
         self._active_regions[region.name] = region
         self._publish_event(region.registration_event())
-        await self._processes.publish(region.publication_message, "gateway")
+        await self._processes.publish(region.publication, "gateway")
 
     def active_regions(self) -> list[OpenRegion]:
         """Return every active region."""
@@ -209,7 +209,7 @@ class RegionRegistry:
     def publications(self) -> Iterator[RegionPublished | RegionRetired]:
         """Yield the messages that bring a new gateway up to date."""
         for region in self._active_regions.values():
-            yield region.publication_message(0)
+            yield region.publication(0)
         yield from self.draining.publications()
 
     async def register(
@@ -387,7 +387,7 @@ def _is_same(region: OpenRegion, key: str, offset: int, byte_size: int, pin: boo
         return False
     current = posix_shm.open_object(key)
     os.close(current.fd)
-    return current.file_id == region.shared.file_id
+    return current.file == region.shared.file
 
 
 def _name_in_use(name: str) -> AlreadyExists:

@@ -80,7 +80,7 @@ class CallWaits:
             The call of this scheduler that must fail to end a deadlock, if there is one.
         """
         waits = []
-        for calls, instances in message.waiting_calls:
+        for calls, instances in message.waits:
             waiting = {key: Caller.parse(callers) for key, callers in calls}
             occupied = [(pid, {(pid, key) for key in keys}) for pid, *keys in instances]
             waits.append(_Wait(sender, message.model, waiting, occupied))

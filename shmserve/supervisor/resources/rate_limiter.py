@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.control_requests import (
+    AskTicket,
     CheckHolders,
-    RequestTicket,
     ResourcesHeld,
     TicketGranted,
     TicketRequest,
@@ -44,14 +44,14 @@ GLOBAL = -1  # stands for the device of a global resource
 Resource = tuple[str, int]  # the name of a resource, and its device or GLOBAL
 
 
-class ResourceNeeds(NamedTuple):
+class Needs(NamedTuple):
     """The resources that an instance needs for an execution, and its priority (1: highest)."""
 
     resources: Mapping[Resource, int]
     priority: int
 
     @classmethod
-    def of(cls, limit: RateLimit, device: int) -> ResourceNeeds:
+    def of(cls, limit: RateLimit, device: int) -> Needs:
         """Return the needs of an instance on a device."""
         needed = (r for r in limit.resources if r.count)
         resources = {(r.name, GLOBAL if r.is_global else device): r.count for r in needed}
@@ -60,7 +60,7 @@ class ResourceNeeds(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Instance:
-    needs: ResourceNeeds
+    needs: Needs
     executions: int = 0
     pid: int = 0
 
@@ -98,12 +98,12 @@ class RateLimiter:
     """The state of the rate limiter, whose members are model versions (no I/O).
 
     Args:
-        configured_capacities: Capacities by name and device; None stands for every device. The
+        explicit: The configured capacities by name and device; None stands for every device. The
             capacity of any other resource is the largest count that an instance needs.
     """
 
-    def __init__(self, configured_capacities: Mapping[tuple[str, int | None], int]) -> None:
-        self._configured_capacities = dict(configured_capacities)
+    def __init__(self, explicit: Mapping[tuple[str, int | None], int]) -> None:
+        self._configured_capacities = dict(explicit)
         self._members: dict[Hashable, _Member] = {}
         self._pending: list[_PendingRequest] = []
         self._used_resources: Counter[Resource] = Counter()
@@ -120,7 +120,7 @@ class RateLimiter:
 
     # --- members ----------------------------------------------------------------------------------
 
-    def join(self, member: Hashable, instances: Mapping[int, ResourceNeeds]) -> None:
+    def join(self, member: Hashable, instances: Mapping[int, Needs]) -> None:
         """Register instances of a model version by index.
 
         They start with the smallest score of all instances, so that they do not take precedence
@@ -230,15 +230,13 @@ class RateLimiter:
         self._pending.append(_PendingRequest(member, ticket, instance, next(self._request_numbers)))
         return self._grant()
 
-    def release(
-        self, member: Hashable, ticket: Hashable, was_executed: bool
-    ) -> list[GrantedTicket]:
+    def release(self, member: Hashable, ticket: Hashable, executed: bool) -> list[GrantedTicket]:
         """Release a ticket, or withdraw the request for it.
 
         Args:
             member: The model version.
             ticket: The ticket.
-            was_executed: Whether the ticket was used for an execution.
+            executed: Whether the ticket was used for an execution.
 
         Returns:
             The tickets that are granted now.
@@ -251,7 +249,7 @@ class RateLimiter:
             self._pending = [r for r in self._pending if (r.member, r.ticket) != (member, ticket)]
         else:
             self._used_resources.subtract(instance.needs.resources)
-            if not was_executed:
+            if not executed:
                 instance.executions -= 1
         return self._grant()
 
@@ -321,7 +319,7 @@ class Tickets:
         self._members: dict[Address, int] = {}
         self._schedulers: dict[int, Address] = {}
 
-    def join(self, member: int, needs: Mapping[int, ResourceNeeds]) -> None:
+    def join(self, member: int, needs: Mapping[int, Needs]) -> None:
         """Register instances of a model version by index.
 
         Raises:
@@ -373,7 +371,7 @@ class Tickets:
         member = self._members.get(scheduler)
         if member is None:
             return
-        if isinstance(message, RequestTicket):
+        if isinstance(message, AskTicket):
             granted = self._limiter.ask(member, message.index, message.ticket, message.pid)
             self._send_granted(granted)
         elif isinstance(message, CheckHolders):

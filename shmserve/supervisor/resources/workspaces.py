@@ -69,7 +69,7 @@ class WorkspacePool:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.memory: Memory | None = None
-        self._is_open = False
+        self._open = False
         self._free_list = FreeList(capacity)
         self._owners: dict[int, int] = {}  # the owner of each lease by the lease's offset
         self._requests: deque[_LeaseRequest] = deque()
@@ -86,12 +86,12 @@ class WorkspacePool:
 
     def open(self) -> list[GrantedLease]:
         """Open the pool, because its memory has been allocated."""
-        self._is_open = True
+        self._open = True
         return self._grant()
 
     def close(self) -> None:
         """End all leases, because the memory is lost. Requests keep waiting."""
-        self._is_open = False
+        self._open = False
         self._free_list = FreeList(self.capacity)
         self._owners.clear()
 
@@ -127,7 +127,7 @@ class WorkspacePool:
 
     def _grant(self) -> list[GrantedLease]:
         granted: list[GrantedLease] = []
-        while self._requests and self._is_open:
+        while self._requests and self._open:
             request = self._requests[0]
             offset = self._free_list.allocate(request.byte_size)
             if offset is None:

@@ -119,7 +119,7 @@ def test_registrations_leave_some(server: Server) -> None:
         assert refused_reply.status == 400 and "can be registered" in refused_reply.error
         for _ in range(_LIMIT):
             unix_socket = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            unix_socket.connect(str(endpoints.listener_socket(server.run_dir)))
+            unix_socket.connect(str(endpoints.listener(server.run_dir)))
         for title in ("worker simple.0", "scheduler simple", "gateway http 0"):
             victim = server.find_one(title)
             victim.kill()

@@ -423,7 +423,7 @@ def crowd_at_the_listener(local_client: Guest, stage: Scene) -> None:
             # A blocking socket waits for a place in the listen queue; a socket with a timeout would
             # fail.
             silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            silent.connect(str(endpoints.listener_socket(stage.server.run_dir)))
+            silent.connect(str(endpoints.listener(stage.server.run_dir)))
         check_honest_client(stage)
         with shmserve.client.connect(stage.server.run_dir) as program:
             assert program.models()

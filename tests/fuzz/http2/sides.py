@@ -16,9 +16,7 @@ from tests.support.wire.http2 import ACK, CLIENT_OPENING, GO_AWAY, PING, RESET, 
 from tests.support.wire.http2_engine import Engine, RequestFields, frames_of
 
 _MAX_WINDOW = 2**31 - 1
-LIMITS = Limits(
-    max_streams=100, max_header_list_bytes=65536, stream_window=65535, max_data_bytes=16384
-)
+LIMITS = Limits(streams=100, header_list=65536, window=65535, frame=16384)
 _ANSWER = b"\x88"
 
 
@@ -135,7 +133,7 @@ class OwnSide:
     def answer(self, stream: int) -> None:
         first_index = len(self._engine.sent)
         self._answered.add(stream)
-        self._engine.http2.outgoing.send_head(self._engine.stream(stream), _ANSWER, end=True)
+        self._engine.http2.sending.send_head(self._engine.stream(stream), _ANSWER, end=True)
         self._engine.flush()
         self._look(first_index)
 

@@ -96,7 +96,7 @@ def test_the_shells_client_with_tls(
     assert client.run(["ready", url, root, *certificate]) == 0
     assert capsys.readouterr().out == '{"ready": true}\n'
     # Without --url the command reads the server's addresses; only gRPC remains here.
-    endpoints.addresses_file(tls_server.run_dir).write_text(
+    endpoints.addresses(tls_server.run_dir).write_text(
         f"grpcs://localhost:{tls_server.grpc_port}\n"
     )
     run_dir = f"--run-dir={tls_server.run_dir}"

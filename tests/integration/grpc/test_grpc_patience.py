@@ -14,7 +14,7 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from shmserve.common.fd_limits import limit_per_peer
+from shmserve.common.fd_limits import share_of
 from shmserve.gateway.settings import GatewaySettings, GatewayStart, GrpcSettings
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
@@ -66,7 +66,7 @@ def run_gateway(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
         name="grpc",
         run_dir=tmp_path,
         settings=GatewaySettings(**limits),
-        http_socket_count=0,
+        http_sockets=0,
         grpc=GrpcSettings(),
     )
     fd = listener.fileno()
@@ -187,7 +187,7 @@ def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
                 sock.sendall(CLIENT_OPENING + frame(SETTINGS, ACK, 0))
         until(
             "they have their share",
-            lambda: 0 < sum(map(is_open, crowd)) <= limit_per_peer(limit),
+            lambda: 0 < sum(map(is_open, crowd)) <= share_of(limit),
         )
         assert is_served(port)
         assert is_open(idle)

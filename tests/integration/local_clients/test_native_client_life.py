@@ -317,7 +317,7 @@ def test_a_forked_child_does_not_use_its_parents_connection(
     connection = client._session.connection()
     for inputs in ({"INPUT0": x}, region):
         assert (client.infer("rows", inputs)["OUTPUT0"] == x).all()
-    assert client._session.connection() is connection and connection.is_alive
+    assert client._session.connection() is connection and connection.alive
 
 
 async def test_a_forked_child_does_not_close_its_parents_event_loop(gated_server: Server) -> None:
@@ -439,7 +439,7 @@ def test_requests_fail_when_the_connection_ends_first(gated_server: Server, endi
     waiting.start()
     visit = gated_server.gate.next()
     try:
-        connection.run_task(block_connection_thread)
+        connection.call(block_connection_thread)
         assert at_work.wait(10)
         if ending == "the server":
             connection._link._socket.send(b"what is no message")
@@ -579,7 +579,7 @@ def test_a_restarted_server_is_found_again(repository: Path) -> None:
         members = first_server.tree()
         first_server.process.terminate()
         assert first_server.wait_exit(30) == 0
-        until("the client has noticed", lambda: not client._session._connection.is_alive)
+        until("the client has noticed", lambda: not client._session._connection.alive)
         with pytest.raises(shmserve.client.Disconnected):
             client.infer("rows", region)
         first_server.assert_exited(members)
@@ -589,7 +589,7 @@ def test_a_restarted_server_is_found_again(repository: Path) -> None:
             share_again = client._session.memories.share_again
 
             def share_without_connection(share: Any) -> None:
-                assert not client._session._connection.is_alive
+                assert not client._session._connection.alive
                 share_again(share)
 
             client._session.memories.share_again = share_without_connection  # type: ignore[method-assign]

@@ -25,7 +25,7 @@ from shmserve.ipc.messages.inference import (
     ReaderExited,
     ReleaseOutputs,
     Reply,
-    WorkItem,
+    Work,
 )
 from shmserve.ipc.messages.publications import MemoryDropped, ProcessExited
 from shmserve.ipc.messages.supervision import WorkerStart, encode_start
@@ -140,7 +140,7 @@ class Worker:
     ) -> None:
         self.batches += 1
         work = [
-            WorkItem(
+            Work(
                 key,
                 os.getpid(),
                 *pack_inference(
@@ -219,7 +219,7 @@ def test_malformed_work_and_messages(worker: Worker) -> None:
     peer = b"0.%d" % worker.pid
     send_raw(router, peer, encode_zmtp(b"garbage") + b"\1\4more\0\6frames")
     router.post(peer, ProcessExited(1, ""))
-    router.post(peer, Execute(1, [WorkItem(1, 1, b"garbage", [])]))
+    router.post(peer, Execute(1, [Work(1, 1, b"garbage", [])]))
     router.flush()
     worker.batches = 1
     assert worker.finished() == [Reply(1, "INTERNAL", "internal error")]
@@ -338,14 +338,9 @@ def test_models_do_not_load(worker: Worker, bad_code: str, code: str, expected_t
     failed = worker.expect(m.LoadFailed)
     assert (failed.code, failed.message) == (code, expected_text)
     assert worker.wait() == 0
-    assert (bad_code in failed.model_traceback) == (code == "INTERNAL"), (
-        "the supervisor logs the frames"
-    )
-    assert (
-        f'File "{worker.version_dir}/model.py", line 1' in failed.model_traceback
-        or code != "INTERNAL"
-    )
-    assert "importlib" not in failed.model_traceback and worker.log.read_text() == ""
+    assert (bad_code in failed.frames) == (code == "INTERNAL"), "the supervisor logs the frames"
+    assert f'File "{worker.version_dir}/model.py", line 1' in failed.frames or code != "INTERNAL"
+    assert "importlib" not in failed.frames and worker.log.read_text() == ""
 
 
 def test_a_model_that_fails_in_load(worker: Worker) -> None:
@@ -360,7 +355,7 @@ def test_a_model_that_fails_in_load(worker: Worker) -> None:
     text = "RuntimeError: boom (model.py:11)"
     load_failed = worker.expect(m.LoadFailed)
     assert (load_failed.code, load_failed.message) == ("INTERNAL", text)
-    assert load_failed.model_traceback.splitlines()[1].endswith('/model.py", line 11, in load')
+    assert load_failed.frames.splitlines()[1].endswith('/model.py", line 11, in load')
     assert worker.wait() == 0
 
 

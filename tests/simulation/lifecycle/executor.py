@@ -122,7 +122,7 @@ class SimulatedExecutor(LifecycleExecutor):
         serves = serves and v.ready and v.instances.all_serve
         if serves and bounds is not None and bounds.minimum <= total <= bounds.maximum:
             self._record_action("resize", v, total)
-            self.context.start_task(self._resize(v, total))
+            self.context.background(self._resize(v, total))
 
     async def _resize(self, version: ObservedVersion, total: int) -> None:
         try:
@@ -176,7 +176,7 @@ class SimulatedExecutor(LifecycleExecutor):
         super().update(order)
 
     def move(self, order: Order, group: Group) -> None:
-        self._record_action("move", order.model.name, sorted(group.model_names))
+        self._record_action("move", order.model.name, sorted(group.names))
         super().move(order, group)
 
     def kill(self, version: ModelVersion) -> None:

@@ -93,7 +93,7 @@ class LifecycleRun:
             self._unload_dependents(name)
 
     def _unload_dependents(self, name: str) -> None:
-        loaded_steps = self.executor.registry.steps_loaded_for(name)
+        loaded_steps = self.executor.registry.loaded_for(name)
         order = self.executor.lifecycle.unload(name)
         for step in loaded_steps:
             call = partial(self._unload_dependents, step)

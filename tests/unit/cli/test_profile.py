@@ -17,7 +17,7 @@ def test_step_time_is_divided_among_phases() -> None:
     title, _, *rows = profile.table("m", PROFILE).splitlines()
     assert "100 steps in 2.0 s, 4.0 sequences per step, 200.0 tokens/s" in title
     shown_phases = {row.split()[0]: row.split()[1:3] for row in rows}
-    # WorkItem beside the steps is not part of them.
+    # Work beside the steps is not part of them.
     assert shown_phases["forward"] == ["16.000", "80.0%"]
     assert shown_phases["text"] == ["4.000", "20.0%"]
 

@@ -22,7 +22,7 @@ ENDED_EVENT = {
 
 def render(top: Top, width: int = 80, height: int = 24) -> list[str]:
     stdout = io.StringIO()
-    Console(file=stdout, width=width).print(Group(*top.render(height, width)))
+    Console(file=stdout, width=width).print(Group(*top.page(height, width)))
     return stdout.getvalue().splitlines()
 
 
@@ -76,7 +76,7 @@ def test_arrow_keys_select_and_enter_opens() -> None:
     text = "\n".join(render(top))
     assert "closed by       full 50" in text and "oops" in text
     top.key("\x1b")
-    assert not top.shows_details and not top.is_ended
+    assert not top.is_open and not top.is_ended
     top.key("q")
     assert top.is_ended
 

@@ -122,7 +122,7 @@ def test_a_task_that_arrives_while_answers_are_read_is_run(
 
     def take_with_task(events: Any) -> None:
         monkeypatch.undo()
-        connection.run_task(lambda _: task_ran.set())
+        connection.call(lambda _: task_ran.set())
         original_take(events)
 
     monkeypatch.setattr(channel, "process_events", take_with_task)
@@ -160,11 +160,11 @@ def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnectio
     with waiter.lock:
         cancelling.start()
         cancelling.join(10)
-        assert not cancelling.is_alive() and not cancelled.is_abandoned
+        assert not cancelling.is_alive() and not cancelled.abandoned
 
     def close_after_cancel() -> None:
         with contextlib.suppress(AssertionError):
-            until("it is cancelled", lambda: cancelled.is_abandoned)
+            until("it is cancelled", lambda: cancelled.abandoned)
         connection.close()
 
     ending_thread = threading.Thread(target=close_after_cancel)
@@ -172,7 +172,7 @@ def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnectio
     with pytest.raises(Disconnected):
         waiter.wait(remaining)
     ending_thread.join()
-    assert cancelled.is_abandoned
+    assert cancelled.abandoned
     waiter.close()
 
 
@@ -188,7 +188,7 @@ def test_a_callback_that_uses_the_connection_keeps_no_client_open(tmp_path: Path
             except Disconnected as error:
                 errors.append(error)
 
-        session._connection.run_task(callback)
+        session._connection.call(callback)
         closing_thread = threading.Thread(target=session.close, daemon=True)
         closing_thread.start()
         closing_thread.join(10)
@@ -210,7 +210,7 @@ def test_a_running_callback_does_not_prevent_a_new_connection(tmp_path: Path) ->
             channel.submit(build_request(lost), callback)
             was_submitted.set()
 
-        lost.run_task(submit)
+        lost.call(submit)
         assert was_submitted.wait(10)
     assert at_work.wait(10)
     errors: list[Exception] = []

@@ -58,7 +58,7 @@ def test_a_run_directory_whose_server_has_ended_is_disconnected(default_dir: Pat
 
 def test_one_of_two_servers_is_named(default_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first_dir, second_dir = RunDirectory.default(), RunDirectory.default()
-    file = endpoints.addresses_file(second_dir.path)
+    file = endpoints.addresses(second_dir.path)
     file.parent.mkdir()
     file.write_text("http://127.0.0.1:8000\ngrpc://127.0.0.1:8001\n")
     shown = f"{first_dir.path}; {second_dir.path} http://127.0.0.1:8000 grpc://127.0.0.1:8001"

@@ -10,15 +10,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
 from shmserve.client.memory.region import Region
-from shmserve.client.memory.segments import Allocator, AnySegment, Segment
+from shmserve.client.memory.segments import AnySegment, Memories, Segment
 from shmserve.client.memory.views import MemoryLease, View
 from shmserve.client.request.arrays import as_array
-from shmserve.client.request.prepare import PLAIN, make_options, prepare
+from shmserve.client.request.prepare import PLAIN, options_of, prepare
 from shmserve.client.request.prepared import ClientTemplate
 from shmserve.client.request.results import read
 from shmserve.client.server_state import ClientModel, ClientModels
@@ -48,7 +49,7 @@ CONFIG = {
 
 
 @pytest.fixture
-def memories() -> Iterator[Allocator]:
+def memories() -> Iterator[Memories]:
     numbers = iter(range(1, 100))
 
     def share(segment: AnySegment) -> None:
@@ -56,7 +57,7 @@ def memories() -> Iterator[Allocator]:
         inode = os.fstat(segment.fd).st_ino
         segment.memory = Memory(next(numbers), 1, segment.fd, inode, segment.size, True)
 
-    new_memories = Allocator(64 << 20, share, lambda segment: None)
+    new_memories = Memories(64 << 20, share, lambda segment: None)
     yield new_memories
     new_memories.close()
 
@@ -68,7 +69,7 @@ def published(name: str = "m", version: str = "1", latest: bool = True) -> m.Mod
     )
 
 
-def test_released_blocks_are_reused_and_empty_segments_removed(memories: Allocator) -> None:
+def test_released_blocks_are_reused_and_empty_segments_removed(memories: Memories) -> None:
     blocks = [memories.allocate(1 << 20) for _ in range(3)]
     assert len({block.segment for block in blocks}) == 1
     whole_segment = memories.allocate(100, whole_segment=True)
@@ -87,7 +88,7 @@ def test_a_client_can_use_all_of_its_memory() -> None:
     def share(segment: AnySegment) -> None:
         segment.on_shared(Memory(1, 0, 0, 0, segment.size, True).packed)
 
-    memories = Allocator(6 << 20, share, lambda segment: None)
+    memories = Memories(6 << 20, share, lambda segment: None)
     blocks = [memories.allocate(1 << 20) for _ in range(6)]
     assert sorted(segment.size >> 20 for segment in {block.segment for block in blocks}) == [2, 4]
     with pytest.raises(Unavailable, match="6291456 are in use, 64 more are needed"):
@@ -100,7 +101,7 @@ class Pair(NamedTuple):
     b: View
 
 
-def test_unused_slots_are_evicted_for_new_ones(memories: Allocator) -> None:
+def test_unused_slots_are_evicted_for_new_ones(memories: Memories) -> None:
     """Requests of ever other sizes, one at a time, need the memory of one."""
     model = ClientModel(published())
     for step in range(8):
@@ -115,7 +116,7 @@ def test_unused_slots_are_evicted_for_new_ones(memories: Allocator) -> None:
     assert memories.allocate(60 << 20, whole_segment=True)
 
 
-def test_memory_returned_after_close_is_freed(memories: Allocator) -> None:
+def test_memory_returned_after_close_is_freed(memories: Memories) -> None:
     block = memories.allocate(100)
     segment = weakref.ref(block.segment)
     memories.close()
@@ -126,7 +127,7 @@ def test_memory_returned_after_close_is_freed(memories: Allocator) -> None:
 
 
 def test_memory_is_freed_if_its_allocation_is_interrupted(
-    memories: Allocator, monkeypatch: pytest.MonkeyPatch
+    memories: Memories, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def raise_interrupt(*_: int) -> None:
         raise KeyboardInterrupt
@@ -143,7 +144,7 @@ def test_memory_is_freed_if_its_allocation_is_interrupted(
 
 @pytest.mark.parametrize("writes_to_region", [False, True])
 def test_a_request_that_is_interrupted_while_built_keeps_no_memory(
-    memories: Allocator, monkeypatch: pytest.MonkeyPatch, writes_to_region: bool
+    memories: Memories, monkeypatch: pytest.MonkeyPatch, writes_to_region: bool
 ) -> None:
     """Most often while its inputs are copied, which takes longest."""
 
@@ -166,7 +167,7 @@ def test_a_request_that_is_interrupted_while_built_keeps_no_memory(
     assert not memories._segments
 
 
-def test_a_region_accepts_numpy_types_and_a_single_size(memories: Allocator) -> None:
+def test_a_region_accepts_numpy_types_and_a_single_size(memories: Memories) -> None:
     fields: Any = {
         "a": ((2, 3), np.float32),
         "b": (np.int64(4), "uint8"),
@@ -181,7 +182,7 @@ def test_a_region_accepts_numpy_types_and_a_single_size(memories: Allocator) -> 
 
 
 @pytest.mark.parametrize("datatype", ["nonsense", None, np.complex64, object, "BYTES", 5])
-def test_a_regions_unknown_datatype_names_the_allowed(memories: Allocator, datatype: Any) -> None:
+def test_a_regions_unknown_datatype_names_the_allowed(memories: Memories, datatype: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"allowed: BOOL, .*numpy\.float32 or 'float32'"):
         Region(memories, {"x": ((1,), datatype)})
 
@@ -226,7 +227,7 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
 
 
 @pytest.mark.parametrize("is_large", [False, True])
-def test_options_of_one_call_are_not_in_the_template(memories: Allocator, is_large: bool) -> None:
+def test_options_of_one_call_are_not_in_the_template(memories: Memories, is_large: bool) -> None:
     """Its id, its sequence and its timeout go beside it: by the same way as without them."""
     size = 8192 if is_large else 1
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [size]}]}
@@ -234,7 +235,7 @@ def test_options_of_one_call_are_not_in_the_template(memories: Allocator, is_lar
     x = np.zeros((1, 16), np.float32)
     requests = []
     for number in range(3):
-        options = make_options(f"id-{number}", None, number, number + 0.5, number + 1, True, False)
+        options = options_of(f"id-{number}", None, number, number + 0.5, number + 1, True, False)
         for value in (PLAIN, options):
             request = prepare(memories, model, {"x": x}, None, value)
             assert request.options is value
@@ -243,7 +244,7 @@ def test_options_of_one_call_are_not_in_the_template(memories: Allocator, is_lar
     assert requests == requests[:1] * 6 and len(model.templates) == 1
 
 
-def test_requests_of_one_template_have_the_same_schema(memories: Allocator) -> None:
+def test_requests_of_one_template_have_the_same_schema(memories: Memories) -> None:
     model = ClientModel(published())
     schemas = set()
     for number in (1.0, 2.0):
@@ -259,7 +260,7 @@ def test_requests_of_one_template_have_the_same_schema(memories: Allocator) -> N
     assert len(model.templates) == 1 and len(schemas) == 1
 
 
-def test_large_inputs_lie_in_slots_that_are_used_again(memories: Allocator) -> None:
+def test_large_inputs_lie_in_slots_that_are_used_again(memories: Memories) -> None:
     model = ClientModel(published())
     x = np.arange(8192, dtype=np.float32)[None]
     first = prepare(memories, model, {"x": x}, None, PLAIN)
@@ -276,7 +277,7 @@ def test_large_inputs_lie_in_slots_that_are_used_again(memories: Allocator) -> N
     assert memories.find(address, 1) is None
 
 
-def test_every_kind_of_input_is_checked(memories: Allocator) -> None:
+def test_every_kind_of_input_is_checked(memories: Memories) -> None:
     model = ClientModel(published())
     wrong_cases: list[tuple[Any, str]] = [
         ([np.zeros((1, 2), np.float32)], "inputs must be a mapping of names to arrays, got "),
@@ -284,6 +285,7 @@ def test_every_kind_of_input_is_checked(memories: Allocator) -> None:
         ({"x": np.zeros((1, 2), np.int8)}, "data-type is 'INT8'"),
         ({"z": np.zeros((1, 2), np.float32)}, "unexpected inference input"),
         ({"x": np.zeros((1, 2), np.complex64)}, "no corresponding datatype"),
+        ({"x": np.zeros((1, 2), ">f4")}, "byte order: pass array.astype"),
         ({"x": "word"}, "cannot be converted to FP32"),
     ]
     for inputs, text in wrong_cases:
@@ -292,7 +294,7 @@ def test_every_kind_of_input_is_checked(memories: Allocator) -> None:
     assert not model.templates
 
 
-def test_completed_prepared_requests_keep_no_memory(memories: Allocator) -> None:
+def test_completed_prepared_requests_keep_no_memory(memories: Memories) -> None:
     """A thread may be about to make one while another closes the model, or makes the same."""
     x = {"x": np.ones((1, 8192), np.float32)}
     model = ClientModel(published())
@@ -311,7 +313,7 @@ def test_completed_prepared_requests_keep_no_memory(memories: Allocator) -> None
     assert memories._used_bytes() == 0
 
 
-def test_a_region_keeps_no_templates_of_reloaded_models(memories: Allocator) -> None:
+def test_a_region_keeps_no_templates_of_reloaded_models(memories: Memories) -> None:
     region = Region(memories, {"x": ((1, 8192), "FP32"), "y": ((1, 8192), "FP32")})
     models = ClientModels()
     models.publish(published("other"))
@@ -345,21 +347,21 @@ def test_a_region_keeps_no_templates_of_reloaded_models(memories: Allocator) -> 
 def test_invalid_request_options_are_rejected(wrong_options: dict[str, Any], text: str) -> None:
     options: dict[str, Any] = {"request_id": "", "parameters": None, "priority": 0}
     with pytest.raises(InvalidArgument, match=text):
-        make_options(**{**options, "timeout_s": None, **wrong_options})
+        options_of(**{**options, "timeout_s": None, **wrong_options})
 
 
 def test_request_options_are_encoded() -> None:
-    assert make_options("", {}, 0, None) is PLAIN
-    assert make_options("a", {"b": True}, np.int64(2), None)[:4] == ("a", {"b": True}, 2, 0)  # type: ignore[arg-type]
+    assert options_of("", {}, 0, None) is PLAIN
+    assert options_of("a", {"b": True}, np.int64(2), None)[:4] == ("a", {"b": True}, 2, 0)  # type: ignore[arg-type]
     for expired_s in (0, -1, -1e300, float("-inf")):
-        assert make_options("", None, 0, expired_s).timeout_us == 1
-    assert make_options("", None, 0, float("inf")) == PLAIN
-    assert make_options(None, None, 0, 1e9) == PLAIN  # type: ignore[arg-type]
+        assert options_of("", None, 0, expired_s).timeout_us == 1
+    assert options_of("", None, 0, float("inf")) == PLAIN
+    assert options_of(None, None, 0, 1e9) == PLAIN  # type: ignore[arg-type]
     # The longest that epoll can wait for, in milliseconds.
-    assert make_options("", None, 0, 1.99e6).timeout_us // 1000 < 1 << 31
+    assert options_of("", None, 0, 1.99e6).timeout_us // 1000 < 1 << 31
 
 
-def test_a_response_is_decoded_by_its_schema(memories: Allocator) -> None:
+def test_a_response_is_decoded_by_its_schema(memories: Memories) -> None:
     """The schema of a repeated response is not parsed again, with any values and memory ranges."""
     model = ClientModel(published())
     packed_request = prepare(memories, model, {"x": np.ones((1, 2), np.float32)}, ["y"], PLAIN)
@@ -400,6 +402,18 @@ def test_accepted_input_types() -> None:
     assert as_array(torch._neg_view(torch.ones(2)), None, "x")[0].tolist() == [-1, -1]
     scalar, datatype = as_array(torch.tensor(1.0, dtype=torch.bfloat16), None, "x")
     assert scalar.shape == () and datatype == "BF16"
+
+
+def test_bfloat16_of_ml_dtypes_is_sent(memories: Memories) -> None:
+    config: Any = copy.deepcopy(CONFIG)
+    config["input"][0]["data_type"] = "TYPE_BF16"
+    model = ClientModel(replace(published(), config=ModelSpec.of(config)))
+    values = np.arange(16384).astype(ml_dtypes.bfloat16).reshape(1, -1)
+    for _ in range(2):  # the first call makes a template
+        request = prepare(memories, model, {"x": values}, None, PLAIN)
+        segment: Any = request.segments[0]
+        assert values.tobytes() in bytes(segment.bytes)
+        request.release_memory()
 
 
 @pytest.mark.parametrize(
@@ -456,7 +470,7 @@ def test_models_are_updated_by_publications() -> None:
     assert models.resolve("m", "").version == "3"
     models.publish(published(version="1", latest=False))
     assert models.resolve("m", "").version == "3"
-    assert models.model_versions() == [("m", "1"), ("m", "3")]
+    assert models.names() == [("m", "1"), ("m", "3")]
     models.withdraw("m", "3")
     with pytest.raises(Unavailable, match="no available versions"):
         models.resolve("m", "")
@@ -466,7 +480,7 @@ def test_models_are_updated_by_publications() -> None:
         models.resolve("other", "")
 
 
-def test_a_template_is_prepared_for_inputs_without_bytes(memories: Allocator) -> None:
+def test_a_template_is_prepared_for_inputs_without_bytes(memories: Memories) -> None:
     template = ClientTemplate(
         ClientModel(published()).signature, [TensorSchema("x", "FP32", (1, 0), 0)], (), memories
     )
@@ -474,7 +488,7 @@ def test_a_template_is_prepared_for_inputs_without_bytes(memories: Allocator) ->
 
 
 @pytest.mark.parametrize("size", [1, 2, 200])
-def test_small_inputs_travel_in_the_message(memories: Allocator, size: int) -> None:
+def test_small_inputs_travel_in_the_message(memories: Memories, size: int) -> None:
     config = {**CONFIG, "output": [{"name": "y", "data_type": "TYPE_INT8", "dims": [-1]}]}
     template = TensorSchema("x", "FP32", (1, size), 4 * size)
     client_template = ClientTemplate(Signature(ModelSpec.of(config), "1"), [template], (), memories)
@@ -489,7 +503,7 @@ def test_small_inputs_travel_in_the_message(memories: Allocator, size: int) -> N
 def test_local_clients_cannot_forge_identities_or_memory() -> None:
     capabilities, other_capabilities = Capabilities(bytes(32)), Capabilities(bytes(31) + b"1")
     token = capabilities.token(FIRST)
-    assert capabilities.local_client_number(f"{FIRST}.{token}.1".encode()) == FIRST
+    assert capabilities.local_client(f"{FIRST}.{token}.1".encode()) == FIRST
     for forged_identity in (
         f"{FIRST + 1}.{token}.1",
         f"{FIRST}.{other_capabilities.token(FIRST)}.1",
@@ -499,7 +513,7 @@ def test_local_clients_cannot_forge_identities_or_memory() -> None:
         f"0{FIRST}.{token}",
         f"{FIRST}.{token}x.1",
     ):
-        assert capabilities.local_client_number(forged_identity.encode()) == 0, forged_identity
+        assert capabilities.local_client(forged_identity.encode()) == 0, forged_identity
     fields = (7, 8, 9, 4096, True)
     own_memory = Memory(capabilities.memory_id(FIRST, *fields, False, False), *fields)
     assert capabilities.owns(FIRST, own_memory) and not capabilities.owns(FIRST + 1, own_memory)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shmserve.client import aio, sync
-from shmserve.client.request.prepare import PLAIN, PackedRequest, RequestOptions
+from shmserve.client.request.prepare import PLAIN, Options, PackedRequest
 from shmserve.client.request.waiting import ResponseStream, SharedChannel, ThreadChannel
 from shmserve.client.server_state import ClientModel
 from shmserve.errors import Disconnected, Internal, ShmserveError, TimedOut, Unavailable
@@ -51,7 +51,7 @@ def channel(connection: Any) -> Iterator[ThreadChannel]:
 
 
 def open_stream(
-    channel: Any, tmp_path: Path, freed: list[str], more: RequestOptions = PLAIN
+    channel: Any, tmp_path: Path, freed: list[str], more: Options = PLAIN
 ) -> ResponseStream:
     """Return a stream at a played scheduler; `ended_ids` records when its memory is free."""
     config = {"name": "m", "max_batch_size": 0, "input": [], "output": []}

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shmserve.common.names import DoubledName, unique_members
+from shmserve.common.names import DoubledName, members
 from shmserve.errors import InvalidArgument
 from shmserve.gateway.http.json import parser
 from shmserve.gateway.http.json.parser import loads, loads_large
@@ -170,9 +170,9 @@ def test_duplicate_names_beside_large_arrays_are_refused(monkeypatch: pytest.Mon
 def test_members_refuse_duplicate_names(pairs: Pairs) -> None:
     if len(dict(pairs)) < len(pairs):
         with pytest.raises(DoubledName):
-            unique_members(pairs)
+            members(pairs)
     else:
-        assert unique_members(pairs) == dict(pairs)
+        assert members(pairs) == dict(pairs)
 
 
 def test_duplicate_names_in_a_configuration_are_refused() -> None:

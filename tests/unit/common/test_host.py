@@ -60,7 +60,7 @@ def test_the_memory_of_a_controller_with_its_own_hierarchy(
 
 def test_processors_are_limited_by_a_quota(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     set_control_group(monkeypatch, tmp_path, "0::/server")
-    count, quota = host.processor_limits()
+    count, quota = host.processors()
     assert count >= 1 and quota is None
     write(tmp_path / "server", cpu_max="150000 100000\n")
-    assert host.processor_limits() == (count, 1.5)
+    assert host.processors() == (count, 1.5)

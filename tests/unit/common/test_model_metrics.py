@@ -8,10 +8,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from shmserve.common.model_metrics import (
     Families,
     ModelMetrics,
+    exposition,
     parse,
     sum_families,
     to_lists,
-    to_prometheus_text,
 )
 
 LABELS = [["a", "1"]]
@@ -30,7 +30,7 @@ def histogram(numbers: list[float], buckets: list[float]) -> Families:
 
 
 def exposed_value(families: Families) -> str:
-    return to_prometheus_text(families).splitlines()[-1].split()[-1]
+    return exposition(families).splitlines()[-1].split()[-1]
 
 
 def test_counters_are_summed_and_outlive_their_instance() -> None:
@@ -122,7 +122,7 @@ def test_the_exposition_equals_tritons() -> None:
             ["never", "used", "COUNTER", []],
         ]
     )
-    text = to_prometheus_text(families)
+    text = exposition(families)
     assert text == (
         "# HELP metering_total A\\nB\n"
         "# TYPE metering_total counter\n"

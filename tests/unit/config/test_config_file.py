@@ -18,16 +18,14 @@ def read_options(tmp_path: Path, text: str, *arguments: str) -> command_line.Par
 @pytest.mark.parametrize("name", sorted(set(flags.FLAGS) - {"config"}))
 def test_the_file_takes_every_flag_as_the_command_line_does(tmp_path: Path, name: str) -> None:
     flag = flags.FLAGS[name]
-    text = {bool: "true", str: "text", int: f"{flag.min_value:.0f}", float: f"{flag.min_value}"}[
-        flag.kind
-    ]
+    text = {bool: "true", str: "text", int: f"{flag.low:.0f}", float: f"{flag.low}"}[flag.kind]
     value = flag.choices[-1] if flag.choices else text
     yaml_value = f'"{value}"' if flag.kind is str else value
     options = read_options(tmp_path, f"{name}: {yaml_value}")
     from_flags = command_line.parse([f"--{name}={value}"])
     assert {**options.values, "config": None} == from_flags.values
     assert options.repeated == from_flags.repeated
-    assert options.flags_without_effect == from_flags.flags_without_effect
+    assert options.without_effect == from_flags.without_effect
 
 
 def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:

@@ -38,9 +38,7 @@ def example_value(flag: Flag) -> str:
         return os.devnull  # is read at once
     if flag.choices:
         return flag.choices[-1]
-    return {bool: "false", str: "text", int: f"{flag.min_value:.0f}", float: f"{flag.min_value}"}[
-        flag.kind
-    ]
+    return {bool: "false", str: "text", int: f"{flag.low:.0f}", float: f"{flag.low}"}[flag.kind]
 
 
 def test_defaults_are_tritons_or_safe() -> None:
@@ -59,7 +57,7 @@ def test_defaults_are_tritons_or_safe() -> None:
     assert (options.scheduling.max_queue_size, options.arena_byte_size) == (4096, 1 << 30)
     assert options.model_defaults == ModelDefaults(False, None, None)
     assert (options.run_dir, options.gateway.id, options.gateways) == (None, "triton", 1)
-    assert options.flags_without_effect == ()
+    assert options.without_effect == ()
 
 
 @pytest.mark.parametrize("name", sorted(flags.FLAGS))
@@ -68,7 +66,7 @@ def test_both_spellings_of_every_flag_mean_the_same(name: str) -> None:
     joined_form = command_line.parse([f"--{name}={value}", "folder"])
     assert joined_form == command_line.parse([f"--{name}", value, "folder"])
     assert joined_form.positional == ["folder"]
-    assert joined_form.flags_without_effect == ([] if flags.FLAGS[name].has_effect else [name])
+    assert joined_form.without_effect == ([] if flags.FLAGS[name].has_effect else [name])
 
 
 def test_a_boolean_flag_may_omit_its_value_and_accepts_tritons_values() -> None:
@@ -157,7 +155,7 @@ def test_the_flags_of_tritonserver_are_all_known() -> None:
         [f"--{name}={word}" for name, word in values.items()],
         [part for name, word in values.items() for part in (f"--{name}", word)],
     ):
-        assert settings(*arguments).flags_without_effect == tuple(ignored_flags)
+        assert settings(*arguments).without_effect == tuple(ignored_flags)
     assert all(flags.FLAGS[name].help for name in known_flags)
     assert len(ignored_flags) >= 30
 
@@ -174,7 +172,7 @@ def test_log_flags_are_the_first_log_settings() -> None:
         "--log-file=/tmp/x",
     )
     assert options.log == LogSettings("/tmp/x", False, False, False, 3, "ISO8601")
-    assert options.flags_without_effect == ()
+    assert options.without_effect == ()
     for text, level in (("true", 1), ("False", 0), ("4294967295", 2**32 - 1)):
         assert settings(f"--log-verbose={text}").log.log_verbose_level == level
 
@@ -182,7 +180,7 @@ def test_log_flags_are_the_first_log_settings() -> None:
 def test_flags_without_effect_are_named_once() -> None:
     ports = ("--vertex-ai-port=8001", "--host-policy", "a,b=c", "--vertex-ai-port", "9")
     options = settings(*ports, "--allow-vertex-ai")
-    assert options.flags_without_effect == ("vertex-ai-port", "host-policy", "allow-vertex-ai")
+    assert options.without_effect == ("vertex-ai-port", "host-policy", "allow-vertex-ai")
 
 
 @pytest.mark.parametrize(
@@ -210,7 +208,7 @@ def test_repeatable_flags_and_flags_of_which_the_last_counts() -> None:
         "--http-port=1",
         "--http-port=2",
     )
-    assert options.models_to_load == ("a", "b") and options.http.port == 2
+    assert options.load_models == ("a", "b") and options.http.port == 2
     assert options.backend_config == (
         ("python", "shm-default-byte-size", "1=2"),
         ("", "auto-complete-config", "false"),
@@ -291,16 +289,16 @@ def test_errors_of_the_whole_command_line() -> None:
     mode = "--model-control-mode=explicit"
     assert "must stand alone" in refusal(str(ROOT), mode, "--load-model=*", "--load-model=m")
     assert "cannot be empty" in refusal(str(ROOT), mode, "--load-model=m", "--load-model= ")
-    assert settings(mode, "--load-model=*").models_to_load == ("*",)
+    assert settings(mode, "--load-model=*").load_models == ("*",)
     assert "--http-port: a value is missing" in refusal("--http-port", "--gateways=2")
 
 
 def test_the_environment_sets_options() -> None:
     options = settings(TRITONSERVER_DELAY_SCHEDULER="3", CUDA_VISIBLE_DEVICES="1")
-    assert (options.scheduling.min_queued_requests, options.visible_devices) == (3, "1")
-    assert settings(TRITONSERVER_DELAY_SCHEDULER="").scheduling.min_queued_requests == 0
+    assert (options.scheduling.delay_scheduler, options.visible_devices) == (3, "1")
+    assert settings(TRITONSERVER_DELAY_SCHEDULER="").scheduling.delay_scheduler == 0
     assert (
-        settings(TRITONSERVER_BACKLOG_DELAY_SCHEDULER="2").scheduling.min_backlogged_requests == 2
+        settings(TRITONSERVER_BACKLOG_DELAY_SCHEDULER="2").scheduling.backlog_delay_scheduler == 2
     )
     for text in ("x", "-1", "\N{SUPERSCRIPT TWO}"):
         assert "TRITONSERVER_DELAY_SCHEDULER" in refusal(
@@ -319,7 +317,7 @@ def test_any_value_is_accepted_or_refused_by_name(name: str, text: str) -> None:
         named_flag = f"--{flag.name}: "
         assert type(value) is flag.kind
         if isinstance(value, int | float) and flag.kind is not bool:
-            assert flag.min_value <= value <= flag.max_value
+            assert flag.low <= value <= flag.high
     assert named_flag.startswith(f"--{flag.name}: ")
 
 

@@ -1,7 +1,7 @@
 """Command lines of Triton's documentation, tests and public charts, and the settings they give.
 
 M stands for a folder that exists. A text is a part of the error; a mapping has settings by their
-paths. The words "without effect" are `ServerConfig.flags_without_effect`.
+paths. The words "without effect" are `ServerConfig.without_effect`.
 """
 
 import os
@@ -17,7 +17,7 @@ import pytest
 from shmserve.config import command_line, server
 from shmserve.errors import InvalidArgument
 
-WITHOUT_EFFECT = "flags_without_effect"
+WITHOUT_EFFECT = "without_effect"
 TIMESTAMPS = ("TIMESTAMPS",)
 
 LINES: dict[str, str | Mapping[str, Any]] = {
@@ -27,12 +27,12 @@ LINES: dict[str, str | Mapping[str, Any]] = {
     "--model-store=M --log-verbose 1": {"log.log_verbose_level": 1},
     "--model-repo M": {"exit_on_error": True},
     "--model-store=M --model-control-mode explicit --load-model resnet50_pytorch": {
-        "models_to_load": ("resnet50_pytorch",)
+        "load_models": ("resnet50_pytorch",)
     },
     "--model-repository=M --model-control-mode=explicit --load-model=a --load-model b": {
-        "models_to_load": ("a", "b")
+        "load_models": ("a", "b")
     },
-    "--model-repository=M --model-control-mode=explicit --load-model=*": {"models_to_load": ("*",)},
+    "--model-repository=M --model-control-mode=explicit --load-model=*": {"load_models": ("*",)},
     "--model-repository=M --load-model=*": "--load-model: needs --model-control-mode=explicit",
     "--model-repository=M --model-control-mode=POLL --log-verbose=1": {
         "model_control_mode": "poll"
@@ -58,7 +58,7 @@ LINES: dict[str, str | Mapping[str, Any]] = {
     "--model-store=M --grpc-port=9000 --http-port=8080 --allow-grpc=true --allow-http=true": {
         "http.port": 8080,
         "grpc.port": 9000,
-        "http.allow_tcp": True,
+        "http.allow": True,
     },
     "--model-repository=M --http-port=10000 --grpc-port 10001 --metrics-port=10002": {
         "metrics_port": 10002
@@ -189,7 +189,7 @@ LINES: dict[str, str | Mapping[str, Any]] = {
     "--allow-sagemaker=true --sagemaker-port 8080 --allow-grpc=false --allow-http=false "
     "--allow-metrics=false --model-control-mode=explicit --model-repository=M": {
         "grpc": None,
-        "http.allow_tcp": False,
+        "http.allow": False,
         WITHOUT_EFFECT: ("allow-sagemaker", "sagemaker-port"),
     },
     "--model-repository=M --allow-vertex-ai=true --vertex-ai-port=8080 "
@@ -221,7 +221,7 @@ LINES: dict[str, str | Mapping[str, Any]] = {
         "cache_byte_size": 0,
         "exit_on_error": False,
     },
-    "--allow-http --allow-grpc --strict-readiness --model-repository=M": {"http.allow_tcp": True},
+    "--allow-http --allow-grpc --strict-readiness --model-repository=M": {"http.allow": True},
     "--model-repository M --rate-limit off --buffer-manager-thread-count 4": {
         "rate_limit": "off",
         WITHOUT_EFFECT: ("buffer-manager-thread-count",),

@@ -23,7 +23,7 @@ def report(**fields: Any) -> tuple[dict[str, str], dict[str, Any]]:
 
 @pytest.mark.parametrize(("fields", "count"), [({}, 2), ({"is_ensemble": True}, 4)])
 def test_a_failure_of_an_ensemble_counts_once(fields: dict[str, Any], count: int) -> None:
-    families = metrics.triton_families([report(**fields)], with_latencies=False)
+    families = metrics.triton_families([report(**fields)], latencies=False)
     failures = next(family for family in families if family.name == "nv_inference_request_failure")
     assert f'nv_inference_request_failure{{model="m",reason="OTHER"}} {count}' in failures.samples
     assert 'nv_inference_request_failure{model="m",reason="CANCELED"} 1' in failures.samples
@@ -49,14 +49,12 @@ def test_the_gauges_of_the_whole_cache_are_sums_over_the_models() -> None:
         report(cache=full, cache_hit=4, cache_miss=5),
         report(cache=empty, cache_miss=1),
     ]
-    page = metrics._exposition_text(
-        metrics.triton_families([*reports, report()], with_latencies=False)
-    )
+    page = metrics._exposition_text(metrics.triton_families([*reports, report()], latencies=False))
     counts = {"entries": 3, "lookups": 10, "hits": 4, "misses": 6, "evictions": 2}
     for name, count in counts.items():
         assert f"# TYPE nv_cache_num_{name} gauge\nnv_cache_num_{name} {count}\n" in page
     assert "\nnv_cache_util 0.25\n" in page
-    page = metrics._exposition_text(metrics.triton_families([report()], with_latencies=False))
+    page = metrics._exposition_text(metrics.triton_families([report()], latencies=False))
     assert "nv_cache" not in page
 
 

@@ -23,31 +23,31 @@ def test_a_resolved_model_is_current_until_it_is_replaced_or_withdrawn() -> None
     models = ModelTable(MagicMock())
     models.publish(make_publication())
     resolved_model = models.resolve("simple", "")
-    assert models.current_version(resolved_model) is resolved_model
+    assert models.current(resolved_model) is resolved_model
     models.publish(make_publication())
-    current_model = models.current_version(resolved_model)
+    current_model = models.current(resolved_model)
     assert current_model is not resolved_model
     assert current_model is models.resolve("simple", "1")
     models.publish(make_publication(max_batch_size=3))
     with pytest.raises(Unavailable, match="was loaded with another configuration while"):
-        models.current_version(resolved_model)
+        models.current(resolved_model)
     models.withdraw("simple", "1")
     for copy in (resolved_model, current_model):
         with pytest.raises(Unavailable, match="version 1 is not at ready state"):
-            models.current_version(copy)
+            models.current(copy)
 
 
 def test_the_number_of_withdrawn_names_is_bounded() -> None:
     models = ModelTable(MagicMock())
     for number in range(5_000):
         models.withdraw(f"m{number}", "1")
-    assert len(models._withdrawn_versions) == 4096
+    assert len(models._withdrawn) == 4096
     with pytest.raises(Unavailable):  # a version that is cached
         models.resolve("m4999", "1")
     models.publish(make_publication())
     models.withdraw("simple", "1")
     models.publish(make_publication())
-    assert "simple" not in models._withdrawn_versions
+    assert "simple" not in models._withdrawn
 
 
 def test_readiness_keeps_prepared_schemas() -> None:

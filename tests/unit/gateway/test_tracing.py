@@ -19,8 +19,8 @@ SAMPLED_HEADER = f"00-{'1' * 32}-{'2' * 16}-01"
 )
 def test_sampling_has_a_rate_and_a_count(rate: int, count: int, expected_traces: int) -> None:
     sampler = Sampler(TraceSettings(("TIMESTAMPS",), rate, count))
-    assert sum(sampler.should_sample() for _ in range(12)) == expected_traces
-    assert not Sampler(TraceSettings(trace_rate=rate, trace_count=count)).should_sample()
+    assert sum(sampler.samples() for _ in range(12)) == expected_traces
+    assert not Sampler(TraceSettings(trace_rate=rate, trace_count=count)).samples()
 
 
 def test_unchanged_settings_keep_their_count() -> None:
@@ -41,9 +41,8 @@ def test_no_trace_is_created_without_need() -> None:
     trace = tracer.begin_trace("m", "1", "", 0, "", True)
     assert trace is not None and not trace.sampled
     caller_trace = tracer.begin_trace("m", "1", "", 0, SAMPLED_HEADER, False)
-    assert caller_trace is not None and caller_trace.scheduler_context.trace_id == "1" * 32
-    # The called request is sampled as its caller decides.
-    assert caller_trace.scheduler_context.sampled
+    assert caller_trace is not None and caller_trace.scheduler.trace_id == "1" * 32
+    assert caller_trace.scheduler.sampled  # the called request is sampled as its caller decides
 
 
 def test_a_caller_decides_for_opentelemetry() -> None:

@@ -71,7 +71,7 @@ def test_handles_are_opened_and_closed_in_the_devices_context(module: Recorder) 
     assert ctypes.string_at(open_call[1].getPtr(), 64) == RAW_HANDLE
     assert open_call[2] == real.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
     module.names()
-    assert driver.allocation_range(0x7000, 1) == (0x6000, 4096)
+    assert driver.extent(0x7000, 1) == (0x6000, 4096)
     assert int(module.calls[1][1]) == 0x7000
     assert module.names() == ["cuCtxPushCurrent", "cuMemGetAddressRange", "cuCtxPopCurrent"]
     driver.close(0x7000, 1)

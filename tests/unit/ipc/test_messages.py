@@ -45,7 +45,7 @@ EXAMPLES: dict[Any, Any] = {
     list[Any]: [1, b"x"],
     list[list[Any]]: [[1, 2, b"x"]],
     list[list[str]]: [["x", "y"]],
-    list[m.WorkItem]: [m.WorkItem(1, 2, b"x", [b"y"])],
+    list[m.Work]: [m.Work(1, 2, b"x", [b"y"])],
     list[m.SequenceRow]: [m.SequenceRow(1, 2, 3, 4, "x")],
     list[m.Reply]: [m.Reply(1, "", "", b"x", [b"y"])],
     list[g.Resumed]: [g.Resumed(1, b"x", 2, "x")],

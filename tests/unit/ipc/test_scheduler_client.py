@@ -182,7 +182,7 @@ def test_outputs_of_a_response_to_no_request_are_released(client: Client) -> Non
 
 def test_outputs_in_the_requesters_own_memory_are_not_released(client: Client) -> None:
     class OwnerRequest(Request):
-        def own_memory_ids(self) -> set[int]:
+        def own_memories(self) -> set[int]:
             return {WORKER.id}
 
     OwnerRequest(client)
@@ -311,7 +311,7 @@ def test_requests_of_lost_schedulers_move_or_fail(client: Client, successor: str
         assert last_failure(request).code == "UNAVAILABLE"
         assert last_failure(request).message == f"[request id: me] {reason}"
     assert fresh.freed == (not successor)
-    assert set(client.pending) == ({1, 7} if successor else {7}) and not client.failed_early
+    assert set(client.pending) == ({1, 7} if successor else {7}) and not client.settling
     if successor:
         assert client.links.of_type(m.Submit)[-1] == (NEW, fresh.submit) and fresh.endpoint == NEW
 
@@ -378,7 +378,7 @@ def test_old_losses_are_removed() -> None:
 def test_withdrawing_all_frees_settling_requests(client: Client) -> None:
     first_request, second_request = Request(client, number=1), Request(client, number=2)
     client.receive(failure_message(1, is_early=True))
-    assert client.remove_all_requests() == [second_request]
+    assert client.withdraw_all() == [second_request]
     assert (first_request.freed, second_request.freed, bool(client)) == (1, 0, False)
 
 
@@ -416,7 +416,7 @@ def test_each_request_is_ended_and_its_memory_freed_once(events: list[tuple[str,
                 client.lose(NEW, "ipc://newest")
         for request in requests.values():
             check(client, request)
-    for request in client.remove_all_requests():
+    for request in client.withdraw_all():
         request.fail("the end")
     assert all(request.freed == 1 for request in requests.values())
 
@@ -427,9 +427,9 @@ def check(client: Client, request: Request) -> None:
     assert len(final) <= 1 and request.freed <= 1
     assert request.received[-1:] == final or not final  # the final response is the last message
     if number in client.pending:
-        assert not final and not request.freed and number not in client.failed_early
+        assert not final and not request.freed and number not in client.settling
         assert request.endpoint not in client.successors
-    elif number in client.failed_early:
+    elif number in client.settling:
         assert final and not request.freed
     else:
         assert request.freed == 1 and (final or not request.awaits_response)
@@ -443,12 +443,12 @@ def check(client: Client, request: Request) -> None:
     [
         ({}, None),
         ({"timeout_us": 5}, None),
-        ({"time_limit_us": 7, "time_limit_origin": "--x"}, 7),
+        ({"limit_us": 7, "limit_origin": "--x"}, 7),
         ({"timeout_us": 2**64 - 1}, None),
-        ({"time_limit_us": 10**30}, MAX_TIMEOUT_US),
-        ({"caller_deadline_ns": 1_003_000}, 3),
-        ({"caller_deadline_ns": 1_003_000, "time_limit_us": 2, "time_limit_origin": "--x"}, 2),
-        ({"caller_deadline_ns": 1_003_000, "time_limit_us": 4, "time_limit_origin": "--x"}, 3),
+        ({"limit_us": 10**30}, MAX_TIMEOUT_US),
+        ({"ends_ns": 1_003_000}, 3),
+        ({"ends_ns": 1_003_000, "limit_us": 2, "limit_origin": "--x"}, 2),
+        ({"ends_ns": 1_003_000, "limit_us": 4, "limit_origin": "--x"}, 3),
     ],
 )
 def test_the_shortest_limit_is_the_deadline(limits: dict[str, Any], deadline_us: int) -> None:
@@ -456,7 +456,7 @@ def test_the_shortest_limit_is_the_deadline(limits: dict[str, Any], deadline_us:
     submit = make_submit(7, b"s", [b"d"], arrived_ns, request_id="me", priority=3, **limits)
     deadline_ns = arrived_ns + deadline_us * 1000 if deadline_us is not None else 0
     timeout_us = limits.get("timeout_us", 0)  # models read it as it was sent
-    deadline_origin = limits.get("time_limit_origin", "") if deadline_us != 3 else ""
+    deadline_origin = limits.get("limit_origin", "") if deadline_us != 3 else ""
     fields = (7, b"s", [b"d"], arrived_ns, deadline_ns, timeout_us, 3, "me")
     assert submit == m.Submit(*fields, deadline_origin=deadline_origin)
 

@@ -26,7 +26,7 @@ START_RECORDS = [
         config=ModelSpec.of({"name": "m", "input": [{"dims": [1, -1]}]}), run_dir=RUN_DIR,
         capability_key=b"\0\xff",
         limits=SchedulingLimits(request_timeout_us=7, quantiles=(0.5, 0.9)),
-        statistics_snapshot=[{"name": "m"}, []], worker_pids=[1, 2]),
+        snapshot=[{"name": "m"}, []], worker_pids=[1, 2]),
     WorkerStart(
         number=3,
         index=0,
@@ -48,7 +48,7 @@ START_RECORDS = [
         settings=GatewaySettings(tokens={"ab": ("admin", "infer")},
         grpc_restricted={"health": Restriction("k", "v")}, allow_client_shm=False),
         grpc=GrpcSettings(TLS, compression_level=6, max_connection_age_ms=1), log=LOG),
-    GatewayStart(name="0", run_dir=RUN_DIR, settings=GatewaySettings(), http_socket_count=2),
+    GatewayStart(name="0", run_dir=RUN_DIR, settings=GatewaySettings(), http_sockets=2),
 ]  # fmt: skip
 
 

@@ -27,13 +27,13 @@ def span(span_id: str, parent_id: str, began_us: int = 0, **fields: Any) -> Span
 
 
 def test_a_header_is_read_and_passed_on() -> None:
-    caller = TraceContext.from_header(f" 00-{TRACE}-{CALLER_SPAN}-01 ")
+    caller = TraceContext.of_header(f" 00-{TRACE}-{CALLER_SPAN}-01 ")
     assert caller == (TRACE, CALLER_SPAN, "", True, False)
     child = caller.child()
     assert child.traceparent == f"00-{TRACE}-{child.span_id}-01"
     assert (child.trace_id, child.parent_id) == (TRACE, CALLER_SPAN)
     assert child.span_id != CALLER_SPAN
-    assert TraceContext.of(child.message_field) == child
+    assert TraceContext.of(child.message) == child
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_header_is_read_and_passed_on() -> None:
     ],
 )
 def test_a_malformed_trace_header_is_ignored(header: str, is_valid: bool) -> None:
-    assert (TraceContext.from_header(header) is not None) is is_valid
+    assert (TraceContext.of_header(header) is not None) is is_valid
 
 
 def test_spans_are_concatenated() -> None:
@@ -62,8 +62,8 @@ def test_spans_are_concatenated() -> None:
 @pytest.mark.parametrize(
     ("trace", "is_valid"),
     [
-        (TraceContext.new().message_field, True),
-        (TraceContext.new(sampled=True).child().message_field, True),
+        (TraceContext.new().message, True),
+        (TraceContext.new(sampled=True).child().message, True),
         ("", False),
         (TraceContext.new().traceparent, False),
         (f"00-{TRACE.upper()}-{CALLER_SPAN}-01-", False),
@@ -135,9 +135,9 @@ def test_tensors_travel_beside_the_spans() -> None:
     ]
     assert traced_tensors == [traced_tensor]
     context = TraceContext.new(sampled=True, tensors=True)
-    assert is_trace(context.message_field)
-    assert TraceContext.of(context.child().message_field).tensors
-    assert not TraceContext.of(TraceContext.new(sampled=True).message_field).tensors
+    assert is_trace(context.message)
+    assert TraceContext.of(context.child().message).tensors
+    assert not TraceContext.of(TraceContext.new(sampled=True).message).tensors
     assert context.traceparent.endswith("-01")
 
 

@@ -13,14 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.perf.load import (
-    SCHEDULES,
-    LoadGenerator,
-    constant_schedule,
-    parse_loads,
-    poisson_schedule,
-    probe,
-)
+from shmserve.perf.load import SCHEDULES, LoadGenerator, constant, parse_loads, poisson, probe
 from shmserve.protocols import LaneObserver
 from shmserve.protocols.connection import Poller
 
@@ -37,7 +30,7 @@ class InstantLaneFactory:
     def encode(self, request: Any) -> Any:
         return request
 
-    def create_lane(self, observer: LaneObserver) -> InstantLane:
+    def lane(self, observer: LaneObserver) -> InstantLane:
         return InstantLane(self, observer)
 
     def close(self) -> None:
@@ -78,11 +71,7 @@ def test_a_closed_loop_keeps_its_number_and_rotates_requests(transport: InstantL
         generator.run(0)
     generator.finish()
     assert transport.sent[:6] == ["a", "a", "b", "b", "c", "c"]
-    assert (
-        generator.current_mark().request_count
-        == len(transport.sent)
-        == len(generator.records.delays_ns)
-    )
+    assert generator.mark().requests == len(transport.sent) == len(generator.records.delays_ns)
 
 
 def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_scheduled_time(
@@ -92,7 +81,7 @@ def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_schedule
     generator = load(transport, ["a"], 1, itertools.chain([0, 0, 0, 0], itertools.repeat(10**15)))
     generator.begin()
     deadline_s = time.monotonic() + 10
-    while generator.current_mark().request_count < 4 and time.monotonic() < deadline_s:
+    while generator.mark().requests < 4 and time.monotonic() < deadline_s:
         generator.run(0)
     generator.finish()
     assert len(set(generator.records.scheduled_ns)) == 1
@@ -103,11 +92,11 @@ def test_a_request_without_a_slot_waits_and_its_latency_counts_from_its_schedule
 def test_errors_are_counted_by_text_without_latencies(transport: InstantLaneFactory) -> None:
     generator = load(transport, ["a", "error one", "error two"], 1)
     generator.begin()
-    while generator.current_mark().failed < 4:
+    while generator.mark().failed < 4:
         generator.run(0)
     generator.finish()
     assert set(generator.records.errors) == {"error one", "error two"}
-    assert generator.current_mark().request_count == transport.sent.count("a")
+    assert generator.mark().requests == transport.sent.count("a")
 
 
 def test_a_load_against_a_silent_server_ends(transport: InstantLaneFactory) -> None:
@@ -136,12 +125,12 @@ def test_a_schedule_is_monotonic_and_reproducible(rate: float, kind: str, seed: 
 
 @given(RATES, st.integers(1, 100_000))
 def test_a_constant_schedule_does_not_drift(rate: float, number: int) -> None:
-    (start_ns,) = itertools.islice(constant_schedule(rate), number, number + 1)
+    (start_ns,) = itertools.islice(constant(rate), number, number + 1)
     assert start_ns == pytest.approx(number * 1e9 / rate, abs=1)
 
 
 def test_random_arrivals_are_poisson() -> None:
-    intervals = take_first(poisson_schedule(1000.0, 1), 20_001)
+    intervals = take_first(poisson(1000.0, 1), 20_001)
     gaps = [next_ns - previous_ns for previous_ns, next_ns in itertools.pairwise(intervals)]
     mean = sum(gaps) / len(gaps)
     assert mean == pytest.approx(1e6, rel=0.03)

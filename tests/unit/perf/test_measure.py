@@ -38,17 +38,17 @@ def test_windows_agree_within_a_share_of_their_mean(rates: list[float], toleranc
     mean = sum(last_rates) / len(last_rates)
     distance = max(abs(rate - mean) for rate in last_rates)
     if len(last_rates) < 3:
-        assert not measure.have_settled(rates, tolerance)
+        assert not measure.agree(rates, tolerance)
     elif abs(distance - tolerance * mean) > 1e-6:
-        assert measure.have_settled(rates, tolerance) == (distance < tolerance * mean)
+        assert measure.agree(rates, tolerance) == (distance < tolerance * mean)
 
 
 def test_the_confidence_interval_is_students_t() -> None:
     # Three batches, two degrees of freedom: 4.303 standard errors.
-    assert measure.confidence_half_width([9.0, 10.0, 11.0]) == pytest.approx(4.303 / math.sqrt(3))
-    assert measure.confidence_half_width([10.0] * 5) == 0
-    assert measure.confidence_half_width([10.0]) == math.inf
-    assert measure.confidence_half_width([1.0, 2.0] * 20) == pytest.approx(
+    assert measure.confidence([9.0, 10.0, 11.0]) == pytest.approx(4.303 / math.sqrt(3))
+    assert measure.confidence([10.0] * 5) == 0
+    assert measure.confidence([10.0]) == math.inf
+    assert measure.confidence([1.0, 2.0] * 20) == pytest.approx(
         1.96 * 0.50637 / math.sqrt(40), rel=1e-3
     )
 

@@ -29,15 +29,15 @@ def test_the_table_attributes_the_time() -> None:
 
 
 def test_the_report_warns_of_unreliable_figures() -> None:
-    assert report.point_warnings(POINT) == []
+    assert report.notes(POINT) == []
     unreliable = replace(POINT, kind="rate", value=4000.0, settled=False, errors=3, error="no")
-    text = "; ".join(report.point_warnings(replace(unreliable, client_busy=0.95)))
+    text = "; ".join(report.notes(replace(unreliable, client_busy=0.95)))
     assert "differ" in text and "3 requests failed; mostly: no" in text
     assert "load generator was CPU-bound" in text and "did not keep up" in text
 
 
 def test_random_variation_is_not_reported_as_overload() -> None:
-    assert report.point_warnings(replace(POINT, kind="rate", value=2020.0)) == []
+    assert report.notes(replace(POINT, kind="rate", value=2020.0)) == []
 
 
 def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
@@ -45,12 +45,12 @@ def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
     path.write_text(report.as_json({"model": "m"}, [POINT]))
     assert report.read_report(str(path)) == [POINT]
     new = replace(POINT, per_second=3000.0)
-    assert report.compare_reports([POINT], [new]).splitlines()[1].split()[2:4] == [
+    assert report.comparison([POINT], [new]).splitlines()[1].split()[2:4] == [
         "1.500",
         "1.000",
     ]
-    assert "~1.015" in report.compare_reports([POINT], [replace(POINT, per_second=2030.0)])
-    assert "none of these" in report.compare_reports([POINT], [replace(POINT, value=8.0)])
+    assert "~1.015" in report.comparison([POINT], [replace(POINT, per_second=2030.0)])
+    assert "none of these" in report.comparison([POINT], [replace(POINT, value=8.0)])
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_an_invalid_report_is_rejected(tmp_path: Path, text: str) -> None:
 
 
 def test_csv_has_one_line_per_load() -> None:
-    rows = list(csv.DictReader(report.csv_report([POINT, replace(POINT, value=8.0)]).splitlines()))
+    rows = list(csv.DictReader(report.rows([POINT, replace(POINT, value=8.0)]).splitlines()))
     assert [row["value"] for row in rows] == ["4.0", "8.0"]
     assert (rows[0]["latency.p99"], rows[0]["server.m.queue"]) == ("5.0", "100.0")
 
@@ -72,7 +72,7 @@ def test_csv_has_one_line_per_load() -> None:
 @pytest.mark.parametrize("values", [[4.0], [1.0, 4.0, 16.0]])
 def test_the_picture_is_svg(values: list[float]) -> None:
     points = [replace(POINT, value=value, per_second=500 * value) for value in values]
-    root = ET.fromstring(report.draw_points("<m> & n", points))
+    root = ET.fromstring(report.draw("<m> & n", points))
     assert root.tag.endswith("svg")
     texts = [element.text or "" for element in root.iter() if element.tag.endswith("text")]
     assert texts[0].startswith("<m> & n")

@@ -101,9 +101,9 @@ def test_any_bytes(name: str, data: bytes) -> None:
 
 
 @given(requests | tree, st.integers(0, 20))
-def test_any_request(request: Any, binary_data_size: int) -> None:
+def test_any_request(request: Any, tail_size: int) -> None:
     """Any JSON with the protocol's names is refused or is consistent."""
-    targets.http(b"\0" + bytes([binary_data_size]) + json.dumps(request).encode())
+    targets.http(b"\0" + bytes([tail_size]) + json.dumps(request).encode())
 
 
 @given(

@@ -222,7 +222,7 @@ def test_documented_attributes_and_arguments_exist() -> None:
         if isinstance(n, ast.ClassDef):
             bases = set().union(*map(identifiers, n.bases))
             existing |= {name for base in bases for name in names_by_class.get(base, ())}
-        elif any("with_signature_of" in identifiers(decorator) for decorator in n.decorator_list):
+        elif any("signature_of" in identifiers(decorator) for decorator in n.decorator_list):
             continue  # its arguments are those of another function
         sections = "".join(DOCUMENTED.findall(ast.get_docstring(n) or ""))
         unknown = set(DOCUMENTED_NAME.findall(sections)) - existing
@@ -253,7 +253,7 @@ def test_names_in_backticks_exist() -> None:
 
 LOG_METHODS = {"debug", "info", "warning", "error", "critical", "exception", "log", "print"}
 TEXT_ARGUMENTS = {"help", "description", "epilog", "message", "text", "reason"}
-# TextThread that clients of Triton compare.
+# Texts that clients of Triton compare.
 TRITONS = (
     "It should be either 'int', 'bool', or 'string'.",
     "If you want to specify the full",

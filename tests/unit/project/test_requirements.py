@@ -66,8 +66,8 @@ def test_requests_are_parsed_by_the_strict_parser() -> None:
     assert HttpRequestParser is not HttpRequestParserPy
 
 
-def read_request(header: Any, binary_data_size: int = 0) -> None:
-    wire = parse_request(header, binary_data_size, "simple", 1 << 20)
+def read_request(header: Any, tail_size: int = 0) -> None:
+    wire = parse_request(header, tail_size, "simple", 1 << 20)
     tensors = [TensorRef(t.name, t.datatype, t.shape, bytes(64)) for t in wire.inputs]
     Signature(ModelSpec.of(SIMPLE_CONFIG), "1").check(wire.id, tensors, [])
 

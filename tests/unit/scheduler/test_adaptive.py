@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher, MissAllowance, WaitingChoice
+from shmserve.scheduler.batchers.adaptive import Account, AdaptiveBatcher, WaitingChoice
 from shmserve.scheduler.batchers.dynamic import (
     Batch,
     Batcher,
@@ -56,8 +56,8 @@ def test_noise_and_outliers_hardly_change_the_model() -> None:
     sizes, time = random.Random(5), SizeTimes(64)
     for number in range(400):
         size = sizes.randint(1, 16)
-        elapsed_ns = (10 + size) * MS * sizes.uniform(0.9, 1.1)
-        time.observe(size, elapsed_ns * (40 if number % 29 == 0 else 1))
+        took_ns = (10 + size) * MS * sizes.uniform(0.9, 1.1)
+        time.observe(size, took_ns * (40 if number % 29 == 0 else 1))
     assert time.expected_ns(8) == pytest.approx(18 * MS, rel=0.25)
 
 
@@ -78,8 +78,8 @@ def test_a_change_is_learned_despite_noise_and_outliers(factor: float, seed: int
     for slowdown in (1, factor):
         for _ in range(300):
             size = rng.randint(1, 16)
-            elapsed_ns = (10 + size) * MS * slowdown * rng.uniform(0.9, 1.1)
-            time.observe(size, elapsed_ns * (10 if rng.random() < 0.03 else 1))
+            took_ns = (10 + size) * MS * slowdown * rng.uniform(0.9, 1.1)
+            time.observe(size, took_ns * (10 if rng.random() < 0.03 else 1))
     assert time.expected_ns(8) == pytest.approx(18 * MS * factor, rel=0.1)
 
 
@@ -120,8 +120,8 @@ def test_the_first_execution_does_not_count() -> None:
 @given(st.lists(st.tuples(st.integers(1, 512), st.floats(0, 1e12)), max_size=60))
 def test_estimated_times_are_never_negative(observations: list[tuple[int, float]]) -> None:
     time = SizeTimes(512)
-    for units, elapsed_ns in observations:
-        time.observe(units, elapsed_ns)
+    for units, took_ns in observations:
+        time.observe(units, took_ns)
     assert time.setup_ns >= -1e-3
     assert all(time.expected_ns(size) >= 0 for size in range(1, 513))
 
@@ -136,27 +136,24 @@ def test_a_burst_ends_when_every_client_has_sent() -> None:
             arrivals.record_arrival(next(clock), queued_count, 5 * MS)
         now_ns = [next(clock) for _ in range(20)][-1]
         arrivals.record_batch(now_ns, 0, 5 * MS)
-    assert now_ns < arrivals.burst_wait_end_ns <= now_ns + 2 * MS
-    burst_arrivals = list(arrivals.expected_burst(8))
+    assert now_ns < arrivals.next_by_ns <= now_ns + 2 * MS
+    burst_arrivals = list(arrivals.burst(8))
     assert len(burst_arrivals) == 3 and burst_arrivals[-1][0] == pytest.approx(3, rel=0.05)
     assert burst_arrivals[-1][1] == pytest.approx(3 * MS, rel=0.1)
-    assert len(list(arrivals.expected_burst(2))) == 2
+    assert len(list(arrivals.burst(2))) == 2
     for queued_count in (1, 2):
         now_ns = next(clock)
         arrivals.record_arrival(now_ns, queued_count, 5 * MS)
-        assert (
-            arrivals.burst_wait_end_ns > now_ns
-            and len(list(arrivals.expected_burst(8))) == 3 - queued_count
-        )
+        assert arrivals.next_by_ns > now_ns and len(list(arrivals.burst(8))) == 3 - queued_count
     arrivals.record_arrival(next(clock), 3, 5 * MS)
-    assert arrivals.burst_wait_end_ns == 0 and not list(arrivals.expected_burst(8))
+    assert arrivals.next_by_ns == 0 and not list(arrivals.burst(8))
 
 
 def test_a_lone_client_is_no_burst() -> None:
     arrivals, clock = Arrivals(), count(0, 10 * MS)
     for _ in range(40):
         arrivals.record_arrival(next(clock), 1, 5 * MS)
-        assert not list(arrivals.expected_burst(8))
+        assert not list(arrivals.burst(8))
         arrivals.record_batch(next(clock), 0, 5 * MS)
 
 
@@ -165,23 +162,23 @@ def test_a_lone_client_is_no_burst() -> None:
 
 @pytest.mark.parametrize("waiting_is_better", [True, False])
 def test_the_choice_with_shorter_latencies_is_preferred(waiting_is_better: bool) -> None:
-    trial, choices = WaitingChoice(MissAllowance()), []
+    trial, choices = WaitingChoice(Account()), []
     for _ in range(2400):
-        choices.append(trial.should_wait)
-        trial.record_batch([MS if trial.should_wait is waiting_is_better else 2 * MS], 0)
+        choices.append(trial.waits)
+        trial.record_batch([MS if trial.waits is waiting_is_better else 2 * MS], 0)
     share = choices[480:].count(waiting_is_better) / len(choices[480:])
     assert 0.85 < share < 1
 
 
 def test_the_better_choice_may_change() -> None:
-    trial = WaitingChoice(MissAllowance())
+    trial = WaitingChoice(Account())
     for waiting_is_better in (True, False, True):
         for _ in range(4800):
-            trial.record_batch([MS if trial.should_wait is waiting_is_better else 2 * MS], 0)
+            trial.record_batch([MS if trial.waits is waiting_is_better else 2 * MS], 0)
         choices = []
         for _ in range(480):
-            choices.append(trial.should_wait)
-            trial.record_batch([MS if trial.should_wait is waiting_is_better else 2 * MS], 0)
+            choices.append(trial.waits)
+            trial.record_batch([MS if trial.waits is waiting_is_better else 2 * MS], 0)
         assert choices.count(waiting_is_better) > 400
 
 
@@ -201,7 +198,7 @@ def learn_load(
             batcher.record_arrival(now_ns, queued_count)
         now_ns += (10 + size) * MS
         batcher.record_batch(now_ns, 0, size, (10 + size) * MS, [MS])
-    batcher._waiting_choice.should_wait = True
+    batcher._waiting_choice.waits = True
     return batcher, now_ns
 
 

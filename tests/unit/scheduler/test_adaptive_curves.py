@@ -73,9 +73,7 @@ def test_times_that_scatter_are_no_drift_of_sizes_that_do_not_occur(seed: int) -
 
 def test_in_doubt_the_larger_size_is_best_unless_all_is_late() -> None:
     size_times = learn_times(SCATTERED_CURVE, [7] * 10 + [32] * 10, 20)
-    assert (
-        size_times.best_size(32) == 32 and size_times.best_size(32, target_out_of_reach=True) == 7
-    )
+    assert size_times.best_size(32) == 32 and size_times.best_size(32, out_of_reach=True) == 7
 
 
 @pytest.mark.parametrize(
@@ -96,8 +94,8 @@ def test_a_possibly_disturbed_size_is_tried_again_under_overload(
         size_times.observe(size, times_ms[size] * MS)
     for is_late, best_size in ((False, 32), (True, retried_size)):
         for _ in range(96):
-            size_times.observe(32, times_ms[32] * MS, target_out_of_reach=is_late)
-        assert size_times.best_size(32, target_out_of_reach=True) == best_size
+            size_times.observe(32, times_ms[32] * MS, out_of_reach=is_late)
+        assert size_times.best_size(32, out_of_reach=True) == best_size
 
 
 @pytest.mark.parametrize("largest_size", [1, 63, 64, 1000, 4096])

@@ -143,7 +143,7 @@ def test_calls_that_wait_for_long_are_reported_at_intervals() -> None:
     caller_rig.pass_time(50 * MS)
     (report,) = caller_rig.take_supervisor_messages(control_requests.CallsWaiting)
     occupied_instances = [[100, first.requests[0].key], [101, second.requests[0].key]]
-    ((((key, shown_callers),), instances),) = report.waiting_calls
+    ((((key, shown_callers),), instances),) = report.waits
     assert (report.model, shown_callers, instances) == ("m", callers, occupied_instances)
     assert caller_rig.wake_ns == caller_rig.now + 200 * MS
     caller_rig.pass_time(200 * MS)
@@ -156,7 +156,7 @@ def test_calls_that_wait_for_long_are_reported_at_intervals() -> None:
     caller_rig.supervisor(control_requests.CallDeadlocked(key, chain))
     caller_rig.pass_time(200 * MS)
     (report,) = caller_rig.take_supervisor_messages(control_requests.CallsWaiting)
-    assert report.waiting_calls == []
+    assert report.waits == []
     assert caller_rig.wake_ns > caller_rig.now + 1_000 * MS
 
 
@@ -166,7 +166,7 @@ def test_a_call_in_a_sequence_is_reported_with_its_instance() -> None:
     caller_rig.submit(correlation_id=5, callers="200/1/other")
     caller_rig.pass_time(200 * MS)
     (report,) = caller_rig.take_supervisor_messages(control_requests.CallsWaiting)
-    (((_, instances)),) = report.waiting_calls
+    (((_, instances)),) = report.waits
     assert instances == [[100, batch.requests[0].key]]
 
 
@@ -177,5 +177,4 @@ def test_a_call_in_order_waits_for_each_instance() -> None:
     caller_rig.submit(callers="200/1/other")
     caller_rig.pass_time(200 * MS)
     (report,) = caller_rig.take_supervisor_messages(control_requests.CallsWaiting)
-    queues = [instances for _, instances in report.waiting_calls]
-    assert [[pid for pid, _ in instances] for instances in queues] == [[100], [101]]
+    assert [[pid for pid, _ in instances] for _, instances in report.waits] == [[100], [101]]

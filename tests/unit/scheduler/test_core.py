@@ -95,7 +95,7 @@ def test_replies_may_arrive_in_any_order_and_fail_individually() -> None:
 
 
 def test_the_delay_hook_holds_batches_until_enough_requests_arrived() -> None:
-    rig, peer = ready_rig({}, min_queued_requests=3)
+    rig, peer = ready_rig({}, delay_scheduler=3)
     rig.submit(2)
     assert rig.take_batches() == []
     rig.submit(1)
@@ -688,7 +688,7 @@ def test_a_client_without_a_pid_in_its_name_is_served() -> None:
 
 
 def test_draining_rejects_new_requests_and_completes_accepted_ones() -> None:
-    rig, peer = ready_rig({"max_queue_delay_microseconds": 10_000_000}, min_queued_requests=9)
+    rig, peer = ready_rig({"max_queue_delay_microseconds": 10_000_000}, delay_scheduler=9)
     (number,) = rig.submit()
     assert rig.take_batches() == []
     rig.supervisor(Drain())
@@ -772,4 +772,4 @@ def test_request_options_reach_the_worker() -> None:
     _, batch = rig.execute()
     (w,) = batch.requests
     pid = int(GATEWAY.split(b".")[0])
-    assert w == m.WorkItem(w.key, pid, schema_of(), [b"packed"], **fields, deadline_ns=rig.now + MS)
+    assert w == m.Work(w.key, pid, schema_of(), [b"packed"], **fields, deadline_ns=rig.now + MS)

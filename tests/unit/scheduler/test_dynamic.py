@@ -78,7 +78,7 @@ def test_padded_shapes_share_a_batch_up_to_their_bound(
     decision = decide(NOW, queued_items, replace(rules(max_batch_size), padding=padding), 0)
     assert isinstance(decision, Batch)
     batch_items = queued_items[: decision.count]
-    batch = padding.new_batch()
+    batch = padding.batch()
     assert all(batch.may_join(item.shape_key, item.units) for item in batch_items)
     total = sum(item.units for item in batch_items)
     if decision.count < len(queued_items):
@@ -90,7 +90,7 @@ def test_padded_shapes_share_a_batch_up_to_their_bound(
             or total == max_batch_size
         )
         assert (decision.reason is CloseReason.SHAPE) == (next_fits and total < max_batch_size)
-    ((elements, wasted_elements),) = batch.element_counts().values()
+    ((elements, wasted_elements),) = batch.elements().values()
     assert wasted_elements <= most_waste * elements + 1e-9 or decision.count == 1
 
 
@@ -161,8 +161,8 @@ def test_a_batch_is_legal_and_its_reason_true(drawn_case: tuple[list[Item], Batc
             assert count == limit
         case CloseReason.PREFERRED:
             assert not waited_enough
-            assert total in batching.preferred_sizes or (
-                next_item is None or total + next_item.units > max(batching.preferred_sizes)
+            assert total in batching.preferred or (
+                next_item is None or total + next_item.units > max(batching.preferred)
             )
         case CloseReason.DELAY:
             assert waited_enough and count == limit
@@ -184,7 +184,7 @@ def test_waits_are_bounded_and_end_in_batches(drawn_case: tuple[list[Item], Batc
         assert NOW < decision.ns <= min(item.enqueued_ns for item in queue) + batching.delay_ns
         # The batcher waits only if all queued requests fit into one batch that can still grow.
         assert fits(queue, len(queue), batching)
-        assert sum(item.units for item in queue) < max(batching.preferred_sizes)
+        assert sum(item.units for item in queue) < max(batching.preferred)
         at_the_end = decide(decision.ns, queue, batching, reserve_ns)
         assert isinstance(at_the_end, Batch) and at_the_end.count == len(queue)
 

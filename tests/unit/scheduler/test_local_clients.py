@@ -73,7 +73,7 @@ def test_a_deadline_counts_from_the_arrival_at_the_scheduler() -> None:
 def test_a_valid_trace_context_is_continued() -> None:
     packed_request = pack_inference(Inference((TensorRef("X", "INT8", (1, 2), b"ab"),), ()))
     rules = LocalClientRules(Capabilities(bytes(32)), Signature(ModelSpec.of(CONFIG), "1"), 500)
-    trace = TraceContext.new().message_field
+    trace = TraceContext.new().message
     submit = m.Submit(1, *packed_request, NOW, 0, 0, 0, "mine", trace=trace)
     # The trace context of a client is accepted.
     assert rules.validate(FIRST, submit, NOW).trace == trace

@@ -30,7 +30,7 @@ def register_instance(pool: Pool, index: int = 0, pid: int = 100) -> bytes:
 
 def counts(pool: Pool) -> dict[str, int]:
     """Return the number of instances by state, without zeros."""
-    return {state: number for state, number in pool.state_counts().items() if number}
+    return {state: number for state, number in pool.counts().items() if number}
 
 
 def test_an_instance_is_counted_once_announced_and_registered(pool: Pool) -> None:
@@ -270,7 +270,7 @@ def test_an_instance_at_its_request_limit_is_not_free() -> None:
     for batch in [execution(1), execution(2)]:
         slot = pool.assign(batch)
         pool.finish(slot, 0)
-    assert len(slot.requests) == 2 and slot.is_idle
+    assert len(slot.requests) == 2 and slot.idle
     assert not pool.free_slots and pool.least_busy(9) is None
     slot.requests.popitem()
     pool.update_free(slot)
@@ -285,5 +285,5 @@ def test_an_offer_of_a_withdrawn_instance_is_dropped_with_its_process(pool: Pool
     assert pool.take_retired(lambda _: False) == [101]
     pool.register_worker(1, b"1.101", 101)
     pool.process_exited(101)
-    assert pool.state_counts() == {"gone": 0, "expected": 0, "idle": 1, "busy": 0, "doomed": 0}
+    assert pool.counts() == {"gone": 0, "expected": 0, "idle": 1, "busy": 0, "doomed": 0}
     assert not pool._registrations

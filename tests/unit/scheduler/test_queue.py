@@ -100,7 +100,7 @@ def test_a_retried_request_runs_first_and_alone_and_keeps_only_its_deadline() ->
     admit(queue)
     queue.take(1)
     queue.retry(first_request)
-    assert len(queue) == 2 and first_request not in list(queue.priority_queue)
+    assert len(queue) == 2 and first_request not in list(queue.in_order)
     assert first_request not in queue.take_expired(NOW + 200_000)
     assert queue.take_retry() is first_request and not queue.retries
     assert queue.take_expired(NOW + 500_001) == [first_request]

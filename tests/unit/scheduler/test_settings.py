@@ -16,7 +16,7 @@ def read_settings(config: dict[str, Any], **server: Any) -> Settings:
 
 
 def test_without_a_batching_block_only_the_servers_bound_applies() -> None:
-    settings = read_settings({}, max_queue_size=100, min_queued_requests=4)
+    settings = read_settings({}, max_queue_size=100, delay_scheduler=4)
     assert settings == Settings(
         "m", "3", 8, None, QueuePolicies(LevelPolicy(max_queue_size=100)), False, 0
     )
@@ -41,7 +41,7 @@ def test_every_setting_is_read() -> None:
         max_queue_size=100,
         execution_timeout_s=60,
         request_timeout_is_deadline=True,
-        min_queued_requests=4,
+        delay_scheduler=4,
     )
     assert settings.batching == Batching(8, frozenset({4, 6}), 100_000)
     level = LevelPolicy("REJECT", 50, True, 10)
@@ -80,7 +80,7 @@ def test_a_priority_that_is_no_level_is_the_default_level() -> None:
 def test_a_queue_with_any_policy_is_limited(block: dict[str, Any], is_limited: bool) -> None:
     """Batches then form only when an instance is free."""
     assert (
-        read_settings({"dynamic_batching": block}, max_queue_size=100).policies.has_limits
+        read_settings({"dynamic_batching": block}, max_queue_size=100).policies.limited
         is is_limited
     )
 

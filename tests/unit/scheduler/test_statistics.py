@@ -173,17 +173,12 @@ def test_a_histogram_counts_a_bound_inclusively() -> None:
 
 def test_service_time_determines_when_to_retry() -> None:
     service_time = ServiceTime()
-    assert service_time.seconds_to_complete(1000, 1) == 1
+    assert service_time.drain_s(1000, 1) == 1
     for _ in range(100):
         service_time.observe(500 * MS, 500 * MS, 4)
-    assert (
-        service_time.seconds_to_complete(0, 1) == 1 and service_time.seconds_to_complete(40, 1) == 5
-    )
-    assert (
-        service_time.seconds_to_complete(40, 5) == 1
-        and service_time.seconds_to_complete(40, 0) == 5
-    )
-    assert service_time.seconds_to_complete(10**9, 1) == 60
+    assert service_time.drain_s(0, 1) == 1 and service_time.drain_s(40, 1) == 5
+    assert service_time.drain_s(40, 5) == 1 and service_time.drain_s(40, 0) == 5
+    assert service_time.drain_s(10**9, 1) == 60
 
 
 def test_service_time_reserves_more_where_executions_vary() -> None:
@@ -257,6 +252,19 @@ def test_the_successor_of_a_version_continues_its_metrics_only() -> None:
     assert sum_counters(after_a_reload.snapshot()) == totals
 
 
+def test_the_scheduler_of_a_moved_version_continues_its_counts() -> None:
+    old_rig, new_rig = Rig({}), Rig({})
+    old_rig.supervisor(BaseCounters(sum_counters(drained(Rig({})))))
+    old_snapshot = drained(old_rig)
+    new_rig.supervisor(BaseCounters(sum_counters(old_snapshot)))
+    totals = sum_counters(drained(new_rig))
+    new_rig.supervisor(BaseCounters({}, old_snapshot))
+    report = new_rig.report()
+    assert (report["inference_count"], report["execution_count"]) == (4, 2)
+    assert [row["compute_infer"]["count"] for row in report["batch_stats"]] == [2]
+    assert sum_counters(last_snapshot(new_rig)) == totals and totals["inference_count"] == 6
+
+
 def test_a_histogram_with_changed_bounds_restarts() -> None:
     reports = []
     for bounds in ([1.0, 2.0], [1.0, 2.0], [1.0]):
@@ -274,6 +282,16 @@ def test_a_histogram_with_changed_bounds_restarts() -> None:
 def last_snapshot(rig: Rig) -> dict[str, Any]:
     snapshots = [sent for _, sent in rig.control.take() if type(sent) is StatisticsSnapshot]
     return dict(snapshots[-1].statistics)
+
+
+def drained(rig: Rig) -> dict[str, Any]:
+    """Return the snapshot of a scheduler that has executed a batch of two, and drained."""
+    peer = rig.start()
+    rig.submit(2)
+    _, batch = rig.execute()
+    rig.finish(peer, batch)
+    rig.supervisor(Drain())
+    return last_snapshot(rig)
 
 
 def run_one(rig: Rig) -> m.Execute:

@@ -11,7 +11,7 @@ ADAPTIVE_BATCHING = {"batching_strategy": "adaptive", "target_p99_ms": "2000"}
 
 
 def take_messages(rig: Rig) -> list[Any]:
-    kinds = (m.RequestTicket, m.TicketReturned)
+    kinds = (m.AskTicket, m.TicketReturned)
     return [message for _, message in rig.control.take() if isinstance(message, kinds)]
 
 
@@ -25,7 +25,7 @@ def limited_rig(batching: dict[str, Any] | None = None, instances: int = 1, **mo
 def test_an_execution_waits_for_its_ticket_and_returns_it() -> None:
     rig = limited_rig({})
     rig.submit()
-    assert (take_messages(rig), rig.take_batches()) == ([m.RequestTicket(1, 0)], [])
+    assert (take_messages(rig), rig.take_batches()) == ([m.AskTicket(1, 0)], [])
     rig.submit(2)  # the batch grows while it waits for the ticket
     assert take_messages(rig) == []
     rig.supervisor(m.TicketGranted(1))
@@ -43,7 +43,7 @@ def test_the_next_ticket_is_requested_before_the_old_one_is_returned() -> None:
     peer, batch = rig.execute()
     take_messages(rig)
     rig.finish(peer, batch)
-    assert take_messages(rig) == [m.RequestTicket(2, 0), m.TicketReturned(1, True)]
+    assert take_messages(rig) == [m.AskTicket(2, 0), m.TicketReturned(1, True)]
 
 
 def test_no_ticket_is_requested_without_a_request() -> None:
@@ -53,7 +53,7 @@ def test_no_ticket_is_requested_without_a_request() -> None:
 def test_as_many_tickets_are_requested_as_batches_can_run() -> None:
     rig = limited_rig(None, 3)
     rig.submit(2)
-    assert take_messages(rig) == [m.RequestTicket(1, 0), m.RequestTicket(2, 1)]
+    assert take_messages(rig) == [m.AskTicket(1, 0), m.AskTicket(2, 1)]
     rig.supervisor(m.TicketGranted(2))
     assert rig.execute()[0] == b"1.101"
 
@@ -63,7 +63,7 @@ def test_no_ticket_is_held_while_a_batch_is_delayed() -> None:
     rig.submit()
     assert take_messages(rig) == []
     rig.pass_time(2 * MS)
-    assert take_messages(rig) == [m.RequestTicket(1, 0)]
+    assert take_messages(rig) == [m.AskTicket(1, 0)]
 
 
 def test_a_late_ticket_does_not_restart_the_adaptive_wait() -> None:
@@ -71,9 +71,7 @@ def test_a_late_ticket_does_not_restart_the_adaptive_wait() -> None:
     rig = limited_rig({}, max_batch_size=64, parameters=ADAPTIVE_BATCHING)
 
     def grant_ticket() -> None:
-        requests = [
-            message for message in take_messages(rig) if isinstance(message, m.RequestTicket)
-        ]
+        requests = [message for message in take_messages(rig) if isinstance(message, m.AskTicket)]
         rig.supervisor(*[m.TicketGranted(message.ticket) for message in requests])
 
     for _ in range(60):  # bursts of 8 requests at intervals of 2 ms; a batch takes 60 ms
@@ -111,7 +109,7 @@ def test_an_unneeded_ticket_is_returned() -> None:
     (number,) = rig.submit()
     rig.client(Cancel(number))
     rig.supervisor(m.TicketGranted(1))
-    assert take_messages(rig) == [m.RequestTicket(1, 0), m.TicketReturned(1, False)]
+    assert take_messages(rig) == [m.AskTicket(1, 0), m.TicketReturned(1, False)]
 
 
 def test_tickets_of_an_exited_worker_are_returned() -> None:
@@ -122,7 +120,7 @@ def test_tickets_of_an_exited_worker_are_returned() -> None:
     take_messages(rig)
     rig.supervisor(ProcessExited(100, "signal 9"))
     # The request is retried with a new ticket.
-    assert take_messages(rig) == [m.TicketReturned(1, True), m.RequestTicket(2, 1)]
+    assert take_messages(rig) == [m.TicketReturned(1, True), m.AskTicket(2, 1)]
     rig.supervisor(m.TicketGranted(2))
     assert rig.execute()[0] == b"1.101"
 
@@ -131,16 +129,16 @@ def test_a_ticket_for_an_exited_process_is_returned() -> None:
     rig = limited_rig()
     rig.submit()
     rig.supervisor(ProcessExited(100, "signal 9"), m.TicketGranted(1))
-    assert take_messages(rig) == [m.RequestTicket(1, 0), m.TicketReturned(1, False)]
+    assert take_messages(rig) == [m.AskTicket(1, 0), m.TicketReturned(1, False)]
     rig.start(0, 105)
-    assert take_messages(rig) == [m.RequestTicket(2, 0)]
+    assert take_messages(rig) == [m.AskTicket(2, 0)]
 
 
 def test_sequences_ask_for_the_instance_of_their_slot() -> None:
     rig = limited_rig(None, 2, max_batch_size=1, sequences={"direct": {}})
     rig.submit(correlation_id=1, flags=1)
     rig.submit(correlation_id=2, flags=1)
-    assert take_messages(rig) == [m.RequestTicket(1, 0), m.RequestTicket(2, 1)]
+    assert take_messages(rig) == [m.AskTicket(1, 0), m.AskTicket(2, 1)]
     rig.supervisor(m.TicketGranted(2))
     assert rig.execute()[0] == b"1.101"
     rig.supervisor(m.TicketGranted(1))

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from shmserve.ipc.messages.control_requests import CallDeadlocked, CallsWaiting, RequestTicket
+from shmserve.ipc.messages.control_requests import AskTicket, CallDeadlocked, CallsWaiting
 from shmserve.ipc.messages.inference import Caller
 from shmserve.supervisor.resources.call_waits import CallWaits
-from shmserve.supervisor.resources.rate_limiter import ResourceNeeds, Tickets
+from shmserve.supervisor.resources.rate_limiter import Needs, Tickets
 
 SECOND = 1_000_000_000
 A, B, C = 1, 2, 3  # schedulers
@@ -111,9 +111,9 @@ def test_a_deadlock_over_an_instance_and_a_resource(capacity: int) -> None:
     """Request 5 holds R in A and calls B; request 6 in B calls C, which needs R."""
     tickets = Tickets(True, {("R", None): capacity}, lambda *_: None)
     for member, scheduler in ((11, A), (13, C)):
-        tickets.join(member, {0: ResourceNeeds({R: 1}, 1)})
+        tickets.join(member, {0: Needs({R: 1}, 1)})
         tickets.bind(scheduler, member)
-    tickets.handle(A, RequestTicket(1, 0, 10))
+    tickets.handle(A, AskTicket(1, 0, 10))
     call_of_c = report("c", ([call(8, (20, 6, "b"))], [[30]]))
     for order, key, chain in (((C, B), 9, "a -> b -> c"), ((B, C), 8, "b -> c -> a -> b")):
         reports = {B: CALL_OF_B, C: call_of_c}

@@ -26,7 +26,7 @@ from shmserve.ipc.messages.publications import HealthChanged
 from shmserve.ipc.messages.unions import ServerEvent
 from shmserve.ipc.transport import frames
 from shmserve.supervisor import events as events_package
-from shmserve.supervisor.events import EventFeed, EventPublisher, Subscriptions, model_changes
+from shmserve.supervisor.events import EventFeed, EventPublisher, Subscriptions, changes
 from tests.support.waiting import until_async
 
 STARTED_EVENT = m.ProcessStarted(7, "worker simple.0 cpu")
@@ -196,7 +196,7 @@ def test_changes_of_models() -> None:
         ("b", "1"): ("READY", ""),
         ("d", ""): ("UNAVAILABLE", "x"),
     }
-    assert list(model_changes(before, after)) == [
+    assert list(changes(before, after)) == [
         m.ModelChanged("c", "2", "", ""),
         m.ModelChanged("b", "1", "READY", ""),
         m.ModelChanged("d", "", "UNAVAILABLE", "x"),

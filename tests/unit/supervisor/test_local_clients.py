@@ -72,7 +72,7 @@ async def test_one_user_cannot_take_them_all(folder: Path, monkeypatch: pytest.M
             link = stack.enter_context(join_server(folder))
             if await is_welcomed(link):
                 admitted_links.append(link)
-        assert len(admitted_links) == fd_limits.limit_per_peer(MAX_CLIENTS) < MAX_CLIENTS
+        assert len(admitted_links) == fd_limits.share_of(MAX_CLIENTS) < MAX_CLIENTS
         admitted_links.pop().close()
         await disconnected.wait()
         assert await is_welcomed(stack.enter_context(join_server(folder)))
@@ -93,7 +93,7 @@ async def test_memory_of_a_program_that_exits_before_its_welcome_is_released(fol
         folder, NO_GROUP, capabilities, registry, list, Acknowledgements(), release_place, unused
     )
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as program, memfd() as fd:
-        program.connect(str(endpoints.listener_socket(folder)))
+        program.connect(str(endpoints.listener(folder)))
         greeting = frames.pack([Hello(frames.VERSION), ShareMemory(1, 4096, False)])
         socket.send_fds(program, [greeting], [fd])
     async with asyncio.timeout(10):
@@ -175,10 +175,10 @@ async def test_many_inputs_end_no_connection(folder: Path, tensors: int, all_fit
         link = stack.enter_context(join_server(folder))
         assert _names(await _receive(link, 3)) == {"plain"}
         number = acknowledgements.begin(local_clients.numbers())
-        local_clients.announce(replace(wide, change_number=number))
+        local_clients.announce(replace(wide, acknowledge=number))
         (message,) = await _receive(link, 1, sends_hello=False)
         assert isinstance(message, m.ModelPublished if all_fit else m.ModelWithdrawn)
-        link.send(frames.pack([Acknowledged(message.change_number)]))
+        link.send(frames.pack([Acknowledged(message.acknowledge)]))
         while not acknowledgements.is_acknowledged(number):
             await acknowledgements.next_complete()
         models.insert(0, wide)
@@ -227,7 +227,7 @@ async def _receive(link: socket.socket, count: int, *, sends_hello: bool = True)
 
 def join_server(folder: Path) -> socket.socket:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link.connect(str(endpoints.listener_socket(folder)))
+    link.connect(str(endpoints.listener(folder)))
     link.setblocking(False)
     return link
 

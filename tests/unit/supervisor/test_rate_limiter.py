@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.control_requests import (
+    AskTicket,
     CheckHolders,
-    RequestTicket,
     ResourcesHeld,
     TicketGranted,
     TicketReturned,
@@ -22,15 +22,15 @@ from shmserve.supervisor.resources.rate_limiter import (
     GLOBAL,
     PATIENCE,
     CacheShares,
+    Needs,
     RateLimiter,
-    ResourceNeeds,
     Tickets,
 )
 
 R, S = ("R", 0), ("S", GLOBAL)
 
 
-def make_limiter(*members: list[ResourceNeeds], **explicit: int) -> RateLimiter:
+def make_limiter(*members: list[Needs], **explicit: int) -> RateLimiter:
     new_limiter = RateLimiter({(name, None): count for name, count in explicit.items()})
     for number, instances in enumerate(members):
         new_limiter.join(number, dict(enumerate(instances)))
@@ -38,24 +38,22 @@ def make_limiter(*members: list[ResourceNeeds], **explicit: int) -> RateLimiter:
 
 
 def test_the_capacity_is_the_most_that_any_instance_needs() -> None:
-    rate_limiter = make_limiter(
-        [ResourceNeeds({R: 2}, 1), ResourceNeeds({R: 3}, 1)], [ResourceNeeds({R: 1, S: 4}, 1)]
-    )
+    rate_limiter = make_limiter([Needs({R: 2}, 1), Needs({R: 3}, 1)], [Needs({R: 1, S: 4}, 1)])
     assert rate_limiter.capacity() == {R: 3, S: 4}
     rate_limiter.remove(0)
     assert rate_limiter.capacity() == {R: 1, S: 4}
 
 
 def test_the_configured_amount_is_the_capacity() -> None:
-    assert make_limiter([ResourceNeeds({R: 2}, 1)], R=10).capacity() == {R: 10}
+    assert make_limiter([Needs({R: 2}, 1)], R=10).capacity() == {R: 10}
     explicit = RateLimiter({("R", 0): 7, ("R", None): 5})
-    explicit.join(0, {0: ResourceNeeds({R: 2, ("R", 1): 1}, 1)})
+    explicit.join(0, {0: Needs({R: 2, ("R", 1): 1}, 1)})
     assert explicit.capacity() == {R: 7, ("R", 1): 5}
 
 
 def test_a_model_that_could_never_run_does_not_load() -> None:
     with pytest.raises(InvalidArgument) as caught:
-        make_limiter([ResourceNeeds({R: 4}, 1)], R=3)
+        make_limiter([Needs({R: 4}, 1)], R=3)
     assert caught.value.message == (
         'Resource count for "R" is limited to 3 which will prevent scheduling of one or more model '
         "instances, the minimum required count is 4"
@@ -64,7 +62,7 @@ def test_a_model_that_could_never_run_does_not_load() -> None:
 
 @pytest.mark.parametrize("separately", [True, False])
 def test_a_resource_is_global_or_a_devices(separately: bool) -> None:
-    own_needs, other_needs = [ResourceNeeds({R: 1}, 1)], [ResourceNeeds({("R", GLOBAL): 1}, 1)]
+    own_needs, other_needs = [Needs({R: 1}, 1)], [Needs({("R", GLOBAL): 1}, 1)]
     with pytest.raises(InvalidArgument, match="both global and device-specific"):
         make_limiter(*((own_needs, other_needs) if separately else (own_needs + other_needs,)))
 
@@ -74,16 +72,16 @@ def test_the_needs_of_each_instance_from_a_configuration() -> None:
     limited_group = {"rate_limiter": {"resources": resources, "priority": 3}}
     config = ModelSpec.of({"instance_group": [limited_group, {}]})
     first_limits, second_limits = (group.rate_limiter for group in config.instance_group)
-    assert first_limits.requires_resources and not second_limits.requires_resources
-    assert ResourceNeeds.of(first_limits, 0) == ResourceNeeds({("R", 0): 2, ("S", GLOBAL): 1}, 3)
-    assert ResourceNeeds.of(first_limits, 1) == ResourceNeeds({("R", 1): 2, ("S", GLOBAL): 1}, 3)
-    assert ResourceNeeds.of(second_limits, 0) == ResourceNeeds({}, 1)
+    assert first_limits.limits and not second_limits.limits
+    assert Needs.of(first_limits, 0) == Needs({("R", 0): 2, ("S", GLOBAL): 1}, 3)
+    assert Needs.of(first_limits, 1) == Needs({("R", 1): 2, ("S", GLOBAL): 1}, 3)
+    assert Needs.of(second_limits, 0) == Needs({}, 1)
 
 
 @pytest.mark.parametrize(("priority", "order"), [(1, "01010101"), (2, "00100100"), (3, "00001000")])
 def test_the_model_with_the_fewest_weighted_executions_is_first(priority: int, order: str) -> None:
     """Priority N runs 1/N as often; the first executions are in Triton's order, too."""
-    rate_limiter = make_limiter([ResourceNeeds({R: 1}, 1)], [ResourceNeeds({R: 1}, priority)])
+    rate_limiter = make_limiter([Needs({R: 1}, 1)], [Needs({R: 1}, priority)])
     members = ""
     (granted_ticket,) = rate_limiter.ask(0, 0, 0)
     rate_limiter.ask(1, 0, 1)
@@ -100,9 +98,7 @@ def test_the_model_with_the_fewest_weighted_executions_is_first(priority: int, o
 
 def test_a_large_request_does_not_block_smaller_ones() -> None:
     """Triton tries only the first waiting request."""
-    rate_limiter = make_limiter(
-        [ResourceNeeds({R: 4}, 1)], [ResourceNeeds({R: 1}, 1)], [ResourceNeeds({S: 1}, 1)], R=4
-    )
+    rate_limiter = make_limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)], [Needs({S: 1}, 1)], R=4)
     (small_ticket,) = rate_limiter.ask(1, 0, "small")
     assert rate_limiter.ask(0, 0, "large") == []
     assert rate_limiter.ask(2, 0, "other") == [(2, "other")]
@@ -110,7 +106,7 @@ def test_a_large_request_does_not_block_smaller_ones() -> None:
 
 
 def test_a_large_request_is_not_overtaken_for_ever() -> None:
-    rate_limiter = make_limiter([ResourceNeeds({R: 4}, 1)], [ResourceNeeds({R: 1}, 1)] * 4, R=4)
+    rate_limiter = make_limiter([Needs({R: 4}, 1)], [Needs({R: 1}, 1)] * 4, R=4)
     running_tickets = [rate_limiter.ask(1, index, (index, 0))[0] for index in range(4)]
     rate_limiter.ask(0, 0, "large")
     for number in range(1, 4 * PATIENCE):
@@ -124,11 +120,11 @@ def test_a_large_request_is_not_overtaken_for_ever() -> None:
 
 
 def test_new_models_are_not_charged_for_earlier_executions() -> None:
-    rate_limiter = make_limiter([ResourceNeeds({R: 1}, 1)])
+    rate_limiter = make_limiter([Needs({R: 1}, 1)])
     for ticket in range(1000):
         rate_limiter.ask(0, 0, ticket)
         rate_limiter.release(0, ticket, True)
-    rate_limiter.join(1, {0: ResourceNeeds({R: 1}, 1)})
+    rate_limiter.join(1, {0: Needs({R: 1}, 1)})
     rate_limiter.ask(0, 0, "old")
     first_members = []
     for ticket in range(4):
@@ -145,7 +141,7 @@ def test_new_models_are_not_charged_for_earlier_executions() -> None:
 
 
 def test_an_unused_ticket_counts_as_no_execution() -> None:
-    rate_limiter = make_limiter([ResourceNeeds({R: 1}, 1)], [ResourceNeeds({R: 1}, 1)])
+    rate_limiter = make_limiter([Needs({R: 1}, 1)], [Needs({R: 1}, 1)])
     for ticket in range(10):
         rate_limiter.ask(0, 0, ticket)
         rate_limiter.release(0, ticket, False)
@@ -165,7 +161,7 @@ def test_resources_are_never_exceeded_and_never_idle_while_wanted(
     members: list[list[dict[tuple[str, int], int]]], steps: list[tuple[int, int, int]]
 ) -> None:
     limiter = make_limiter(
-        *[[ResourceNeeds(amounts, 1 + n) for n, amounts in enumerate(m)] for m in members]
+        *[[Needs(amounts, 1 + n) for n, amounts in enumerate(m)] for m in members]
     )
     needs: dict[Any, dict[tuple[str, int], int]] = {}
     held_tickets: dict[Any, None] = {}
@@ -206,16 +202,16 @@ def test_resources_are_never_exceeded_and_never_idle_while_wanted(
 
 
 def test_instances_are_added_and_removed_while_their_model_serves() -> None:
-    rate_limiter = make_limiter([ResourceNeeds({R: 1}, 1), ResourceNeeds({R: 3}, 1)])
+    rate_limiter = make_limiter([Needs({R: 1}, 1), Needs({R: 3}, 1)])
     assert rate_limiter.ask(0, 1, "a") == [(0, "a")]
-    rate_limiter.join(0, {2: ResourceNeeds({R: 2}, 1)})
+    rate_limiter.join(0, {2: Needs({R: 2}, 1)})
     assert rate_limiter.capacity() == {R: 3}
     assert rate_limiter.ask(0, 2, "b") == rate_limiter.ask(0, 1, "c") == []
     assert (
         rate_limiter.remove_instance(0, 1) == []
     )  # it no longer waits; the ticket it holds is returned later
     assert rate_limiter.capacity() == {R: 2} and rate_limiter.ask(0, 1, "d") == []
-    assert rate_limiter.release(0, "a", was_executed=True) == [(0, "b")]
+    assert rate_limiter.release(0, "a", executed=True) == [(0, "b")]
     assert rate_limiter.used() == {R: 2}
     assert rate_limiter.remove_instance(0, 7) == rate_limiter.remove_instance(1, 0) == []
 
@@ -224,15 +220,15 @@ def test_tickets_of_an_exited_scheduler_are_released() -> None:
     notifications: list[tuple[Any, Any]] = []
     tickets = Tickets(True, {}, lambda pid, message: notifications.append((pid, message)))
     for member, pid in ((1, 100), (2, 200)):
-        tickets.join(member, {0: ResourceNeeds({R: 1}, 1)})
+        tickets.join(member, {0: Needs({R: 1}, 1)})
         tickets.bind(pid, member)
-    tickets.handle(100, RequestTicket(7, 0))
-    tickets.handle(200, RequestTicket(8, 0))
+    tickets.handle(100, AskTicket(7, 0))
+    tickets.handle(200, AskTicket(8, 0))
     assert notifications == [(100, TicketGranted(7))]
     tickets.process_exited(100)
     assert notifications == [(100, TicketGranted(7)), (200, TicketGranted(8))]
     tickets.bind(101, 1)  # its successor
-    tickets.handle(101, RequestTicket(1, 0))
+    tickets.handle(101, AskTicket(1, 0))
     tickets.handle(100, TicketReturned(8, True))  # a message of an exited process
     tickets.remove(2)
     assert notifications[2:] == [(101, TicketGranted(1))]
@@ -242,16 +238,16 @@ def test_a_call_whose_callers_hold_its_resources_is_reported() -> None:
     sent: list[Any] = []
     tickets = Tickets(True, {("R", None): 2}, lambda pid, message: sent.append((pid, message)))
     for member, needs in ((1, [1]), (2, [1]), (3, [2]), (4, [2, 1])):
-        tickets.join(member, {i: ResourceNeeds({R: amount}, 1) for i, amount in enumerate(needs)})
+        tickets.join(member, {i: Needs({R: amount}, 1) for i, amount in enumerate(needs)})
         tickets.bind(100 * member, member)
-    tickets.handle(100, RequestTicket(1, 0, 11))
+    tickets.handle(100, AskTicket(1, 0, 11))
     sent.clear()
     for scheduler in (200, 300, 400):
         tickets.handle(scheduler, CheckHolders(scheduler, [10, 11]))
         # The scheduler does not hold these tickets.
         tickets.handle(scheduler, CheckHolders(7, [10]))
     assert sent == [(300, ResourcesHeld(300))]
-    tickets.handle(200, RequestTicket(2, 0, 12))
+    tickets.handle(200, AskTicket(2, 0, 12))
     sent.clear()
     tickets.handle(400, CheckHolders(5, [11, 12]))
     tickets.handle(100, TicketReturned(1, True))

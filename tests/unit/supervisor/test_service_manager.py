@@ -84,7 +84,7 @@ def test_the_watchdog_interval(
 async def test_the_start_timeout_is_extended(address_and_socket: tuple[str, socket.socket]) -> None:
     address, sock = address_and_socket
     manager = ServiceManager(address)
-    waiting_task = asyncio.ensure_future(manager.extend_timeout())
+    waiting_task = asyncio.ensure_future(manager.keep_waiting())
     await asyncio.sleep(0)
     waiting_task.cancel()
     manager.close()
@@ -102,7 +102,7 @@ def test_notifications_queue_up_without_watchdog_messages(
         manager = ServiceManager(address)
         received: list[tuple[str, tuple[int, int]]] = []
         for number, fd in enumerate(files):
-            manager.store_fds(str(number), [fd])
+            manager.keep(str(number), [fd])
             os.close(fd)  # the waiting descriptor is a duplicate
             manager.notify_alive()
         while not received or received[-1][0] != names[-1]:
@@ -132,7 +132,7 @@ def test_a_flush_ends_when_no_message_waits(address_and_socket: tuple[str, socke
     async def flush_repeatedly() -> int:
         manager = ServiceManager(address)
         for number in range(count):
-            manager.store_fds(str(number), [0])
+            manager.keep(str(number), [0])
         flush_task, read_count = asyncio.ensure_future(manager.wait_until_flushed()), 0
         while not flush_task.done():
             await asyncio.sleep(0)
@@ -156,7 +156,7 @@ def test_without_a_service_manager_nothing_is_sent(address: str | None) -> None:
     manager = ServiceManager(address)
     manager.notify_ready("a")
     asyncio.run(asyncio.wait_for(manager.wait_until_flushed(), 1))
-    asyncio.run(asyncio.wait_for(manager.extend_timeout(), 5))
+    asyncio.run(asyncio.wait_for(manager.keep_waiting(), 5))
 
 
 @pytest.mark.parametrize(

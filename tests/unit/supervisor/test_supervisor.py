@@ -92,7 +92,7 @@ def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch)
     async def report_exits() -> list[Any]:
         mock_supervisor = supervisor()
         for pid in (7, 8):
-            child = Child(pid, "it", asyncio.get_running_loop().create_future(), is_stopping=True)
+            child = Child(pid, "it", asyncio.get_running_loop().create_future(), stops=True)
             child.exited.set_result("exit status 0")
             mock_supervisor._process_exited(child)
         sent = mock_supervisor.context.broadcast.mock_calls

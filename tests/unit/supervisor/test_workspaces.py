@@ -167,7 +167,7 @@ def test_a_holder_allocates_reports_and_ends_on_request(tmp_path: Path) -> None:
         assert peer == f"workspace.{os.getpid()}".encode()
         pointer = cuda.open(message.handle, 1)
         assert message.device_uuid == cuda.uuid(1)
-        assert cuda.allocation_range(pointer, 1)[1] >= 5 * MB
+        assert cuda.extent(pointer, 1)[1] >= 5 * MB
         cuda.close(pointer, 1)
         router.post(peer, Stop())
         router.flush()

@@ -16,7 +16,7 @@ from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages.inference import WorkItem
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_inference
@@ -82,9 +82,7 @@ def make_gatherer(
 
 
 def unpack(unpacker: Unpacker, *requests: Inference) -> list[Request]:
-    return [
-        unpacker.request(WorkItem(key, 1, *pack_inference(r))) for key, r in enumerate(requests)
-    ]
+    return [unpacker.request(Work(key, 1, *pack_inference(r))) for key, r in enumerate(requests)]
 
 
 def address_of(raw: memoryview) -> int:
@@ -512,9 +510,7 @@ def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
 )
 def test_one_text_is_checked_uncopied_on_request(data: bytes, count: int, is_copied: bool) -> None:
     unpacker, *_ = make_gatherer(one_tensor("STRING", (-1,)), Mappings())
-    unit_of_work = WorkItem(
-        1, 1, *pack_inference(inference(TensorRef("X", "BYTES", (count,), data)))
-    )
+    unit_of_work = Work(1, 1, *pack_inference(inference(TensorRef("X", "BYTES", (count,), data))))
     assert unpacker.request(unit_of_work).inputs["X"].array is not None
     unpacked_input = unpacker.request(unit_of_work, copies_text=False).inputs["X"]
     assert (unpacked_input.array is not None) == is_copied
@@ -524,7 +520,7 @@ def test_one_text_is_checked_uncopied_on_request(data: bytes, count: int, is_cop
 @pytest.mark.parametrize("data", [b"", b"\1\0\0", b"\2\0\0\0a", b"\0\0\0\0a"])
 def test_a_text_of_the_wrong_length_is_refused_without_a_copy_too(data: bytes) -> None:
     unpacker, *_ = make_gatherer(one_tensor("STRING", (1,)), Mappings())
-    unit_of_work = WorkItem(1, 1, *pack_inference(inference(TensorRef("X", "BYTES", (1,), data))))
+    unit_of_work = Work(1, 1, *pack_inference(inference(TensorRef("X", "BYTES", (1,), data))))
     with pytest.raises(InvalidArgument, match="for inference input 'X' for model 'm'"):
         unpacker.request(unit_of_work, copies_text=False)
 

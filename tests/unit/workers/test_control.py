@@ -69,7 +69,7 @@ def test_a_message_that_arrives_with_a_response_wakes_the_loop(
     asking = threading.Thread(target=control.ask, args=(question,))
     asking.start()
     number = received_lookup(router).id
-    control.handle_received()
+    control.pump()
     for message in (MemoryDropped(7), withdrawal, m.Stop(), Answered(number, {})):
         router.post(NAME, message)
     router.flush()

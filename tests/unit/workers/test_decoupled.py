@@ -197,7 +197,7 @@ def test_large_responses_use_the_arena_and_are_released(model: Model) -> None:
         if isinstance(output.data, Range)
     ]
     model.rig.release(offsets)
-    model.rig.instance.link.handle_received()
+    model.rig.instance.link.pump()
     assert arena.used_bytes == 0
 
 

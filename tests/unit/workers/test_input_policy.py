@@ -1,6 +1,6 @@
 """Views or copies of inputs, depending on a model's failures and on whether copies cure them."""
 
-from shmserve.ipc.messages.inference import WorkItem
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.inference import Inference, RequestSchema, pack_inference
 from shmserve.workers.batch.execute import InputPolicy
 from shmserve.workers.batch.request import Input, Request
@@ -8,9 +8,9 @@ from shmserve.workers.batch.request import Input, Request
 
 def request(is_shared: bool) -> Request:
     item = Input("X", "UINT8", (4,), memoryview(bytearray(4)))
-    item.is_shared = is_shared
+    item.shared = is_shared
     return Request(
-        WorkItem(1, 1, b"", []), RequestSchema(pack_inference(Inference(()))[0]), 0, {"X": item}, {}
+        Work(1, 1, b"", []), RequestSchema(pack_inference(Inference(()))[0]), 0, {"X": item}, {}
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shmserve.ipc.messages.inference import WorkItem
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
@@ -192,7 +192,7 @@ def test_requests_that_differ_outside_the_schema_are_parsed_once(
     monkeypatch.setattr(request, "RequestSchema", read_counted)
     worker.serve(FunctionBackend(worker.context, execute), CONFIG)
     sent_work = [
-        WorkItem(
+        Work(
             1,
             CLIENT_PID,
             *pack_inference(inference(tensor("X", np.full(2, number, np.float32)))),

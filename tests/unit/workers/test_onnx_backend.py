@@ -15,9 +15,9 @@ from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.workers import backends
 from shmserve.workers.backends.onnx import (
     OnnxBackend,
-    describe_session,
-    execution_providers,
+    describe,
     import_onnxruntime,
+    providers,
     session_options,
 )
 from shmserve.workers.backends.onnx.binding import DeviceBinding
@@ -264,10 +264,8 @@ def test_an_invalid_option_is_refused(key: str, text: str) -> None:
 
 def test_providers_by_kind_and_accelerator() -> None:
     cuda = {"device_id": "1"}
-    assert execution_providers(ModelSpec.of(BARE_CONFIG), "CPU", 0) == [
-        ("CPUExecutionProvider", {})
-    ]
-    assert execution_providers(ModelSpec.of(BARE_CONFIG), "GPU", 1) == [
+    assert providers(ModelSpec.of(BARE_CONFIG), "CPU", 0) == [("CPUExecutionProvider", {})]
+    assert providers(ModelSpec.of(BARE_CONFIG), "GPU", 1) == [
         ("CUDAExecutionProvider", cuda),
         ("CPUExecutionProvider", {}),
     ]
@@ -276,7 +274,7 @@ def test_providers_by_kind_and_accelerator() -> None:
     config = parameters(cudnn_conv_algo_search="1", do_copy_in_default_stream="0")
     config["parameters"]["arena_extend_strategy"] = {"string_value": "kSameAsRequested"}
     config |= {"optimization": {"execution_accelerators": accelerators}}
-    assert execution_providers(ModelSpec.of(config), "GPU", 1) == [
+    assert providers(ModelSpec.of(config), "GPU", 1) == [
         (
             "TensorrtExecutionProvider",
             cuda | {"trt_fp16_enable": "1", "trt_max_workspace_size": "9", "trt_dla_core": "0"},
@@ -291,10 +289,10 @@ def test_providers_by_kind_and_accelerator() -> None:
     ]
     tensorrt["precision_mode"] = "FP8"
     with pytest.raises(InvalidArgument, match="must be FP32, FP16, INT8, got 'FP8'"):
-        execution_providers(ModelSpec.of(config), "GPU", 0)
+        providers(ModelSpec.of(config), "GPU", 0)
     accelerators["gpu_execution_accelerator"] = [{"name": "magic"}]
     with pytest.raises(InvalidArgument, match="unknown execution accelerator 'magic'"):
-        execution_providers(ModelSpec.of(config), "GPU", 0)
+        providers(ModelSpec.of(config), "GPU", 0)
 
 
 def test_the_binding_of_a_device_accepts_and_returns_tensors(worker: Rig) -> None:
@@ -303,7 +301,7 @@ def test_the_binding_of_a_device_accepts_and_returns_tensors(worker: Rig) -> Non
     runtime = import_onnxruntime()
     path = worker.context.version_dir / "model.onnx"
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    binding = DeviceBinding(session, describe_session(session), Device("cpu"), runtime.RunOptions())
+    binding = DeviceBinding(session, describe(session), Device("cpu"), runtime.RunOptions())
     device_tensor = torch.arange(8.0).view(2, 4)
     for _ in range(2):
         outputs = binding.run({"a": device_tensor, "b": device_tensor}, ["s"], [])
@@ -364,8 +362,8 @@ def test_sequences_and_maps_are_refused_with_the_remedy(kind: str, remedy: str) 
     session = SimpleNamespace(get_inputs=lambda: [label], get_outputs=lambda: outputs)
     session.get_overridable_initializers = list
     with pytest.raises(InvalidArgument, match=f"output 'p' .*{remedy}"):
-        describe_session(session)
-    assert [tensor.name for tensor in describe_session(session, ["label"]).outputs] == ["label"]
+        describe(session)
+    assert [tensor.name for tensor in describe(session, ["label"]).outputs] == ["label"]
 
 
 def test_a_configured_initializer_is_an_optional_input(worker: Rig) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from shmserve.ipc.messages.inference import WorkItem
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.workers.backends.native import NativeBackend
@@ -133,7 +133,7 @@ def request(array: Any, datatype: str = "FP32") -> Request:
     if isinstance(array, torch.Tensor):
         raw = array.reshape(-1).view(torch.uint8)
     item = Input("IMAGE", datatype, shape, raw, on_device=isinstance(raw, torch.Tensor))
-    return Request(WorkItem(0, 0, b"", []), UNUSED, shape[0], {"IMAGE": item}, {})
+    return Request(Work(0, 0, b"", []), UNUSED, shape[0], {"IMAGE": item}, {})
 
 
 def test_without_buckets_a_batch_is_padded_to_its_maximum() -> None:
@@ -173,7 +173,7 @@ def test_an_output_that_cannot_be_cut_is_an_error_to_its_request() -> None:
     padded_batch = padder.pad([request(np.ones((1, n), F32)) for n in (1, 3, 2)])
     shapes = ((1, 3, 2), (1, 2, 2), (1, 2, 2))
     responses = [Response([Output("FEATURES", "FP32", np.zeros(shape, F32))]) for shape in shapes]
-    padder.cut_outputs(responses, padded_batch)
+    padder.cut(responses, padded_batch)
     assert responses[0].outputs[0].shape == (1, 1, 2) and responses[1].error is not None
     assert responses[1].error.message == (
         "inference output 'FEATURES' has the shape [1,2,2], which cannot be cut like input "

@@ -14,7 +14,7 @@ from torch.utils.dlpack import from_dlpack
 
 from shmserve.errors import NotFound
 from shmserve.ipc.memory.mappings import Mappings
-from shmserve.ipc.messages.inference import WorkItem
+from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.arrays import encode_bytes
 from shmserve.ipc.tensors.inference import Inference, OutputSchema, RequestSchema, pack_inference
 from shmserve.workers.backends.python import metrics, server
@@ -33,9 +33,9 @@ TYPES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8
 
 def received_request(*inputs: Input, **fields: Any) -> ReceivedRequest:
     schema, data = pack_inference(Inference((), (), fields.pop("parameters", {})))
-    expected = {"OUT": OutputSchema("OUT", has_range=False, may_reuse_input=False)}
+    expected = {"OUT": OutputSchema("OUT", placed=False, may_reuse_input=False)}
     origin = Request(
-        WorkItem(1, 42, schema, data, "id-1", **fields),
+        Work(1, 42, schema, data, "id-1", **fields),
         RequestSchema(schema),
         0,
         {item.name: item for item in inputs},

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.messages.inference import EndSequences, Execute, SequenceRow, WorkItem
+from shmserve.ipc.messages.inference import EndSequences, Execute, SequenceRow, Work
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.inference import Inference, RequestSchema, pack_inference
 from shmserve.workers import sequences as sequence_inputs
@@ -135,13 +135,11 @@ class Model:
         copies: bool = True,
     ) -> None:
         states = sequence_inputs.read_states(ModelSpec.of(config(batch, state=list(specs))), folder)
-        self.states = sequence_inputs.SequenceStates(states, copies)
+        self.states = sequence_inputs.States(states, copies)
 
     def add_inputs(self, slot: int = 0, flags: int = 0) -> Request:
         packed_request = pack_inference(Inference(()))
-        request = Request(
-            WorkItem(1, 1, *packed_request), RequestSchema(packed_request[0]), 1, {}, {}
-        )
+        request = Request(Work(1, 1, *packed_request), RequestSchema(packed_request[0]), 1, {}, {})
         self.row = SequenceRow(slot, 1, flags, 7)
         self.states.add_inputs(request, self.row)
         return request
@@ -286,7 +284,7 @@ class Sequences:
             sequence_batching=sequence_batching,
         )
         worker_rig.serve(FunctionBackend(worker_rig.context, self._execute), configuration)
-        self.states: sequence_inputs.SequenceStates = worker_rig.instance._executor._states  # type: ignore[attr-defined]
+        self.states: sequence_inputs.States = worker_rig.instance._executor._states  # type: ignore[attr-defined]
 
     def _execute(self, requests: list[Request]) -> list[Response]:
         if self.fails:
@@ -300,7 +298,7 @@ class Sequences:
         """Execute a batch of requests in these slots, with these flags."""
         keyed_rows = [(next(self._keys), *row) for row in rows]
         packed_request = pack_inference(inference(tensor("X", np.ones((1, 1), np.float32))))
-        executed_work = [WorkItem(key, CLIENT_PID, *packed_request) for key, *_ in keyed_rows]
+        executed_work = [Work(key, CLIENT_PID, *packed_request) for key, *_ in keyed_rows]
         sequence_rows = [SequenceRow(slot, key, flags, 7) for key, slot, flags in keyed_rows]
         self.receive(Execute(1, executed_work, rows=sequence_rows))
 

@@ -30,7 +30,7 @@ class Step:
     """A message of a scheduler that plans steps instead of batches."""
 
     number: int
-    requests: list[m.WorkItem] = field(default_factory=list)
+    requests: list[m.Work] = field(default_factory=list)
     in_flight: int = 1
 
 
@@ -45,7 +45,7 @@ class StepBackend(FunctionBackend):
         """Return the message table, which contains only steps."""
 
         def step(message: Step, requests: list[WorkerRequest]) -> m.BatchFinished | None:
-            self.steps.append((message.number, [r.is_cancelled for r in requests]))
+            self.steps.append((message.number, [r.cancelled for r in requests]))
             for r in requests:
                 request: Request = unpacker.request(r.work)
                 doubled_output = Output("Y", "FP32", request.inputs["X"].numpy() * 2)
@@ -57,9 +57,9 @@ class StepBackend(FunctionBackend):
         return {Step: step}
 
 
-def work(key: int, value: float) -> m.WorkItem:
+def work(key: int, value: float) -> m.Work:
     x = tensor("X", np.array([value], np.float32))
-    return m.WorkItem(key, CLIENT_PID, *pack_inference(inference(x)))
+    return m.Work(key, CLIENT_PID, *pack_inference(inference(x)))
 
 
 def test_a_backend_serves_own_messages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -25,12 +25,7 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.workers.backends.vllm import VllmBackend, convert_metrics, devices_of, engine
 from shmserve.workers.backends.vllm.answers import VllmAnswer
-from shmserve.workers.backends.vllm.engine import (
-    VllmArguments,
-    VllmCall,
-    VllmEngine,
-    max_tokens_cap,
-)
+from shmserve.workers.backends.vllm.engine import Arguments, VllmCall, VllmEngine, max_tokens_cap
 from tests.rigs.stream_rig import Streams
 from tests.rigs.worker_rig import CLIENT_PID, rig, tensor
 from tests.support.waiting import until
@@ -75,9 +70,9 @@ class FakeEngine:
         self.ended = False
 
     async def make_call(
-        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, is_openai: bool
+        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
     ) -> VllmCall:
-        self.calls.append((parameters, echoes, is_openai))
+        self.calls.append((parameters, echoes, openai))
         if parameters.get("temperature", 0) < 0:
             raise RefusedError("temperature")
         return vllm_call(stream=bool(parameters.get("stream")))
@@ -123,12 +118,12 @@ class Model(Streams):
         folder = worker_rig.context.version_dir
         (folder / "model.json").write_text('{"model": "m", "tool_call_parser": "hermes"}')
 
-        async def start(arguments: VllmArguments) -> Any:
+        async def start(arguments: Arguments) -> Any:
             self.arguments = arguments
             return self.engine
 
         monkeypatch.setattr(VllmEngine, "start", start)
-        monkeypatch.setattr(VllmArguments, "max_model_len", lambda arguments: 512)
+        monkeypatch.setattr(Arguments, "max_model_len", lambda arguments: 512)
         self.backend = VllmBackend(worker_rig.context)
         base = {"name": "m", "backend": "vllm", "max_batch_size": 0, "parameters": {}}
         self.config = self.backend.complete_config(base)
@@ -148,7 +143,7 @@ class Model(Streams):
             tensors.append(tensor(name, np.array([raw], kind)))
         requested_outputs = tuple(RequestedOutput(name) for name in outputs)
         packed_request = pack_inference(Inference(tuple(tensors), requested_outputs))
-        self.rig.execute([m.WorkItem(key, CLIENT_PID, *packed_request, f"id-{key}", **fields)])
+        self.rig.execute([m.Work(key, CLIENT_PID, *packed_request, f"id-{key}", **fields)])
 
     def send_message(self, message: Any) -> None:
         """Send a message of the scheduler, which the pumping thread reads."""
@@ -428,14 +423,14 @@ def test_a_bad_arguments_file_is_refused(tmp_path: Path, text: str | None, probl
     if text is not None:
         (folder / "model.json").write_text(text)
     with pytest.raises(InvalidArgument, match=problem):
-        VllmArguments.read(folder, "m")
+        Arguments.read(folder, "m")
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_ENVIRONMENT", {})
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(Unavailable, match=r"needs the package vllm.*shmserve\[vllm\]"):
-        VllmArguments({}, {}, {}).engine_arguments()
+        Arguments({}, {}, {}).for_vllm()
 
 
 def test_arguments_of_repositories_for_triton(tmp_path: Path) -> None:
@@ -444,7 +439,7 @@ def test_arguments_of_repositories_for_triton(tmp_path: Path) -> None:
     body = {"model": "weights", "enforce_eager": "true", "disable_log_requests": "true"}
     (folder / "model.json").write_text(json.dumps({**body, "enable_lora": True}))
     (folder / "multi_lora.json").write_text('{"alpaca": "/a"}')
-    arguments = VllmArguments.read(folder, "m")
+    arguments = Arguments.read(folder, "m")
     engine = {"model": str(folder / "weights"), "enforce_eager": True, "enable_lora": True}
     assert arguments.engine == {**engine, "served_model_name": "m"}
     assert arguments.adapters == {"alpaca": "/a"}

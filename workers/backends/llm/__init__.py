@@ -25,7 +25,7 @@ import torch
 
 from shmserve.errors import InvalidArgument, Unsupported
 from shmserve.ipc.engine_settings import ENGINE_PARAMETER, EngineSettings
-from shmserve.ipc.messages.generation import Prepare, SendHypotheses, Step, Stepped
+from shmserve.ipc.messages.generation import Choose, Prepare, Step, Stepped
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends import Backend, OutputStream, Request, Response
 from shmserve.workers.backends.llm import engine_file
@@ -33,10 +33,10 @@ from shmserve.workers.backends.llm.engine import DraftModel, Propose, WorkerEngi
 from shmserve.workers.backends.llm.engine_file import max_instances_per_device, with_sizes
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.model.transformer import PassRunner, Transformer
+from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
 from shmserve.workers.backends.llm.parameters import parse
 from shmserve.workers.backends.llm.prompts import read_inputs
-from shmserve.workers.backends.llm.texts import TextThread
+from shmserve.workers.backends.llm.texts import Texts
 from shmserve.workers.backends.llm.tool_formats import detect_parsers
 from shmserve.workers.batch.request import Unpacker
 from shmserve.workers.batch.response_stream import ResponseWriter
@@ -94,11 +94,11 @@ def refuse_batches(config: ModelSpec, reason: str) -> None:
 class LlmBackend(Backend):
     """The backend of a generative model."""
 
-    _texts: TextThread | None = None
+    _texts: Texts | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add the inputs and outputs of a generative model and its engine's settings."""
-        text = self._read_settings(ModelSpec.of(config)).json_text
+        text = self._read_settings(ModelSpec.of(config)).text
         return complete(config, INPUTS, OUTPUTS, {ENGINE_PARAMETER: {"string_value": text}})
 
     def load(self, config: ModelSpec) -> None:
@@ -122,8 +122,8 @@ class LlmBackend(Backend):
                 f"{self.context.device}"
             )
         vocab_size = checkpoint.architecture.vocab_size
-        parse({}, checkpoint.default_parameters, vocab_size, checkpoint.defaults_file)
-        self._pass_runner = self._make_passes(checkpoint, settings, settings.swap_blocks)
+        parse({}, checkpoint.defaults, vocab_size, checkpoint.defaults_file)
+        self._passes = self._make_passes(checkpoint, settings, settings.swap_blocks)
         self._propose = self._find_proposer(settings)
         self._engine_settings = settings
 
@@ -137,9 +137,9 @@ class LlmBackend(Backend):
 
     def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> HandlerTable:
         """Return the handlers of prompts, steps, and the ends of beam searches."""
-        texts = self._texts = TextThread(self._checkpoint, writer.link, self._engine_settings)
+        texts = self._texts = Texts(self._checkpoint, writer.link, self._engine_settings)
         engine = WorkerEngine(
-            self._pass_runner,
+            self._passes,
             self._propose,
             texts.prompts,
             lambda outputs: texts.put(partial(texts.append_outputs, outputs)),
@@ -152,16 +152,16 @@ class LlmBackend(Backend):
 
         def step(message: Step, _: list[WorkerRequest]) -> Stepped:
             try:
-                return replace(engine.step(message), text_ns=texts.take_cpu_ns())
+                return replace(engine.step(message), text_ns=texts.spent_ns())
             except Exception as error:
                 texts.fail_requests(engine.request_keys(message), error)
                 skipped = [row.sequence for row in message.rows]
                 return Stepped(message.step, [], 0, 0, 0, skipped=skipped)
 
-        def choose(message: SendHypotheses, _: list[WorkerRequest]) -> None:
+        def choose(message: Choose, _: list[WorkerRequest]) -> None:
             texts.put(partial(texts.end_beam_search, message))
 
-        return {Prepare: prepare, Step: step, SendHypotheses: choose}
+        return {Prepare: prepare, Step: step, Choose: choose}
 
     def unload(self) -> None:
         """End the text thread."""
@@ -178,7 +178,7 @@ class LlmBackend(Backend):
         """Return the settings in the configuration or in engine.yaml, with the model's defaults."""
         parameter = config.parameters.get(ENGINE_PARAMETER)
         folder = self.context.model_dir
-        settings = EngineSettings.from_json(parameter) if parameter else engine_file.read(folder)
+        settings = EngineSettings.read(parameter) if parameter else engine_file.read(folder)
         checkpoint = self._checkpoint
         tool_parser, reasoning_parser = detect_parsers(checkpoint.templates.values())
         tool_parser = settings.tool_parser or tool_parser
@@ -205,11 +205,11 @@ class LlmBackend(Backend):
 
     def _make_passes(
         self, checkpoint: Checkpoint, settings: EngineSettings, host_blocks: int
-    ) -> PassRunner:
+    ) -> Passes:
         device = self.context.device
         model = Transformer(checkpoint, settings.weights, device)
         sizes = settings.block_size, settings.kv_cache_blocks, host_blocks
-        passes = PassRunner(model, KvCache(checkpoint.architecture, *sizes, device))
+        passes = Passes(model, KvCache(checkpoint.architecture, *sizes, device))
         passes.capture(settings.max_batch_size, settings.max_model_len)
         return passes
 
@@ -233,7 +233,7 @@ def _version_number(folder: Path) -> int:
 
 
 def _prepare(
-    texts: TextThread,
+    texts: Texts,
     writer: ResponseWriter,
     unpacker: Unpacker,
     open_request: WorkerRequest,

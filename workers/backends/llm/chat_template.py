@@ -256,7 +256,7 @@ def _checks_content(node: nodes.Node) -> bool:
     return isinstance(compared, nodes.Const) and compared.value == "content"
 
 
-def parse_conversation(text: str) -> dict[str, Any]:
+def conversation(text: str) -> dict[str, Any]:
     """Parse a JSON list of messages, or a JSON object with `messages` and further members.
 
     Custom tools, and calls of them, become functions.
@@ -334,9 +334,7 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and "role" in value
 
 
-def _prepare_message(
-    received_message: dict[str, Any], template: _CompiledTemplate
-) -> dict[str, Any]:
+def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> dict[str, Any]:
     """Return a received message in the form that a template requires.
 
     - Nulls and an empty list of calls are removed.
@@ -350,7 +348,7 @@ def _prepare_message(
       tool's message is always joined. As in vLLM, refusals and thoughts are texts.
     - A string becomes a part if the template only accepts parts.
     """
-    message = {name: value for name, value in received_message.items() if value is not None}
+    message = {name: value for name, value in received.items() if value is not None}
     for name in ("role", "name", "tool_call_id", *_REASONING_NAMES):
         if not isinstance(message.get(name), str | None):
             raise InvalidArgument(f"messages: {name} {clip(repr(message[name]))} is not a string")
@@ -499,8 +497,8 @@ def _reject(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
-def _format_now(format_text: str) -> str:
-    return datetime.datetime.now().strftime(format_text)
+def _format_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
 
 
 def _to_json(
@@ -589,7 +587,7 @@ def main() -> None:
     template = ChatTemplate(*json.loads(input()))
     with open(int(sys.argv[1]), "r+b", 0) as file:
         try:
-            chat = parse_conversation(decode("messages", file.read()))
+            chat = conversation(decode("messages", file.read()))
             options = {name: chat.pop(name) for name in _OPTIONS if name in chat}
             print(json.dumps(options), flush=True)
             prompt = template.render(chat | json.loads(input())).encode()

@@ -22,19 +22,19 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.generation import BeamSearch, Prepared, Row, RowResult, Step, Stepped
 from shmserve.workers.backends.llm.grammars import allowed_tokens, matcher_error
 from shmserve.workers.backends.llm.message_parsers import MessageFormat
-from shmserve.workers.backends.llm.model.transformer import PassRunner
+from shmserve.workers.backends.llm.model.transformer import Passes
 from shmserve.workers.backends.llm.parameters import GenerationParameters
 from shmserve.workers.backends.llm.sampler import (
     PROPOSAL,
-    DraftCheck,
+    Check,
     Proposal,
     SampledRow,
     TokenLogprobs,
+    candidates,
     logprobs,
-    process_logits,
+    process,
     sample,
-    top_candidates,
-    verify_drafts,
+    verify,
 )
 
 _NO_ALLOWED_TOKEN = "the other parameters forbid all tokens that it allows"
@@ -139,10 +139,10 @@ class TokenSequence:
         return TokenSequence(number, self.prompt, sample, *state)
 
     def add_blocks(self, row: Row, block_size: int) -> None:
-        """Keep the table's first `row.kept_block_count` blocks, and replace the rest by a row's."""
-        if row.kept_block_count < len(self.block_table):
-            self.draft_computed = min(self.draft_computed, row.kept_block_count * block_size)
-        self.block_table[row.kept_block_count :] = row.blocks
+        """Keep the table's first `row.kept_blocks` blocks, and replace the rest by a row's."""
+        if row.kept_blocks < len(self.block_table):
+            self.draft_computed = min(self.draft_computed, row.kept_blocks * block_size)
+        self.block_table[row.kept_blocks :] = row.blocks
 
     def sampled_row(self, drafts: list[int], allowed: Any = None) -> SampledRow:
         """Return the inputs for sampling the token that follows the sequence and `drafts`."""
@@ -203,8 +203,8 @@ class DraftModel:
     Its KV cache has the same blocks as the target model's, so both models use one block table.
     """
 
-    def __init__(self, pass_runner: PassRunner) -> None:
-        self._passes = pass_runner
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
 
     def propose(self, rows: Sequence[_SequenceRow]) -> dict[int, Proposal]:
         """Return proposed tokens as a `Propose` function does."""
@@ -226,7 +226,7 @@ class DraftModel:
         """
         stale = [(s, row) for s, row in rows if len(s.tokens) - s.draft_computed > _MAX_DRAFT_INPUT]
         if stale:
-            batch = self._passes.new_pass()
+            batch = self._passes.empty()
             for sequence, _ in stale:
                 begin, end = sequence.draft_computed, sequence.draft_computed + _MAX_DRAFT_INPUT
                 batch.add(sequence.tokens[begin:end], begin, sequence.block_table)
@@ -236,7 +236,7 @@ class DraftModel:
 
     def _next_logits(self, rows: Sequence[_SequenceRow], proposals: dict[int, Proposal]) -> Tensor:
         """Return the logits after each sequence and its draft tokens, [rows, vocabulary]."""
-        batch = self._passes.new_pass()
+        batch = self._passes.empty()
         logit_rows: list[int] = []
         for sequence, _ in rows:
             drafts = proposals[sequence.number].tokens
@@ -249,7 +249,7 @@ class DraftModel:
         self, logits: Tensor, rows: Sequence[_SequenceRow], proposals: dict[int, Proposal]
     ) -> None:
         sampled = [sequence.sampled_row(proposals[sequence.number].tokens) for sequence, _ in rows]
-        process_logits(logits, sampled)
+        process(logits, sampled)
         tokens, distributions = sample(logits, sampled, PROPOSAL)
         for index, (sequence, _) in enumerate(rows):
             proposal = proposals[sequence.number]
@@ -296,7 +296,7 @@ class WorkerEngine:
         fail: Fails the requests with these keys with an error.
     """
 
-    pass_runner: PassRunner
+    passes: Passes
     propose: Propose | None
     prompts: Mapping[int, Prompt]
     emit: Callable[[list[SequenceOutput]], None]
@@ -308,7 +308,7 @@ class WorkerEngine:
         """Execute a step; sequences whose requests have ended are reported as skipped."""
         start_ns = time.perf_counter_ns()
         self._begin_sequences(message)
-        self.pass_runner.cache.copy(message.swap_out, message.swap_in, message.copies)
+        self.passes.cache.copy(message.swap_out, message.swap_in, message.copies)
         rows = self._prepare_rows(message)
         prepared = time.perf_counter_ns()
         plans = self._plan_rows(rows)
@@ -343,9 +343,9 @@ class WorkerEngine:
             parent = self._sequences.get(begin.parent) if begin.parent else None
             prompt = self.prompts.get(begin.key)
             if parent is not None:
-                sequence = parent.fork(begin.sequence, begin.sample_index, begin.token)
+                sequence = parent.fork(begin.sequence, begin.sample, begin.token)
             elif prompt is not None and not begin.parent:
-                sequence = prompt.begin_sequence(begin.sequence, begin.sample_index)
+                sequence = prompt.begin_sequence(begin.sequence, begin.sample)
             else:
                 continue  # its request has ended; `step` reports the sequence as skipped
             self._sequences[begin.sequence] = sequence
@@ -355,14 +355,12 @@ class WorkerEngine:
         for row in message.rows:
             sequence = self._sequences.get(row.sequence)
             if sequence is not None:
-                sequence.add_blocks(row, self.pass_runner.cache.block_size)
+                sequence.add_blocks(row, self.passes.cache.block_size)
                 if sequence.prompt.cached_tokens < 0:
-                    sequence.prompt.cached_tokens = min(
-                        row.start_position, len(sequence.prompt.tokens)
-                    )
+                    sequence.prompt.cached_tokens = min(row.start, len(sequence.prompt.tokens))
                 rows.append((sequence, row))
         # Sorted by length, so that rows of an attention call have similar widths.
-        return sorted(rows, key=lambda pair: pair[1].start_position)
+        return sorted(rows, key=lambda pair: pair[1].start)
 
     def _plan_rows(self, rows: list[tuple[TokenSequence, Row]]) -> list[RowPlan]:
         """Propose draft tokens, and compute the tokens that grammars allow after each of them."""
@@ -372,7 +370,7 @@ class WorkerEngine:
         for sequence, row in rows:
             proposal = proposals.get(row.sequence, Proposal())
             masks: list[Tensor] = []
-            if row.is_sampled and sequence.matcher is not None:
+            if row.samples and sequence.matcher is not None:
                 proposal.tokens, masks = allowed_tokens(sequence.matcher, proposal.tokens)
                 error = matcher_error(sequence.matcher, sequence.prompt.parameters.grammar_name)
                 if error is not None:
@@ -384,25 +382,25 @@ class WorkerEngine:
 
     def _forward(self, plans: list[RowPlan]) -> Tensor:
         """Run the model; return the logits of rows that are sampled or need log probabilities."""
-        batch = self.pass_runner.new_pass()
+        batch = self.passes.empty()
         logit_rows: list[int] = []
         for plan in plans:
             row, sequence = plan.row, plan.sequence
-            end = row.start_position + row.token_count
-            tokens = [*sequence.tokens[row.start_position : end], *plan.proposal.tokens]
-            is_prompt = row.start_position < len(sequence.prompt.tokens)
-            pass_row = batch.add(tokens, row.start_position, sequence.block_table, is_prompt)
+            end = row.start + row.count
+            tokens = [*sequence.tokens[row.start : end], *plan.proposal.tokens]
+            is_prompt = row.start < len(sequence.prompt.tokens)
+            pass_row = batch.add(tokens, row.start, sequence.block_table, is_prompt)
             plan.logit_row = len(logit_rows)
-            skipped = 0 if self._scores_prompt(plan) else row.token_count - row.is_sampled
+            skipped = 0 if self._scores_prompt(plan) else row.count - row.samples
             logit_rows += range(pass_row + skipped, pass_row + len(tokens))
         if not plans:
             return torch.empty(0)
-        return self.pass_runner.logits(batch, logit_rows)
+        return self.passes.logits(batch, logit_rows)
 
     @staticmethod
     def _scores_prompt(plan: RowPlan) -> bool:
         prompt = plan.sequence.prompt
-        return prompt.top_logprobs >= 0 and plan.row.start_position < len(prompt.tokens) - 1
+        return prompt.top_logprobs >= 0 and plan.row.start < len(prompt.tokens) - 1
 
     # --- results
 
@@ -414,9 +412,9 @@ class WorkerEngine:
         results: list[RowResult] = []
         sampled_plans: list[RowPlan] = []
         for plan in plans:
-            if plan.sequence.prompt.parameters.beams and plan.row.is_sampled:
+            if plan.sequence.prompt.parameters.beams and plan.row.samples:
                 results.append(_beam_candidates(plan, logits[plan.logit_row]))
-            elif plan.row.is_sampled:
+            elif plan.row.samples:
                 sampled_plans.append(plan)
         return results + self._sample_tokens(sampled_plans, logits) if sampled_plans else results
 
@@ -424,18 +422,18 @@ class WorkerEngine:
         """Sample the next token of each sequence, and verify its draft tokens."""
         sampled: list[SampledRow] = []
         logit_rows: list[int] = []
-        checks: list[DraftCheck] = []
+        checks: list[Check] = []
         for plan in plans:
             tokens = plan.proposal.tokens
-            checks.append(DraftCheck(len(sampled), plan.proposal))
+            checks.append(Check(len(sampled), plan.proposal))
             logit_rows += range(plan.logit_row, plan.logit_row + len(tokens) + 1)
             for count in range(len(tokens) + 1):
                 mask = plan.masks[count] if plan.masks else None
                 sampled.append(plan.sequence.sampled_row(tokens[:count], mask))
         row_logits = logits if len(logit_rows) == len(logits) else logits[logit_rows]
         raw_logits = _copy_raw(row_logits, sampled)
-        process_logits(row_logits, sampled)
-        accepted_tokens = verify_drafts(row_logits, sampled, checks)
+        process(row_logits, sampled)
+        accepted_tokens = verify(row_logits, sampled, checks)
         parts = [
             (plan, check, tokens)
             for plan, check, tokens in zip(plans, checks, accepted_tokens, strict=True)
@@ -451,7 +449,7 @@ class WorkerEngine:
     def _are_allowed(self, plan: RowPlan, tokens: list[int], logits: Tensor) -> bool:
         """Return whether sampled tokens are allowed; fail the request if no token is allowed."""
         prompt, parameters = plan.sequence.prompt, plan.sequence.prompt.parameters
-        is_restricted = parameters.is_restricted or plan.masks
+        is_restricted = parameters.restricted or plan.masks
         if not is_restricted or logits[range(len(tokens)), tokens].min() > -math.inf:
             return True
         name = "allowed_token_ids" if parameters.allowed_token_ids else "bad_words"
@@ -461,7 +459,7 @@ class WorkerEngine:
         return False
 
     def _append_tokens(
-        self, plan: RowPlan, check: DraftCheck, tokens: list[int], raw_logits: Tensor | None
+        self, plan: RowPlan, check: Check, tokens: list[int], raw_logits: Tensor | None
     ) -> SequenceOutput:
         """Add the sampled tokens to a sequence and its matcher."""
         sequence, prompt = plan.sequence, plan.sequence.prompt
@@ -485,20 +483,20 @@ class WorkerEngine:
             The number of rows of logits before the rows that are sampled.
         """
         prompt, row = plan.sequence.prompt, plan.row
-        last_target = min(row.start_position + row.token_count, len(prompt.tokens) - 1)
-        targets = prompt.tokens[row.start_position + 1 : last_target + 1]
+        last_target = min(row.start + row.count, len(prompt.tokens) - 1)
+        targets = prompt.tokens[row.start + 1 : last_target + 1]
         rows = logits[plan.logit_row : plan.logit_row + len(targets)]
         scores = logprobs(rows, targets, prompt.top_logprobs)
-        for position, score in enumerate(scores, row.start_position + 1):
+        for position, score in enumerate(scores, row.start + 1):
             prompt.logprobs_by_position.setdefault(position, score)
         self.emit([SequenceOutput(plan.sequence, [], "", [])])
-        return row.token_count - row.is_sampled
+        return row.count - row.samples
 
 
 def _beam_candidates(plan: RowPlan, logits: Tensor) -> RowResult:
     prompt = plan.sequence.prompt
     count = max(2, 1 + len(prompt.end_tokens)) * prompt.parameters.beams
-    tokens, scores = top_candidates(logits, count)
+    tokens, scores = candidates(logits, count)
     return RowResult(plan.sequence.number, [], candidates=tokens, scores=scores)
 
 

@@ -114,9 +114,7 @@ def with_sizes(
     block_bytes = settings.block_size * model.kv_floats_per_token * _FLOAT_BYTES
     blocks = settings.kv_cache_blocks
     if not blocks:
-        weight_bytes = (
-            sum(math.prod(shape) for shape in model.weight_shapes().values()) * _FLOAT_BYTES
-        )
+        weight_bytes = sum(math.prod(shape) for shape in model.weights().values()) * _FLOAT_BYTES
         free_bytes = _available_bytes(device) / instances - weight_bytes
         available_bytes = max(free_bytes, 0) * _KV_CACHE_SHARE
         max_blocks = settings.max_batch_size * -(-max_length // settings.block_size)

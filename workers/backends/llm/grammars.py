@@ -102,7 +102,7 @@ class _TokenBytes:
     def __init__(self, texts: TokenTexts, vocab_size: int, end_tokens: tuple[int, ...]) -> None:
         self.eos_token_id = end_tokens[0]
         self.tokens = [texts.bytes_of(token) for token in range(vocab_size)]
-        self.special_token_ids = sorted(texts.special_tokens)
+        self.special_token_ids = sorted(texts.special)
         self._tokenizer = texts.tokenizer
 
     def __call__(self, data: bytes | str) -> list[int]:

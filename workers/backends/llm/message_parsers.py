@@ -67,7 +67,7 @@ class MessageFormat:
         reasoning: The opening and closing tags of reasoning; empty: all text is content.
         starts_reasoning: Whether the message begins inside of reasoning that the prompt has opened.
         hides_reasoning: Whether reasoning is left out of the message.
-        allows_parallel_calls: Whether a message may have several calls.
+        parallel: Whether a message may have several calls.
         kept_tokens: The special tokens that mark calls and reasoning; the parser needs their text.
         has_call_grammar: Whether a grammar restricts the calls.
     """
@@ -76,7 +76,7 @@ class MessageFormat:
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reasoning: tuple[str, ...] = ()
     starts_reasoning: bool = False
-    allows_parallel_calls: bool = True
+    parallel: bool = True
     hides_reasoning: bool = False
     kept_tokens: frozenset[int] = frozenset()
     has_call_grammar: bool = False
@@ -218,7 +218,7 @@ class MessageParser:
         """Pass on the parts of a call that were read and not passed on yet."""
         if not call.name or not (self.stream or is_complete):
             return
-        if self._call_count and not self.format.allows_parallel_calls and call.index < 0:
+        if self._call_count and not self.format.parallel and call.index < 0:
             return
         opening: dict[str, Any] = {}
         if call.index < 0:
@@ -264,13 +264,13 @@ class MessageParser:
             yield
         return self._buffer[0]
 
-    def read_characters(self, count: int) -> str:
+    def pull(self, count: int) -> str:
         """Read and return `count` characters of the buffer."""
         text, self._buffer = self._buffer[:count], self._buffer[count:]
         self._read_text += text
         return text
 
-    def push_back(self, text: str) -> None:
+    def unread(self, text: str) -> None:
         """Return characters to the buffer."""
         self._buffer = text + self._buffer
         self._read_text = self._read_text[: len(self._read_text) - len(text)]
@@ -281,7 +281,7 @@ class MessageParser:
             character = yield from self.peek()
             if not character or character not in characters:
                 return character
-            self.read_characters(1)
+            self.pull(1)
 
     def expect(self, text: str) -> Reading[None]:
         """Read white space and then `text`.
@@ -293,7 +293,7 @@ class MessageParser:
         for expected in text:
             if (yield from self.peek()) != expected:
                 raise MalformedCall
-            self.read_characters(1)
+            self.pull(1)
 
     def read_until(self, emit: Emit, *tags: str) -> Reading[str]:
         """Read text up to the first of the tags, and pass it to `emit`; return the tag, or ""."""
@@ -302,15 +302,11 @@ class MessageParser:
             matches = [(index, -len(tag), tag) for tag in tags if (index := text.find(tag)) >= 0]
             if matches:
                 index, _, tag = min(matches)
-                emit(self.read_characters(index))
-                self.read_characters(len(tag))
+                emit(self.pull(index))
+                self.pull(len(tag))
                 return tag
-            partial = (
-                0
-                if self._is_ended
-                else max((partial_tag_length(text, tag) for tag in tags), default=0)
-            )
-            emit(self.read_characters(len(text) - partial))
+            partial = 0 if self._is_ended else max((overlap(text, tag) for tag in tags), default=0)
+            emit(self.pull(len(text) - partial))
             if self._is_ended:
                 return ""
             yield
@@ -345,11 +341,11 @@ class MessageParser:
         """
         yield from self.skip()
         scan = _JsonScan()
-        while not scan.is_complete:
+        while not scan.complete:
             if not (yield from self.peek()):
                 raise MalformedCall
             size, valid = scan.advance(self._buffer)
-            emit(self.read_characters(size))
+            emit(self.pull(size))
             if not valid:
                 raise MalformedCall
 
@@ -397,7 +393,7 @@ class _JsonScan:
     """An incremental search for the end of a JSON value."""
 
     def __init__(self) -> None:
-        self.is_complete = False
+        self.complete = False
         self._stack: list[str] = []
         self._in_string = self._is_escaped = self._in_scalar = False
 
@@ -409,22 +405,22 @@ class _JsonScan:
                     return index, False
                 self._in_string = self._is_escaped or character != '"'
                 self._is_escaped = character == "\\" and not self._is_escaped
-                self.is_complete = not self._in_string and not self._stack
+                self.complete = not self._in_string and not self._stack
             elif character == '"' and not self._in_scalar:
                 self._in_string = True
             elif character in "{[" and not self._in_scalar:
                 self._stack.append(CLOSING[character])
             elif self._stack and character == self._stack[-1]:
                 self._stack.pop()
-                self.is_complete = not self._stack
+                self.complete = not self._stack
             elif not self._stack and (character in ",}]" or character.isspace()):
-                self.is_complete = True
+                self.complete = True
                 return index, self._in_scalar
             elif character not in _JSON_PLAIN:
                 return index, False
             else:
                 self._in_scalar = not self._stack
-            if self.is_complete:
+            if self.complete:
                 return index + 1, True
         return len(text), True
 
@@ -433,7 +429,7 @@ def ignore(_: str) -> None:
     """Discard text that was read."""
 
 
-def partial_tag_length(text: str, tag: str) -> int:
+def overlap(text: str, tag: str) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of `tag`."""
     longest = min(len(text), len(tag) - 1)
     return next((size for size in range(longest, 0, -1) if tag.startswith(text[-size:])), 0)

@@ -83,8 +83,7 @@ class GenerationParameters:
         truncate_prompt_tokens: The number of last prompt tokens to use; 0: all; -1: as many as
             fit into the model's maximum length.
         allowed_token_ids: The tokens that may be generated; empty: all.
-        forbidden_after: Returns the tokens that would complete one of `bad_words` after the
-            generated tokens.
+        forbidden: Returns the tokens that would complete one of `bad_words` after generated tokens.
         grammar: (kind, text) with the kind "json_schema", "regex" or "grammar" (Lark or GBNF), or
             ("", "").
         grammar_name: The parameter with the grammar, for error texts; "tools" if none has it.
@@ -121,21 +120,21 @@ class GenerationParameters:
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
-    forbidden_after: Callable[[Sequence[int]], list[int]] | None = None
+    forbidden: Callable[[Sequence[int]], list[int]] | None = None
     allowed_token_ids: tuple[int, ...] = ()
     grammar: tuple[str, str] = _NO_GRAMMAR
     grammar_name: str = "tools"
 
     @cached_property
-    def is_penalised(self) -> bool:
+    def penalised(self) -> bool:
         """Return whether repeated tokens are penalised."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0)
 
     @cached_property
-    def is_restricted(self) -> bool:
+    def restricted(self) -> bool:
         """Return whether particular tokens are forbidden or favoured."""
-        return bool(self.logit_bias or self.forbidden_after or self.allowed_token_ids)
+        return bool(self.logit_bias or self.forbidden or self.allowed_token_ids)
 
     @cached_property
     def bias_arrays(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -209,7 +208,7 @@ def parse(
     if len(set(grammars.values())) > 1:
         names = " and ".join(request_names.get(name, name) for name in grammars)
         problems.append(f"{names}: at most one grammar is allowed")
-    values = _combine_parameters(values, grammars)
+    values = _combine(values, grammars)
     values["grammar_name"] = next((request_names.get(name, name) for name in grammars), "tools")
     problems += _find_contradictions(values, vocab_size)
     if values.get("use_beam_search"):
@@ -225,56 +224,50 @@ def _resolve_aliases(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {_ALIASES.get(name, name): value for name, value in settings.items()}
 
 
-def _combine_parameters(
-    parameters: dict[str, Any], grammars: Mapping[str, tuple[str, str]]
-) -> dict[str, Any]:
-    """Combine parameters that determine the same field; return the parameters of fields by name."""
-    parameters["top_k"] = max(parameters.get("top_k", 0), 0)
-    has_logprobs, top = parameters.pop("has_logprobs", True), parameters.pop("top_logprobs", None)
+def _combine(values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
+    """Combine parameters that determine the same field; return the values of fields by name."""
+    values["top_k"] = max(values.get("top_k", 0), 0)
+    has_logprobs, top = values.pop("has_logprobs", True), values.pop("top_logprobs", None)
     if not has_logprobs:
-        parameters["logprobs"] = -1
+        values["logprobs"] = -1
     elif top is not None:
-        parameters["logprobs"] = top
-    parameters["grammar"] = next(iter(grammars.values()), _NO_GRAMMAR)
-    pattern = parameters.pop("whitespace_pattern", None)
-    if pattern is not None and parameters["grammar"][0] == "json_schema":
-        parameters["grammar"] = _with_options(
-            parameters["grammar"][1], {"whitespace_pattern": pattern}
-        )
-    return parameters
+        values["logprobs"] = top
+    values["grammar"] = next(iter(grammars.values()), _NO_GRAMMAR)
+    pattern = values.pop("whitespace_pattern", None)
+    if pattern is not None and values["grammar"][0] == "json_schema":
+        values["grammar"] = _with_options(values["grammar"][1], {"whitespace_pattern": pattern})
+    return values
 
 
-def _find_contradictions(parameters: Mapping[str, Any], vocab_size: int) -> list[str]:
+def _find_contradictions(values: Mapping[str, Any], vocab_size: int) -> list[str]:
     problems: list[str] = []
     largest = vocab_size - 1
     for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-        tokens = with_pauses(parameters.get(name, ()))
+        tokens = with_pauses(values.get(name, ()))
         invalid = next((token for token in tokens if not 0 <= token <= largest), None)
         if invalid is not None:
             problems.append(f"{name}: {invalid} is not a token; allowed are 0 to {largest}")
-    min_tokens, max_tokens = parameters.get("min_tokens", 0), parameters.get("max_tokens", 16)
+    min_tokens, max_tokens = values.get("min_tokens", 0), values.get("max_tokens", 16)
     if min_tokens > max_tokens:
         problems.append(f"min_tokens: {min_tokens} is more than max_tokens {max_tokens}")
-    if not max_tokens and not (
-        parameters.get("echo") or parameters.get("prompt_logprobs", -1) >= 0
-    ):
+    if not max_tokens and not (values.get("echo") or values.get("prompt_logprobs", -1) >= 0):
         problems.append("max_tokens: 0 generates nothing; it needs echo or prompt_logprobs")
-    if parameters.get("truncate_prompt_tokens") == 0:
+    if values.get("truncate_prompt_tokens") == 0:
         problems.append("truncate_prompt_tokens: 0 is not -1 or an integer above 0")
-    if not parameters.get("top_p", 1.0):
+    if not values.get("top_p", 1.0):
         problems.append("top_p: 0.0 is not a number above 0, up to 1")
-    count, best_of = parameters.get("n", 1), parameters.get("best_of", 0)
+    count, best_of = values.get("n", 1), values.get("best_of", 0)
     if best_of and best_of < count:
         problems.append(f"best_of: {best_of} is less than n {count}")
-    if not parameters.get("use_beam_search"):
-        if best_of > count and parameters.get("stream"):
+    if not values.get("use_beam_search"):
+        if best_of > count and values.get("stream"):
             text = f"stream: the best of {best_of} samples are known only when all are complete"
             problems.append(text)
         return problems
-    if parameters.get("stream"):
+    if values.get("stream"):
         reason = "a beam search returns its texts at the end"
         problems.append(f"stream: it must be false, because {reason}")
-    if parameters.get("logprobs", -1) >= 0:
+    if values.get("logprobs", -1) >= 0:
         problems.append("logprobs: a beam search does not return them")
     if not max_tokens:
         problems.append("max_tokens: a beam search requires at least 1")

@@ -23,8 +23,8 @@ from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.llm.chat_template import (
     NICE,
     ChatTemplate,
+    conversation,
     decode,
-    parse_conversation,
     render_in_process,
 )
 from shmserve.workers.backends.llm.engine import Prompt
@@ -226,7 +226,7 @@ class PromptReader:
             InvalidArgument: An input or a parameter is wrong.
         """
         settings, echoes = merged_parameters(request, inputs)
-        parameters = parse(settings, self._checkpoint.default_parameters, self._vocab_size)
+        parameters = parse(settings, self._checkpoint.defaults, self._vocab_size)
         scores_prompt = echoes and parameters.logprobs >= 0 and "messages" not in inputs
         message_format, message_grammar = None, ""
         if "messages" in inputs:
@@ -240,25 +240,23 @@ class PromptReader:
         tokens, text, offsets = self._prompt_text(inputs, parameters, scores_prompt)
         max_tokens = parameters.max_tokens
         if max_tokens == UNLIMITED:
-            max_tokens = self._checkpoint.default_parameters.get("max_new_tokens") or max_tokens
+            max_tokens = self._checkpoint.defaults.get("max_new_tokens") or max_tokens
         max_tokens = min(max_tokens, self._max_length - len(tokens))
         words = parameters.bad_words
         parameters = replace(
             parameters,
             max_tokens=max_tokens,
             stop_token_ids=(*parameters.stop_token_ids, *self._special_stops(parameters.stop)),
-            forbidden_after=BadWords(words, self._texts).forbidden_after if words else None,
+            forbidden=BadWords(words, self._texts).forbidden_after if words else None,
             # The probabilities determine the best samples.
             logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
         )
-        if parameters.is_restricted:  # a step of the engine would otherwise build the arrays
+        if parameters.restricted:  # a step of the engine would otherwise build the arrays
             _ = parameters.bias_arrays, parameters.allowed_array
         # A sample with a grammar ends with an end token.
         ignores = parameters.ignore_eos and not (parameters.grammar[0] or message_grammar)
         end_tokens = () if ignores else self._checkpoint.end_tokens
-        earlier = {
-            item.sample_index: np.frombuffer(item.tokens, np.int32).tolist() for item in resumed
-        }
+        earlier = {item.sample: np.frombuffer(item.tokens, np.int32).tolist() for item in resumed}
         prompt = Prompt(request.work.key, tokens, parameters, end_tokens)
         prompt.message_format, prompt.message_grammar = message_format, message_grammar
         prompt.eos = -1 if ignores else self._checkpoint.eos
@@ -331,7 +329,7 @@ class PromptReader:
             options, prompt = render_in_process(self._chat, text, _take_options)
             tools, hides_reasoning = options
             return RenderedChat(tools, hides_reasoning, prompt)
-        chat = parse_conversation(text)
+        chat = conversation(text)
         tools, hides_reasoning = _take_options(chat)
         return RenderedChat(tools, hides_reasoning, self._chat.render(chat))
 
@@ -383,7 +381,7 @@ class PromptReader:
         for characters in _PREFIX_CHARACTERS:
             count = len(self._encode(text[: characters * max_tokens], False, False))
             if count > max_tokens + _MAX_CUT_TOKENS:
-                raise InvalidArgument(f"{name}: {_too_long_text(count, max_tokens)}")
+                raise InvalidArgument(f"{name}: {_too_long(count, max_tokens)}")
 
     def _encode_suffix(
         self, name: str, text: str | memoryview, has_offsets: bool, parameters: GenerationParameters
@@ -403,15 +401,15 @@ class PromptReader:
                 return ending
         return self._encode(read_whole(name, text), special, has_offsets)
 
-    def _encode(self, text: str, add_special_tokens: bool, has_offsets: bool) -> Encoding:
+    def _encode(self, text: str, special: bool, has_offsets: bool) -> Encoding:
         """Return the tokens of a text, and their offsets if `has_offsets`.
 
         The GIL is released for long texts; `encode_batch` and its threads would delay short texts.
         """
         if len(text) <= LONG:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return self._tokenizer.encode(text, add_special_tokens=special)
         encode = self._tokenizer.encode_batch if has_offsets else self._tokenizer.encode_batch_fast
-        (encoding,) = encode([text], add_special_tokens=add_special_tokens)
+        (encoding,) = encode([text], add_special_tokens=special)
         return encoding
 
     def _decode(
@@ -422,7 +420,7 @@ class PromptReader:
             return PromptText(tokens)
         skip = parameters.skip_special_tokens
         text = self._texts.decode(tokens[: self._texts.count_complete(tokens)], skip)
-        offsets = self._texts.text_offsets(tokens, text, skip) if has_offsets else ()
+        offsets = self._texts.offsets(tokens, text, skip) if has_offsets else ()
         return PromptText(tokens, text, offsets)
 
     def _count_tokens(self, name: str, count: int, parameters: GenerationParameters) -> int:
@@ -433,7 +431,7 @@ class PromptReader:
         if not count:
             raise InvalidArgument(f"{name}: the prompt is empty; at least one token is required")
         if count + min(parameters.max_tokens, 1) > self._max_length:
-            raise InvalidArgument(f"{name}: {_too_long_text(count, self._max_length)}")
+            raise InvalidArgument(f"{name}: {_too_long(count, self._max_length)}")
         return count
 
     def _check_tokens(self, name: str, tokens: list[int]) -> None:
@@ -450,7 +448,7 @@ class PromptReader:
         )
 
 
-def _too_long_text(count: int, limit: int) -> str:
+def _too_long(count: int, limit: int) -> str:
     return f"{PROMPT_TOO_LONG}: {count} tokens and one generated token exceed the limit of {limit}"
 
 

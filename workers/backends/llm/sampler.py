@@ -108,8 +108,8 @@ def sample(
     sampled_rows = [rows[index] for index in indices]
     if len(indices) < len(rows):
         logits = logits[indices]
-    probabilities = sampling_probabilities(logits, sampled_rows)
-    drawn = tokens_at_draws(probabilities, [row.draw(purpose) for row in sampled_rows])
+    probabilities = distribution(logits, sampled_rows)
+    drawn = pick(probabilities, [row.draw(purpose) for row in sampled_rows])
     for index, token in zip(indices, drawn, strict=True):
         tokens[index] = token
     return tokens, dict(zip(indices, probabilities, strict=True))
@@ -125,7 +125,7 @@ def _likeliest(logits: Tensor) -> list[int]:
     return tokens
 
 
-def tokens_at_draws(probabilities: Tensor, draws: Sequence[float]) -> list[int]:
+def pick(probabilities: Tensor, draws: Sequence[float]) -> list[int]:
     """Return the token of each row at which the cumulative probability exceeds its draw.
 
     Args:
@@ -139,13 +139,13 @@ def tokens_at_draws(probabilities: Tensor, draws: Sequence[float]) -> list[int]:
     return tokens
 
 
-def process_logits(logits: Tensor, rows: Sequence[SampledRow]) -> None:
+def process(logits: Tensor, rows: Sequence[SampledRow]) -> None:
     """Apply biases, penalties, grammars and `min_tokens` to logits [rows, vocabulary], in place."""
     for row_logits, row in zip(logits, rows, strict=True):
         parameters = row.parameters
-        if parameters.is_restricted:
+        if parameters.restricted:
             _restrict(row_logits, row)
-        if parameters.is_penalised:
+        if parameters.penalised:
             _penalise(row_logits, row)
         if row.allowed is not None:
             _mask(row_logits, row.allowed)
@@ -167,8 +167,8 @@ def _restrict(logits: Tensor, row: SampledRow) -> None:
         allowed_logits = logits[allowed_ids]
         logits.fill_(-math.inf)
         logits[allowed_ids] = allowed_logits
-    if parameters.forbidden_after is not None:
-        logits[parameters.forbidden_after(row.tokens[row.prompt_length :])] = -math.inf
+    if parameters.forbidden is not None:
+        logits[parameters.forbidden(row.tokens[row.prompt_length :])] = -math.inf
 
 
 def _penalise(logits: Tensor, row: SampledRow) -> None:
@@ -191,7 +191,7 @@ def _mask(logits: Tensor, allowed_bits: Tensor) -> None:
     logits[: len(permitted)].masked_fill_(~permitted, -math.inf)
 
 
-def sampling_probabilities(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
+def distribution(logits: Tensor, rows: Sequence[SampledRow]) -> Tensor:
     """Return the probabilities with which each row of processed logits is sampled.
 
     A greedy row has probability one for its likeliest token.
@@ -271,16 +271,14 @@ class Proposal:
     probabilities: list[Tensor] = field(default_factory=list)
 
 
-class DraftCheck(NamedTuple):
+class Check(NamedTuple):
     """A proposal to verify, and its first row: it has a row for each draft token, and one more."""
 
     first_row: int
     proposal: Proposal
 
 
-def verify_drafts(
-    logits: Tensor, rows: Sequence[SampledRow], checks: Sequence[DraftCheck]
-) -> list[list[int]]:
+def verify(logits: Tensor, rows: Sequence[SampledRow], checks: Sequence[Check]) -> list[list[int]]:
     """Return the accepted draft tokens of each sequence, followed by a sampled token.
 
     Args:
@@ -291,7 +289,7 @@ def verify_drafts(
     drawn, _ = sample(logits, rows)
     target = None
     if any(check.proposal.probabilities for check in checks):
-        target = sampling_probabilities(logits, rows)
+        target = distribution(logits, rows)
     continuations: list[list[int]] = []
     for first_row, proposal in checks:
         part = slice(first_row, first_row + len(proposal.tokens) + 1)
@@ -330,7 +328,7 @@ def _rejection_sample(
         excess = (target_probs - draft_probs).clamp_min(0)
         if float(excess.sum()) <= 1e-6:
             excess = target_probs
-        return tokens + tokens_at_draws(excess.unsqueeze(0), [row.draw()])
+        return tokens + pick(excess.unsqueeze(0), [row.draw()])
     return [*tokens, bonus]
 
 
@@ -360,7 +358,7 @@ def logprobs(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogpr
     return results
 
 
-def top_candidates(logits: Tensor, count: int) -> tuple[list[int], list[float]]:
+def candidates(logits: Tensor, count: int) -> tuple[list[int], list[float]]:
     """Return the likeliest tokens of a beam, likeliest first, and their log probabilities.
 
     `logits` are unprocessed, [vocabulary].

@@ -24,11 +24,11 @@ import orjson
 
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import (
+    Choose,
     Ended,
     Hypothesis,
     ResponseSent,
     Resumed,
-    SendHypotheses,
 )
 from shmserve.workers.backends import Output, OutputStream, Response
 from shmserve.workers.backends.llm.engine import Prompt, SequenceOutput
@@ -98,10 +98,7 @@ class SampleText:
         self._echo_length = len(echo)
         skip, self._dropped_tokens = parameters.skip_special_tokens, frozenset[int]()
         if skip and self.parser is not None and self.parser.format.kept_tokens:
-            skip, self._dropped_tokens = (
-                False,
-                texts.special_tokens - self.parser.format.kept_tokens,
-            )
+            skip, self._dropped_tokens = False, texts.special - self.parser.format.kept_tokens
         self._detokenizer = Detokenizer(texts, skip, prompt.tokens)
         self._stop_strings = StopStrings(parameters.stop, parameters.include_stop_str_in_output)
 
@@ -251,14 +248,14 @@ class TextResponse:
         # Two JSON entries for each token of the prompt: in the log probabilities of the echoed
         # text, and in `prompt_logprobs`.
         self._prompt_entries: list[tuple[orjson.Fragment, orjson.Fragment]] = []
-        self.samples = [self._new_sample(index) for index in range(parameters.samples)]
+        self.samples = [self._sample(index) for index in range(parameters.samples)]
 
-    def _new_sample(self, index: int) -> SampleText:
+    def _sample(self, index: int) -> SampleText:
         message = "message" in self._requested_outputs
         return SampleText(self.prompt, self._texts, index, self._echo, message)
 
     @property
-    def is_finished(self) -> bool:
+    def finished(self) -> bool:
         """Return whether all samples have ended."""
         return bool(self.samples) and all(sample.finish_reason for sample in self.samples)
 
@@ -266,14 +263,14 @@ class TextResponse:
         """Add the hypotheses of a beam search as samples."""
         for index, hypothesis in enumerate(hypotheses[: self.prompt.parameters.n]):
             tokens = np.frombuffer(hypothesis.tokens, np.int32).tolist()
-            sample = self._new_sample(index)
+            sample = self._sample(index)
             sample.add(tokens, hypothesis.finish_reason, [])
             self.samples.append(sample)
 
     def respond(self) -> bool:
         """Send the responses that credit allows; return whether the request is complete."""
         if not self.prompt.parameters.stream:
-            return self.is_finished and self._send(self._best_samples(), True)
+            return self.finished and self._send(self._best_samples(), True)
         for sample in self.samples:
             if not (sample.is_open and sample.has_unsent):
                 continue
@@ -300,7 +297,7 @@ class TextResponse:
         with self._link.lock:
             if not self.stream.may_send:
                 return False
-            response = Response(self._make_outputs(samples, final))
+            response = Response(self._outputs(samples, final))
             for sample in samples:
                 sample.is_open = not sample.finish_reason
                 if not final:
@@ -309,7 +306,7 @@ class TextResponse:
             self.stream.send(response, final)
         return True
 
-    def _make_outputs(self, samples: list[SampleText], final: bool) -> list[Output]:
+    def _outputs(self, samples: list[SampleText], final: bool) -> list[Output]:
         texts, tokens, logprobs = zip(*(sample.take() for sample in samples), strict=True)
         values: dict[str, tuple[str, Iterable[Any]]] = {
             "text_output": ("BYTES", map(str.encode, texts)),
@@ -396,12 +393,12 @@ class TextResponse:
         return token_entry(token, text, logprob, token_bytes, shows_id)
 
 
-class TextThread:
+class Texts:
     """The texts of all running requests, processed in a separate thread.
 
     `put` and `close` may be called in any thread. The engine's thread calls `fail_requests` and
-    `take_cpu_ns`. No lock is needed: these methods read single values that the text thread
-    replaces, and a stream has its own lock. All other methods run in the text thread.
+    `spent_ns`. No lock is needed: these methods read single values that the text thread replaces,
+    and a stream has its own lock. All other methods run in the text thread.
 
     Attributes:
         prompts: The prompt of each prepared request by key. The engine's thread reads it.
@@ -451,7 +448,7 @@ class TextThread:
             self._fail_overdue()
             self._cpu_ns = time.thread_time_ns()
 
-    def take_cpu_ns(self) -> int:
+    def spent_ns(self) -> int:
         """Return the CPU time (ns) of the text thread since the last call."""
         cpu_ns = self._cpu_ns
         spent_ns, self._reported_cpu_ns = cpu_ns - self._reported_cpu_ns, cpu_ns
@@ -508,8 +505,8 @@ class TextThread:
         response = TextResponse(prompt, self._texts, stream, self._link, echo)
         if not prompt.parameters.beams:
             for earlier in resumed:
-                tokens = prompt.resumed_tokens.get(earlier.sample_index, [])
-                response.samples[earlier.sample_index].resume(earlier, tokens)
+                tokens = prompt.resumed_tokens.get(earlier.sample, [])
+                response.samples[earlier.sample].resume(earlier, tokens)
         self._responses[key] = response
         self._unread_since_ns.pop(key, None)
         self.prompts[key] = prompt
@@ -543,7 +540,7 @@ class TextThread:
         for key in updated_keys:
             self._respond(key)
 
-    def end_beam_search(self, message: SendHypotheses) -> None:
+    def end_beam_search(self, message: Choose) -> None:
         """Respond with the best hypotheses of a beam search."""
         response = self._responses.get(message.key)
         if response is not None:

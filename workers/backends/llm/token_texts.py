@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import orjson
 from tokenizers import Tokenizer
 
-from shmserve.workers.backends.llm.message_parsers import partial_tag_length
+from shmserve.workers.backends.llm.message_parsers import overlap
 
 _REPLACEMENT = "\ufffd"  # decoders replace the bytes of an incomplete character by this character
 _LONG_JSON = 1 << 16  # number of characters of a long JSON text
@@ -120,15 +120,13 @@ class TokenTexts:
     characters. The bytes of a token include its space, and may be a part of a character.
 
     Attributes:
-        special_tokens: The tokens that `skip_special_tokens` removes from a text.
+        special: The tokens that `skip_special_tokens` removes from a text.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         added_tokens = tokenizer.get_added_tokens_decoder()
-        self.special_tokens = frozenset(
-            token for token, text in added_tokens.items() if text.special
-        )
+        self.special = frozenset(token for token, text in added_tokens.items() if text.special)
         state = tokenizer.decoder.__getstate__() if tokenizer.decoder is not None else b""
         suffix = _WORD_SUFFIX.search(state)
         self._word_suffix = json.loads(suffix[1]) if suffix else ""
@@ -157,7 +155,7 @@ class TokenTexts:
     def _sorted_tokens(self) -> tuple[list[bytes], list[int]]:
         """Return the sorted bytes of the tokens that are not special, and these tokens."""
         tokens = self.tokenizer.get_vocab().values()
-        pairs = sorted((self.bytes_of(t), t) for t in tokens if t not in self.special_tokens)
+        pairs = sorted((self.bytes_of(t), t) for t in tokens if t not in self.special)
         return [data for data, _ in pairs], [token for _, token in pairs]
 
     def beginning_with(self, data: bytes) -> list[int]:
@@ -206,9 +204,7 @@ class TokenTexts:
         decoder.decode(b"".join(map(self.bytes_of, tokens)))
         return len(decoder.getstate()[0])
 
-    def text_offsets(
-        self, tokens: Sequence[int], text: str, skip_special_tokens: bool
-    ) -> list[int]:
+    def offsets(self, tokens: Sequence[int], text: str, skip_special_tokens: bool) -> list[int]:
         """Return the index in `text` of the character in which each token begins.
 
         `text` is the decoding of the tokens. A leading space that the decoder strips has the
@@ -217,7 +213,7 @@ class TokenTexts:
         indices: list[int] = []
         length = 0
         for token in tokens:
-            is_skipped = skip_special_tokens and token in self.special_tokens
+            is_skipped = skip_special_tokens and token in self.special
             data = b"" if is_skipped else self.bytes_of(token)
             characters = sum(byte & 0xC0 != 0x80 for byte in data)
             indices.append(length - (not is_skipped and self.begins_inside_character(token)))
@@ -238,7 +234,7 @@ class BadWords:
         self._bytes_of = texts.bytes_of
         # No text contains a lone surrogate.
         self._words = [word.encode(errors="surrogatepass") for word in words]
-        self._max_word_length = max(map(len, self._words))
+        self._longest = max(map(len, self._words))
         # Tokens that contain a whole word; tokens that complete a word, by the word's beginning.
         self._containing_tokens = [
             token for word in self._words for token in texts.containing(word)
@@ -253,11 +249,11 @@ class BadWords:
         """Return the tokens that would complete a word after the tokens of a text."""
         tail = b""
         for token in reversed(tokens):
-            if len(tail) >= self._max_word_length:
+            if len(tail) >= self._longest:
                 break
             tail = self._bytes_of(token) + tail
         forbidden = self._containing_tokens[:]
-        for size in range(1, min(self._max_word_length, len(tail) + 1)):
+        for size in range(1, min(self._longest, len(tail) + 1)):
             forbidden += self._completing_tokens.get(tail[len(tail) - size :], ())
         return forbidden
 
@@ -275,10 +271,8 @@ class Detokenizer:
     ) -> None:
         self._decode = functools.partial(texts.decode, skip_special_tokens=skip_special_tokens)
         self._ends_word, self._begins_inside = texts.ends_word, texts.begins_inside_character
-        self._skipped_tokens = texts.special_tokens if skip_special_tokens else frozenset()
-        context = [
-            token for token in prompt[-4 * _MAX_HELD_TOKENS :] if token not in self._skipped_tokens
-        ]
+        self._skipped = texts.special if skip_special_tokens else frozenset()
+        context = [token for token in prompt[-4 * _MAX_HELD_TOKENS :] if token not in self._skipped]
         context = context[-_MAX_HELD_TOKENS:]
         while context and texts.begins_inside_character(context[0]):
             del context[0]  # byte-fallback decoders replace characters beside an incomplete one
@@ -299,7 +293,7 @@ class Detokenizer:
 
     def add(self, token: int) -> str:
         """Append a token; return the text that it completes."""
-        if token in self._skipped_tokens:
+        if token in self._skipped:
             return ""
         self._tokens.append(token)
         text, held_tokens = self._decode(self._tokens), len(self._tokens) - self._context_count
@@ -355,7 +349,7 @@ class StopStrings:
             end, begin, stop = min(matches, key=itemgetter(0))
             self._held_text = ""
             return text[: end if self._includes_stop else begin], stop
-        count = max(partial_tag_length(text, stop) for stop in self._stops)
+        count = max(overlap(text, stop) for stop in self._stops)
         self._held_text = text[len(text) - count :]
         return text[: len(text) - count], ""
 

@@ -142,14 +142,14 @@ def _read_json_call(parser: MessageParser, must_exist: bool = False) -> Reading[
             raise MalformedCall
         character = yield from parser.skip()
         if character == ",":
-            parser.read_characters(1)
+            parser.pull(1)
             continue
         if not parser.call.name or (character != "}" and not complete):
             raise MalformedCall
         if not complete:
             parser.add_arguments("{}")
         if character == "}":  # models may omit the last brace
-            parser.read_characters(1)
+            parser.pull(1)
         return
 
 
@@ -197,7 +197,7 @@ def _read_llama_json(parser: MessageParser) -> Reading[None]:
             if parser.ends_with_json_key:
                 parser.add_content(tag)
                 continue
-            parser.push_back(tag)
+            parser.unread(tag)
         yield from parser.read_call(_read_json_call(parser, must_exist=True))
 
 
@@ -212,7 +212,7 @@ def _read_mistral(parser: MessageParser) -> Reading[None]:
         if (yield from parser.skip()) != "[":
             yield from parser.read_call(_read_mistral_call(parser))
             continue
-        parser.read_characters(1)
+        parser.pull(1)
         yield from _read_list(parser, _read_json_call)
 
 
@@ -223,7 +223,7 @@ def _read_list(
     while (yield from parser.read_call(body(parser))):
         separator = yield from parser.skip()
         if separator in ("]", ","):
-            parser.read_characters(1)
+            parser.pull(1)
         if separator != ",":
             parser.discard_read()
             return
@@ -234,7 +234,7 @@ def _read_mistral_call(parser: MessageParser) -> Reading[None]:
     if tag == "[CALL_ID]":
         parser.call.id, _ = yield from parser.read_text_until("[ARGS]")
     elif tag == "{":
-        parser.push_back(tag)
+        parser.unread(tag)
     parser.set_name(name.strip())
     yield from parser.read_json_arguments()
 
@@ -294,7 +294,7 @@ def _read_xml_value(parser: MessageParser, schema: Mapping[str, Any], name: str)
     """Read and pass on the value of a parameter, which is text or JSON, depending on its schema."""
     ends = ("\n</parameter>", "</parameter>")
     if (yield from parser.peek()) == "\n":
-        parser.read_characters(1)
+        parser.pull(1)
     is_text = is_xml_text(schema, name, parser.format.has_call_grammar)
     types = parameter_types(schema, name)
     if is_text and types == {"string"}:
@@ -500,10 +500,10 @@ def _read_python_call(parser: MessageParser) -> Reading[None]:
         opening = ", "
         yield from _read_python_value(parser)
         if (yield from parser.skip()) == ",":
-            parser.read_characters(1)
+            parser.pull(1)
         elif (yield from parser.peek()) != ")":
             raise MalformedCall
-    parser.read_characters(1)
+    parser.pull(1)
     parser.add_arguments("{}" if opening == "{" else "}")
 
 
@@ -511,7 +511,7 @@ def _read_identifier(parser: MessageParser, end: str) -> Reading[str]:
     """Read an identifier and the character `end` after it; return the identifier."""
     name = ""
     while NAME.fullmatch((yield from parser.peek()) or " "):
-        name += parser.read_characters(1)
+        name += parser.pull(1)
     yield from parser.expect(end)
     if not name:
         raise MalformedCall
@@ -524,16 +524,16 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}  # number of hexadecimal digits of escape
 def _read_python_value(parser: MessageParser) -> Reading[None]:
     quote = yield from parser.skip()
     if quote in ('"', "'"):
-        parser.read_characters(1)
+        parser.pull(1)
         parser.add_arguments('"')
         while (character := (yield from parser.peek())) != quote:
             if not character:
                 raise MalformedCall
-            parser.read_characters(1)
+            parser.pull(1)
             escapes = character == "\\"
             part = (yield from _read_python_escape(parser)) if escapes else _escape(character)
             parser.add_arguments(part)
-        parser.read_characters(1)
+        parser.pull(1)
         parser.add_arguments('"')
         return
     text = yield from _read_python_literal(parser)
@@ -546,9 +546,9 @@ def _read_python_value(parser: MessageParser) -> Reading[None]:
 def _read_python_escape(parser: MessageParser) -> Reading[str]:
     """Read an escape sequence after its backslash; return it as a part of a JSON string."""
     kind = yield from parser.peek()
-    sequence = parser.read_characters(1)
+    sequence = parser.pull(1)
     while kind and len(sequence) <= _HEX_DIGITS.get(kind, 0) and (yield from parser.peek()):
-        sequence += parser.read_characters(1)
+        sequence += parser.pull(1)
     if kind == "u" and all(char in string.hexdigits for char in sequence[1:]):
         # JSON has the same escape sequence, also for halves of surrogate pairs.
         return f"\\{sequence}"
@@ -565,10 +565,10 @@ def _read_python_literal(parser: MessageParser) -> Reading[str]:
     while char := (yield from parser.peek()):
         if not stack and not quote and char in ",)":
             return text.strip()
-        text += parser.read_characters(1)
+        text += parser.pull(1)
         if quote:
             if char == "\\" and (yield from parser.peek()):
-                text += parser.read_characters(1)
+                text += parser.pull(1)
             elif char == quote:
                 quote = ""
         elif char in "\"'":

@@ -40,7 +40,7 @@ from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.model import IS_CANCELLED, Context, TensorType
 from shmserve.workers.backends import Backend, ModelContext, OutputStream, Request, Response
 from shmserve.workers.backends.native import declaration
-from shmserve.workers.batch.ragged import RaggedBatching
+from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.runner import Runner
 from shmserve.workers.device import import_torch, inference_mode, open_device
 from shmserve.workers.memory.device_memory import is_module
@@ -100,17 +100,15 @@ class NativeBackend(Backend):
         completed["output"] = config.get("output") or kept
         if not config.get("max_batch_size"):
             # Without inputs the number of rows of a batch is unknown.
-            most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.is_generator else 0
-            completed["max_batch_size"] = declaration.integer_attribute(
-                model, "max_batch_size", most
-            )
-        if predict.is_generator:
+            most = _DEFAULT_MAX_BATCH_SIZE if completed["input"] and not predict.yields else 0
+            completed["max_batch_size"] = declaration.whole_number(model, "max_batch_size", most)
+        if predict.yields:
             completed["model_transaction_policy"] = {"decoupled": True}
             # The scheduler queues further requests.
-            most = max(1, declaration.integer_attribute(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
+            most = max(1, declaration.whole_number(model, MAX_STREAMS, _DEFAULT_MAX_STREAMS))
             completed["parameters"].setdefault(MAX_STREAMS, {"string_value": str(most)})
         elif completed["max_batch_size"] > 1 and not completed_spec.has_scheduler:
-            delay = declaration.integer_attribute(model, "max_queue_delay_us", 0)
+            delay = declaration.whole_number(model, "max_queue_delay_us", 0)
             completed["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
         return completed
 
@@ -125,10 +123,8 @@ class NativeBackend(Backend):
         predict = declaration.read_signature(model_class)
         signature = Signature(with_generated_tensors(config), context.version)
         _check(signature, predict)
-        if predict.is_generator != config.decoupled:
-            responses = (
-                "yields its responses" if predict.is_generator else "returns its one response"
-            )
+        if predict.yields != config.decoupled:
+            responses = "yields its responses" if predict.yields else "returns its one response"
             raise InvalidArgument(
                 f"'predict' of model '{signature.name}' {responses}, but its configuration has the "
                 f"'decoupled' transaction policy {str(config.decoupled).lower()}"
@@ -136,9 +132,7 @@ class NativeBackend(Backend):
         self._to_outputs = predict.to_outputs
         numpy_inputs = frozenset(item.name for item in predict.parameters if item.is_numpy)
         self.read_only_inputs = bool(numpy_inputs)
-        self._runner = Runner(
-            context, signature, self._device, numpy_inputs, RaggedBatching(config)
-        )
+        self._runner = Runner(context, signature, self._device, numpy_inputs, Ragged(config))
         self._model = model_class()
         if is_module(self._model):
             self._model.to(self._device.torch).eval()
@@ -154,10 +148,10 @@ class NativeBackend(Backend):
                     partial(context.workspace.lease, convert=_as_tensor),
                 )
             )
-        plan = None if predict.is_generator else self._runner.memory_plan(config, self._model)
+        plan = None if predict.yields else self._runner.memory_plan(config, self._model)
         if plan is not None:
             plan.log(signature.name)
-        if predict.is_generator:
+        if predict.yields:
             max_streams = int(config.parameters.get(MAX_STREAMS, _DEFAULT_MAX_STREAMS))
             self._streams = GeneratorStreams(self._model.predict, self._respond, max_streams)
         self.checks_ready = hasattr(self._model, "is_ready")

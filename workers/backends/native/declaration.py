@@ -70,13 +70,13 @@ class PredictSignature:
         parameters: The parameters after `self`, in order.
         outputs: The types of the outputs, by name.
         to_outputs: Converts a result, or a yielded value, to the arrays of the outputs by name.
-        is_generator: Whether `predict` returns an iterator of responses.
+        yields: Whether `predict` returns an iterator of responses.
     """
 
     parameters: tuple[Parameter, ...]
     outputs: dict[str, TensorType]
     to_outputs: Callable[[Any], Mapping[str, Any]]
-    is_generator: bool
+    yields: bool
 
 
 def no_position(name: str) -> str:
@@ -325,8 +325,8 @@ def check_class(model: type, prefix_of: PositionPrefix = no_position) -> Predict
             with `prefix_of(name)`.
     """
     checks: dict[str, Callable[[], Any]] = {
-        **{name: partial(integer_attribute, model, name, 0) for name in _WHOLE_NUMBERS},
-        **{name: partial(parameter_attribute, model, name) for name in _PARAMETER_ATTRIBUTES},
+        **{name: partial(whole_number, model, name, 0) for name in _WHOLE_NUMBERS},
+        **{name: partial(parameter, model, name) for name in _PARAMETER_ATTRIBUTES},
         **{name: partial(batch_mappings, model, name) for name in ("batch_input", "batch_output")},
         "instance_group": partial(instance_groups, model),
         "__init__": partial(_check_constructor, model),
@@ -365,7 +365,7 @@ def instance_groups(model: type) -> list[dict[str, Any]]:
     Raises:
         InvalidArgument: An attribute has a wrong type.
     """
-    count = integer_attribute(model, "instances", 0)
+    count = whole_number(model, "instances", 0)
     groups = getattr(model, "instance_group", [{"count": count}] if count else [])
     if not isinstance(groups, list | tuple) or not all(isinstance(group, dict) for group in groups):
         raise InvalidArgument(
@@ -387,7 +387,7 @@ def warn_of_misspelt_attributes(model: type, prefix_of: PositionPrefix) -> None:
                 logger.warning(text, prefix_of(name), model.__name__, name, similar)
 
 
-def integer_attribute(model: type, attribute: str, default: int) -> int:
+def whole_number(model: type, attribute: str, default: int) -> int:
     """Return the value of an attribute that must be a whole number.
 
     Raises:
@@ -444,11 +444,11 @@ def batch_mappings(model: type, attribute: str) -> list[dict[str, Any]]:
 
 def parameters(model: type) -> dict[str, Any]:
     """Return the parameters of a configuration that are attributes of a class, by name."""
-    parameters = {name: parameter_attribute(model, name) for name in _PARAMETER_ATTRIBUTES}
+    parameters = {name: parameter(model, name) for name in _PARAMETER_ATTRIBUTES}
     return {name: {"string_value": text} for name, text in parameters.items() if text is not None}
 
 
-def parameter_attribute(model: type, name: str) -> str | None:
+def parameter(model: type, name: str) -> str | None:
     """Return the text of a parameter, or None if the class does not have it.
 
     Raises:

@@ -44,7 +44,7 @@ from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.backends.onnx.binding import DeviceBinding, HostBinding
-from shmserve.workers.batch.ragged import RaggedBatching
+from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.runner import Runner
 from shmserve.workers.device import Device, open_device
 from shmserve.workers.tensor_specs import (
@@ -115,7 +115,7 @@ def open_session(context: ModelContext, config: ModelSpec, path: Path) -> Any:
         folders = (context.version_dir, context.model_dir)
         paths = (str(folder / name) for folder in folders if (folder / name).exists())
         options.register_custom_ops_library(next(paths, name))
-    selected_providers = execution_providers(config, context.kind, context.device_id)
+    selected_providers = providers(config, context.kind, context.device_id)
     available_providers = runtime.get_available_providers()
     for name, _ in selected_providers:
         if name not in available_providers:
@@ -140,13 +140,13 @@ def session_options(runtime: Any, config: ModelSpec, threads: int) -> Any:
     """Return the SessionOptions for a configuration; `threads` is the default number of threads."""
     options = runtime.SessionOptions()
     parameters = config.parameters
-    options.intra_op_num_threads = _integer_option(parameters, "intra_op_thread_count", threads)
-    options.inter_op_num_threads = _integer_option(parameters, "inter_op_thread_count", 0)
+    options.intra_op_num_threads = _whole_number(parameters, "intra_op_thread_count", threads)
+    options.inter_op_num_threads = _whole_number(parameters, "inter_op_thread_count", 0)
     modes = runtime.ExecutionMode
-    parallel = _boolean_option(parameters, "execution_mode", False)
+    parallel = _boolean(parameters, "execution_mode", False)
     options.execution_mode = modes.ORT_PARALLEL if parallel else modes.ORT_SEQUENTIAL
     for key, attribute in _SWITCHES.items():
-        setattr(options, attribute, _boolean_option(parameters, key, True))
+        setattr(options, attribute, _boolean(parameters, key, True))
     levels = runtime.GraphOptimizationLevel
     options.graph_optimization_level = {
         -1: levels.ORT_ENABLE_BASIC,
@@ -159,9 +159,7 @@ def session_options(runtime: Any, config: ModelSpec, threads: int) -> Any:
     return options
 
 
-def execution_providers(
-    config: ModelSpec, kind: str, device_id: int
-) -> list[tuple[str, dict[str, str]]]:
+def providers(config: ModelSpec, kind: str, device_id: int) -> list[tuple[str, dict[str, str]]]:
     """Return the execution providers with their options, in order of preference.
 
     Raises:
@@ -201,7 +199,7 @@ def _provider_options(parameters: Mapping[str, str]) -> dict[str, str]:
     return options
 
 
-def _integer_option(parameters: dict[str, str], key: str, default: int) -> int:
+def _whole_number(parameters: dict[str, str], key: str, default: int) -> int:
     value = parameters.get(key)
     if value is None:
         return default
@@ -210,7 +208,7 @@ def _integer_option(parameters: dict[str, str], key: str, default: int) -> int:
     return int(value)
 
 
-def _boolean_option(parameters: dict[str, str], key: str, default: bool) -> bool:
+def _boolean(parameters: dict[str, str], key: str, default: bool) -> bool:
     value = parameters.get(key)
     if value is None:
         return default
@@ -228,14 +226,13 @@ _DATATYPES = {f"tensor({_ONNX_NAMES.get(n, kind.name)})": n for n, kind in STORA
 _UNBOUNDED = 2**31
 
 
-def describe_session(
-    session: Any, configured_names: Collection[str] = (), configured_inputs: Collection[str] = ()
+def describe(
+    session: Any, configured: Collection[str] = (), configured_inputs: Collection[str] = ()
 ) -> FileDescription:
     """Describe the tensors of a session.
 
-    An output that is not in `configured_names` is omitted if its datatype is not supported. A
-    configured input may be an initializer that the file's inputs list, so that requests may
-    replace its value.
+    An output that is not `configured` is omitted if its datatype is not supported. A configured
+    input may be an initializer that the file's inputs list, so that requests may replace its value.
 
     Raises:
         InvalidArgument: A datatype is not supported.
@@ -244,16 +241,16 @@ def describe_session(
     replaced = [node for node in initializers if node.name in configured_inputs]
     inputs = tuple(_describe_tensor("input", node) for node in (*session.get_inputs(), *replaced))
     nodes = session.get_outputs()
-    if configured_names:  # unconfigured outputs may be sequences or maps
-        nodes = [node for node in nodes if node.name in configured_names or node.type in _DATATYPES]
+    if configured:  # unconfigured outputs may be sequences or maps
+        nodes = [node for node in nodes if node.name in configured or node.type in _DATATYPES]
     outputs = tuple(_describe_tensor("output", node) for node in nodes)
     return FileDescription(inputs, outputs, _largest_batch([*inputs, *outputs]))
 
 
-def _describe_tensor(tensor_kind: str, node: Any) -> FileTensor:
+def _describe_tensor(side: str, node: Any) -> FileTensor:
     datatype = _DATATYPES.get(node.type)
     if datatype is None:
-        problem = f"{tensor_kind} '{node.name}' of the ONNX file is a {node.type}"
+        problem = f"{side} '{node.name}' of the ONNX file is a {node.type}"
         raise InvalidArgument(problem + _export_advice(node))
     shape = list(node.shape)
     dims = tuple(size if isinstance(size, int) and size >= 0 else -1 for size in shape)
@@ -327,20 +324,18 @@ def check(
         )
 
 
-def _check_tensor(
-    tensor_kind: str, spec: TensorSpec, tensor: FileTensor, signature: Signature
-) -> None:
+def _check_tensor(side: str, spec: TensorSpec, tensor: FileTensor, signature: Signature) -> None:
     if spec.datatype != tensor.datatype:
         raise InvalidArgument(
             f"unable to load model '{signature.name}', configuration expects datatype "
-            f"{TO_CONFIG[spec.datatype]} for {tensor_kind} '{spec.name}', model provides "
+            f"{TO_CONFIG[spec.datatype]} for {side} '{spec.name}', model provides "
             f"{TO_CONFIG[tensor.datatype]}"
         )
     if fits_scalar(spec, tensor) and signature.max_batch_size == 0:
         return
     dims = spec.model_dims
     expected_dims = tensor.dims[1:] if signature.max_batch_size > 0 else tensor.dims
-    if tensor_kind == "input" and not spec.ragged and not shapes_match(dims, expected_dims):
+    if side == "input" and not spec.ragged and not shapes_match(dims, expected_dims):
         raise InvalidArgument(
             f"model '{signature.name}', tensor '{spec.name}': the model expects "
             f"{len(expected_dims)} dimensions (shape {shape_text(expected_dims)}) but the model "
@@ -382,7 +377,7 @@ class OnnxBackend(Backend):
         """Open the file and check it against the configuration."""
         session, description = self._open_file(config)
         signature = Signature(with_generated_tensors(config), self.context.version)
-        ragged = RaggedBatching(config)
+        ragged = Ragged(config)
         batch_rules = (*config.batch_input, *config.batch_output)
         generated = {name for rule in batch_rules for name in rule.target_name}
         check(signature, description, generated)
@@ -430,7 +425,7 @@ class OnnxBackend(Backend):
             with _convert_errors(path):
                 session = open_session(self.context, config, path)
             outputs, inputs = ({t.name for t in side} for side in (config.output, config.input))
-            self._opened_file = session, describe_session(session, outputs, inputs)
+            self._opened_file = session, describe(session, outputs, inputs)
         return self._opened_file
 
 

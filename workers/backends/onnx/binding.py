@@ -50,7 +50,7 @@ class HostBinding:
         self._outputs = {tensor.name: tensor for tensor in description.outputs}
         self._inputs = {tensor.name: tensor for tensor in description.inputs}
         tensors = (*description.inputs, *description.outputs)
-        self._is_bindable = all(ITEM_SIZE[tensor.datatype] for tensor in tensors)
+        self._bindable = all(ITEM_SIZE[tensor.datatype] for tensor in tensors)
         # numpy does not support BF16.
         self._has_bf16 = any(tensor.datatype == "BF16" for tensor in tensors)
         # Outputs whose shape differed from the predicted one.
@@ -65,7 +65,7 @@ class HostBinding:
             InvalidArgument: A string cannot be passed to onnxruntime, or an output is not UTF-8.
         """
         targets: dict[str, Array] = {}
-        if len(requests) == 1 and self._is_bindable:
+        if len(requests) == 1 and self._bindable:
             targets = self._bind_in_place(inputs, names, requests[0])
         if not targets and not self._has_bf16:
             arrays = {name: _as_strings(name, array) for name, array in inputs.items()}
@@ -171,7 +171,7 @@ class DeviceBinding:
         tensors = (*description.inputs, *description.outputs)
         self._datatypes = {tensor.name: tensor.datatype for tensor in tensors}
         self._device = device.torch
-        self._device_kind, self._device_index = device.torch.type, device.torch.index or 0
+        self._kind, self._index = device.torch.type, device.torch.index or 0
         self._synchronize = device.synchronize
 
     def run(
@@ -181,16 +181,10 @@ class DeviceBinding:
         binding = self._session.io_binding()
         for name, tensor in inputs.items():
             element_type = _element_type(self._datatypes[name])
-            memory = (
-                self._device_kind,
-                self._device_index,
-                element_type,
-                tuple(tensor.shape),
-                tensor.data_ptr(),
-            )
+            memory = (self._kind, self._index, element_type, tuple(tensor.shape), tensor.data_ptr())
             binding.bind_input(name, *memory)
         for name in names:
-            binding.bind_output(name, self._device_kind, self._device_index)
+            binding.bind_output(name, self._kind, self._index)
         self._synchronize()  # necessary, because onnxruntime uses another stream
         self._session.run_with_iobinding(binding, self._run_options)
         binding.synchronize_outputs()
@@ -207,7 +201,7 @@ class DeviceBinding:
         shape, datatype = tuple(ort_value.shape()), self._datatypes[name]
         byte_size = math.prod(shape) * ITEM_SIZE[datatype]
         array: Any = _OrtMemory(ort_value, binding, np.dtype(np.uint8), byte_size)
-        if self._device_kind == "cpu":  # torch does not support numpy's array interface
+        if self._kind == "cpu":  # torch does not support numpy's array interface
             array = np.asarray(array)
         return as_torch(datatype, shape, torch.as_tensor(array, device=self._device))
 

@@ -217,13 +217,11 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
         raise Unavailable(f"Python model file '{version_dir.name}/{file}' not found{found}")
     module = _import_model(model_dir, version_dir, file)
     if not hasattr(module, "TritonPythonModel"):
-        raise InvalidArgument(
-            f"'{file}' has no class TritonPythonModel{_import_hint(module, file)}"
-        )
+        raise InvalidArgument(f"'{file}' has no class TritonPythonModel{_hint(module, file)}")
     return module.TritonPythonModel
 
 
-def _import_hint(module: Any, file: str) -> str:
+def _hint(module: Any, file: str) -> str:
     """Return advice for a model file without a `TritonPythonModel`, or ""."""
     torch = sys.modules.get("torch")
     hint = ""
@@ -353,18 +351,18 @@ class PythonExecution:
             for request, response in pairs
         ]
 
-    def _as_list(self, returned_value: Any, received_requests: list[ReceivedRequest]) -> list[Any]:
+    def _as_list(self, returned: Any, received_requests: list[ReceivedRequest]) -> list[Any]:
         """Return the list that `execute`, or its coroutine, has returned."""
-        if asyncio.iscoroutine(returned_value):
-            returned_value = self.run(returned_value)
-        if returned_value is None and all(
+        if asyncio.iscoroutine(returned):
+            returned = self.run(returned)
+        if returned is None and all(
             request.outbox is not None or request.rescheduled for request in received_requests
         ):
             return [None] * len(received_requests)
-        if not isinstance(returned_value, list):
-            problem = f"Expected a list in the execute return, found type '{type(returned_value)}'."
+        if not isinstance(returned, list):
+            problem = f"Expected a list in the execute return, found type '{type(returned)}'."
             raise _misuse_error(self._instance_name, problem)
-        return returned_value
+        return returned
 
     def _response(self, request: ReceivedRequest, response: Any) -> Response:
         if request.rescheduled:

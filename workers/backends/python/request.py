@@ -522,7 +522,7 @@ class InferenceRequest:
             self._timeout,
             api.deadline_ns(),
             self._priority,
-            TraceContext.of(trace).child().message_field if trace else "",
+            TraceContext.of(trace).child().message if trace else "",
             api.origins(),
             api.caller_lines(),
         )

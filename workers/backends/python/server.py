@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from shmserve.errors import Cancelled, Internal, NotFound, ShmserveError, Unavailable
-from shmserve.ipc.messages.control_requests import FindModel, LoadModel, QueryReadiness, UnloadModel
+from shmserve.ipc.messages.control_requests import AskReady, FindModel, LoadModel, UnloadModel
 from shmserve.ipc.messages.inference import Caller
 from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, as_text
@@ -134,7 +134,7 @@ class ServerApi:
             return False
         if not (state["ready"] and state.get("checks_ready")):
             return bool(state["ready"])
-        return bool(self.context.control.ask(QueryReadiness, name, state["version"])["ready"])
+        return bool(self.context.control.ask(AskReady, name, state["version"])["ready"])
 
 
 _server: ServerApi | None = None

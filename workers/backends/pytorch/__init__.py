@@ -47,15 +47,15 @@ from shmserve.workers.backends.pytorch.programs import (
     Program,
     ResultBinding,
     check,
-    describe_program,
+    describe,
     load_class,
     load_exported,
     load_script,
 )
-from shmserve.workers.batch.ragged import RaggedBatching
+from shmserve.workers.batch.ragged import Ragged
 from shmserve.workers.batch.runner import Runner
 from shmserve.workers.device import open_device
-from shmserve.workers.memory.static_plan import CudaRecorder, RecordedGraphs, Recorder
+from shmserve.workers.memory.static_plan import CudaRecorder, Graphs, Recorder
 from shmserve.workers.tensor_specs import (
     FileDescription,
     as_configured,
@@ -124,9 +124,7 @@ class PytorchBackend(Backend):
         self._program = program
         inference_mode = _boolean(config.parameters, "INFERENCE_MODE", True)
         self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
-        self._runner = Runner(
-            self.context, signature, self._device, frozenset(), RaggedBatching(config)
-        )
+        self._runner = Runner(self.context, signature, self._device, frozenset(), Ragged(config))
         self._graphs = self._plan_memory(config, signature)
 
     def execute(self, requests: list[Request]) -> list[Response]:
@@ -153,7 +151,7 @@ class PytorchBackend(Backend):
             text = f"an output has text that is not UTF-8, which TorchScript cannot return: {error}"
             raise InvalidArgument(text) from None
 
-    def _plan_memory(self, config: ModelSpec, signature: Signature) -> RecordedGraphs | None:
+    def _plan_memory(self, config: ModelSpec, signature: Signature) -> Graphs | None:
         """Allocate the memory of a model with fixed shapes; return its CUDA graphs, or None."""
         plan = self._runner.memory_plan(config, self._program.module)
         graphs, recorder, use_graphs = None, self._recorder(), config.optimization.cuda_graphs
@@ -168,12 +166,12 @@ class PytorchBackend(Backend):
             try:
                 with self._grad_free():
                     call = self._call_program
-                    graphs = RecordedGraphs(plan, signature, self._device.torch, call, recorder)
+                    graphs = Graphs(plan, signature, self._device.torch, call, recorder)
             except Exception as error:  # any error, because not every model can be captured
                 text = "model '%s' runs without CUDA graphs: %s"
                 logger.warning(text, signature.name, describe_error(error))
             else:
-                plan = replace(plan, workspace=graphs.workspace_bytes)
+                plan = replace(plan, workspace=graphs.workspace)
         plan.log(signature.name)
         return graphs
 
@@ -189,7 +187,7 @@ class PytorchBackend(Backend):
                 self._opened_program = program, None
             elif path.suffix == ".pt2":
                 program, exported = load_exported(path, self._device)
-                self._opened_program = program, describe_program(exported)
+                self._opened_program = program, describe(exported)
             else:
                 self._opened_program = load_script(path, self._device), None
         return self._opened_program
@@ -202,14 +200,14 @@ class PytorchBackend(Backend):
         return self.context.model_file(names, " or ".join(names))
 
 
-def _check_strings(signature: Signature, string_inputs: frozenset[str]) -> None:
+def _check_strings(signature: Signature, strings: frozenset[str]) -> None:
     """Raise InvalidArgument if BYTES inputs and lists of strings do not match.
 
     BYTES tensors must also have one dimension; the error text is then Triton's.
     """
     for spec in signature.inputs.values():
-        if (spec.datatype == "BYTES") != (spec.name in string_inputs):
-            accepted_type = "List[str] in TorchScript" if spec.name in string_inputs else "a tensor"
+        if (spec.datatype == "BYTES") != (spec.name in strings):
+            accepted_type = "List[str] in TorchScript" if spec.name in strings else "a tensor"
             raise InvalidArgument(
                 f"input '{spec.name}' of model '{signature.name}' has data_type "
                 f"{TO_CONFIG[spec.datatype]}, but the model takes {accepted_type}: only List[str] "

@@ -452,7 +452,7 @@ def _compile_options(parameters: dict[str, str]) -> dict[str, Any] | None:
 _UNBOUNDED = 2**31
 
 
-def describe_program(exported: torch.export.ExportedProgram) -> FileDescription:
+def describe(exported: torch.export.ExportedProgram) -> FileDescription:
     """Describe the inputs and outputs in the graph of a program.
 
     Raises:

@@ -34,7 +34,7 @@ from shmserve.workers.backends import (
 from shmserve.workers.backends.llm import INPUTS, OUTPUTS, complete, refuse_batches, tensor
 from shmserve.workers.backends.llm.prompts import merged_parameters, read_inputs
 from shmserve.workers.backends.vllm.answers import FLAGS, VllmAnswer
-from shmserve.workers.backends.vllm.engine import VllmArguments, VllmEngine
+from shmserve.workers.backends.vllm.engine import Arguments, VllmEngine
 from shmserve.workers.batch.response_stream import MAX_CREDIT_WAIT_S, unread_responses
 from shmserve.workers.user_code import EventLoopThread
 
@@ -122,8 +122,8 @@ class VllmBackend(Backend):
         self._loop.close()
 
     @cached_property
-    def _arguments(self) -> VllmArguments:
-        return VllmArguments.read(self.context.version_dir, self.context.model_name)
+    def _arguments(self) -> Arguments:
+        return Arguments.read(self.context.version_dir, self.context.model_name)
 
     # --- in the event loop
 
@@ -141,9 +141,7 @@ class VllmBackend(Backend):
         for name in _UNSUPPORTED_INPUTS & inputs.keys():
             text = f"{name}: not supported; backend 'vllm' serves requests for text only"
             raise Unsupported(text)
-        call = await self._engine.make_call(
-            inputs, parameters, echoes, is_openai="usage" in requested
-        )
+        call = await self._engine.make_call(inputs, parameters, echoes, openai="usage" in requested)
         call.options.setdefault("priority", request.work.priority)
         flags = {name for name in FLAGS if inputs.get(f"return_{name}")}
         answer = VllmAnswer(call, requested, flags)

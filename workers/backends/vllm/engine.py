@@ -26,7 +26,7 @@ from shmserve.errors import (
     suggestion,
 )
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
-from shmserve.workers.backends.llm.chat_template import parse_conversation
+from shmserve.workers.backends.llm.chat_template import conversation
 from shmserve.workers.backends.llm.model.checkpoint import read_json
 from shmserve.workers.backends.llm.prompts import UNLIMITED, prompt_input, task_input
 
@@ -44,7 +44,7 @@ _CONSTRAINTS = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
 
 @dataclass(frozen=True)
-class VllmArguments:
+class Arguments:
     """The arguments of the engine and of vLLM's server in model.json.
 
     Attributes:
@@ -58,7 +58,7 @@ class VllmArguments:
     adapters: dict[str, str]
 
     @classmethod
-    def read(cls, folder: Path, model_name: str) -> VllmArguments:
+    def read(cls, folder: Path, model_name: str) -> Arguments:
         """Read the files in the folder of a version; resolve a relative path of the model there.
 
         Raises:
@@ -83,7 +83,7 @@ class VllmArguments:
         settings.setdefault("served_model_name", model_name)
         return cls(settings, server, adapters)
 
-    def engine_arguments(self) -> Any:
+    def for_vllm(self) -> Any:
         """Return the arguments of the engine in vLLM's class.
 
         Raises:
@@ -102,7 +102,7 @@ class VllmArguments:
 
     def max_model_len(self) -> int:
         """Return the maximum length of a sequence; errors of vLLM are passed on."""
-        return int(self.engine_arguments().create_model_config().max_model_len)
+        return int(self.for_vllm().create_model_config().max_model_len)
 
     @property
     def parses_messages(self) -> bool:
@@ -185,7 +185,7 @@ class VllmEngine:
         client: vLLM's `AsyncLLM`.
     """
 
-    def __init__(self, client: Any, arguments: VllmArguments) -> None:
+    def __init__(self, client: Any, arguments: Arguments) -> None:
         from vllm.entrypoints.openai.models.serving import OpenAIModelRegistry
         from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
         from vllm.lora.request import LoRARequest
@@ -219,13 +219,13 @@ class VllmEngine:
         self._tokenization = ServingTokenization(registry, self._renderer, **options)
 
     @classmethod
-    async def start(cls, arguments: VllmArguments) -> VllmEngine:
+    async def start(cls, arguments: Arguments) -> VllmEngine:
         """Start the engine's processes, and load the model.
 
         Raises:
             InvalidArgument: An argument is unknown. Errors of vLLM are passed on.
         """
-        engine_args = arguments.engine_arguments()
+        engine_args = arguments.for_vllm()
         from vllm.v1.engine.async_llm import AsyncLLM
 
         return cls(AsyncLLM.from_engine_args(engine_args), arguments)
@@ -249,7 +249,7 @@ class VllmEngine:
         return InvalidArgument(f"{name}: {text}" if name else text)
 
     async def make_call(
-        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, is_openai: bool
+        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
     ) -> VllmCall:
         """Return the call for the inputs and the parameters of a request.
 
@@ -257,7 +257,7 @@ class VllmEngine:
             inputs: The inputs by name.
             parameters: The parameters.
             echoes: Whether log probabilities include the prompt's.
-            is_openai: Whether the defaults of vLLM's server apply, as they always do in chats.
+            openai: Whether the defaults of vLLM's server apply, as they always do in chats.
 
         Raises:
             InvalidArgument: An input or a parameter is wrong. vLLM raises other errors, see
@@ -277,14 +277,12 @@ class VllmEngine:
             source, defaults = "", self._defaults
             if body.get("max_tokens") == UNLIMITED:
                 del body["max_tokens"]
-            request = _parse_request(
-                ChatCompletionRequest, {**body, **parse_conversation(inputs[name])}
-            )
+            request = _parse_request(ChatCompletionRequest, {**body, **conversation(inputs[name])})
             if request.tool_choice not in (None, "none") and not self._renderer.enable_auto_tools:
                 raise InvalidArgument(f"tools: {_TOOL_PARSER} is not set in the model's {FILE}")
             _, (prompt,) = _check_accepted(await self._renderer.render_chat(request))
         else:
-            source, defaults = inputs[name], self._defaults if is_openai else {}
+            source, defaults = inputs[name], self._defaults if openai else {}
             body |= {"prompt": source if name == "text_input" else source.tolist(), "echo": echoes}
             request = _parse_request(CompletionRequest, body)
             (prompt,) = _check_accepted(await self._renderer.render_completion(request))
@@ -340,7 +338,7 @@ class VllmEngine:
             return {"text_output": ("BYTES", [result.prompt])}
         request_class, body = protocol.TokenizeCompletionRequest, {"prompt": inputs[name]}
         if name == "messages":
-            request_class, body = protocol.TokenizeChatRequest, parse_conversation(inputs[name])
+            request_class, body = protocol.TokenizeChatRequest, conversation(inputs[name])
         special = {key: parameters[key] for key in parameters if key == "add_special_tokens"}
         tokenize = request_class.model_validate({**body, **special, "return_token_strs": True})
         result = _check_accepted(await self._tokenization.create_tokenize(tokenize, None))

@@ -5,7 +5,7 @@
       └──> late: the message was not received in time
 
 A unary call has no task: its handler is a callback. A task handles a streaming call, which has any
-number of messages and responses. A `CallConnection` is the connection of a call.
+number of messages and responses. A `Carrier` is the connection of a call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shmserve.gateway.grpc.calls.headers import (
     REQUEST_TIMEOUT,
     SUCCEEDED,
     CallHead,
-    CallStatus,
+    Ending,
     StatusCode,
     percent_encode,
 )
@@ -81,34 +81,34 @@ _MIN_TIME_LEFT_S = 0.005  # A call with less time left has expired.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GrpcSharedState:
+class GrpcFront:
     """The objects that all connections of a gateway share.
 
     Attributes:
         create_call: Creates a call, given its connection, its stream and its head.
-        body_budget: The memory limit of the messages that are arriving.
+        budget: The memory limit of the messages that are arriving.
         body_timeout_s: The time limit for sending a message, and for reading a response.
         header_timeout_s: The time limit for the acknowledgement of the server's settings.
-        max_inflated_bytes: The size limit of a decompressed message, in bytes.
+        largest_inflated: The size limit of a decompressed message, in bytes.
         read_buffer: The buffer of all connections. Its content is consumed before the next read.
     """
 
     settings: GrpcSettings
-    create_call: Callable[[CallConnection, Stream, CallHead], Any]
-    body_budget: BodyBudget
+    create_call: Callable[[Carrier, Stream, CallHead], Any]
+    budget: BodyBudget
     header_timeout_s: float
     body_timeout_s: float
-    max_inflated_bytes: int
+    largest_inflated: int
     tls: ssl.SSLContext | None
     deflater: Deflater | None
     limits: Limits = field(default_factory=Limits)
     read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_READ_BYTES)))
 
 
-class CallConnection(Protocol):
+class Carrier(Protocol):
     """The interface of the connection that carries a call."""
 
-    shared: GrpcSharedState
+    front: GrpcFront
     loop: asyncio.AbstractEventLoop
     client: ClientIdentity
     requires_authorisation: bool  # whether calls of this client need authorisation
@@ -150,7 +150,7 @@ class GrpcCall(ABC):
 
     Attributes:
         delays_drain: Whether a drain waits for the end of the call.
-        is_done: Whether the status is queued or sent.
+        done: Whether the status is queued or sent.
         on_disconnect: Called when the client disconnects or the deadline expires.
         on_ended: Called once all frames are sent.
     """
@@ -159,19 +159,19 @@ class GrpcCall(ABC):
     _window_share: ClassVar[float]  # the share of the flow-control window that one message may use
     __slots__ = (
         *("_arriving_message", "_assembly", "_is_head_sent", "_compression", "_connection"),
-        *("_deadline", "_sinks", "_stream", "_timer", "client", "is_done", "head", "on_disconnect"),
+        *("_deadline", "_sinks", "_stream", "_timer", "client", "done", "head", "on_disconnect"),
         "on_ended",
     )
 
     def __init__(
-        self, connection: CallConnection, stream: Stream, head: CallHead, sinks: Sinks | None = None
+        self, connection: Carrier, stream: Stream, head: CallHead, sinks: Sinks | None = None
     ) -> None:
         self._connection = connection
         self._stream = stream
         self.head = head
         self.client: ClientIdentity = connection.client
         self._sinks = sinks
-        self.is_done = False
+        self.done = False
         self.on_disconnect: Callable[[], object] | None = None
         self.on_ended: Callable[[], None] | None = None
         self._assembly: Assembly | None = None
@@ -180,7 +180,7 @@ class GrpcCall(ABC):
         self._compression: str | None = None
         self._deadline = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        deflater = connection.shared.deflater
+        deflater = connection.front.deflater
         if deflater is not None:
             self._compression = deflater.select_encoding(head.accepted_encodings)
         if head.timeout_s is not None:
@@ -199,13 +199,13 @@ class GrpcCall(ABC):
 
     def fail(self, code: StatusCode, details: str, metadata: _Metadata = ()) -> None:
         """End the call with a status. An error discards responses that are not sent yet."""
-        if self.is_done:
+        if self.done:
             return
         self._mark_done()
         self._send_status(code, details, metadata)
 
     def _send_status(self, code: StatusCode, details: str, metadata: _Metadata) -> None:
-        sending = self._connection.http2.outgoing
+        sending = self._connection.http2.sending
         block = encode_trailers(code, details, metadata)
         self._stream.on_sent = self._on_all_sent
         if self._is_head_sent:
@@ -213,7 +213,7 @@ class GrpcCall(ABC):
                 sending.discard_queued(self._stream)
             sending.send_trailers(self._stream, block)
         else:
-            head = encode_response_start(self.head.http_status)
+            head = encode_response_start(self.head.status)
             sending.send_head(self._stream, head + block, end=True)
         self._connection.flush()
 
@@ -221,15 +221,15 @@ class GrpcCall(ABC):
 
     def receive_data(self, piece: memoryview, ended: bool) -> None:
         """Receive data; `ended` marks the last piece."""
-        if self.is_done:
+        if self.done:
             return
         try:
             if len(piece):
                 self._assemble(piece)
-            if ended and not self.is_done:
+            if ended and not self.done:
                 self._handle_half_close()
         except BrokenMessage as broken:
-            self.fail(*broken.status)
+            self.fail(*broken.ending)
         except ShmserveError as error:  # the memory for messages is exhausted
             self.fail(StatusCode.UNAVAILABLE, error.message)
         except Exception:
@@ -239,7 +239,7 @@ class GrpcCall(ABC):
     def _assemble(self, piece: memoryview) -> None:
         assembly = self._assembly
         if assembly is None:
-            window_share = self._connection.shared.limits.stream_window * self._window_share
+            window_share = self._connection.front.limits.window * self._window_share
             assembly = self._assembly = Assembly(int(window_share), self.head, self._sinks)
         assembly.feed(piece)
         self._take_messages(assembly, len(piece))
@@ -251,14 +251,14 @@ class GrpcCall(ABC):
             None if the caller has to receive the bytes into a buffer of its own.
         """
         assembly = self._assembly
-        return None if assembly is None or self.is_done else assembly.next_buffer(byte_limit)
+        return None if assembly is None or self.done else assembly.next_buffer(byte_limit)
 
     def _take_messages(self, assembly: Assembly, size: int) -> None:
         """Take the messages that are complete with the last `size` bytes."""
         while (message := assembly.take_message()) is not None:
             self._message_complete()
             self._handle_message(message)
-            if self.is_done or self._is_queue_full():
+            if self.done or self._is_queue_full():
                 return
         if not assembly.received_bytes:
             return
@@ -273,7 +273,7 @@ class GrpcCall(ABC):
 
     def _enlarge_window(self, assembly: Assembly) -> None:
         """Enlarge the window for the rest of a large message."""
-        self._connection.http2.send_window_update(self._stream, assembly.permit_remaining())
+        self._connection.http2.send_window_update(self._stream, assembly.permit_rest())
 
     def check_message(self) -> None:  # noqa: B027
         """Start the time limit of a unary call's message, unless it arrived with the head."""
@@ -281,9 +281,9 @@ class GrpcCall(ABC):
     def await_message(self) -> ArrivingMessage:
         """Start the time limit of a message that is incomplete or missing."""
         if self._arriving_message is None:
-            front = self._connection.shared
+            front = self._connection.front
             timeout_s = front.body_timeout_s
-            self._arriving_message = ArrivingMessage(timeout_s, front.body_budget, self.on_timeout)
+            self._arriving_message = ArrivingMessage(timeout_s, front.budget, self.on_timeout)
             self._connection.watch(self, self._arriving_message)
         return self._arriving_message
 
@@ -299,14 +299,14 @@ class GrpcCall(ABC):
 
     def handle_disconnect(self) -> None:
         """End the call, since the client has disconnected or violated the protocol."""
-        if not self.is_done:
+        if not self.done:
             self._mark_done()
             self._notify_disconnected()
         self._on_all_sent()
 
     def _on_deadline(self) -> None:
         """End the call, since its deadline has expired."""
-        if not self.is_done:
+        if not self.done:
             self._mark_done()
             self._notify_disconnected()
             self._send_status(*DEADLINE_EXPIRED)
@@ -317,7 +317,7 @@ class GrpcCall(ABC):
             on_disconnect()
 
     def _mark_done(self) -> None:
-        self.is_done = True
+        self.done = True
         if self._arriving_message is not None:
             self._message_complete()
         if self._assembly is not None:
@@ -349,20 +349,18 @@ class GrpcCall(ABC):
         """Handle the end of the client's data."""
 
     async def _inflate_message(self, message: ReceivedMessage) -> bytes:
-        data, front = message.data, self._connection.shared
+        data, front = message.data, self._connection.front
         assert isinstance(data, bytes)
-        return await inflate_message(
-            data, self.head.encoding, front.max_inflated_bytes, front.body_budget
-        )
+        return await inflate_message(data, self.head.encoding, front.largest_inflated, front.budget)
 
     async def _frame_in_turns(self, data: bytes) -> tuple[bytes, bytes]:
-        deflater = self._connection.shared.deflater
+        deflater = self._connection.front.deflater
         if self._compression is None or deflater is None or len(data) < LARGE_MESSAGE_BYTES:
             return self._frame(data)
         return await deflater.frame_in_turns(data, self._compression)
 
     def _frame(self, data: bytes) -> tuple[bytes, bytes]:
-        deflater = self._connection.shared.deflater
+        deflater = self._connection.front.deflater
         if self._compression is None or deflater is None:
             return frame_message(data)
         return deflater.frame(data, self._compression)
@@ -380,7 +378,7 @@ class UnaryCall(GrpcCall):
 
     def __init__(
         self,
-        connection: CallConnection,
+        connection: Carrier,
         stream: Stream,
         head: CallHead,
         on_message: UnaryHandler,
@@ -393,7 +391,7 @@ class UnaryCall(GrpcCall):
 
     def check_message(self) -> None:
         """Start the time limit of the message if it was not received yet."""
-        if not (self._has_message or self.is_done):
+        if not (self._has_message or self.done):
             self.await_message()
 
     def receive_data(self, piece: memoryview, ended: bool) -> None:
@@ -405,7 +403,7 @@ class UnaryCall(GrpcCall):
             and not self._has_message
         ):
             flag, length = PREFIX.unpack_from(piece)
-            if not flag and length == size - PREFIX.size and not self.is_done:
+            if not flag and length == size - PREFIX.size and not self.done:
                 self._has_message = True
                 self.on_message(bytes(piece[PREFIX.size :]), self)
                 return
@@ -425,13 +423,13 @@ class UnaryCall(GrpcCall):
         self._send_response(await self._frame_in_turns(response))
 
     def _send_response(self, pieces: tuple[bytes, bytes]) -> None:
-        if self.is_done:
+        if self.done:
             return
         self._mark_done()
         self._stream.on_sent = self._on_all_sent
         connection = self._connection
         blocks = _UNARY_FORMS[self._compression]
-        connection.http2.outgoing.send_response(self._stream, blocks, pieces)
+        connection.http2.sending.send_response(self._stream, blocks, pieces)
         connection.flush()
 
     def _handle_message(self, message: ReceivedMessage) -> None:
@@ -440,7 +438,7 @@ class UnaryCall(GrpcCall):
             self.fail(StatusCode.INTERNAL, "more than one message in a unary call")
             return
         self._has_message = True
-        if message.is_compressed:
+        if message.compressed:
             self._task = asyncio.ensure_future(self._inflate(message))
         else:
             self.on_message(message.data, self)
@@ -449,9 +447,9 @@ class UnaryCall(GrpcCall):
         try:
             data = await self._inflate_message(message)
         except BrokenMessage as broken:
-            self.fail(*broken.status)
+            self.fail(*broken.ending)
             return
-        if not self.is_done:
+        if not self.done:
             self.on_message(data, self)
 
     def _handle_half_close(self) -> None:
@@ -459,7 +457,7 @@ class UnaryCall(GrpcCall):
             self.fail(*MISSING_REQUEST)
 
 
-StreamHandler = Callable[["StreamingCall"], Coroutine[Any, Any, CallStatus | None]]
+StreamHandler = Callable[["StreamingCall"], Coroutine[Any, Any, Ending | None]]
 
 _MAX_JOINED_BYTES = 64 * 1024  # bytes of small messages that are joined in one frame
 # The limit of unread messages of a stream: small messages use more memory than their bytes.
@@ -475,12 +473,12 @@ class StreamingCall(GrpcCall):
     delays_drain = False
     _window_share = 1 / 2  # earlier messages may use the other half of the window
     __slots__ = (
-        *("_is_half_closed", "_consumed_bytes", "_has_unparsed_data", "_message_waiter", "_queue"),
+        *("_is_half_closed", "_consumed", "_has_unparsed_data", "_message_waiter", "_queue"),
         *("_task", "_write_waiter"),
     )
 
     def __init__(
-        self, connection: CallConnection, stream: Stream, head: CallHead, sinks: Sinks | None = None
+        self, connection: Carrier, stream: Stream, head: CallHead, sinks: Sinks | None = None
     ) -> None:
         super().__init__(connection, stream, head, sinks)
         self._queue: deque[ReceivedMessage] = deque()
@@ -488,7 +486,7 @@ class StreamingCall(GrpcCall):
         self._is_half_closed = False  # whether the client has half-closed the stream
         self._message_waiter: asyncio.Future[None] | None = None
         self._write_waiter: asyncio.Future[None] | None = None
-        self._consumed_bytes = 0  # bytes that were read since the last window update
+        self._consumed = 0  # bytes that were read since the last window update
         self._task: asyncio.Task[None] | None = None
 
     def run(self, handler: StreamHandler) -> None:
@@ -500,11 +498,11 @@ class StreamingCall(GrpcCall):
         try:
             ending = await handler(self)
         except BrokenMessage as broken:
-            ending = broken.status
+            ending = broken.ending
         except Exception:
             logger.exception("a call of %s failed", self.head.path)
             ending = INTERNAL_FAILURE
-        if not self.is_done:
+        if not self.done:
             code, details, metadata = ending or SUCCEEDED
             if not self._is_head_sent and code is StatusCode.OK:
                 self._send_head()
@@ -533,20 +531,20 @@ class StreamingCall(GrpcCall):
                 if self._has_unparsed_data:
                     self._take_more_messages()
                     continue
-                if self._is_half_closed or self.is_done:
+                if self._is_half_closed or self.done:
                     return
                 self._update_window()
                 self._message_waiter = self._connection.loop.create_future()
                 await self._message_waiter
                 self._message_waiter = None
             message = self._queue.popleft()
-            self._consumed_bytes += len(message.data) + PREFIX.size - message.bytes_beyond_window
+            self._consumed += len(message.data) + PREFIX.size - message.beyond_window
             self._update_window()
-            yield (await self._inflate_message(message) if message.is_compressed else message.data)
+            yield (await self._inflate_message(message) if message.compressed else message.data)
 
     def _update_window(self) -> None:
-        if self._consumed_bytes > self._connection.shared.limits.stream_window // 4:
-            consumed, self._consumed_bytes = self._consumed_bytes, 0
+        if self._consumed > self._connection.front.limits.window // 4:
+            consumed, self._consumed = self._consumed, 0
             self._connection.http2.send_window_update(self._stream, consumed)
         if not self._queue and self._assembly is not None:
             self._enlarge_window(self._assembly)
@@ -554,7 +552,7 @@ class StreamingCall(GrpcCall):
 
     def _enlarge_window(self, assembly: Assembly) -> None:
         if not self._queue:  # the client may send more once the queued messages were read
-            self._connection.http2.send_window_update(self._stream, assembly.permit_remaining())
+            self._connection.http2.send_window_update(self._stream, assembly.permit_rest())
 
     def _is_queue_full(self) -> bool:
         return len(self._queue) >= _MAX_QUEUED_MESSAGES
@@ -589,19 +587,15 @@ class StreamingCall(GrpcCall):
 
     def _send_head(self) -> None:
         self._is_head_sent = True
-        self._connection.http2.outgoing.send_head(
-            self._stream, HEADS_BY_ENCODING[self._compression]
-        )
+        self._connection.http2.sending.send_head(self._stream, HEADS_BY_ENCODING[self._compression])
 
-    async def write_all(
-        self, responses: Sequence[bytes], stall_timeout_s: float | None = None
-    ) -> None:
+    async def write_all(self, responses: Sequence[bytes], stall_s: float | None = None) -> None:
         """Write responses; wait until the windows permit the last one or the client disconnects.
 
         Raises:
-            TimeoutError: The client has not read the responses within `stall_timeout_s` seconds.
+            TimeoutError: The client has not read the responses within `stall_s` seconds.
         """
-        if self.is_done or not responses:
+        if self.done or not responses:
             return
         if not self._is_head_sent:
             self._send_head()
@@ -611,9 +605,9 @@ class StreamingCall(GrpcCall):
                 pieces += frame_message(response)
             else:
                 pieces += await self._frame_in_turns(response)
-        if self.is_done:
+        if self.done:
             return
-        sending = self._connection.http2.outgoing
+        sending = self._connection.http2.sending
         if sum(map(len, pieces)) <= _MAX_JOINED_BYTES:
             sending.send_data(self._stream, b"".join(pieces))
         else:
@@ -625,7 +619,7 @@ class StreamingCall(GrpcCall):
             return
         self._stream.on_progress = self._on_progress
         self._write_waiter = self._connection.loop.create_future()
-        async with asyncio.timeout(stall_timeout_s):
+        async with asyncio.timeout(stall_s):
             await self._write_waiter
 
     def _on_progress(self) -> None:

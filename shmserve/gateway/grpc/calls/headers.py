@@ -35,16 +35,16 @@ class StatusCode(IntEnum):
     UNAUTHENTICATED = 16
 
 
-CallStatus = tuple[StatusCode, str, tuple[tuple[str, str], ...]]
+Ending = tuple[StatusCode, str, tuple[tuple[str, str], ...]]
 
-SUCCEEDED: CallStatus = (StatusCode.OK, "", ())
-INTERNAL_FAILURE: CallStatus = (StatusCode.INTERNAL, "internal error", ())
+SUCCEEDED: Ending = (StatusCode.OK, "", ())
+INTERNAL_FAILURE: Ending = (StatusCode.INTERNAL, "internal error", ())
 # Calls whose request is missing, late or malformed end with these statuses.
-REQUEST_TIMEOUT: CallStatus = (StatusCode.UNAVAILABLE, "the request did not arrive in time", ())
+REQUEST_TIMEOUT: Ending = (StatusCode.UNAVAILABLE, "the request did not arrive in time", ())
 # The error text is Triton's.
-MISSING_REQUEST: CallStatus = (StatusCode.INTERNAL, "Unable to parse request", ())
-UNKNOWN_METHOD: CallStatus = (StatusCode.UNIMPLEMENTED, "Method not found!", ())
-DEADLINE_EXPIRED: CallStatus = (StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
+MISSING_REQUEST: Ending = (StatusCode.INTERNAL, "Unable to parse request", ())
+UNKNOWN_METHOD: Ending = (StatusCode.UNIMPLEMENTED, "Method not found!", ())
+DEADLINE_EXPIRED: Ending = (StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded", ())
 
 # The statuses of the server's error codes, of which most have gRPC's names.
 _STATUS_BY_CODE = {
@@ -80,20 +80,20 @@ class CallHead:
         traceparent: The W3C trace context, or "".
         strict: Whether the first failed request of a ModelStreamInfer ends the call.
         refusal: The status of a head that is invalid or asks for an unsupported feature.
-        http_status: The HTTP status of the response.
+        status: The HTTP status of the response.
     """
 
     __slots__ = (
         *("_fields", "_metadata", "accepted_encodings", "data_size", "encoding", "path", "refusal"),
-        *("http_status", "strict", "timeout_s", "traceparent"),
+        *("status", "strict", "timeout_s", "traceparent"),
     )
 
     def __init__(self, fields: Fields) -> None:
         self.data_size = parse_content_length(fields)
         self._fields = fields
         self._metadata: Metadata | None = None
-        self.http_status = 200
-        self.refusal: CallStatus | None = None
+        self.status = 200
+        self.refusal: Ending | None = None
         values = dict(fields)
         self.path = values[b":path"].decode("latin-1")
         content_type = values.get(b"content-type", b"")
@@ -115,7 +115,7 @@ class CallHead:
 
     def _set_refusal(self, status: int, code: StatusCode, details: str) -> None:
         if self.refusal is None:
-            self.http_status, self.refusal = status, (code, details, ())
+            self.status, self.refusal = status, (code, details, ())
 
     def _parse_timeout(self, value: bytes | None) -> float | None:
         if value is None:
@@ -165,7 +165,7 @@ def _decode_binary(value: bytes) -> bytes | None:
         return None
 
 
-def status_from_error(error: ShmserveError) -> CallStatus:
+def ending_from_error(error: ShmserveError) -> Ending:
     """Return the status of a call that failed with this error."""
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(error, QueueFull):

@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.gateway.compression import WBITS_BY_ENCODING, Inflater
-from shmserve.gateway.grpc.calls.headers import CallHead, CallStatus, StatusCode
+from shmserve.gateway.grpc.calls.headers import CallHead, Ending, StatusCode
 from shmserve.gateway.grpc.wire.request import RequestSink
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
-from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, ArrivingBody, BodyBudget
+from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival, BodyBudget
 from shmserve.gateway.inference.prepare import ArrivingRequest
 
 # Messages of at least this size are received into their final memory if possible.
@@ -30,11 +30,11 @@ _EMPTY_VIEW = memoryview(b"")
 
 
 class BrokenMessage(Exception):
-    """The error for data that is not a valid message; `status` is the status of the call."""
+    """The error for data that is not a valid message; `ending` is the status of the call."""
 
     def __init__(self, code: StatusCode, text: str) -> None:
         super().__init__(text)
-        self.status: CallStatus = (code, text, ())
+        self.ending: Ending = (code, text, ())
 
 
 # The bytes of a message, or an inference request whose tensors were received into the arena.
@@ -52,14 +52,14 @@ def release_message(message: MessageContent) -> None:
 
 
 class ReceivedMessage(NamedTuple):
-    """A complete message; `bytes_beyond_window` of its bytes exceeded the window."""
+    """A complete message; `beyond_window` is the number of its bytes that exceeded the window."""
 
     data: MessageContent
-    is_compressed: bool
-    bytes_beyond_window: int
+    compressed: bool
+    beyond_window: int
 
 
-class ArrivingMessage(ArrivingBody):
+class ArrivingMessage(Arrival):
     """An incomplete message and its time limit.
 
     `on_evicted` is called when other messages need its memory.
@@ -101,13 +101,13 @@ class Assembly:
     # Data that was received after the piece.
     _buffered_data: bytearray = field(default_factory=bytearray)
     _prefix: bytes = b""
-    _message_size: int = 0
+    _size: int = 0
     # The received part of a message without a sink.
     _message: bytearray = field(default_factory=bytearray)
-    _is_compressed: bool = False
+    _compressed: bool = False
     missing_bytes: int = 0  # bytes that the incomplete message lacks
-    bytes_beyond_window: int = 0  # bytes of the message that need a window update
-    _permitted_extra_bytes: int = 0  # bytes of the message that a window update has permitted
+    beyond_window: int = 0  # bytes of the message that need a window update
+    _permitted_beyond: int = 0  # bytes of the message that a window update has permitted
 
     @property
     def received_bytes(self) -> int:
@@ -116,7 +116,7 @@ class Assembly:
         The result is valid once `take_message` has returned None.
         """
         if self.missing_bytes:
-            return PREFIX.size + self._message_size - self.missing_bytes
+            return PREFIX.size + self._size - self.missing_bytes
         return len(self._prefix)
 
     def next_buffer(self, byte_limit: int) -> memoryview | None:
@@ -156,7 +156,7 @@ class Assembly:
                 if len(self._prefix) < PREFIX.size:
                     continue
                 if not self._start_message():
-                    return ReceivedMessage(b"", self._is_compressed, 0)
+                    return ReceivedMessage(b"", self._compressed, 0)
                 continue
             part = self._piece[self._position : self._position + self.missing_bytes]
             self._position += len(part)
@@ -167,18 +167,14 @@ class Assembly:
                 self.sink.feed(part)
             if not self.missing_bytes:
                 data = self._finish_content()
-                permitted, self._permitted_extra_bytes, self.bytes_beyond_window = (
-                    self._permitted_extra_bytes,
-                    0,
-                    0,
-                )
-                return ReceivedMessage(data, self._is_compressed, permitted)
+                permitted, self._permitted_beyond, self.beyond_window = self._permitted_beyond, 0, 0
+                return ReceivedMessage(data, self._compressed, permitted)
         return None
 
-    def permit_remaining(self) -> int:
+    def permit_rest(self) -> int:
         """Permit the bytes of the message that exceed the window; return how many these are."""
-        permitted, self.bytes_beyond_window = self.bytes_beyond_window, 0
-        self._permitted_extra_bytes += permitted
+        permitted, self.beyond_window = self.beyond_window, 0
+        self._permitted_beyond += permitted
         return permitted
 
     def _next_piece(self) -> bool:
@@ -212,9 +208,9 @@ class Assembly:
         if size > LARGEST_MESSAGE:
             text = f"Received message larger than max ({size} vs. {LARGEST_MESSAGE})"
             raise BrokenMessage(StatusCode.RESOURCE_EXHAUSTED, text)
-        self._is_compressed = bool(flag)
-        self._message_size = self.missing_bytes = size
-        self.bytes_beyond_window = max(0, size + PREFIX.size - self._permitted_bytes)
+        self._compressed = bool(flag)
+        self._size = self.missing_bytes = size
+        self.beyond_window = max(0, size + PREFIX.size - self._permitted_bytes)
         if size >= LARGE_MESSAGE_BYTES and not flag and self._sinks is not None:
             self.sink = self._sinks(self._head, size)
         return bool(size)
@@ -233,7 +229,7 @@ async def inflate_message(data: bytes, encoding: str, limit: int, budget: BodyBu
         raise BrokenMessage(StatusCode.INTERNAL, text)
     inflater = Inflater(limit)
     pieces: list[bytes] = []
-    reservation = ArrivingBody(0.0, budget)
+    reservation = Arrival(0.0, budget)
     try:
         for piece in inflater.feed(data):
             reservation.reserve(len(piece))
@@ -261,9 +257,9 @@ class Deflater:
     def __init__(self, level: int) -> None:
         self._level = level
 
-    def select_encoding(self, accepted_encodings: frozenset[str]) -> str | None:
+    def select_encoding(self, accepts: frozenset[str]) -> str | None:
         """Return the encoding for a client that accepts these encodings, or None."""
-        return next((name for name in WBITS_BY_ENCODING if name in accepted_encodings), None)
+        return next((name for name in WBITS_BY_ENCODING if name in accepts), None)
 
     def frame(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
         """Return gRPC's prefix and the content of a message, compressed if that is shorter."""

@@ -231,7 +231,7 @@ class TemplateCache:
             # `find_by_fingerprint` finds the template if it is still valid.
             del layout.templates[kept_parts]
         elif identity != cached.identity:
-            built_request.set_identity(identity)
+            built_request.identify(identity)
         return built_request
 
     def find_by_fingerprint(self, message: bytes, parts: SplitMessage) -> BuiltRequest | None:
@@ -257,7 +257,7 @@ class TemplateCache:
             built_request = cached.template.fill(contents)
             if built_request is not None:
                 if identity != cached.identity:
-                    built_request.set_identity(identity)
+                    built_request.identify(identity)
                 return built_request
         self._cache.remove(cached.key)
         return None

@@ -244,7 +244,7 @@ def _set_parameters(request: InferRequest, parameters: _Parameters) -> None:
             case _ if key == _EMPTY_FINAL:
                 # This parameter concerns decoupled models only, which have several responses.
                 _check_kind(key, kind, "bool_param")
-                request.sends_empty_final = value
+                request.empty_final = value
             case _ if key.startswith("triton_"):
                 raise InvalidArgument(_RESERVED_KEYS)
             case _:

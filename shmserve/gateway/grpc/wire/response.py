@@ -34,22 +34,20 @@ class GrpcResponseTemplate:
     Args:
         model: The model.
         response: A response with the schema.
-        region_outputs: The names of the outputs in regions of the client. The messages do not
-            contain the bytes of these outputs.
+        in_regions: The names of the outputs in regions of the client. The messages do not contain
+            the bytes of these outputs.
     """
 
     __slots__ = ("_empty_outputs", "_format", "_output_count", "_prefix", "_sizes")
 
-    def __init__(
-        self, model: GatewayModel, response: Inferred, region_outputs: Container[str]
-    ) -> None:
+    def __init__(self, model: GatewayModel, response: Inferred, in_regions: Container[str]) -> None:
         head = ModelInferResponse(model_name=model.name, model_version=model.version)
         # The byte size of each output; -1 for BYTES, whose size varies; None: no contents.
         sizes: list[int | None] = []
         for tensor in response.outputs:
             head.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
             size = tensor_schema(tensor.name, tensor.datatype, tensor.shape).byte_size
-            sizes.append(None if tensor.name in region_outputs else size)
+            sizes.append(None if tensor.name in in_regions else size)
         for name, value in response.parameters.items():
             set_parameter(head.parameters[name], value)
         self._prefix: bytes = head.SerializeToString()

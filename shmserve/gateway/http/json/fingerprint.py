@@ -56,18 +56,18 @@ class Fingerprint:
 
     __slots__ = ("arrays", "identity", "key")
 
-    def __init__(self, header: bytes, binary_data_size: int) -> None:
-        """Cut a JSON header, which `binary_data_size` bytes of binary data follow."""
+    def __init__(self, header: bytes, tail_size: int) -> None:
+        """Cut a JSON header, which `tail_size` bytes of binary data follow."""
         self.arrays: Sequence[bytes] = ()
         self.identity: RequestIdentity | None = None
         if header[:5] == _ID_START or b'"sequence_id"' in header:
             header, self.identity = cut_identity(header)
-        if not binary_data_size and b'"data":' in header and len(header) <= MAX_CUT_TEXT_BYTES:
+        if not tail_size and b'"data":' in header and len(header) <= MAX_CUT_TEXT_BYTES:
             parts = _NUMBER_ARRAY.split(header)
             self.arrays = parts[1::2]
             header = b"\0".join(parts[::2])
         # A header that was not cut must not have the key of a cut header.
-        self.key: Key = (header, binary_data_size if self.identity is None else ~binary_data_size)
+        self.key: Key = (header, tail_size if self.identity is None else ~tail_size)
 
 
 def cut_identity(header: bytes) -> tuple[bytes, RequestIdentity | None]:
@@ -148,7 +148,7 @@ def fill_known_template(
     else:
         built_request = template.fill_from(body, offset)
     if built_request is not None and fingerprint.identity is not None:
-        built_request.set_identity(fingerprint.identity)
+        built_request.identify(fingerprint.identity)
     return built_request
 
 

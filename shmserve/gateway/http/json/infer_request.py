@@ -31,7 +31,7 @@ from shmserve.gateway.inference.request import (
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import MAX_INT64, MAX_UINT64
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
-from shmserve.ipc.tensors.signature import check_fits_int64
+from shmserve.ipc.tensors.signature import check_extent
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +64,12 @@ def request_id(header: Any) -> str:
     return value
 
 
-def parse_request(header: Any, binary_data_size: int, model: str, json_limit: int) -> InferRequest:
+def parse_request(header: Any, tail_size: int, model: str, json_limit: int) -> InferRequest:
     """Return the request in a header.
 
     Args:
         header: The parsed JSON object.
-        binary_data_size: The number of bytes of the binary tensors.
+        tail_size: The number of bytes of the binary tensors.
         model: The name of the model, for error texts.
         json_limit: The limit of the bytes of each tensor in JSON.
 
@@ -89,13 +89,13 @@ def parse_request(header: Any, binary_data_size: int, model: str, json_limit: in
         size = tensor.binary_size
         if size >= 0:
             binary_size += size
-            if binary_size > binary_data_size:
+            if binary_size > tail_size:
                 raise InvalidArgument(
                     f"unexpected size for input '{tensor.name}', expecting "
-                    f"{binary_size - binary_data_size} additional bytes for model '{model}'"
+                    f"{binary_size - tail_size} additional bytes for model '{model}'"
                 )
         request.inputs.append(tensor)
-    if binary_size != binary_data_size:
+    if binary_size != tail_size:
         raise InvalidArgument(f"unexpected additional input data for model '{model}'")
     outputs: list[Any] = []
     if "outputs" in header:
@@ -175,7 +175,7 @@ def _read_input(member: Any, json_limit: int) -> InferInput:
             f"{', '.join(ITEM_SIZE)})"
         )
     if count * (item_size or 1) > MAX_INT64 or count == 0:
-        check_fits_int64(name, shape, count, item_size)
+        check_extent(name, shape, count, item_size)
     tensor = InferInput(name, datatype, tuple(shape), count)
     if is_binary:
         tensor.binary_size = check_unsigned(parameters["binary_data_size"], "binary_data_size")
@@ -189,9 +189,9 @@ def _read_input(member: Any, json_limit: int) -> InferInput:
     return tensor
 
 
-def _source_error(has_data: bool, has_binary_size: bool, has_region: bool) -> InvalidArgument:
+def _source_error(inline: bool, binary: bool, region: bool) -> InvalidArgument:
     names = ("'data'", "'binary_data_size'", "'shared_memory_region'")
-    sources = zip(names, (has_data, has_binary_size, has_region), strict=True)
+    sources = zip(names, (inline, binary, region), strict=True)
     source_names = " ".join(name for name, is_set in sources if is_set)
     found = f"But set {source_names}" if source_names else "But no field is set"
     return InvalidArgument(_ONE_SOURCE_EXPECTED + found)
@@ -220,7 +220,7 @@ def _read_output(member: Any) -> InferOutput:
     )
     classes = 0
     if "classification" in parameters:
-        classes = _read_class_count(parameters["classification"])
+        classes = _read_classes(parameters["classification"])
     region_range = None
     if "shared_memory_region" in parameters:
         region_range = _read_range(parameters)
@@ -235,7 +235,7 @@ def _read_output(member: Any) -> InferOutput:
     return InferOutput(name, is_binary, region_range, classes)
 
 
-def _read_class_count(value: Any) -> int:
+def _read_classes(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MAX_UINT64:
         raise JsonFault(
             "Unable to set 'classification': "

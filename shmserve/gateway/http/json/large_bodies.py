@@ -104,7 +104,7 @@ class Packed:
 
 async def parse_large(
     pieces: Sequence[bytes],
-    max_tokens_by_model: Mapping[str, int],
+    longest: Mapping[str, int],
     prompts: Sequence[str],
     model: str = "",
     convert: Convert | None = None,
@@ -113,7 +113,7 @@ async def parse_large(
 
     Args:
         pieces: The body.
-        max_tokens_by_model: The maximum number of tokens of each model.
+        longest: The maximum number of tokens of each model.
         prompts: The fields with prompts.
         model: The model, unless the body has its name.
         convert: The function that converts the parsed body, or None; the process imports it.
@@ -127,13 +127,7 @@ async def parse_large(
         call = f"import {convert.__module__} as m; main(m.{convert.__name__})"
     # The low priority is for the imports, which need more CPU time than most bodies.
     code = f"import os; os.nice(10); from {__name__} import main; {call}"
-    arguments = (
-        sys.executable,
-        "-P",
-        "-c",
-        code,
-        json.dumps([max_tokens_by_model, prompts, model]),
-    )
+    arguments = (sys.executable, "-P", "-c", code, json.dumps([longest, prompts, model]))
     pipe = asyncio.subprocess.PIPE
     async with _one_at_a_time:
         process = await asyncio.create_subprocess_exec(
@@ -187,14 +181,12 @@ def _insert_packed(fields: dict[str, Any], packed: Mapping[str, Packed]) -> None
             _insert_packed(value, packed)
 
 
-def long_prompt_error(body: Any, max_tokens_by_model: Mapping[str, int], model: str) -> str:
+def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
     """Return the error about a prompt or other fields that are too large, or ""."""
     requested_model = (body.get("model") or model) if isinstance(body, dict) else None
-    token_limit = (
-        max_tokens_by_model.get(requested_model) if isinstance(requested_model, str) else None
-    )
+    token_limit = longest.get(requested_model) if isinstance(requested_model, str) else None
     if requested_model == "":  # a request without a name is for the server's only model
-        token_limit = max(max_tokens_by_model.values(), default=None)
+        token_limit = max(longest.values(), default=None)
     if token_limit is None:
         return ""
     nested = body.get("parameters")
@@ -317,7 +309,7 @@ def main(convert: Convert | None = None) -> None:
     logging.basicConfig(handlers=[records])
     try:
         body = loads(sys.stdin.buffer.read())
-        if error := long_prompt_error(body, longest, model):
+        if error := long_prompt(body, longest, model):
             raise InvalidArgument(error)
         if convert is not None:
             body = convert(body)

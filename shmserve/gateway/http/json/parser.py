@@ -24,7 +24,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from shmserve.common.names import DoubledName, unique_members
+from shmserve.common.names import DoubledName, members
 from shmserve.errors import Internal, InvalidArgument, clip, nearest
 from shmserve.ipc.tensors.descriptors import MAX_UINT64
 
@@ -148,7 +148,7 @@ def _loads_lenient(json_text: bytes, strict: orjson.JSONDecodeError) -> Any:
             with_infinity,
             parse_float=_parse_finite,
             parse_int=_parse_int_or_float,
-            object_pairs_hook=unique_members,
+            object_pairs_hook=members,
         )
         orjson.dumps(value)  # raises for a half surrogate pair, which is not text
     except DoubledName as doubled:
@@ -181,11 +181,8 @@ def has_many_objects(json_text: bytes) -> bool:
     return _has_too_many(json_text, b"{", MAX_OBJECTS)
 
 
-def _has_too_many(json_text: bytes, character: bytes, limit: int = MAX_MEMBERS) -> bool:
-    return (
-        json_text.count(character) > limit
-        and len(_select_outside_strings(json_text, character)) > limit
-    )
+def _has_too_many(json_text: bytes, mark: bytes, limit: int = MAX_MEMBERS) -> bool:
+    return json_text.count(mark) > limit and len(_select_outside_strings(json_text, mark)) > limit
 
 
 def _is_too_deep(json_text: bytes) -> bool:
@@ -297,7 +294,7 @@ def _find_duplicate_key(json_text: bytes, value: Any) -> DoubledName | None:
         return None
     if len(json_text) <= _MAX_NAMED_BYTES:
         try:
-            json.loads(json_text, object_pairs_hook=unique_members)
+            json.loads(json_text, object_pairs_hook=members)
         except DoubledName as doubled:
             return doubled
     return DoubledName(None)

@@ -148,23 +148,23 @@ def _too_few_error(actual_count: int, count: int, name: str) -> JsonFault:
     )
 
 
-def _pack_values(values: list[Any], value_types: set[type], datatype: str, name: str) -> bytes:
+def _pack_values(values: list[Any], kinds: set[type], datatype: str, name: str) -> bytes:
     if not values:
         return b""
     if datatype == "BYTES":
         return _pack_strings(values, name)
     if datatype == "BOOL":
-        if value_types != {bool}:
+        if kinds != {bool}:
             raise _misfit_error(values, lambda item: type(item) is bool, "boolean", "boolean", name)
         return bytes(values)
     code = _STRUCT_CODES[datatype]
     if datatype in _FLOAT_DATATYPES:
-        if not value_types <= _REAL_TYPES:
+        if not kinds <= _REAL_TYPES:
             raise _misfit_error(
                 values, lambda value: type(value) in _REAL_TYPES, "number", "double", name
             )
         return array(code, values).tobytes()
-    if len(value_types) == 1 and int in value_types:
+    if len(kinds) == 1 and int in kinds:
         with suppress(OverflowError):
             return array(code, values).tobytes()
     return _pack_wrapped(values, datatype, name)

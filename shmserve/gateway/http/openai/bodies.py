@@ -42,7 +42,7 @@ from shmserve.gateway.inference.inference import output_bytes
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.engine_settings import ENGINE_PARAMETER, PROMPT_TOO_LONG, EngineSettings
-from shmserve.ipc.messages.control_requests import ListModelNames
+from shmserve.ipc.messages.control_requests import NameModels
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 from shmserve.ipc.tensors.descriptors import TensorRef
 
@@ -81,12 +81,12 @@ async def unloaded_aliases(gateway: Gateway) -> dict[str, list[str]]:
     models = gateway.models
     if all(models.versions(name) for name in models.on_demand):
         return {}
-    aliases: dict[str, list[str]] = (await gateway.supervisor.send_request(ListModelNames))["names"]
+    aliases: dict[str, list[str]] = (await gateway.supervisor.send_request(NameModels))["names"]
     return {name: aliases[name] for name in sorted(aliases) if not models.versions(name)}
 
 
-def _only_model(gateway: Gateway, name: str, unloaded_names: Collection[str]) -> str:
-    only = only_generative_model(gateway, unloaded_names)
+def _only_model(gateway: Gateway, name: str, unloaded: Collection[str]) -> str:
+    only = only_generative_model(gateway, unloaded)
     if not only:
         raise NotFound(
             f"'{name}' requires exactly one model that generates text, but there are none or "
@@ -95,28 +95,28 @@ def _only_model(gateway: Gateway, name: str, unloaded_names: Collection[str]) ->
     return only
 
 
-def only_generative_model(gateway: Gateway, unloaded_names: Collection[str] = ()) -> str:
+def only_generative_model(gateway: Gateway, unloaded: Collection[str] = ()) -> str:
     """Return the only model that generates text, or "" if there are none or several.
 
     Args:
         gateway: The gateway.
-        unloaded_names: The models on demand that generate text and are not loaded.
+        unloaded: The models on demand that generate text and are not loaded.
     """
     loaded = {model.name for model in gateway.models.all_versions() if generates_text(model)}
-    candidates = loaded.union(unloaded_names)
+    candidates = loaded.union(unloaded)
     return candidates.pop() if len(candidates) == 1 else ""
 
 
-def model_names(gateway: Gateway, model: str, unloaded_names: Collection[str] = ()) -> list[str]:
+def model_names(gateway: Gateway, model: str, unloaded: Collection[str] = ()) -> list[str]:
     """Return the names of a model without its aliases, the name for responses first.
 
     Args:
         gateway: The gateway.
         model: The name of the model's folder.
-        unloaded_names: The models on demand that generate text and are not loaded.
+        unloaded: The models on demand that generate text and are not loaded.
     """
     served = gateway.settings.served_names
-    is_only = bool(served) and only_generative_model(gateway, unloaded_names) == model
+    is_only = bool(served) and only_generative_model(gateway, unloaded) == model
     names = (
         name
         for named_model, name in served
@@ -179,13 +179,13 @@ class TextRequest(NamedTuple):
         ]
 
 
-def _select_details(parameters: dict[str, Any], shows_running_usage: bool) -> tuple[str, ...]:
+def _select_details(parameters: dict[str, Any], continuous: bool) -> tuple[str, ...]:
     """Return the outputs that only some requests need: token ids and log probabilities.
 
-    With `shows_running_usage`, each chunk reports its token usage, which is counted by token ids.
+    With `continuous`, each chunk reports its token usage, which is counted by token ids.
     """
     outputs: tuple[str, ...] = ()
-    if shows_running_usage or ("return_token_ids" in parameters and returns_tokens(parameters)):
+    if continuous or ("return_token_ids" in parameters and returns_tokens(parameters)):
         outputs = ("token_ids", "prompt_token_ids")
     return (*outputs, "logprobs") if "prompt_logprobs" in parameters else outputs
 
@@ -346,7 +346,7 @@ async def parse_completion(gateway: Gateway, body: dict[str, Any]) -> TextReques
     model = await resolve_generative_model(gateway, fields)
     value: Any = fields.get("prompt")
     is_single = type(value) is not list or are_tokens(value)
-    prompts = [prompt_input(value)] if is_single else await _prompt_inputs(model, value)
+    prompts = [prompt(value)] if is_single else await _prompt_inputs(model, value)
     echo = check_member(fields, "echo", bool, False)
     if "max_completion_tokens" in fields:  # the field of chats
         fields["max_tokens"] = fields.pop("max_completion_tokens")
@@ -437,7 +437,7 @@ async def _prompt_inputs(model: GatewayModel, value: list[Any]) -> list[InferInp
     check_count("prompt", value)
     prompts: list[InferInput] = []
     for index, item in enumerate(value):
-        prompts.append(prompt_input(item, f"prompt[{index}]"))
+        prompts.append(prompt(item, f"prompt[{index}]"))
         await asyncio.sleep(0)
     if len(prompts) > 1:
         _check_capacity(model, len(prompts))
@@ -450,7 +450,7 @@ def _check_capacity(model: GatewayModel, count: int) -> None:
     engine = config.get("parameters", {}).get(ENGINE_PARAMETER)
     if engine is None:
         return
-    settings = EngineSettings.from_json(engine["string_value"])
+    settings = EngineSettings.read(engine["string_value"])
     instances = sum(group["count"] for group in config["instance_group"])
     capacity = settings.max_batch_size * instances + settings.max_waiting_requests
     if count > capacity:
@@ -461,7 +461,7 @@ def _check_capacity(model: GatewayModel, count: int) -> None:
         )
 
 
-def prompt_input(value: Any, name: str = "prompt") -> InferInput:
+def prompt(value: Any, name: str = "prompt") -> InferInput:
     """Return the input for the field `name` of a body: a text, or a list of tokens."""
     if type(value) is str:
         return create_input("text_input", "BYTES", [value])

@@ -133,12 +133,10 @@ def _likeliest_tokens(token: dict[str, Any]) -> dict[str, Any] | None:
     return logprob_by_token
 
 
-def _format_prompt_logprobs(
-    prompt_logprobs: list[dict[str, Any] | None],
-) -> list[dict[str, Any] | None]:
+def _format_prompt_logprobs(prompt: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
     """Return the log probabilities of a prompt in the form of vLLM."""
     rows: list[dict[str, Any] | None] = []
-    for token in prompt_logprobs:
+    for token in prompt:
         if token is None:
             rows.append(None)
             continue
@@ -246,19 +244,19 @@ class Choices:
     """The choices of one request, with `sample_count` choices for each prompt.
 
     Attributes:
-        choice_format: The format of completions or of chats.
+        form: The format of completions or of chats.
         model: The name of the model in the response.
         shows_usage: Whether chunks have the member `usage`, which is null.
-        shows_running_usage: Whether `usage` has the number of tokens of the sample so far instead.
+        continuous: Whether `usage` has the number of tokens of the sample so far instead.
         shows_tokens: Whether the client receives the ids of tokens.
         tools: The tools of the request, which may be `Packed`.
     """
 
-    choice_format: ChoiceFormat
+    form: ChoiceFormat
     model: str
     sample_count: int
     shows_usage: bool = False
-    shows_running_usage: bool = False
+    continuous: bool = False
     shows_tokens: bool = True
     tools: Any = None
     _samples: dict[int, _Sample] = field(default_factory=dict)
@@ -269,7 +267,7 @@ class Choices:
     _reasoning_tokens: int | None = None  # number of tokens of reasoning
 
     def __post_init__(self) -> None:
-        self._id = f"{self.choice_format.prefix}-{os.urandom(16).hex()}"
+        self._id = f"{self.form.prefix}-{os.urandom(16).hex()}"
         self._created = int(time.time())
 
     @cached_property
@@ -277,9 +275,9 @@ class Choices:
         tools = self.tools.value() if type(self.tools) is Packed else self.tools or []
         return [tool["custom"]["name"] for tool in tools if tool.get("type") == "custom"]
 
-    def add(self, prompt_index: int, delta: Delta) -> dict[str, Any]:
+    def add(self, prompt: int, delta: Delta) -> dict[str, Any]:
         """Add a part of a sample's text, and return the choice for a chunk of the stream."""
-        index = prompt_index * self.sample_count + delta.sample
+        index = prompt * self.sample_count + delta.sample
         sample = self._samples.setdefault(index, _Sample())
         content = None if delta.logprobs is None else delta.logprobs.get("content", [])
         extra_members: dict[str, Any] = {}
@@ -288,22 +286,22 @@ class Choices:
             extra_members = sample.add(delta.message, self._custom_names, ends)
         choice = {
             "index": index,
-            **self.choice_format.content(
+            **self.form.content(
                 delta.text,
                 extra_members,
                 is_first=not sample.is_begun,
                 is_chunk=True,
                 is_last=bool(delta.finish_reason),
             ),
-            "logprobs": self.choice_format.logprobs(content, sample.token_characters),
+            "logprobs": self.form.logprobs(content, sample.token_characters),
             "finish_reason": sample.reason(delta.finish_reason),
         }
-        if delta.finish_reason or not self.choice_format.is_chat:
+        if delta.finish_reason or not self.form.is_chat:
             choice["stop_reason"] = delta.stop_reason
         sample.finish_reason, sample.stop_reason = choice["finish_reason"], delta.stop_reason
         sample.first_logprobs = None if sample.is_begun else choice["logprobs"]
-        if self.shows_running_usage:
-            members = self._count_tokens(prompt_index, sample, delta.extra_members)
+        if self.continuous:
+            members = self._count_tokens(prompt, sample, delta.extra_members)
             choice |= self._add_members(sample, members)
         elif delta.extra_members:
             choice |= self._add_members(sample, delta.extra_members)
@@ -316,18 +314,16 @@ class Choices:
             self._count_usage(delta.usage)
         return choice
 
-    def _count_tokens(
-        self, prompt_index: int, sample: _Sample, fields: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _count_tokens(self, prompt: int, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
         """Count the tokens of a sample, and return the further members of its choice.
 
         `chunk` moves the member `usage` from the choice to the chunk.
         """
         sample.tokens += len(fields.get("token_ids", ()))
         if "prompt_token_ids" in fields:
-            self._prompt_sizes[prompt_index] = len(fields["prompt_token_ids"])
+            self._prompt_sizes[prompt] = len(fields["prompt_token_ids"])
         ids = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
-        size, new_tokens = self._prompt_sizes.get(prompt_index, 0), sample.tokens
+        size, new_tokens = self._prompt_sizes.get(prompt, 0), sample.tokens
         usage = {"prompt_tokens": size, "completion_tokens": new_tokens}
         usage["total_tokens"] = size + new_tokens
         return {**{name: fields[name] for name in fields if name not in ids}, "usage": usage}
@@ -335,7 +331,7 @@ class Choices:
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
         """Store `Delta.extra_members`, and return those that belong to the choice in a chunk."""
         members = dict(fields)
-        if self.choice_format.is_chat:
+        if self.form.is_chat:
             prompt = members.keys() & {"prompt_token_ids", "prompt_logprobs"}
             self._prompt_members |= {name: members.pop(name) for name in prompt}
         tokens = sample.extra_members.get("token_ids", []) + members.get("token_ids", [])
@@ -355,16 +351,15 @@ class Choices:
         choices = [
             {
                 "index": index,
-                **self.choice_format.content(sample.text, sample.parts()),
-                "logprobs": sample.first_logprobs
-                or self.choice_format.logprobs(sample.logprobs, 0),
+                **self.form.content(sample.text, sample.parts()),
+                "logprobs": sample.first_logprobs or self.form.logprobs(sample.logprobs, 0),
                 "finish_reason": sample.finish_reason,
                 "stop_reason": sample.stop_reason,
                 **sample.extra_members,
             }
             for index, sample in sorted(self._samples.items())
         ]
-        head = {**self._head(self.choice_format.object_name), **self._prompt_members}
+        head = {**self._head(self.form.object_name), **self._prompt_members}
         return {**head, "choices": choices, "usage": self.usage()}
 
     def frames(self, results: list[list[dict[str, Any]]]) -> list[bytes]:
@@ -373,10 +368,10 @@ class Choices:
 
     def chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
         """Return a chunk of a stream as JSON."""
-        head = {**self._head(self.choice_format.chunk_name), **self._prompt_members}
+        head = {**self._head(self.form.chunk_name), **self._prompt_members}
         entries = list(choices)
         if self.shows_usage:
-            head["usage"] = entries[0].pop("usage") if self.shows_running_usage else None
+            head["usage"] = entries[0].pop("usage") if self.continuous else None
         self._prompt_members = {}
         return orjson.dumps({**head, "choices": entries})
 
@@ -384,11 +379,7 @@ class Choices:
         """Return the end of a stream, with the numbers of tokens if they are requested."""
         if not usage:
             return [_DONE_EVENT]
-        usage_chunk = {
-            **self._head(self.choice_format.chunk_name),
-            "choices": [],
-            "usage": self.usage(),
-        }
+        usage_chunk = {**self._head(self.form.chunk_name), "choices": [], "usage": self.usage()}
         return [SERVER_SENT_EVENTS.frame(orjson.dumps(usage_chunk)), _DONE_EVENT]
 
     def failure(self, error: ShmserveError) -> list[bytes]:
@@ -507,7 +498,7 @@ class _Generation:
     @property
     def headers(self) -> bytes:
         """Return the headers of the response, from the first prompt's inference request."""
-        return self._queues[0].response_headers
+        return self._queues[0].headers
 
     async def start(self) -> None:
         """Submit the requests, and wait for the response to the first prompt.

@@ -63,7 +63,7 @@ class Embedder(NamedTuple):
     """A model that embeds text: its input, its output, and the dimensions of one text."""
 
     text: str
-    vector_output: str
+    vector: str
     dims: tuple[int, ...]
     max_texts: int  # maximum number of texts in a request; 0: one text, without a batch dimension
 
@@ -135,8 +135,8 @@ async def _compute_vectors(
         text_input = bodies.packed_tensor(embedder.text, texts, shape or (1,))
     else:
         text_input = bodies.create_input(embedder.text, "BYTES", texts, shape or (1,))
-    outputs = await infer_once(gateway, request, model, text_input, [embedder.vector_output], {})
-    return list(outputs[embedder.vector_output].astype(np.float32).reshape(len(texts), -1))
+    outputs = await infer_once(gateway, request, model, text_input, [embedder.vector], {})
+    return list(outputs[embedder.vector].astype(np.float32).reshape(len(texts), -1))
 
 
 def _check_texts(value: Any) -> list[Any]:
@@ -221,7 +221,7 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         variables = {name: fields[name] for name in CONVERSATION_FIELDS & fields.keys()}
         prompt = bodies.conversation_input(fields, variables)
     elif "prompt" in fields:
-        prompt = bodies.prompt_input(bodies.check_member(fields, "prompt", str, ""))
+        prompt = bodies.prompt(bodies.check_member(fields, "prompt", str, ""))
     else:
         raise InvalidArgument("prompt: a prompt or messages are required")
     parameters = {"task": "tokenize", "add_special_tokens": add_special_tokens}
@@ -249,7 +249,7 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         return json_response({"prompt": ""})
     if type(tokens) is not Packed and not are_tokens(tokens):
         raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens")
-    ids = bodies.prompt_input(tokens, "tokens")
+    ids = bodies.prompt(tokens, "tokens")
     limit = model.max_model_len
     if limit and ids.count > limit:
         text = f"tokens: {PROMPT_TOO_LONG}: {ids.count} tokens exceed the limit of {limit}"

@@ -390,7 +390,7 @@ class ResponseObject:
             head: dict[str, Any] = {}
             if "id" in call:
                 plain_call = "function_call", {"name": call["name"]}
-                call_kind, named_fields = self._call_items.get(call["name"], plain_call)
+                call_kind, named_fields = self._calls.get(call["name"], plain_call)
                 head = {"call_id": call["id"], **named_fields}
             else:
                 call_kind = self._items[-1]["type"]
@@ -400,7 +400,7 @@ class ResponseObject:
         return events
 
     @cached_property
-    def _call_items(self) -> dict[str, tuple[str, dict[str, str]]]:
+    def _calls(self) -> dict[str, tuple[str, dict[str, str]]]:
         """Return the item type and the name members of calls, by the name that the model calls.
 
         Only custom tools and functions of namespaces have an entry.
@@ -442,9 +442,7 @@ class ResponseObject:
         self._items.append(item)
         self._text, self._logprobs, self._is_item_open = "", [], True
         index = len(self._items) - 1
-        events = [
-            self._create_event("response.output_item.added", output_index=index, item={**item})
-        ]
+        events = [self._event("response.output_item.added", output_index=index, item={**item})]
         if "content" in item:
             part = self._item_event("response.content_part.added", part=self._content_part(kind))
             events.append(part)
@@ -482,10 +480,7 @@ class ResponseObject:
             ]
         _store_item(item, text)
         index = len(self._items) - 1
-        return [
-            *events,
-            self._create_event("response.output_item.done", output_index=index, item=item),
-        ]
+        return [*events, self._event("response.output_item.done", output_index=index, item=item)]
 
     def _item_event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Return an event of the last item.
@@ -497,25 +492,20 @@ class ResponseObject:
         location: dict[str, Any] = {"item_id": item["id"], "output_index": len(self._items) - 1}
         if "content" in item:
             location["content_index"] = 0
-        return self._create_event(kind, **location, **fields)
+        return self._event(kind, **location, **fields)
 
-    def _create_event(self, kind: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._event_count += 1
         return {"type": kind, "sequence_number": self._event_count - 1, **fields}
 
     def _start_events(self) -> list[dict[str, Any]]:
         kinds = ("response.created", "response.in_progress")
-        return [
-            self._create_event(kind, response=self._response_object("in_progress"))
-            for kind in kinds
-        ]
+        return [self._event(kind, response=self._object("in_progress")) for kind in kinds]
 
     def whole_response(self) -> dict[str, Any]:
         """Return the response to a request that does not stream."""
         self._close_item()
-        return self._response_object(
-            "incomplete" if self._finish_reason == "length" else "completed"
-        )
+        return self._object("incomplete" if self._finish_reason == "length" else "completed")
 
     def frames(self, results: list[list[list[dict[str, Any]]]]) -> list[bytes]:
         """Return events as server-sent events."""
@@ -526,7 +516,7 @@ class ResponseObject:
         events = [] if self._event_count else self._start_events()
         events += self._close_item()
         response = self.whole_response()
-        last_event = self._create_event(f"response.{response['status']}", response=response)
+        last_event = self._event(f"response.{response['status']}", response=response)
         return self.frames([[[*events, last_event]]])
 
     def failure(self, error: ShmserveError) -> list[bytes]:
@@ -535,14 +525,14 @@ class ResponseObject:
         code = fault["code"] or "server_error"
         details = {"code": code, "message": fault["message"], "param": fault["param"]}
         reason = {"code": code, "message": fault["message"]}
-        failed_object = {**self._response_object("failed"), "error": reason}
+        failed_object = {**self._object("failed"), "error": reason}
         events = [
-            self._create_event("error", **details),
-            self._create_event("response.failed", response=failed_object),
+            self._event("error", **details),
+            self._event("response.failed", response=failed_object),
         ]
         return self.frames([[events]])
 
-    def _response_object(self, status: str) -> dict[str, Any]:
+    def _object(self, status: str) -> dict[str, Any]:
         body = self.body
         repeated = {
             name: default if body.get(name) is None else body[name]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shmserve.gateway.grpc.calls.call import StreamingCall
-from shmserve.gateway.grpc.calls.headers import CallStatus, StatusCode
+from shmserve.gateway.grpc.calls.headers import Ending, StatusCode
 from shmserve.gateway.grpc.calls.messages import LARGE_MESSAGE_BYTES
 from tests.rigs.grpc_scene import PATIENCE_S, STREAM, UNARY, Scene, run_scenario
 from tests.support.wire.http2 import (
@@ -106,7 +106,7 @@ def test_a_disconnect_is_reported_once() -> None:
         call.on_ended = lambda: reports.append("over")
         scene.send(frame(RESET, 0, 1, bytes(4)))
         scene.send(frame(RESET, 0, 1, bytes(4)))
-        assert reports == ["gone", "over"] and call.is_done
+        assert reports == ["gone", "over"] and call.done
         call.finish(b"late")
         assert not [kind for kind, *_ in scene.transport.frames() if kind in (HEADERS, DATA)]
 
@@ -137,7 +137,7 @@ def test_a_late_message_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
             await scene.clock.advance(PATIENCE_S / 4)
         statuses = scene.statuses()
         assert {stream: status[:2] for stream, status in statuses.items()} == {1: b"14", 3: b"14"}
-        assert [raw for raw, _ in scene.calls] == [b"abc"] and not scene.calls[0][1].is_done
+        assert [raw for raw, _ in scene.calls] == [b"abc"] and not scene.calls[0][1].done
 
     run_scenario(scenario)
 
@@ -344,7 +344,7 @@ def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -
             await scene.clock.advance(PATIENCE_S / 4)
         frames = scene.transport.frames()
         assert (RESET, 1) in [(kind, stream) for kind, _, stream, _ in frames]
-        assert scene.connection.open and not scene.calls[0][1].is_done
+        assert scene.connection.open and not scene.calls[0][1].done
 
     run_scenario(scenario)
 
@@ -355,7 +355,7 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
     async def scenario(scene: Scene) -> None:
         resume, handler_ended, received = asyncio.Event(), asyncio.Event(), []
 
-        async def slow(call: StreamingCall) -> CallStatus | None:
+        async def slow(call: StreamingCall) -> Ending | None:
             await resume.wait()
             async for request in call.read_messages():
                 received.append(request)  # noqa: PERF401
@@ -405,13 +405,13 @@ def test_reading_messages_enlarges_the_window() -> None:
     """By the quarter of a window at a time: small requests are not answered by updates, too."""
 
     async def scenario(scene: Scene) -> None:
-        async def take(call: StreamingCall) -> CallStatus | None:
+        async def take(call: StreamingCall) -> Ending | None:
             async for _ in call.read_messages():
                 pass
             return None
 
         scene.serve = take
-        window = scene.connection.shared.limits.stream_window
+        window = scene.connection.front.limits.window
         scene.send(scene.head(1, STREAM))
         sent_size = granted_credit = updates = 0
         for _ in range(300):
@@ -435,7 +435,7 @@ def test_an_ended_stream_ends_its_handler() -> None:
     async def scenario(scene: Scene) -> None:
         endings: list[int] = []
 
-        async def serve(call: StreamingCall) -> CallStatus | None:
+        async def serve(call: StreamingCall) -> Ending | None:
             async for request in call.read_messages():
                 await call.write_all([request])
             endings.append(1)

@@ -194,7 +194,7 @@ def test_ids_and_contents_are_not_confused(gateway: Any, first_index: int) -> No
                 fill=lambda datas, payload=payload: (
                     payload.contents.append(list(datas))
                     or SimpleNamespace(
-                        set_identity=lambda itself: payload.ids.append(itself.request_id)
+                        identify=lambda itself: payload.ids.append(itself.request_id)
                     )
                 )
             )

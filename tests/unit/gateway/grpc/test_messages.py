@@ -113,37 +113,34 @@ def test_a_large_message_requests_a_window_update() -> None:
     for size in (0, 1, WINDOW - PREFIX.size):
         assembly = Assembly(WINDOW, HEAD, None)
         feed(assembly, PREFIX.pack(0, size))
-        assert assembly.bytes_beyond_window == 0
+        assert assembly.beyond_window == 0
     assembly = Assembly(WINDOW, HEAD, None)
     feed(assembly, PREFIX.pack(0, 10 * WINDOW))
-    assert WINDOW + assembly.bytes_beyond_window == 10 * WINDOW + PREFIX.size
+    assert WINDOW + assembly.beyond_window == 10 * WINDOW + PREFIX.size
     assert assembly.received_bytes == PREFIX.size
 
 
 @pytest.mark.parametrize("is_permitted", [False, True])
 def test_a_message_reports_its_window_updates(is_permitted: bool) -> None:
     """A stream's reader subtracts them, since its window would otherwise grow with each message."""
-    bytes_beyond_window = WINDOW + PREFIX.size
+    beyond_window = WINDOW + PREFIX.size
     assembly = Assembly(WINDOW, HEAD, None)
     for _ in range(2):
         data = message(bytes(2 * WINDOW))
         assert feed(assembly, data[:10]) == []
-        assert assembly.bytes_beyond_window == bytes_beyond_window
+        assert assembly.beyond_window == beyond_window
         if is_permitted:
-            assert (assembly.permit_remaining(), assembly.permit_remaining()) == (
-                bytes_beyond_window,
-                0,
-            )
+            assert (assembly.permit_rest(), assembly.permit_rest()) == (beyond_window, 0)
         (sent_message,) = feed(assembly, data[10:])
-        assert sent_message.bytes_beyond_window == (bytes_beyond_window if is_permitted else 0)
-        assert assembly.bytes_beyond_window == 0
+        assert sent_message.beyond_window == (beyond_window if is_permitted else 0)
+        assert assembly.beyond_window == 0
 
 
 @pytest.mark.parametrize("flag", [2, 3, 128, 255])
 def test_an_unknown_flag_is_refused(flag: int) -> None:
     with pytest.raises(BrokenMessage) as caught:
         assemble([PREFIX.pack(flag, 0)])
-    assert caught.value.status[0] is StatusCode.INTERNAL
+    assert caught.value.ending[0] is StatusCode.INTERNAL
 
 
 def test_a_message_that_is_too_large_is_refused() -> None:
@@ -152,8 +149,8 @@ def test_a_message_that_is_too_large_is_refused() -> None:
     for size in (LARGEST_MESSAGE + 1, 2**32 - 1):
         with pytest.raises(BrokenMessage) as caught:
             assemble([PREFIX.pack(0, size)])
-        assert caught.value.status[0] is StatusCode.RESOURCE_EXHAUSTED
-        assert str(size) in caught.value.status[1]
+        assert caught.value.ending[0] is StatusCode.RESOURCE_EXHAUSTED
+        assert str(size) in caught.value.ending[1]
 
 
 class KeepingSink:
@@ -264,7 +261,7 @@ def test_a_decompression_bomb_is_refused(encoding: str) -> None:
     _, decompression_bomb = Deflater(9).frame(bytes(50 << 20), encoding)
     with pytest.raises(BrokenMessage) as caught:
         inflate(decompression_bomb, encoding, 1 << 20)
-    assert caught.value.status[0] is StatusCode.RESOURCE_EXHAUSTED
+    assert caught.value.ending[0] is StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_concurrent_decompression_bombs_are_refused() -> None:
@@ -279,7 +276,7 @@ async def test_concurrent_decompression_bombs_are_refused() -> None:
     refusals = [received for received in results if isinstance(received, BrokenMessage)]
     assert len(decompressed) >= 1
     assert len(refusals) >= 17
-    assert {received.status[0] for received in refusals} == {StatusCode.UNAVAILABLE}
+    assert {received.ending[0] for received in refusals} == {StatusCode.UNAVAILABLE}
     assert len(decompressed) + len(refusals) == 20
 
 
@@ -290,7 +287,7 @@ def test_data_in_another_encoding_is_refused() -> None:
             inflate(broken_data, "gzip")
     with pytest.raises(BrokenMessage) as caught:
         inflate(compressed, "identity")
-    assert caught.value.status[0] is StatusCode.INTERNAL
+    assert caught.value.ending[0] is StatusCode.INTERNAL
 
 
 def test_a_framed_message() -> None:

@@ -19,7 +19,7 @@ from shmserve.gateway.http.body import Body
 from shmserve.gateway.http.messages import HttpRequest
 from shmserve.gateway.inference import body_arrival, prepare
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
-from shmserve.gateway.inference.prepare import ArrivingRequest, BuiltRequest, RequestResources
+from shmserve.gateway.inference.prepare import ArrivingRequest, BuiltRequest, Resources
 from shmserve.gateway.inference.request import InferInput, InferRequest
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings
@@ -39,8 +39,8 @@ def no_bodies() -> Iterator[None]:
     budget._bodies.clear()
 
 
-def make_resources(arena: Arena) -> RequestResources:
-    return RequestResources(arena, budget, RegionTable(lambda _: None))
+def make_resources(arena: Arena) -> Resources:
+    return Resources(arena, budget, RegionTable(lambda _: None))
 
 
 def arriving_tensors(views: list[memoryview]) -> ArrivingRequest:

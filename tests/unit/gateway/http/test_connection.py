@@ -156,7 +156,7 @@ class RepeatingHandler:
             )
             return self.begun[-1]
 
-        request.start_repeated = begin
+        request.repeat = begin
         return await repeat(request)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shmserve.common.peers import network_of
+from shmserve.common.peers import network
 from tests.rigs.gateway_rig import Rig, rig
 from tests.support.users import ALICE, BOB, as_user, needs_users
 from tests.support.wire.raw_http import read_reply
@@ -169,4 +169,4 @@ def test_a_user_has_a_quota(folder: Path, stack: contextlib.ExitStack) -> None:
     ],
 )
 def test_ipv6_addresses_share_the_quota_of_their_network(address: str, expected: str) -> None:
-    assert network_of(address) == expected
+    assert network(address) == expected

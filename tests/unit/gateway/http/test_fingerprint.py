@@ -108,7 +108,7 @@ def test_sequence_members_of_other_objects_are_kept() -> None:
 class FilledRequest(bytes):
     """The bytes of a request's tensors."""
 
-    def set_identity(self, identity: RequestIdentity) -> None:
+    def identify(self, identity: RequestIdentity) -> None:
         """Ignore the identity."""
 
 

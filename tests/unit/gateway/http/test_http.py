@@ -456,6 +456,13 @@ def test_json_bodies_have_a_size_limit(gateway: Rig) -> None:
         )
 
 
+def test_a_form_is_refused_with_the_remedy(gateway: Rig) -> None:
+    form = {"Content-Type": "multipart/form-data; boundary=x"}
+    reply = gateway.http.infer("text", b"--x\r\n\r\na\r\n--x--\r\n", form)
+    assert reply.status == 500
+    assert "the body is a form; send only the file: curl --data-binary @FILE" in reply.error
+
+
 def test_chunked_json_bodies_have_a_size_limit(gateway: Rig) -> None:
     pieces = iter([b" " * MIB] * 3)
     assert "exceeds the maximum allowed input size" in gateway.http.infer("simple", pieces).error

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unsupported
 from shmserve.gateway.compression import (
     Inflater,
+    check_encoding,
     compress_pieces,
-    is_compressed_encoding,
     preferred_encoding,
 )
 from shmserve.gateway.grpc.wire.request import decode_request
@@ -319,7 +319,7 @@ def test_classification() -> None:
         header = one_input_request() | {
             "outputs": [{"name": "Y", "parameters": {"classification": value}}]
         }
-        return parse_request(header, 0, "m", LIMIT).class_counts
+        return parse_request(header, 0, "m", LIMIT).classes
 
     assert parse_classes(2) == {"Y": 2}
     assert parse_classes(0) == parse_classes(2**32) == {}
@@ -782,7 +782,7 @@ def test_uncompressed_data_is_refused(raw: bytes, text: str) -> None:
 
 
 def test_encodings_by_name() -> None:
-    assert [is_compressed_encoding(name) for name in ("gzip", "GZip", "deflate", "identity")] == [
+    assert [check_encoding(name) for name in ("gzip", "GZip", "deflate", "identity")] == [
         True,
         True,
         True,
@@ -790,7 +790,7 @@ def test_encodings_by_name() -> None:
     ]
     for name in ("br", "", "gzip, deflate"):
         with pytest.raises(Unsupported, match="Unsupported compression type"):
-            is_compressed_encoding(name)
+            check_encoding(name)
 
 
 def test_the_wire_form_is_little_endian() -> None:

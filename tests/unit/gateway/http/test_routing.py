@@ -60,7 +60,7 @@ class Request(SimpleNamespace):
         super().__init__(
             method=method, target=target, headers=fields, route_match=None, begun_request=None
         )
-        self.connection, self.start_repeated = SimpleNamespace(client=client), succeed
+        self.connection, self.repeat = SimpleNamespace(client=client), succeed
 
 
 async def fail(gateway: Any, request: Any, cause: str) -> HttpResponse:
@@ -188,7 +188,7 @@ def test_pages_of_allowed_origins_may_use_it(origins: tuple[str, ...], is_allowe
     assert response.status == (400 if is_allowed else 403)
     assert headers.get("access-control-allow-origin", "") == is_allowed
     assert ("x-request-id" in headers.get("access-control-expose-headers", "")) is bool(is_allowed)
-    assert (post.start_repeated is None) is bool(is_allowed)
+    assert (post.repeat is None) is bool(is_allowed)
 
 
 def test_other_origins_have_no_permission() -> None:
@@ -280,7 +280,7 @@ def send_batches(
     try:
         asyncio.run(response.send(request, 1.0))
     finally:
-        assert (batches.ended or method == "HEAD") and response.closes_connection is http10
+        assert (batches.ended or method == "HEAD") and response.close is http10
     head, _, body = b"".join(transport.written).partition(b"\r\n\r\n")
     assert (b"Transfer-Encoding: chunked" in head) is not http10
     return body

@@ -74,13 +74,7 @@ def _describe_state(engine: Engine) -> Any:
         number: (request.fields, request.data, request.ended, request.cancelled)
         for number, request in engine.requests.items()
     }
-    return (
-        requests,
-        engine.sent,
-        engine.gone,
-        engine.acknowledged,
-        engine.http2.received_frame_count,
-    )
+    return requests, engine.sent, engine.gone, engine.acknowledged, engine.http2.received_frames
 
 
 @settings(max_examples=300)
@@ -92,11 +86,11 @@ def _describe_state(engine: Engine) -> Any:
 def test_events_are_equal_for_any_split(sent: list[bytes], rest: bytes, steps: list[int]) -> None:
     """Nor how many frames are handled in a turn."""
     stream = wire.CLIENT_OPENING + b"".join(sent) + rest
-    limits = Limits(max_data_bytes=16384, stream_window=70000)
+    limits = Limits(frame=16384, window=70000)
     whole_engine = Engine(limits).take(stream)
     split, limited = (
         Engine(limits),
-        Engine(Limits(max_data_bytes=16384, stream_window=70000, max_frames_per_receive=1)),
+        Engine(Limits(frame=16384, window=70000, frames=1)),
     )
     offset = count = 0
     while offset < len(stream):
@@ -113,4 +107,4 @@ def test_arbitrary_bytes_are_parsed_or_refused(data: bytes) -> None:
     """The bytes are frames, or the connection is closed with an error."""
     engine = Engine().take(wire.CLIENT_OPENING + data)
     assert engine.gone is None or engine.http2.closing
-    assert Engine().take(data).http2.received_frame_count == 0
+    assert Engine().take(data).http2.received_frames == 0

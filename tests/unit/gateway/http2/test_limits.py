@@ -35,7 +35,7 @@ from tests.support.wire.http2_engine import Engine
 PADDED_FLAG, UNKNOWN_TYPE = 0x8, 0x16
 REQUEST = b"\x83\x86\x84"
 RESPONSE_BLOCKS = ResponseBlocks(b"\x88", b"\x88")
-LIMITS = Limits(reset_budget=20, resets_per_s=2, control_budget=30, control_per_s=4, max_streams=16)
+LIMITS = Limits(resets=20, resets_per_s=2, control=30, control_per_s=4, streams=16)
 _FLOOD_SIZE = 200  # more frames than any small limit allows
 
 
@@ -65,7 +65,7 @@ CLIENT_RESETS: dict[str, Callable[[int], bytes]] = {
     "less data than is said": lambda n: begin(n, end=True,
         block=REQUEST + encode_block([(b"content-length", b"1")])),
     "more data than was granted": lambda n: (begin(n) + frame(DATA, 0, n,
-        bytes(LIMITS.stream_window)) + frame(DATA, 0, n, b"1")),
+        bytes(LIMITS.window)) + frame(DATA, 0, n, b"1")),
     "a malformed request": lambda n: begin(n, block=REQUEST[:2]),
     "malformed trailers": lambda n: begin(n) + begin(n, end=True, block=REQUEST),
     "trailers that end nothing": lambda n: begin(n) + begin(n, block=b""),
@@ -77,7 +77,7 @@ def test_too_many_stream_resets_end_the_connection(name: str) -> None:
     """By the client, or by us because it has us do so: a number of them at once ends it."""
     engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING)
     streams = iter(range(1, 100_000, 2))
-    for _ in range(LIMITS.reset_budget):
+    for _ in range(LIMITS.resets):
         engine.take(CLIENT_RESETS[name](next(streams)))
         assert engine.gone is None and not engine.http2.streams
     engine.take(CLIENT_RESETS[name](next(streams)))
@@ -99,7 +99,7 @@ def test_responses_earn_stream_resets() -> None:
     engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING)
     for number in range(1, 4000, 4):
         engine.take(begin(number, end=True))
-        engine.http2.outgoing.send_response(engine.stream(number), RESPONSE_BLOCKS, (b"12345",))
+        engine.http2.sending.send_response(engine.stream(number), RESPONSE_BLOCKS, (b"12345",))
         engine.take(CLIENT_RESETS["rapid reset of whole requests"](number + 2))
         if number % 3 == 0:
             engine.take(frame(RESET, 0, number, bytes(4)))
@@ -139,14 +139,14 @@ def test_floods_end_the_connection(name: str) -> None:
     """The answers are bounded by the received frames."""
     clock = Clock()
     engine = Engine(LIMITS, clock).take(CLIENT_OPENING + begin(1) + begin(3, end=True) + begin(5))
-    engine.http2.outgoing.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
+    engine.http2.sending.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     engine.flush()
     sent_before = len(engine.sent)
     for number in range(_FLOOD_SIZE):
         engine.take(CONTROL[name](2 * number))
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
-    assert len(engine.sent) - sent_before <= LIMITS.control_budget + 1
+    assert len(engine.sent) - sent_before <= LIMITS.control + 1
 
 
 @pytest.mark.parametrize("name", CONTROL)
@@ -154,7 +154,7 @@ def test_control_frames_of_an_honest_client_are_permitted(name: str) -> None:
     """Such frames are permitted at a low rate or together with calls."""
     clock = Clock()
     engine = Engine(LIMITS, clock).take(CLIENT_OPENING + begin(1) + begin(3, end=True) + begin(5))
-    engine.http2.outgoing.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
+    engine.http2.sending.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
     engine.http2.reset(engine.stream(5), FaultCode.CANCEL)
     for number in range(_FLOOD_SIZE):
         engine.take(CONTROL[name](2 * number))
@@ -168,14 +168,14 @@ def test_calls_earn_control_frames() -> None:
     for number in range(1, 2000, 2):
         control_frames = frame(PING, 0, 0, bytes(8)) + window(0, 5) + frame(PING, ACK, 0, bytes(8))
         engine.take(begin(number, end=True) + control_frames)
-        engine.http2.outgoing.send_response(engine.stream(number), RESPONSE_BLOCKS, (b"12345",))
+        engine.http2.sending.send_response(engine.stream(number), RESPONSE_BLOCKS, (b"12345",))
     assert engine.gone is None
 
 
 def test_sent_data_earns_window_updates() -> None:
     engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING + begin(1))
     for _ in range(1000):
-        engine.http2.outgoing.send_data(engine.stream(1), b"token")
+        engine.http2.sending.send_data(engine.stream(1), b"token")
         engine.take(window(0, 5) + window(1, 5))
     assert engine.gone is None
 
@@ -185,11 +185,11 @@ def test_messages_in_one_frame_earn_window_updates_each() -> None:
     engine = Engine(LIMITS, Clock()).take(
         CLIENT_OPENING + window(0, 1 << 20) + begin(1) + window(1, 1 << 20)
     )
-    engine.http2.outgoing.send_data(engine.stream(1), b"a message of thirty-two bytes..." * 5000)
+    engine.http2.sending.send_data(engine.stream(1), b"a message of thirty-two bytes..." * 5000)
     for _ in range(5000):
         engine.take(window(1, 32))
     assert engine.gone is None
-    for _ in range(LIMITS.control_budget + 200):
+    for _ in range(LIMITS.control + 200):
         engine.take(window(1, 32))
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
 
@@ -200,14 +200,14 @@ def test_messages_in_one_frame_earn_window_updates_each() -> None:
 def test_endless_continuations_are_refused() -> None:
     for piece in (b"", b"\x84"):
         engine = Engine().take(CLIENT_OPENING + frame(HEADERS, END_STREAM, 1, REQUEST))
-        for _ in range(Limits().max_continuations):
+        for _ in range(Limits().continuations):
             assert engine.take(frame(CONTINUATION, 0, 1, piece)).gone is None
         assert engine.take(frame(CONTINUATION, 0, 1, piece)).gone is FaultCode.ENHANCE_YOUR_CALM
 
 
 def test_an_endless_header_block_is_refused() -> None:
     """By its bytes on the wire, before they are here."""
-    limits = Limits(max_header_block_bytes=20000)
+    limits = Limits(header_block=20000)
     engine = Engine(limits).take(CLIENT_OPENING + frame(HEADERS, 0, 1, bytes(15000)))
     assert engine.take(frame(CONTINUATION, 0, 1, bytes(5000))).gone is None
     assert engine.take(frame(CONTINUATION, 0, 1, b"x")).gone is FaultCode.ENHANCE_YOUR_CALM
@@ -240,9 +240,9 @@ def test_too_many_streams_are_refused() -> None:
     engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING)
     for number in range(1, 1000, 2):
         engine.take(begin(number))
-    assert len(engine.requests) == LIMITS.max_streams
+    assert len(engine.requests) == LIMITS.streams
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
-    assert len(engine.resets) == LIMITS.reset_budget
+    assert len(engine.resets) == LIMITS.resets
 
 
 def test_incomplete_frames_are_bounded() -> None:
@@ -259,27 +259,27 @@ def test_incomplete_frames_are_bounded() -> None:
 def test_a_client_that_does_not_read_is_bounded() -> None:
     """The queued bytes are bounded for any number of calls that are answered at once."""
     engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING)
-    engine.http2.outgoing.paused = True
+    engine.http2.sending.paused = True
     sent_before = len(engine.sent)
     for number in range(1, 1000, 2):
         engine.take(begin(number, end=True))
         if number in engine.requests:
-            engine.http2.outgoing.send_head(engine.stream(number), b"\x88", end=True)
+            engine.http2.sending.send_head(engine.stream(number), b"\x88", end=True)
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
-    assert len(engine.sent) - sent_before <= LIMITS.reset_budget + 1
+    assert len(engine.sent) - sent_before <= LIMITS.resets + 1
 
 
 # --- work
 
 
 def _frames_per_turn(engine: Engine, sent_data: bytes) -> Iterator[int]:
-    frames_before = engine.http2.received_frame_count
+    frames_before = engine.http2.received_frames
     engine.http2.receive(sent_data)
     while True:
-        yield engine.http2.received_frame_count - frames_before
+        yield engine.http2.received_frames - frames_before
         if not engine.http2.pending:
             break
-        frames_before = engine.http2.received_frame_count
+        frames_before = engine.http2.received_frames
         engine.http2.receive(b"")
 
 
@@ -295,9 +295,7 @@ def _frames_per_turn(engine: Engine, sent_data: bytes) -> Iterator[int]:
 )
 def test_the_work_of_a_turn_is_bounded(piece: bytes, frames_per_turn: int) -> None:
     """The limit counts frames, and empty frames count more; all are handled in the end."""
-    engine = Engine(Limits(max_frames_per_receive=100, control_budget=10**6)).take(
-        CLIENT_OPENING + begin(1)
-    )
+    engine = Engine(Limits(frames=100, control=10**6)).take(CLIENT_OPENING + begin(1))
     handled = list(_frames_per_turn(engine, piece * 1000))
     expected_turns = [frames_per_turn] * (1000 // frames_per_turn)
     assert handled in (expected_turns, [*expected_turns, 0])
@@ -314,14 +312,14 @@ def test_requests_count_as_more_work(size: int, requests_per_turn: int) -> None:
             for number in range(1, 81, 2)
         ],
     ):
-        engine = Engine(Limits(max_frames_per_receive=100, stream_cost=9)).take(CLIENT_OPENING)
+        engine = Engine(Limits(frames=100, stream_cost=9)).take(CLIENT_OPENING)
         handled = list(_frames_per_turn(engine, b"".join(sent_frames)))
         assert max(handled) <= 2 * requests_per_turn
         assert len(engine.http2.streams) == 40
 
 
 def test_frames_received_meanwhile_stay_in_order() -> None:
-    engine = Engine(Limits(max_frames_per_receive=10)).take(CLIENT_OPENING)
+    engine = Engine(Limits(frames=10)).take(CLIENT_OPENING)
     pings = [frame(PING, 0, 0, struct.pack(">Q", number)) for number in range(40)]
     for offset in range(0, 40, 8):
         engine.http2.receive(b"".join(pings[offset : offset + 8]))
@@ -332,7 +330,7 @@ def test_frames_received_meanwhile_stay_in_order() -> None:
 
 
 def test_nothing_is_pending_after_the_connection_failed() -> None:
-    engine = Engine(Limits(max_frames_per_receive=10))
+    engine = Engine(Limits(frames=10))
     engine.http2.receive(CLIENT_OPENING + frame(PING, 0, 0) + frame(PING, 0, 0, bytes(8)) * 50)
     assert engine.http2.closing and not engine.http2.pending
     assert not engine.http2._buffer
@@ -350,10 +348,10 @@ def test_enlarged_windows_are_used_once_per_turn() -> None:
     streams = range(1, 1001, 2)
     for number in streams:
         engine.take(begin(number, end=True))
-    engine.http2.outgoing.connection_window = 0
+    engine.http2.sending.window = 0
     for number in streams:
         stream = engine.stream(number)
-        engine.http2.outgoing.send_data(stream, bytes(100_000))
+        engine.http2.sending.send_data(stream, bytes(100_000))
         stream.on_progress = count_look
     engine.take(window(0, 1) * 60)
     assert look_count <= 2

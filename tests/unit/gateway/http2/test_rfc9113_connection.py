@@ -141,14 +141,12 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_section(case: Case) -> None:
-    case.check(Limits(max_data_bytes=16384))
+    case.check(Limits(frame=16384))
 
 
 def test_the_servers_settings_are_its_first_frame() -> None:
     """3.4: SETTINGS are the first that a server sends, which may come before the preface."""
-    engine = Engine(
-        Limits(max_streams=7, stream_window=70000, max_data_bytes=20000, max_header_list_bytes=5000)
-    )
+    engine = Engine(Limits(streams=7, window=70000, frame=20000, header_list=5000))
     first_frame = engine.sent[0]
     assert first_frame[:3] == (SETTINGS, 0, 0)
     values = dict(struct.iter_unpack(">HI", first_frame.payload))
@@ -169,7 +167,7 @@ def test_each_settings_frame_is_acknowledged() -> None:
     """6.5.3."""
     engine = Engine().take(CLIENT_OPENING + settings_frame((3, 1)) + settings_frame((4, 1), (4, 2)))
     assert engine.sent.count(Frame(SETTINGS, ACK, 0, b"")) == 3
-    assert engine.http2.outgoing.initial_window == 2
+    assert engine.http2.sending.initial_window == 2
     assert not engine.http2.settings_acknowledged
     assert engine.take(frame(SETTINGS, ACK, 0)).http2.settings_acknowledged
 

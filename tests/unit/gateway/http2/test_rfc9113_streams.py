@@ -199,7 +199,7 @@ def test_frames_for_a_stream_the_server_ended(name: str, late_frame: bytes, endi
     if ending == "reset":
         engine.http2.reset(engine.stream(1), FaultCode.CANCEL)
     else:
-        engine.http2.outgoing.send_head(engine.stream(1), b"\x88", end=True)
+        engine.http2.sending.send_head(engine.stream(1), b"\x88", end=True)
     engine.take(late_frame)
     assert list(engine.resets) == [1]
     engine.check_goes_on()
@@ -231,26 +231,26 @@ def test_frames_for_a_completed_stream() -> None:
         (TRAILERS, FaultCode.STREAM_CLOSED),
     ]:
         engine = Engine().take(CLIENT_OPENING + REQUEST)
-        engine.http2.outgoing.send_response(engine.stream(1), BLOCKS, (b"data",))
+        engine.http2.sending.send_response(engine.stream(1), BLOCKS, (b"data",))
         assert not engine.http2.streams and engine.take(late_frame).gone is is_fatal
 
 
 def test_too_many_concurrent_streams_are_refused() -> None:
     """5.1.2: they are refused, and may be tried again when others are done."""
-    engine = Engine(Limits(max_streams=2)).take(CLIENT_OPENING)
+    engine = Engine(Limits(streams=2)).take(CLIENT_OPENING)
     for stream in (1, 3, 5):
         engine.take(frame(HEADERS, END_HEADERS, stream, POST))
     assert list(engine.requests) == [1, 3]
     assert engine.resets == {5: FaultCode.REFUSED_STREAM}
     engine.take(frame(DATA, END_STREAM, 5, b"on its way") + LAST)
-    engine.http2.outgoing.send_response(engine.stream(1), BLOCKS, ())
+    engine.http2.sending.send_response(engine.stream(1), BLOCKS, ())
     engine.check_goes_on()
 
 
 def test_a_response_may_overlap_its_request() -> None:
     """5.1, half closed: sending does not depend on receiving."""
     engine = Engine().take(CLIENT_OPENING + BEGUN)
-    sending, stream = engine.http2.outgoing, engine.stream(1)
+    sending, stream = engine.http2.sending, engine.stream(1)
     sending.send_head(stream, b"\x88")
     sending.send_data(stream, b"some")
     engine.take(LAST + window(1, 5) + priority_frame(1))
@@ -266,7 +266,7 @@ def test_a_response_may_overlap_its_request() -> None:
 
 def test_data_beyond_the_window_is_refused() -> None:
     """6.9.1: the window of a stream; window updates and padding count."""
-    limits = Limits(stream_window=65535, max_data_bytes=16384)
+    limits = Limits(window=65535, frame=16384)
     full_window = b"".join(frame(DATA, 0, 1, bytes(13107)) for _ in range(5))
     assert Engine(limits).take(CLIENT_OPENING + BEGUN + full_window).resets == {}
     one_more = Engine(limits).take(CLIENT_OPENING + BEGUN + full_window + frame(DATA, 0, 1, b"x"))
@@ -281,7 +281,7 @@ def test_data_beyond_the_window_is_refused() -> None:
 
 def test_padding_is_returned_to_the_window() -> None:
     """6.9.1: padding uses the window, and the receiver of the data does not see it."""
-    engine = Engine(Limits(stream_window=65535, max_data_bytes=16384)).take(CLIENT_OPENING + BEGUN)
+    engine = Engine(Limits(window=65535, frame=16384)).take(CLIENT_OPENING + BEGUN)
     for _ in range(2000):
         engine.take(frame(DATA, PADDED, 1, b"\xff" + bytes(255)))
     assert engine.resets == {}
@@ -291,7 +291,7 @@ def test_padding_is_returned_to_the_window() -> None:
 
 def test_the_window_of_the_connection_is_refilled() -> None:
     """6.9.1: what streams are granted is all that holds a client back."""
-    engine = Engine(Limits(max_data_bytes=2**20, stream_window=2**20))
+    engine = Engine(Limits(frame=2**20, window=2**20))
     updates = [i for i in engine.sent if i.kind == WINDOW]
     assert [(i.stream, i.payload) for i in updates] == [(0, struct.pack(">I", 2**31 - 65536))]
     engine.take(CLIENT_OPENING + BEGUN)

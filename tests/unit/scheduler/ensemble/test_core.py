@@ -16,7 +16,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
     pack_inferred,
 )
-from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, model, packed_output, step
+from tests.rigs.ensemble_rig import EnsembleRig, inputs_of, io, model, packed_output, step
 from tests.support.messages import inference_of, inferred_of
 from tests.support.texts import Beginning
 
@@ -166,6 +166,14 @@ def test_a_step_that_is_reloaded_as_decoupled_fails_its_requests_alone() -> None
     failure = only_message(rig.take_client_messages(), m.Failed)
     assert (failure.code, rig.core.live_requests, rig.memory.used_bytes) == ("UNSUPPORTED", 0, 0)
     assert "has become decoupled" in failure.message
+
+
+def test_a_step_that_is_reloaded_without_an_output_fails_its_requests() -> None:
+    rig = EnsembleRig(CHAIN, MODELS)
+    rig.publish({**model("a"), "output": [io("W", (4,))]})
+    rig.submit()
+    failure = only_message(rig.take_client_messages(), m.Failed)
+    assert "unexpected inference output 'Y'" in failure.message
 
 
 def test_a_request_that_began_before_its_step_was_decoupled_has_the_first_response() -> None:

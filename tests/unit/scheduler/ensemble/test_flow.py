@@ -5,18 +5,16 @@ from collections.abc import Callable, Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.ipc.memory.lent import CallbackToken
-from shmserve.scheduler.ensemble.flow import Flow, Graph, ModelProperties, Plan, ReadyStep, StepNode
-from shmserve.scheduler.ensemble.memory import SKIPPED, TensorKind, TensorValue
+from shmserve.ipc.memory.lent import Holding
+from shmserve.scheduler.ensemble.flow import Firing, Flow, Graph, ModelProperties, Plan, StepNode
+from shmserve.scheduler.ensemble.memory import SKIPPED, TensorKind, Value
 
 TENSOR_KIND = TensorKind("BYTES", (1,))
 
 
-def value(
-    text: str, freed_values: list[str] | None = None, holds_value: bool = True
-) -> TensorValue:
-    memory = None if freed_values is None else CallbackToken(lambda: freed_values.append(text))
-    return TensorValue(TENSOR_KIND, text.encode(), memory, holds_value)
+def value(text: str, freed_values: list[str] | None = None, holds_value: bool = True) -> Value:
+    memory = None if freed_values is None else Holding(lambda: freed_values.append(text))
+    return Value(TENSOR_KIND, text.encode(), memory, holds_value)
 
 
 @st.composite
@@ -57,12 +55,12 @@ def plan(graph: Graph, stream_steps: tuple[int, ...] = (), optional: tuple[str, 
     return Plan(graph, graph.outputs, models(stream_steps, optional))
 
 
-def respond(flow: Flow, ready_step: ReadyStep, values: dict[str, TensorValue]) -> None:
+def respond(flow: Flow, firing: Firing, values: dict[str, Value]) -> None:
     """Add a step's response, whose outputs have the names of the model."""
-    outputs = ready_step.step.outputs
+    outputs = firing.step.outputs
     flow.respond(
-        ready_step.step,
-        ready_step.response_index,
+        firing.step,
+        firing.response_index,
         [(outputs[name], t) for name, t in values.items()],
     )
 
@@ -93,22 +91,22 @@ def test_every_needed_step_runs_once_and_nothing_is_kept(graph: Graph, data: st.
     flow.begin([("IN", value("IN", freed, "IN" not in falses))])
     started_steps: list[int] = []
     created_tensors = ["IN"]
-    running_firings: list[ReadyStep] = []
+    running_firings: list[Firing] = []
     while True:
-        running_firings += flow.ready_steps
-        flow.ready_steps.clear()
+        running_firings += flow.firings
+        flow.firings.clear()
         if not running_firings:
             break
-        ready_step = running_firings.pop(data.draw(st.integers(0, len(running_firings) - 1)))
-        started_steps.append(ready_step.step.index)
-        routed = {n: t for n, t in ready_step.step.outputs.items() if t in flow.plan.routes}
+        firing = running_firings.pop(data.draw(st.integers(0, len(running_firings) - 1)))
+        started_steps.append(firing.step.index)
+        routed = {n: t for n, t in firing.step.outputs.items() if t in flow.plan.routes}
         created_tensors += routed.values()
         respond(
             flow,
-            ready_step,
+            firing,
             {n: value(t, freed, t not in falses) for n, t in routed.items()},
         )
-        for used_value in ready_step.inputs.values():
+        for used_value in firing.inputs.values():
             used_value.release()
     expected_steps, outputs = expected_results(graph, falses)
     assert sorted(started_steps) == sorted(expected_steps)
@@ -134,17 +132,17 @@ STREAM = Graph(
 def test_a_stream_is_joined_with_single_tensors_in_any_order(order: list[str]) -> None:
     flow = Flow(plan(STREAM, stream_steps=(0,)))
     flow.begin([("IN", value("IN"))])
-    stream, single = sorted(flow.ready_steps, key=lambda ready_step: ready_step.step.index)
-    flow.ready_steps.clear()
+    stream, single = sorted(flow.firings, key=lambda firing: firing.step.index)
+    flow.firings.clear()
     for index, source in enumerate(order):
         respond(
             flow,
             stream if source == "many" else single,
             {"Y": value(f"{source}{index}")},
         )
-    assert [ready_step.response_index for ready_step in flow.ready_steps] == [0, 1, 2]
-    for ready_step in flow.ready_steps:
-        respond(flow, ready_step, {"Y": value("out")})
+    assert [firing.response_index for firing in flow.firings] == [0, 1, 2]
+    for firing in flow.firings:
+        respond(flow, firing, {"Y": value("out")})
     assert len(flow.responses) == 3
 
 
@@ -158,17 +156,17 @@ def test_a_step_that_waits_for_one_tensor_runs_in_the_order_of_the_outputs() -> 
     for names, order in ((("L", "R"), [1, 2]), (("R", "L"), [2, 1])):
         flow = Flow(plan(Graph("e", steps, ("IN",), ("a", "b"))))
         flow.begin([("IN", value("IN"))])
-        (fork_firing,) = flow.ready_steps
-        flow.ready_steps.clear()
+        (fork_firing,) = flow.firings
+        flow.firings.clear()
         respond(flow, fork_firing, {name: value(name) for name in names})
-        assert [ready_step.step.index for ready_step in flow.ready_steps] == order
+        assert [firing.step.index for firing in flow.firings] == order
 
 
 def test_a_skipped_stream_is_one_response_without_it() -> None:
     g = Graph("e", (StepNode(0, "many", "", {"X": "IN"}, {"Y": "OUT"}, "IN"),), ("IN",), ("OUT",))
     flow = Flow(plan(g, stream_steps=(0,)))
     flow.begin([("IN", value("IN", holds_value=False))])
-    assert (flow.ready_steps, flow.responses) == ([], [{}])
+    assert (flow.firings, flow.responses) == ([], [{}])
 
 
 def test_a_skipped_tensor_is_omitted_for_an_optional_input() -> None:
@@ -177,7 +175,7 @@ def test_a_skipped_tensor_is_omitted_for_an_optional_input() -> None:
     for optional, must_run in (((), False), (("Z",), True)):
         flow = Flow(plan(graph, optional=optional))
         flow.begin([("IN", value("IN")), ("Z", SKIPPED)])
-        assert bool(flow.ready_steps) is must_run
+        assert bool(flow.firings) is must_run
 
 
 @given(graphs(), st.dictionaries(st.integers(0, 6), st.integers(0, 1)))

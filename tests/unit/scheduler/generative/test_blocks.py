@@ -22,7 +22,7 @@ def test_only_the_single_holder_of_a_block_without_a_key_may_write_to_it() -> No
     free, shared = pool.allocate(2)
     pool.share([shared])
     (keyed,) = seal_blocks(pool, 1)
-    assert [pool.is_writable(block) for block in (free, shared, keyed)] == [
+    assert [pool.writable(block) for block in (free, shared, keyed)] == [
         True,
         False,
         False,

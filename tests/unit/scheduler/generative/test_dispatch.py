@@ -70,20 +70,14 @@ class FakeLlmWorker:
         self.worker.max_tokens_by_key[request.key] = self.most
         replays = self.replays and bool(message.resumed)
         for resumed in message.resumed if not replays else ():
-            self.worker.resumed_tokens[request.key, resumed.sample_index] = array(
-                "i", resumed.tokens
-            )
+            self.worker.resumed_tokens[request.key, resumed.sample] = array("i", resumed.tokens)
         ended = 0 if replays else sum(bool(resumed.finish_reason) for resumed in message.resumed)
         self.open[request.key] = self.samples - ended
-        done = g.Prepared(
-            request.key, PROMPT.tobytes(), self.most, self.samples, replays_tokens=replays
-        )
+        done = g.Prepared(request.key, PROMPT.tobytes(), self.most, self.samples, replays=replays)
         self.rig.worker(self.peer, done)
 
     def _step(self, message: g.Step) -> None:
-        known_sequences = {
-            new.sequence: (new.key, new.sample_index) for new in message.new_sequences
-        }
+        known_sequences = {new.sequence: (new.key, new.sample) for new in message.new_sequences}
         sequences = {
             n: (sequence.key, sequence.sample) for n, sequence in self.worker.sequences.items()
         } | known_sequences
@@ -118,7 +112,7 @@ def make_rig(s: EngineSettings) -> Rig:
     return Rig(
         decoupled=True,
         backend="llm",
-        parameters={ENGINE_PARAMETER: s.json_text},
+        parameters={ENGINE_PARAMETER: s.text},
         max_batch_size=0,
     )
 
@@ -249,7 +243,7 @@ def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, sam
     if not ended_before:
         (prepare,) = prepares
         for resumed_sample in prepare.resumed:
-            expected, _ = generate_alone(PROMPT, resumed_sample.sample_index, llm.most)
+            expected, _ = generate_alone(PROMPT, resumed_sample.sample, llm.most)
             tokens = list(array("i", resumed_sample.tokens))
             assert tokens == expected[: len(tokens)]
             # Each token is reported in the step that generates it.
@@ -273,8 +267,8 @@ def test_restarted_samples_keep_their_tokens(first_turns: int, second_turns: int
         llm = FakeLlmWorker(rig, settings, pid=pid, most=20, samples=2, replays=True)
         for prepare in [message for message in llm.receive() if isinstance(message, g.Prepare)]:
             for resumed in prepare.resumed:
-                assert resumed.tokens.startswith(known_tokens.get(resumed.sample_index, b""))
-                known_tokens[resumed.sample_index] = resumed.tokens
+                assert resumed.tokens.startswith(known_tokens.get(resumed.sample, b""))
+                known_tokens[resumed.sample] = resumed.tokens
         for _ in range(turns):
             if not llm.turn():
                 break
@@ -295,8 +289,7 @@ def test_a_finished_sample_is_not_restarted() -> None:
     successor = FakeLlmWorker(rig, settings, pid=101, most=20, samples=2)
     (prepare,) = successor.receive()
     assert {
-        resumed_sample.sample_index: resumed_sample.finish_reason
-        for resumed_sample in prepare.resumed
+        resumed_sample.sample: resumed_sample.finish_reason for resumed_sample in prepare.resumed
     } == {0: "stop", 1: ""}
     while successor.turn():
         pass

@@ -111,17 +111,17 @@ def test_a_generation_that_can_never_run_is_rejected() -> None:
 @pytest.mark.parametrize("preemption", [True, False])
 def test_more_samples_than_rows_run_one_after_the_other(preemption: bool) -> None:
     rig = make_rig(kv_cache_blocks=32, max_batch_size=3, enable_preemption=preemption)
-    generation = submit(rig, [5] * 9, 4, sample_count=11)
+    generation = submit(rig, [5] * 9, 4, samples=11)
     rig.drain()
     assert {sample for key, sample in rig.ended if key == generation.key} == set(range(11))
     assert rig.engine.counts.prefilled < 11 * 9  # the samples share the prompt
 
 
 def test_without_preemption_all_samples_must_fit_together() -> None:
-    assert make_rig(kv_cache_blocks=8).submit([1] * 12, 13, sample_count=4) is not None
+    assert make_rig(kv_cache_blocks=8).submit([1] * 12, 13, samples=4) is not None
     for blocks, all_fit in ((19, True), (18, False)):
         rig = make_rig(kv_cache_blocks=blocks, enable_preemption=False)
-        assert (rig.submit([1] * 12, 13, sample_count=4) is not None) == all_fit
+        assert (rig.submit([1] * 12, 13, samples=4) is not None) == all_fit
         rig.drain()
         assert not any(rig.engine.counts.preemptions.values())
 
@@ -147,7 +147,7 @@ def test_the_last_sequence_in_order_is_preempted() -> None:
     rig.run_turn()
     first_generation = submit(rig, [2] * 12, 12)
     rig.drain()
-    assert (first_generation.preemption_count, later_generation.preemption_count) == (0, 1)
+    assert (first_generation.preemptions, later_generation.preemptions) == (0, 1)
 
 
 def test_a_step_that_preempted_admits_no_request() -> None:
@@ -158,14 +158,14 @@ def test_a_step_that_preempted_admits_no_request() -> None:
     while rig.run_turn():
         if second.sequences and second.sequences[0].status is not SequenceStatus.RUNNING:
             assert third_generation.sequences[0].status is SequenceStatus.WAITING
-    assert second.preemption_count
+    assert second.preemptions
 
 
 def test_sequences_of_the_running_step_are_not_preempted() -> None:
     rig = make_rig(kv_cache_blocks=9, prefill_chunk_size=4)
     long_generation, short_generation = submit(rig, [1] * 28, 2), submit(rig, [2] * 4, 12)
     rig.drain()
-    assert (long_generation.preemption_count, short_generation.preemption_count) == (1, 0)
+    assert (long_generation.preemptions, short_generation.preemptions) == (1, 0)
     for generation in (long_generation, short_generation):
         rig.verify(generation, [0])
 
@@ -240,7 +240,7 @@ def test_a_finished_request_leaks_nothing_in_the_engine() -> None:
     search = BeamSearch(3, 1.0, "false", [])
     for _ in range(2):
         submit(rig, [1] * 5, 9)
-        submit(rig, [1] * 5, 9, sample_count=2)
+        submit(rig, [1] * 5, 9, samples=2)
         submit(rig, [1] * 5, 9, beams=search)
     rig.run_turn()
     for generation in list(rig.generations.values())[:3]:

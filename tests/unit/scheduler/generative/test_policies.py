@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.scheduler.generative.sequences import Generation, Sequence, ranking
-from shmserve.scheduler.generative.steps import DraftAcceptance, StepTimes, StepWork
+from shmserve.scheduler.generative.steps import Acceptance, StepTimes, StepWork
 
 SECOND_NS = 1_000_000_000
 NOW = 100 * SECOND_NS
@@ -193,15 +193,15 @@ def test_a_prompt_that_a_draft_model_reads_does_not_end_its_proposals() -> None:
 
 
 def test_rejected_drafts_cause_a_pause() -> None:
-    acceptance = DraftAcceptance()
-    assert acceptance.draft_length(4, 0.3) == 4
+    acceptance = Acceptance()
+    assert acceptance.length(4, 0.3) == 4
     while acceptance.rate >= 0.3:
         acceptance.observe(4, 0)
-    assert [acceptance.draft_length(4, 0.3) for _ in range(52)] == [0] * 51 + [4]
+    assert [acceptance.length(4, 0.3) for _ in range(52)] == [0] * 51 + [4]
 
 
 def test_drafts_after_a_rejected_one_are_not_observations() -> None:
-    one_draft, four_drafts = DraftAcceptance(0.5), DraftAcceptance(0.5)
+    one_draft, four_drafts = Acceptance(0.5), Acceptance(0.5)
     one_draft.observe(1, 0)
     four_drafts.observe(4, 0)
     assert one_draft.rate == four_drafts.rate < 0.5

@@ -20,14 +20,14 @@ class Table:
     def __init__(self) -> None:
         self.sequences = Sequences("m", IDLE_NS, MAX_SEQUENCES)
         self.slots = InstanceSlots(b"0.100", (0, 0), SLOTS)
-        self.sequences.add_instance(self.slots)
+        self.sequences.join(self.slots)
         self.now = 0
         self.keys = itertools.count()
         self.executed: list[Any] = []
 
     def submit(self, client: Client[ScheduledRequest], sequence: int, flags: int) -> Any:
         self.sequences.check(sequence, flags, (client, 0))
-        submit = SimpleNamespace(connection_id=0)
+        submit = SimpleNamespace(source=0)
         request: Any = SimpleNamespace(
             key=next(self.keys), client=client, flags=flags, sequence=None, submit=submit
         )

@@ -417,8 +417,8 @@ def test_many_sequences_that_never_end_are_bounded(rig: SequenceRig) -> None:
 def test_connections_of_a_gateway_take_turns() -> None:
     """Sequences of other connections run between those of a connection that opens many."""
     rig = SequenceRig(rows=1)
-    greedy_requests = [rig.request(number, START | END, connection_id=7) for number in range(1, 7)]
-    other_requests = [rig.request(number, START | END, connection_id=8) for number in (11, 12)]
+    greedy_requests = [rig.request(number, START | END, source=7) for number in range(1, 7)]
+    other_requests = [rig.request(number, START | END, source=8) for number in (11, 12)]
     executed_requests: list[Any] = []
     while rig.is_running():
         executed_requests += rig.batches()[0]

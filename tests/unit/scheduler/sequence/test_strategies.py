@@ -151,7 +151,7 @@ def test_null_rows_count_in_the_batch_size_but_not_as_inferences() -> None:
 
 def test_delay_scheduler_counts_slots_and_backlog() -> None:
     """Batches wait for the numbers of slots and of waiting requests that the settings demand."""
-    rig = SequenceRig(rows=2, min_queued_requests=3, min_backlogged_requests=2)
+    rig = SequenceRig(rows=2, delay_scheduler=3, backlog_delay_scheduler=2)
     rig.request(1, START)
     rig.request(2, START)
     rig.request(2)

@@ -137,7 +137,7 @@ def test_a_check_judges_its_facts(
     assert verdict.state == state
     assert expected in verdict.found
     assert bool(verdict.fix) == (state != OK)
-    lines = doctor.format_verdict("systemd units", verdict).splitlines()
+    lines = doctor.text("systemd units", verdict).splitlines()
     # Only a command is longer than 80 columns, because it is never broken.
     assert all(len(line) <= 80 or line[24:] in verdict.fix for line in lines)
 
@@ -154,7 +154,7 @@ _UPGRADE_COMMAND = "pip install --upgrade 'aiohttp>=3.11' 'pyzmq>=26' 'numpy>=1.
     ],
 )
 def test_a_command_is_never_broken(fix: str, shown_lines: list[str]) -> None:
-    _, *lines = doctor.format_verdict("ports", Verdict(WRONG, "found", fix)).splitlines()
+    _, *lines = doctor.text("ports", Verdict(WRONG, "found", fix)).splitlines()
     assert [line[24:] for line in lines] == shown_lines
 
 
@@ -176,7 +176,7 @@ def test_no_check_fails_on_this_machine(tmp_path: Path) -> None:
         results = {check.name: result for check, result in table.run_checks(config(*flags, *paths))}
     assert not [name for name, result in results.items() if "cannot be inspected" in result.found]
     assert results["packages"].state == results["HTTP parser"].state == OK
-    assert str(fd_limits.max_limit()) in results["open files"].found
+    assert str(fd_limits.attainable()) in results["open files"].found
     assert results["ports"].state == WRONG
     assert f"pid {os.getpid()})" in results["ports"].found
     assert results["run directory"] == ok(f"{tmp_path}/run")
@@ -207,7 +207,7 @@ def test_a_start_reports_failed_checks(
 
 
 def test_a_start_without_descriptors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fd_limits, "max_limit", lambda: 100)
+    monkeypatch.setattr(fd_limits, "attainable", lambda: 100)
     with pytest.raises(
         InvalidArgument, match=("open files: a process may open 100 files, but at least 256")
     ):

@@ -77,7 +77,7 @@ class Rig:
 
     def changes(self) -> list[Any]:
         """Return the instance counts that the scheduler received."""
-        kinds = (m.RetireInstance, m.InstanceCountChanged)
+        kinds = (m.RetireInstance, m.CountChange)
         return [message for message in self.sent if isinstance(message, kinds)]
 
 
@@ -109,8 +109,8 @@ def test_instances_change_one_at_a_time_and_every_change_is_logged(
         rig.target_count = 2
         assert await rig.sample_once() == 2
         assert rig.changes() == [
-            *(m.InstanceCountChanged(True), m.InstanceCountChanged(True)),
-            *(m.RetireInstance(2), m.InstanceCountChanged(False)),
+            *(m.CountChange(True), m.CountChange(True)),
+            *(m.RetireInstance(2), m.CountChange(False)),
         ]
         assert rig.events == [
             InstancesChanged("m", "1", 1, 2, "it is wanted"),
@@ -381,10 +381,8 @@ def test_the_load_from_a_schedulers_report() -> None:
         "instances": {"idle": 1, "busy": 2, "expected": 1, "gone": 0, "doomed": 0},
     }
     expected = LoadSample(7.0, 11, 10, 0.5, 4, 0.25, 3, 3, 2)
-    assert LoadSample.from_statistics(statistics, 7.0) == expected
-    assert LoadSample.from_statistics(statistics, 7.0, decoupled=True) == expected._replace(
-        busy_count=3
-    )
+    assert LoadSample.of(statistics, 7.0) == expected
+    assert LoadSample.of(statistics, 7.0, decoupled=True) == expected._replace(busy_count=3)
 
 
 MIB = 2**20

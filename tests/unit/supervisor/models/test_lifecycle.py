@@ -95,7 +95,7 @@ def test_the_progress_of_a_start_names_every_model_from_the_beginning() -> None:
     rig = LifecycleRig()
     rig.lifecycle.expect({"m": [], "n": []})
     rig.lifecycle.load("m")
-    assert rig.registry.progress_by_model() == {"m": "loading", "n": "loading"}
+    assert rig.registry.progress() == {"m": "loading", "n": "loading"}
 
 
 def test_an_unload_behind_a_load_changes_the_status_of_a_model_on_demand_at_once() -> None:
@@ -291,6 +291,7 @@ def test_an_ensemble_is_reloaded_after_a_step_of_new_shape(override: str, is_bro
     assert load.is_answered and load.error is None
     serving = list(rig.registry.models["e"].serving.values())
     assert serving == ([] if is_broken else rig.live_versions[-1:] if override else [before])
+    assert rig.registry.models["e"].has_failed is is_broken
     rig.broken_models = set()
     rig.lifecycle.load("s")
     rig.execute_pending(*ALL_EVENTS)

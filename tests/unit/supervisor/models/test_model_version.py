@@ -111,7 +111,7 @@ async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_en
     text = "model 'm' failed: its instances are not restarted"
     assert records == [m.InstanceGone(0, text)] and model.instances.failure
     records.clear()
-    model.instances.announce_all([second.pid])
+    model.instances.introduce([second.pid])
     assert records == [ProcessExited(second.pid, ""), m.InstanceGone(0, text)]
     await processes.end()
 

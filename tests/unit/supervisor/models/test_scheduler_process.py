@@ -21,7 +21,7 @@ class Scheduler:
         self.counters = CarriedCounters(self.set_base)
 
     def set_base(self, message: BaseCounters) -> None:
-        self.base = message.statistics
+        self.base, self.moved = message.statistics, message.moved
 
     def count(self, success: int, **rows: Any) -> None:
         self.counters.update({"success": success, "pending": 7, "base": self.base, **rows}, [])
@@ -48,6 +48,15 @@ def test_a_former_successor_receives_no_counts() -> None:
     first_scheduler.counters.pass_to(None)
     first_scheduler.count(2)
     assert second_scheduler.base == {"success": 1}
+
+
+def test_the_scheduler_of_a_moved_version_receives_its_counts_once() -> None:
+    first_scheduler, second_scheduler = Scheduler(), Scheduler()
+    first_scheduler.count(2)
+    first_scheduler.counters.pass_to(second_scheduler.counters)
+    second_scheduler.counters.continue_version(first_scheduler.counters)
+    first_scheduler.count(3)
+    assert (second_scheduler.base, second_scheduler.moved["success"]) == ({}, 2)
 
 
 def test_a_successor_restores_the_snapshot_and_receives_the_base() -> None:

@@ -105,7 +105,7 @@ async def test_register_and_unregister() -> None:
         m.RegionWithdrawn("r", memory.id, 1),
         replace(published, draining=True),
     ]
-    assert list(rig.registry.publications()) == [replace(published, draining=True, change_number=0)]
+    assert list(rig.registry.publications()) == [replace(published, draining=True, acknowledge=0)]
     assert rig.workers == [], "a gateway may still have requests that use it"
     rig.registry.draining.record_release(7, memory.id)
     assert rig.workers == [m.MemoryDropped(memory.id)]
@@ -353,7 +353,7 @@ def test_an_unchecked_handle_opens_at_the_first_request(monkeypatch: pytest.Monk
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     """Yield a gateway of a server that seems to have two CUDA devices."""
-    with rig(tmp_path_factory.mktemp("run"), cuda_device_count=2) as model_rig:
+    with rig(tmp_path_factory.mktemp("run"), cuda_devices=2) as model_rig:
         model_rig.payloads = {RegisterCudaRegion: {}, UnregisterRegion: {}}
         model_rig.open()
         yield model_rig
@@ -403,7 +403,7 @@ def test_registrations_are_sent_to_the_supervisor(gateway: Rig) -> None:
         part = f"/region/{name}" if name else ""
         gateway.http.post(f"{PATH}{part}/unregister").ok()
         (messages,) = gateway.received_of(UnregisterRegion)
-        assert (messages.name, messages.is_cuda) == (name, True)
+        assert (messages.name, messages.cuda) == (name, True)
         gateway.received.clear()
 
 
@@ -517,10 +517,10 @@ def test_outputs_overlap_in_one_allocation_only() -> None:
     for number, handle in enumerate((HANDLE, HANDLE, OTHER)):
         table.publish(region_published(f"r{number}", number + 1, handle=handle))
     references = RegionReferences(table)
-    references.reference_range(RegionRange("r0", 0, 16), for_output=True)
-    references.reference_range(RegionRange("r2", 0, 16), for_output=True)
+    references.reference_range(RegionRange("r0", 0, 16), write=True)
+    references.reference_range(RegionRange("r2", 0, 16), write=True)
     with pytest.raises(AlreadyExists, match="'r1' overlaps"):
-        RegionReferences(table).reference_range(RegionRange("r1", 8, 16), for_output=True)
+        RegionReferences(table).reference_range(RegionRange("r1", 8, 16), write=True)
     references.release()
     for number in range(3):
         table.withdraw(number + 1)
@@ -580,7 +580,7 @@ class Stub:
     """As much of a gateway as the calls of gRPC need, and their caller."""
 
     def __init__(self) -> None:
-        self.settings = GatewaySettings(cuda_device_count=2)
+        self.settings = GatewaySettings(cuda_devices=2)
         self.regions = RegionTable(lambda memory_id: None)
         self.regions.publish(region_published("device", 5))
         self.regions.publish(host_region(6, 0))

@@ -78,11 +78,11 @@ class Rope:
         if self.kind == "linear":
             return frequencies / self.parameters["factor"]
         if self.kind == "yarn":
-            return self._yarn_frequencies(head_dim)
-        return self._llama3_frequencies(frequencies) if self.kind == "llama3" else frequencies
+            return self._yarn(head_dim)
+        return self._llama3(frequencies) if self.kind == "llama3" else frequencies
 
     @property
-    def rotation_scale(self) -> float:
+    def amplitude(self) -> float:
         """Return the factor that multiplies rotated queries and keys (YaRN; Peng et al., 2023)."""
         parameters = self.parameters
         if self.kind != "yarn" or "attention_factor" in parameters:
@@ -93,14 +93,14 @@ class Rope:
             return (mscale * log_factor + 1.0) / (mscale_all * log_factor + 1.0)
         return log_factor + 1.0
 
-    def max_positions(self, original_positions: int) -> int:
-        """Return the number of positions: `original_positions`, extended by a factor as in vLLM."""
+    def positions(self, original: int) -> int:
+        """Return the maximum number of positions: `original`, extended by a factor as in vLLM."""
         if self.kind not in ("linear", "yarn"):
-            return original_positions
-        length = self.parameters.get(_ORIGINAL, original_positions)
-        return max(original_positions, int(length * self.parameters["factor"]))
+            return original
+        length = self.parameters.get(_ORIGINAL, original)
+        return max(original, int(length * self.parameters["factor"]))
 
-    def _yarn_frequencies(self, head_dim: int) -> torch.Tensor:
+    def _yarn(self, head_dim: int) -> torch.Tensor:
         """Return the frequencies of YaRN (Peng et al., 2023).
 
         Frequencies with few rotations in the original length are divided by the factor, frequencies
@@ -119,7 +119,7 @@ class Rope:
         kept_share = 1 - ramp
         return 1.0 / (parameters["factor"] * powers) * (1 - kept_share) + 1.0 / powers * kept_share
 
-    def _llama3_frequencies(self, frequencies: torch.Tensor) -> torch.Tensor:
+    def _llama3(self, frequencies: torch.Tensor) -> torch.Tensor:
         """Divide low frequencies by the factor, keep high ones, and interpolate the others."""
         low, high = self.parameters["low_freq_factor"], self.parameters["high_freq_factor"]
         original = self.parameters["original_max_position_embeddings"]
@@ -136,8 +136,8 @@ class Architecture:
     """The sizes and the options of one model.
 
     Attributes:
-        hidden_size: The size of the hidden states (`hidden_size`).
-        intermediate_size: The size of the feed-forward part (`intermediate_size`).
+        hidden: The size of the hidden states (`hidden_size`).
+        intermediate: The size of the feed-forward part (`intermediate_size`).
         kv_heads: The number of key-value heads (`num_key_value_heads`).
         epsilon: The number added to the mean square in norms (`rms_norm_eps`).
         positions: The maximum length of a sequence.
@@ -149,9 +149,9 @@ class Architecture:
     """
 
     family: str
-    hidden_size: int
-    intermediate_size: int
-    layer_count: int
+    hidden: int
+    intermediate: int
+    layers: int
     heads: int
     kv_heads: int
     head_dim: int
@@ -189,7 +189,7 @@ class Architecture:
         if len(problems) > problem_count:
             return None
         rope = _rope(config, problems)
-        positions = rope.max_positions(config["max_position_embeddings"])
+        positions = rope.positions(config["max_position_embeddings"])
         if positions > MAX_MODEL_LEN:
             problems.append(
                 f"config.json: max_position_embeddings: the model has {positions} positions, more "
@@ -240,31 +240,31 @@ class Architecture:
         )
 
     @property
-    def has_head_norms(self) -> bool:
+    def head_norms(self) -> bool:
         """Return whether each head of q and k is normalised."""
         return self.family == "qwen3"
 
     @property
     def kv_floats_per_token(self) -> int:
         """Return the number of floats of a token's keys and values in all layers."""
-        return 2 * self.layer_count * self.kv_heads * self.head_dim
+        return 2 * self.layers * self.kv_heads * self.head_dim
 
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+    def weights(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each weight by its name in the files."""
-        hidden = self.hidden_size
+        hidden = self.hidden
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.vocab_size, hidden),
             "model.norm.weight": (hidden,),
         }
         if not self.tied_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
-        for layer in range(self.layer_count):
-            for name, shape in self._layer_weight_shapes().items():
+        for layer in range(self.layers):
+            for name, shape in self._layer().items():
                 shapes[f"model.layers.{layer}.{name}"] = shape
         return shapes
 
-    def _layer_weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        hidden, intermediate = self.hidden_size, self.intermediate_size
+    def _layer(self) -> dict[str, tuple[int, ...]]:
+        hidden, intermediate = self.hidden, self.intermediate
         query_size, kv_size = self.heads * self.head_dim, self.kv_heads * self.head_dim
         linears = {
             "self_attn.q_proj": (query_size, hidden, self.qkv_bias),
@@ -281,7 +281,7 @@ class Architecture:
             if biased:
                 shapes[f"{name}.bias"] = (rows,)
         norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-        if self.has_head_norms:
+        if self.head_norms:
             norms |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim}
         return shapes | {f"{name}.weight": (size,) for name, size in norms.items()}
 

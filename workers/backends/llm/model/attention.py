@@ -54,7 +54,7 @@ class KvCache:
         self.slot_count = blocks * block_size
         self.query_heads, self.kv_heads = architecture.heads, architecture.kv_heads
         # Heads precede slots, so that each head is read contiguously.
-        heads = (architecture.layer_count, 2, self.kv_heads)
+        heads = (architecture.layers, 2, self.kv_heads)
         size = architecture.head_dim
         self.pool = torch.zeros((*heads, self.slot_count, size), device=device)
         self._blocks = self.pool.view(*heads, blocks, block_size, size)
@@ -96,7 +96,7 @@ class RowSpan(NamedTuple):
     Attributes:
         first_row: The index of the first row.
         size: The number of rows.
-        start_position: The position of the first row in the sequence.
+        start: The position of the first row in the sequence.
         block_table: The block table of the sequence.
         is_prompt: Whether the tokens are from the prompt (prefill). The results of other tokens
             have the same bits in a span as in steps of one token (decode).
@@ -104,28 +104,28 @@ class RowSpan(NamedTuple):
 
     first_row: int
     size: int
-    start_position: int
+    start: int
     block_table: list[int]
     is_prompt: bool
 
     @property
     def length(self) -> int:
         """Return the number of tokens that the last row sees."""
-        return self.start_position + self.size
+        return self.start + self.size
 
     def split(self, size: int) -> Iterator[RowSpan]:
         """Yield the rows as spans that end at multiples of `size` positions.
 
         The spans are then independent of how a prompt is divided into chunks.
         """
-        for begin in range(self.start_position - self.start_position % size, self.length, size):
-            start, end = max(begin, self.start_position), min(begin + size, self.length)
-            first_row = self.first_row + start - self.start_position
+        for begin in range(self.start - self.start % size, self.length, size):
+            start, end = max(begin, self.start), min(begin + size, self.length)
+            first_row = self.first_row + start - self.start
             yield RowSpan(first_row, end - start, start, self.block_table, self.is_prompt)
 
 
 @dataclass(eq=False)
-class ForwardPass:
+class Pass:
     """The rows of one pass through a model; each row is a token of a sequence.
 
     Rows without a span are padding, which repeats the last row.
@@ -165,14 +165,14 @@ class ForwardPass:
         self.spans.append(RowSpan(first_row, len(tokens), start, block_table, is_prompt))
         return first_row
 
-    def select_rows(self, indices: list[int]) -> ForwardPass:
+    def select(self, indices: list[int]) -> Pass:
         """Return a pass of the `indices` rows, which are the last ones of their spans."""
-        selected_rows = ForwardPass(self.block_size, self.device)
+        selected_rows = Pass(self.block_size, self.device)
         for span in self.spans:
             end = span.first_row + span.size
             count = bisect_left(indices, end) - bisect_left(indices, span.first_row)
             if count:
-                start = span.start_position + span.size - count
+                start = span.start + span.size - count
                 first_row = len(selected_rows.tokens)
                 new_span = RowSpan(first_row, count, start, span.block_table, span.is_prompt)
                 selected_rows.spans.append(new_span)
@@ -209,14 +209,14 @@ class DecodeRow(NamedTuple):
     block_table: list[int]
 
 
-def decode_rows(rows: ForwardPass, cache: KvCache) -> list[DecodeRow]:
+def decode_rows(rows: Pass, cache: KvCache) -> list[DecodeRow]:
     """Return the rows of a pass that are not from prompts, in spans of at most `_MAX_ROWS` rows."""
     decode: list[DecodeRow] = []
     for span in rows.spans:
         if span.is_prompt or span.size > _MAX_ROWS:
             continue
         for index in range(span.size):
-            length = span.start_position + index + 1
+            length = span.start + index + 1
             step = max(_MIN_WIDTH_STEP, 1 << length.bit_length() >> 3)
             width = min(length + -length % step, cache.slot_count)
             decode.append(DecodeRow(span.first_row + index, length, width, span.block_table))
@@ -345,9 +345,9 @@ class Run(NamedTuple):
         blocks = span.block_table[: -(-span.length // block_size)]
         is_scattered = any(next_block - block != 1 for block, next_block in pairwise(blocks))
         mask = None
-        if span.start_position and (span.is_prompt or span.size > 1):
+        if span.start and (span.is_prompt or span.size > 1):
             shape = padded_count(span.size) if span.is_prompt else span.size, span.length
-            mask = torch.ones(shape, dtype=torch.bool, device=device).tril(span.start_position)
+            mask = torch.ones(shape, dtype=torch.bool, device=device).tril(span.start)
         scattered = torch.tensor(blocks, device=device) if is_scattered else None
         return cls(span.first_row, span.size, span.length, blocks[0] * block_size, scattered, mask)
 
@@ -366,9 +366,9 @@ class Attention:
     def __init__(self, cache: KvCache) -> None:
         self._cache = cache
 
-    def for_rows(self, rows: ForwardPass) -> Attend:
+    def for_rows(self, rows: Pass) -> Attend:
         """Return the function that computes the attention of a pass in each layer."""
-        runs = self._split_runs(rows, rows.spans)
+        runs = self._runs(rows, rows.spans)
 
         def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
             output = torch.cat([self._attend_run(heads, layer, run) for run in runs])
@@ -376,7 +376,7 @@ class Attention:
 
         return attend
 
-    def _split_runs(self, rows: ForwardPass, spans: Iterable[RowSpan]) -> list[Run]:
+    def _runs(self, rows: Pass, spans: Iterable[RowSpan]) -> list[Run]:
         return [Run.of(span, rows.block_size, rows.device) for span in spans]
 
     def _attend_run(self, heads: torch.Tensor, layer: int, run: Run) -> torch.Tensor:
@@ -412,7 +412,7 @@ class Attention:
 class SparseAttention(Attention):
     """Attention on CPUs: decode rows are computed together, and other rows run by run."""
 
-    def for_rows(self, rows: ForwardPass) -> Attend:
+    def for_rows(self, rows: Pass) -> Attend:
         cache = self._cache
         decode = decode_rows(rows, cache)
         if not decode:
@@ -420,9 +420,7 @@ class SparseAttention(Attention):
         visible = VisibleKeys.of(decode, len(rows.tokens), cache)
         indices = {row.row_index for row in decode}
         row_count = rows.spans[-1].first_row + rows.spans[-1].size
-        runs = self._split_runs(
-            rows, (span for span in rows.spans if span.first_row not in indices)
-        )
+        runs = self._runs(rows, (span for span in rows.spans if span.first_row not in indices))
 
         def attend(heads: torch.Tensor, layer: int) -> torch.Tensor:
             sparse = visible.attend(heads, *cache.flat_layers[layer])
@@ -437,17 +435,15 @@ class SparseAttention(Attention):
 
         return attend
 
-    def _split_runs(self, rows: ForwardPass, spans: Iterable[RowSpan]) -> list[Run]:
+    def _runs(self, rows: Pass, spans: Iterable[RowSpan]) -> list[Run]:
         # Runs are short, because the kernel computes each row with all keys of its run.
-        return super()._split_runs(
-            rows, (part for span in spans for part in span.split(_MAX_RUN_ROWS))
-        )
+        return super()._runs(rows, (part for span in spans for part in span.split(_MAX_RUN_ROWS)))
 
 
 class PagedAttention(Attention):
     """Attention of all spans in one call, on CUDA devices whose kernels read block tables."""
 
-    def for_rows(self, rows: ForwardPass) -> Attend:
+    def for_rows(self, rows: Pass) -> Attend:
         from torch.nn.attention.varlen import varlen_attn
 
         cache, spans, device = self._cache, rows.spans, rows.device
@@ -500,7 +496,7 @@ def make_attention(cache: KvCache, architecture: Architecture, device: str) -> A
     trial = KvCache(architecture, cache.block_size, 3, 0, device)
     generator = torch.Generator().manual_seed(0)
     trial.pool.copy_(torch.randn(trial.pool.shape, generator=generator))
-    rows = ForwardPass(cache.block_size, device)
+    rows = Pass(cache.block_size, device)
     rows.add([0], 2 * cache.block_size, [2, 0, 1])
     heads = architecture.heads + 2 * architecture.kv_heads
     queries = torch.randn(1, heads, architecture.head_dim, generator=generator).to(device)

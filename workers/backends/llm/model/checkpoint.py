@@ -134,12 +134,11 @@ class Checkpoint:
     Attributes:
         architecture: The architecture.
         tokenizer: The tokenizer.
-        stored_tensors: The descriptions of the tensors in the files, by name.
+        stored: The descriptions of the tensors in the files, by name.
         quantisation: The quantisation of the weights.
         end_tokens: The tokens that end a text.
         eos: The tokenizer's end token; -1 if it has none.
-        default_parameters: The content of generation_config.json or, in older folders, of
-            config.json.
+        defaults: The content of generation_config.json or, in older folders, of config.json.
         defaults_file: The name of the file with the defaults.
         templates: The chat templates by name; the name of an unnamed template is "default".
         special_tokens: The texts of special tokens by their names in templates ("eos_token").
@@ -147,11 +146,11 @@ class Checkpoint:
 
     architecture: Architecture
     tokenizer: Tokenizer
-    stored_tensors: dict[str, StoredTensor]
+    stored: dict[str, StoredTensor]
     quantisation: Quantisation
     end_tokens: tuple[int, ...]
     eos: int
-    default_parameters: dict[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
     defaults_file: str = "generation_config.json"
     templates: dict[str, str] = field(default_factory=dict)
     special_tokens: dict[str, str] = field(default_factory=dict)
@@ -191,31 +190,31 @@ class Checkpoint:
 
     def has(self, name: str) -> bool:
         """Return whether the files have a weight."""
-        return "values" in self.quantisation.parts(name, self.stored_tensors)
+        return "values" in self.quantisation.parts(name, self.stored)
 
-    def read_weight(self, name: str) -> torch.Tensor:
+    def weight(self, name: str) -> torch.Tensor:
         """Return a weight as float32."""
-        parts = self.quantisation.parts(name, self.stored_tensors)
+        parts = self.quantisation.parts(name, self.stored)
         tensors = {role: self._open(p.path).get_tensor(p.name) for role, p in parts.items()}
         if "scales" not in tensors:
             weight: torch.Tensor = tensors["values"].float()
             return weight
-        shapes = self.architecture.weight_shapes()
+        shapes = self.architecture.weights()
         # Only the head has no shape of its own, if it is tied to the embedding.
         return self.quantisation.dequantise(name, shapes.get(name) or shapes[_EMBEDDING], tensors)
 
     @cached_property
-    def _open_files(self) -> dict[Path, Any]:
+    def _handles(self) -> dict[Path, Any]:
         return {}
 
     def _open(self, path: Path) -> Any:
-        if path not in self._open_files:
-            self._open_files[path] = safe_open(path, "pt")
-        return self._open_files[path]
+        if path not in self._handles:
+            self._handles[path] = safe_open(path, "pt")
+        return self._handles[path]
 
     def close(self) -> None:
         """Close the files of weights."""
-        self._open_files.clear()
+        self._handles.clear()
 
 
 def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[str, Any]:
@@ -289,7 +288,7 @@ def _read_tokenizer(
     return tokenizer
 
 
-def _merge_special_tokens(settings: dict[str, Any], other_settings: dict[str, Any]) -> list[Any]:
+def _merge_special_tokens(settings: dict[str, Any], others: dict[str, Any]) -> list[Any]:
     """Merge the special tokens of special_tokens_map.json into tokenizer_config.json's settings.
 
     Named tokens of special_tokens_map.json have precedence. The list `additional_special_tokens`,
@@ -298,10 +297,10 @@ def _merge_special_tokens(settings: dict[str, Any], other_settings: dict[str, An
     Returns:
         The unnamed special tokens that are also special in added_tokens.json, as in transformers.
     """
-    lists = [fields.pop("additional_special_tokens", None) for fields in (settings, other_settings)]
+    lists = [fields.pop("additional_special_tokens", None) for fields in (settings, others)]
     extra = settings.pop("extra_special_tokens", None) or lists[0]
-    more = other_settings.pop("extra_special_tokens", None)
-    settings |= other_settings
+    more = others.pop("extra_special_tokens", None)
+    settings |= others
     texts: list[Any] = []
     for tokens in (extra, more):
         if isinstance(tokens, dict):
@@ -355,7 +354,7 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
     is_spm = kind in ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
     model.ignore_merges, model.fuse_unk, model.byte_fallback = False, is_spm, is_spm
     model.continuing_subword_prefix = model.end_of_word_suffix = ""
-    unknown = _token_text(settings["unk_token"])
+    unknown = _content(settings["unk_token"])
     unknown_id = kind in ("CodeLlamaTokenizer", "GemmaTokenizer") and model.token_to_id(unknown)
     model.unk_token = None if unknown_id in (None, False) else unknown
     tokenizer.normalizer = None
@@ -382,7 +381,7 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE_SYMBOL, scheme, split=False)
         if add_prefix is not False or kind == "CodeLlamaTokenizer":
             parts.append(decoders.Strip(" ", 1))
-        bos = _token_text(settings["bos_token"])
+        bos = _content(settings["bos_token"])
         token = tokenizer.token_to_id(bos)
         if token is not None and kind == "CodeLlamaTokenizer":
             tokenizer.post_processor = processors.TemplateProcessing(
@@ -401,9 +400,9 @@ def _add_tokens(
     """Add the tokens of tokenizer_config.json and of added_tokens.json."""
     named_tokens = [settings[name] for name in _special_tokens(settings)]
     extra = settings["extra_special_tokens"]
-    texts = [_token_text(token) for token in (*named_tokens, *extra)]
+    texts = [_content(token) for token in (*named_tokens, *extra)]
     known_tokens = tokenizer.get_added_tokens_decoder()
-    special_texts = {_token_text(token) for token in (*named_tokens, *listed_tokens)}
+    special_texts = {_content(token) for token in (*named_tokens, *listed_tokens)}
     declared: dict[Any, Any] = settings.get("added_tokens_decoder") or {
         number: {"content": text, "special": text in special_texts}
         for text, number in added_tokens.items()
@@ -416,12 +415,12 @@ def _add_tokens(
         return
     tokens_by_text = {t.content: t for t in tokenizer.get_added_tokens_decoder().values()}
     tokenizer.add_special_tokens(
-        [tokens_by_text.get(_token_text(token)) or _added_token(token) for token in named_tokens]
-        + [_added_token(token) for token in extra if _token_text(token) not in tokens_by_text]
+        [tokens_by_text.get(_content(token)) or _added_token(token) for token in named_tokens]
+        + [_added_token(token) for token in extra if _content(token) not in tokens_by_text]
     )
 
 
-def _token_text(token: Any) -> str:
+def _content(token: Any) -> str:
     return str(token.get("content") if isinstance(token, dict) else token)
 
 
@@ -483,13 +482,13 @@ def _check_weights(
     """Add missing and misfitting weights to `problems`; a tied embedding or head may be missing."""
     if not stored_tensors:
         return
-    if architecture.layer_count > len(stored_tensors):  # limits the size of `expected_shapes`
+    if architecture.layers > len(stored_tensors):  # limits the size of `expected_shapes`
         problems.append(
-            f"config.json: num_hidden_layers: {architecture.layer_count} is more than the number "
-            f"of weights in the files, {len(stored_tensors)}"
+            f"config.json: num_hidden_layers: {architecture.layers} is more than the number of "
+            f"weights in the files, {len(stored_tensors)}"
         )
         return
-    expected_shapes = architecture.weight_shapes()
+    expected_shapes = architecture.weights()
     if architecture.tied_embeddings and _HEAD in stored_tensors:
         expected_shapes[_HEAD] = expected_shapes[_EMBEDDING]
         stored_tensors.setdefault(_EMBEDDING, stored_tensors[_HEAD])
@@ -559,7 +558,7 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
     for name in dict.fromkeys((*_TOKENS.split(), *settings)):
         value = settings.get(name)
         if name.endswith("_token") and isinstance(value, (str, dict)):
-            tokens[name] = _token_text(value)
+            tokens[name] = _content(value)
     return tokens
 
 

@@ -34,7 +34,7 @@ class StoredTensor(NamedTuple):
     dtype: str
 
 
-class QuantisationMethod(NamedTuple):
+class Method(NamedTuple):
     """The tensors and the settings of a quantisation method.
 
     Attributes:
@@ -53,15 +53,13 @@ _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantiz
 _PACKED = {"qweight": ("I32",)}
 _QUANTISED_ROLES = {"scales": ("scales",), "zeros": ("qzeros",)}
 _METHODS = {
-    "fp8": QuantisationMethod(
-        {"weight": _FP8_TYPES}, {"scales": ("weight_scale_inv", "weight_scale")}
-    ),
-    "compressed-tensors": QuantisationMethod(
+    "fp8": Method({"weight": _FP8_TYPES}, {"scales": ("weight_scale_inv", "weight_scale")}),
+    "compressed-tensors": Method(
         {"weight_packed": ("I32",), "weight": ("I8", *_FP8_TYPES)},
         {"scales": ("weight_scale",), "zeros": ("weight_zero_point",), "groups": ("weight_g_idx",)},
         {"format": (*_FORMATS, "mixed-precision", "dense")},
     ),
-    "gptq": QuantisationMethod(
+    "gptq": Method(
         _PACKED,
         {**_QUANTISED_ROLES, "groups": ("g_idx",)},
         {
@@ -69,7 +67,7 @@ _METHODS = {
             "is_marlin_format": ("false",),
         },
     ),
-    "awq": QuantisationMethod(
+    "awq": Method(
         _PACKED,
         _QUANTISED_ROLES,
         dict.fromkeys(("version", "checkpoint_format", "format"), ("gemm",)),
@@ -133,27 +131,23 @@ class Quantisation:
         method = name if name in _METHODS else ""
         return cls(method, zero_offset, tuple(_group_sizes(config)), required_roles, is_interleaved)
 
-    def parts(
-        self, name: str, stored_tensors: Mapping[str, StoredTensor]
-    ) -> dict[str, StoredTensor]:
+    def parts(self, name: str, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         """Return the tensors of a weight by role: "values" and, if quantised, "scales" and more."""
         prefix, last_part = name[: -len("weight")], name[-len("weight") :]
         by_role: dict[str, StoredTensor] = {}
-        if name in stored_tensors:
-            by_role["values"] = stored_tensors[name]
+        if name in stored:
+            by_role["values"] = stored[name]
         if last_part == "weight" and self.method:
             method = _METHODS[self.method]
             for role, endings in {"values": tuple(method.values), **method.roles}.items():
                 for ending in endings:
-                    if prefix + ending in stored_tensors:
-                        by_role.setdefault(role, stored_tensors[prefix + ending])
+                    if prefix + ending in stored:
+                        by_role.setdefault(role, stored[prefix + ending])
         return by_role
 
-    def problem(
-        self, name: str, shape: tuple[int, ...], stored_tensors: Mapping[str, StoredTensor]
-    ) -> str:
+    def problem(self, name: str, shape: tuple[int, ...], stored: Mapping[str, StoredTensor]) -> str:
         """Return the problem of a weight in the files, or ""."""
-        parts = self.parts(name, stored_tensors)
+        parts = self.parts(name, stored)
         values = parts["values"]
         if values.dtype in _PLAIN_TYPES and "scales" not in parts:
             if values.shape == shape:

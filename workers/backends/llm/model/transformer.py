@@ -6,7 +6,7 @@ They also give each row the same bits in any batch of at least two rows; a singl
 kernel. The kernel for four to six rows is the fastest, so smaller batches are padded. The operators
 for packed weights are not part of torch's public interface, so they are tested before use.
 
-`PassRunner` computes the passes of a model over its KV cache, by CUDA graphs if the device supports
+`Passes` computes the passes of a model over its KV cache, by CUDA graphs if the device supports
 them. A graph computes a decode pass, with one row per sequence, in one launch instead of hundreds.
 It is captured for a number of rows and of blocks per row, and computes any smaller pass. The keys
 and values of a sequence are gathered from its blocks; the keys after its end are masked.
@@ -31,8 +31,8 @@ from shmserve.workers.backends.llm.model.architecture import Architecture
 from shmserve.workers.backends.llm.model.attention import (
     Attend,
     Attention,
-    ForwardPass,
     KvCache,
+    Pass,
     make_attention,
 )
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint, moved_to_huge_pages
@@ -214,12 +214,10 @@ class Transformer:
         with moved_to_huge_pages() if device == "cpu" else contextlib.nullcontext():
             table = self._weight("model.embed_tokens.weight")
             embedding = self._embedding = functional.pad(table, (0, _EXTRA_COLUMNS))
-            embedding[:, model.hidden_size] = math.sqrt(
-                model.epsilon * model.hidden_size
-            )  # see `_normalise`
-            self.layers = [self._layer(layer) for layer in range(model.layer_count)]
+            embedding[:, model.hidden] = math.sqrt(model.epsilon * model.hidden)  # see `_normalise`
+            self.layers = [self._layer(layer) for layer in range(model.layers)]
             self._norm = self._norm_gain("model.norm")
-            head = embedding[:, : model.hidden_size]
+            head = embedding[:, : model.hidden]
             if checkpoint.has("lm_head.weight"):
                 lm_head = self._weight("lm_head.weight")
                 is_tied = model.tied_embeddings and torch.equal(lm_head, table)
@@ -230,7 +228,7 @@ class Transformer:
 
     @torch.inference_mode()
     def forward(
-        self, rows: ForwardPass, cache: KvCache, attention: Attention, logit_rows: list[int]
+        self, rows: Pass, cache: KvCache, attention: Attention, logit_rows: list[int]
     ) -> Tensor:
         """Return the logits of the `logit_rows` rows, float32 [logit rows, vocabulary].
 
@@ -242,17 +240,17 @@ class Transformer:
         attend = attention.for_rows(rows)
         selection = None
         if len(logit_rows) < count:
-            selected_rows = rows.select_rows(logit_rows)
+            selected_rows = rows.select(logit_rows)
             selected_rows.pad(MIN_ROWS)
             padding = logit_rows[-1:] * (len(selected_rows.tokens) - len(logit_rows))
             selected_attend = attention.for_rows(selected_rows) if logit_rows else attend
             selection = SelectedRows(logit_rows + padding, selected_attend)
-        extended = self.hidden_states(*rows.tensors(), cache, attend, selection)
+        extended = self.states(*rows.tensors(), cache, attend, selection)
         if not logit_rows:
             return extended.new_empty(0, self.architecture.vocab_size)
         return self.logits(extended)[: len(logit_rows)]
 
-    def hidden_states(
+    def states(
         self,
         tokens: Tensor,
         positions: Tensor,
@@ -268,18 +266,18 @@ class Transformer:
         """
         model = self.architecture
         extended = functional.embedding(tokens, self._embedding)
-        states = extended[:, : model.hidden_size]
+        states = extended[:, : model.hidden]
         rotations = self._rotations[positions].unsqueeze(1)
         for index, layer in enumerate(self.layers):
             qkv = layer.qkv(_normalise(states, extended, layer.input_norm))
             heads = self._rotate(layer, qkv, rotations)
             cache.write(index, heads[:, model.heads :], slots)
-            if selection is not None and index == model.layer_count - 1:
+            if selection is not None and index == model.layers - 1:
                 # The states of other rows are not needed any more.
                 if not selection.indices:
                     break
                 extended, heads = extended[selection.indices], heads[selection.indices]
-                states, attend = extended[:, : model.hidden_size], selection.attend
+                states, attend = extended[:, : model.hidden], selection.attend
             states += layer.output(attend(heads, index))
             self._feed_forward(layer, extended)
         return extended
@@ -291,16 +289,14 @@ class Transformer:
             for part in extended.tensor_split(-(-count // MAX_ROWS)):
                 self._feed_forward(layer, part)
             return
-        states = extended[:, : self.architecture.hidden_size]
+        states = extended[:, : self.architecture.hidden]
         normalised = _normalise(states, extended, layer.post_attention_norm)
         gate, up = layer.gate_up(normalised).chunk(2, -1)
         states += layer.down(functional.silu(gate).mul_(up))
 
     def logits(self, extended: Tensor) -> Tensor:
-        """Return the logits of rows of `hidden_states`, float32 [rows, vocabulary]."""
-        return self.head(
-            _normalise(extended[:, : self.architecture.hidden_size], extended, self._norm)
-        )
+        """Return the logits of rows of `states`, float32 [rows, vocabulary]."""
+        return self.head(_normalise(extended[:, : self.architecture.hidden], extended, self._norm))
 
     def _rotate(self, layer: Layer, qkv: Tensor, rotations: Tensor) -> Tensor:
         """Apply the head norms and the rotary embedding (Su et al., 2021) to queries and keys.
@@ -325,16 +321,16 @@ class Transformer:
     # --- weights
 
     def _weight(self, name: str) -> Tensor:
-        weight = self._checkpoint.read_weight(name).to(self.device)
+        weight = self._checkpoint.weight(name).to(self.device)
         is_rotary = name.split(".")[-2] in _ROTARY_WEIGHTS
         return _pair_rotary_rows(weight, self.architecture.head_dim) if is_rotary else weight
 
     def _norm_gain(self, name: str) -> Tensor:
-        return self._weight(f"{name}.weight") * math.sqrt(self.architecture.hidden_size)
+        return self._weight(f"{name}.weight") * math.sqrt(self.architecture.hidden)
 
     def _linear(self, prefix: str, *names: str, gain: Tensor | None = None) -> Linear:
         weights = [self._weight(f"{prefix}.{name}.weight") for name in names]
-        has_bias = f"{prefix}.{names[0]}.bias" in self.architecture.weight_shapes()
+        has_bias = f"{prefix}.{names[0]}.bias" in self.architecture.weights()
         bias = None
         if has_bias:
             bias = torch.cat([self._weight(f"{prefix}.{name}.bias") for name in names])
@@ -345,7 +341,7 @@ class Transformer:
         model, prefix = self.architecture, f"model.layers.{layer}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         head_norms = None
-        if model.has_head_norms:
+        if model.head_norms:
             q_norm = self._weight(f"{attention}.q_norm.weight").expand(model.heads, -1)
             k_norm = self._weight(f"{attention}.k_norm.weight").expand(model.kv_heads, -1)
             head_norms = torch.cat([q_norm, k_norm])
@@ -365,18 +361,18 @@ class Transformer:
         )
 
 
-def _normalise(hidden_states: Tensor, extended: Tensor, gain: Tensor | None) -> Tensor:
+def _normalise(states: Tensor, extended: Tensor, gain: Tensor | None) -> Tensor:
     """Return the RMS norm of states (Zhang and Sennrich, 2019), with one operator for the norm.
 
     The extra column sqrt(epsilon * hidden) of `extended` adds epsilon to the mean square. The gain
     contains the factor sqrt(hidden) between the root mean square and the Euclidean norm.
 
     Args:
-        hidden_states: The hidden states, [rows, hidden].
+        states: The hidden states, [rows, hidden].
         extended: The hidden states with their extra columns.
         gain: The gain, [hidden]; None: it is folded into the following linear layer.
     """
-    normed: Tensor = hidden_states / torch.linalg.vector_norm(extended, 2.0, -1, True)
+    normed: Tensor = states / torch.linalg.vector_norm(extended, 2.0, -1, True)
     return normed if gain is None else normed.mul_(gain)
 
 
@@ -393,7 +389,7 @@ def _make_rotations(model: Architecture, device: str) -> Tensor:
     """Return the rotation of each pair at each position, complex64 [positions, head size / 2]."""
     positions = torch.arange(model.positions).float()
     angles = torch.outer(positions, model.rope.frequencies(model.head_dim))
-    return torch.polar(torch.full_like(angles, model.rope.rotation_scale), angles).to(device)
+    return torch.polar(torch.full_like(angles, model.rope.amplitude), angles).to(device)
 
 
 _MIN_GRAPH_ROWS = 2
@@ -437,7 +433,7 @@ class DecodeGraphs:
             self._captured_graphs[rows, blocks] = CapturedGraph(graph, inputs, logits)
 
     @torch.inference_mode()
-    def logits(self, rows: ForwardPass) -> Tensor | None:
+    def logits(self, rows: Pass) -> Tensor | None:
         """Return the logits of all rows of a pass, or None if no graph fits.
 
         The logits are valid until the next pass.
@@ -454,7 +450,7 @@ class DecodeGraphs:
         return captured.logits
 
 
-def decode_inputs(rows: ForwardPass, row_count: int, block_count: int) -> np.ndarray:
+def decode_inputs(rows: Pass, row_count: int, block_count: int) -> np.ndarray:
     """Return the inputs of a graph for a pass, padded with copies of the last row.
 
     Returns:
@@ -494,7 +490,7 @@ def decode_logits(model: Transformer, cache: KvCache, inputs: Tensor) -> Tensor:
         )
         return output.transpose(0, 1).reshape(row_count, -1)
 
-    return model.logits(model.hidden_states(tokens, positions, slots, cache, attend))
+    return model.logits(model.states(tokens, positions, slots, cache, attend))
 
 
 def _graph_sizes(max_rows: int, max_length: int, cache: KvCache) -> Iterator[tuple[int, int]]:
@@ -524,7 +520,7 @@ def _next_power_of_two(minimum: int) -> int:
     return 1 << (minimum - 1).bit_length()
 
 
-class PassRunner:
+class Passes:
     """The executor of a model's passes over its KV cache."""
 
     def __init__(self, model: Transformer, cache: KvCache) -> None:
@@ -538,11 +534,11 @@ class PassRunner:
         if self._model.device.startswith("cuda"):
             self._graphs.capture(max_rows, max_length)
 
-    def new_pass(self) -> ForwardPass:
+    def empty(self) -> Pass:
         """Return a pass without rows."""
-        return ForwardPass(self.cache.block_size, self._model.device)
+        return Pass(self.cache.block_size, self._model.device)
 
-    def logits(self, rows: ForwardPass, logit_rows: list[int]) -> Tensor:
+    def logits(self, rows: Pass, logit_rows: list[int]) -> Tensor:
         """Return the logits of the `logit_rows` rows, float32 [logit rows, vocabulary].
 
         The logits are valid until the next pass. The keys and values of all rows are stored in the

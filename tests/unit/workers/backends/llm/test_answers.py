@@ -65,7 +65,7 @@ def test_streams_send_each_token(scheduler: Scheduler, folder: Folder, stop: lis
     assert responses[-1]["usage"] == [
         {"prompt_tokens": 4, "completion_tokens": 24, "cached_tokens": 0, "samples": [24]}
     ]
-    characters = [r.sent_characters for r in scheduler.responses_sent]
+    characters = [r.characters for r in scheduler.responses_sent]
     assert characters == sorted(characters) and characters[0] == len(responses[0]["text_output"][0])
 
 
@@ -413,7 +413,7 @@ def test_beams_have_candidates_and_chosen_texts(scheduler: Scheduler, folder: Fo
         assert result.candidates == logits.topk(4).indices.tolist()
     hypotheses = [g.Hypothesis(np.array([61, 62, 0], np.int32).tobytes(), "stop", -1.0),
              g.Hypothesis(np.array([63], np.int32).tobytes(), "length", -2.0)]  # fmt: skip
-    scheduler.send(g.SendHypotheses(1, hypotheses))
+    scheduler.send(g.Choose(1, hypotheses))
     scheduler.finish()
     (response,) = scheduler.responses[1]
     assert response["text_output"] == [TOKENIZER.decode([61, 62]), TOKENIZER.decode([63])]
@@ -472,7 +472,7 @@ def test_a_failing_step_ends_calls(scheduler: Scheduler, monkeypatch: pytest.Mon
     scheduler.add(1, max_tokens=5, **GREEDY)
     scheduler.step()
     with monkeypatch.context() as patched:
-        patched.setattr("shmserve.workers.backends.llm.engine.process_logits", lambda *_: 1 / 0)
+        patched.setattr("shmserve.workers.backends.llm.engine.process", lambda *_: 1 / 0)
         assert not scheduler.step()
     assert scheduler.stepped is not None and len(scheduler.stepped.skipped) == 1
     assert scheduler.errors[1][0] == "INTERNAL"

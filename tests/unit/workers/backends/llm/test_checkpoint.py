@@ -198,7 +198,7 @@ def test_which_file_sets_the_template_and_the_end_tokens(tmp_path: Path) -> None
     path = write_folder(tmp_path / "m")
     edit(path, "generation_config.json", eos_token_id=[0, 2], temperature=0.5)
     checkpoint = Checkpoint.open(path)
-    assert (checkpoint.end_tokens, checkpoint.default_parameters["temperature"]) == ((0, 2), 0.5)
+    assert (checkpoint.end_tokens, checkpoint.defaults["temperature"]) == ((0, 2), 0.5)
     chat_request = {"messages": [{"role": "user", "content": "ä"}]}
     rendered_prompt = ChatTemplate(checkpoint.templates, checkpoint.special_tokens).render(
         chat_request
@@ -220,9 +220,9 @@ def test_one_file_has_the_defaults_of_requests(tmp_path: Path, name: str) -> Non
         (path / "generation_config.json").unlink()
     edit(path, name, eos_token_id=[1], max_new_tokens=3, top_p="x")
     checkpoint = Checkpoint.open(path)
-    assert (checkpoint.end_tokens, checkpoint.default_parameters["max_new_tokens"]) == ((1, 0), 3)
+    assert (checkpoint.end_tokens, checkpoint.defaults["max_new_tokens"]) == ((1, 0), 3)
     with pytest.raises(InvalidArgument, match=f"^{name}: top_p: 'x' is "):
-        parse({}, checkpoint.default_parameters, 320, checkpoint.defaults_file)
+        parse({}, checkpoint.defaults, 320, checkpoint.defaults_file)
 
 
 def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
         spec = ModelSpec.of(completed)
         assert spec.decoupled and spec.max_batch_size == 0
         assert {tensor.name for tensor in spec.input if not tensor.optional} == set()
-        found_settings = EngineSettings.from_json(spec.parameters["engine"])
+        found_settings = EngineSettings.read(spec.parameters["engine"])
         assert (found_settings.kv_cache_blocks, found_settings.max_model_len) == (2 * 64, 512)
         # Tokens * (keys and values) * layers * heads * head size * bytes per element.
         block_bytes = 8 * 2 * 2 * 2 * 8 * 4
@@ -262,7 +262,7 @@ def test_sizes_that_contradict_are_refused(folder: Folder) -> None:
 
 def test_instances_on_a_device_share_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture = Checkpoint.open(folder()).architecture
-    size = sum(math.prod(shape) for shape in architecture.weight_shapes().values()) * 4
+    size = sum(math.prod(shape) for shape in architecture.weights().values()) * 4
     # Tokens * (keys and values) * layers * heads * head size * bytes per element.
     block = 16 * 2 * 2 * 2 * 8 * 4
     monkeypatch.setattr(engine_file, "_available_bytes", lambda _: 3 * size + 6 * 100 * block)

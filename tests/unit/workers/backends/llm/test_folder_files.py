@@ -566,14 +566,12 @@ def test_a_single_file_precedes_shards(tmp_path: Path) -> None:
     drawn_weights = weights(config(), seed=9)
     save_weights(path, drawn_weights)
     checkpoint = Checkpoint.open(path)
-    assert torch.equal(
-        checkpoint.read_weight("model.norm.weight"), drawn_weights["model.norm.weight"]
-    )
+    assert torch.equal(checkpoint.weight("model.norm.weight"), drawn_weights["model.norm.weight"])
 
 
 def test_shards_may_be_in_subfolders_but_not_outside(tmp_path: Path) -> None:
     path = write_folder(tmp_path / "m", shards=2)
-    expected = Checkpoint.open(path).read_weight("model.norm.weight")
+    expected = Checkpoint.open(path).weight("model.norm.weight")
     index = path / "model.safetensors.index.json"
     (path / "parts").mkdir()
     for file in path.glob("model-*"):
@@ -584,7 +582,7 @@ def test_shards_may_be_in_subfolders_but_not_outside(tmp_path: Path) -> None:
     assert "1.safetensors cannot be read: No such file or directory" in caught.value.message
     assert str(path) not in caught.value.message
     index.write_text(text.replace('"model-', '"parts/model-'), encoding="utf-8")
-    assert torch.equal(Checkpoint.open(path).read_weight("model.norm.weight"), expected)
+    assert torch.equal(Checkpoint.open(path).weight("model.norm.weight"), expected)
     for prefix in ("../m/parts/", f"{path}/parts/"):
         index.write_text(text.replace('"model-', f'"{prefix}model-'), encoding="utf-8")
         with pytest.raises(InvalidArgument, match=r"weight_map: '.*' is not in the folder"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shmserve.workers.backends.llm.model.attention import Attention, ForwardPass, KvCache
+from shmserve.workers.backends.llm.model.attention import Attention, KvCache, Pass
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.transformer import (
     Transformer,
@@ -27,8 +27,8 @@ def test_one_row_of_each_sequence(folder: Callable[..., Path], family: str) -> N
     cache = KvCache(model.architecture, BLOCK, BLOCKS, 0)
     attention, rng = Attention(cache), random.Random(3)
     free_blocks = rng.sample(range(BLOCKS), BLOCKS)
-    prompts = ForwardPass(BLOCK)
-    rows = ForwardPass(BLOCK)
+    prompts = Pass(BLOCK)
+    rows = Pass(BLOCK)
     for length in LENGTHS:
         table = [free_blocks.pop() for _ in range(-(-length // BLOCK))]
         tokens = [rng.randrange(3, 320) for _ in range(length)]

@@ -10,8 +10,8 @@ import torch
 
 from shmserve.workers.backends.llm.model import transformer
 from shmserve.workers.backends.llm.model.attention import (
-    ForwardPass,
     KvCache,
+    Pass,
     SparseAttention,
     make_attention,
 )
@@ -74,7 +74,7 @@ class LoneModel:
         self, rows: list[tuple[list[int], int, list[int]]], drafted: bool = False
     ) -> torch.Tensor:
         """Return the logits of all rows of one pass; rows are prompt tokens or drafts."""
-        forward_pass = ForwardPass(self.cache.block_size)
+        forward_pass = Pass(self.cache.block_size)
         for tokens, start, table in rows:
             forward_pass.add(tokens, start, table, len(tokens) > 1 and not drafted)
         expected = list(range(len(forward_pass.tokens)))
@@ -178,11 +178,11 @@ def test_logits_of_selected_rows_equal_those_of_all(folder: Folder) -> None:
     tokens, tables = prompt(90), [list(range(6)), list(range(6, 12)), list(range(12, 18))]
     parts = [tokens[:1], tokens[:33], tokens]
     every = lone.run_pass([(part, 0, table) for part, table in zip(parts, tables, strict=True)])
-    rows = ForwardPass(16)
+    rows = Pass(16)
     for part, table in zip(parts, tables, strict=True):
         rows.add(part, 0, table, len(part) > 1)
     for expected in ([], [0], [33], [0, 122, 123], list(range(1, 34))):
-        first_rows = rows.select_rows(list(range(124)))
+        first_rows = rows.select(list(range(124)))
         logits = lone.model.forward(first_rows, lone.cache, lone.attention, expected)
         assert torch.equal(logits, every[expected])
 

@@ -279,7 +279,7 @@ def test_weights_equal_a_reference_to_the_last_bit(tmp_path: Path, name: str) ->
     exact_weights = write_quantised(tmp_path / "m", *QUANTISATIONS[name])
     checkpoint = Checkpoint.open(tmp_path / "m")
     for tensor_name, weight in exact_weights.items():
-        dequantised = checkpoint.read_weight(tensor_name)
+        dequantised = checkpoint.weight(tensor_name)
         assert dequantised.dtype == torch.float32 and torch.equal(dequantised, weight), tensor_name
 
 
@@ -292,7 +292,7 @@ def test_older_folders_have_a_file_of_their_own(
     exact_weights = write_quantised(tmp_path / "m", quantise, {})
     edit(tmp_path / "m", file, q_group_size=GROUP, w_bit=4, version="GEMM")
     name = "model.layers.0.mlp.down_proj.weight"
-    assert torch.equal(Checkpoint.open(tmp_path / "m").read_weight(name), exact_weights[name])
+    assert torch.equal(Checkpoint.open(tmp_path / "m").weight(name), exact_weights[name])
 
 
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True}

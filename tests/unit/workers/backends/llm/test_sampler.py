@@ -74,8 +74,8 @@ def test_distributions_equal_those_of_transformers() -> None:
     targets = [
         expected_probabilities(line, row.parameters) for line, row in zip(logits, rows, strict=True)
     ]
-    sampler.process_logits(logits, rows)
-    probabilities = sampler.sampling_probabilities(logits, rows)  # all rows in one call
+    sampler.process(logits, rows)
+    probabilities = sampler.distribution(logits, rows)  # all rows in one call
     for index, settings in enumerate(SETTINGS):
         assert torch.allclose(probabilities[index], targets[index], atol=1e-6), settings
 
@@ -84,7 +84,7 @@ def test_penalties_of_presence_and_frequency() -> None:
     logits = torch.zeros(1, 20)
     row = new_row(presence_penalty=0.5, frequency_penalty=0.25)
     row.tokens, row.prompt_length = [1, 1, 3, 4, 4], 1
-    sampler.process_logits(logits, [row])
+    sampler.process(logits, [row])
     assert logits[0, :6].tolist() == [0.0, -0.75, 0.0, -0.75, -1.0, 0.0]
 
 
@@ -94,7 +94,7 @@ def test_only_allowed_tokens_are_sampled() -> None:
     row = new_row(temperature=0.0)
     row.allowed = bits
     logits = torch.arange(100.0).unsqueeze(0)
-    sampler.process_logits(logits, [row])
+    sampler.process(logits, [row])
     assert logits[0].isfinite().nonzero().flatten().tolist() == [0, 31, 34]
 
 
@@ -137,7 +137,7 @@ def test_logprobs_are_computed_from_the_models_logits() -> None:
     assert second.top == list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
     many_logits = logits.repeat(20, 1)
     assert sampler.logprobs(many_logits, [4, 5] * 20, 3) == [first_entry, second] * 20
-    tokens, scores = sampler.top_candidates(logits[0], 4)
+    tokens, scores = sampler.candidates(logits[0], 4)
     assert scores == sorted(scores, reverse=True) and len(tokens) == 4
 
 
@@ -187,12 +187,12 @@ def test_requests_without_a_grammar_call_no_grammar_code(
 def test_allowed_tokens_and_bad_words() -> None:
     logits = torch.zeros(2, 10)
     allowed_only = GenerationParameters(allowed_token_ids=(2, 3), logit_bias={2: 1.0})
-    banned = GenerationParameters(forbidden_after=lambda tokens: [4, len(tokens), 4])
+    banned = GenerationParameters(forbidden=lambda tokens: [4, len(tokens), 4])
     rows = [
         sampler.SampledRow(parameters, 0, [*PROMPT, *EMITTED_TOKENS], len(PROMPT), ())
         for parameters in (allowed_only, banned)
     ]
-    sampler.process_logits(logits, rows)
+    sampler.process(logits, rows)
     assert logits[0].isfinite().nonzero().flatten().tolist() == [2, 3]
     assert logits[0, 2] == 1
     assert (~logits[1].isfinite()).nonzero().flatten().tolist() == [3, 4]
@@ -202,7 +202,7 @@ def test_allowed_tokens_and_bad_words() -> None:
 def test_a_temperature_near_zero_is_the_likeliest_token(temperature: float) -> None:
     logits = torch.tensor([[1e4, -1e4, 1.0, 1e4 + 1]])
     row = sampler.SampledRow(GenerationParameters(temperature=temperature), 0, [1], 1, ())
-    assert sampler.sampling_probabilities(logits, [row])[0].tolist() == [0, 0, 0, 1]
+    assert sampler.distribution(logits, [row])[0].tolist() == [0, 0, 0, 1]
 
 
 EXTREME_VALUES: dict[str, tuple[Any, Any]] = {
@@ -228,12 +228,12 @@ def test_extreme_parameters_are_a_distribution(name: str, bound_index: int, scal
     best_token = int(logits.argmax())
     row = sampler.SampledRow(parameters, 0, [*PROMPT, 9, best_token], len(PROMPT), (2,))
     if "penalty" in name:
-        sampler.process_logits(logits, [row])
-    chances = sampler.sampling_probabilities(logits, [row])[0]
+        sampler.process(logits, [row])
+    chances = sampler.distribution(logits, [row])[0]
     assert chances.isfinite().all() and float(chances.sum()) == pytest.approx(1, abs=1e-4)
     assert not chances[5:7].any()
     greedy_settings = {("temperature", 0), ("top_p", 0), ("top_k", 0), ("min_p", 1)}
     if (name, bound_index) in greedy_settings and (scale >= 1 or name in ("top_k", "min_p")):
         assert float(chances[best_token]) == pytest.approx(1)
     assert 0 <= row.draw() < 1
-    assert 0 <= sampler.tokens_at_draws(chances.unsqueeze(0), [row.draw()])[0] < VOCABULARY
+    assert 0 <= sampler.pick(chances.unsqueeze(0), [row.draw()])[0] < VOCABULARY

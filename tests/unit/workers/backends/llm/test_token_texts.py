@@ -91,7 +91,7 @@ def test_a_token_begins_at_its_character(tokenizer: Tokenizer) -> None:
     starts = [text.encode()[: sum(len(texts.bytes_of(token_id)) for token_id in tokens[:index])]
               for index in range(len(tokens))]  # fmt: skip
     expected = [len(start.decode(errors="ignore")) for start in starts]
-    assert texts.text_offsets(tokens, text, True) == expected
+    assert texts.offsets(tokens, text, True) == expected
     detokenizer, pieces = Detokenizer(texts, True), []
     for token_id in tokens:
         pieces.append(detokenizer.position_of(token_id))
@@ -115,8 +115,8 @@ def test_stripped_spaces_and_skipped_tokens_have_no_width() -> None:
     tokenizer = VOCABULARIES["fallback"]
     tokens = [token(tokenizer, piece) for piece in ("<s>", "▁the", "▁of", "</s>", "▁a")]
     texts = TokenTexts(tokenizer)
-    assert texts.text_offsets(tokens, "the of a", True) == [0, 0, 3, 6, 6]
-    assert texts.text_offsets(tokens, texts.decode(tokens), False) == [0, 3, 7, 10, 14]
+    assert texts.offsets(tokens, "the of a", True) == [0, 0, 3, 6, 6]
+    assert texts.offsets(tokens, texts.decode(tokens), False) == [0, 3, 7, 10, 14]
 
 
 def suffix_vocabulary() -> Tokenizer:
@@ -138,9 +138,7 @@ def test_a_word_ends_with_a_space_that_follows_with_the_next_token() -> None:
         text = tokenizer.decode(tokens, skip_special_tokens=False)
         starts = [len(b"".join(map(texts.bytes_of, tokens[:i]))) for i in range(len(tokens))]
         assert b"".join(map(texts.bytes_of, tokens)).decode().startswith(text)
-        assert texts.text_offsets(tokens, text, False) == [
-            min(start, len(text)) for start in starts
-        ]
+        assert texts.offsets(tokens, text, False) == [min(start, len(text)) for start in starts]
         detokenizer, pieces, positions = Detokenizer(texts, False), [], []
         for token_id in tokens:
             positions.append(detokenizer.position_of(token_id))
@@ -180,9 +178,7 @@ def test_a_bad_word_that_no_text_contains_forbids_no_token() -> None:
 def test_the_forbidden_tokens_complete_a_bad_word(tokenizer: Tokenizer, words: list[str]) -> None:
     texts, rng = TokenTexts(tokenizer), random.Random(0)
     bad_words = BadWords(words, texts)
-    letters = [
-        token for token in tokenizer.get_vocab().values() if token not in texts.special_tokens
-    ]
+    letters = [token for token in tokenizer.get_vocab().values() if token not in texts.special]
     likely = [
         *tokenize(tokenizer, "".join(words)),
         *tokenize(tokenizer, "the sea abab"),

@@ -197,7 +197,7 @@ def test_one_named_call(family: str) -> None:
     test_tokenizer, rng = tokenizer(), random.Random(1)
     choice = {"type": "function", "function": {"name": "now"}}
     matcher, tools = grammar(family, test_tokenizer, tool_choice=choice)
-    assert not tools.allows_parallel_calls
+    assert not tools.parallel
     assert parse_calls(random_text(matcher, test_tokenizer, rng), tools) == ("", [("now", {})])
 
 
