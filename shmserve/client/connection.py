@@ -256,7 +256,7 @@ class ServerConnection(ServerState):
                     self._link.respond(number, payload)
                 case Refused(number, code, text):
                     self._link.respond(number, from_code(code, text))
-            if number := getattr(message, "acknowledge", 0):
+            if number := getattr(message, "ack_number", 0):
                 self._link.send_message(Acknowledged(number))
         return is_complete
 

@@ -243,8 +243,8 @@ class EnsembleCore(Core[EnsembleRequest]):
         match message:
             case ModelPublished():
                 self._handle_published(message)
-                if message.acknowledge:
-                    self._control.post(Acknowledged(message.acknowledge))
+                if message.ack_number:
+                    self._control.post(Acknowledged(message.ack_number))
             case SchedulerLost():
                 self._steps.resubmit(message.endpoint, message.successor, now_ns)
                 for key, endpoint in list(self._endpoints.items()):

@@ -284,7 +284,7 @@ class LocalClientServer:
 
     def announce(self, message: Any) -> None:
         """Send a message that every local client has to acknowledge within a second."""
-        clients, number = self.numbers(), message.acknowledge
+        clients, number = self.numbers(), message.ack_number
         self.broadcast(message)
         loop, acknowledged = asyncio.get_running_loop(), self._acknowledgements.record_acknowledged
         for client in clients:
@@ -312,7 +312,7 @@ class LocalClientServer:
             "(net.core.wmem_default)",
             *(message.name, message.version, len(data), self._max_packet_bytes),
         )
-        return frames.pack([m.ModelWithdrawn(message.name, message.version, message.acknowledge)])
+        return frames.pack([m.ModelWithdrawn(message.name, message.version, message.ack_number)])
 
     # --- requests of a client
 
