@@ -207,8 +207,8 @@ def compose(
     publications = Publications()
     snapshot = Snapshot(publications, regions, memory, health)
 
-    async def load_on_demand(name: str, patience_s: float) -> None:
-        await models.on_demand.load(name, patience_s)
+    async def load_on_demand(name: str, timeout_s: float) -> None:
+        await models.on_demand.load(name, timeout_s)
 
     context = _compose_context(
         *(config, run_dir, control, processes, events, capabilities, memory, snapshot),
