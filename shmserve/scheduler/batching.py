@@ -210,7 +210,7 @@ class BatchingCore(Core[ScheduledRequest]):
             raise InvalidArgument(id_prefix(message.request_id) + error.message) from None
         except MalformedMessage as error:
             logger.error("model '%s': a request is malformed: %s", self._name, error)
-            raise Internal("internal error") from None
+            raise Internal() from None
 
     def serve_cached(
         self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup, now_ns: int

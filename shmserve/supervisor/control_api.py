@@ -79,7 +79,7 @@ class ControlApi:
             send(pid, m.Refused.of(number, error))
         except Exception:
             logger.exception("the request %s of process %d failed", type(request).__name__, pid)
-            send(pid, m.Refused.of(number, Internal("internal error")))
+            send(pid, m.Refused.of(number, Internal()))
         else:
             send(pid, m.Answered(number, payload or {}))
 

@@ -206,7 +206,7 @@ class OnDemand:
             outcome = None
         except Exception as error:
             self._failures[name] = backoff, time.monotonic() + backoff.pause_s(0)
-            outcome = error if isinstance(error, ShmserveError) else Internal("internal error")
+            outcome = error if isinstance(error, ShmserveError) else Internal()
             if outcome is not error:
                 logger.exception("model '%s' could not be loaded on demand", name)
         finally:
