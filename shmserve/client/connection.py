@@ -249,9 +249,12 @@ class ServerConnection(ServerState):
                     self.mappings.unmap_process(pid)
                 case ServerEnding():
                     self.draining = True
+                    self.start_ended.set()
                 case HealthChanged(ready=ready, started=started):
                     self.models.ready, self.models.started = ready, started
                     is_complete = True
+                    if started:
+                        self.start_ended.set()
                 case Answered(number, payload):
                     self._link.respond(number, payload)
                 case Refused(number, code, text):
@@ -364,6 +367,7 @@ class ServerConnection(ServerState):
     def _end(self) -> None:
         with self._lock:
             self.alive = False
+        self.start_ended.set()
         self.wake_all()
         while self._tasks:
             self._tasks.popleft()(self._channel)
