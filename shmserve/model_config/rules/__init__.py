@@ -320,6 +320,11 @@ def warnings_of(written_config: ModelConfig, final: ModelConfig) -> list[str]:
         if parameter.string_value.startswith("${"):
             text = f"'{clip(parameter.string_value)}' is a placeholder of a template; fill it in"
             warnings.append(f"parameters['{clip(name)}']: {text}")
+    for index, control_input in enumerate(written_config.sequence_batching.control_input):
+        if len(control_input.control) > 1:
+            key = f"sequence_batching.control_input[{index}]"
+            text = "only one kind can set a tensor: CORRID before READY, END and START"
+            warnings.append(f"{key}.control: {text}")
     if written_config.HasField("dynamic_batching") and final.max_batch_size < 1:
         warnings.append("dynamic_batching: no effect because max_batch_size is 0")
     return warnings

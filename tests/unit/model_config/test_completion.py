@@ -236,6 +236,9 @@ def test_unlikely_values_are_warned_of() -> None:
     ]
     config = parse_pbtxt("instance_group { } max_batch_size: 1 dynamic_batching { }")
     assert warnings_of(config, config) == []
+    config = parse_pbtxt("sequence_batching { control_input { control { } control { } } }")
+    (warning,) = warnings_of(config, config)
+    assert "only one kind can set a tensor" in warning
 
 
 @pytest.mark.parametrize(("config_text", "count"), [("", 3), ("instance_group { count: 2 }", 2)])
