@@ -378,7 +378,7 @@ def _statement_source(node: ast.stmt, lines: list[str]) -> tuple[int, str]:
     decorators = getattr(node, "decorator_list", [])
     first_line = min([node.lineno, *(decorator.lineno for decorator in decorators)])
     if lines[node.lineno - 1][: node.col_offset].strip():
-        return first_line, ast.unparse(node)  # it follows another statement on the same line
+        return first_line, ast.unparse(node)  # another statement precedes it on its line
     return first_line, "\n".join(lines[first_line - 1 : node.end_lineno])
 
 

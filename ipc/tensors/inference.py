@@ -29,7 +29,8 @@ INLINE_LIMIT = 16 * 1024
 SEQUENCE_START, SEQUENCE_END = 1, 2
 LONGEST_CORRELATION_ID = 128  # maximum number of characters of a correlation id
 
-# The kinds of a requested output in a schema.
+# Where an output is returned, in a schema: anywhere; in the client's range; or in that range unless
+# the output is an unchanged input, which stays where it is.
 _ANYWHERE, _PLACED, _PLACED_OR_INPUT = 0, 1, 2
 
 _PACKER = msgpack.Packer()  # creating a packer takes as long as packing a request

@@ -160,7 +160,7 @@ class RegionReferences:
         if region.written_ranges.add(span):
             self._reserved_ranges.append(output_range)
             return
-        # Both requests succeed, but one of the clients reads the result of the other request.
+        # Both requests would succeed, but one client would read the other request's result.
         if self._table.overlap == "error":
             raise AlreadyExists(
                 f"an output in shared memory region '{region.name}' overlaps one of a request in "

@@ -285,7 +285,7 @@ class App(ActiveCount):
         self._routes = routes
         self._cors = cors
 
-    def malformed_response(self, error: InvalidArgument, head: bytes) -> HttpResponse:
+    def malformed_response(self, error: ShmserveError, head: bytes) -> HttpResponse:
         """Return the response to malformed HTTP that begins with `head`, in its API's format."""
         target = b"".join(head.split(b" ", 2)[1:2]).decode("latin-1")
         route, _ = self._routes.find(target) or self._routes.unmatched(target)

@@ -410,7 +410,7 @@ class Lifecycle:
     def _withdraw(self, order: Order) -> None:
         model = order.model
         withdrawn, model.serving = model.serving, {}
-        error = order.failures.get("")  # of a reload because of a step, which was logged
+        error = order.failures.get("")  # set if the reload of an ensemble failed; logged there
         outcome = LoadOutcome(str(error).rstrip(), is_logged=True) if error else UNLOADED
         model.outcomes = dict.fromkeys({*withdrawn, *model.outcomes} - {""}, outcome)
         model.fingerprint, model.last_load = "", None

@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from shmserve.common.tasks import wait_any
-from shmserve.errors import Internal, ShmserveError, Unavailable
+from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.model_spec import IDLE_UNLOAD, parse_idle_unload_s
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.autoscaler import private_bytes
@@ -206,8 +206,12 @@ class OnDemand:
             outcome = None
         except Exception as error:
             self._failures[name] = backoff, time.monotonic() + backoff.pause_s(0)
-            outcome = error if isinstance(error, ShmserveError) else Internal()
-            if outcome is not error:
+            if isinstance(error, InvalidArgument):  # the inference request is valid
+                outcome = Unavailable(error.message)
+            elif isinstance(error, ShmserveError):
+                outcome = error
+            else:
+                outcome = Internal()
                 logger.exception("model '%s' could not be loaded on demand", name)
         finally:
             del self._loads[name]

@@ -113,6 +113,12 @@ def test_no_process_can_gain_privileges(server: Server) -> None:
         assert "NoNewPrivs:\t1\n" in status, process.cmdline()
 
 
+def test_each_process_has_its_own_process_group(server: Server) -> None:
+    """A model that signals its group, for instance by `os.kill(0, SIGKILL)`, ends its worker."""
+    members = server.tree()
+    assert {os.getpgid(process.pid) for process in members} == {process.pid for process in members}
+
+
 def errors(server: Server) -> list[str]:
     return [line for line in server.log().splitlines() if line.startswith("E ")]
 

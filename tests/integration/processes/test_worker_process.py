@@ -360,6 +360,20 @@ def test_a_model_that_fails_in_load(worker: Worker) -> None:
     assert worker.wait() == 0
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can change these")
+@pytest.mark.parametrize("change", ["os.setuid(65534)", "os.chroot('/var')"])
+def test_a_model_that_removes_its_own_access(worker: Worker, change: str) -> None:
+    model = MODEL.replace("self.log = context", f"{change}\n        self.log = context")
+    (worker.version_dir / "model.py").write_text(model)
+    worker.start()
+    worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
+    config = worker.expect(m.ConfigCompleted).config
+    worker.send(m.LoadInstance(ModelSpec.of(config), worker.scheduler("w1")))
+    load_failed = worker.expect(m.LoadFailed)
+    assert "cannot access the server's sockets and memory" in load_failed.message
+    assert worker.wait() == 0
+
+
 def test_a_missing_device(worker: Worker) -> None:
     worker.start(device="npu:0", kind="GPU")
     worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
