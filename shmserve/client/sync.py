@@ -130,7 +130,7 @@ class Server:
         """
         waiting_requests: deque[Any] = deque()
         waiter = self._get_waiter()
-        # Collect several responses per message, so that the server always has work.
+        # The thread wakes up once for several responses. The other requests keep the server busy.
         min_messages = max(1, in_flight // 4)
         try:
             for request_inputs in inputs:

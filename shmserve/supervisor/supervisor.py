@@ -45,7 +45,8 @@ logger = logging.getLogger(__name__)
 
 
 _CLIENT_ROLES = ("gateway", LOCAL_CLIENT)
-# The processes with these roles are as many as models, so exits after `Stop` are sent in groups.
+# The number of processes with these roles grows with the models, so exits after `Stop` are reported
+# together.
 _MODEL_ROLES = ("scheduler", "ensemble", "worker")
 _EXIT_REPORT_DELAY_S = 0.5
 

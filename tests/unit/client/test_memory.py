@@ -475,6 +475,7 @@ def test_models_are_updated_by_publications() -> None:
     assert models.resolve("m", "").version == "3"
     models.publish(published(version="1", latest=False))
     assert models.resolve("m", "").version == "3"
+    assert models.resolve("m", "01").version == "1"
     assert models.names() == [("m", "1"), ("m", "3")]
     models.withdraw("m", "3")
     with pytest.raises(Unavailable, match="no available versions"):
