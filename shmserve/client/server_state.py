@@ -175,6 +175,7 @@ class ServerState(ABC):
         successors: The endpoint of the successor, or "", by the endpoint of a lost scheduler.
         loss_count: The number of schedulers lost so far.
         alive: Whether the connection is alive.
+        start_ended: Set when `models.started` is true, or the server must not be used any more.
         link_numbers: The numbers that identify the links of this connection.
     """
 
@@ -183,6 +184,7 @@ class ServerState(ABC):
         self.successors = Successors()
         self.loss_count = 0
         self.alive = True
+        self.start_ended = threading.Event()
         self.draining = False  # new requests must go to another server
         self.identity = ""
         self.mappings = Mappings()

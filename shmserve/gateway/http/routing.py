@@ -323,7 +323,7 @@ class App(ActiveCount):
             trace_id = TraceContext.of(_traceparent(request)).trace_id
             request_line = (request.method, request.target)
             logger.exception("%s %s failed", *request_line, extra={"trace_id": trace_id})
-            response = _error_response(Internal("internal error"), route.encode_error, request)
+            response = _error_response(Internal(), route.encode_error, request)
         except BaseException:
             self.decrement()
             raise

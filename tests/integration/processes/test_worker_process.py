@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from shmserve.errors import Internal
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.inference import (
@@ -222,7 +223,7 @@ def test_malformed_work_and_messages(worker: Worker) -> None:
     router.post(peer, Execute(1, [Work(1, 1, b"garbage", [])]))
     router.flush()
     worker.batches = 1
-    assert worker.finished() == [Reply(1, "INTERNAL", "internal error")]
+    assert worker.finished() == [Reply(1, "INTERNAL", Internal().message)]
 
 
 def test_large_outputs_are_released_by_their_reader_or_by_its_death(worker: Worker) -> None:
