@@ -314,6 +314,14 @@ def test_completed_prepared_requests_keep_no_memory(memories: Memories) -> None:
     assert memories._used_bytes() == 0
 
 
+def test_a_deep_copy_of_a_region_has_its_own_memory(memories: Memories) -> None:
+    region = Region(memories, {"x": (3, "FP32"), "y": ((2, 2), "BF16")})
+    region["x"][:] = 1
+    copied = copy.deepcopy(region)
+    region["x"][:] = 2
+    assert copied["x"].tolist() == [1, 1, 1] and copied.specs == region.specs
+
+
 def test_a_region_keeps_no_templates_of_reloaded_models(memories: Memories) -> None:
     region = Region(memories, {"x": ((1, 8192), "FP32"), "y": ((1, 8192), "FP32")})
     models = ClientModels()
