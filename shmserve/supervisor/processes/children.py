@@ -56,7 +56,7 @@ class Child:
     title: str
     exited: asyncio.Future[str]
     stop_timer: asyncio.TimerHandle | None = field(default=None)
-    cause: str = ""  # the reason why the server, or the kernel for lack of memory, kills the process
+    cause: str = ""  # the reason why the server or the kernel kills the process
     stops: bool = False  # whether the process was sent `Stop` and has nothing in flight
 
     @property
