@@ -413,7 +413,7 @@ class Instances:
         self._send(instance, m.Stop())
         instance.transition("stop")
         if not await self._context.end(instance.child, _STOP_PATIENCE_S):
-            text = "instance '%s' is killed: `unload`, `finalize` or an execution did not end in %g s"
+            text = "instance '%s' is killed: its `unload`, `finalize` or execution takes over %g s"
             logger.error(text, instance.name, _STOP_PATIENCE_S)
 
     # --- schedulers

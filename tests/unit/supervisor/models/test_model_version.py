@@ -253,7 +253,7 @@ async def test_a_worker_that_does_not_stop_is_killed_and_named(
     monkeypatch.setattr(type(processes.context), "end", AsyncMock(return_value=False))
     await model.stop()
     await processes.end()
-    assert "instance 'm_0' is killed: `unload`" in caplog.text
+    assert "instance 'm_0_0' is killed: its `unload`" in caplog.text
 
 
 async def test_a_cancelled_load_leaves_no_processes() -> None:
