@@ -108,9 +108,9 @@ def serve(
     folder = Path(tempfile.mkdtemp(prefix="shmserve-", dir="/tmp" if is_long else None))
     try:
         arguments = [word for model in classes for word in _arguments(model, folder, sources)]
-        run_dir = folder / "run"
-        options = {"allow_grpc": False, "allow_metrics": False, **flags}
-        options |= {"http_port": port, "run_dir": run_dir}
+        run_dir = Path(flags.get("run_dir") or folder / "run")
+        options = {"allow_grpc": False, "allow_metrics": False, "http_port": port, **flags}
+        options["run_dir"] = run_dir
         arguments += [word for name, value in options.items() for word in _flags(name, value)]
         with _process(arguments, folder / "log") as process:
             server = _ready_client(process, run_dir, folder / "log", timeout, token, sources)

@@ -45,7 +45,7 @@ class Region(Mapping[str, Any]):
         server.infer("blur", region)
 
     `Server.allocate` and `Server.attach` return it. `region["image"]` is a numpy array over the
-    memory; on a device it is a `DeviceView`. `infer(model, region)` uses those tensors of the
+    memory; on a device it is a `DeviceView`. `region["image"] = array` copies into host memory. `infer(model, region)` uses those tensors of the
     region that are inputs of the model, and writes the outputs to the others. The end of a `with`
     block releases the region.
 
@@ -138,6 +138,9 @@ class Region(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         return self.view(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.view(name)[...] = value  # `region["x"] += 1` ends with this, too
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._templates)
@@ -319,7 +322,9 @@ def _parse_spec(name: str, shape: Sequence[int] | int, dtype: Any) -> TensorSche
     datatype = _datatype(name, dtype)
     item_size = ITEM_SIZE[datatype]
     try:
-        dims = (index(shape),) if hasattr(shape, "__index__") else tuple(map(index, shape))
+        # An array has `__index__`, too.
+        is_number = hasattr(shape, "__index__") and not hasattr(shape, "__len__")
+        dims = (index(shape),) if is_number else tuple(map(index, shape))
     except TypeError:
         dims = (-1,)
     if any(dim < 0 for dim in dims):

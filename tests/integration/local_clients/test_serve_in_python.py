@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
+import pickle
 import pydoc
 import re
 import shutil
@@ -137,7 +139,11 @@ def test_models_of_a_repository_are_loaded_and_unloaded(tmp_path: Path, serve_mo
     assert server.infer("double", x=X)["output"].sum() == 8
     server.unload("double")
     assert server.models() == []
-    assert serve_model(tmp_path / "double").models() == [("double", "1")]
+    server = serve_model(tmp_path / "double", run_dir=tmp_path / "run")
+    assert server.models() == [("double", "1")]
+    assert server.run_dir == tmp_path / "run" and server.run_dir.is_dir()
+    with pytest.raises(InvalidArgument, match="--http-port"):
+        serve_model(Double, http_port="none")
 
 
 ANY_NAME = """
@@ -238,7 +244,10 @@ def test_inputs_named_like_options_are_passed_as_a_mapping(serve_model) -> None:
 
 def test_a_response_may_lack_an_output_that_is_not_required(serve_model) -> None:
     server = serve_model(Sum)
-    assert list(server.infer("sum", x=X)) == ["sum"]
+    result = server.infer("sum", x=X)
+    assert list(result) == list(pickle.loads(pickle.dumps(result))) == ["sum"]
+    with pytest.raises(TypeError, match=r"a client cannot be pickled.*: call connect\(\)"):
+        copy.copy(server)
     assert "did not return" not in server.log.read_text()
 
 
