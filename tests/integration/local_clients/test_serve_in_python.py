@@ -51,6 +51,12 @@ class Unfit(Double):
     max_batch_size = "8"
 
 
+class Divide(Double):
+    def predict(self, x: FP32[np.ndarray, 4]) -> FP32[np.ndarray, 4]:
+        print("divides")
+        return x * (1 // 0)
+
+
 class Sums(TypedDict):
     sum: FP32[np.ndarray, 1]
     more: NotRequired[FP32[np.ndarray, 1]]
@@ -117,6 +123,9 @@ def test_the_error_of_a_model_is_raised() -> None:
     expected_error = "RuntimeError: the weights are gone"
     with pytest.raises(Internal, match=expected_error), shmserve.serve(Broken):
         raise AssertionError("entered")
+    with pytest.raises(Internal, match="ZeroDivisionError") as caught, shmserve.serve(Divide) as s:
+        s.infer("divide", x=X)
+    assert f'File "{__file__}"' in caught.value.__notes__[0]
     position = rf"{re.escape(__file__)}:\d+:\d+: 'Unfit.max_batch_size' must be an integer"
     with pytest.raises(InvalidArgument, match=position), shmserve.serve(Unfit):
         raise AssertionError("entered")
