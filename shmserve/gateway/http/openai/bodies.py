@@ -418,6 +418,8 @@ def _text_request(
 ) -> TextRequest:
     stream = check_member(parameters, "stream", bool, False)
     options = check_member(parameters, "stream_options", dict, {})
+    if options and not stream:
+        raise InvalidArgument("stream_options: only allowed if stream is true")
     sample_count = check_member(parameters, "n", int, 1)
     excluded = ("model", "prompt", "messages", "stream_options")
     fields = {name: value for name, value in parameters.items() if name not in excluded}
