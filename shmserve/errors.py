@@ -18,7 +18,7 @@ ShmserveError
 
 Between processes an error is a (code, message) pair, which `from_code` converts to an exception.
 Messages are written for the client: they contain no path, pid, endpoint or traceback. Unexpected
-exceptions are logged where they occur, and the client receives `Internal("internal error")`.
+exceptions are logged where they occur, and the client receives `Internal()`.
 """
 
 from __future__ import annotations
@@ -160,6 +160,9 @@ class Internal(ShmserveError):
     """The server or the model failed; the message is written for the client."""
 
     server_fault = True
+
+    def __init__(self, message: str = "internal error; the server's log has the cause") -> None:
+        super().__init__(message)
 
 
 # Modules and programs may define further subclasses, which no message of a server refers to.

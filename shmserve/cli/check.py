@@ -53,7 +53,7 @@ _ZEROS_NOTE = (
     "\nthe inputs were zeros and empty strings; set other values with --input NAME=VALUE, or with "
     "samples in `model_warmup`"
 )
-_INVALID_OUTPUT = "inference output '"  # in errors that no other inputs would avoid
+_INVALID_OUTPUT = "inference output '"  # part of errors that do not depend on the inputs
 _NOT_LOADED = "the model is not loaded; see the log for the reason"
 _NO_INPUTS_NOTE = "\nthe request had no inputs, because the configuration lists none"
 

@@ -21,7 +21,7 @@ from shmserve.supervisor.host.run_directory import RunDirectory
 def default_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("SHMSERVE_RUN_DIR", raising=False)
-    monkeypatch.setattr(run_directory, "_DEFAULT_FOLDER_PATIENCE_S", 0.0)
+    monkeypatch.setattr(run_directory, "_DEFAULT_FOLDER_TIMEOUT_S", 0.0)
     return tmp_path / "shmserve"
 
 

@@ -250,7 +250,7 @@ def _outputs(
     is_typed_dict = typing.is_typeddict(record_type)
     if is_typed_dict or hasattr(record_type, "_fields") or dataclasses.is_dataclass(record_type):
         hints_by_name = typing.get_type_hints(record_type, include_extras=True)
-        if dataclasses.is_dataclass(record_type):  # only the fields of a dataclass, not a ClassVar
+        if dataclasses.is_dataclass(record_type):  # without ClassVar annotations
             fields = dataclasses.fields(record_type)
             hints_by_name = {field.name: hints_by_name[field.name] for field in fields}
         outputs = {
