@@ -423,8 +423,10 @@ def _text_request(
     sample_count = check_member(parameters, "n", int, 1)
     excluded = ("model", "prompt", "messages", "stream_options")
     fields = {name: value for name, value in parameters.items() if name not in excluded}
-    usage = bool(options) and check_member(options, "include_usage", bool, False)
-    continuous = stream and usage and check_member(options, "continuous_usage_stats", bool, False)
+    options = {f"stream_options.{name}": value for name, value in options.items()}
+    usage = check_member(options, "stream_options.include_usage", bool, False)
+    continuous = check_member(options, "stream_options.continuous_usage_stats", bool, False)
+    continuous = continuous and usage
     details = _select_details(fields, continuous)
     return TextRequest(model, prompts, fields, sample_count, stream, usage, details, continuous)
 

@@ -152,10 +152,12 @@ MISTRAL = {
         "sliding_window": None,
     }
 }
-FIXED_MISTRAL = {"config.json": {**MISTRAL["config.json"], "transformers_version": "4.57.0"},
+FIXED_MISTRAL: dict[str, dict[str, Any]] = {
+    "config.json": {**MISTRAL["config.json"], "transformers_version": "4.57.0"},
     SETTINGS: {"fix_mistral_regex": True}}  # fmt: skip
 MANY_TOKENS = {f"[{number}]": number for number in range(SIZE, 100_001)}
-for row, pre_tokenizer in {"bytes": {}, "Sequence": DIGITS["tokenizer.json"]}.items():
+SPLITTERS: dict[str, dict[str, Any]] = {"bytes": {}, "Sequence": DIGITS["tokenizer.json"]}
+for row, pre_tokenizer in SPLITTERS.items():
     model = json.loads(tokenizer_text())["model"]
     model["vocab"] |= MANY_TOKENS
     FILES[f"Mistral's fixed pattern: {row}"] = {
