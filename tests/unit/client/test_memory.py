@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import pickle
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -409,6 +410,8 @@ def test_accepted_input_types() -> None:
     assert as_array(np.array(["a"], np.dtypes.StringDType()), None, "x")[1] == "BYTES"
     with pytest.raises(InvalidArgument, match="'x' is a masked array"):
         as_array(np.ma.masked_equal([1, 2], 2), None, "x")
+    with pytest.raises(InvalidArgument, match="Python objects; model expects FP32: pass array"):
+        as_array(np.array([1.0], object), TensorSpec("x", "FP32", (-1,)), "x")
     assert as_array(True, None, "x")[1] == "BOOL"
     with pytest.raises(InvalidArgument, match="takes host memory"):
         as_array(torch.empty(1, device="meta"), None, "x")
@@ -452,17 +455,46 @@ def test_lists_keep_their_numbers() -> None:
     assert convert([0.1], "FP32") == [np.float32(0.1)]
     # BF16 as bit patterns: 1.0 is 0x3f80.
     assert convert([1.0, -2, 1e-3], "BF16") == [0x3F80, 0xC000, 0x3A83]
+    ones = np.ones(1, ml_dtypes.bfloat16)
+    assert convert([ones], "BF16") == [[0x3F80]]
+    assert convert([ones], "FP32") == [[1.0]]
+    assert convert(NoArguments(), "FP32") == [1.0]
+    assert convert(UnreadableByDlpack(), "BF16") == [0x3F80]
+
+
+class NoArguments:
+    """An array-like object with the method of older libraries."""
+
+    def __array__(self, copy: bool | None = None) -> object:
+        return np.ones(1)
+
+
+class UnreadableByDlpack:
+    """An array of JAX with a type that numpy's DLPack lacks."""
+
+    def __dlpack__(self, **_: object) -> object:
+        raise BufferError
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> object:
+        return np.ones(1, ml_dtypes.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("value", "datatype"),
+    ("value", "datatype", "found"),
     [
-        ([1.7], "INT32"), ([300], "UINT8"), ([-1], "UINT64"), ([2], "BOOL"), (["1"], "INT32"),
-        ([None], "FP32"), ([["a"]], "BF16"),
+        ([0, 1.7], "INT32", "1.7"), ([300], "UINT8", "300"), ([-1], "UINT64", "-1"),
+        ([2], "BOOL", "2"), (["1"], "INT32", "'1'"), ([0.5, None], "FP32", "None (NoneType)"),
+        ([["a"]], "BF16", "'a'"), ([1, 10**30], "FP64", "0 (int)"), (range, "FP32", "range"),
     ],
 )  # fmt: skip
-def test_lists_with_values_outside_the_datatype_are_rejected(value: object, datatype: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"input 'x' cannot be converted to {datatype}"):
+def test_lists_with_values_outside_the_datatype_are_rejected(
+    value: object, datatype: str, found: str
+) -> None:
+    text = f"input 'x' cannot be converted to {datatype}: .*{re.escape(found)}"
+    with pytest.raises(InvalidArgument, match=text):
         as_array(value, TensorSpec("x", datatype, (-1,)), "x")
 
 
