@@ -232,7 +232,9 @@ async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None
     model = deployment(processes)
     await model.start()
     worker = processes.children[0]
-    waiting_ends = [asyncio.ensure_future(processes.context.end(worker, 0)) for _ in range(2)]
+    waiting_ends: list[asyncio.Future[Any]] = [
+        asyncio.ensure_future(processes.context.end(worker, 0)) for _ in range(2)
+    ]
     worker.kill = lambda signal_number=9: None  # type: ignore[method-assign]
     waiting_ends += [asyncio.ensure_future(model.kill())]
     await asyncio.sleep(0.001)
