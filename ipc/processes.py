@@ -176,6 +176,12 @@ def with_large_copies(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, _TUNABLES_VARIABLE: ":".join(settings)}
 
 
+def reset_eventfd(fd: int) -> None:
+    """Reset an eventfd to 0, which may have this value already."""
+    with contextlib.suppress(BlockingIOError):
+        os.eventfd_read(fd)
+
+
 def trim_heap() -> None:
     """Return freed memory to the operating system, which only glibc supports."""
     with contextlib.suppress(AttributeError):
