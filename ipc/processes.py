@@ -147,7 +147,7 @@ class PreciseWait:
 def begin(log_name: str, title: str, log: logs.LogSettings) -> None:
     """Set up the log and the title of a process that only the supervisor ends.
 
-    The process ignores a terminal's Ctrl-C, which reaches every process, and SIGTERM.
+    It ignores SIGINT and SIGTERM, which a service manager may send to every process.
     """
     logs.configure(log_name, log)
     set_process_title(title)

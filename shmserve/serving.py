@@ -26,7 +26,14 @@ from typing import Any
 
 from shmserve.client import discovery, sync
 from shmserve.client.session import open_session
-from shmserve.errors import KINDS, Disconnected, InvalidArgument, ShmserveError, Unavailable
+from shmserve.errors import (
+    KINDS,
+    Disconnected,
+    Internal,
+    InvalidArgument,
+    ShmserveError,
+    Unavailable,
+)
 
 Models = type | str | os.PathLike[str] | Sequence[type | str | os.PathLike[str]]
 Sources = dict[Path, Path]  # the files generated for classes, and the user's files
@@ -58,11 +65,13 @@ class LocalServer(sync.Server):
         url: The URL of the server's HTTP listener.
         run_dir: The server's run directory, for `shmserve.client.connect` in other processes.
         log: The path of the server's log.
+        sources: The user's files by the files that the server reads instead of them.
     """
 
     url: str
     run_dir: Path
     log: Path
+    sources: Sources
 
 
 @contextlib.contextmanager
@@ -94,6 +103,7 @@ def serve(
     Raises:
         InvalidArgument: An argument is invalid, or the source of a class cannot be found.
         ShmserveError: The error of a model that could not be loaded.
+        Internal: The block raises this error of a model. Its note has the model's traceback.
         Unavailable: The server did not become ready in time.
     """
     if os.environ.get(_INSIDE):
@@ -108,14 +118,19 @@ def serve(
     folder = Path(tempfile.mkdtemp(prefix="shmserve-", dir="/tmp" if is_long else None))
     try:
         arguments = [word for model in classes for word in _arguments(model, folder, sources)]
-        run_dir = folder / "run"
-        options = {"allow_grpc": False, "allow_metrics": False, **flags}
-        options |= {"http_port": port, "run_dir": run_dir}
+        run_dir = Path(flags.get("run_dir") or folder / "run")
+        options = {"allow_grpc": False, "allow_metrics": False, "http_port": port, **flags}
+        options["run_dir"] = run_dir
         arguments += [word for name, value in options.items() for word in _flags(name, value)]
         with _process(arguments, folder / "log") as process:
             server = _ready_client(process, run_dir, folder / "log", timeout, token, sources)
             try:
                 yield server
+            except Internal as error:
+                failures = _ERROR_LINE.findall(user_log(folder / "log", sources))
+                for text in [text for text in failures if "Traceback" in text][-1:]:
+                    error.add_note(f"The latest traceback in the server's log:\n{text.rstrip()}")
+                raise
             finally:
                 server.close()
     finally:
@@ -172,17 +187,22 @@ def _ready_client(
             if session.connection().models.ready and http_ready:
                 server = LocalServer(session)
                 server.url = url
-                server.run_dir, server.log = run_dir, log
+                server.run_dir, server.log, server.sources = run_dir, log, sources
                 return server
         time.sleep(_PAUSE_S)
     if session is not None:
         session.close()
+    raise _failure(user_log(log, sources), process.poll(), timeout)
+
+
+def user_log(log: Path, sources: Sources) -> str:
+    """Return the server's log with the paths of the user's files."""
     text = log.read_text(errors="replace")
     for generated, source in sources.items():
         text = text.replace(str(generated), str(source))
         stem = generated.stem
         text = re.sub(rf"\b(?:{stem}/\d+/)?{stem}\.py:(?=\d)", f"{source.name}:", text)
-    raise _failure(text, process.poll(), timeout)
+    return text
 
 
 # A line of the log: the level, the time, the process, the text.
@@ -270,10 +290,13 @@ def _source_of(cls: type) -> str:
         InvalidArgument: The source cannot be found, or uses a name that is not at the top level.
     """
     try:
-        class_line, class_text = _class_block(cls)
+        class_line, class_text = _class_source(cls)
         class_tree = ast.parse(class_text)
     except (OSError, TypeError, SyntaxError) as error:
-        message = f"the source of class '{cls.__name__}' cannot be found: define it in a file"
+        message = (
+            f"the source of class '{cls.__name__}' cannot be found: define it in a file, or in a "
+            "cell without %%"
+        )
         raise InvalidArgument(message) from error
     statements = list(_statements(cls))
     used_names = {"*", *_names(class_tree), *_annotation_names(class_tree)}
@@ -295,25 +318,25 @@ def _source_of(cls: type) -> str:
             f"class '{cls.__name__}' uses names that its module does not define: "
             f"{', '.join(sorted(unknown_names))}; define them at the top level or in the class"
         )
-    blocks = [
-        _block(node, lines)
+    sources = [
+        _statement_source(node, lines)
         for node, lines in statements
         if node in used_statements and cls.__name__ not in _binds(node)
     ]
-    blocks.append((class_line, class_text))
+    sources.append((class_line, class_text))
     if "<locals>" not in cls.__qualname__ and _cells(cls) is None:
-        blocks.sort(key=itemgetter(0))
+        sources.sort(key=itemgetter(0))
     is_future = any("__future__" in ast.unparse(node) for node, _ in statements)
     header = ["from __future__ import annotations"] if is_future else []
     if package := sys.modules[cls.__module__].__package__:  # relative imports need it
         header.append(f"__package__ = {package!r}")
     text = "; ".join(header) + "\n" if header else ""
-    for line, block in blocks:
-        text += "\n" * (line - 1 - text.count("\n")) + block.rstrip("\n") + "\n"
+    for line, source in sources:
+        text += "\n" * (line - 1 - text.count("\n")) + source.rstrip("\n") + "\n"
     return text
 
 
-def _class_block(cls: type) -> tuple[int, str]:
+def _class_source(cls: type) -> tuple[int, str]:
     """Return the number of the first line of a class in its file or cell, and its lines.
 
     Raises:
@@ -323,7 +346,7 @@ def _class_block(cls: type) -> tuple[int, str]:
         with contextlib.suppress(SyntaxError):
             for node in ast.walk(ast.parse(cell)):
                 if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
-                    line, text = _block(node, cell.splitlines())
+                    line, text = _statement_source(node, cell.splitlines())
                     return line, textwrap.dedent(text)
     lines, line = inspect.getsourcelines(cls)
     return line, textwrap.dedent("".join(lines))
@@ -370,7 +393,7 @@ def _statements(cls: type) -> Iterator[tuple[ast.stmt, list[str]]]:
                 yield node, text.splitlines()
 
 
-def _block(node: ast.stmt, lines: list[str]) -> tuple[int, str]:
+def _statement_source(node: ast.stmt, lines: list[str]) -> tuple[int, str]:
     """Return the number of the first line of a statement, and its text.
 
     Both include the decorators.

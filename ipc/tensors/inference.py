@@ -148,7 +148,7 @@ class RequestSchema:
             MalformedMessage: The data do not match the schema.
         """
         if len(data) != self.data_count:
-            raise MalformedMessage("a request's data do not match its schema")
+            raise MalformedMessage(f"the schema needs {self.data_count} data, got {len(data)}")
         parts = iter(data)
         inputs = _tensors(self.inputs, parts)
         if not self.outputs:
@@ -183,7 +183,7 @@ class ResponseSchema:
             MalformedMessage: The data do not match the schema.
         """
         if len(data) != len(self.outputs):
-            raise MalformedMessage("a response's data do not match its schema")
+            raise MalformedMessage(f"the schema needs {len(self.outputs)} data, got {len(data)}")
         return Inferred(_tensors(self.outputs, data), self.parameters)
 
 

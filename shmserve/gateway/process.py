@@ -245,7 +245,7 @@ class _Process:
                 self._stop_received.set()
             case _:
                 logger.warning("unexpected %s from the supervisor", type(message).__name__)
-        if number := getattr(message, "acknowledge", 0):
+        if number := getattr(message, "ack_number", 0):
             gateway.supervisor.post(Acknowledged(number))
 
     def _on_clients_notified(self) -> None:

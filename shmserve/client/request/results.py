@@ -56,6 +56,9 @@ class Result(Mapping[str, Any]):
     def __repr__(self) -> str:
         return f"Result({self._outputs!r})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Result, (dict(self), self.parameters, None)  # the arrays are copied
+
     def release(self) -> None:
         """Free the memory of the outputs; access to them then raises Released. Idempotent."""
         if self._lease is not None:
@@ -142,7 +145,7 @@ def _read(
     schema = packed.model.responses[message.schema]
     datas = message.data
     if len(datas) != len(schema.outputs):
-        raise MalformedMessage("a response's data do not match its schema")
+        raise MalformedMessage(f"the schema needs {len(schema.outputs)} data, got {len(datas)}")
     outputs: dict[str, Any] = {}
     for tensor, data in zip(schema.outputs, datas, strict=True):
         if type(data) is not bytes:

@@ -173,6 +173,7 @@ _OPENAI_PATH = re.compile(r"(?!/v2/).*/(chat/completions|completions|responses|e
 _PATH_HINTS = {
     _OPENAI_PATH: " (the base URL of an OpenAI client is http://HOST:PORT/v1)",
     re.compile(r"/v2/models/[^/]+/versions/(?![0-9]+(/|$)).*"): " (a version is an integer)",
+    re.compile(r"/v1/(responses|chat/completions)/"): " (responses are not stored)",
     re.compile(r"/v1(/|$)"): " (GET /docs lists the routes)",
     re.compile(r"/v2/[a-z]+memory/region/[^/]+/.+/"): " (a / in a name is written %2F)",
 }
@@ -323,7 +324,7 @@ class App(ActiveCount):
             trace_id = TraceContext.of(_traceparent(request)).trace_id
             request_line = (request.method, request.target)
             logger.exception("%s %s failed", *request_line, extra={"trace_id": trace_id})
-            response = _error_response(Internal("internal error"), route.encode_error, request)
+            response = _error_response(Internal(), route.encode_error, request)
         except BaseException:
             self.decrement()
             raise

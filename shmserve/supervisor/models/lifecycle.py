@@ -372,7 +372,7 @@ class Lifecycle:
         except Exception:  # the orders of the other models continue
             logger.exception("the state of model '%s' could not be updated", model.name)
             if model.orders and not model.orders[0].is_finished:
-                self._fail(model.orders[0], Internal("internal error"))
+                self._fail(model.orders[0], Internal())
 
     def _execute_step(self, order: Order) -> bool:
         """Execute the next step of an order, and return whether it could be executed."""

@@ -167,14 +167,14 @@ class OnDemand:
 
     # --- loading
 
-    async def load(self, name: str, patience_s: float) -> None:
+    async def load(self, name: str, timeout_s: float) -> None:
         """Load a model that is on demand; return at once for any other model.
 
         Concurrent callers wait for the same load.
 
         Args:
             name: The model.
-            patience_s: The seconds to wait; 0 is no limit.
+            timeout_s: The seconds to wait; 0 is no limit.
 
         Raises:
             ShmserveError: The load failed.
@@ -187,7 +187,7 @@ class OnDemand:
         if load is None:
             load = self._loads[name] = asyncio.get_running_loop().create_future()
             self._context.background(self._load(name, load))
-        await wait_any(load, timeout_s=patience_s if 0 < patience_s < _MAX_WAIT_S else None)
+        await wait_any(load, timeout_s=timeout_s if 0 < timeout_s < _MAX_WAIT_S else None)
         if not load.done():
             raise Unavailable(f"model '{name}' was not loaded within the request's timeout")
         error = load.result()
@@ -211,7 +211,7 @@ class OnDemand:
             elif isinstance(error, ShmserveError):
                 outcome = error
             else:
-                outcome = Internal("internal error")
+                outcome = Internal()
                 logger.exception("model '%s' could not be loaded on demand", name)
         finally:
             del self._loads[name]

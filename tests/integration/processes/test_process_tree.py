@@ -26,8 +26,8 @@ from shmserve.supervisor.host.run_directory import RunDirectory
 
 lock, remove = RunDirectory._lock, RunDirectory.remove
 
-def locked(self, patience_s):
-    fd = lock(self, patience_s)
+def locked(self, timeout_s):
+    fd = lock(self, timeout_s)
     os.kill(os.getpid(), signal.SIGTERM)
     return fd
 
