@@ -18,6 +18,7 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Generator,
     Iterable,
     Mapping,
     Sequence,
@@ -48,7 +49,6 @@ class _LoopChannel:
         self.connection = connection
         self.loop = asyncio.get_running_loop()
         self._flushing = False
-        self._is_closed = False
         self.requests = RequestChannel(connection, self._watch, self._unwatch)
 
     def _watch(self, fd: int) -> None:
@@ -69,8 +69,7 @@ class _LoopChannel:
 
     def _flush(self) -> None:
         self._flushing = False
-        if not self._is_closed:
-            self.requests.flush()
+        self.requests.flush()  # a closed channel has no links, so that nothing is sent
 
     def cancel(self, pending: ClientRequest) -> None:
         """Cancel a request at the end of this iteration of the loop."""
@@ -79,7 +78,6 @@ class _LoopChannel:
 
     def close(self) -> None:
         """Stop watching descriptors and close the channel."""
-        self._is_closed = True
         self.requests.close()
 
     def close_soon(self) -> None:
@@ -507,6 +505,9 @@ class Server:
         self._former_channels.clear()
         await asyncio.to_thread(self._session.close)
 
+    def __reduce__(self) -> Any:
+        return self._session.__reduce__()  # raises TypeError
+
     def __del__(self) -> None:
         self._session.close_later(self._session.close)
         if self._channel is not None and not self._session.inherited:
@@ -536,7 +537,7 @@ class _PendingServer:
     def _open(self) -> Server:
         return Server(open_session(*self._arguments))
 
-    def __await__(self) -> Any:
+    def __await__(self) -> Generator[Any, None, Server]:
         return self._connect().__await__()
 
     async def __aenter__(self) -> Server:

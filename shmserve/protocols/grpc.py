@@ -12,6 +12,7 @@ import contextlib
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -336,13 +337,13 @@ class GrpcLane:
         self._is_busy = False
 
 
+@dataclass(slots=True, eq=False)
 class _LaneStream:
     """The state of a stream: its lane, send window, and bytes read since the last window update."""
 
-    def __init__(self, lane: GrpcLane, window: int) -> None:
-        self.lane = lane
-        self.window = window
-        self.unacknowledged_bytes = 0  # bytes read since the last window update
+    lane: GrpcLane
+    window: int
+    unacknowledged_bytes: int = 0
 
 
 class Http2Client:

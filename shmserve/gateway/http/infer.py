@@ -186,12 +186,8 @@ class HttpInference(UnaryInference):
         write_response, self.write_response = self.write_response, None
         if write_response is None:
             resolve_future(self._waiter, None)
-        elif (
-            self.encoded is None
-            or self.gateway.draining
-            or logger.isEnabledFor(logging.DEBUG)  # only the task logs the duration
-        ):
-            write_response(None)
+        elif self.encoded is None or self.gateway.draining or logger.isEnabledFor(logging.DEBUG):
+            write_response(None)  # only the task logs the duration, at the level DEBUG
         else:
             json, binary = self.encoded
             if binary:
