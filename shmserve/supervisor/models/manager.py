@@ -11,10 +11,11 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
 
 from shmserve.common.names import check_model_name, is_traversal
-from shmserve.errors import ShmserveError, Unavailable
+from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.messages.publications import (
     LoadRefused,
     ModelPublication,
@@ -233,7 +234,10 @@ class LifecycleExecutor(LifecycleActions):
         try:
             fingerprint = planner.fingerprint(name)
             specs = planner.plan(name, *order.source)
-        except ShmserveError as error:
+        except (ShmserveError, OSError) as error:
+            if isinstance(error, OSError):  # this user may not read a file or folder
+                path = Path(error.filename or name)
+                error = InvalidArgument(f"'{path.parent.name}/{path.name}': {error.strerror}")
             count = planner.count(name)
             return LoadPlan(fingerprint, [], {}, error, count > 0, count > 1)
         steps: dict[str, list[str]] = {}

@@ -246,8 +246,9 @@ def check_files(folder: ModelFolder) -> None:
         InvalidArgument: A file of the model or of its newest version is neither file nor folder.
     """
     for path in _listed(folder.path, (*folder.versions[-1:], *_SHARED_FOLDERS)):
-        is_opened = _OPENED_SUFFIX.fullmatch(path.suffix) and path.exists()
-        if is_opened and not (path.is_file() or path.is_dir()):
+        # Unlike those of Path, these functions return False for files in an unreadable folder.
+        is_opened = _OPENED_SUFFIX.fullmatch(path.suffix) and os.path.exists(path)
+        if is_opened and not (os.path.isfile(path) or os.path.isdir(path)):
             name = path.relative_to(folder.path)
             raise InvalidArgument(f"'{name}' is a pipe, socket or device, expected a file")
 

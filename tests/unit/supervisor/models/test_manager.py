@@ -1,6 +1,7 @@
 """Loads, unloads and polls in every order, and the publications of models."""
 
 import asyncio
+import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -183,6 +184,17 @@ async def test_a_model_that_hangs_is_removed(monkeypatch: pytest.MonkeyPatch) ->
     await manager.stop()
     await processes.end()
     assert not any(child.alive for child in processes.children)
+
+
+async def test_an_unreadable_folder_fails_its_load() -> None:
+    def refuse(*_: object) -> list[VersionSpec]:
+        raise PermissionError(errno.EACCES, "Permission denied", "/models/m/1/config.pbtxt")
+
+    processes, repository = Processes(), Repository()
+    repository.plan = refuse  # type: ignore[method-assign]
+    with pytest.raises(InvalidArgument, match="'1/config.pbtxt': Permission denied"):
+        await asyncio.wait_for(models(processes, repository).load("m"), 5)
+    await processes.end()
 
 
 async def test_stopping_waits_for_no_load() -> None:
