@@ -192,7 +192,7 @@ async def test_an_unreadable_folder_fails_its_load() -> None:
 
     processes, repository = Processes(), Repository()
     repository.plan = refuse  # type: ignore[method-assign]
-    with pytest.raises(InvalidArgument, match="'1/config.pbtxt': Permission denied"):
+    with pytest.raises(InvalidArgument, match=r"'1/config\.pbtxt': Permission denied"):
         await asyncio.wait_for(models(processes, repository).load("m"), 5)
     await processes.end()
 
