@@ -186,12 +186,12 @@ async def test_a_model_that_hangs_is_removed(monkeypatch: pytest.MonkeyPatch) ->
     assert not any(child.alive for child in processes.children)
 
 
-async def test_an_unreadable_folder_fails_its_load() -> None:
+async def test_an_unreadable_folder_fails_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> list[VersionSpec]:
         raise PermissionError(errno.EACCES, "Permission denied", "/models/m/1/config.pbtxt")
 
     processes, repository = Processes(), Repository()
-    repository.plan = refuse  # type: ignore[method-assign]
+    monkeypatch.setattr(repository, "plan", refuse)
     with pytest.raises(InvalidArgument, match=r"'1/config\.pbtxt': Permission denied"):
         await asyncio.wait_for(models(processes, repository).load("m"), 5)
     await processes.end()
