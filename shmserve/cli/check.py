@@ -250,13 +250,13 @@ class _Model:
                             return _Verdict("FAILED" if died else outcome, message.message + note)
                         case Responded() | Finished():
                             response = unpack_inferred(message.schema, message.data)
-                            differences = self._differences(response, fit.batch_size)
+                            differences = self._describe_differences(response, fit.batch_size)
                             return _Verdict("differs" if differences else "ok", differences)
                 if not dealer.connected:
                     return _Verdict("FAILED", "the scheduler of the model has exited")
             return _Verdict("FAILED", f"no response within {_RESPONSE_TIMEOUT_S:.0f} s")
 
-    def _differences(self, response: Inferred, batch_size: int) -> str:
+    def _describe_differences(self, response: Inferred, batch_size: int) -> str:
         """Return the differences between a response and the configuration, or ""."""
         config = self._config
         returned = {tensor.name: tensor for tensor in response.outputs}

@@ -142,7 +142,7 @@ class Top:
         """Return the models' keys in display order: names ascending, figures descending."""
         if self.sort_key == "name":
             return sorted(self.models)
-        return sorted(self.models, key=lambda key: (-_figure(self.models[key], self.sort_key), key))
+        return sorted(self.models, key=lambda key: (-_number(self.models[key], self.sort_key), key))
 
     def page(self, height: int, width: int) -> list[RenderableType]:
         """Return the lines of a page.
@@ -176,7 +176,7 @@ class Top:
         server, rows = self.server_figures, self.models.values()
         ready_count = sum(row["state"] == "READY" for row in rows)
         rate, failed_rate, waiting_count = (
-            sum(_figure(row, key) for row in rows) for key in ("rate", "fail", "pending")
+            sum(_number(row, key) for row in rows) for key in ("rate", "fail", "pending")
         )
         died, sequences = (
             sum(int(row.get(key) or 0) for row in rows) for key in ("workers_lost", "sequences")
@@ -227,7 +227,7 @@ class Top:
         for key in keys[first_row : first_row + row_count]:
             row = self.models[key]
             style = "red" if row.get("because") else ""
-            cells = [_cell(row, column) for column in columns[1:]]
+            cells = [_cell_text(row, column) for column in columns[1:]]
             reverse = " reverse" if key == self.selected_name else ""
             table.add_row(_Name(_title(key)), *cells, style=style + reverse)
         return table
@@ -322,7 +322,7 @@ def _single_line(text: Text) -> Text:
     return text
 
 
-def _figure(row: Row, key: str) -> float:
+def _number(row: Row, key: str) -> float:
     recent = row.get("recent", {})
     ms = recent.get("ms") or (0.0, 0.0, 0.0)
     figures = {
@@ -335,7 +335,7 @@ def _figure(row: Row, key: str) -> float:
     return float(figures.get(key, row.get(key)) or 0)
 
 
-def _cell(row: Row, key: str) -> str:
+def _cell_text(row: Row, key: str) -> str:
     if "success" not in row:
         return row["state"] if key == "rate" else "-"
     if key == "busy":
@@ -343,7 +343,7 @@ def _cell(row: Row, key: str) -> str:
             return "-"  # an ensemble has no instances
         busy, idle = (row["instances"].get(state, 0) for state in ("busy", "idle"))
         return f"{busy}/{busy + idle}"
-    return _format(_figure(row, key)) if "recent" in row or key == "pending" else "-"
+    return _format(_number(row, key)) if "recent" in row or key == "pending" else "-"
 
 
 def _gib(size: int) -> str:

@@ -60,8 +60,8 @@ class Parsed:
         repeated: The values of each repeatable flag.
         positional: The arguments that are not flags.
         without_effect: Accepted flags that have no effect.
-        after_boolean: Maps a positional argument that follows a boolean flag without a value to the
-            name of that flag.
+        boolean_flag_before: Maps a positional argument after a boolean flag without a value to
+            the name of that flag.
         positions: The position of each flag that the file sets.
     """
 
@@ -69,10 +69,10 @@ class Parsed:
     repeated: dict[str, list[str]]
     positional: list[str]
     without_effect: list[str]
-    after_boolean: dict[str, str]
+    boolean_flag_before: dict[str, str]
     positions: dict[str, str] = field(default_factory=dict)
 
-    def located(self, problem: str) -> str:
+    def with_position(self, problem: str) -> str:
         """Return `problem` prefixed with the flag's position in the file, if the file sets it."""
         position = self.positions.get(problem.partition(":")[0].removeprefix("--"))
         return f"{position}: {problem}" if position else problem
@@ -86,7 +86,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
     """
     flag_values = FlagValues()
     positional: list[str] = []
-    after_boolean: dict[str, str] = {}
+    boolean_flag_before: dict[str, str] = {}
     remaining_words = list(arguments)
     bare_flag = ""  # the preceding boolean flag, if it has no value
     collected = Collector()
@@ -99,7 +99,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
                 continue  # the first argument in Triton's Helm chart repeats the program's name
             positional.append(word)
             if bare_flag:
-                after_boolean[word] = bare_flag
+                boolean_flag_before[word] = bare_flag
             bare_flag = ""
             continue
         name, equals, text = word.removeprefix("--").partition("=")
@@ -123,7 +123,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
     repeated |= file_values.repeated | flag_values.repeated
     without_effect = file_values.without_effect + flag_values.without_effect
     positions = {k: v for k, v in file_values.positions.items() if k not in on_command_line}
-    return Parsed(values, repeated, positional, without_effect, after_boolean, positions)
+    return Parsed(values, repeated, positional, without_effect, boolean_flag_before, positions)
 
 
 def _value(flag: Flag, text: str | None, remaining_words: list[str]) -> Value:

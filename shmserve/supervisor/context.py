@@ -120,7 +120,7 @@ class SupervisorContext:
         """Wait for a process that was sent `Stop`; kill it after `patience_s` seconds."""
         if child is None or not child.alive:
             return
-        child.stops = True
+        child.is_stopping = True
         try:
             async with asyncio.timeout(patience_s):
                 await child.until_exit()

@@ -160,7 +160,7 @@ class Gateways(PermanentProcesses):
             ),
             http_sockets=len(listeners.http),
             grpc=config.grpc.settings if is_grpc and config.grpc is not None else None,
-            held=self._waits_for_models,
+            waits_for_accept=self._waits_for_models,
             log=self._context.log,
         )
         entry = _GRPC_ENTRY if is_grpc else _HTTP_ENTRY

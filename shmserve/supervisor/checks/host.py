@@ -133,7 +133,7 @@ def judge_units(facts: tuple[int, str]) -> Verdict:
 
 def gather_files(config: ServerConfig) -> tuple[int, int]:
     """Return the attainable number of descriptors, and the configured maximum of regions."""
-    return fd_limits.attainable(), config.shm.max_regions
+    return fd_limits.hard_limit(), config.shm.max_regions
 
 
 def judge_files(facts: tuple[int, int]) -> Verdict:

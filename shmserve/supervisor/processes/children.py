@@ -54,8 +54,8 @@ class Child:
     title: str
     exited: asyncio.Future[str]
     stop_timer: asyncio.TimerHandle | None = field(default=None)
-    cause: str = ""  # the reason why the server kills the process
-    stops: bool = False  # whether the process was sent `Stop` and has nothing in flight
+    kill_reason: str = ""  # the reason why the server kills the process
+    is_stopping: bool = False  # whether the process was sent `Stop` and has nothing in flight
 
     @property
     def alive(self) -> bool:
@@ -66,7 +66,7 @@ class Child:
     def reason(self) -> str:
         """Return the exit status or signal, and the cause if the server killed it."""
         reason = self.exited.result()
-        return f"{reason}: {self.cause}" if self.cause else reason
+        return f"{reason}: {self.kill_reason}" if self.kill_reason else reason
 
     @property
     def was_killed(self) -> bool:
@@ -123,7 +123,7 @@ class ProcessTable:
             self._loop.call_soon(self._on_child_exit, pid, self._early_exits.pop(pid))
         return child
 
-    def remembers(self, pid: int) -> bool:
+    def is_reserved(self, pid: int) -> bool:
         """Return whether peers may still store the exit of a process with this pid."""
         return pid in self._reserved_pids
 
@@ -202,7 +202,7 @@ class ProcessTable:
         # first.
         self._reap()
         if child.stop_timer is timer:
-            child.cause = f"it was stopped for {STOPPED_LIMIT_S} s"
+            child.kill_reason = f"it was stopped for {STOPPED_LIMIT_S} s"
             child.kill()
 
     def _kill_strays(self) -> None:
@@ -502,7 +502,7 @@ class Zygote:
             zygote = self._serving_zygote.child
             with self._table.spawning():
                 pid = await self._fork(entry, start, fds)
-                if pid and not self._table.remembers(pid):
+                if pid and not self._table.is_reserved(pid):
                     return self._table.adopt(pid, title)
             if pid:
                 _kill(pid)

@@ -288,7 +288,7 @@ def _read_tokenizer(
     return tokenizer
 
 
-def _merge_special_tokens(settings: dict[str, Any], others: dict[str, Any]) -> list[Any]:
+def _merge_special_tokens(settings: dict[str, Any], special_map: dict[str, Any]) -> list[Any]:
     """Merge the special tokens of special_tokens_map.json into tokenizer_config.json's settings.
 
     Named tokens of special_tokens_map.json have precedence. The list `additional_special_tokens`,
@@ -297,10 +297,10 @@ def _merge_special_tokens(settings: dict[str, Any], others: dict[str, Any]) -> l
     Returns:
         The unnamed special tokens that are also special in added_tokens.json, as in transformers.
     """
-    lists = [fields.pop("additional_special_tokens", None) for fields in (settings, others)]
+    lists = [fields.pop("additional_special_tokens", None) for fields in (settings, special_map)]
     extra = settings.pop("extra_special_tokens", None) or lists[0]
-    more = others.pop("extra_special_tokens", None)
-    settings |= others
+    more = special_map.pop("extra_special_tokens", None)
+    settings |= special_map
     texts: list[Any] = []
     for tokens in (extra, more):
         if isinstance(tokens, dict):
