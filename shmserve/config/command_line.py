@@ -187,7 +187,7 @@ def parse_file(text: str, path: str) -> FlagValues:
                 raise InvalidArgument(f"already set in line {lines[name]}")
             lines[name] = key.start_mark.line + 1
             flag = _flag_of(name)
-            for text in _texts(flag, value):
+            for text in _value_texts(flag, value):
                 settings.add(flag, flag.parse(text))
             settings.positions[flag.name] = position
         except InvalidArgument as error:
@@ -213,7 +213,7 @@ def _flag_of(name: str) -> Flag:
     return flag
 
 
-def _texts(flag: Flag, value: yaml.Node) -> list[str]:
+def _value_texts(flag: Flag, value: yaml.Node) -> list[str]:
     """Return the texts of a YAML value: one, or those of the list for a repeatable flag.
 
     Raises:

@@ -112,14 +112,14 @@ class Builder:
             self._set_map(message, target, entry, path)
             return
         repeated = is_repeated(target)
-        if entry.listed and not repeated:
+        if entry.is_list and not repeated:
             self._problem(entry.at, path, "takes one value, found a list")
             return
         for value in entry.values:
             position = path
             if repeated:
                 position = (*path, len(getattr(message, target.name)))
-                self.positions[position] = value.at if entry.listed else entry.at
+                self.positions[position] = value.at if entry.is_list else entry.at
             try:
                 if is_message:
                     self._set_message(message, target, value, position)
@@ -143,7 +143,7 @@ class Builder:
         self.fill(child, value, path)
 
     def _set_map(self, message: Message, target: FieldDescriptor, entry: Entry, path: Key) -> None:
-        if self.json and entry.listed:
+        if self.json and entry.is_list:
             self._problem(entry.at, path, "expected { ... }, found a list")
             return
         container: Any = getattr(message, target.name)
@@ -151,7 +151,7 @@ class Builder:
             if isinstance(value, Scalar):
                 self._problem(value.at, path, f"expected {{ ... }}, found {clip(value.source)}")
                 continue
-            at = value.at if entry.listed else entry.at
+            at = value.at if entry.is_list else entry.at
             pairs = map(_pair, value.entries) if self.json else [MessageValue(at, value.entries)]
             for block in pairs:
                 pair = container.GetEntryClass()()
@@ -292,7 +292,7 @@ def _store_pair(container: Any, pair: Any) -> None:
 def _pair(item: Entry) -> MessageValue:
     """Return the entry `"key": value` of a JSON map as the map entry of the text format."""
     key = Scalar("string", item.name.encode("utf-8", "surrogatepass"), item.name, item.at)
-    value = Entry("value", item.values, item.listed, True, item.at)
+    value = Entry("value", item.values, item.is_list, True, item.at)
     return MessageValue(item.at, [Entry("key", [key], False, True, item.at), value])
 
 

@@ -54,7 +54,7 @@ def _own_problems(config: ModelConfig) -> Iterator[Problem]:
 def _link_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of tensors with several sources, and of unconnected inputs and outputs."""
     name, steps = config.name, config.ensemble_scheduling.step
-    read_tensors = _read_tensors(config)
+    read_tensors = _used_tensors(config)
     written_tensors = {
         (*_STEP, index, "output_map", member(output)): tensor
         for index, step in enumerate(steps)
@@ -77,7 +77,7 @@ def _link_problems(config: ModelConfig) -> Iterator[Problem]:
     yield from _unused_problems(config, "output", config.output, set(written_tensors.values()))
 
 
-def _read_tensors(config: ModelConfig) -> set[str]:
+def _used_tensors(config: ModelConfig) -> set[str]:
     """Return the names of the tensors that steps read."""
     steps = config.ensemble_scheduling.step
     tensors = {tensor for step in steps for tensor in step.input_map.values()}
@@ -146,7 +146,7 @@ def _connection_problems(config: ModelConfig) -> Iterator[Problem]:
                 f"its depending tensors, '{missing_tensor}', is not connected"
             )
             yield Problem(("output", index, "name"), text, (_STEP,))
-    used_tensors = _read_tensors(config) | {io.name for io in config.output}
+    used_tensors = _used_tensors(config) | {io.name for io in config.output}
     for index, step in enumerate(steps):
         for output_name, tensor in sorted(step.output_map.items()):
             if tensor not in used_tensors:

@@ -88,9 +88,9 @@ def gather_parser(_: ServerConfig) -> bool:
     return http_parser.HttpRequestParser is not http_parser.HttpRequestParserPy
 
 
-def judge_parser(in_c: bool) -> Verdict:
+def judge_parser(is_c_parser: bool) -> Verdict:
     """Require the C parser: most request smuggling was found in its replacement in Python."""
-    if in_c:
+    if is_c_parser:
         return ok("aiohttp's parser in C")
     fix = (
         "unset AIOHTTP_NO_EXTENSIONS, or run pip install --force-reinstall --only-binary :all: "

@@ -221,7 +221,7 @@ def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[s
     """Return the JSON object in a file, or an empty one after adding a problem."""
     if not path.exists():
         if not optional:
-            problems.append(_missing(path))
+            problems.append(_describe_missing(path))
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -242,7 +242,7 @@ def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[s
     return value
 
 
-def _missing(path: Path) -> str:
+def _describe_missing(path: Path) -> str:
     """Return the problem of a missing file, with the files of other formats in its folder."""
     patterns = _ALTERNATIVES.get(path.name, ())
     names = sorted({file.name for pattern in patterns for file in path.parent.glob(pattern)})
@@ -260,7 +260,7 @@ def _read_tokenizer(
     """
     file = path / "tokenizer.json"
     if not file.exists():
-        problems.append(_missing(file))
+        problems.append(_describe_missing(file))
         return None
     special_tokens_map, added_tokens = {}, {}
     if "added_tokens_decoder" not in settings:
@@ -451,7 +451,7 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
         weight_map = read_json(path / _INDEX_FILE, problems).get("weight_map", {})
         shards = sorted({str(shard) for shard in weight_map.values()})
     else:
-        problems.append(_missing(path / _SINGLE_FILE))
+        problems.append(_describe_missing(path / _SINGLE_FILE))
         return {}
     weights: dict[str, StoredTensor] = {}
     for shard in shards:
