@@ -229,7 +229,7 @@ class Top:
             style = "red" if row.get("because") else ""
             cells = [_cell_text(row, column) for column in columns[1:]]
             reverse = " reverse" if key == self.selected_name else ""
-            table.add_row(_Name(_title(key)), *cells, style=style + reverse)
+            table.add_row(_ShortenedName(_title(key)), *cells, style=style + reverse)
         return table
 
     def _details(self, free_lines: int) -> list[RenderableType]:
@@ -243,7 +243,7 @@ class Top:
         lines = [*details(self.models[self.selected_name]), *self._events_about(name)]
         for label, text in lines[: free_lines - 1]:
             table.add_row(label, Text(clean(text)))
-        return [_Name(_title(self.selected_name), "bold"), table]
+        return [_ShortenedName(_title(self.selected_name), "bold"), table]
 
     def _events_about(self, name: str) -> Iterator[tuple[str, str]]:
         """Yield the events about `name`, newest first, as pairs of time and text."""
@@ -298,7 +298,7 @@ def _title(key: str) -> str:
     return clean(key.removesuffix("/1").removesuffix("/"))
 
 
-class _Name:
+class _ShortenedName:
     """A name on one line, shortened in its middle, because long names often differ at the end."""
 
     def __init__(self, name: str, style: str = "") -> None:
