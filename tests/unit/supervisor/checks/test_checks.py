@@ -207,7 +207,7 @@ def test_a_start_reports_failed_checks(
 
 
 def test_a_start_without_descriptors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fd_limits, "attainable", lambda: 100)
+    monkeypatch.setattr(fd_limits, "hard_limit", lambda: 100)
     with pytest.raises(
         InvalidArgument, match=("open files: a process may open 100 files, but at least 256")
     ):
