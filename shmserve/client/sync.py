@@ -61,6 +61,7 @@ class Server:
             request_id: The name of the request in the server's errors.
             parameters: Parameters for the model: {name: bool, int, float or str}. With
                 `explain: True`, the result's `parameters` have an `explanation` of the time spent.
+                `deadline_us` and `priority` have the effects of `timeout` and `priority`, too.
             sequence: The id of the request's sequence (int or str), for a stateful model.
             start: Whether the request is the first one of its sequence.
             end: Whether the request is the last one of its sequence.

@@ -227,7 +227,8 @@ class Supervisor:
         if http.startswith("http"):
             logger.info("API: %s/docs", http)
         ready_models = [version.config for version in self.registry.live_versions if version.loaded]
-        if http and (command := example_command(ready_models, http)):
+        needs_token = bool(self.context.config.tokens)
+        if http and (command := example_command(ready_models, http, needs_token=needs_token)):
             logger.info("try: %s", command)
 
     async def _load(self) -> bool:

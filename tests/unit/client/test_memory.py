@@ -342,6 +342,8 @@ def test_a_region_keeps_no_templates_of_reloaded_models(memories: Memories) -> N
         ({"parameters": {"a": np.int64(1)}}, "parameter 'a' must"),
         ({"parameters": {"a": 1 << 64}}, "parameter 'a' must"),
         ({"parameters": {"a": "\ud800"}}, "parameter 'a' cannot be encoded as UTF-8"),
+        ({"parameters": {"deadline_us": "1"}}, "deadline_us must be an integer >= 0, got '1'"),
+        ({"parameters": {"priority": -1}}, "priority must be an integer >= 0, got -1"),
     ],
 )
 def test_invalid_request_options_are_rejected(wrong_options: dict[str, Any], text: str) -> None:
@@ -357,6 +359,9 @@ def test_request_options_are_encoded() -> None:
         assert options_of("", None, 0, expired_s).timeout_us == 1
     assert options_of("", None, 0, float("inf")) == PLAIN
     assert options_of(None, None, 0, 1e9) == PLAIN  # type: ignore[arg-type]
+    for timeout_s, limit_us, shortest_us in ((None, 9, 9), (5e-6, 9, 5), (1, 9, 9), (1e-6, 0, 1)):
+        assert options_of("", {"deadline_us": limit_us}, 0, timeout_s).timeout_us == shortest_us
+    assert [options_of("", {"priority": 2}, level, None).priority for level in (0, 1)] == [2, 1]
     # The longest that epoll can wait for, in milliseconds.
     assert options_of("", None, 0, 1.99e6).timeout_us // 1000 < 1 << 31
 
