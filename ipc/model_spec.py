@@ -438,6 +438,14 @@ class ModelSpec(Document):
         return any(scheduler is not None for scheduler in schedulers)
 
     @property
+    def may_omit_outputs(self) -> bool:
+        """Return whether a response may lack requested outputs.
+
+        A class declares such outputs, and its worker checks the others.
+        """
+        return self.ensemble_scheduling is not None or self.backend == "native"
+
+    @property
     def immutable_config(self) -> dict[str, Any]:
         """Return the part of `source` that cannot change while a version serves."""
         return {key: value for key, value in self.source.items() if key not in _MUTABLE_FIELDS}

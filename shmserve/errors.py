@@ -23,6 +23,8 @@ exceptions are logged where they occur, and the client receives `Internal()`.
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar, cast
@@ -269,3 +271,25 @@ def convert_os_errors(text: str, default_reason: str = "cannot be read") -> Iter
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or default_reason
         raise InvalidArgument(f"{text}: {reason}") from None
+
+
+def read_text(flag: str, path: str | os.PathLike[str]) -> str:
+    """Return the text of the file that a flag names.
+
+    Raises:
+        InvalidArgument: The file cannot be read, or is a pipe without content.
+    """
+
+    def open_without_waiting(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)  # else, a pipe would wait for a writer
+
+    problem = f"{flag}: cannot read '{path}'"
+    with (
+        convert_os_errors(problem, "it is not UTF-8 text"),
+        open(path, encoding="utf-8", opener=open_without_waiting) as file,
+    ):
+        os.set_blocking(file.fileno(), True)
+        text = file.read()
+        if not text and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+            raise InvalidArgument(f"{problem}: it is a pipe without content")
+        return text

@@ -7,6 +7,7 @@ InstanceReady -> batches -> Stop
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import fcntl
 import gc
@@ -146,10 +147,13 @@ class _Worker:
         if config.sequence_batching is not None:
             # Called before the model is loaded: this raises if a data file cannot be read.
             read_states(config, self._context.model_dir)
-        backend.load(config)
-        logs.enable()
-        self._instance = WorkerInstance(self._context, backend, config)
-        self._instance.warm_up()
+        # One instance of each group logs warnings about the model.
+        is_first = self._context.instance_name.endswith("_0")
+        with contextlib.nullcontext() if is_first else logs.without_warnings():
+            backend.load(config)
+            logs.enable()
+            self._instance = WorkerInstance(self._context, backend, config)
+            self._instance.warm_up()
         self._check_access()
         # The current objects are permanent: the collector need not scan them, nor unshare their
         # pages.

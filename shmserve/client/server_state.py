@@ -40,7 +40,7 @@ class ClientModel:
         self.endpoint = publication.endpoint
         self.signature = Signature(publication.config, publication.version)
         self.decoupled = publication.config.decoupled
-        self.may_omit_outputs = publication.config.ensemble_scheduling is not None
+        self.may_omit_outputs = publication.config.may_omit_outputs
         self.templates: BoundedCache[Any, ClientTemplate] = BoundedCache(
             _MAX_PREPARED, ClientTemplate.close
         )

@@ -219,7 +219,7 @@ def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
 
 _ACK_TIMEOUT_S = 1.0  # the longest time for which a stopped local client delays a reload
 # The fields of a model's configuration and of its tensors that local clients need.
-_MODEL_FIELDS = ("name", "max_batch_size", "input", "output", "model_transaction_policy")
+_MODEL_FIELDS = ("name", "backend", "max_batch_size", "input", "output", "model_transaction_policy")
 _TENSOR_FIELDS = ("name", "data_type", "dims", "reshape", "optional", "allow_ragged_batch")
 _MAX_PACKET_BYTES = 4 * 1024 * 1024  # maximum bytes of a packet
 
@@ -371,6 +371,8 @@ def _for_local_clients(message: Any) -> Any:
         case m.ModelPublished(config=config, endpoint=endpoint):
             source = config.source
             fields = {key: source[key] for key in _MODEL_FIELDS if key in source}
+            if config.ensemble_scheduling is not None:
+                fields["ensemble_scheduling"] = {}
             for key in ("input", "output"):
                 fields[key] = [_tensor_fields(tensor) for tensor in source.get(key, ())]
             brief, local_clients = ModelSpec.of(fields), endpoints.for_local_clients(endpoint)

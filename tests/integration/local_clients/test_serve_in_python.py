@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
+import pickle
 import pydoc
 import re
 import shutil
@@ -12,6 +14,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NotRequired, TypedDict
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -42,6 +45,26 @@ class ApplicationError(ShmserveError):
 class Broken(Double):
     def load(self, context: object) -> None:
         raise RuntimeError("the weights are gone")
+
+
+class Unfit(Double):
+    max_batch_size = "8"
+
+
+class Divide(Double):
+    def predict(self, x: FP32[np.ndarray, 4]) -> FP32[np.ndarray, 4]:
+        print("divides")
+        return x * (1 // 0)
+
+
+class Sums(TypedDict):
+    sum: FP32[np.ndarray, 1]
+    more: NotRequired[FP32[np.ndarray, 1]]
+
+
+class Sum:
+    def predict(self, x: FP32[np.ndarray, 4]) -> Sums:
+        return {"sum": x.sum(1, keepdims=True)}
 
 
 SCRIPT = """
@@ -100,6 +123,12 @@ def test_the_error_of_a_model_is_raised() -> None:
     expected_error = "RuntimeError: the weights are gone"
     with pytest.raises(Internal, match=expected_error), shmserve.serve(Broken):
         raise AssertionError("entered")
+    with pytest.raises(Internal, match="ZeroDivisionError") as caught, shmserve.serve(Divide) as s:
+        s.infer("divide", x=X)
+    assert f'File "{__file__}"' in caught.value.__notes__[0]
+    position = rf"{re.escape(__file__)}:\d+:\d+: 'Unfit.max_batch_size' must be an integer"
+    with pytest.raises(InvalidArgument, match=position), shmserve.serve(Unfit):
+        raise AssertionError("entered")
     with pytest.raises(ShmserveError, match="no_such"), shmserve.serve("no_such.py:Class"):
         raise AssertionError("entered")
 
@@ -119,7 +148,11 @@ def test_models_of_a_repository_are_loaded_and_unloaded(tmp_path: Path, serve_mo
     assert server.infer("double", x=X)["output"].sum() == 8
     server.unload("double")
     assert server.models() == []
-    assert serve_model(tmp_path / "double").models() == [("double", "1")]
+    server = serve_model(tmp_path / "double", run_dir=tmp_path / "run")
+    assert server.models() == [("double", "1")]
+    assert server.run_dir == tmp_path / "run" and server.run_dir.is_dir()
+    with pytest.raises(InvalidArgument, match="--http-port"):
+        serve_model(Double, http_port="none")
 
 
 ANY_NAME = """
@@ -216,6 +249,15 @@ def test_inputs_named_like_options_are_passed_as_a_mapping(serve_model) -> None:
 
     server = serve_model(Add)
     assert server.infer("add", {"timeout": X, "version": X}, timeout=9)["output"][0, 0] == 2
+
+
+def test_a_response_may_lack_an_output_that_is_not_required(serve_model) -> None:
+    server = serve_model(Sum)
+    result = server.infer("sum", x=X)
+    assert list(result) == list(pickle.loads(pickle.dumps(result))) == ["sum"]
+    with pytest.raises(TypeError, match=r"a client cannot be pickled.*: call connect\(\)"):
+        copy.copy(server)
+    assert "did not return" not in server.log.read_text()
 
 
 def test_help_shows_what_a_user_imports() -> None:

@@ -360,6 +360,16 @@ def test_a_model_that_fails_in_load(worker: Worker) -> None:
     assert worker.wait() == 0
 
 
+@pytest.mark.parametrize(("name", "count"), [("m_0_0", 1), ("m_0_1", 0)])
+def test_one_instance_of_a_group_logs_warnings(worker: Worker, name: str, count: int) -> None:
+    warning = "__import__('logging').getLogger('shmserve.workers').warning('a warning')"
+    model = MODEL.replace("self.log = context", f"{warning}\n        self.log = context")
+    (worker.version_dir / "model.py").write_text(model)
+    worker.start(instance_name=name)
+    worker.load()
+    assert worker.log.read_text().count("a warning") == count
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can change these")
 @pytest.mark.parametrize("change", ["os.setuid(65534)", "os.chroot('/var')"])
 def test_a_model_that_removes_its_own_access(worker: Worker, change: str) -> None:

@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import pickle
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -174,11 +175,16 @@ def test_a_region_accepts_numpy_types_and_a_single_size(memories: Memories) -> N
         "c": (np.zeros((1, 5)).shape, np.dtype("int64")),
         "d": ([2], bool),
         "e": (3, "BF16"),
+        "f": (np.array([2, 1]), ml_dtypes.bfloat16),
     }
     with Region(memories, fields) as region:
-        kinds = {"a": "FP32", "b": "UINT8", "c": "INT64", "d": "BOOL", "e": "BF16"}
+        kinds = {"a": "FP32", "b": "UINT8", "c": "INT64", "d": "BOOL", "e": "BF16", "f": "BF16"}
         assert {name: spec[1] for name, spec in region.specs.items()} == kinds
         assert region["a"].dtype == np.float32 and region["b"].shape == (4,)
+        assert region["f"].shape == (2, 1)
+        region["a"] = [1, 2, 3]
+        region["a"] += 1
+        assert region["a"].tolist() == [[2, 3, 4]] * 2
 
 
 @pytest.mark.parametrize("datatype", ["nonsense", None, np.complex64, object, "BYTES", 5])
@@ -218,6 +224,7 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
     for use in use_cases:
         with pytest.raises(Released):
             use(view)
+    assert repr(view) == "<an array of released memory>"
     segment.close()
     del view, booleans, lease, segment
     gc.collect()
@@ -313,6 +320,14 @@ def test_completed_prepared_requests_keep_no_memory(memories: Memories) -> None:
     assert memories._used_bytes() == 0
 
 
+def test_a_deep_copy_of_a_region_has_its_own_memory(memories: Memories) -> None:
+    region = Region(memories, {"x": (3, "FP32"), "y": ((2, 2), "BF16")})
+    region["x"][:] = 1
+    copied = copy.deepcopy(region)
+    region["x"][:] = 2
+    assert copied["x"].tolist() == [1, 1, 1] and copied.specs == region.specs
+
+
 def test_a_region_keeps_no_templates_of_reloaded_models(memories: Memories) -> None:
     region = Region(memories, {"x": ((1, 8192), "FP32"), "y": ((1, 8192), "FP32")})
     models = ClientModels()
@@ -401,6 +416,8 @@ def test_accepted_input_types() -> None:
     assert as_array(np.array(["a"], np.dtypes.StringDType()), None, "x")[1] == "BYTES"
     with pytest.raises(InvalidArgument, match="'x' is a masked array"):
         as_array(np.ma.masked_equal([1, 2], 2), None, "x")
+    with pytest.raises(InvalidArgument, match="Python objects; model expects FP32: pass array"):
+        as_array(np.array([1.0], object), TensorSpec("x", "FP32", (-1,)), "x")
     assert as_array(True, None, "x")[1] == "BOOL"
     with pytest.raises(InvalidArgument, match="takes host memory"):
         as_array(torch.empty(1, device="meta"), None, "x")
@@ -444,17 +461,46 @@ def test_lists_keep_their_numbers() -> None:
     assert convert([0.1], "FP32") == [np.float32(0.1)]
     # BF16 as bit patterns: 1.0 is 0x3f80.
     assert convert([1.0, -2, 1e-3], "BF16") == [0x3F80, 0xC000, 0x3A83]
+    ones = np.ones(1, ml_dtypes.bfloat16)
+    assert convert([ones], "BF16") == [[0x3F80]]
+    assert convert([ones], "FP32") == [[1.0]]
+    assert convert(NoArguments(), "FP32") == [1.0]
+    assert convert(UnreadableByDlpack(), "BF16") == [0x3F80]
+
+
+class NoArguments:
+    """An array-like object with the method of older libraries."""
+
+    def __array__(self, copy: bool | None = None) -> object:
+        return np.ones(1)
+
+
+class UnreadableByDlpack:
+    """An array of JAX with a type that numpy's DLPack lacks."""
+
+    def __dlpack__(self, **_: object) -> object:
+        raise BufferError
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> object:
+        return np.ones(1, ml_dtypes.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("value", "datatype"),
+    ("value", "datatype", "found"),
     [
-        ([1.7], "INT32"), ([300], "UINT8"), ([-1], "UINT64"), ([2], "BOOL"), (["1"], "INT32"),
-        ([None], "FP32"), ([["a"]], "BF16"),
+        ([0, 1.7], "INT32", "1.7"), ([300], "UINT8", "300"), ([-1], "UINT64", "-1"),
+        ([2], "BOOL", "2"), (["1"], "INT32", "'1'"), ([0.5, None], "FP32", "None (NoneType)"),
+        ([["a"]], "BF16", "'a'"), ([1, 10**30], "FP64", "0 (int)"), (range, "FP32", "range"),
     ],
 )  # fmt: skip
-def test_lists_with_values_outside_the_datatype_are_rejected(value: object, datatype: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"input 'x' cannot be converted to {datatype}"):
+def test_lists_with_values_outside_the_datatype_are_rejected(
+    value: object, datatype: str, found: str
+) -> None:
+    text = f"input 'x' cannot be converted to {datatype}: .*{re.escape(found)}"
+    with pytest.raises(InvalidArgument, match=text):
         as_array(value, TensorSpec("x", datatype, (-1,)), "x")
 
 

@@ -200,6 +200,9 @@ def test_the_tensors_that_a_welcome_lists() -> None:
     optional = {**tensor, **unset_fields, "optional": True}
     model = replace(model, config=ModelSpec.of({"name": "m", "output": [optional]}))
     assert _for_local_clients(model).config.source["output"] == [{**tensor, "optional": True}]
+    for field, value in (("backend", "native"), ("ensemble_scheduling", {})):
+        model = replace(model, config=ModelSpec.of({"name": "m", field: value}))
+        assert _for_local_clients(model).config.may_omit_outputs
 
 
 def _model(name: str, count: int) -> m.ModelPublished:

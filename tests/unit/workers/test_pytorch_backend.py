@@ -297,6 +297,18 @@ class Bomb:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.parametrize(("suffix", "wrong_suffix"), [(".pt", ".pt2"), (".pt2", ".pt")])
+def test_an_archive_with_the_wrong_suffix(worker: Rig, suffix: str, wrong_suffix: str) -> None:
+    if suffix == ".pt":
+        save_script(Affine(), worker)
+    else:
+        export(Affine(), worker, torch.zeros(2, 3))
+    path = worker.context.version_dir / f"model{suffix}"
+    path.rename(path.with_suffix(wrong_suffix))
+    with pytest.raises(InvalidArgument, match=rf"change its suffix to '\{suffix}'$"):
+        PytorchBackend(worker.context).complete_config(model_config([], []))
+
+
 def test_an_exported_program_cannot_run_code(worker: Rig) -> None:
     export(Affine(), worker, torch.zeros(2, 3))
     archive = worker.context.version_dir / "model.pt2"
