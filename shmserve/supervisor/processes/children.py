@@ -154,7 +154,7 @@ class ProcessTable:
 
     def _reap(self) -> None:
         self._child_exited.set()
-        known_oom_kills, self._oom_kills = self._oom_kills, oom_kills()
+        known_kills, self._oom_kills = self._oom_kills, oom_kills()
         while True:
             try:
                 info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
@@ -166,7 +166,7 @@ class ProcessTable:
             if info.si_code in (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED):
                 kind = "exit status" if info.si_code == os.CLD_EXITED else "signal"
                 is_killed = kind == "signal" and info.si_status == signal.SIGKILL
-                if child and is_killed and not child.kill_reason and self._oom_kills > known_oom_kills:
+                if child and is_killed and not child.kill_reason and self._oom_kills > known_kills:
                     child.kill_reason = _OUT_OF_MEMORY
                 self._on_child_exit(info.si_pid, f"{kind} {info.si_status}")
             elif child is not None and info.si_code == os.CLD_STOPPED:
