@@ -35,6 +35,7 @@ from shmserve.client.session import (
     Session,
     Tensors,
     call_of,
+    check_in_flight,
     model_path,
     open_session,
     signature_of,
@@ -49,7 +50,6 @@ class _LoopChannel:
         self.connection = connection
         self.loop = asyncio.get_running_loop()
         self._flushing = False
-        self._is_closed = False
         self.requests = RequestChannel(connection, self._watch, self._unwatch)
 
     def _watch(self, fd: int) -> None:
@@ -70,8 +70,7 @@ class _LoopChannel:
 
     def _flush(self) -> None:
         self._flushing = False
-        if not self._is_closed:
-            self.requests.flush()
+        self.requests.flush()  # a closed channel has no links, so that nothing is sent
 
     def cancel(self, pending: ClientRequest) -> None:
         """Cancel a request at the end of this iteration of the loop."""
@@ -80,7 +79,6 @@ class _LoopChannel:
 
     def close(self) -> None:
         """Stop watching descriptors and close the channel."""
-        self._is_closed = True
         self.requests.close()
 
     def close_soon(self) -> None:
@@ -367,6 +365,7 @@ class Server:
         Raises:
             ShmserveError: The error of a request, as for `infer`.
         """
+        check_in_flight(in_flight)
         input_iterator = _as_async(inputs)
         tasks: deque[asyncio.Task[Result]] = deque()
         try:
@@ -469,7 +468,7 @@ class Server:
             Times are in ns.
 
         Raises:
-            NotFound: The server has no such model or version.
+            InvalidArgument: The server has no such model or version.
             Unavailable: The server does not listen for HTTP.
         """
         return await asyncio.to_thread(self._session.statistics, model, version)
