@@ -78,6 +78,9 @@ def scaled(x):
     return x * FACTOR
 
 class Triple:
+    def load(self, context):
+        assert (context.directory / "script.py").is_file() and __file__.endswith("script.py")
+
     def predict(self, x: FP32[np.ndarray, 4]) -> FP32[np.ndarray, 4]:
         return scaled(x)
 
