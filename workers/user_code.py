@@ -60,7 +60,7 @@ def check_ready(model: Any, run_coroutine: Callable[[Coroutine[Any, Any, Any]], 
         Internal: The result is not a bool. Exceptions of the model are passed on.
     """
     is_ready = model.is_ready()
-    if asyncio.iscoroutine(is_ready):
+    if isinstance(is_ready, Coroutine):
         is_ready = run_coroutine(is_ready)
     if not isinstance(is_ready, bool):
         raise Internal(f"`is_ready` must return a bool, found type '{type(is_ready)}'")

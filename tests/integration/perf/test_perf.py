@@ -33,7 +33,8 @@ class TritonPythonModel:
             sender = request.get_response_sender()
             for number in range(count):
                 out = pb_utils.Tensor("OUT", np.array([number], np.int32))
-                sender.send(pb_utils.InferenceResponse([out]))
+                error = pb_utils.TritonError("in no mood") if count == 9 and number == 5 else None
+                sender.send(pb_utils.InferenceResponse([] if error else [out], error))
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 """
 COUNTER_CONFIG = """
@@ -223,11 +224,15 @@ def test_errors_are_counted_and_reported(
     perf: Perf, protocol: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "data.json"
-    path.write_text(json.dumps([{"INPUT0": [number] * 4} for number in (1, 2, -1)]))
-    point = perf(protocol, "moody", "--concurrency=2", f"--data={path}")
-    assert point["errors"] == pytest.approx(point["requests"] / 2, rel=0.2, abs=3)
-    assert "requests failed; mostly: " in capsys.readouterr().out
-    assert "in no mood" in point["error"]
+    for model, items in (
+        ("moody", [{"INPUT0": [number] * 4} for number in (1, 2, -1)]),
+        ("counter", [{"COUNT": [number]} for number in (1, 2, 9)]),
+    ):
+        path.write_text(json.dumps(items))
+        point = perf(protocol, model, "--concurrency=2", f"--data={path}")
+        assert point["errors"] == pytest.approx(point["requests"] / 2, rel=0.2, abs=3)
+        assert "requests failed; mostly: " in capsys.readouterr().out
+        assert "in no mood" in point["error"]
 
 
 def test_a_report_is_written_drawn_and_compared(
