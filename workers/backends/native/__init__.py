@@ -141,7 +141,10 @@ class NativeBackend(Backend):
             self._model.to(self._device.torch).eval()
         if predict.yields:
             max_streams = int(config.parameters.get(MAX_STREAMS, _DEFAULT_MAX_STREAMS))
-            self._streams = GeneratorStreams(self._model.predict, self._respond, max_streams)
+            # `load` may replace `predict`, by a compiled one for example.
+            self._streams = GeneratorStreams(
+                lambda **inputs: self._model.predict(**inputs), self._respond, max_streams
+            )
         if hasattr(self._model, "load"):
             self._await(
                 self._model.load(
