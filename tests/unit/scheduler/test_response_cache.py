@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -298,18 +297,6 @@ def test_without_a_cache_nothing_is_counted() -> None:
     for _ in range(2):
         run(rig, peer, pack_request(), pack_response(b"y"))
     assert rig.report()["shmserve"]["cache"] == {}
-
-
-def test_arrays_of_other_shapes_have_other_keys() -> None:
-    """The same bytes with the shapes [1, 4] and [4] are two entries."""
-    rig = cached_rig()
-    peer = rig.start()
-    data = np.arange(4, dtype=np.int8).tobytes()
-    flat_request = pack_inference(Inference((TensorRef("I", "INT8", (4,), data),)))
-    row = pack_inference(Inference((TensorRef("I", "INT8", (1, 4), data),)))
-    run(rig, peer, flat_request, pack_response(b"flat"))
-    run(rig, peer, row, pack_response(b"row"))
-    assert unpack_answer(submit_hit(rig, flat_request)) == pack_response(b"flat")
 
 
 TENSOR_A = TensorRef("A", "INT32", (1, 2), b"12345678")
