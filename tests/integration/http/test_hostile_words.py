@@ -31,19 +31,15 @@ LOG_LINE = re.compile(
     r"[DIWE] \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z "
     r"(supervisor|gateway (0|grpc)|scheduler \w+|worker \w+\.0)\[\d+\] .*"
 )
-SHOUTING_MODEL = """
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
+SHOUTING_MODEL = repositories.python_model("""
     def execute(self, requests):
-        word = pb_utils.get_input_tensor_by_name(requests[0], "INPUT0").as_numpy().flat[0]
+        word = self.input(requests[0], "INPUT0").flat[0]
         word = word.decode(errors="surrogateescape")
         pb_utils.Logger.log_warn(word)
         if requests[0].request_id() == "error":
             raise pb_utils.TritonModelException(word)
         raise ValueError(word)
-"""
+""")
 ONES = np.ones((1, 16), np.int32)
 
 

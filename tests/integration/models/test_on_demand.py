@@ -31,18 +31,14 @@ NAMES = (
     *("http", "grpc", "stream", "native", "future", "map", "aio"),
     *("index", "metadata", "called"),
 )
-CALLING_MODEL = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
+CALLING_MODEL = repositories.python_model("""
+    def one(self, request):
         zeros = pb_utils.Tensor("INPUT0", np.zeros(1, np.int32))
         call = pb_utils.InferenceRequest(
             model_name="called", requested_output_names=["OUTPUT0"], inputs=[zeros]
         )
-        return [pb_utils.InferenceResponse(call.exec().output_tensors()) for _ in requests]
-"""
+        return pb_utils.InferenceResponse(call.exec().output_tensors())
+""")
 
 
 def states(http: Http, **body: bool) -> dict[str, str]:

@@ -96,23 +96,18 @@ def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None
         assert "('1/weights' is a Git LFS pointer" in http.load("model_0").error
 
 
-SETTINGS = """
-import argparse
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
+SETTINGS = repositories.python_model(
+    """
     def initialize(self, args):
         parser = argparse.ArgumentParser()
         parser.add_argument("--answer", type=int, default=42)
         self.settings = parser.parse_args()
 
-    def execute(self, requests):
-        made = pb_utils.Tensor("OUTPUT0", np.array([self.settings.answer], np.int32))
-        return [pb_utils.InferenceResponse([made]) for _ in requests]
-"""
+    def one(self, request):
+        return self.response(OUTPUT0=np.array([self.settings.answer], np.int32))
+""",
+    before="import argparse",
+)
 
 
 def test_a_model_that_parses_its_command_line(empty_server: Explicit) -> None:
@@ -126,24 +121,14 @@ def test_a_model_that_parses_its_command_line(empty_server: Explicit) -> None:
         assert http.infer("settings", request).tensors()["OUTPUT0"].tolist() == [42]
 
 
-SPEAKER_MODEL = """
-import os
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-ODD = os.fsdecode(b"n\\xe4me")  # of a file, by bytes that are not UTF-8
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.answer(request.request_id()) for request in requests]
-
-    def answer(self, way):
+SPEAKER_MODEL = repositories.python_model(
+    """
+    def one(self, request):
+        way = request.request_id()
         if way == "raise":
             raise FileNotFoundError(ODD)
         if way == "error":
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(ODD))
+            return self.failure(ODD)
         if way == "call":
             pb_utils.InferenceRequest(
                 model_name=ODD, requested_output_names=["OUTPUT0"], inputs=[]
@@ -151,9 +136,12 @@ class TritonPythonModel:
         if way == "measure":
             family = self.family = pb_utils.MetricFamily("odd", ODD, pb_utils.MetricFamily.GAUGE)
             family.Metric({"file": ODD}).set(1)
-        ready = np.array([pb_utils.is_model_ready("speaker")], np.int32)
-        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", ready)])
-"""
+        return self.response(OUTPUT0=np.array([pb_utils.is_model_ready("speaker")], np.int32))
+""",
+    before="""
+ODD = os.fsdecode(b"n\\xe4me")  # of a file, by bytes that are not UTF-8
+""",
+)
 
 
 def test_an_error_message_that_is_not_unicode(empty_server: Explicit) -> None:
@@ -232,16 +220,11 @@ def test_a_model_may_change_modules_and_loggers_of_its_process(empty_server: Exp
     assert "return [1 / 0]" in server.log()
 
 
-PARTIAL_MODEL = """
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        made = [pb_utils.get_input_tensor_by_name(request, "INPUT0") for request in requests]
-        return [pb_utils.InferenceResponse(
-            [pb_utils.Tensor("OUTPUT0", each.as_numpy())] if each.as_numpy()[0] else []
-        ) for each in made]
-"""
+PARTIAL_MODEL = repositories.python_model("""
+    def one(self, request):
+        array = self.input(request, "INPUT0")
+        return self.response(OUTPUT0=array) if array[0] else self.response()
+""")
 
 
 def test_a_missing_output_is_not_replaced_by_an_old_output(empty_server: Explicit) -> None:

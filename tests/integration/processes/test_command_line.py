@@ -77,32 +77,20 @@ def test_check(repository: Path) -> None:
     assert [line for line in done.stdout.splitlines() if line.strip() == "and twice (model.py:1)"]
 
 
-DECODER_MODEL = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
+DECODER_MODEL = repositories.python_model("""
+    def one(self, request):
+        (text,) = self.input(request, "IMAGE").ravel()
+        assert text.startswith(b"\\x89PNG"), "no PNG"
+        return self.response(SIZE=np.zeros((1, 2), np.int32))
+""")
 
-class TritonPythonModel:
+
+STREAM = repositories.python_model("""
     def execute(self, requests):
         for request in requests:
-            (text,) = pb_utils.get_input_tensor_by_name(request, "IMAGE").as_numpy().ravel()
-            assert text.startswith(b"\\x89PNG"), "no PNG"
-        out = pb_utils.Tensor("SIZE", np.zeros((1, 2), np.int32))
-        return [pb_utils.InferenceResponse([out]) for _ in requests]
-"""
-
-
-STREAM = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        for request in requests:
-            sender = request.get_response_sender()
-            out = pb_utils.Tensor("SUM", np.zeros(1, np.float32))
-            final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-            sender.send(pb_utils.InferenceResponse([out]), final)
-"""
+            response = self.response(SUM=np.zeros(1, np.float32))
+            request.get_response_sender().send(response, FINAL)
+""")
 ARRAY_MODEL = """
 import numpy as np
 from shmserve.model import FP32
@@ -130,7 +118,7 @@ def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_pat
         ("dies", "assert/__import__('os')._exit(3) #", ""),
         ("empty", "", ""),
         ("given", 'IMAGE"/PICTURE"', ""),
-        ("name", 'SIZE"/AREA"', sample),
+        ("name", "SIZE/AREA", sample),
         ("sampled", "", sample),
         ("shape", "(1, 2)/(1, 3)", sample),
         ("type", "int32/float32", sample),
