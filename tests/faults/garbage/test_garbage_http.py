@@ -64,12 +64,7 @@ def one_input_body(
     data_member: bytes = b'"data":[1]',
 ) -> bytes:
     """Return a request with one input, one part of which is malformed."""
-    members = b'"name":"%s","datatype":"%s","shape":%s,%s' % (
-        name,
-        datatype,
-        shape,
-        data_member,
-    )
+    members = b'"name":"%s","datatype":"%s","shape":%s,%s' % (name, datatype, shape, data_member)
     return b'{"inputs":[{' + members + b"}]}"
 
 

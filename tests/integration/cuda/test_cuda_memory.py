@@ -261,11 +261,7 @@ def test_a_thousand_registrations_take_no_memory(
     def resource_use() -> tuple[int, int, int]:
         free, total = torch.cuda.mem_get_info()
         process = worker(server)
-        return (
-            total - free,
-            process.memory_info().rss,
-            len(os.listdir(f"/proc/{process.pid}/fd")),
-        )
+        return (total - free, process.memory_info().rss, len(os.listdir(f"/proc/{process.pid}/fd")))
 
     for _ in range(20):
         register_and_infer()

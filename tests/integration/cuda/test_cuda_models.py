@@ -164,11 +164,7 @@ def test_a_batch_is_gathered_from_all_sides(server: Server, client: shmserve.cli
         client.allocate(forms(2), device="cuda:0") as second,
         client.allocate(forms(), device="cuda:0") as third,
     ):
-        for region, rows, first_value in (
-            (first, 1, 1),
-            (second, 2, 2),
-            (third, 1, 3),
-        ):
+        for region, rows, first_value in ((first, 1, 1), (second, 2, 2), (third, 1, 3)):
             region["x"].fill(batch(rows, first_value))
         executions_before = executions(server, "twice")
         with holding(server.gate) as until_it_runs:

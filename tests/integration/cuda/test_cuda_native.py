@@ -56,10 +56,7 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    for name, text, x in (
-        ("linear", LINEAR_MODEL, "input"),
-        ("twice", DOUBLING_CUDA_MODEL, "x"),
-    ):
+    for name, text, x in (("linear", LINEAR_MODEL, "input"), ("twice", DOUBLING_CUDA_MODEL, "x")):
         repositories.write(models, name, CONFIG % x, text)
     return start(models, gpu=True)
 

@@ -87,10 +87,7 @@ def test_hostile_words_in_the_json_of_a_request(http: Http, word: str) -> None:
         ),
     ):
         refused = http.infer("simple", request)
-        assert refused.status in (400, 404, 500), (
-            refused.status,
-            refused.body[:200],
-        )
+        assert refused.status in (400, 404, 500), (refused.status, refused.body[:200])
         assert refused.error
 
 
@@ -124,11 +121,7 @@ def test_hostile_words_in_paths(http: Http) -> None:
         ("GET", f"/v2/systemsharedmemory/region/{word}/status"),
     ):
         refused = http.call(method, path, {})
-        assert refused.status in (400, 404, 500), (
-            path,
-            refused.status,
-            refused.body[:200],
-        )
+        assert refused.status in (400, 404, 500), (path, refused.status, refused.body[:200])
     http.post(f"/v2/repository/models/{word}/unload", {}).ok()  # also succeeds for unknown models
 
 
@@ -148,10 +141,7 @@ def test_hostile_words_in_requests_to_the_control_plane(http: Http, word: str) -
         ("/v2/logging", {"log_file": word}),
     ):
         refused = http.post(request_path, body)
-        assert refused.status in (400, 404, 500, 501, 503), (
-            request_path,
-            refused.body[:200],
-        )
+        assert refused.status in (400, 404, 500, 501, 503), (request_path, refused.body[:200])
     http.post("/v2/logging", {word: True, "log_verbose_level": 2}).ok()
 
 

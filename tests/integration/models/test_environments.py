@@ -104,7 +104,4 @@ def test_an_archive_is_unpacked_once_and_removed(
         server.unload("one")
         assert answer(http, "other")[1] == prefix
         server.unload("other")
-        until(
-            "the copy is removed",
-            lambda: not any(copy.is_dir() for copy in copies.iterdir()),
-        )
+        until("the copy is removed", lambda: not any(copy.is_dir() for copy in copies.iterdir()))

@@ -142,10 +142,7 @@ def test_local_clients_load_the_model(server: Server) -> None:
         assert native.infer("native", INPUT0=zeros)["OUTPUT0"] == [1]
         assert ("native", "1") in native.models()
         assert native.infer_async("future", INPUT0=zeros).result()["OUTPUT0"] == [1]
-        assert [r["OUTPUT0"] for r in native.map("map", [{"INPUT0": zeros}] * 2)] == [
-            1,
-            1,
-        ]
+        assert [r["OUTPUT0"] for r in native.map("map", [{"INPUT0": zeros}] * 2)] == [1, 1]
         with pytest.raises(NotFound, match="version 7 is not found"):
             native.infer("native", version="7", INPUT0=zeros)
         with pytest.raises(NotFound, match="is not found"):

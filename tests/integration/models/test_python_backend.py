@@ -18,10 +18,7 @@ Explicit = tuple[Server, Path]
 
 def call(target: str) -> dict:
     tensor = {"name": "TARGET", "datatype": "BYTES", "shape": [1], "data": [target]}
-    a, b = (
-        np.arange(16, dtype=np.int32).reshape(1, 16),
-        np.full((1, 16), 5, np.int32),
-    )
+    a, b = (np.arange(16, dtype=np.int32).reshape(1, 16), np.full((1, 16), 5, np.int32))
     return {"inputs": [tensor, json_input("INPUT0", a), json_input("INPUT1", b)]}
 
 

@@ -239,10 +239,7 @@ def test_a_sample_that_fails_fails_the_load(
         http.post("/v2/logging", {"log_verbose_level": 0}).ok()
     if "failed to run" in expected_error:
         log_prefix = f"model '{name}' instance {name}_0_0"
-        for t in (
-            "is running warmup sample 's' for iteration 1",
-            "failed to run warmup sample",
-        ):
+        for t in ("is running warmup sample 's' for iteration 1", "failed to run warmup sample"):
             assert f"{log_prefix} {t}" in server.log()
 
 

@@ -157,10 +157,7 @@ def test_long_names_and_long_texts() -> None:
 
 def test_duplicate_names_beside_large_arrays_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parser, "_MIN_CUT_BYTES", 1)
-    for doubled in (
-        '"data": [1, 2], "data": [3, 4]',
-        '"data": [1, 2], "name": "", "name": ""',
-    ):
+    for doubled in ('"data": [1, 2], "data": [3, 4]', '"data": [1, 2], "name": "", "name": ""'):
         with pytest.raises(InvalidArgument, match=r"duplicate key '(data|name)' in an object"):
             loads_large(f'{{"inputs": [{{{doubled}}}]}}'.encode())
 

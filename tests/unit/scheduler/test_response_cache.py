@@ -381,9 +381,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_the_cache_keeps_entries_within_its_bound(
-    steps: list[tuple[str, int, int]],
-) -> None:
+def test_the_cache_keeps_entries_within_its_bound(steps: list[tuple[str, int, int]]) -> None:
     """The least recently used entry is evicted; no entry is larger than the cache."""
     cache: LruCache[int] = LruCache(50)
     bound = 50

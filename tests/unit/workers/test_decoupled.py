@@ -246,10 +246,7 @@ def test_errors_of_refused_sends(model: Model) -> None:
         text.startswith("TypeError: send(): incompatible function arguments. The following")
         for text in refusals[3:]
     )
-    assert (sent, retried, ended) == (
-        None,
-        *[f"TritonModelException: {CLOSED_SENDER}"] * 2,
-    )
+    assert (sent, retried, ended) == (None, *[f"TritonModelException: {CLOSED_SENDER}"] * 2)
 
 
 # --- streams without a final flag

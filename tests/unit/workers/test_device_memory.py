@@ -472,8 +472,7 @@ def test_a_device_that_has_failed_ends_the_process_also_by_an_output(
     closed_handle = cuda.export(64)
     worker.batch(
         inference(
-            device_x(closed_handle.memory(), 0, ROW),
-            outputs=on_device(closed_handle.memory(), 32),
+            device_x(closed_handle.memory(), 0, ROW), outputs=on_device(closed_handle.memory(), 32)
         )
     )
     worker.context.mappings.unmap_all()

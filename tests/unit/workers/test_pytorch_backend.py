@@ -624,10 +624,7 @@ def test_a_model_that_does_not_write_to_its_inputs_receives_views(worker: Rig) -
     worker.serve(backend, vectors({"x": 4}, {"y": 4}))
     region = Region(4096)
     data = np.ones((1, 4), F32)
-    place, expected = (
-        region.write(64, data),
-        RequestedOutput("y", region.memory_range(256, 16)),
-    )
+    place, expected = (region.write(64, data), RequestedOutput("y", region.memory_range(256, 16)))
     addresses = []
     for _ in range(3):
         (reply,) = worker.batch(inference(tensor("x", data, place), outputs=[expected]))

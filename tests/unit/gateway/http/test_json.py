@@ -260,10 +260,7 @@ def test_parameters_are_assigned_to_their_fields() -> None:
     assert (request.id, request.correlation_id, request.flags) == ("7", "s", 3)
     assert (request.priority, request.timeout_us, request.binary) == (2, 9, True)
     assert request.parameters == {"a": 1, "b": "x", "c": False, "d": 0.5}
-    assert [(o.name, o.binary) for o in request.outputs] == [
-        ("Y", False),
-        ("Z", True),
-    ]
+    assert [(o.name, o.binary) for o in request.outputs] == [("Y", False), ("Z", True)]
 
 
 def test_a_sequence_has_an_id_of_bounded_length() -> None:
@@ -271,12 +268,7 @@ def test_a_sequence_has_an_id_of_bounded_length() -> None:
         header = one_input_request() | {"parameters": {"sequence_id": v}}
         return parse_request(header, 0, "m", LIMIT).correlation_id
 
-    assert [parse(v) for v in (0, 2**64 - 1, "", "x" * 128)] == [
-        0,
-        2**64 - 1,
-        "",
-        "x" * 128,
-    ]
+    assert [parse(v) for v in (0, 2**64 - 1, "", "x" * 128)] == [0, 2**64 - 1, "", "x" * 128]
     with pytest.raises(Unsupported, match="string correlation ID cannot be longer than 128 chara"):
         parse("x" * 129)
 
@@ -592,11 +584,7 @@ def test_long_strings_are_encoded_in_parts() -> None:
     parts = list(tensors.encode_parts(memoryview(raw), "BYTES", (50_000,), "A"))
     assert len(parts) > 3
     assert json.loads(b"".join(parts)) == texts
-    for shape, broken in (
-        ((50_001,), raw),
-        ((50_000,), raw[:-1]),
-        ((50_000,), raw[:-10] + b"1"),
-    ):
+    for shape, broken in (((50_001,), raw), ((50_000,), raw[:-1]), ((50_000,), raw[:-10] + b"1")):
         with pytest.raises(Internal, match="internal error"):
             list(tensors.encode_parts(broken, "BYTES", shape, "A"))
 
@@ -662,10 +650,7 @@ def test_a_response_contains_the_requested_outputs() -> None:
     region = RegionRange("r", 0, 2)
     wire = InferRequest("", [], [InferOutput("A", True), InferOutput("C", False, region)])
     template = JsonResponseTemplate(wire, "m", "1", answer)
-    assert [(o.name, o.binary) for o in template.outputs] == [
-        ("A", True),
-        ("B", False),
-    ]
+    assert [(o.name, o.binary) for o in template.outputs] == [("A", True), ("B", False)]
     filled_response = template.fill(
         "", list(datas.values())
     )  # C's bytes are in the answer, and are not sent
@@ -759,10 +744,7 @@ def test_a_decompression_bomb_stops_at_the_limit() -> None:
 
 @pytest.mark.parametrize(
     ("raw", "text"),
-    [
-        (gzip.compress(b"x" * 99)[:-6], "truncated"),
-        (b"nope", "it is not gzip or zlib data"),
-    ],
+    [(gzip.compress(b"x" * 99)[:-6], "truncated"), (b"nope", "it is not gzip or zlib data")],
 )
 def test_uncompressed_data_is_refused(raw: bytes, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text):

@@ -290,10 +290,7 @@ def test_generations_of_a_dead_instance_are_spread_over_the_remaining_instances(
     remaining = [rig.start(index, 100 + index) for index in (0, 1)]
     rig.supervisor(ProcessExited(103, "killed"))
     peers = [peer for peer, sent in rig.workers.take() if isinstance(sent, g.Prepare)]
-    assert sorted(peers) in (
-        [*remaining, remaining[1]],
-        [remaining[0], *remaining],
-    )
+    assert sorted(peers) in ([*remaining, remaining[1]], [remaining[0], *remaining])
 
 
 @pytest.mark.parametrize("end", [ProcessExited(100, "killed"), RetireInstance(0)])
