@@ -138,7 +138,7 @@ def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_pat
     wide = ARRAY_MODEL.replace("sum(1)", "astype(np.float64)")
     repositories.write(repository, "returns_a_type", "", wide)
     repositories.write(repository, "yields_one", STREAM_CONFIG, STREAM)
-    none_of_them = STREAM.replace('"SUM"', '"sum"')
+    none_of_them = STREAM.replace("SUM=", "sum=")
     repositories.write(repository, "yields_other", STREAM_CONFIG, none_of_them)
     completed = run_command("check", str(repository), f"--input=PICTURE=@{picture}", "--input=Z=1")
     assert completed.returncode == 2
