@@ -62,7 +62,7 @@ def served_class(source: str) -> str:
         )
     if len(candidates) != 1 and DEFAULT_CLASS_NAME in names:
         return DEFAULT_CLASS_NAME
-    # A `from ... import *` may import a TritonPythonModel, so nothing is guessed then.
+    # With `from ... import *`, the model may be an imported TritonPythonModel: no class is guessed.
     if not candidates and "*" not in names:
         candidates = [name for name in unused_classes if _bases(classes[name]) - _NON_MODEL_BASES]
     return candidates[0] if len(candidates) == 1 else ""

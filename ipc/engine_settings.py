@@ -170,7 +170,7 @@ class EngineSettings:
             speculation_values = _valid_settings(SpeculationSettings, speculation, prefix, problems)
             values["speculative_decoding"] = SpeculationSettings(**speculation_values)
         settings = cls(**values)
-        if not problems:  # otherwise contradictions may result from an invalid value
+        if not problems:  # an invalid value could also contradict valid ones
             problems += settings._contradictions()
         if problems:
             locations = {key: f"{origin}:{position}" for key, position in (positions or {}).items()}

@@ -105,6 +105,10 @@ def _integer_up_to(maximum: int, text: str) -> int | None:
 
 
 CORRELATION_ID = "CONTROL_SEQUENCE_CORRID"
+_CONTROL_KINDS = (
+    *("CONTROL_SEQUENCE_START", "CONTROL_SEQUENCE_END", "CONTROL_SEQUENCE_READY"),
+    CORRELATION_ID,
+)
 # The fields that may change while a version serves: the instances, and the loaded versions.
 _MUTABLE_FIELDS = frozenset({"instance_group", "version_policy"})
 
@@ -261,8 +265,12 @@ class SequenceBatching(Record):
 
     @property
     def controls(self) -> list[tuple[str, SequenceControl]]:
-        """Return the controls with the names of their inputs."""
-        return [(item.name, control) for item in self.control_input for control in item.control]
+        """Return the controls with the names of their inputs.
+
+        As in Triton, the last kind of `_CONTROL_KINDS` sets an input that has several kinds.
+        """
+        inputs = [(item.name, item.control) for item in self.control_input if item.control]
+        return [(name, max(c, key=lambda c: _CONTROL_KINDS.index(c.kind))) for name, c in inputs]
 
     @property
     def correlation_id(self) -> tuple[str, str]:
@@ -428,6 +436,14 @@ class ModelSpec(Document):
         """Return whether the configuration selects a scheduler."""
         schedulers = self.dynamic_batching, self.sequence_batching, self.ensemble_scheduling
         return any(scheduler is not None for scheduler in schedulers)
+
+    @property
+    def may_omit_outputs(self) -> bool:
+        """Return whether a response may lack requested outputs.
+
+        A class declares such outputs, and its worker checks the others.
+        """
+        return self.ensemble_scheduling is not None or self.backend == "native"
 
     @property
     def immutable_config(self) -> dict[str, Any]:

@@ -258,7 +258,7 @@ class SchedulerClient(Generic[R]):
         """Send `Release` messages for outputs to the scheduler that sent them, or its successor."""
         if endpoint in self.successors:
             endpoint = self.successors.latest(endpoint)
-            if endpoint and messages:  # the link may not be open yet
+            if endpoint and messages:  # there may be no link to the successor yet
                 with contextlib.suppress(Unavailable):
                     self._links.open(endpoint)
         for message in messages:

@@ -18,11 +18,13 @@ ShmserveError
 
 Between processes an error is a (code, message) pair, which `from_code` converts to an exception.
 Messages are written for the client: they contain no path, pid, endpoint or traceback. Unexpected
-exceptions are logged where they occur, and the client receives `Internal("internal error")`.
+exceptions are logged where they occur, and the client receives `Internal()`.
 """
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar, cast
@@ -161,6 +163,9 @@ class Internal(ShmserveError):
 
     server_fault = True
 
+    def __init__(self, message: str = "internal error; the server's log has the cause") -> None:
+        super().__init__(message)
+
 
 # Modules and programs may define further subclasses, which no message of a server refers to.
 KINDS = tuple(ShmserveError.__subclasses__())
@@ -266,3 +271,25 @@ def convert_os_errors(text: str, otherwise: str = "cannot be read") -> Iterator[
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or otherwise
         raise InvalidArgument(f"{text}: {reason}") from None
+
+
+def read_text(flag: str, path: str | os.PathLike[str]) -> str:
+    """Return the text of the file that a flag names.
+
+    Raises:
+        InvalidArgument: The file cannot be read, or is a pipe without content.
+    """
+
+    def open_without_waiting(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)  # else, a pipe would wait for a writer
+
+    problem = f"{flag}: cannot read '{path}'"
+    with (
+        convert_os_errors(problem, "it is not UTF-8 text"),
+        open(path, encoding="utf-8", opener=open_without_waiting) as file,
+    ):
+        os.set_blocking(file.fileno(), True)
+        text = file.read()
+        if not text and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+            raise InvalidArgument(f"{problem}: it is a pipe without content")
+        return text

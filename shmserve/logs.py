@@ -9,6 +9,7 @@ A record has the process's role and, if it has one, the request id.
 from __future__ import annotations
 
 import array
+import contextlib
 import errno
 import fcntl
 import logging
@@ -17,6 +18,7 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -86,6 +88,23 @@ def enable() -> None:
     """Enable the server's loggers, which a model's `logging.config` disables by default."""
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("shmserve")]:
         logging.getLogger(name).disabled = False
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Write no warnings of the server's loggers; other loggers and levels are not affected."""
+
+    def is_written(record: logging.LogRecord) -> bool:
+        return record.levelno != logging.WARNING or not record.name.startswith("shmserve.")
+
+    handlers = logging.root.handlers[:]
+    for handler in handlers:
+        handler.addFilter(is_written)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_written)
 
 
 def warn_once(log: logging.Logger, message: str, name: str) -> None:

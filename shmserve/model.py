@@ -46,11 +46,15 @@ The class may have these attributes. Those with a number show the default:
     sequence_batching = {...}   the state and the scheduling of sequences, as in a configuration
 
 `shmserve guide instances`, `batching`, `backends`, `shapes` and `sequences` explain them. The class
-may also have these methods:
+may also have these methods. They and `predict` are plain or `async def`, and share an event loop:
 
     def load(self, context)     called once, before the first batch, with a `Context`
-    def is_ready(self)          returns a bool; plain or `async def`: see below
+    def is_ready(self)          returns a bool: see below
     def unload(self)            called once, after the last batch
+
+The result of `predict` may be any array that numpy can read. A tuple has the outputs "output_0",
+"output_1" and so on. The fields of a TypedDict, NamedTuple or dataclass are outputs of their names;
+a key that is `NotRequired` may be missing.
 
 `is_ready`, a function or coroutine, is called between two batches whenever a client requests the
 readiness of the model. It must return a bool within 5 s; a later result does not count. The model

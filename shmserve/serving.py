@@ -270,7 +270,7 @@ def _source_of(cls: type) -> str:
         InvalidArgument: The source cannot be found, or uses a name that is not at the top level.
     """
     try:
-        class_line, class_text = _class_block(cls)
+        class_line, class_text = _class_source(cls)
         class_tree = ast.parse(class_text)
     except (OSError, TypeError, SyntaxError) as error:
         message = f"the source of class '{cls.__name__}' cannot be found: define it in a file"
@@ -295,25 +295,25 @@ def _source_of(cls: type) -> str:
             f"class '{cls.__name__}' uses names that its module does not define: "
             f"{', '.join(sorted(unknown_names))}; define them at the top level or in the class"
         )
-    blocks = [
-        _block(node, lines)
+    sources = [
+        _statement_source(node, lines)
         for node, lines in statements
         if node in used_statements and cls.__name__ not in _binds(node)
     ]
-    blocks.append((class_line, class_text))
+    sources.append((class_line, class_text))
     if "<locals>" not in cls.__qualname__ and _cells(cls) is None:
-        blocks.sort(key=itemgetter(0))
+        sources.sort(key=itemgetter(0))
     is_future = any("__future__" in ast.unparse(node) for node, _ in statements)
     header = ["from __future__ import annotations"] if is_future else []
     if package := sys.modules[cls.__module__].__package__:  # relative imports need it
         header.append(f"__package__ = {package!r}")
     text = "; ".join(header) + "\n" if header else ""
-    for line, block in blocks:
-        text += "\n" * (line - 1 - text.count("\n")) + block.rstrip("\n") + "\n"
+    for line, source in sources:
+        text += "\n" * (line - 1 - text.count("\n")) + source.rstrip("\n") + "\n"
     return text
 
 
-def _class_block(cls: type) -> tuple[int, str]:
+def _class_source(cls: type) -> tuple[int, str]:
     """Return the number of the first line of a class in its file or cell, and its lines.
 
     Raises:
@@ -323,7 +323,7 @@ def _class_block(cls: type) -> tuple[int, str]:
         with contextlib.suppress(SyntaxError):
             for node in ast.walk(ast.parse(cell)):
                 if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
-                    line, text = _block(node, cell.splitlines())
+                    line, text = _statement_source(node, cell.splitlines())
                     return line, textwrap.dedent(text)
     lines, line = inspect.getsourcelines(cls)
     return line, textwrap.dedent("".join(lines))
@@ -370,7 +370,7 @@ def _statements(cls: type) -> Iterator[tuple[ast.stmt, list[str]]]:
                 yield node, text.splitlines()
 
 
-def _block(node: ast.stmt, lines: list[str]) -> tuple[int, str]:
+def _statement_source(node: ast.stmt, lines: list[str]) -> tuple[int, str]:
     """Return the number of the first line of a statement, and its text.
 
     Both include the decorators.
@@ -378,7 +378,7 @@ def _block(node: ast.stmt, lines: list[str]) -> tuple[int, str]:
     decorators = getattr(node, "decorator_list", [])
     first_line = min([node.lineno, *(decorator.lineno for decorator in decorators)])
     if lines[node.lineno - 1][: node.col_offset].strip():
-        return first_line, ast.unparse(node)  # it follows another statement on the same line
+        return first_line, ast.unparse(node)  # another statement precedes it on its line
     return first_line, "\n".join(lines[first_line - 1 : node.end_lineno])
 
 

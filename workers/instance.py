@@ -74,7 +74,8 @@ class WorkerInstance:
         mappings, counter = context.mappings, context.copy_counter
         unpacker = Unpacker(signature, mappings, counter, backend.device_inputs)
         strictness = (backend.strict_outputs, backend.strict_shapes)
-        scatterer = Scatterer(signature, context, *strictness, not config.decoupled)
+        expects_all = not config.decoupled and not config.may_omit_outputs
+        scatterer = Scatterer(signature, context, *strictness, expects_all)
         self._writer = ResponseWriter(self.link, scatterer, self._metrics, context)
         padding = signature.padding
         padder = None if padding is None else Padder(padding, signature, context.copy_counter)

@@ -7,6 +7,7 @@ InstanceReady -> batches -> Stop
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import fcntl
 import gc
@@ -20,7 +21,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 from shmserve import logs
-from shmserve.errors import ShmserveError
+from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
@@ -39,7 +40,7 @@ from shmserve.ipc.messages.supervision import (
 )
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.processes import raise_oom_score, set_process_title
-from shmserve.ipc.transport.zmtp import Dealer
+from shmserve.ipc.transport.zmtp import ENDPOINT_PREFIX, Dealer
 from shmserve.workers import backends, environment
 from shmserve.workers.backends import Backend, ModelContext
 from shmserve.workers.backends.python import log_thread_exception
@@ -146,15 +147,35 @@ class _Worker:
         if config.sequence_batching is not None:
             # Called before the model is loaded: this raises if a data file cannot be read.
             read_states(config, self._context.model_dir)
-        backend.load(config)
-        logs.enable()
-        self._instance = WorkerInstance(self._context, backend, config)
-        self._instance.warm_up()
+        # One instance of each group logs warnings about the model.
+        is_first = self._context.instance_name.endswith("_0")
+        with contextlib.nullcontext() if is_first else logs.without_warnings():
+            backend.load(config)
+            logs.enable()
+            self._instance = WorkerInstance(self._context, backend, config)
+            self._instance.warm_up()
+        self._check_access()
         # The current objects are permanent: the collector need not scan them, nor unshare their
         # pages.
         gc.collect()
         gc.freeze()
         self._control.send(InstanceLoaded(backend.checks_ready, _device_byte_size()))
+
+    def _check_access(self) -> None:
+        """Check that the model's code has not removed this process's access to the server.
+
+        Raises:
+            Internal: The sockets, or the memory of other processes, are inaccessible.
+        """
+        try:
+            os.stat(endpoints.control(self._context.run_dir).removeprefix(ENDPOINT_PREFIX))
+            # The kernel checks this like the opening of a tensor's memory.
+            os.readlink(f"/proc/{os.getppid()}/exe")
+        except OSError as error:
+            raise Internal(
+                f"its process cannot access the server's sockets and memory ({error.strerror}): a "
+                "model must not change its process's user, group, capabilities or root folder"
+            ) from None
 
     def _make_backend(self, config: ModelSpec) -> Backend:
         if self._environment_error is not None:

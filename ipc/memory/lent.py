@@ -151,7 +151,7 @@ class LentMemory:
     def __init__(self, byte_size: int) -> None:
         self.byte_size = byte_size
         self._arena: Arena | None = None
-        self._readers: Readers[tuple[int, int]] = Readers()  # readers by (reader, id of the memory)
+        self._readers: Readers[tuple[int, int]] = Readers()  # by (reader, memory id)
 
     def __len__(self) -> int:
         return len(self._readers)

@@ -109,11 +109,11 @@ class WantModel(ControlRequest, Message):
     """Sent by a gateway or a local client to the supervisor to load a model on demand.
 
     The reply follows once the model serves and all peers have received its publication. The request
-    expires after `patience_s` seconds; 0 means never.
+    expires after `timeout_s` seconds; 0 means never.
     """
 
     name: str
-    patience_s: float
+    timeout_s: float
 
 
 class FindModel(ControlRequest, Message):
@@ -125,7 +125,7 @@ class FindModel(ControlRequest, Message):
 
     name: str
     version: str
-    patience_s: float = 0.0
+    timeout_s: float = 0.0
 
 
 class AskReady(ControlRequest, Message):

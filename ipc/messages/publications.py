@@ -1,7 +1,7 @@
 """Messages by which the supervisor publishes state: models, regions, processes, health and events.
 
 Gateways, ensembles, workers and local clients receive the messages of the first part. A change with
-an `acknowledge` number greater than 0 is confirmed by `Acknowledged` once the receiver applied it.
+an `ack_number` greater than 0 is confirmed by `Acknowledged` once the receiver applied it.
 
 The second part is the event feed (ZeroMQ PUB/SUB). A message of the feed has two frames: the topic,
 and a packed frame with an `EventHeader` and the event. A subscription to a topic with one of these
@@ -50,7 +50,7 @@ class ModelPublished(Message):
     ready: bool
     latest: bool
     load_seconds: float
-    acknowledge: int
+    ack_number: int
 
 
 class ReadinessChanged(Message):
@@ -69,7 +69,7 @@ class ModelWithdrawn(Message):
 
     name: str
     version: str
-    acknowledge: int
+    ack_number: int
 
 
 class ModelOnDemand(Message):
@@ -83,7 +83,7 @@ class ModelOnDemand(Message):
     version: ClassVar[str] = ""  # empty: the message concerns the whole model
 
     name: str
-    acknowledge: int
+    ack_number: int
 
 
 class SchedulerLost(Message):
@@ -135,7 +135,7 @@ class ServerEnding(Message):
     flight are still answered. The client confirms with `Acknowledged`.
     """
 
-    acknowledge: int
+    ack_number: int
 
 
 class HealthChanged(Message):
@@ -178,7 +178,7 @@ class RegionPublished(Message):
     memory_range: list[Any]
     uid: int
     group: int
-    acknowledge: int
+    ack_number: int
     draining: bool = False
 
 
@@ -190,7 +190,7 @@ class RegionDrained(Message):
     """
 
     memory_id: int
-    acknowledge: int
+    ack_number: int
 
 
 class RegionRetired(Message):
@@ -201,7 +201,7 @@ class RegionRetired(Message):
     """
 
     memory_id: int
-    acknowledge: int
+    ack_number: int
 
 
 class RegionWithdrawn(Message):
@@ -212,7 +212,7 @@ class RegionWithdrawn(Message):
 
     name: str
     memory_id: int
-    acknowledge: int
+    ack_number: int
 
 
 # --- events of the feed

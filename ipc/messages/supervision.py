@@ -181,7 +181,7 @@ class Ping(Message):
     The receiver sends `Acknowledged` with this number.
     """
 
-    acknowledge: int
+    ack_number: int
 
 
 class LoadsFailed(Message):

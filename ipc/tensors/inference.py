@@ -29,7 +29,8 @@ INLINE_LIMIT = 16 * 1024
 SEQUENCE_START, SEQUENCE_END = 1, 2
 LONGEST_CORRELATION_ID = 128  # maximum number of characters of a correlation id
 
-# The kinds of a requested output in a schema.
+# Where an output is returned, in a schema: anywhere; in the client's range; or in that range unless
+# the output is an unchanged input, which stays where it is.
 _ANYWHERE, _PLACED, _PLACED_OR_INPUT = 0, 1, 2
 
 _PACKER = msgpack.Packer()  # creating a packer takes as long as packing a request
@@ -147,7 +148,7 @@ class RequestSchema:
             MalformedMessage: The data do not match the schema.
         """
         if len(data) != self.data_count:
-            raise MalformedMessage("a request's data do not match its schema")
+            raise MalformedMessage(f"the schema needs {self.data_count} data, got {len(data)}")
         parts = iter(data)
         inputs = _tensors(self.inputs, parts)
         if not self.outputs:
@@ -182,7 +183,7 @@ class ResponseSchema:
             MalformedMessage: The data do not match the schema.
         """
         if len(data) != len(self.outputs):
-            raise MalformedMessage("a response's data do not match its schema")
+            raise MalformedMessage(f"the schema needs {len(self.outputs)} data, got {len(data)}")
         return Inferred(_tensors(self.outputs, data), self.parameters)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import types
 import typing
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, partial
@@ -78,12 +79,12 @@ class Document(Record):
     """The base class of records that are sent as the document they were decoded from: `source`."""
 
     @classmethod
+    @abstractmethod
     def of(cls, source: Mapping[str, Any]) -> Self:
         """Return the record of a document.
 
         Raise TypeError, ValueError and the like if it is invalid.
         """
-        raise NotImplementedError
 
 
 class MalformedMessage(Exception):

@@ -406,7 +406,7 @@ class LinkTable:
     _identity: str
     _watch: Callable[[int], None]
     _unwatch: Callable[[int], None]
-    _on_queued: Callable[[], None] = lambda: None  # The owner calls `flush`.
+    _on_queued: Callable[[], None] = lambda: None  # default: the owner calls `flush`
     _on_deferred: Callable[[], None] = lambda: None
     _by_endpoint: dict[str, Dealer] = field(default_factory=dict)
     _by_fd: dict[int, Dealer] = field(default_factory=dict)

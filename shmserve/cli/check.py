@@ -23,6 +23,7 @@ from shmserve import logs
 from shmserve.config.command_line import Parsed
 from shmserve.config.server import ServerConfig, from_flags
 from shmserve.errors import ShmserveError
+from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.messages.inference import Failed, Finished, Responded, make_submit
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.processes import set_process_title
@@ -47,13 +48,14 @@ from shmserve.supervisor.main import defer_signals, run_composed
 from shmserve.supervisor.supervisor import Supervisor
 
 _RESPONSE_TIMEOUT_S = 60.0
+_STREAM_TIMEOUT_S = 10.0  # seconds for the responses after the first one
 _TEXT_BACKENDS = ("llm", "vllm")  # backends whose models receive a text prompt
 _PROMPT = "text_input"
 _ZEROS_NOTE = (
     "\nthe inputs were zeros and empty strings; set other values with --input NAME=VALUE, or with "
     "samples in `model_warmup`"
 )
-_INVALID_OUTPUT = "inference output '"  # in errors that no other inputs would avoid
+_INVALID_OUTPUT = "inference output '"  # part of errors that do not depend on the inputs
 _NOT_LOADED = "the model is not loaded; see the log for the reason"
 _NO_INPUTS_NOTE = "\nthe request had no inputs, because the configuration lists none"
 
@@ -237,7 +239,11 @@ class _Model:
                 1, schema, data, now_ns, request_id="check", flags=flags, correlation_id=sequence
             )
             dealer.send(submit)
-            while dealer.wait(_RESPONSE_TIMEOUT_S):
+            response_count, deadline = 0, time.monotonic() + _RESPONSE_TIMEOUT_S
+            # A stream may be endless, and without credit it stops after `FIRST_CREDIT` responses.
+            while response_count < FIRST_CREDIT and dealer.wait(
+                max(0.0, deadline - time.monotonic())
+            ):
                 for message in dealer.receive():
                     match message:
                         case Responded(code="", schema=b""):  # the response only marks the end
@@ -251,9 +257,15 @@ class _Model:
                         case Responded() | Finished():
                             response = unpack_inferred(message.schema, message.data)
                             differences = self._differences(response, fit.batch_size)
-                            return _Verdict("differs" if differences else "ok", differences)
+                            if differences or getattr(message, "final", True):
+                                return _Verdict("differs" if differences else "ok", differences)
+                            if not response_count:
+                                deadline = time.monotonic() + _STREAM_TIMEOUT_S
+                            response_count += 1
                 if not dealer.connected:
                     return _Verdict("FAILED", "the scheduler of the model has exited")
+            if response_count:
+                return _Verdict("ok")
             return _Verdict("FAILED", f"no response within {_RESPONSE_TIMEOUT_S:.0f} s")
 
     def _differences(self, response: Inferred, batch_size: int) -> str:

@@ -249,14 +249,17 @@ class ServerConnection(ServerState):
                     self.mappings.unmap_process(pid)
                 case ServerEnding():
                     self.draining = True
+                    self.start_ended.set()
                 case HealthChanged(ready=ready, started=started):
                     self.models.ready, self.models.started = ready, started
                     is_complete = True
+                    if started:
+                        self.start_ended.set()
                 case Answered(number, payload):
                     self._link.respond(number, payload)
                 case Refused(number, code, text):
                     self._link.respond(number, from_code(code, text))
-            if number := getattr(message, "acknowledge", 0):
+            if number := getattr(message, "ack_number", 0):
                 self._link.send_message(Acknowledged(number))
         return is_complete
 
@@ -364,6 +367,7 @@ class ServerConnection(ServerState):
     def _end(self) -> None:
         with self._lock:
             self.alive = False
+        self.start_ended.set()
         self.wake_all()
         while self._tasks:
             self._tasks.popleft()(self._channel)

@@ -56,9 +56,12 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
         raise _server_exited(default)
     if os.path.lexists(default):
         raise InvalidArgument(f"{default} belongs to another user; name it explicitly to use it")
+    variable = os.environ.get("XDG_RUNTIME_DIR") or "not set"
     raise Disconnected(
-        f"no server of this user is running: there is no run directory {default}; start one by "
-        f"`shmserve serve`, or choose another by --run-dir, --url, {VARIABLE} or connect(DIR)"
+        f"no server of this user is running: there is no run directory {default} or {default}-*; "
+        "start one by `shmserve serve`, or choose another by --run-dir, --url, "
+        f"{VARIABLE} or connect(DIR), for instance if the server has another XDG_RUNTIME_DIR than "
+        f"this program ({variable})"
     )
 
 

@@ -40,7 +40,7 @@ class ClientModel:
         self.endpoint = publication.endpoint
         self.signature = Signature(publication.config, publication.version)
         self.decoupled = publication.config.decoupled
-        self.may_omit_outputs = publication.config.ensemble_scheduling is not None
+        self.may_omit_outputs = publication.config.may_omit_outputs
         self.templates: BoundedCache[Any, ClientTemplate] = BoundedCache(
             _MAX_PREPARED, ClientTemplate.close
         )
@@ -103,8 +103,11 @@ class ClientModels:
             del self._models[name, ""]
 
     def find(self, name: str, version: str) -> ClientModel | None:
-        """Return a model, or None."""
-        return self._models.get((name, version))
+        """Return a model, or None. As for HTTP and gRPC, a version may have leading zeros."""
+        model = self._models.get((name, version))
+        if model is None and isinstance(version, str) and version.startswith("0"):
+            model = self._models.get((name, version.lstrip("0") or "0"))
+        return model
 
     def has(self, name: str) -> bool:
         """Check whether any version of a model is available."""
@@ -112,7 +115,7 @@ class ClientModels:
 
     def needs_load(self, name: str, version: str) -> bool:
         """Check whether a version is not available but its model can be loaded on demand."""
-        return name in self.on_demand and (name, version) not in self._models
+        return name in self.on_demand and self.find(name, version) is None
 
     def resolve(self, name: str, version: str) -> ClientModel:
         """Return a model.
@@ -122,7 +125,7 @@ class ClientModels:
             Unavailable: The model may still be loading.
             InvalidArgument: The version is not a string.
         """
-        return self._models.get((name, version)) or self._raise_not_found(name, version)
+        return self.find(name, version) or self._raise_not_found(name, version)
 
     def _raise_not_found(self, name: str, version: str) -> Never:
         if not isinstance(version, str):
@@ -172,6 +175,7 @@ class ServerState(ABC):
         successors: The endpoint of the successor, or "", by the endpoint of a lost scheduler.
         loss_count: The number of schedulers lost so far.
         alive: Whether the connection is alive.
+        start_ended: Set when `models.started` is true, or the server must not be used any more.
         link_numbers: The numbers that identify the links of this connection.
     """
 
@@ -180,6 +184,7 @@ class ServerState(ABC):
         self.successors = Successors()
         self.loss_count = 0
         self.alive = True
+        self.start_ended = threading.Event()
         self.draining = False  # new requests must go to another server
         self.identity = ""
         self.mappings = Mappings()

@@ -46,7 +46,7 @@ Call = tuple[str, Tensors | None, Outputs | None, str, Options, Tensors]
 
 _WELCOME_S = 10.0
 _SHORTEST_S = 0.1
-_PAUSE_S = 0.05  # seconds between two attempts to find a server that has started
+_PAUSE_S = 0.05  # seconds between two attempts to find a server
 # The keywords of a call that are not inputs.
 _OPTIONS = (
     *("outputs", "version", "timeout", "priority", "request_id", "parameters", "sequence"),
@@ -210,10 +210,10 @@ class Session:
             Disconnected: The server has exited.
             Unavailable: The server still loads its models at the deadline.
         """
-        while not self.connection().models.started:
-            if time.monotonic() >= deadline:
+        while not (connection := self.connection()).models.started:
+            remaining_s = min(deadline - time.monotonic(), threading.TIMEOUT_MAX)
+            if not connection.start_ended.wait(remaining_s):
                 raise Unavailable("the server still loads its models")
-            time.sleep(_PAUSE_S)
 
     def should_retry(
         self, connection: ServerConnection, options: Options, packed: PackedRequest | None

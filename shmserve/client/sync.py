@@ -61,6 +61,7 @@ class Server:
             request_id: The name of the request in the server's errors.
             parameters: Parameters for the model: {name: bool, int, float or str}. With
                 `explain: True`, the result's `parameters` have an `explanation` of the time spent.
+                `deadline_us` and `priority` have the effects of `timeout` and `priority`, too.
             sequence: The id of the request's sequence (int or str), for a stateful model.
             start: Whether the request is the first one of its sequence.
             end: Whether the request is the last one of its sequence.
@@ -129,7 +130,7 @@ class Server:
         """
         waiting_requests: deque[Any] = deque()
         waiter = self._get_waiter()
-        # Collect several responses per message, so that the server always has work.
+        # The thread wakes up once for several responses. The other requests keep the server busy.
         min_messages = max(1, in_flight // 4)
         try:
             for request_inputs in inputs:

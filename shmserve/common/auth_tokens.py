@@ -23,6 +23,7 @@ from shmserve.errors import (
     ShmserveError,
     Unauthenticated,
     convert_os_errors,
+    read_text,
 )
 
 # The APIs that --http-restricted-api and --grpc-restricted-protocol accept.
@@ -155,7 +156,7 @@ def read_tokens(path: Path) -> dict[str, tuple[str, ...]]:
     """
     with convert_os_errors(f"{_TOKENS_FILE}: cannot read '{path}'", "not text"):
         mode = path.stat().st_mode
-        text = path.read_text()
+    text = read_text(_TOKENS_FILE, path)
     if mode & 0o022:
         raise InvalidArgument(f"{_TOKENS_FILE}: '{path}' is writable by users other than its owner")
     tokens: dict[str, tuple[str, ...]] = {}

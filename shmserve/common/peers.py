@@ -75,7 +75,7 @@ SHM_DISABLED = (
     "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 )
 REMOTE = Peer(-1)
-# The administrator of the server, who may list and unregister all regions.
+# A uid that represents the server's administrator, who may list and unregister everyone's regions.
 EVERYONE = -2
 # The clients of a listener without shared memory, who own no regions.
 NOBODY = Peer(-3)

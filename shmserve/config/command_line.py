@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 
 from shmserve.config.flags import ACTED_ON, FLAGS, Flag, Value, find_flags
-from shmserve.errors import Collector, InvalidArgument, Problems, clip, convert_os_errors, nearest
+from shmserve.errors import Collector, InvalidArgument, Problems, clip, nearest, read_text
 
 _NULL = "tag:yaml.org,2002:null"
 
@@ -153,9 +153,7 @@ def read(path: str) -> FlagValues:
         InvalidArgument: The file cannot be read.
         Problems: Each line names file, line and key, the value found and the values allowed.
     """
-    with convert_os_errors(f"--config: cannot read '{path}'", "it is not UTF-8 text"):
-        text = Path(path).read_text(encoding="utf-8")
-    return parse_file(text, path)
+    return parse_file(read_text("--config", path), path)
 
 
 def parse_file(text: str, path: str) -> FlagValues:

@@ -134,7 +134,7 @@ class ServerConfig:
         return {name for name, enabled in is_served.items() if enabled}
 
 
-# Flags whose fields have the same name and value.
+# Flags whose values are stored unchanged in the fields of the same names.
 _SAME_NAMED = (
     *("model-control-mode", "ensemble-scheduling", "gateways", "allow-metrics", "metrics-port"),
     *("insecure", "arena-byte-size", "rate-limit", "exit-on-error", "strict-readiness"),

@@ -16,6 +16,7 @@ _MIN_MEMBER_BYTES = 1024  # the assumed minimum size of a gzip member limits the
 _FREE_MEMBERS = 16  # number of members permitted regardless of the size
 _FAILED = "failed to decompress the request body"
 WBITS_BY_ENCODING = {"gzip": zlib.MAX_WBITS | 16, "deflate": zlib.MAX_WBITS}
+_ALIASES = {"x-gzip": "gzip"}
 
 
 class BodyTooLarge(InvalidArgument):
@@ -32,10 +33,15 @@ def check_encoding(name: str) -> bool:
     Raises:
         UnsupportedEncoding: The encoding is neither gzip, deflate nor identity.
     """
-    lower = name.strip().lower()
-    if lower not in ("identity", *WBITS_BY_ENCODING):
+    encoding = _normalize(name)
+    if encoding not in ("identity", *WBITS_BY_ENCODING):
         raise UnsupportedEncoding("Unsupported compression type")
-    return lower != "identity"
+    return encoding != "identity"
+
+
+def _normalize(name: str) -> str:
+    lower = name.strip().lower()
+    return _ALIASES.get(lower, lower)
 
 
 class Inflater:
@@ -119,12 +125,12 @@ def preferred_encoding(header: str) -> str:
     best_encoding, best_weight = "identity", 0.0
     for item in header.split(","):
         name, _, parameter = item.partition(";")
-        name = name.strip()
+        name = _normalize(name)
         weight = 1.0
         if parameter:
             key, _, value = parameter.partition(";")[0].partition("=")
             try:
-                weight = float(value) if key.strip() == "q" else 0.0
+                weight = float(value) if key.strip().lower() == "q" else 0.0
             except ValueError:
                 weight = 0.0
         if name in ("identity", *WBITS_BY_ENCODING) and weight > best_weight:

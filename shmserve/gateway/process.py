@@ -139,7 +139,7 @@ def prepare_process(role: str, title: str, log: LogSettings) -> None:
     """Set up the log and the process title, and ignore signals that end the process."""
     logs.configure(role, log)
     set_process_title(title)
-    # The supervisor stops the gateway. A Ctrl-C reaches the whole process group.
+    # A service manager may signal every process, but the supervisor stops the gateway.
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.SIG_IGN)
 
@@ -256,7 +256,7 @@ class _Process:
                 self._stop_received.set()
             case _:
                 logger.warning("unexpected %s from the supervisor", type(message).__name__)
-        if number := getattr(message, "acknowledge", 0):
+        if number := getattr(message, "ack_number", 0):
             gateway.supervisor.post(Acknowledged(number))
 
     def _on_clients_notified(self) -> None:

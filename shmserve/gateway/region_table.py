@@ -126,13 +126,13 @@ WrittenRange = tuple[GatewayRegion, tuple[int, int]]
 class RegionReferences:
     """The references of one request to regions, and the ranges that it writes to."""
 
-    __slots__ = ("_spans", "_table", "_writes", "regions")
+    __slots__ = ("_output_ranges", "_reserved_ranges", "_table", "regions")
 
     def __init__(self, table: RegionTable) -> None:
         self._table = table
         self.regions: list[GatewayRegion] = []
-        self._spans: list[WrittenRange] = []  # the ranges of all outputs
-        self._writes: list[WrittenRange] = []  # the ranges that overlap no other range
+        self._output_ranges: list[WrittenRange] = []  # the ranges of all outputs
+        self._reserved_ranges: list[WrittenRange] = []  # the ranges that overlap no other range
 
     def reference_range(self, requested: RegionRange, *, write: bool = False) -> Range:
         """Count a reference to a region, and return the range; `write` reserves it for an output.
@@ -151,16 +151,16 @@ class RegionReferences:
                 self._table.report_first_use(region)
         span = (memory_range.offset, memory_range.offset + memory_range.byte_size)
         if write and memory_range.byte_size and self._table.overlap != "ignore":
-            self._spans.append((region, span))
+            self._output_ranges.append((region, span))
             self._reserve((region, span))
         return memory_range
 
-    def _reserve(self, write: WrittenRange) -> None:
-        region, span = write
+    def _reserve(self, output_range: WrittenRange) -> None:
+        region, span = output_range
         if region.written_ranges.add(span):
-            self._writes.append(write)
+            self._reserved_ranges.append(output_range)
             return
-        # Both requests succeed, but one of the clients reads the result of the other request.
+        # Both requests would succeed, but one client would read the other request's result.
         if self._table.overlap == "error":
             raise AlreadyExists(
                 f"an output in shared memory region '{region.name}' overlaps one of a request in "
@@ -173,39 +173,39 @@ class RegionReferences:
 
     def as_template(self) -> ReferenceTemplate:
         """Return the references for later requests with the same header."""
-        regions, spans = tuple(self.regions), tuple(self._spans)
-        return ReferenceTemplate(self._table, self._table.version, regions, spans)
+        regions, output_ranges = tuple(self.regions), tuple(self._output_ranges)
+        return ReferenceTemplate(self._table, self._table.version, regions, output_ranges)
 
     @classmethod
-    def from_template(cls, pattern: ReferenceTemplate) -> RegionReferences | None:
-        """Return the references of `pattern` for a new request; None if the table has changed.
+    def from_template(cls, template: ReferenceTemplate) -> RegionReferences | None:
+        """Return the references of `template` for a new request; None if the table has changed.
 
         Raises:
             AlreadyExists: The range of an output is in use, and `overlap` is "error".
         """
-        table, version, regions, spans = pattern
+        table, version, regions, output_ranges = template
         if version != table.version:
             return None
-        uses = cls(table)
-        uses.regions += regions
+        references = cls(table)
+        references.regions += regions
         for region in regions:
             region.request_count += 1
             if region.retired:
                 table.report_first_use(region)
         try:
             if table.overlap != "ignore":
-                for write in spans:
-                    uses._reserve(write)
+                for output_range in output_ranges:
+                    references._reserve(output_range)
         except BaseException:
-            uses.release()
+            references.release()
             raise
-        return uses
+        return references
 
     def release(self) -> None:
         """Release the references at the end of the request."""
-        for region, span in self._writes:
+        for region, span in self._reserved_ranges:
             region.written_ranges.remove(span)
-        self._writes = []
+        self._reserved_ranges = []
         regions, self.regions = self.regions, []
         for region in regions:
             region.request_count -= 1
@@ -220,13 +220,13 @@ class ReferenceTemplate(NamedTuple):
         table: The table of regions.
         version: The version of the table; in a later version, names may be of other regions.
         regions: The regions.
-        spans: The ranges of the outputs.
+        output_ranges: The ranges of the outputs.
     """
 
     table: RegionTable
     version: int
     regions: tuple[GatewayRegion, ...]
-    spans: tuple[WrittenRange, ...]
+    output_ranges: tuple[WrittenRange, ...]
 
 
 @dataclass(eq=False)
@@ -245,7 +245,7 @@ class RegionTable:
     def __post_init__(self) -> None:
         self.version = 0
         # The written ranges by the shared memory object.
-        self._spans: dict[int | bytes, WrittenRanges] = {}
+        self._written_ranges: dict[int | bytes, WrittenRanges] = {}
         self._by_name: dict[str, GatewayRegion] = {}
         # Regions without a name: withdrawn ones that requests still use, and local clients' memory.
         self._draining_regions: dict[int, GatewayRegion] = {}
@@ -260,9 +260,9 @@ class RegionTable:
         elif memory_id not in self._by_id:
             self._by_id[memory_id] = region
             # Two names of one object share the ranges written to it.
-            shared_object = region.memory.object
-            region.written_ranges = self._spans.setdefault(shared_object, region.written_ranges)
-            region.written_ranges.region_count += 1
+            ranges = self._written_ranges.setdefault(region.memory.object, region.written_ranges)
+            region.written_ranges = ranges
+            ranges.region_count += 1
             self._by_name[message.name] = region
             self.version += 1
 
@@ -304,7 +304,7 @@ class RegionTable:
         if self._by_id.pop(region.memory.id, None) is not None:
             region.written_ranges.region_count -= 1
             if not region.written_ranges.region_count:
-                del self._spans[region.memory.object]
+                del self._written_ranges[region.memory.object]
         self._report(RegionReleased(region.memory.id))
 
     def find(self, name: str) -> GatewayRegion:

@@ -19,7 +19,7 @@ from shmserve.ipc.trace import (
     unpack_spans,
 )
 
-_ID_DIGITS = 13  # 13 of 16 hexadecimal digits, since not every JSON parser has integers of 64 bits
+_ID_DIGITS = 13  # 52 bits: many JSON parsers read integers as float64
 _ACTIVITIES = {"HTTP": ("HTTP_RECV", "HTTP_SEND"), "GRPC": ("GRPC_WAITREAD", "GRPC_SEND")}
 _COMPUTE_ACTIVITIES = (
     ("COMPUTE_START", "compute_start_ns"),

@@ -83,7 +83,7 @@ def _build(
     return config, Source(origin, builder.positions, tuple(builder.problems))
 
 
-# The keys of a configuration that an attribute or method sets, where its name is not the key.
+# The keys of a configuration that a class's attribute or method sets, if its name is not the key.
 _KEYS: dict[str, tuple[Key, ...]] = {
     "instances": (("instance_group",),),
     "max_queue_delay_us": (("dynamic_batching", "max_queue_delay_microseconds"),),

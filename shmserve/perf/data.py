@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shmserve.errors import InvalidArgument, convert_os_errors
+from shmserve.errors import InvalidArgument, convert_os_errors, read_text
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count
 from shmserve.protocols import InputTensor, TransportError
@@ -222,8 +222,7 @@ def _parse_shape(text: str, model: ModelInterface) -> tuple[str, tuple[int, ...]
 
 def read_json(path: Path) -> list[Any]:
     """Return the requests of a file: a JSON list, an object's list "data", or lines (.jsonl)."""
-    with convert_os_errors(f"--data: cannot read '{path}'", "not text"):
-        text = path.read_text(encoding="utf-8")
+    text = read_text("--data", path)
     try:
         if path.suffix == ".jsonl":
             return [json.loads(line) for line in text.splitlines() if line.strip()]

@@ -13,10 +13,9 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from shmserve.errors import InvalidArgument, convert_os_errors
+from shmserve.errors import InvalidArgument, read_text
 from shmserve.perf.measure import PHASES, Point
 from shmserve.perf.search import Trial
 
@@ -134,8 +133,7 @@ def _flatten(figures: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 def read_report(path: str) -> list[Point]:
     """Return the points of a JSON report; raise InvalidArgument if the file is not a report."""
-    with convert_os_errors(f"--compare: cannot read '{path}'", "not text"):
-        text = Path(path).read_text(encoding="utf-8")
+    text = read_text("--compare", path)
     try:
         report = json.loads(text)
         if report["format"] != FORMAT:

@@ -353,7 +353,7 @@ class Http2Client:
         self._waiting_messages: deque[tuple[int, memoryview, bool]] = deque()
         self._window = self._initial_window = h2.DEFAULT_WINDOW
         self._unacknowledged_bytes = 0
-        self._max_frame_size = h2.SMALLEST_FRAME
+        self._max_frame_size = h2.DEFAULT_MAX_FRAME_SIZE
         self._partial_frame = b""
         self._header_block = b""
         # This client announces a header table of size 0, so equal blocks mean the same headers.

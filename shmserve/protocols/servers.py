@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from shmserve.client import discovery
-from shmserve.errors import InvalidArgument, Unavailable, convert_os_errors, how_to_install
+from shmserve.errors import (
+    InvalidArgument,
+    Unavailable,
+    how_to_install,
+    read_text,
+)
 from shmserve.protocols import Address, AdminTransport, Credentials, Transport
 from shmserve.protocols.http import HttpTransport
 
@@ -62,8 +66,7 @@ def read_token(path: str) -> str:
     Raises:
         InvalidArgument: The file cannot be read, or has no token.
     """
-    with convert_os_errors(f"--token-file: cannot read '{path}'", "not text"):
-        lines = Path(path).read_text().splitlines()
+    lines = read_text("--token-file", path).splitlines()
     for words in (line.partition("#")[0].split() for line in lines):
         if words:
             return words[0]

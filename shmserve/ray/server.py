@@ -154,7 +154,7 @@ class Node:
         from starlette.responses import JSONResponse, StreamingResponse
 
         path = path_of(request.scope)
-        if reason := refusal(path):
+        if reason := find_rejection_reason(path):
             return JSONResponse({"error": reason}, 501)
         try:
             response = await self._server.request(
@@ -197,7 +197,7 @@ def path_of(scope: Mapping[str, Any]) -> str:
     return f"{path}?{query}" if query else path
 
 
-def refusal(path: str) -> str:
+def find_rejection_reason(path: str) -> str:
     """Return why only a certain node can serve this path, or "" if any node can."""
     for pattern, reason in _OF_ONE_NODE.items():
         if re.match(pattern, path.partition("?")[0]):

@@ -210,7 +210,7 @@ class BatchingCore(Core[ScheduledRequest]):
             raise InvalidArgument(id_prefix(message.request_id) + error.message) from None
         except MalformedMessage as error:
             logger.error("model '%s': a request is malformed: %s", self._name, error)
-            raise Internal("internal error") from None
+            raise Internal() from None
 
     def serve_cached(
         self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup, now_ns: int
@@ -351,7 +351,7 @@ class BatchingCore(Core[ScheduledRequest]):
         if pool.retiring_slots:
             self._release_retired()
         if self._preserves_order:
-            self._responses.release(now_ns)
+            self._responses.send_held_outcomes(now_ns)
             self._responses.sweep()
         for due_ns in (timers.due_ns, pool.due_ns, self._report_calls_ns):
             if due_ns < wake_ns:

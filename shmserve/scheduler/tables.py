@@ -79,7 +79,7 @@ class Histogram:
     def restore(self, report: dict[str, Any]) -> None:
         """Continue from a report; raise ValueError if its buckets differ."""
         if report["buckets"] != self._reported_bounds or len(report["counts"]) != len(self._counts):
-            raise ValueError("the histogram has other buckets")
+            raise ValueError("the buckets of the histogram have changed")
         self._counts = list(map(int, report["counts"]))
         self._sum = round(report["sum"] * self._scale)
 

@@ -94,7 +94,7 @@ class SupervisorContext:
         """
 
         def numbered(number: int) -> ModelPublication | ModelWithdrawn:
-            return replace(message, acknowledge=number)
+            return replace(message, ack_number=number)
 
         serves = isinstance(message, ModelPublished)
         roles = ("gateway", "ensemble") if serves else ("gateway",)

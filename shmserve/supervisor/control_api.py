@@ -79,7 +79,7 @@ class ControlApi:
             send(pid, m.Refused.of(number, error))
         except Exception:
             logger.exception("the request %s of process %d failed", type(request).__name__, pid)
-            send(pid, m.Refused.of(number, Internal("internal error")))
+            send(pid, m.Refused.of(number, Internal()))
         else:
             send(pid, m.Answered(number, payload or {}))
 
@@ -97,11 +97,11 @@ class ControlApi:
                 return self._context.logging.change(changes)
             case m.ChangeTracing(model=model, changes=changes):
                 return self._context.tracing.change(model, changes)
-            case m.WantModel(name=name, patience_s=patience_s):
-                await self._models.on_demand.load(name, patience_s)
-            case m.FindModel(name=name, version=version, patience_s=patience_s):
+            case m.WantModel(name=name, timeout_s=timeout_s):
+                await self._models.on_demand.load(name, timeout_s)
+            case m.FindModel(name=name, version=version, timeout_s=timeout_s):
                 self._context.control.add_caller(pid)
-                await self._models.on_demand.load(name, patience_s)
+                await self._models.on_demand.load(name, timeout_s)
                 return self._registry.find(name, version)
             case m.AskReady(name=name, version=version):
                 pids = self._registry.readiness_worker_pids(name, version)

@@ -20,7 +20,7 @@ from shmserve.ipc.messages.supervision import LoadsFailed, Ping
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.host.service_manager import ServiceManager
 from shmserve.supervisor.local_clients.server import LocalMemory
-from shmserve.supervisor.models.manager import Publications
+from shmserve.supervisor.models.manager import ModelPublisher
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.processes.children import ProcessTable
 from shmserve.supervisor.processes.control_socket import ControlSocket
@@ -70,14 +70,14 @@ class Health:
 class Snapshot:
     """The state that a new gateway or a new local client receives."""
 
-    _publications: Publications
+    _publisher: ModelPublisher
     _regions: RegionRegistry
     _memory: LocalMemory
     _health: Health
 
     def for_gateway(self) -> Iterator[Any]:
         """Yield the messages for a new gateway: models, regions, and finally the health."""
-        yield from self._publications.snapshot()
+        yield from self._publisher.snapshot()
         yield from self._regions.publications()
         yield from self._memory.publications()
         yield self._health.failures
@@ -89,7 +89,7 @@ class Snapshot:
 
     def for_local_client(self) -> Iterator[Any]:
         """Yield the messages for a new local client: models, and finally the health."""
-        yield from self._publications.snapshot()
+        yield from self._publisher.snapshot()
         yield self._health.current()
 
 

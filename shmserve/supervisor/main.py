@@ -46,7 +46,7 @@ from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.server import LocalClientServer, LocalMemory
 from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.manager import LifecycleExecutor, ModelManager, Publications
+from shmserve.supervisor.models.manager import LifecycleExecutor, ModelManager, ModelPublisher
 from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
 from shmserve.supervisor.processes.children import ProcessTable, Zygote, worker_preloads
 from shmserve.supervisor.processes.control_socket import (
@@ -204,11 +204,11 @@ def compose(
     regions.restore(listeners.stored_fds)
     capabilities = Capabilities(secrets.token_bytes(KEY_SIZE))
     memory = LocalMemory(capabilities, opener, control, events.publish)
-    publications = Publications()
-    snapshot = Snapshot(publications, regions, memory, health)
+    publisher = ModelPublisher()
+    snapshot = Snapshot(publisher, regions, memory, health)
 
-    async def load_on_demand(name: str, patience_s: float) -> None:
-        await models.on_demand.load(name, patience_s)
+    async def load_on_demand(name: str, timeout_s: float) -> None:
+        await models.on_demand.load(name, timeout_s)
 
     context = _compose_context(
         *(config, run_dir, control, processes, events, capabilities, memory, snapshot),
@@ -224,7 +224,7 @@ def compose(
     observers: list[Callable[[], None]] = [feed.models_changed, partial(announce, context, health)]
     if service_manager.is_present:
         observers.append(lambda: service_manager.notify_status(state()))
-    parts = (context, planner, registry, publications, observers)
+    parts = (context, planner, registry, publisher, observers)
     models = ModelManager(LifecycleExecutor(*parts))
     readiness = ReadinessCheck(control.send)
     poller = RepositoryPoller(context, planner, registry, models)

@@ -45,7 +45,8 @@ logger = logging.getLogger(__name__)
 
 
 _CLIENT_ROLES = ("gateway", LOCAL_CLIENT)
-# The processes with these roles are as many as models, so exits after `Stop` are sent in groups.
+# The number of processes with these roles grows with the models, so exits after `Stop` are reported
+# together.
 _MODEL_ROLES = ("scheduler", "ensemble", "worker")
 _EXIT_REPORT_DELAY_S = 0.5
 
@@ -226,7 +227,8 @@ class Supervisor:
         if http.startswith("http"):
             logger.info("API: %s/docs", http)
         ready_models = [version.config for version in self.registry.live_versions if version.loaded]
-        if http and (command := example_command(ready_models, http)):
+        needs_token = bool(self.context.config.tokens)
+        if http and (command := example_command(ready_models, http, needs_token=needs_token)):
             logger.info("try: %s", command)
 
     async def _load(self) -> bool:

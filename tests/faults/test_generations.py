@@ -71,7 +71,7 @@ def silent_local_client(server: Server) -> Iterator[Callable[[str], None]]:
         def wait(model: str) -> None:
             while True:
                 match local_client.next():
-                    case m.ModelPublished(name=name, acknowledge=number) if number:
+                    case m.ModelPublished(name=name, ack_number=number) if number:
                         if name == model:
                             break
             state(server, model)  # the reply is sent after earlier messages

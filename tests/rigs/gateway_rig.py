@@ -288,7 +288,7 @@ def publication(
     version: str = "1",
     ready: bool = True,
     latest: bool = True,
-    acknowledge: int = 0,
+    ack_number: int = 0,
 ) -> ModelPublished:
     spec = ModelSpec.of(config)
     return ModelPublished(
@@ -300,7 +300,7 @@ def publication(
         ready=ready,
         latest=latest,
         load_seconds=0.25,
-        acknowledge=acknowledge,
+        ack_number=ack_number,
     )
 
 

@@ -13,7 +13,7 @@ from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
-from shmserve.supervisor.models.manager import Publication, Publications
+from shmserve.supervisor.models.manager import ModelPublisher, Publication
 from shmserve.supervisor.models.orders import LoadPlan, Order
 from shmserve.supervisor.models.registry import ModelRegistry, statuses
 from shmserve.supervisor.processes.scheduler_hosts import Group
@@ -65,7 +65,7 @@ class LifecycleRig:
     def __init__(self) -> None:
         self.registry = ModelRegistry()
         self.lifecycle = Lifecycle(self.registry, self, hosted=True)
-        self.publications = Publications()
+        self.publisher = ModelPublisher()
         self.pending_actions: list[tuple[str, Callable[[], None]]] = []
         self.answered_orders: list[Order] = []
         self.steps: dict[str, list[str]] = {}
@@ -160,10 +160,10 @@ class LifecycleRig:
         self.discarded_spec_count += len(list(specs))
 
     def publish(self, model: Any) -> None:
-        self.publications.update(self, model.name, *self.registry.publications(model))
+        self.publisher.update(self, model.name, *self.registry.publications(model))
 
     def is_published(self, model: Any) -> bool:
-        return self.publications.are_acknowledged(self, model.name)
+        return self.publisher.are_acknowledged(self, model.name)
 
     def answer(self, order: Order) -> None:
         self.answered_orders.append(order)

@@ -194,7 +194,7 @@ class Executor:
                     except MalformedMessage as error:
                         text = "model '%s': a request is malformed: %s"
                         logger.error(text, self._context.model_name, error)
-                        failure = Internal("internal error")
+                        failure = Internal()
                     except Exception as error:  # memory is exhausted, or a device fails
                         failure = client_error(self._context, error)
                 replies.append(self._close_with_error(open_request, failure))

@@ -312,7 +312,9 @@ class Unpacker:
         """
         properties, data = self._properties_by_schema[work.schema], work.data
         if len(data) != properties.schema.data_count:
-            raise MalformedMessage("a request's data do not match its schema")
+            raise MalformedMessage(
+                f"the schema needs {properties.schema.data_count} data, got {len(data)}"
+            )
         inputs: dict[str, Input] = {}
         model = self._signature.name
         byte_size = 0

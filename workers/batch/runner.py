@@ -443,9 +443,19 @@ class Runner:
             if is_flat_list and self._supports_batching and rows and not array.size % rows:
                 array = array.reshape(rows, -1)
             return Output(name, datatype, array)
+        if type(output) is not np.ndarray and hasattr(output, "__array__"):
+            if isinstance(output, np.ma.MaskedArray):
+                text = "is a masked array: return its .data, or call .filled()"
+                raise Internal(f"inference output '{name}' {text}")
+            output = np.asarray(output)  # an array of JAX, for example
         if isinstance(output, np.ndarray):
+            if output.dtype.name == "bfloat16":  # the type of ml_dtypes, which JAX uses
+                return Output(name, "BF16", output.view(STORAGE_DTYPES["BF16"]))
             return Output(name, _array_datatype(name, output, datatype), output)
-        raise Internal(f"inference output '{name}' is a {type(output).__name__}, not a tensor")
+        raise Internal(
+            f"inference output '{name}' is a {type(output).__name__}, not a tensor: expected a "
+            "numpy array or a torch tensor"
+        )
 
     def _fetch_state(
         self, name: str, outputs: Mapping[str, Any], requests: Sequence[Request]

@@ -505,7 +505,7 @@ class CallRouter:
             response = self._responses[schema].inferred(data)
         except MalformedMessage as error:
             logger.error("model '%s': a response is malformed: %s", call.request.model, error)
-            return Internal("internal error")
+            return Internal()
         outcome = copy_response(response, self.mappings, call.request.model)
         self.schedulers.release(call.endpoint, release_messages(unpack_ranges(data)))
         return outcome

@@ -126,7 +126,7 @@ class SupervisorLink:
             are in `inbox`.
         """
         if self.inbox:
-            # While the model sent a request in this thread, a message has already been read.
+            # The message was read while the model waited in this thread for another response.
             timeout_s = 0.0
         is_readable = False
         for fd, _ in self._poll.poll(timeout_s):

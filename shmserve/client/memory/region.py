@@ -127,6 +127,15 @@ class Region(Mapping[str, Any]):
         shared = DupFd(self.fileno())
         return _receive_region, (shared, self.specs, self._start_offset, self.segment.pin)
 
+    def __deepcopy__(self, memo: Any) -> Region:
+        # Without this method, `__reduce__` would make a second region over the same memory.
+        if not isinstance(self.segment, Segment):
+            raise TypeError("a region in device memory cannot be copied")
+        copied = Region(self.memories, self.specs)
+        for name in self:
+            copied[name][...] = self[name]
+        return copied
+
     def __getitem__(self, name: str) -> Any:
         return self.view(name)
 

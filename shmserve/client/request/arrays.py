@@ -13,6 +13,7 @@ import numpy as np
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import TensorSpec
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, to_bf16
+from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 
 Array = np.ndarray[Any, Any]
 
@@ -55,6 +56,11 @@ def as_array(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array, str
         if datatype:
             return value, datatype
     array: Array = value
+    if array.dtype.kind == "O" and ITEM_SIZE.get(expected_datatype):
+        text = f"input '{name}' is an array of Python objects; model expects {expected_datatype}"
+        if expected_datatype != "BF16":  # `dtype_of` would be the type of its bit patterns
+            text += f": pass array.astype('{dtype_of(expected_datatype)}')"
+        raise InvalidArgument(text)
     if array.dtype.kind in "OSUT":
         return array, "BYTES"
     array_datatype = datatype_of(array, expected_datatype)
@@ -97,11 +103,16 @@ def _convert(value: Any, expected_datatype: str, name: str) -> tuple[Any, str]:
         as_plain = getattr(value, "plain", None)
         return (value.view(np.ndarray) if as_plain is None else as_plain()), ""
     if hasattr(value, "__dlpack__"):
-        try:
-            return np.from_dlpack(value), ""
-        except (BufferError, RuntimeError, TypeError) as error:
-            text = f"input '{name}' cannot be read through DLPack: {error}"
-            raise InvalidArgument(text) from error
+        problem: Exception | None = None
+        # Arrays of JAX with a type of ml_dtypes, or on a GPU, can be read by `__array__` only.
+        for read in (np.from_dlpack, np.asarray if hasattr(value, "__array__") else None):
+            try:
+                if read is not None:
+                    return read(value), ""
+            except (BufferError, RuntimeError, TypeError, ValueError) as error:
+                problem = error
+        text = f"input '{name}' cannot be read through DLPack: {problem}"
+        raise InvalidArgument(text) from problem
     try:
         return _from_lists(value, expected_datatype)
     except (TypeError, ValueError, OverflowError) as error:
@@ -113,14 +124,22 @@ def _from_lists(value: Any, expected_datatype: str) -> tuple[Array, str]:
     if not expected_datatype or expected_datatype == "BYTES":
         return np.asarray(value, dtype_of(expected_datatype) if expected_datatype else None), ""
     array = np.asarray(value)
+    if array.dtype.name == "bfloat16":  # a list of arrays of ml_dtypes
+        array = array.astype(np.float32)
     if array.size and array.dtype.kind not in "biuf":
-        raise ValueError("an element is not a number of at most 64 bits")
-    with np.errstate(over="ignore"):
+        wrong = next((e for e in array.flat if np.asarray(e).dtype.kind not in "biuf"), value)
+        raise ValueError(
+            f"an element is not a number of at most 64 bits: {wrong!r:.60} ({type(wrong).__name__})"
+        )
+    with np.errstate(over="ignore", invalid="ignore"):
         if expected_datatype == "BF16":
             return to_bf16(np.asarray(array, np.float32)), expected_datatype
-        converted = np.asarray(value, dtype_of(expected_datatype))
+        # Integers in lists must not be converted by way of a floating-point array.
+        exact = array if hasattr(value, "__array__") else value
+        converted = np.asarray(exact, dtype_of(expected_datatype))
     if converted.dtype.kind != "f" and not np.array_equal(converted, array):
-        raise ValueError(f"an element has no exact value in {expected_datatype}")
+        wrong = array[np.asarray(converted != array)].flat[0]
+        raise ValueError(f"{wrong} has no exact value in {expected_datatype}")
     return converted, ""
 
 

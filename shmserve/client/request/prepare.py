@@ -65,6 +65,8 @@ def options_of(
 ) -> Options:
     """Return the options of a call; PLAIN if all are defaults.
 
+    As in the other protocols, the parameters `deadline_us` and `priority` also set options.
+
     Raises:
         InvalidArgument: An option has an invalid type or value.
     """
@@ -72,12 +74,15 @@ def options_of(
     is_plain = not request_id and not parameters and not priority
     if is_plain and timeout_s is None and not sequence and not flags and not traceparent:
         return PLAIN
-    timeout_us = _as_timeout_us(timeout_s)
+    name, values = _check_text("request_id", request_id or ""), _check_parameters(parameters) or {}
+    limit_us = _check_unsigned("deadline_us", values.get("deadline_us", 0))
+    limits_us = (_as_timeout_us(timeout_s), _as_timeout_us(limit_us / 1e6) if limit_us else 0)
+    timeout_us = min(filter(None, limits_us), default=0)
     deadline_ns = time.monotonic_ns() + timeout_us * 1000 if timeout_us else 0
-    name, values = _check_text("request_id", request_id or ""), _check_parameters(parameters)
-    timing = (_check_priority(priority), timeout_us, deadline_ns)
+    level = _check_unsigned("priority", priority or values.get("priority", 0))
+    timing = (level, timeout_us, deadline_ns)
     number_or_name, trace = _check_sequence(sequence), _trace(traceparent, parameters)
-    return Options(name, values, *timing, number_or_name, flags, trace)
+    return Options(name, values or None, *timing, number_or_name, flags, trace)
 
 
 def _trace(traceparent: str, parameters: Mapping[str, Any] | None) -> str:
@@ -125,13 +130,13 @@ def _as_timeout_us(timeout_s: float | None) -> int:
     return max(1, round(timeout_s * 1e6)) if timeout_s < _FOREVER_S else 0
 
 
-def _check_priority(priority: int) -> int:
+def _check_unsigned(name: str, value: Any) -> int:
     try:
-        number = operator.index(priority)
+        number = operator.index(value)
     except TypeError:
         number = -1
     if number not in _INTEGERS or number < 0:
-        raise InvalidArgument(f"priority must be an integer >= 0, got {priority!r}")
+        raise InvalidArgument(f"{name} must be an integer >= 0, got {value!r}")
     return number
 
 

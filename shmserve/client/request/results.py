@@ -142,7 +142,7 @@ def _read(
     schema = packed.model.responses[message.schema]
     datas = message.data
     if len(datas) != len(schema.outputs):
-        raise MalformedMessage("a response's data do not match its schema")
+        raise MalformedMessage(f"the schema needs {len(schema.outputs)} data, got {len(datas)}")
     outputs: dict[str, Any] = {}
     for tensor, data in zip(schema.outputs, datas, strict=True):
         if type(data) is not bytes:

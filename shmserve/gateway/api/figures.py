@@ -26,7 +26,8 @@ _COUNTS = {"failures": "failures", "closed": "batches_closed", "instances": "ins
 _PHASES = ("queue", "compute_input", "compute_infer", "compute_output")
 _GENERATION_RATES = {"tokens_rate": "generated", "prefill_rate": "prefilled"}
 _TOKEN_TIMES = {"first_token_ms": "first_token_seconds", "inter_token_ms": "inter_token_seconds"}
-# Ranks of models with exited workers; failing requests rank from 2000.
+# The ranks of models with exited workers in the list of problems. Failing requests have a rank of
+# 2000 or more.
 _NEW_EXIT_RANK, _EARLIER_EXIT_RANK = 3000, 1500
 _LONG_QUEUE_MS = 1.0  # a model with a shorter mean queueing time has no problem
 

@@ -351,7 +351,7 @@ def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> st
 
 
 _PROCESS_FAMILIES = (
-    # each row: kind, name, help text, and the attribute of a process
+    # each row: the kind, name and help text of a family, and the attribute of its values
     ("gauge", "shmserve_process_resident_bytes", "Resident memory of a process", "resident_bytes"),
     ("gauge", "shmserve_process_open_fds", "Open file descriptors of a process", "open_fds"),
     ("counter", "shmserve_process_cpu_seconds_total", "CPU time of a process", "cpu_seconds"),

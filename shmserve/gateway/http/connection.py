@@ -17,12 +17,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 
 from aiohttp import StreamReader
 from aiohttp.http import HttpProcessingError
 from aiohttp.http_exceptions import LineTooLong
 
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, ShmserveError, Unsupported
 from shmserve.gateway.http.incoming import (
     MAX_HEADERS,
     MAX_LINE_BYTES,
@@ -35,6 +36,7 @@ from shmserve.gateway.http.messages import (
     EXPECT,
     JSON_HEADER,
     STATUS_LINES,
+    TRANSFER_ENCODING,
     BegunRequest,
     HttpRequest,
     StartRepeatedRequest,
@@ -189,13 +191,20 @@ class HttpConnection(Incoming):
             self._is_handling = True
             return message
         if isinstance(message, HttpProcessingError):
-            self._refuse_malformed(message)
+            logger.debug("malformed request: %s", message)
+            problem = InvalidArgument(f"malformed HTTP request: {_describe_error(message)}")
+            self._refuse(problem, self._malformed_head)
+            return None
+        head = message[0]
+        if head.chunked and head.headers[TRANSFER_ENCODING].strip().lower() != "chunked":
+            text = "unsupported Transfer-Encoding: the only supported transfer coding is 'chunked'"
+            self._refuse(Unsupported(text), os.fsencode(f"{head.method} {head.path} "))
             return None
         self._is_handling = True
         self._on_dequeued(len(self._messages))
         request = HttpRequest(*message, self)
         request.closes_connection |= self.closes_next
-        if message[0].upgrade:
+        if head.upgrade:
             # aiohttp's parser drops the bytes after a request with an Upgrade header. If
             # `_missing_bytes` does not give the size of the body, the next request cannot be found.
             request.closes_connection |= self._missing_bytes < 0 or request.method == "CONNECT"
@@ -219,10 +228,8 @@ class HttpConnection(Incoming):
             return False
         return True
 
-    def _refuse_malformed(self, error: HttpProcessingError) -> None:
-        logger.debug("malformed request: %s", error)
-        problem = InvalidArgument(f"malformed HTTP request: {_describe_error(error)}")
-        response = self._app.malformed_response(problem, self._malformed_head)
+    def _refuse(self, problem: ShmserveError, head: bytes) -> None:
+        response = self._app.malformed_response(problem, head)
         if self.transport is not None and not self.transport.is_closing():
             body = b"".join(response.pieces)
             self.transport.write(response.head(None, len(body)) + body)

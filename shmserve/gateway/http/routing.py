@@ -285,7 +285,7 @@ class App(ActiveCount):
         self._routes = routes
         self._cors = cors
 
-    def malformed_response(self, error: InvalidArgument, head: bytes) -> HttpResponse:
+    def malformed_response(self, error: ShmserveError, head: bytes) -> HttpResponse:
         """Return the response to malformed HTTP that begins with `head`, in its API's format."""
         target = b"".join(head.split(b" ", 2)[1:2]).decode("latin-1")
         route, _ = self._routes.find(target) or self._routes.unmatched(target)
@@ -323,7 +323,7 @@ class App(ActiveCount):
             trace_id = TraceContext.of(_traceparent(request)).trace_id
             request_line = (request.method, request.target)
             logger.exception("%s %s failed", *request_line, extra={"trace_id": trace_id})
-            response = _error_response(Internal("internal error"), route.encode_error, request)
+            response = _error_response(Internal(), route.encode_error, request)
         except BaseException:
             self.decrement()
             raise

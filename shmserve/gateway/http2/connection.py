@@ -305,12 +305,12 @@ class Http2Connection(FrameReader[HeadT]):
             self.settings_acknowledged = True
             return
         settings = dict(frames.parse_settings(payload))  # the last value of each setting applies
-        window = settings.get(frames.INITIAL_WINDOW_SIZE)
+        sending, window = self.sending, settings.get(frames.INITIAL_WINDOW_SIZE)
         if window is not None:
-            self.sending.change_initial_window(window, self.streams.values())
-        self.sending.largest_frame = settings.get(frames.MAX_FRAME_SIZE, self.sending.largest_frame)
+            sending.change_initial_window(window, self.streams.values())
+        sending.max_frame_size = settings.get(frames.MAX_FRAME_SIZE, sending.max_frame_size)
         self.settings_received = True
-        self.sending.ready.append(_SETTINGS_ACK)
+        sending.ready.append(_SETTINGS_ACK)
 
     def _handle_ping(self, flags: int, stream_id: int, payload: bytes) -> None:
         if stream_id:

@@ -24,7 +24,7 @@ FRAME_HEADER = struct.Struct(">HBBBI")
 STREAM_BITS = 0x7FFFFFFF
 LARGEST_WINDOW = 2**31 - 1
 DEFAULT_WINDOW = 65535
-SMALLEST_FRAME, LARGEST_FRAME = 16384, 2**24 - 1
+DEFAULT_MAX_FRAME_SIZE, MAX_FRAME_SIZE_LIMIT = 16384, 2**24 - 1
 
 # Settings.
 ENABLE_PUSH, MAX_CONCURRENT_STREAMS = 2, 3
@@ -113,7 +113,7 @@ def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
             raise ConnectionFault(
                 FaultCode.FLOW_CONTROL_ERROR, f"SETTINGS_INITIAL_WINDOW_SIZE out of range: {value}"
             )
-        if key == MAX_FRAME_SIZE and not SMALLEST_FRAME <= value <= LARGEST_FRAME:
+        if key == MAX_FRAME_SIZE and not DEFAULT_MAX_FRAME_SIZE <= value <= MAX_FRAME_SIZE_LIMIT:
             raise ConnectionFault(
                 FaultCode.PROTOCOL_ERROR, f"SETTINGS_MAX_FRAME_SIZE out of range: {value}"
             )

@@ -14,11 +14,11 @@ from typing import Any
 from shmserve.gateway.http2 import frames
 from shmserve.gateway.http2.frames import (
     DATA,
+    DEFAULT_MAX_FRAME_SIZE,
     END_HEADERS,
     END_STREAM,
     HEADERS,
     LARGEST_WINDOW,
-    SMALLEST_FRAME,
     ConnectionFault,
     FaultCode,
     StreamFault,
@@ -92,7 +92,7 @@ class Outgoing:
         self.paused = False
         self.window = frames.DEFAULT_WINDOW
         self.initial_window = frames.DEFAULT_WINDOW
-        self.largest_frame = SMALLEST_FRAME
+        self.max_frame_size = DEFAULT_MAX_FRAME_SIZE
         self.waiting_streams: dict[Stream, None] = {}  # streams with unsent data, in turn
         self.data_frames = 0  # number of sent DATA frames
         self.data_bytes = 0  # number of bytes in these frames
@@ -116,7 +116,7 @@ class Outgoing:
             return
         if (
             not stream.queued_bytes
-            and size <= self.largest_frame
+            and size <= self.max_frame_size
             and size <= stream.send_window
             and size <= self.window
             and not self.paused
@@ -153,7 +153,7 @@ class Outgoing:
         if stream.finished:
             return
         if (
-            size > self.largest_frame
+            size > self.max_frame_size
             or size > stream.send_window
             or size > self.window
             or self.paused
@@ -245,7 +245,7 @@ class Outgoing:
             return False
         turn_bytes = _TURN_BYTES
         while stream.queued_bytes and turn_bytes > 0 and not self.paused:
-            sendable_bytes = min(self.largest_frame, stream.send_window, self.window)
+            sendable_bytes = min(self.max_frame_size, stream.send_window, self.window)
             if sendable_bytes <= 0:
                 break
             piece = stream.queued_pieces.popleft()
@@ -276,15 +276,15 @@ class Outgoing:
         self.ready += (_encode_frame_start(size, DATA, 0) + stream.packed_id, piece)
 
     def _send_block(self, stream: Stream, block: bytes, flags: int) -> None:
-        if len(block) <= SMALLEST_FRAME:
+        if len(block) <= DEFAULT_MAX_FRAME_SIZE:
             frame_start = _encode_frame_start(len(block), HEADERS, flags)
             self.ready.append(frame_start + stream.packed_id + block)
             return
-        first_part, remaining_block = block[:SMALLEST_FRAME], block[SMALLEST_FRAME:]
+        first_part, remaining_block = block[:DEFAULT_MAX_FRAME_SIZE], block[DEFAULT_MAX_FRAME_SIZE:]
         self.ready.append(frames.encode_frame(HEADERS, flags & ~END_HEADERS, stream.id, first_part))
         while remaining_block:
-            piece = remaining_block[:SMALLEST_FRAME]
-            remaining_block = remaining_block[SMALLEST_FRAME:]
+            piece = remaining_block[:DEFAULT_MAX_FRAME_SIZE]
+            remaining_block = remaining_block[DEFAULT_MAX_FRAME_SIZE:]
             end_flag = 0 if remaining_block else END_HEADERS
             self.ready.append(frames.encode_frame(frames.CONTINUATION, end_flag, stream.id, piece))
 

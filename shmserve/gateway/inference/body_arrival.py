@@ -131,7 +131,7 @@ class Arrival:
 
     def __init__(self, body_timeout_s: float, budget: BodyBudget) -> None:
         self._timeout_s = body_timeout_s
-        self._budget = budget
+        self._body_budget = budget
         self._started_at = time.monotonic()
         # The timeout of the current wait for bytes.
         self._current_timeout: asyncio.Timeout | None = None
@@ -174,16 +174,16 @@ class Arrival:
             Unavailable: The bodies together exceed the limit.
             BodyTimeout: The body was evicted.
         """
-        self._budget.reserve(self, byte_size)
+        self._body_budget.reserve(self, byte_size)
 
     def release_budget(self) -> None:
         """Release the bytes of `reserve`, since the body is complete or discarded."""
-        self._budget.release(self)
+        self._body_budget.release(self)
 
     def register_block(self, release: Callable[[], None]) -> None:
         """Register an arena block until `release_budget`; eviction calls `release`."""
         self._release_block = release
-        self._budget.register(self)
+        self._body_budget.register(self)
 
     @contextmanager
     def registered_block(self, release: Callable[[], None]) -> Iterator[None]:
@@ -217,7 +217,7 @@ class Arrival:
     def evict(self) -> None:
         """Release the memory of the body, and end the wait for it with BodyTimeout."""
         self._evicted = True
-        self._budget.release(self)
+        self._body_budget.release(self)
         if self._release_block is not None:
             self._release_block()
         if self._current_timeout is not None and not self._current_timeout.expired():

@@ -385,7 +385,7 @@ def unpack_response(schema: bytes, data: Sequence[Any]) -> Inferred:
         return _SCHEMAS[schema].inferred(data)
     except MalformedMessage as error:
         logger.error("a worker's response is malformed: %s", error)
-        raise Internal("internal error") from None
+        raise Internal() from None
 
 
 def check_output_size(tensor: TensorRef, size: int) -> None:

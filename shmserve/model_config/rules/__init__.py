@@ -37,7 +37,7 @@ from shmserve.proto.model_config_pb2 import ModelConfig, ModelInstanceGroup, Mod
 
 _GROUP: Key = ("instance_group",)
 _LARGEST_LABEL_FILE = 4 * 1024 * 1024
-_GROUP_FIELDS = ("secondary_devices", "profile", "passive", "host_policy")
+_GROUP_FIELDS = ("secondary_devices", "profile", "host_policy")
 _OPTIMIZATION_FIELDS = (
     *("graph", "cuda", "execution_accelerators", "gather_kernel_buffer_threshold"),
     "eager_batching",
@@ -309,6 +309,9 @@ def warnings_of(written_config: ModelConfig, final: ModelConfig) -> list[str]:
     counts = ((i, group.count) for i, group in enumerate(written_config.instance_group))
     text = "is replaced by the default, because a count must be at least 1"
     warnings = [f"instance_group[{i}].count: {count} {text}" for i, count in counts if count < 0]
+    passive = (i for i, group in enumerate(written_config.instance_group) if group.passive)
+    text = "no effect: the instances receive requests, unlike passive instances of Triton"
+    warnings += (f"instance_group[{i}].passive: {text}" for i in passive)
     for name in sorted(set(written_config.parameters).difference(KNOWN_PARAMETERS)):
         near = nearest(name, KNOWN_PARAMETERS, 0.8)
         if near:
@@ -317,6 +320,11 @@ def warnings_of(written_config: ModelConfig, final: ModelConfig) -> list[str]:
         if parameter.string_value.startswith("${"):
             text = f"'{clip(parameter.string_value)}' is a placeholder of a template; fill it in"
             warnings.append(f"parameters['{clip(name)}']: {text}")
+    for index, control_input in enumerate(written_config.sequence_batching.control_input):
+        if len(control_input.control) > 1:
+            key = f"sequence_batching.control_input[{index}]"
+            text = "only one kind can set a tensor: CORRID before READY, END and START"
+            warnings.append(f"{key}.control: {text}")
     if written_config.HasField("dynamic_batching") and final.max_batch_size < 1:
         warnings.append("dynamic_batching: no effect because max_batch_size is 0")
     return warnings

@@ -109,7 +109,7 @@ def sequence_problems(config: ModelConfig, *, complete: bool) -> Iterator[Proble
 
 
 def _name_problems(config: ModelConfig) -> Iterator[Problem]:
-    """Yield the problems of control inputs that have no name, or several kinds."""
+    """Yield the problems of control inputs that have no name, or the same name."""
     name = config.name
     names: list[tuple[Key, str]] = []
     for index, control_input in enumerate(config.sequence_batching.control_input):
@@ -118,17 +118,11 @@ def _name_problems(config: ModelConfig) -> Iterator[Problem]:
             yield Problem(key, f"sequence batching control tensor must have a name for {name}")
         else:
             names.append((key, control_input.name))
-        if len({control.kind for control in control_input.control}) > 1:
-            yield Problem(key, _two_kinds_text(control_input.name, name))
     for key, tensor, first in find_repeats(names):
-        yield Problem(key, _two_kinds_text(tensor, name), (first,))
-
-
-def _two_kinds_text(tensor: str, name: str) -> str:
-    return (
-        f"sequence batching control tensor '{tensor}' is specified for multiple control kinds "
-        f"for {name}"
-    )
+        text = (
+            f"sequence batching control tensor '{tensor}' is specified for multiple control kinds"
+        )
+        yield Problem(key, f"{text} for {name}", (first,))
 
 
 def _control_problems(path: Key, control: _Control, name: str) -> Iterator[Problem]:

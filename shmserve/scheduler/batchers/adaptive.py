@@ -429,7 +429,7 @@ class AdaptiveBatcher(Batcher):
         spare_ns = target - load.waiting_rows * row_ns - best_ns
         is_overloaded = load.rows_per_ns * row_ns > _FULL_UTILISATION and spare_ns < target / 2
         if spare_ns < 0 and self._is_out_of_reach:
-            # A steady load then means that clients await responses, or that the instance is full.
+            # If the load is steady, clients wait for responses, or the instance is fully used.
             is_overloaded = is_overloaded or load.is_steady
         oldest_left_ns = target - (now_ns - oldest_ns)
         return TrialState(

@@ -58,7 +58,7 @@ class WaitingRequests:
     """
 
     def __init__(self) -> None:
-        # Empty runs are possible only in the middle.
+        # The first and the last run are never empty; runs between them may be.
         self._runs: deque[OrderedDict[int, ScheduledRequest]] = deque()
         # The run of each request, by the request's key.
         self._run_of: dict[int, OrderedDict[int, ScheduledRequest]] = {}

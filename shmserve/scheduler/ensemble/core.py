@@ -119,7 +119,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             request = self._request(client, submit, lookup, now_ns)
         except MalformedMessage as error:
             logger.error("model '%s': a request is malformed: %s", self._signature.name, error)
-            raise Internal("internal error") from None
+            raise Internal() from None
         self._requests.add(request)
 
     def _request(
@@ -135,7 +135,9 @@ class EnsembleCore(Core[EnsembleRequest]):
         schema_properties = self._schemas[submit.schema]
         data, plan = submit.data, self._plan(schema_properties.outputs)
         if len(data) != schema_properties.entries:
-            raise MalformedMessage("a request's data do not match its schema")
+            raise MalformedMessage(
+                f"the schema needs {schema_properties.entries} data, got {len(data)}"
+            )
         inputs: list[tuple[str, Value]] = []
         for index, (name, kind, is_condition) in enumerate(schema_properties.inputs):
             packed = data[index]
@@ -243,8 +245,8 @@ class EnsembleCore(Core[EnsembleRequest]):
         match message:
             case ModelPublished():
                 self._handle_published(message)
-                if message.acknowledge:
-                    self._control.post(Acknowledged(message.acknowledge))
+                if message.ack_number:
+                    self._control.post(Acknowledged(message.ack_number))
             case SchedulerLost():
                 self._steps.resubmit(message.endpoint, message.successor, now_ns)
                 for key, endpoint in list(self._endpoints.items()):

@@ -132,7 +132,7 @@ class StepRunner:
                 self.malformed_messages += 1
                 model = step.firing.step.step.model
                 logger.error("model '%s': a response is malformed: %s", model, error)
-                self._requests.fail(request, Internal.code, "internal error", now_ns)
+                self._requests.fail(request, Internal.code, Internal().message, now_ns)
         if more_follow:
             self.schedulers.credit(step, 1)
 

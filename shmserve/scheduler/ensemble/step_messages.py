@@ -280,7 +280,9 @@ class StepMessages:
         response = step.kind.responses[message.schema]
         packed_data = message.data
         if len(packed_data) != len(response.outputs):
-            raise MalformedMessage("a response's data do not match its schema")
+            raise MalformedMessage(
+                f"the schema needs {len(response.outputs)} data, got {len(packed_data)}"
+            )
         data = [entry if type(entry) is bytes else unpack_range(entry) for entry in packed_data]
         if request.state is not RUNNING or (step.has_outputs and not planned_step.decoupled):
             if more_follow:

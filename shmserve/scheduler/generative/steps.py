@@ -178,7 +178,7 @@ class Acceptance:
     """The acceptance rate of a request's draft tokens, and a pause while it is too low."""
 
     rate: float = 0.7
-    _pause_steps: int = 0
+    _remaining_pause_steps: int = 0
     _tokens: int = _INITIAL_TOKENS
 
     def length(self, drafts: int, threshold: float) -> int:
@@ -186,11 +186,11 @@ class Acceptance:
 
         A pause begins when the rate is below `threshold`. One step after each pause drafts again.
         """
-        if self._pause_steps:
-            self._pause_steps -= 1
+        if self._remaining_pause_steps:
+            self._remaining_pause_steps -= 1
             return 0
         if self.rate < threshold or not drafts:
-            self._pause_steps = PROBE_STEPS
+            self._remaining_pause_steps = PROBE_STEPS
             self.rate = max(self.rate, threshold)
             return 0
         return drafts

@@ -352,7 +352,7 @@ def run(encoded_start: bytes) -> None:
     start = decode_start(HostStart, encoded_start)
     logs.configure(start.title, start.log)
     processes.set_process_title(start.title)
-    # A terminal's Ctrl-C reaches every process, but only the supervisor decides when this one ends.
+    # A service manager may signal every process, but only the supervisor ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     processes.disable_timer_slack()

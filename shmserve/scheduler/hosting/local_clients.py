@@ -171,7 +171,7 @@ class LocalClientRules:
         data = submit.data
         schema, fits_model = self._schemas[submit.schema]
         if len(data) != schema.data_count:
-            raise MalformedMessage("a request's data do not match its schema")
+            raise MalformedMessage(f"the schema needs {schema.data_count} data, got {len(data)}")
         for tensor, tensor_data in zip(schema.inputs, data, strict=False):
             if type(tensor_data) is bytes:
                 size = len(tensor_data)
@@ -189,7 +189,8 @@ class LocalClientRules:
         schema = RequestSchema(packed_schema)
         for name, value in schema.parameters.items():
             if type(value) not in (str, int, bool, float):
-                raise MalformedMessage(f"parameter '{name}' has type {type(value).__name__}")
+                text = f"parameter '{name}' must be a string, an integer, a float or a bool, got "
+                raise MalformedMessage(text + type(value).__name__)
         try:
             self._signature.fit(packed_schema)
         except InvalidArgument:

@@ -13,6 +13,7 @@ import logging
 from dataclasses import dataclass
 from operator import attrgetter
 
+from shmserve.errors import Internal
 from shmserve.ipc.messages.inference import (
     RESCHEDULED,
     BatchFinished,
@@ -126,7 +127,7 @@ class Results:
                 "batch fail",
                 slot.pid,
             )
-            replies = [Reply(request.key, "INTERNAL", "internal error") for request in requests]
+            replies = [Reply(request.key, "INTERNAL", Internal().message) for request in requests]
         for reply in replies:
             code, request = reply.code, slot.requests[reply.key]
             del slot.requests[reply.key]
@@ -303,7 +304,7 @@ class Results:
             self._kill_instance(slot, "it returned a batch that was not sent to it")
             for request in slot.requests.values():
                 if request.state in AT_WORK:
-                    self._fail_early(request, "internal error", now_ns)
+                    self._fail_early(request, Internal().message, now_ns)
 
     def _kill_instance(self, slot: Slot, reason: str) -> None:
         slot.transition("doom")

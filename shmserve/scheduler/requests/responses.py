@@ -152,7 +152,7 @@ class Responses:
         request.client.post(Finished(request.id, *response, input_ns, infer_ns, output_ns, spans))
         self._remove(request)
 
-    def release(self, now_ns: int) -> None:
+    def send_held_outcomes(self, now_ns: int) -> None:
         """Send the held outcomes whose turn has come."""
         order = self._ordered_requests
         while order and order[0].state not in _UNDECIDED_STATES:

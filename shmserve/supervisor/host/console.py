@@ -124,15 +124,16 @@ def model_table(index: Iterable[dict[str, Any]]) -> list[str]:
     return [rule, head, rule, *lines, rule]
 
 
-def example_command(models: Iterable[ModelSpec], url: str) -> str:
+def example_command(models: Iterable[ModelSpec], url: str, *, needs_token: bool) -> str:
     """Return a command for the shell that sends a request to one of the models, or ""."""
+    server = f"--url {url}{' --token-file FILE' if needs_token else ''}"
     candidates = [spec for spec in models if spec.input and spec.sequence_batching is None]
     for spec in candidates:
         required = [tensor for tensor in spec.input if not tensor.optional] or list(spec.input[:1])
         if sum(math.prod(map(abs, tensor.dims)) for tensor in required) <= _MAX_ELEMENTS:
             inputs = " ".join(f"--input {shlex.quote(_example_input(item))}" for item in required)
-            return f"shmserve client infer {shlex.quote(spec.name)} --url {url} {inputs}"
-    return f"shmserve perf {shlex.quote(candidates[0].name)} --url {url}" if candidates else ""
+            return f"shmserve client infer {shlex.quote(spec.name)} {server} {inputs}"
+    return f"shmserve perf {shlex.quote(candidates[0].name)} {server}" if candidates else ""
 
 
 def _example_input(tensor: TensorSpec) -> str:

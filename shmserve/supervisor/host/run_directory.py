@@ -25,8 +25,8 @@ from shmserve.ipc.endpoints import LONGEST_RUN_DIRECTORY
 logger = logging.getLogger(__name__)
 
 # The last process of a killed server clears the folder within milliseconds.
-_LOCK_PATIENCE_S = 3.0
-_DEFAULT_FOLDER_PATIENCE_S = 0.5  # short, because a second server can use another folder
+_LOCK_TIMEOUT_S = 3.0
+_DEFAULT_FOLDER_TIMEOUT_S = 0.5  # short, because a second server can use another folder
 _REMEDY = "; stop that server, replace it with --take-over, or set another --run-dir"
 _LOCK_PAUSE_S = 0.02  # pause between attempts to lock, because flock has no timeout
 # The contents of a lock file, by which a folder's other files are recognised as a server's.
@@ -42,14 +42,14 @@ class RunDirectory:
     """
 
     def __init__(
-        self, folder: Path | None, group: int = -1, patience_s: float = _LOCK_PATIENCE_S
+        self, folder: Path | None, group: int = -1, timeout_s: float = _LOCK_TIMEOUT_S
     ) -> None:
         """Lock `folder` (created with mode 0700 if it is missing), or a new temporary folder.
 
         Args:
             folder: The folder, or None for a temporary folder.
             group: A group whose programs may traverse the folder, or -1.
-            patience_s: The time in seconds to wait for a server that ends.
+            timeout_s: The time in seconds to wait for a server that ends.
 
         Raises:
             InvalidArgument: The folder cannot be created or used: it is a link, owned by another
@@ -69,7 +69,7 @@ class RunDirectory:
         if reason := unsafe_reason(self.path, self.path.lstat(), group_bits):
             raise InvalidArgument(f"--run-dir: {reason}")
         with convert_os_errors(f"--run-dir: cannot use '{self.path}'"):
-            self.lock_fd = self._lock(patience_s)
+            self.lock_fd = self._lock(timeout_s)
         if group >= 0:
             text = f"--shm-group: group {group} cannot be given access to '{self.path}'"
             with convert_os_errors(text):
@@ -97,7 +97,7 @@ class RunDirectory:
         """Lock the folder that clients use by default; if that fails, lock a new folder."""
         default_path = endpoints.default_run_directory(os.environ)
         try:
-            return cls(default_path, group, _DEFAULT_FOLDER_PATIENCE_S)
+            return cls(default_path, group, _DEFAULT_FOLDER_TIMEOUT_S)
         except (InvalidArgument, OSError) as error:
             try:
                 sibling = endpoints.sibling_run_directory(default_path, secrets.token_hex(4))
@@ -108,8 +108,8 @@ class RunDirectory:
             logger.warning("%s; clients must connect with connect('%s')", reason, fallback.path)
             return fallback
 
-    def _lock(self, patience_s: float) -> int:
-        deadline = time.monotonic() + patience_s
+    def _lock(self, timeout_s: float) -> int:
+        deadline = time.monotonic() + timeout_s
         while True:
             self.path.mkdir(mode=0o700, exist_ok=True)
             try:

@@ -217,9 +217,9 @@ def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
     return shared
 
 
-_PATIENCE_S = 1.0  # the longest time for which a stopped local client delays a reload
+_ACK_TIMEOUT_S = 1.0  # the longest time for which a stopped local client delays a reload
 # The fields of a model's configuration and of its tensors that local clients need.
-_MODEL_FIELDS = ("name", "max_batch_size", "input", "output", "model_transaction_policy")
+_MODEL_FIELDS = ("name", "backend", "max_batch_size", "input", "output", "model_transaction_policy")
 _TENSOR_FIELDS = ("name", "data_type", "dims", "reshape", "optional", "allow_ragged_batch")
 _MAX_PACKET_BYTES = 4 * 1024 * 1024  # maximum bytes of a packet
 
@@ -284,11 +284,11 @@ class LocalClientServer:
 
     def announce(self, message: Any) -> None:
         """Send a message that every local client has to acknowledge within a second."""
-        clients, number = self.numbers(), message.acknowledge
+        clients, number = self.numbers(), message.ack_number
         self.broadcast(message)
         loop, acknowledged = asyncio.get_running_loop(), self._acknowledgements.record_acknowledged
         for client in clients:
-            loop.call_later(_PATIENCE_S, acknowledged, client, number)
+            loop.call_later(_ACK_TIMEOUT_S, acknowledged, client, number)
 
     def broadcast(self, message: Any) -> None:
         """Send a message to every local client."""
@@ -312,7 +312,7 @@ class LocalClientServer:
             "(net.core.wmem_default)",
             *(message.name, message.version, len(data), self._max_packet_bytes),
         )
-        return frames.pack([m.ModelWithdrawn(message.name, message.version, message.acknowledge)])
+        return frames.pack([m.ModelWithdrawn(message.name, message.version, message.ack_number)])
 
     # --- requests of a client
 
@@ -338,8 +338,8 @@ class LocalClientServer:
                 self.connections.send(client, frames.pack([response]))
             case ShareDeviceMemory() if client.welcomed:
                 self._respond(client, message.id, self._share_device(client, message))
-            case WantModel(number, name, patience_s) if client.welcomed:
-                self._respond(client, number, self._load_on_demand(name, patience_s))
+            case WantModel(number, name, timeout_s) if client.welcomed:
+                self._respond(client, number, self._load_on_demand(name, timeout_s))
             case WithdrawMemory(memory_id=memory_id) if client.welcomed and memory_id:
                 self._memory.release(client.number, memory_id)
             case _:
@@ -371,6 +371,8 @@ def _for_local_clients(message: Any) -> Any:
         case m.ModelPublished(config=config, endpoint=endpoint):
             source = config.source
             fields = {key: source[key] for key in _MODEL_FIELDS if key in source}
+            if config.ensemble_scheduling is not None:
+                fields["ensemble_scheduling"] = {}
             for key in ("input", "output"):
                 fields[key] = [_tensor_fields(tensor) for tensor in source.get(key, ())]
             brief, local_clients = ModelSpec.of(fields), endpoints.for_local_clients(endpoint)

@@ -55,10 +55,10 @@ _IDLE_S = 20.0  # the time without long waits before a removal
 _BUSY_WINDOW_S = 0.5  # the window of the mean number of busy instances
 _REMOVAL_PAUSE_S = 2.0  # the shortest time between a change and a removal
 _TARGET_UTILIZATION = 0.6  # the highest utilization of the remaining instances
-# If an instance is added sooner after a removal than this multiple of the idle time, that doubles.
+# The idle time doubles if an instance is added again within this multiple of it after a removal.
 _SOON_FACTOR = 3.0
 _MAX_IDLE_S = 320.0
-_MIN_SHARE = 0.25  # the share of the target that is always allowed as p99 of the wait
+_MIN_SHARE = 0.25  # a p99 of the wait below this share of the target is never too long
 
 # The host's capacity.
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")

@@ -372,7 +372,7 @@ class Lifecycle:
         except Exception:  # the orders of the other models continue
             logger.exception("the state of model '%s' could not be updated", model.name)
             if model.orders and not model.orders[0].is_finished:
-                self._fail(model.orders[0], Internal("internal error"))
+                self._fail(model.orders[0], Internal())
 
     def _execute_step(self, order: Order) -> bool:
         """Execute the next step of an order, and return whether it could be executed."""
@@ -410,7 +410,7 @@ class Lifecycle:
     def _withdraw(self, order: Order) -> None:
         model = order.model
         withdrawn, model.serving = model.serving, {}
-        error = order.failures.get("")  # of a reload because of a step, which was logged
+        error = order.failures.get("")  # set if the reload of an ensemble failed; logged there
         outcome = LoadOutcome(str(error).rstrip(), is_logged=True) if error else UNLOADED
         model.outcomes = dict.fromkeys({*withdrawn, *model.outcomes} - {""}, outcome)
         model.fingerprint, model.last_load = "", None

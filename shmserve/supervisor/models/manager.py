@@ -70,8 +70,8 @@ class _SentMessage(NamedTuple):
     number: int
 
 
-class Publications:
-    """The last publications of all models, from which the next differences are computed.
+class ModelPublisher:
+    """The sender of model publications: it sends what differs from the last ones of a model.
 
     A change of readiness alone is sent as `ReadinessChanged`, without acknowledgement, so that
     gateways keep their caches for the model.
@@ -154,7 +154,7 @@ class LifecycleExecutor(LifecycleActions):
         context: The shared parts of the supervisor; its clients receive the publications.
         planner: Reads the repositories.
         registry: The models.
-        _publications: The publications that were sent.
+        _publisher: Sends the publications.
         _observers: Called when the status of a model may have changed.
         lifecycle: The lifecycle of the registry's models.
     """
@@ -162,7 +162,7 @@ class LifecycleExecutor(LifecycleActions):
     context: SupervisorContext
     planner: LoadPlanner
     registry: ModelRegistry
-    _publications: Publications
+    _publisher: ModelPublisher
     _observers: list[Callable[[], None]]
 
     def __post_init__(self) -> None:
@@ -197,10 +197,10 @@ class LifecycleExecutor(LifecycleActions):
     # --- publications
 
     def publish(self, model: ModelEntry) -> None:
-        self._publications.update(self._audience, model.name, *self.registry.publications(model))
+        self._publisher.update(self._audience, model.name, *self.registry.publications(model))
 
     def is_published(self, model: ModelEntry) -> bool:
-        return self._publications.are_acknowledged(self._audience, model.name)
+        return self._publisher.are_acknowledged(self._audience, model.name)
 
     @_in_background
     async def _follow_acknowledgements(self) -> None:

@@ -147,7 +147,7 @@ class ModelVersion:
             ready=self.ready,
             latest=latest,
             load_seconds=self.load_seconds,
-            acknowledge=0,
+            ack_number=0,
         )
 
     def report_change(self) -> None:

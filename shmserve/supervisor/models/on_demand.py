@@ -18,7 +18,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from shmserve.common.tasks import wait_any
-from shmserve.errors import Internal, ShmserveError, Unavailable
+from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.model_spec import IDLE_UNLOAD, parse_idle_unload_s
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.models.autoscaler import private_bytes
@@ -167,14 +167,14 @@ class OnDemand:
 
     # --- loading
 
-    async def load(self, name: str, patience_s: float) -> None:
+    async def load(self, name: str, timeout_s: float) -> None:
         """Load a model that is on demand; return at once for any other model.
 
         Concurrent callers wait for the same load.
 
         Args:
             name: The model.
-            patience_s: The seconds to wait; 0 is no limit.
+            timeout_s: The seconds to wait; 0 is no limit.
 
         Raises:
             ShmserveError: The load failed.
@@ -187,7 +187,7 @@ class OnDemand:
         if load is None:
             load = self._loads[name] = asyncio.get_running_loop().create_future()
             self._context.background(self._load(name, load))
-        await wait_any(load, timeout_s=patience_s if 0 < patience_s < _MAX_WAIT_S else None)
+        await wait_any(load, timeout_s=timeout_s if 0 < timeout_s < _MAX_WAIT_S else None)
         if not load.done():
             raise Unavailable(f"model '{name}' was not loaded within the request's timeout")
         error = load.result()
@@ -206,8 +206,12 @@ class OnDemand:
             outcome = None
         except Exception as error:
             self._failures[name] = backoff, time.monotonic() + backoff.pause_s(0)
-            outcome = error if isinstance(error, ShmserveError) else Internal("internal error")
-            if outcome is not error:
+            if isinstance(error, InvalidArgument):  # the inference request is valid
+                outcome = Unavailable(error.message)
+            elif isinstance(error, ShmserveError):
+                outcome = error
+            else:
+                outcome = Internal()
                 logger.exception("model '%s' could not be loaded on demand", name)
         finally:
             del self._loads[name]

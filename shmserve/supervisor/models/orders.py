@@ -348,7 +348,7 @@ class Order:
 
 def _reasons(failures: Mapping[str, BaseException]) -> dict[str, str]:
     def reason(error: BaseException) -> str:
-        reported = error if isinstance(error, ShmserveError) else Internal("internal error")
+        reported = error if isinstance(error, ShmserveError) else Internal()
         return f"{reported.title}: {reported.message}"
 
     return {number: reason(error) for number, error in failures.items()}

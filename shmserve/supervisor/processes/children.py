@@ -375,7 +375,8 @@ class Zygote:
                 ],
                 self._environment,
                 file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
-                # Blocked until the zygote ignores them, because only the supervisor handles Ctrl-C.
+                setpgroup=0,  # a signal to the server's group must not prevent the zygote's cleanup
+                # Blocked until the zygote ignores them, because the supervisor stops it.
                 setsigmask=[signal.SIGINT, signal.SIGTERM],
             )
         finally:

@@ -89,7 +89,8 @@ def main(argv: list[str]) -> int:
         if os.getpid() == zygote_pid and os.getppid() != supervisor_pid:
             supervisor_ended()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # SIGTTOU: with `stty tostop`, a terminal stops processes outside its group that write to it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # The closed link also reports the supervisor's exit, but is not read during the imports.
@@ -170,6 +171,7 @@ def _fork_child(link: socket.socket, number: int, supervisor_pid: int) -> None:
     if child:
         os.close(write_end)
         os._exit(0 if os.read(read_end, 1) else errno.EAGAIN)
+    os.setpgid(0, 0)  # a model may signal its group
     # The new process reports its own pid. If the zygote dies, the intermediate process is killed,
     # and a process that has been reported must continue to run.
     try:

@@ -97,15 +97,15 @@ class OpenRegion:
         logger.error("shared memory region '%s' %s: it is unregistered", self.name, text)
         return RegionBlamed(self.name, f"it {text}")
 
-    def publication(self, acknowledge: int) -> RegionPublished:
+    def publication(self, ack_number: int) -> RegionPublished:
         """Return the message that publishes the region to gateways."""
         packed = list(pack_range(Range(self._memory(), self.offset, self.byte_size)))
         owner = self.owner
-        return RegionPublished(self.name, self.key, packed, owner.uid, owner.group, acknowledge)
+        return RegionPublished(self.name, self.key, packed, owner.uid, owner.group, ack_number)
 
-    def listing(self, acknowledge: int) -> RegionPublished:
+    def listing(self, ack_number: int) -> RegionPublished:
         """Return the message for a region that gateways list, but that no request can name."""
-        return replace(self.publication(acknowledge), draining=True)
+        return replace(self.publication(ack_number), draining=True)
 
     def _memory(self) -> Memory:
         shared, end = self.shared, self.offset + self.byte_size

@@ -238,7 +238,7 @@ def run(data: bytes, cuda: Callable[[], CudaExporter] = Driver) -> None:
     title = f"workspace cuda:{start.device_id}"
     logs.configure(title, start.log)
     processes.set_process_title(title)
-    # A terminal's Ctrl-C reaches every process, but only the supervisor decides when this one ends.
+    # A service manager may signal every process, but only the supervisor ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     hold(start, cuda())

@@ -12,6 +12,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NotRequired, TypedDict
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -42,6 +43,20 @@ class ApplicationError(ShmserveError):
 class Broken(Double):
     def load(self, context: object) -> None:
         raise RuntimeError("the weights are gone")
+
+
+class Unfit(Double):
+    max_batch_size = "8"
+
+
+class Sums(TypedDict):
+    sum: FP32[np.ndarray, 1]
+    more: NotRequired[FP32[np.ndarray, 1]]
+
+
+class Sum:
+    def predict(self, x: FP32[np.ndarray, 4]) -> Sums:
+        return {"sum": x.sum(1, keepdims=True)}
 
 
 SCRIPT = """
@@ -99,6 +114,9 @@ def test_both_clients_ask_the_control_plane() -> None:
 def test_the_error_of_a_model_is_raised() -> None:
     expected_error = "RuntimeError: the weights are gone"
     with pytest.raises(Internal, match=expected_error), shmserve.serve(Broken):
+        raise AssertionError("entered")
+    position = rf"{re.escape(__file__)}:\d+:\d+: 'Unfit.max_batch_size' must be an integer"
+    with pytest.raises(InvalidArgument, match=position), shmserve.serve(Unfit):
         raise AssertionError("entered")
     with pytest.raises(ShmserveError, match="no_such"), shmserve.serve("no_such.py:Class"):
         raise AssertionError("entered")
@@ -216,6 +234,12 @@ def test_inputs_named_like_options_are_passed_as_a_mapping(serve_model) -> None:
 
     server = serve_model(Add)
     assert server.infer("add", {"timeout": X, "version": X}, timeout=9)["output"][0, 0] == 2
+
+
+def test_a_response_may_lack_an_output_that_is_not_required(serve_model) -> None:
+    server = serve_model(Sum)
+    assert list(server.infer("sum", x=X)) == ["sum"]
+    assert "did not return" not in server.log.read_text()
 
 
 def test_help_shows_what_a_user_imports() -> None:

@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException
 
 import shmserve.client
 from shmserve.client import aio
-from shmserve.errors import InvalidArgument, NotFound, TimedOut
+from shmserve.errors import NotFound, TimedOut, Unavailable
 from tests.support import repositories
 from tests.support.servers import Server, Start, running
 from tests.support.waiting import until
@@ -147,7 +147,7 @@ def test_local_clients_load_the_model(server: Server) -> None:
             native.infer("native", version="7", INPUT0=zeros)
         with pytest.raises(NotFound, match="is not found"):
             native.infer("unknown", INPUT0=zeros)
-        with pytest.raises(InvalidArgument, match="broken on purpose"):
+        with pytest.raises(Unavailable, match="broken on purpose"):
             native.infer("broken_native", INPUT0=zeros)
         with pytest.raises(TimedOut):
             native.infer("slow_native", timeout=0.2, INPUT0=np.zeros((1, 1), np.int32))

@@ -88,8 +88,8 @@ DECODER_MODEL = repositories.python_model("""
 STREAM = repositories.python_model("""
     def execute(self, requests):
         for request in requests:
-            response = self.response(SUM=np.zeros(1, np.float32))
-            request.get_response_sender().send(response, FINAL)
+            send = request.get_response_sender().send
+            send(self.response(SUM=np.zeros(1, np.float32)), FINAL)
 """)
 ARRAY_MODEL = """
 import numpy as np
@@ -140,6 +140,8 @@ def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_pat
     repositories.write(repository, "yields_one", STREAM_CONFIG, STREAM)
     none_of_them = STREAM.replace("SUM=", "sum=")
     repositories.write(repository, "yields_other", STREAM_CONFIG, none_of_them)
+    fails_late = STREAM.replace(", FINAL)", "); send(self.failure('late'), FINAL)")
+    repositories.write(repository, "fails_late", STREAM_CONFIG, fails_late)
     completed = run_command("check", str(repository), f"--input=PICTURE=@{picture}", "--input=Z=1")
     assert completed.returncode == 2
     told_of = (line for line in completed.stdout.splitlines() if ":1 " in line)
@@ -147,7 +149,8 @@ def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_pat
     assert verdicts == {
         "dies": "FAILED", "returns_a_shape": "differs", "returns_a_type": "differs",
         "empty": "refused", "given": "ok", "name": "differs", "sampled": "ok", "shape": "differs",
-        "type": "differs", "unnamed": "refused", "yields_one": "ok", "yields_other": "differs",
+        "fails_late": "refused", "type": "differs", "unnamed": "refused", "yields_one": "ok",
+        "yields_other": "differs",
     }  # fmt: skip
     lines = [" ".join(line.split()) for line in completed.stdout.splitlines()]
     assert any(line.endswith("AssertionError: no PNG") for line in lines)
@@ -157,7 +160,7 @@ def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_pat
     assert "SIZE TYPE_INT32 [1,2] TYPE_FP32 [1,2]" in lines
     assert lines[-2:] == [
         "--input: no loaded model has an input 'Z'",
-        "12 models: 3 ok, 2 refused, 6 differs, 1 FAILED",
+        "13 models: 3 ok, 3 refused, 6 differs, 1 FAILED",
     ]
 
 

@@ -26,8 +26,8 @@ from shmserve.supervisor.host.run_directory import RunDirectory
 
 lock, remove = RunDirectory._lock, RunDirectory.remove
 
-def locked(self, patience_s):
-    fd = lock(self, patience_s)
+def locked(self, timeout_s):
+    fd = lock(self, timeout_s)
     os.kill(os.getpid(), signal.SIGTERM)
     return fd
 
@@ -111,6 +111,12 @@ def test_no_process_can_gain_privileges(server: Server) -> None:
     for process in server.tree()[1:]:
         status = Path(f"/proc/{process.pid}/status").read_text()
         assert "NoNewPrivs:\t1\n" in status, process.cmdline()
+
+
+def test_each_process_has_its_own_process_group(server: Server) -> None:
+    """A model that signals its group, for instance by `os.kill(0, SIGKILL)`, ends its worker."""
+    members = server.tree()
+    assert {os.getpgid(process.pid) for process in members} == {process.pid for process in members}
 
 
 def errors(server: Server) -> list[str]:

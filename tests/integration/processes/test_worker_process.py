@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from shmserve.errors import Internal
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.inference import (
@@ -222,7 +223,7 @@ def test_malformed_work_and_messages(worker: Worker) -> None:
     router.post(peer, Execute(1, [Work(1, 1, b"garbage", [])]))
     router.flush()
     worker.batches = 1
-    assert worker.finished() == [Reply(1, "INTERNAL", "internal error")]
+    assert worker.finished() == [Reply(1, "INTERNAL", Internal().message)]
 
 
 def test_large_outputs_are_released_by_their_reader_or_by_its_death(worker: Worker) -> None:
@@ -356,6 +357,30 @@ def test_a_model_that_fails_in_load(worker: Worker) -> None:
     load_failed = worker.expect(m.LoadFailed)
     assert (load_failed.code, load_failed.message) == ("INTERNAL", text)
     assert load_failed.frames.splitlines()[1].endswith('/model.py", line 11, in load')
+    assert worker.wait() == 0
+
+
+@pytest.mark.parametrize(("name", "count"), [("m_0_0", 1), ("m_0_1", 0)])
+def test_one_instance_of_a_group_logs_warnings(worker: Worker, name: str, count: int) -> None:
+    warning = "__import__('logging').getLogger('shmserve.workers').warning('a warning')"
+    model = MODEL.replace("self.log = context", f"{warning}\n        self.log = context")
+    (worker.version_dir / "model.py").write_text(model)
+    worker.start(instance_name=name)
+    worker.load()
+    assert worker.log.read_text().count("a warning") == count
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can change these")
+@pytest.mark.parametrize("change", ["os.setuid(65534)", "os.chroot('/var')"])
+def test_a_model_that_removes_its_own_access(worker: Worker, change: str) -> None:
+    model = MODEL.replace("self.log = context", f"{change}\n        self.log = context")
+    (worker.version_dir / "model.py").write_text(model)
+    worker.start()
+    worker.send(m.CompleteConfig(ModelSpec.of(model_config([], [], backend="native"))))
+    config = worker.expect(m.ConfigCompleted).config
+    worker.send(m.LoadInstance(ModelSpec.of(config), worker.scheduler("w1")))
+    load_failed = worker.expect(m.LoadFailed)
+    assert "cannot access the server's sockets and memory" in load_failed.message
     assert worker.wait() == 0
 
 

@@ -48,7 +48,7 @@ class SimulatedPeer:
 
 
 class SimulatedAudience:
-    """A fake `SupervisorContext` for `Publications`, with all gateways and ensembles."""
+    """A fake `SupervisorContext` for `ModelPublisher`, with all gateways and ensembles."""
 
     def __init__(self, world: World, executor: SimulatedExecutor) -> None:
         self._world = world
@@ -126,7 +126,7 @@ class SimulatedAudience:
         """Add a gateway, which first receives all current publications."""
         key, peer = object(), SimulatedPeer(first_update=self.update_count)
         self._peers[key] = peer
-        for update in self._executor.publications.snapshot():
+        for update in self._executor.publisher.snapshot():
             self._send(key, peer, update)
 
     def connect_ensemble(self, address: Hashable, version: ObservedVersion) -> None:

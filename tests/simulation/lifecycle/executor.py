@@ -15,7 +15,7 @@ from shmserve.logs import LogSettings
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events import EventPublisher
 from shmserve.supervisor.models.instances import Instance, VersionSpec, bounds_of
-from shmserve.supervisor.models.manager import LifecycleExecutor, Publications
+from shmserve.supervisor.models.manager import LifecycleExecutor, ModelPublisher
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import Order
 from shmserve.supervisor.models.registry import ModelRegistry
@@ -80,8 +80,8 @@ class SimulatedExecutor(LifecycleExecutor):
         self.audience = SimulatedAudience(world, self)
         self.processes = SimulatedProcesses(world, self)
         planner: Any = self.repository
-        self.publications = Publications()
-        parts = (self._context(shares_hosts), planner, self.registry, self.publications)
+        self.publisher = ModelPublisher()
+        parts = (self._context(shares_hosts), planner, self.registry, self.publisher)
         super().__init__(*parts, [])
         self._audience = self.audience
         self.lifecycle = RecordedLifecycle(self.registry, self, shares_hosts, self.oracles)

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from shmserve.errors import ShmserveError
+from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.supervisor.models.instances import InstanceState, VersionSpec
 from shmserve.supervisor.models.lifecycle import Lifecycle
@@ -130,7 +130,7 @@ class LifecycleOracles:
             self.report_violation(f"1: {self.title(order)} is answered twice")
         if not order.is_finished:
             self.report_violation(f"1: {self.title(order)} is answered, and is not finished")
-        if order.error is not None and order.error.message == "internal error":
+        if order.error is not None and order.error.message == Internal().message:
             self.report_violation(f"1: {self.title(order)} failed with an internal error")
 
     def order_succeeded(self, order: Order) -> None:

@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 import shmserve.client
+from shmserve.client import session
 from shmserve.client.connection import ServerConnection
 from shmserve.client.request import results
 from shmserve.client.request.channel import ClientRequest, RequestChannel
@@ -70,8 +72,11 @@ def connection(tmp_path: Path) -> Iterator[ServerConnection]:
         connection.close()
 
 
-def test_with_a_timeout_the_end_of_the_servers_start_is_awaited(tmp_path: Path) -> None:
-    """The server accepts clients while it loads its models."""
+def test_with_a_timeout_the_end_of_the_servers_start_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server accepts clients while it loads its models; its next message is awaited."""
+    monkeypatch.setattr(session, "time", SimpleNamespace(monotonic=time.monotonic))  # no `sleep`
     starting = HealthChanged(True, False, False, started=False)
     with (
         listener(tmp_path, starting, HealthChanged(True, False, False)),
@@ -80,6 +85,11 @@ def test_with_a_timeout_the_end_of_the_servers_start_is_awaited(tmp_path: Path) 
         assert client._session.connection().models.started
     with listener(tmp_path, starting), pytest.raises(Unavailable, match="still loads its models"):
         shmserve.client.connect(tmp_path, timeout=0.2)
+    with listener(tmp_path, starting):
+        waiting_session = Session(tmp_path, 1 << 20, 5.0)
+        threading.Timer(0.1, waiting_session.close).start()
+        with pytest.raises(Disconnected, match="this client is closed"):
+            waiting_session.wait_started(time.monotonic() + 20)
 
 
 def build_request(connection: ServerConnection) -> PackedRequest:

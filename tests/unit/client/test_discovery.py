@@ -21,7 +21,7 @@ from shmserve.supervisor.host.run_directory import RunDirectory
 def default_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("SHMSERVE_RUN_DIR", raising=False)
-    monkeypatch.setattr(run_directory, "_DEFAULT_FOLDER_PATIENCE_S", 0.0)
+    monkeypatch.setattr(run_directory, "_DEFAULT_FOLDER_TIMEOUT_S", 0.0)
     return tmp_path / "shmserve"
 
 
@@ -33,8 +33,8 @@ def kill_server(server: RunDirectory) -> None:
 def test_without_a_run_directory_the_error_names_the_command(default_dir: Path) -> None:
     with pytest.raises(
         Disconnected,
-        match=f"no server .* there is no run directory {default_dir}; "
-        "start one by `shmserve serve`",
+        match=f"no server .* there is no run directory {default_dir} or {default_dir}-\\*; "
+        rf"start one by `shmserve serve`, .* XDG_RUNTIME_DIR .*\({default_dir.parent}\)$",
     ):
         discovery.find(None)
 

@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import pickle
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -313,6 +314,14 @@ def test_completed_prepared_requests_keep_no_memory(memories: Memories) -> None:
     assert memories._used_bytes() == 0
 
 
+def test_a_deep_copy_of_a_region_has_its_own_memory(memories: Memories) -> None:
+    region = Region(memories, {"x": (3, "FP32"), "y": ((2, 2), "BF16")})
+    region["x"][:] = 1
+    copied = copy.deepcopy(region)
+    region["x"][:] = 2
+    assert copied["x"].tolist() == [1, 1, 1] and copied.specs == region.specs
+
+
 def test_a_region_keeps_no_templates_of_reloaded_models(memories: Memories) -> None:
     region = Region(memories, {"x": ((1, 8192), "FP32"), "y": ((1, 8192), "FP32")})
     models = ClientModels()
@@ -342,6 +351,8 @@ def test_a_region_keeps_no_templates_of_reloaded_models(memories: Memories) -> N
         ({"parameters": {"a": np.int64(1)}}, "parameter 'a' must"),
         ({"parameters": {"a": 1 << 64}}, "parameter 'a' must"),
         ({"parameters": {"a": "\ud800"}}, "parameter 'a' cannot be encoded as UTF-8"),
+        ({"parameters": {"deadline_us": "1"}}, "deadline_us must be an integer >= 0, got '1'"),
+        ({"parameters": {"priority": -1}}, "priority must be an integer >= 0, got -1"),
     ],
 )
 def test_invalid_request_options_are_rejected(wrong_options: dict[str, Any], text: str) -> None:
@@ -357,6 +368,9 @@ def test_request_options_are_encoded() -> None:
         assert options_of("", None, 0, expired_s).timeout_us == 1
     assert options_of("", None, 0, float("inf")) == PLAIN
     assert options_of(None, None, 0, 1e9) == PLAIN  # type: ignore[arg-type]
+    for timeout_s, limit_us, shortest_us in ((None, 9, 9), (5e-6, 9, 5), (1, 9, 9), (1e-6, 0, 1)):
+        assert options_of("", {"deadline_us": limit_us}, 0, timeout_s).timeout_us == shortest_us
+    assert [options_of("", {"priority": 2}, level, None).priority for level in (0, 1)] == [2, 1]
     # The longest that epoll can wait for, in milliseconds.
     assert options_of("", None, 0, 1.99e6).timeout_us // 1000 < 1 << 31
 
@@ -396,6 +410,8 @@ def test_accepted_input_types() -> None:
     assert as_array(np.array(["a"], np.dtypes.StringDType()), None, "x")[1] == "BYTES"
     with pytest.raises(InvalidArgument, match="'x' is a masked array"):
         as_array(np.ma.masked_equal([1, 2], 2), None, "x")
+    with pytest.raises(InvalidArgument, match="Python objects; model expects FP32: pass array"):
+        as_array(np.array([1.0], object), TensorSpec("x", "FP32", (-1,)), "x")
     assert as_array(True, None, "x")[1] == "BOOL"
     with pytest.raises(InvalidArgument, match="takes host memory"):
         as_array(torch.empty(1, device="meta"), None, "x")
@@ -439,17 +455,46 @@ def test_lists_keep_their_numbers() -> None:
     assert convert([0.1], "FP32") == [np.float32(0.1)]
     # BF16 as bit patterns: 1.0 is 0x3f80.
     assert convert([1.0, -2, 1e-3], "BF16") == [0x3F80, 0xC000, 0x3A83]
+    ones = np.ones(1, ml_dtypes.bfloat16)
+    assert convert([ones], "BF16") == [[0x3F80]]
+    assert convert([ones], "FP32") == [[1.0]]
+    assert convert(NoArguments(), "FP32") == [1.0]
+    assert convert(UnreadableByDlpack(), "BF16") == [0x3F80]
+
+
+class NoArguments:
+    """An array-like object with the method of older libraries."""
+
+    def __array__(self, copy: bool | None = None) -> object:
+        return np.ones(1)
+
+
+class UnreadableByDlpack:
+    """An array of JAX with a type that numpy's DLPack lacks."""
+
+    def __dlpack__(self, **_: object) -> object:
+        raise BufferError
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> object:
+        return np.ones(1, ml_dtypes.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("value", "datatype"),
+    ("value", "datatype", "found"),
     [
-        ([1.7], "INT32"), ([300], "UINT8"), ([-1], "UINT64"), ([2], "BOOL"), (["1"], "INT32"),
-        ([None], "FP32"), ([["a"]], "BF16"),
+        ([0, 1.7], "INT32", "1.7"), ([300], "UINT8", "300"), ([-1], "UINT64", "-1"),
+        ([2], "BOOL", "2"), (["1"], "INT32", "'1'"), ([0.5, None], "FP32", "None (NoneType)"),
+        ([["a"]], "BF16", "'a'"), ([1, 10**30], "FP64", "0 (int)"), (range, "FP32", "range"),
     ],
 )  # fmt: skip
-def test_lists_with_values_outside_the_datatype_are_rejected(value: object, datatype: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"input 'x' cannot be converted to {datatype}"):
+def test_lists_with_values_outside_the_datatype_are_rejected(
+    value: object, datatype: str, found: str
+) -> None:
+    text = f"input 'x' cannot be converted to {datatype}: .*{re.escape(found)}"
+    with pytest.raises(InvalidArgument, match=text):
         as_array(value, TensorSpec("x", datatype, (-1,)), "x")
 
 
@@ -470,6 +515,7 @@ def test_models_are_updated_by_publications() -> None:
     assert models.resolve("m", "").version == "3"
     models.publish(published(version="1", latest=False))
     assert models.resolve("m", "").version == "3"
+    assert models.resolve("m", "01").version == "1"
     assert models.names() == [("m", "1"), ("m", "3")]
     models.withdraw("m", "3")
     with pytest.raises(Unavailable, match="no available versions"):

@@ -1,5 +1,6 @@
 """The configuration file: every flag by its name, and the precedence of the command line."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,9 @@ def test_a_value_that_no_server_accepts_is_reported_with_its_line(tmp_path: Path
 def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="cannot read '/no/file': No such file"):
         command_line.parse(["--config=/no/file"])
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InvalidArgument, match=r"'.*pipe': it is a pipe without content"):
+        command_line.parse([f"--config={tmp_path}/pipe"])
     (tmp_path / "binary").write_bytes(b"\xff")
     with pytest.raises(InvalidArgument, match=r"cannot read '.*binary': it is not UTF-8 text"):
         command_line.parse([f"--config={tmp_path}/binary"])

@@ -14,6 +14,7 @@ import tritonclient.http as triton
 from prometheus_client.parser import text_string_to_metric_families
 
 from shmserve.common import auth_tokens
+from shmserve.errors import Internal
 from shmserve.gateway.api import management
 from shmserve.gateway.http import routing
 from shmserve.gateway.http.routes import ROUTES
@@ -488,7 +489,7 @@ def test_a_models_tags_are_labels_of_its_metrics(
 def test_metrics_omit_a_bad_report(gateway: Rig, simple_scheduler: Scheduler, http: Http) -> None:
     simple_scheduler.statistics = {"name": "simple"}
     scraper = Http(gateway.metrics_port)
-    assert scraper.get("/metrics").error == "internal error"
+    assert scraper.get("/metrics").error == Internal().message
     simple_scheduler.statistics = report("simple", "1")
     scraper.get("/metrics").ok()
     scraper.close()

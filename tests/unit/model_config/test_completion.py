@@ -217,7 +217,7 @@ def test_fields_without_effect_are_listed() -> None:
 
 def test_unlikely_values_are_warned_of() -> None:
     config = parse_pbtxt(
-        """instance_group [ { count: 2 }, { count: -1 } ]
+        """instance_group [ { count: 2 passive: true }, { count: -1 } ]
         dynamic_batching { }
         parameters { key: "batching_strateg" value { string_value: "adaptive" } }
         parameters { key: "execution_timeout_second" value { string_value: "1" } }
@@ -226,6 +226,8 @@ def test_unlikely_values_are_warned_of() -> None:
     assert warnings_of(config, normalise(config, "m", 0)) == [
         "instance_group[1].count: -1 is replaced by the default, because a count must be at "
         "least 1",
+        "instance_group[0].passive: no effect: the instances receive requests, unlike passive "
+        "instances of Triton",
         "parameters: 'batching_strateg' is unknown; did you mean 'batching_strategy'?",
         "parameters: 'execution_timeout_second' is unknown; did you mean "
         "'execution_timeout_seconds'?",
@@ -234,6 +236,9 @@ def test_unlikely_values_are_warned_of() -> None:
     ]
     config = parse_pbtxt("instance_group { } max_batch_size: 1 dynamic_batching { }")
     assert warnings_of(config, config) == []
+    config = parse_pbtxt("sequence_batching { control_input { control { } control { } } }")
+    (warning,) = warnings_of(config, config)
+    assert "only one kind can set a tensor" in warning
 
 
 @pytest.mark.parametrize(("config_text", "count"), [("", 3), ("instance_group { count: 2 }", 2)])

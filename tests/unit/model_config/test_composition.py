@@ -52,10 +52,6 @@ def mark_field(text: str, field: str) -> str:
          1) % ("END int32_false_true: [0,1]", "int32_false_true: [0,1]"),
          "sequence_batching.control_input[0].control[1].kind",
          "sequence batching specifies multiple CONTROL_SEQUENCE_END tensors for m"),
-        (mark_field(SEQUENCE.replace("} }", "} control { kind: CONTROL_SEQUENCE_START %s } }",
-         1) % ("END int32_false_true: [0,1]", "int32_false_true: [0,1]"), 'name: "C"'),
-         "sequence_batching.control_input[0].name",
-         "sequence batching control tensor 'C' is specified for multiple control kinds for m"),
         ('sequence_batching { control_input { name: "C" control { kind: '
          "CONTROL_SEQUENCE_CORRID data_type: TYPE_INT32 } } control_input { @name: 'C' "
          "control { kind: CONTROL_SEQUENCE_END int32_false_true: [0,1] } } }",

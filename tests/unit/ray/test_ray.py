@@ -7,7 +7,7 @@ import pytest
 import shmserve.ray
 from shmserve.errors import InvalidArgument
 from shmserve.ray import server
-from shmserve.ray.server import end_to_end_headers, path_of, refusal
+from shmserve.ray.server import end_to_end_headers, find_rejection_reason, path_of
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_paths_stay_as_they_were_spelled(
     ],
 )
 def test_routes_of_single_nodes_are_rejected(path: str) -> None:
-    assert "send this request to the server of a node" in refusal(path)
+    assert "send this request to the server of a node" in find_rejection_reason(path)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_routes_of_single_nodes_are_rejected(path: str) -> None:
     ],
 )
 def test_all_other_flags_are_passed_on(path: str) -> None:
-    assert refusal(path) == ""
+    assert find_rejection_reason(path) == ""
 
 
 def test_headers_of_a_connection_are_not_passed_on() -> None:

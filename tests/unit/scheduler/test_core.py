@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shmserve.errors import Internal
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.messages.supervision import (
@@ -466,7 +467,7 @@ def test_a_request_that_does_not_fit_the_model_is_refused(batch_size: int) -> No
 def test_a_schema_that_cannot_be_read_is_an_internal_error() -> None:
     rig, _ = ready_rig()
     (number,) = rig.submit(work=(b"\xc1", [b"data"]))
-    assert rig.answers() == [failure(number, "INTERNAL", "internal error")]
+    assert rig.answers() == [failure(number, "INTERNAL", Internal().message)]
 
 
 # --- endings --------------------------------------------------------------------------------------
@@ -617,8 +618,8 @@ def test_replies_that_do_not_match_fail_only_their_batch(corrupt) -> None:
     replies = corrupt([ok_reply(request.key) for request in batch.requests])
     rig.worker(peer, m.BatchFinished(batch.batch, 0, 0, 0, 0, replies))
     assert rig.answers() == [
-        failure(first_id, "INTERNAL", "internal error"),
-        failure(second_id, "INTERNAL", "internal error"),
+        failure(first_id, "INTERNAL", Internal().message),
+        failure(second_id, "INTERNAL", Internal().message),
     ]
     rig.submit()
     rig.finish(peer, rig.execute()[1])
@@ -630,7 +631,7 @@ def test_a_worker_that_returns_an_unknown_batch_is_replaced() -> None:
     number, batch = rig.submit_and_take_batch()
     for wrong_value in (batch.batch + 1, -5, 0):
         rig.worker(peer, m.BatchFinished(wrong_value, 0, 0, 0, 0, []))
-    assert rig.answers() == [failure(number, "INTERNAL", "internal error", is_early=True)]
+    assert rig.answers() == [failure(number, "INTERNAL", Internal().message, is_early=True)]
     ((_, kill),) = rig.control.take()
     assert isinstance(kill, KillInstance)
     rig.supervisor(ProcessExited(100, "signal 9"))

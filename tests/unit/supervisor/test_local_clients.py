@@ -175,10 +175,10 @@ async def test_many_inputs_end_no_connection(folder: Path, tensors: int, all_fit
         link = stack.enter_context(join_server(folder))
         assert _names(await _receive(link, 3)) == {"plain"}
         number = acknowledgements.begin(local_clients.numbers())
-        local_clients.announce(replace(wide, acknowledge=number))
+        local_clients.announce(replace(wide, ack_number=number))
         (message,) = await _receive(link, 1, sends_hello=False)
         assert isinstance(message, m.ModelPublished if all_fit else m.ModelWithdrawn)
-        link.send(frames.pack([Acknowledged(message.acknowledge)]))
+        link.send(frames.pack([Acknowledged(message.ack_number)]))
         while not acknowledgements.is_acknowledged(number):
             await acknowledgements.next_complete()
         models.insert(0, wide)
@@ -200,6 +200,9 @@ def test_the_tensors_that_a_welcome_lists() -> None:
     optional = {**tensor, **unset_fields, "optional": True}
     model = replace(model, config=ModelSpec.of({"name": "m", "output": [optional]}))
     assert _for_local_clients(model).config.source["output"] == [{**tensor, "optional": True}]
+    for field, value in (("backend", "native"), ("ensemble_scheduling", {})):
+        model = replace(model, config=ModelSpec.of({"name": "m", field: value}))
+        assert _for_local_clients(model).config.may_omit_outputs
 
 
 def _model(name: str, count: int) -> m.ModelPublished:

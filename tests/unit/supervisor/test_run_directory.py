@@ -80,7 +80,7 @@ def test_a_foreign_folder_is_not_touched(tmp_path: Path) -> None:
             (home_folder / "lock").write_text(lock)
         files_before = sorted(os.listdir(home_folder))
         with pytest.raises(InvalidArgument, match="contains files that do not belong to a server"):
-            RunDirectory(home_folder, patience_s=0.0)
+            RunDirectory(home_folder, timeout_s=0.0)
         assert sorted(os.listdir(home_folder)) == files_before
 
 
@@ -96,7 +96,7 @@ def test_a_full_file_system_is_reported(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "pwrite", raise_no_space)
     with pytest.raises(InvalidArgument, match=r"cannot use .*: No space left on device"):
-        RunDirectory(tmp_path / "run", patience_s=0)
+        RunDirectory(tmp_path / "run", timeout_s=0)
     assert not list(tmp_path.iterdir())
 
 
@@ -124,7 +124,7 @@ def test_a_group_without_us_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 def test_one_server_at_a_time(tmp_path: Path) -> None:
     first_dir = RunDirectory(tmp_path / "run")
     with pytest.raises(InvalidArgument, match=r"by another server; .* another --run-dir"):
-        RunDirectory(tmp_path / "run", patience_s=0.0)
+        RunDirectory(tmp_path / "run", timeout_s=0.0)
     os.close(first_dir.lock_fd)
 
 
@@ -132,7 +132,7 @@ def test_a_second_server_names_the_run_directory_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(run_directory, "_DEFAULT_FOLDER_PATIENCE_S", 0.0)
+    monkeypatch.setattr(run_directory, "_DEFAULT_FOLDER_TIMEOUT_S", 0.0)
     first_dir, second_dir = RunDirectory.default(), RunDirectory.default()
     (message,) = caplog.messages
     assert message == (

@@ -22,7 +22,7 @@ class Control:
     def announce(self, make: type[Ping], *roles: str) -> int:
         assert roles == ("gateway", "host")
         number = self.acknowledgements.begin([7, 8])
-        self.pings.put_nowait(make(number).acknowledge)
+        self.pings.put_nowait(make(number).ack_number)
         return number
 
     def answer(self, number: int, *peers: Hashable) -> None:

@@ -485,7 +485,7 @@ def test_an_invalid_request_fails_alone(worker: Rig, region: Region) -> None:
     assert [reply.code for reply in replies] == [
         "", "INTERNAL", "INTERNAL", "INVALID_ARG", "INVALID_ARG",
     ]  # fmt: skip
-    assert replies[1].message == "internal error"
+    assert replies[1].message == Internal().message
 
 
 def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:

@@ -124,6 +124,25 @@ def test_results_of_several_outputs(worker: Rig, annotation_style: str) -> None:
         assert reply.array(names[1]).tolist() == [[size]] * size
 
 
+def test_arrays_of_other_libraries_are_returned(worker: Rig) -> None:
+    write(
+        worker,
+        """
+import ml_dtypes
+class Array:
+    def __array__(self, dtype=None, copy=None):
+        return np.array([[1, 2]], ml_dtypes.bfloat16)
+class Model:
+    def predict(self, x: FP32[Tensor, 1]) -> tuple[BF16[ndarray, 2], BF16[ndarray, 2]]:
+        return Array(), np.asarray(Array())
+""",
+    )
+    serve(worker)
+    (reply,) = worker.batch(inference(tensor("x", np.ones((1, 1), F32))))
+    for name in ("output_0", "output_1"):
+        assert reply.array(name).view(np.uint16).tolist() == [[0x3F80, 0x4000]]
+
+
 def test_inputs_arrive_as_annotated(worker: Rig) -> None:
     write(
         worker,
@@ -261,7 +280,8 @@ def test_without_inputs_there_is_no_batch(worker: Rig) -> None:
     assert "dynamic_batching" not in config
 
 
-def test_load_and_unload_are_called(worker: Rig) -> None:
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_load_and_unload_are_called(worker: Rig, kind: str) -> None:
     write(
         worker,
         """
@@ -270,16 +290,16 @@ class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(1, 1)
-    def load(self, context: Context):
+    KIND load(self, context: Context):
         assert not self.training
         self.shift = float(context.parameters["shift"])
         assert (context.name, context.version, context.device) == ("m", "1", "cpu")
         self.log = context.directory / "log"
     def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]:
         return x + self.shift + helper.ONE
-    def unload(self):
+    KIND unload(self):
         self.log.write_text("unloaded")
-""",
+""".replace("KIND", kind),
     )
     (worker.context.version_dir / "helper.py").write_text("ONE = 1\n")
     backend = NativeBackend(worker.context)
@@ -298,6 +318,11 @@ class Model(torch.nn.Module):
         ("class Model: pass", "class 'Model' has no method 'predict'"),
         ("class Model:\n    def __init__(self, size): ...",
          "without arguments, but __init__ is missing a required argument: 'size': use default"),
+        ("class Model:\n    def load(self): ...\n"
+         "    def predict(self, x: FP32[Tensor, 1]) -> FP32[Tensor, 1]: ...",
+         "'Model.load' cannot be called: too many positional arguments: define it as 'load(self"),
+        ("class Model:\n    def predict(self, x: FP32[list, 1]) -> FP32[Tensor, 1]: ...",
+         "argument 'x' of 'Model.predict' is annotated as list: annotate it like FP32[np.ndarray"),
         ("class Model:\n    def predict(self, x: Tensor) -> FP32[Tensor, 1]: ...",
          "argument 'x' of 'Model.predict' is not a tensor: annotate it like FP32[np.ndarray"),
         ("class Model:\n    def predict(self, x) -> FP32[Tensor, 1]: ...",
@@ -362,6 +387,8 @@ def test_a_configuration_that_contradicts_the_annotations(
     [
         ("tuple[FP32[Tensor, 1], FP32[Tensor, 1]]", "x", "did not return 2 values, but Tensor"),
         ("FP32[Tensor, 1]", "None", "inference output 'output' is a NoneType, not a tensor"),
+        ("FP32[Tensor, 1]", "{'output': x}", "is a dict, not a tensor: expected a numpy array or"),
+        ("FP32[Tensor, 1]", "np.ma.ones((1, 1))", "'output' is a masked array: return its"),
         ("FP32[Tensor, 1]", "x.double()", "unexpected datatype TYPE_FP64"),
         ("FP32[Tensor, 1]", "x.sum()", "Expected [1,1], got []"),
         ("FP32[Tensor, 1]", "1 / 0", "message: ZeroDivisionError: division by zero"),

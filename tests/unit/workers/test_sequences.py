@@ -83,6 +83,12 @@ def test_control_pairs(pair: str, kind: str, batched: bool) -> None:
     assert empty[kind] == off
 
 
+def test_the_last_kind_sets_a_control_tensor_of_several_kinds() -> None:
+    pairs = {"READY": [3, 4], "START": [5, 6]}
+    kinds = [control(kind, int32_false_true=pair)["control"][0] for kind, pair in pairs.items()]
+    assert values(SequenceRow(0, 1), {"name": "C", "control": kinds})["C"] == 4
+
+
 @pytest.mark.parametrize("datatype", NUMBERS)
 @given(number=st.integers(1, 2**64 - 1))
 def test_ids_are_truncated_to_the_width_of_the_control(datatype: str, number: int) -> None:

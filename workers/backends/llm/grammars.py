@@ -32,7 +32,7 @@ class Grammars:
         import llguidance
 
         self._end_tokens, self._tokenizer, self._default_message = end_tokens, None, ""
-        self._has_quotes = True  # whether a token begins with a quote, not with a space
+        self._has_quotes = True  # whether the vocabulary has a token that begins with a quote
         # The library's type hints lack the list of end tokens.
         wrapped: Any = llguidance.LLTokenizer
         settings = {"n_vocab": vocab_size, "eos_token": [*end_tokens]}
@@ -44,7 +44,8 @@ class Grammars:
             pieces = _TokenBytes(texts, vocab_size, end_tokens)
             self._tokenizer = wrapped(pieces, **settings)
             self._has_quotes = any(piece.startswith(b'"') for piece in pieces.tokens)
-            # The bytes of tokens may differ from their decoded text, so each token is sampled.
+            # A text that the grammar forces cannot be tokenized without the text's exact bytes,
+            # which decoded tokens may not have. The model therefore samples each token.
             self._default_message = f"{NO_FORCING}\nstart: @body"
 
     def matcher(

@@ -234,7 +234,7 @@ class TextResponse:
         self, prompt: Prompt, texts: TokenTexts, stream: OutputStream, link: InstanceLink, echo: str
     ) -> None:
         self.prompt = prompt
-        self.stream = stream
+        self.output_stream = stream
         self._texts = texts
         self._link = link
         self._echo = echo
@@ -295,7 +295,7 @@ class TextResponse:
     def _send(self, samples: list[SampleText], final: bool) -> bool:
         """Send one response; return False if the client has no credit."""
         with self._link.lock:
-            if not self.stream.may_send:
+            if not self.output_stream.may_send:
                 return False
             response = Response(self._outputs(samples, final))
             for sample in samples:
@@ -303,7 +303,7 @@ class TextResponse:
                 if not final:
                     sent_state = sample.sent_characters, not sample.is_open, sample.sent_tokens
                     self._link.post(ResponseSent(self.prompt.key, sample.index, *sent_state))
-            self.stream.send(response, final)
+            self.output_stream.send(response, final)
         return True
 
     def _outputs(self, samples: list[SampleText], final: bool) -> list[Output]:
@@ -555,7 +555,7 @@ class Texts:
         for key in keys:
             response = self._responses.get(key)
             if response is not None:
-                response.stream.fail_raised(error)
+                response.output_stream.fail_raised(error)
                 self.put(partial(self._remove, response))
 
     def _respond(self, key: int) -> None:
@@ -564,7 +564,7 @@ class Texts:
             return
         if response.respond():
             self._remove(response)
-        elif response.stream.may_send:
+        elif response.output_stream.may_send:
             self._unread_since_ns.pop(key, None)
         else:
             self._unread_since_ns.setdefault(key, time.monotonic_ns())
@@ -578,13 +578,13 @@ class Texts:
                 return
             response = self._responses[key]
             self._remove(response)
-            response.stream.fail(unread_responses())
+            response.output_stream.fail(unread_responses())
 
     def _cancel(self, key: int) -> None:
         response = self._responses.get(key)
-        if response is not None and response.stream.is_cancelled():
+        if response is not None and response.output_stream.is_cancelled():
             self._remove(response)  # before the scheduler plans another step with the request
-            response.stream.send(final=True)
+            response.output_stream.send(final=True)
 
     def _remove(self, response: TextResponse) -> None:
         key = response.prompt.key

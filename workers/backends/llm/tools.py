@@ -149,7 +149,7 @@ def _is_size(value: Any) -> bool:
 
 
 _NUMBER_CHECK = (_is_number, "a number")
-_LIMIT_CHECK = (lambda value: isinstance(value, int | float), "a number")  # draft 4 has booleans
+_LIMIT_CHECK = (lambda value: isinstance(value, int | float), "a number")  # or a boolean in draft 4
 _SIZE_CHECK = (_is_size, "an integer >= 0")
 _STRING_CHECK = (lambda value: isinstance(value, str), "a string")
 _SIZE_KEYS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")

@@ -7,8 +7,8 @@ The class may have these attributes: `max_batch_size` (32; 0: no batch dimension
 `max_queue_delay_us` (0), `batching_strategy`, `target_p99_ms`, `ragged` (names of inputs),
 `batch_input`, `batch_output`, `padding` and `sequence_batching` (as in a configuration), and
 `instances` (a number) or `instance_group`. The supervisor reads `environment`. The class may have
-the methods `load(self, context)` and `unload(self)`. It may also have `is_ready(self)`, plain or
-`async def`, which is called between two batches. A `torch.nn.Module` is moved to the device and set
+the methods `load(self, context)`, `unload(self)` and `is_ready(self)`, plain or `async def`;
+`is_ready` is called between two batches. A `torch.nn.Module` is moved to the device and set
 to evaluation mode; without `predict`, its annotated `forward` is used.
 
 A `predict` that yields its responses, annotated as `Iterator[...]` or `AsyncIterator[...]`, makes
@@ -25,11 +25,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import sys
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from shmserve.errors import Cancelled, InvalidArgument, suggestion
@@ -62,7 +64,7 @@ class NativeBackend(Backend):
         super().__init__(context)
         self._device = open_device(context.device)
         self._class: type | None = None
-        self._file = ""
+        self._file = self._where = ""
         self._positions: dict[str, str] = {}  # the position of each attribute in the file
         self._model: Any = None
         self._streams: GeneratorStreams | None = None
@@ -136,24 +138,25 @@ class NativeBackend(Backend):
         self._model = model_class()
         if is_module(self._model):
             self._model.to(self._device.torch).eval()
+        if predict.yields:
+            max_streams = int(config.parameters.get(MAX_STREAMS, _DEFAULT_MAX_STREAMS))
+            self._streams = GeneratorStreams(self._model.predict, self._respond, max_streams)
         if hasattr(self._model, "load"):
-            folder = context.version_dir.resolve()
-            self._model.load(
-                Context(
-                    context.model_name,
-                    context.version,
-                    context.device,
-                    folder,
-                    config.parameters,
-                    partial(context.workspace.lease, convert=_as_tensor),
+            self._await(
+                self._model.load(
+                    Context(
+                        context.model_name,
+                        context.version,
+                        context.device,
+                        context.version_dir.resolve(),
+                        config.parameters,
+                        partial(context.workspace.lease, convert=_as_tensor),
+                    )
                 )
             )
         plan = None if predict.yields else self._runner.memory_plan(config, self._model)
         if plan is not None:
             plan.log(signature.name)
-        if predict.yields:
-            max_streams = int(config.parameters.get(MAX_STREAMS, _DEFAULT_MAX_STREAMS))
-            self._streams = GeneratorStreams(self._model.predict, self._respond, max_streams)
         self.checks_ready = hasattr(self._model, "is_ready")
 
     def execute(self, requests: list[Request]) -> list[Response]:
@@ -161,9 +164,7 @@ class NativeBackend(Backend):
         inputs = self._runner.inputs(requests)
         with inference_mode():
             with self._runner.detecting_writes():
-                result = self._model.predict(**inputs)
-                if asyncio.iscoroutine(result):
-                    result = self._run_coroutine(result)
+                result = self._await(self._model.predict(**inputs))
             return self._runner.responses(requests, self._to_outputs(result))
 
     def execute_decoupled(self, streams: list[OutputStream]) -> None:
@@ -181,23 +182,31 @@ class NativeBackend(Backend):
         Raises:
             Internal: The result is not a bool. Exceptions of the model are passed on.
         """
-        run = asyncio.run if self._streams is None else self._streams.wait
         with inference_mode():
-            return check_ready(self._model, run)
+            return check_ready(self._model, self._await)
 
-    def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def _await(self, result: Any) -> Any:
+        """Return the result of a method; a coroutine runs in the event loop of `predict`."""
+        if not asyncio.iscoroutine(result):
+            return result
+        if self._streams is not None:
+            return self._streams.wait(result)
         if self._coroutines is None:
             self._coroutines = asyncio.Runner()
-        return self._coroutines.run(coroutine)
+        return self._coroutines.run(result)
 
     def unload(self) -> None:
         """Call the model's `unload`, if it has one."""
+        unload = getattr(self._model, "unload", None)
+        needs_loop = asyncio.iscoroutinefunction(unload)
+        if unload is not None and needs_loop:
+            self._await(unload())
         if self._streams is not None:
             self._streams.close()
         if self._coroutines is not None:
             self._coroutines.close()
-        if hasattr(self._model, "unload"):
-            self._model.unload()
+        if unload is not None and not needs_loop:
+            unload()
 
     def _find_class(self, config: ModelSpec) -> type:
         if self._class is None:
@@ -213,16 +222,24 @@ class NativeBackend(Backend):
             declaration.adopt_forward(model)
             self._class = model
             self._file = file
+            self._where = f"{self.context.model_name}/{self.context.version}/{file}"
+            if model.__module__ != module.__name__:  # the file imports the class
+                defining = getattr(sys.modules.get(model.__module__), "__file__", None)
+                path = Path(defining or path)
+                self._where, name = str(path), model.__name__
             self._positions = source_positions(path.read_text(encoding="utf-8"), name)
         return self._class
 
     def _position_prefix(self, name: str) -> str:
-        """Return `MODEL/VERSION/FILE:LINE:COLUMN: ` of an attribute, for the start of a message."""
+        """Return `FILE:LINE:COLUMN: ` of an attribute, for the start of a message.
+
+        FILE is MODEL/VERSION/FILE, or the path of the file from which the model's file imports the
+        class.
+        """
         candidates = (name, name.partition(".")[0], "")
         positions = (self._positions[item] for item in candidates if item in self._positions)
         position = next(positions, "")
-        where = f"{self.context.model_name}/{self.context.version}/{self._file}"
-        return f"{where}:{position}: " if position else f"{where}: "
+        return f"{self._where}:{position}: " if position else f"{self._where}: "
 
 
 def _as_tensor(raw: Any) -> Any:

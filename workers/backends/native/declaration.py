@@ -44,6 +44,8 @@ _ITERATORS = (
 )
 # Returns a message's prefix for an attribute or "predict.ARGUMENT".
 PositionPrefix = Callable[[str], str]
+# Types that `predict` never receives: it receives arrays.
+_VALUE_TYPES = (list, tuple, dict, str, bytes, int, float, bool)
 _ANNOTATION_ADVICE = "annotate it like FP32[np.ndarray, 1, 8, 8], with FP32 from shmserve.model"
 
 
@@ -250,7 +252,7 @@ def _outputs(
     is_typed_dict = typing.is_typeddict(record_type)
     if is_typed_dict or hasattr(record_type, "_fields") or dataclasses.is_dataclass(record_type):
         hints_by_name = typing.get_type_hints(record_type, include_extras=True)
-        if dataclasses.is_dataclass(record_type):  # only the fields of a dataclass, not a ClassVar
+        if dataclasses.is_dataclass(record_type):  # without ClassVar annotations
             fields = dataclasses.fields(record_type)
             hints_by_name = {field.name: hints_by_name[field.name] for field in fields}
         outputs = {
@@ -291,6 +293,11 @@ def _tensor_type(subject: str, hint: Any) -> tuple[Any, TensorType]:
         array, *metadata = typing.get_args(hint)
         for item in metadata:
             if isinstance(item, TensorType):
+                if array in _VALUE_TYPES or typing.get_origin(array) in _VALUE_TYPES:
+                    raise InvalidArgument(
+                        f"{subject} is annotated as {getattr(array, '__name__', array)}: "
+                        f"{_ANNOTATION_ADVICE}, or with torch.Tensor instead of np.ndarray"
+                    )
                 return array, item
     raise InvalidArgument(f"{subject} is not a tensor: {_ANNOTATION_ADVICE}")
 
@@ -314,6 +321,13 @@ _PARAMETER_ATTRIBUTES: dict[str, tuple[tuple[type, ...], str]] = {
     PADDING: ((dict,), "a mapping with JSON values"),
     ENVIRONMENT: ((str,), "a string"),
 }
+# The arguments that a method is called with, and the advice if it has other parameters.
+_ARGUMENTS: dict[str, tuple[tuple[None, ...], str]] = {
+    "__init__": ((), "use default values, or 'load(self, context)', whose context.parameters has "
+        "the settings"),
+    "load": ((None, None), "define it as 'load(self, context)'"),
+    **dict.fromkeys(("unload", "is_ready"), ((None,), "'self' is the only argument")),
+}  # fmt: skip
 _WHOLE_NUMBERS = ("max_batch_size", "max_queue_delay_us", MAX_STREAMS, "instances")
 
 
@@ -329,7 +343,7 @@ def check_class(model: type, prefix_of: PositionPrefix = no_position) -> Predict
         **{name: partial(parameter, model, name) for name in _PARAMETER_ATTRIBUTES},
         **{name: partial(batch_mappings, model, name) for name in ("batch_input", "batch_output")},
         "instance_group": partial(instance_groups, model),
-        "__init__": partial(_check_constructor, model),
+        **{name: partial(_check_arguments, model, name) for name in _ARGUMENTS},
     }
     problems = []
     for name, check_attribute in checks.items():
@@ -347,14 +361,19 @@ def check_class(model: type, prefix_of: PositionPrefix = no_position) -> Predict
     return predict
 
 
-def _check_constructor(model: type) -> None:
+def _check_arguments(model: type, name: str) -> None:
+    """Check that a method can be called with the arguments that the server passes."""
+    arguments, advice = _ARGUMENTS[name]
+    method = model if name == "__init__" else inspect.getattr_static(model, name)
+    if name != "__init__" and not inspect.isfunction(method):
+        return
     try:
-        inspect.signature(model).bind()
+        inspect.signature(method).bind(*arguments)
     except TypeError as error:
-        raise InvalidArgument(
-            f"'{model.__name__}' is created without arguments, but __init__ is {error}: use "
-            "default values, or 'load(self, context)', whose context.parameters has the settings"
-        ) from None
+        text = f"'{model.__name__}' is created without arguments, but __init__ is {error}"
+        if name != "__init__":
+            text = f"'{model.__name__}.{name}' cannot be called: {error}"
+        raise InvalidArgument(f"{text}: {advice}") from None
     except ValueError:  # a class of an extension module may have no signature
         pass
 

@@ -72,7 +72,8 @@ _CUDA_PARAMETERS = (
     *("cudnn_conv_algo_search", "gpu_mem_limit", "arena_extend_strategy"),
     "do_copy_in_default_stream",
 )
-# Triton's names or numbers of options and values, and onnxruntime's names.
+# onnxruntime's names of options and of their values, by Triton's names of options and numbers of
+# values.
 _OPTIONS = {
     "max_workspace_size_bytes": "trt_max_workspace_size",
     "int8_calibration_table_name": "trt_int8_calibration_table_name",

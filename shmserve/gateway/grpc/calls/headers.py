@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from urllib.parse import quote
 
-from shmserve.errors import QueueFull, ShmserveError
+from shmserve.errors import Internal, QueueFull, ShmserveError
 from shmserve.gateway.http2.header_blocks import Fields, parse_content_length
 
 
@@ -38,7 +38,7 @@ class StatusCode(IntEnum):
 Ending = tuple[StatusCode, str, tuple[tuple[str, str], ...]]
 
 SUCCEEDED: Ending = (StatusCode.OK, "", ())
-INTERNAL_FAILURE: Ending = (StatusCode.INTERNAL, "internal error", ())
+INTERNAL_FAILURE: Ending = (StatusCode.INTERNAL, Internal().message, ())
 # Calls whose request is missing, late or malformed end with these statuses.
 REQUEST_TIMEOUT: Ending = (StatusCode.UNAVAILABLE, "the request did not arrive in time", ())
 # The error text is Triton's.

@@ -31,7 +31,6 @@ from shmserve.gateway.inference.request import (
 )
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
-from shmserve.ipc.tensors.descriptors import MAX_UINT64
 from shmserve.ipc.tensors.inference import SEQUENCE_END, SEQUENCE_START
 from shmserve.ipc.tensors.signature import shape_text
 from shmserve.proto.grpc_service_pb2 import InferParameter, InferTensorContents, ModelInferRequest
@@ -131,7 +130,8 @@ def _decode_output(output: ModelInferRequest.InferRequestedOutputTensor) -> Infe
             text = "invalid value type for 'classification' parameter, expected int64_param"
             raise InvalidArgument(text)
         if parameter.int64_param <= 0:
-            raise InvalidArgument("invalid value for 'classification' parameter, expected >= 0")
+            text = "invalid value for 'classification' parameter, expected > 0"
+            raise InvalidArgument(f"{text}, got {parameter.int64_param}")
         if region_range is not None:
             text = "output can't set both 'shared_memory_region' and 'classification'"
             raise InvalidArgument(text)
@@ -159,15 +159,18 @@ def _decode_region(tensor: str, parameters: _Parameters) -> RegionRange | None:
             f"parameter for tensor '{tensor}'"
         )
     size = _parameter_value(tensor, parameters, "shared_memory_byte_size", "int64_param")
-    # Negative numbers become very large ones, as in Triton, which exceed every region.
-    return RegionRange(name, offset & MAX_UINT64, size & MAX_UINT64)
+    return RegionRange(name, offset, size)
 
 
 def _parameter_value(tensor: str, parameters: _Parameters, key: str, kind: str) -> Any:
     if parameters[key].WhichOneof("parameter_choice") != kind:
         text = f"invalid value type for '{key}' parameter for tensor '{tensor}', expected {kind}."
         raise InvalidArgument(text)
-    return getattr(parameters[key], kind)
+    value = getattr(parameters[key], kind)
+    if kind == "int64_param" and value < 0:
+        text = f"invalid value for '{key}' parameter for tensor '{tensor}', expected >= 0"
+        raise InvalidArgument(f"{text}, got {value}")
+    return value
 
 
 def _decode_typed_contents(tensor: ModelInferRequest.InferInputTensor, model: str) -> bytes:

@@ -66,7 +66,7 @@ class Fingerprint:
             parts = _NUMBER_ARRAY.split(header)
             self.arrays = parts[1::2]
             header = b"\0".join(parts[::2])
-        # A header that was not cut must not have the key of a cut header.
+        # The complement distinguishes a header without its identity from an equal complete header.
         self.key: Key = (header, tail_size if self.identity is None else ~tail_size)
 
 

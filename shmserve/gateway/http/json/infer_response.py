@@ -69,7 +69,7 @@ class JsonResponseTemplate:
         text = _encode_members(name, version, response, entries)
         self._format = text.replace(b"%", b"%%").replace(_CUT_MARK, b"%b")
         self._sizes = [output.byte_size for output in self.outputs]
-        # `fill` is fast for most responses, which send all outputs as numbers, or all in binary.
+        # `fill` is fast for most responses: their outputs are all JSON numbers, or all binary.
         is_uniform = len(self.outputs) == self._output_count and min(self._sizes, default=-1) >= 0
         self._is_all_binary = is_uniform and all(output.binary for output in self.outputs)
         unpackers = [item.unpack for item in self.outputs if not item.binary and item.unpack]

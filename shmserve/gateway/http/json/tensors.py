@@ -269,7 +269,7 @@ def _string_parts(data: bytes | memoryview, shape: tuple[int, ...], name: str) -
         yield separator + orjson.dumps(values)[1:-1]
         separator, actual_count = b",", actual_count + len(values)
     if actual_count != element_count(shape):
-        raise Internal("internal error")
+        raise Internal(f"output '{name}' has {actual_count} strings for the shape {list(shape)}")
     yield b"]" if actual_count else b"[]"
 
 
@@ -280,7 +280,7 @@ def _decode_strings(data: memoryview, name: str) -> Iterator[list[str]]:
         start = position + 4
         position = start + int.from_bytes(data[position:start], "little")
         if position > len(data):
-            raise Internal("internal error")
+            raise Internal(f"output '{name}' ends within a string")
         try:
             values.append(str(data[start:position], "utf-8"))
         except UnicodeDecodeError:

@@ -116,10 +116,20 @@ def output(**parameters: object) -> ours.ModelInferRequest:
 
 def test_classification() -> None:
     assert decode_request(output(int64_param=3)).classes == {"y": 3}
-    with pytest.raises(InvalidArgument, match="expected >= 0"):
+    with pytest.raises(InvalidArgument, match="expected > 0, got 0"):
         decode_request(output(int64_param=0))
     with pytest.raises(InvalidArgument, match="expected int64_param"):
         decode_request(output(string_param="1"))
+
+
+def test_a_negative_offset_is_reported_as_sent() -> None:
+    infer_request = request()
+    parameters = infer_request.outputs.add(name="y").parameters
+    parameters["shared_memory_region"].string_param = "r"
+    parameters["shared_memory_offset"].int64_param = -5
+    text = "'shared_memory_offset' parameter for tensor 'y', expected >= 0, got -5"
+    with pytest.raises(InvalidArgument, match=text):
+        decode_request(infer_request)
 
 
 def test_the_key_of_a_fingerprint() -> None:

@@ -147,6 +147,14 @@ def test_malformed_http_is_refused(connection: socket.socket, raw: bytes) -> Non
     assert is_closed(connection)
 
 
+def test_other_transfer_codings_are_refused(connection: socket.socket) -> None:
+    framing = b"Host: localhost\r\nTransfer-Encoding: gzip, chunked\r\n\r\n1\r\na\r\n0\r\n\r\n"
+    connection.sendall(b"POST /v2 HTTP/1.1\r\n" + framing)
+    reply = read_reply(connection)
+    assert reply.status == 501 and "unsupported Transfer-Encoding" in reply.error
+    assert is_closed(connection)
+
+
 @pytest.mark.parametrize(
     "rest", [b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", b"Content-Length: a\r\n\r\n"]
 )

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shmserve.errors import Internal
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.messages.control_requests import RegionInUse, RegionReleased
@@ -189,7 +190,7 @@ def test_malformed_responses_are_internal_errors(gateway: Rig, simple_scheduler:
     simple_scheduler.send(peer, Finished(submit.id + 1, b"", []))
     simple_scheduler.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
     simple_scheduler.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
-    assert (caller.reply().status, caller.reply().error) == (500, "internal error")
+    assert (caller.reply().status, caller.reply().error) == (500, Internal().message)
     simple_scheduler.holds_responses = False
     gateway.http.infer("simple", simple_body()).ok()
 

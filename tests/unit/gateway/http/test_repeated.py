@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pytest
 
+from shmserve.errors import Internal
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages.inference import Cancel, Failed, Finished, Release
 from shmserve.ipc.messages.publications import ModelWithdrawn, SchedulerLost
@@ -100,7 +101,7 @@ def test_a_malformed_response_is_an_internal_error(repeated: RepeatedConnection)
     repeated.scheduler.unanswered_submits.clear()
     repeated.scheduler.send(peer, Finished(submit.id, b"garbage", [b"garbage"]))
     reply = read_reply(repeated.connection)
-    assert (reply.status, reply.error) == (500, "internal error")
+    assert (reply.status, reply.error) == (500, Internal().message)
     assert repeated.is_right(33)
 
 

@@ -94,7 +94,7 @@ def handle(request: Request, table: RouteTable = TABLE, cors: Cors | None = None
     [
         ("POST", "bad", None, 400, "bad", b""),
         ("POST", "full", None, 503, "full", b"Retry-After: 3"),
-        ("POST", "bug", None, 500, "internal error", b""),
+        ("POST", "bug", None, 500, "internal error; the server's log has the cause", b""),
         ("GET", "bad", None, 405, "Method Not Allowed", b"Allow: POST\r\n"),
         ("POST", "bad", PermissionDenied("no"), 403, "no", b""),
         ("POST", "bad", Unauthenticated("who"), 401, "who", b"WWW-Authenticate: Bearer"),

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from shmserve.errors import Internal
 from shmserve.supervisor.models.orders import LoadSource, ModelEntry, OrderPhase
 from shmserve.supervisor.models.registry import statuses
 from tests.rigs.lifecycle_rig import LifecycleRig
@@ -354,5 +355,5 @@ def test_an_error_about_one_model_stops_no_other(monkeypatch: pytest.MonkeyPatch
     broken_load, valid_load = rig.lifecycle.load("m"), rig.lifecycle.load("n")
     rig.execute_pending(*ALL_EVENTS)
     assert broken_load.is_answered and broken_load.error is not None
-    assert broken_load.error.message == "internal error"
+    assert broken_load.error.message == Internal().message
     assert valid_load.is_answered and valid_load.error is None

@@ -22,8 +22,8 @@ from shmserve.supervisor.models.instances import StepModel, VersionSpec
 from shmserve.supervisor.models.manager import (
     LifecycleExecutor,
     ModelManager,
+    ModelPublisher,
     Publication,
-    Publications,
 )
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
@@ -75,7 +75,7 @@ def models(processes: Processes, repository: Repository) -> ModelManager:
 def server(processes: Processes, repository: Repository) -> tuple[ModelManager, RepositoryPoller]:
     planner: Any = repository
     registry = ModelRegistry()
-    parts = (processes.context, planner, registry, Publications())
+    parts = (processes.context, planner, registry, ModelPublisher())
     manager = ModelManager(LifecycleExecutor(*parts, []))
     return manager, RepositoryPoller(processes.context, planner, registry, manager)
 
@@ -224,11 +224,11 @@ class Gateway:
 
 
 def test_only_changed_publications_are_sent() -> None:
-    gateway, publications = Gateway(), Publications()
+    gateway, publisher = Gateway(), ModelPublisher()
 
     def changes(published: list[ModelPublished], absent_versions: list[str]) -> list[Any]:
         gateway.sent.clear()
-        publications.update(
+        publisher.update(
             gateway,
             "m",
             {publication.version: publication for publication in published},
@@ -245,12 +245,12 @@ def test_only_changed_publications_are_sent() -> None:
     old_publication = replace(PUBLISHED, latest=False)
     assert changes([SECOND_VERSION, old_publication], []) == [SECOND_VERSION, old_publication]
     assert changes([SECOND_VERSION], []) == [WITHDRAWN]
-    assert list(publications.snapshot()) == [WITHDRAWN, SECOND_VERSION]
+    assert list(publisher.snapshot()) == [WITHDRAWN, SECOND_VERSION]
 
 
 def test_a_model_on_demand_is_published_until_it_is_removed() -> None:
     """Holds for all states of its versions."""
-    gateway, publications = Gateway(), Publications()
+    gateway, publisher = Gateway(), ModelPublisher()
     asleep = ModelOnDemand("m", 0)
     sent_publications: list[dict[str, ModelPublication]] = [
         {"": asleep},
@@ -259,19 +259,19 @@ def test_a_model_on_demand_is_published_until_it_is_removed() -> None:
         {},
     ]
     for published in sent_publications:
-        publications.update(gateway, "m", published, [])
+        publisher.update(gateway, "m", published, [])
     assert gateway.sent == [asleep, PUBLISHED, WITHDRAWN, ModelWithdrawn("m", "", 0)]
 
 
 def test_a_model_is_acknowledged_with_its_last_publication() -> None:
     """Readiness is not waited for."""
-    gateway, sent = Gateway(), Publications()
-    sent.update(gateway, "m", {"1": PUBLISHED, "2": SECOND_VERSION}, [])
+    gateway, publisher = Gateway(), ModelPublisher()
+    publisher.update(gateway, "m", {"1": PUBLISHED, "2": SECOND_VERSION}, [])
     gateway.acknowledged = 1
-    assert not sent.are_acknowledged(gateway, "m")
+    assert not publisher.are_acknowledged(gateway, "m")
     gateway.acknowledged = 2
-    sent.update(gateway, "m", {"1": PUBLISHED, "2": replace(SECOND_VERSION, ready=False)}, [])
-    assert sent.are_acknowledged(gateway, "m")
-    sent.update(gateway, "m", {"2": SECOND_VERSION}, [])
-    assert not sent.are_acknowledged(gateway, "m")
-    assert sent.are_acknowledged(gateway, "other")
+    publisher.update(gateway, "m", {"1": PUBLISHED, "2": replace(SECOND_VERSION, ready=False)}, [])
+    assert publisher.are_acknowledged(gateway, "m")
+    publisher.update(gateway, "m", {"2": SECOND_VERSION}, [])
+    assert not publisher.are_acknowledged(gateway, "m")
+    assert publisher.are_acknowledged(gateway, "other")

@@ -145,7 +145,7 @@ async def test_an_unexpected_error_of_loads_is_internal(caplog: pytest.LogCaptur
     callers = [on_demand.load("m", 5.0) for _ in range(2)]
     errors: Any = await asyncio.gather(*callers, return_exceptions=True)
     await processes.end()
-    assert [(type(error), error.message) for error in errors] == [(Internal, "internal error")] * 2
+    assert [(type(e), e.message) for e in errors] == [(Internal, Internal().message)] * 2
     assert caplog.text.count("RuntimeError: a defect") == 1
 
 

@@ -16,7 +16,7 @@ from shmserve.ipc.messages import publications as m
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models import instance_processes, instances
 from shmserve.supervisor.models.instances import StepModel, VersionSpec, steps_of
-from shmserve.supervisor.models.manager import LifecycleExecutor, ModelManager, Publications
+from shmserve.supervisor.models.manager import LifecycleExecutor, ModelManager, ModelPublisher
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import ModelFolder
 from shmserve.supervisor.reload import RepositoryPoller
@@ -99,9 +99,9 @@ class Server(Processes):
         self.registry = ModelRegistry()
         planner: Any = Repository(**models)
         self.repository: Repository = planner
-        self.publications = Publications()
+        self.publisher = ModelPublisher()
         parts = (self.context, planner, self.registry)
-        executor = LifecycleExecutor(*parts, self.publications, [])
+        executor = LifecycleExecutor(*parts, self.publisher, [])
         self.models = ModelManager(executor)
         self.poller = RepositoryPoller(*parts, self.models)
 
@@ -319,7 +319,7 @@ def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> N
         server.silent = True
         load = asyncio.ensure_future(server.load("s"))
         await until_async(lambda: server.registry.model("s").is_offered)
-        snapshot = list(server.publications.snapshot())
+        snapshot = list(server.publisher.snapshot())
         assert [(type(update), update.version) for update in snapshot] == [
             (m.ModelPublished, "1"),
             (m.ModelPublished, "2"),
@@ -327,7 +327,7 @@ def test_a_gateway_that_starts_during_a_switch_receives_the_current_state() -> N
         assert [update.latest for update in snapshot] == [False, True]
         server.acknowledge_all()
         await load
-        snapshot = list(server.publications.snapshot())
+        snapshot = list(server.publisher.snapshot())
         assert [type(update) for update in snapshot] == [m.ModelWithdrawn, m.ModelPublished]
         await server.end()
 

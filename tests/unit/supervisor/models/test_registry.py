@@ -235,8 +235,10 @@ LARGE_INPUT = {"name": "large", "data_type": "TYPE_UINT8", "dims": [3, 224, 224]
     ],
 )
 def test_a_command_to_try_is_of_a_small_model(models: list[ModelSpec], command: str) -> None:
-    assert command in example_command(models, "URL")
-    assert bool(command) == bool(example_command(models, "URL"))
+    assert command in example_command(models, "URL", needs_token=False)
+    assert bool(command) == bool(example_command(models, "URL", needs_token=False))
+    server = " --url URL --token-file FILE" if command else ""
+    assert server in example_command(models, "URL", needs_token=True)
 
 
 def test_the_table_of_models_wraps_the_reason_of_a_failure() -> None:

@@ -105,7 +105,7 @@ async def test_register_and_unregister() -> None:
         m.RegionWithdrawn("r", memory.id, 1),
         replace(published, draining=True),
     ]
-    assert list(rig.registry.publications()) == [replace(published, draining=True, acknowledge=0)]
+    assert list(rig.registry.publications()) == [replace(published, draining=True, ack_number=0)]
     assert rig.workers == [], "a gateway may still have requests that use it"
     rig.registry.draining.record_release(7, memory.id)
     assert rig.workers == [m.MemoryDropped(memory.id)]

@@ -76,7 +76,7 @@ async def test_a_region_in_use_is_withdrawn_when_its_use_ends(key: str, end_caus
     memory_id = unpack_range(rig.published[0].memory_range).memory.id
     await rig.registry.unregister("r", ME)
     assert rig.published[1:] == [RegionRetired(memory_id, 1)]
-    published = replace(rig.published[0], acknowledge=0)
+    published = replace(rig.published[0], ack_number=0)
     expected_messages = [published, RegionRetired(memory_id, 0)]
     assert list(rig.registry.publications()) == expected_messages
     draining_regions.record_use(8, memory_id, True)  # a request that arrived during the drain
