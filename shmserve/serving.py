@@ -26,7 +26,14 @@ from typing import Any
 
 from shmserve.client import discovery, sync
 from shmserve.client.session import open_session
-from shmserve.errors import KINDS, Disconnected, InvalidArgument, ShmserveError, Unavailable
+from shmserve.errors import (
+    KINDS,
+    Disconnected,
+    Internal,
+    InvalidArgument,
+    ShmserveError,
+    Unavailable,
+)
 
 Models = type | str | os.PathLike[str] | Sequence[type | str | os.PathLike[str]]
 Sources = dict[Path, Path]  # the files generated for classes, and the user's files
@@ -58,11 +65,13 @@ class LocalServer(sync.Server):
         url: The URL of the server's HTTP listener.
         run_dir: The server's run directory, for `shmserve.client.connect` in other processes.
         log: The path of the server's log.
+        sources: The user's files by the files that the server reads instead of them.
     """
 
     url: str
     run_dir: Path
     log: Path
+    sources: Sources
 
 
 @contextlib.contextmanager
@@ -94,6 +103,7 @@ def serve(
     Raises:
         InvalidArgument: An argument is invalid, or the source of a class cannot be found.
         ShmserveError: The error of a model that could not be loaded.
+        Internal: The block raises this error of a model. Its note has the model's traceback.
         Unavailable: The server did not become ready in time.
     """
     if os.environ.get(_INSIDE):
@@ -108,14 +118,19 @@ def serve(
     folder = Path(tempfile.mkdtemp(prefix="shmserve-", dir="/tmp" if is_long else None))
     try:
         arguments = [word for model in classes for word in _arguments(model, folder, sources)]
-        run_dir = folder / "run"
-        options = {"allow_grpc": False, "allow_metrics": False, **flags}
-        options |= {"http_port": port, "run_dir": run_dir}
+        run_dir = Path(flags.get("run_dir") or folder / "run")
+        options = {"allow_grpc": False, "allow_metrics": False, "http_port": port, **flags}
+        options["run_dir"] = run_dir
         arguments += [word for name, value in options.items() for word in _flags(name, value)]
         with _process(arguments, folder / "log") as process:
             server = _ready_client(process, run_dir, folder / "log", timeout, token, sources)
             try:
                 yield server
+            except Internal as error:
+                failures = _ERROR_LINE.findall(user_log(folder / "log", sources))
+                for text in [text for text in failures if "Traceback" in text][-1:]:
+                    error.add_note(f"The latest traceback in the server's log:\n{text.rstrip()}")
+                raise
             finally:
                 server.close()
     finally:
@@ -172,17 +187,22 @@ def _ready_client(
             if session.connection().models.ready and http_ready:
                 server = LocalServer(session)
                 server.url = url
-                server.run_dir, server.log = run_dir, log
+                server.run_dir, server.log, server.sources = run_dir, log, sources
                 return server
         time.sleep(_PAUSE_S)
     if session is not None:
         session.close()
+    raise _failure(user_log(log, sources), process.poll(), timeout)
+
+
+def user_log(log: Path, sources: Sources) -> str:
+    """Return the server's log with the paths of the user's files."""
     text = log.read_text(errors="replace")
     for generated, source in sources.items():
         text = text.replace(str(generated), str(source))
         stem = generated.stem
         text = re.sub(rf"\b(?:{stem}/\d+/)?{stem}\.py:(?=\d)", f"{source.name}:", text)
-    raise _failure(text, process.poll(), timeout)
+    return text
 
 
 # A line of the log: the level, the time, the process, the text.
@@ -273,7 +293,10 @@ def _source_of(cls: type) -> str:
         class_line, class_text = _class_source(cls)
         class_tree = ast.parse(class_text)
     except (OSError, TypeError, SyntaxError) as error:
-        message = f"the source of class '{cls.__name__}' cannot be found: define it in a file"
+        message = (
+            f"the source of class '{cls.__name__}' cannot be found: define it in a file, or in a "
+            "cell without %%"
+        )
         raise InvalidArgument(message) from error
     statements = list(_statements(cls))
     used_names = {"*", *_names(class_tree), *_annotation_names(class_tree)}

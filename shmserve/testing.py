@@ -10,12 +10,13 @@ def test_blur(serve_model):
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from shmserve.serving import LocalServer, Models, serve
+from shmserve.serving import LocalServer, Models, serve, user_log
 
 __all__ = ["serve_model"]
 
@@ -23,6 +24,8 @@ __all__ = ["serve_model"]
 @pytest.fixture
 def serve_model() -> Iterator[Callable[..., LocalServer]]:
     """Yield a function that starts a server; its servers end with the test.
+
+    The output of the models, and the server's warnings and errors, are shown with a failed test.
 
         def test_blur(serve_model):
             server = serve_model(Blur, timeout=30)
@@ -35,6 +38,12 @@ def serve_model() -> Iterator[Callable[..., LocalServer]]:
     with contextlib.ExitStack() as stack:
 
         def start(models: Models, **options: Any) -> LocalServer:
-            return stack.enter_context(serve(models, **options))
+            server = stack.enter_context(serve(models, **options))
+            stack.callback(_print_log, server)
+            return server
 
         yield start
+
+
+def _print_log(server: LocalServer) -> None:
+    print(re.sub(r"(?m)^I \d{4}-.*\n", "", user_log(server.log, server.sources)), end="")

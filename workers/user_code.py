@@ -23,6 +23,7 @@ from shmserve.errors import Internal, how_to_install, suggestion
 T = TypeVar("T")
 
 _JOIN_TIMEOUT_S = 5.0
+_MAX_ERROR_CHARACTERS = 16384  # an exception's text may contain a whole file or tensor
 _IMPORTLIB = f"{Path(importlib.__file__).parent}/"
 _PACKAGE = f"{Path(str(tensor_types.__file__)).parent}/"
 
@@ -140,10 +141,17 @@ def describe_error(error: BaseException) -> str:
                 f"{error_type}: a worker has no terminal for breakpoint(); "
                 "see `shmserve guide debug`"
             )
-        text = str(error)
+        text = shorten_error(str(error))
         return f"{error_type}: {text}" if text else error_type
     except BaseException:  # a model may define the exception's `__str__`, too
         return error_type
+
+
+def shorten_error(text: str) -> str:
+    """Return the text of an error, cut if it is too long for a log or a client."""
+    if len(text) <= _MAX_ERROR_CHARACTERS:
+        return text
+    return f"{text[:_MAX_ERROR_CHARACTERS]}... ({len(text)} characters)"
 
 
 class EventLoopThread:

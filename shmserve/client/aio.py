@@ -18,6 +18,7 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Generator,
     Iterable,
     Mapping,
     Sequence,
@@ -507,6 +508,9 @@ class Server:
         self._former_channels.clear()
         await asyncio.to_thread(self._session.close)
 
+    def __reduce__(self) -> Any:
+        return self._session.__reduce__()  # raises TypeError
+
     def __del__(self) -> None:
         self._session.close_later(self._session.close)
         if self._channel is not None and not self._session.inherited:
@@ -536,7 +540,7 @@ class _PendingServer:
     def _open(self) -> Server:
         return Server(open_session(*self._arguments))
 
-    def __await__(self) -> Any:
+    def __await__(self) -> Generator[Any, None, Server]:
         return self._connect().__await__()
 
     async def __aenter__(self) -> Server:

@@ -358,6 +358,9 @@ class Session:
             raise from_status(response.status, text or f"{response.status} {response.reason}")
         return reply
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a client cannot be pickled or copied: call connect() in the other process")
+
     @staticmethod
     def load(connection: ServerConnection, model: str, version: str, options: Options) -> None:
         """Load an on-demand model, unless it is loaded, within the timeout of a request.

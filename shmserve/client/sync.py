@@ -423,6 +423,9 @@ class Server:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        return self._session.__reduce__()  # raises TypeError
+
     def __del__(self) -> None:
         self._session.close_later(self.close)
 

@@ -21,6 +21,7 @@ CUDA_INVALID = "failed to register shared memory region: invalid args"
 _CGROUPS = Path("/sys/fs/cgroup")
 _CPU_PERIOD_US = 100_000
 _IDLE_PAGES = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.MULTILINE)
+_OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 class CpuUtilization:
@@ -69,6 +70,16 @@ def available_memory() -> int:
             pages = _IDLE_PAGES.search((folder / "memory.stat").read_text())
             byte_limits.append(limit - used_bytes + (int(pages[1]) if pages else 0))
     return max(0, min(byte_limits))
+
+
+def oom_kills() -> int:
+    """Return how many processes of this control group the kernel has killed for lack of memory."""
+    for folder, is_v1 in _cgroups("memory"):
+        file = folder / ("memory.oom_control" if is_v1 else "memory.events")
+        if file.is_file():
+            found = _OOM_KILLS.search(file.read_text())
+            return int(found[1]) if found else 0
+    return 0
 
 
 def cgroup_limit(controller: str, name: str, v1_name: str) -> int | None:

@@ -48,6 +48,10 @@ async def ask_later() -> None:
             print(each["output"])
 
 
+async def connected_later() -> aio.Server:
+    return await aio.connect()
+
+
 def connected() -> None:
     with client.connect(timeout=1.0) as server:
         region = server.allocate({"x": ((1, 4), "FP32")})

@@ -5,11 +5,12 @@ import linecache
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
-from shmserve import serving
+from shmserve import serving, testing
 from shmserve.errors import InvalidArgument
 
 SCRIPT = '''\
@@ -195,6 +196,16 @@ def test_the_error_of_a_failed_load_keeps_its_lines() -> None:
     )
     error = serving._failure(log, 1, 1.0)
     assert str(error) == 'one\n    two: raise RuntimeError("one\\ntwo")'
+
+
+def test_the_fixture_shows_the_output_of_the_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = "I 2026-01-31T12 worker[7] loading\n", "printed\n", "E 2026-01-31T12 m.py:3: failed\n"
+    (tmp_path / "log").write_text("".join(lines))
+    server: Any = SimpleNamespace(log=tmp_path / "log", sources={Path("m.py"): Path("test_m.py")})
+    testing._print_log(server)
+    assert capsys.readouterr().out == "printed\nE 2026-01-31T12 test_m.py:3: failed\n"
 
 
 @pytest.mark.parametrize(

@@ -45,9 +45,9 @@ class Region(Mapping[str, Any]):
         server.infer("blur", region)
 
     `Server.allocate` and `Server.attach` return it. `region["image"]` is a numpy array over the
-    memory; on a device it is a `DeviceView`. `infer(model, region)` uses those tensors of the
-    region that are inputs of the model, and writes the outputs to the others. The end of a `with`
-    block releases the region.
+    memory; on a device it is a `DeviceView`. `region["image"] = array` copies into host memory.
+    `infer(model, region)` uses those tensors of the region that are inputs of the model, and writes
+    the outputs to the others. The end of a `with` block releases the region.
 
     A region in host memory can be sent to another process, in the arguments of a process (fork,
     forkserver or spawn) or through a queue or a pipe of `multiprocessing`. Its arrays there are the
@@ -138,6 +138,9 @@ class Region(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         return self.view(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.view(name)[...] = value  # `region["x"] += 1` ends with this, too
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._templates)
@@ -319,7 +322,7 @@ def _parse_spec(name: str, shape: Sequence[int] | int, dtype: Any) -> TensorSche
     datatype = _datatype(name, dtype)
     item_size = ITEM_SIZE[datatype]
     try:
-        dims = (index(shape),) if hasattr(shape, "__index__") else tuple(map(index, shape))
+        dims = tuple(map(index, (shape,) if isinstance(shape, int | np.integer) else shape))
     except TypeError:
         dims = (-1,)
     if any(dim < 0 for dim in dims):

@@ -28,8 +28,9 @@ def dtype_of(datatype: str) -> np.dtype[Any]:
 
 def datatype_of(array: Array, expected_datatype: str) -> str:
     """Return the datatype of a numeric array, or ""; uint16 is BF16 if BF16 is expected."""
-    if expected_datatype == "BF16" and array.dtype == BF16:
-        return expected_datatype
+    # JAX and TensorFlow use the type of ml_dtypes.
+    if array.dtype.name == "bfloat16" or (expected_datatype == "BF16" and array.dtype == BF16):
+        return "BF16"
     return _DATATYPES.get(array.dtype, "")
 
 
@@ -64,8 +65,8 @@ def as_array(value: Any, spec: TensorSpec | None, name: str) -> tuple[Array, str
     if array.dtype.kind in "OSUT":
         return array, "BYTES"
     array_datatype = datatype_of(array, expected_datatype)
-    if array.dtype.name == "bfloat16":  # the type of ml_dtypes, which JAX and TensorFlow use
-        return _as_contiguous(array.view(BF16)), "BF16"
+    if array_datatype == "BF16":
+        array = array.view(BF16)
     if not array_datatype:
         text = f"input '{name}' has the type {array.dtype}, which has no corresponding datatype"
         if not array.dtype.isnative:

@@ -56,6 +56,9 @@ class Result(Mapping[str, Any]):
     def __repr__(self) -> str:
         return f"Result({self._outputs!r})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Result, (dict(self), self.parameters, None)  # the arrays are copied
+
     def release(self) -> None:
         """Free the memory of the outputs; access to them then raises Released. Idempotent."""
         if self._lease is not None:

@@ -298,7 +298,7 @@ class Instances:
             receiving.cancel()
         if not receiving.done() and instance.inbox.empty():
             self._check_needed(instance)
-            raise Unavailable(f"{problem} ({child.exited.result()})")
+            raise Unavailable(f"{problem} ({child.reason})")
         # A worker that has ended may have sent the reason before.
         message = receiving.result() if receiving.done() else instance.inbox.get_nowait()
         if isinstance(message, m.LoadFailed):
@@ -471,7 +471,7 @@ class Instances:
         if previous_state not in _SERVING_STATES:
             return  # the coroutine that starts or ends the process waits for the exit
         instance.child = None
-        logger.error("%s ended (%s)", child.title, child.exited.result())
+        logger.error("%s ended (%s)", child.title, child.reason)
         if instance.state is not InstanceState.STOPPED:
             self._on_change()
             self._context.background(self._restart(instance, child))

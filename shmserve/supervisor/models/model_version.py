@@ -277,7 +277,7 @@ class ModelVersion:
             child = scheduler.child
             await wait_any(scheduler.close_future, child.exited)
             if not self._lifetime.is_retiring:
-                reason = child.exited.result() if child.exited.done() else "closed"
+                reason = "closed" if child.alive else child.reason
                 logger.error("%s ended (%s); a replacement takes over", child.title, reason)
                 self.report_change()
                 await self._replace_scheduler(self._backoff.pause_s(time.monotonic() - started_at))

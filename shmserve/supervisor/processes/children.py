@@ -28,6 +28,7 @@ from pathlib import Path
 import msgpack
 
 import shmserve
+from shmserve.common.host import oom_kills
 from shmserve.errors import Unavailable
 from shmserve.ipc import processes
 from shmserve.supervisor.host.run_directory import RunDirectory
@@ -40,6 +41,7 @@ STOPPED_LIMIT_S = 0.4
 # Peers identify a process by its pid, which the kernel reuses. A new process must not have a pid
 # whose exit a peer still stores. The factor covers exits that are reported late (`Supervisor`).
 _RESERVED_PIDS = 2 * processes.REMEMBERED_EXITS
+_OUT_OF_MEMORY = "the kernel killed it for lack of memory"
 
 
 @dataclass(slots=True, eq=False)
@@ -54,7 +56,7 @@ class Child:
     title: str
     exited: asyncio.Future[str]
     stop_timer: asyncio.TimerHandle | None = field(default=None)
-    cause: str = ""  # the reason why the server kills the process
+    cause: str = ""  # the reason why the server or the kernel kills the process
     stops: bool = False  # whether the process was sent `Stop` and has nothing in flight
 
     @property
@@ -64,14 +66,15 @@ class Child:
 
     @property
     def reason(self) -> str:
-        """Return the exit status or signal, and the cause if the server killed it."""
+        """Return the exit status or signal, and the cause if it is known."""
         reason = self.exited.result()
         return f"{reason}: {self.cause}" if self.cause else reason
 
     @property
     def was_killed(self) -> bool:
         """Return whether an operator, or the kernel for lack of memory, has killed the process."""
-        return self.reason == f"signal {signal.SIGKILL.value}"
+        killed = self.exited.result() == f"signal {signal.SIGKILL.value}"
+        return killed and self.cause in ("", _OUT_OF_MEMORY)
 
     async def until_exit(self) -> str:
         """Wait until the process exits, and return the kind of its exit."""
@@ -98,6 +101,7 @@ class ProcessTable:
         self._early_exits: dict[int, str] = {}
         self._reserved_pids: deque[int] = deque(maxlen=_RESERVED_PIDS)
         self._spawning = 0
+        self._oom_kills = oom_kills()
         self._child_exited = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         # A shell may have started processes before it executed this program in its place.
@@ -150,6 +154,7 @@ class ProcessTable:
 
     def _reap(self) -> None:
         self._child_exited.set()
+        known_oom_kills, self._oom_kills = self._oom_kills, oom_kills()
         while True:
             try:
                 info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
@@ -160,6 +165,9 @@ class ProcessTable:
             child = self._children.get(info.si_pid)
             if info.si_code in (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED):
                 kind = "exit status" if info.si_code == os.CLD_EXITED else "signal"
+                is_killed = kind == "signal" and info.si_status == signal.SIGKILL
+                if child and is_killed and not child.cause and self._oom_kills > known_oom_kills:
+                    child.cause = _OUT_OF_MEMORY
                 self._on_child_exit(info.si_pid, f"{kind} {info.si_status}")
             elif child is not None and info.si_code == os.CLD_STOPPED:
                 self._on_stopped(child)

@@ -88,7 +88,7 @@ class SchedulerHosts:
         finally:
             host.pending_opens -= 1
         if not host.child.alive:
-            raise Unavailable(f"the scheduler ended while starting ({host.child.exited.result()})")
+            raise Unavailable(f"the scheduler ended while starting ({host.child.reason})")
         hosted = host.handles[start.number] = HostedHandle(host, start.config.name, start.number)
         self._control.enrol(hosted.address, start.kind, on_message)
         self._control.send(host.child.pid, m.OpenScheduler(encode_start(start)))

@@ -222,6 +222,7 @@ def _run(entry: str, start: bytes, fds: list[int]) -> int:
         traceback.print_exc()
         return BOOT_FAILED
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # closed by a model
+                stream.flush()
     return 0

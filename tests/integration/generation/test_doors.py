@@ -334,6 +334,10 @@ BAD_FIELDS = {
     "n": ({"model": "tiny", "prompt": "a", "n": 1000}, 400, "n", "1000"),
     "stream": ({"model": "tiny", "prompt": "a", "stream": 1}, 400, "stream", "true or false"),
     "stop": ({"model": "tiny", "prompt": "a", "stop": [1]}, 400, "stop", "a string or a list"),
+    "a stream's option": ({"model": "tiny", "prompt": "a", "stream": True,
+        "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage", "true or"),
+    "options of no stream": ({"model": "tiny", "prompt": "a",
+        "stream_options": {"include_usage": True}}, 400, "stream_options", "if stream is true"),
 }  # fmt: skip
 
 

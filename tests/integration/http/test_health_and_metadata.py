@@ -38,10 +38,17 @@ def test_unknown_paths_are_not_found(http: Http, path: str, error: str) -> None:
     assert (reply.status, reply.error) == (404, error)
 
 
-def test_an_unknown_path_of_openai_names_the_list_of_routes(http: Http) -> None:
-    reply = http.get("/v1/nothing")
-    assert reply.status == 404
-    assert "Not Found (GET /docs lists the routes)" in reply.error
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/v1/nothing", "GET /docs lists the routes"),
+        ("/v1/responses/resp_1", "responses are not stored"),
+        ("/v1/chat/completions/chatcmpl-1/messages", "responses are not stored"),
+    ],
+)
+def test_an_unknown_path_of_openai_has_a_hint(http: Http, path: str, hint: str) -> None:
+    reply = http.get(path)
+    assert (reply.status, reply.json()["error"]["message"]) == (404, f"Not Found ({hint})")
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
+import pickle
 import pydoc
 import re
 import shutil
@@ -47,6 +49,12 @@ class Broken(Double):
 
 class Unfit(Double):
     max_batch_size = "8"
+
+
+class Divide(Double):
+    def predict(self, x: FP32[np.ndarray, 4]) -> FP32[np.ndarray, 4]:
+        print("divides")
+        return x * (1 // 0)
 
 
 class Sums(TypedDict):
@@ -115,6 +123,9 @@ def test_the_error_of_a_model_is_raised() -> None:
     expected_error = "RuntimeError: the weights are gone"
     with pytest.raises(Internal, match=expected_error), shmserve.serve(Broken):
         raise AssertionError("entered")
+    with pytest.raises(Internal, match="ZeroDivisionError") as caught, shmserve.serve(Divide) as s:
+        s.infer("divide", x=X)
+    assert f'File "{__file__}"' in caught.value.__notes__[0]
     position = rf"{re.escape(__file__)}:\d+:\d+: 'Unfit.max_batch_size' must be an integer"
     with pytest.raises(InvalidArgument, match=position), shmserve.serve(Unfit):
         raise AssertionError("entered")
@@ -137,7 +148,11 @@ def test_models_of_a_repository_are_loaded_and_unloaded(tmp_path: Path, serve_mo
     assert server.infer("double", x=X)["output"].sum() == 8
     server.unload("double")
     assert server.models() == []
-    assert serve_model(tmp_path / "double").models() == [("double", "1")]
+    server = serve_model(tmp_path / "double", run_dir=tmp_path / "run")
+    assert server.models() == [("double", "1")]
+    assert server.run_dir == tmp_path / "run" and server.run_dir.is_dir()
+    with pytest.raises(InvalidArgument, match="--http-port"):
+        serve_model(Double, http_port="none")
 
 
 ANY_NAME = """
@@ -238,7 +253,10 @@ def test_inputs_named_like_options_are_passed_as_a_mapping(serve_model) -> None:
 
 def test_a_response_may_lack_an_output_that_is_not_required(serve_model) -> None:
     server = serve_model(Sum)
-    assert list(server.infer("sum", x=X)) == ["sum"]
+    result = server.infer("sum", x=X)
+    assert list(result) == list(pickle.loads(pickle.dumps(result))) == ["sum"]
+    with pytest.raises(TypeError, match=r"a client cannot be pickled.*: call connect\(\)"):
+        copy.copy(server)
     assert "did not return" not in server.log.read_text()
 
 

@@ -24,6 +24,23 @@ logging.disable()
 asyncio.run(main())
 """
 
+_OOM_PROGRAM = """
+import asyncio, os
+from shmserve.supervisor.processes import children as table
+
+async def main():
+    kills = 3
+    table.oom_kills = lambda: kills
+    children = table.ProcessTable()
+    for kills in (3, 4, 4):
+        child = children.adopt(os.posix_spawn("/bin/sleep", ["sleep", "60"], {}), "one")
+        child.kill()
+        await child.exited
+        print(child.reason, child.was_killed)
+
+asyncio.run(main())
+"""
+
 _TROUBLE_PROGRAM = """
 import asyncio, logging, os, sys, time
 from shmserve.supervisor.processes.children import ProcessTable
@@ -121,6 +138,11 @@ asyncio.run(main())
 def test_a_stopped_process_is_continued_after_its_time_limit() -> None:
     """The supervisor was stopped as well, so it detects an expired time limit first."""
     assert output(_LATE_SIGNAL) == "signal 15\n"
+
+
+def test_a_kill_by_the_kernel_is_told_from_one_by_an_operator() -> None:
+    by_kernel = "signal 9: the kernel killed it for lack of memory True"
+    assert output(_OOM_PROGRAM).splitlines() == ["signal 9 True", by_kernel, "signal 9 True"]
 
 
 def test_an_end_that_cannot_be_dealt_with() -> None:

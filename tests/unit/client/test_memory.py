@@ -175,11 +175,16 @@ def test_a_region_accepts_numpy_types_and_a_single_size(memories: Memories) -> N
         "c": (np.zeros((1, 5)).shape, np.dtype("int64")),
         "d": ([2], bool),
         "e": (3, "BF16"),
+        "f": (np.array([2, 1]), ml_dtypes.bfloat16),
     }
     with Region(memories, fields) as region:
-        kinds = {"a": "FP32", "b": "UINT8", "c": "INT64", "d": "BOOL", "e": "BF16"}
+        kinds = {"a": "FP32", "b": "UINT8", "c": "INT64", "d": "BOOL", "e": "BF16", "f": "BF16"}
         assert {name: spec[1] for name, spec in region.specs.items()} == kinds
         assert region["a"].dtype == np.float32 and region["b"].shape == (4,)
+        assert region["f"].shape == (2, 1)
+        region["a"] = [1, 2, 3]
+        region["a"] += 1
+        assert region["a"].tolist() == [[2, 3, 4]] * 2
 
 
 @pytest.mark.parametrize("datatype", ["nonsense", None, np.complex64, object, "BYTES", 5])
@@ -219,6 +224,7 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
     for use in use_cases:
         with pytest.raises(Released):
             use(view)
+    assert repr(view) == "<an array of released memory>"
     segment.close()
     del view, booleans, lease, segment
     gc.collect()

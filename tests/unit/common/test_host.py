@@ -58,6 +58,20 @@ def test_the_memory_of_a_controller_with_its_own_hierarchy(
     assert host.available_memory() == GIB // 2 + 1
 
 
+@pytest.mark.parametrize(
+    ("line", "folder", "file"),
+    [("0::/server", "server", "memory_events"), ("4:memory:/x", "memory", "memory_oom_control")],
+)
+def test_processes_that_the_kernel_has_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, folder: str, file: str
+) -> None:
+    """In a container, the group's own folder is the root of cgroup v1."""
+    set_control_group(monkeypatch, tmp_path, line)
+    assert host.oom_kills() == 0
+    write(tmp_path / folder, **{file: "oom 9\nunder_oom 1\noom_kill 3\noom_group_kill 0\n"})
+    assert host.oom_kills() == 3
+
+
 def test_processors_are_limited_by_a_quota(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     set_control_group(monkeypatch, tmp_path, "0::/server")
     count, quota = host.processors()

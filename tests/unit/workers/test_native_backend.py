@@ -392,6 +392,7 @@ def test_a_configuration_that_contradicts_the_annotations(
         ("FP32[Tensor, 1]", "x.double()", "unexpected datatype TYPE_FP64"),
         ("FP32[Tensor, 1]", "x.sum()", "Expected [1,1], got []"),
         ("FP32[Tensor, 1]", "1 / 0", "message: ZeroDivisionError: division by zero"),
+        ("FP32[Tensor, 1]", "{}['k' * 20000]", "kkk... (20002 characters)"),
     ],
 )
 def test_results_that_contradict_annotations(

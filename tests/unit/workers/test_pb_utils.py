@@ -189,6 +189,7 @@ def test_errors(code: str, status: int) -> None:
     error = pb_utils.TritonError("why", getattr(pb_utils.TritonError, code))
     assert (error.message(), error.code().name) == ("why", code)
     assert to_server_error(error).status == status
+    assert len(to_server_error(pb_utils.TritonError("w" * 10**6)).message) < 20_000
     assert to_model_error(to_server_error(error)).code() is error.code()
 
 

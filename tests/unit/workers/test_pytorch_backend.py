@@ -283,6 +283,18 @@ def spoil(path: Path, member_suffix: str, contents: bytes) -> None:
             archive.writestr(name, contents if name in spoiled_members else data)
 
 
+@pytest.mark.parametrize(("suffix", "wrong_suffix"), [(".pt", ".pt2"), (".pt2", ".pt")])
+def test_an_archive_with_the_wrong_suffix(worker: Rig, suffix: str, wrong_suffix: str) -> None:
+    if suffix == ".pt":
+        save_script(Affine(), worker)
+    else:
+        export(Affine(), worker, torch.zeros(2, 3))
+    path = worker.context.version_dir / f"model{suffix}"
+    path.rename(path.with_suffix(wrong_suffix))
+    with pytest.raises(InvalidArgument, match=rf"change its suffix to '\{suffix}'$"):
+        PytorchBackend(worker.context).complete_config(model_config([], []))
+
+
 def test_keyword_only_arguments(worker: Rig) -> None:
     write_forward(worker, "return a + b", arguments="*, a, b=1")
     config = vectors({"a": 1, "b": 1}, {"y": 1})

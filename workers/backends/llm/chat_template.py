@@ -31,6 +31,7 @@ _CHECKED_VARIABLES: Mapping[str, tuple[Any, ...]] = {
     "documents": ([],),
     "reasoning_effort": ("medium", "enable_thinking"),
 }
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 # The member with the text, by the type of a part of a content. vLLM also accepts these types.
 _PART_TEXTS = {
@@ -277,6 +278,9 @@ def conversation(text: str) -> dict[str, Any]:
         kind, description = _VARIABLE_TYPES[name]
         if not isinstance(chat[name], kind | None):
             raise InvalidArgument(f"{name}: {clip(repr(chat[name]))} is not {description}")
+    if (effort := chat.get("reasoning_effort")) not in (None, *_EFFORTS):
+        text = f"reasoning_effort: {clip(repr(effort))} is not one of {', '.join(_EFFORTS)}"
+        raise InvalidArgument(text)
     chat = {name: value for name, value in chat.items() if value is not None}
     if '"custom"' in text:
         for message in messages:
@@ -322,7 +326,6 @@ def _as_function(value: Any, position: str) -> Any:
 _VARIABLE_TYPES: Mapping[str, tuple[type[Any], str]] = {
     "chat_template_kwargs": (dict, "an object"),
     "documents": (list, "a list"),
-    "reasoning_effort": (str, "a string"),
     **dict.fromkeys(
         ("add_generation_prompt", "continue_final_message", "include_reasoning"),
         (bool, "true or false"),

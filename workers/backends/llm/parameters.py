@@ -471,7 +471,7 @@ def _parse_text(name: str, value: Any, kind: str = "") -> dict[str, Any]:
         kind: The kind of the string, if it is a member of another parameter.
     """
     kind = kind or name
-    _check(isinstance(value, str) and bool(value), _TEXT_KINDS[kind])
+    _check(isinstance(value, str) and (bool(value) or kind != "grammar"), _TEXT_KINDS[kind])
     return {name: value} if kind == "whitespace_pattern" else {"grammar": (kind, value)}
 
 
@@ -480,9 +480,10 @@ _parse_grammar = partial(_parse_text, kind="grammar")
 
 
 def _parse_choice(name: str, value: Any) -> dict[str, Any]:
-    allowed_text = f"a list of 1 to {_MAX_CHOICES} strings, none of them empty"
+    allowed_text = f"a list of 1 to {_MAX_CHOICES} strings"
     choices = _decode_json(value, allowed_text)
-    _check(_are_texts(choices) and 0 < len(choices) <= _MAX_CHOICES, allowed_text)
+    are_texts = isinstance(choices, list) and all(isinstance(text, str) for text in choices)
+    _check(are_texts and 0 < len(choices) <= _MAX_CHOICES, allowed_text)
     quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices)
     return {"grammar": ("grammar", f"start: {' | '.join(quoted)}")}
 

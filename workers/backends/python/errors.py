@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from shmserve.errors import ShmserveError, from_code
+from shmserve.workers.user_code import shorten_error
 
 _INT64 = 2**63
 
@@ -110,7 +111,7 @@ def as_int(value: object, name: str, minimum: int = 0, bits: int = 63) -> int:
 
 def to_server_error(error: TritonError) -> ShmserveError:
     """Return a model's error as an error of the server."""
-    return from_code(error.code().name, error.message())
+    return from_code(error.code().name, shorten_error(error.message()))
 
 
 def to_model_error(error: ShmserveError) -> TritonError:

@@ -23,6 +23,7 @@ import logging
 import os
 import re
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -258,12 +259,32 @@ def _converting_errors(path: Path) -> Iterator[None]:
         raise InvalidArgument(f"'{path.name}' {problem}") from error
 
 
+# The functions that write archives with these files, and the suffix of their archives.
+_WRITERS = {
+    "archive_format": ("torch.export.save", ".pt2"),
+    "serialized_exported_program.json": ("torch.export.save", ".pt2"),
+    "constants.pkl": ("torch.jit.save", ".pt"),
+}
+
+
+def _check_writer(path: Path, suffix: str) -> None:
+    """Raise InvalidArgument if the file is an archive that needs another suffix."""
+    with contextlib.suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        names = {name.rpartition("/")[2] for name in archive.namelist()}
+        for writer, own_suffix in (_WRITERS[name] for name in _WRITERS if name in names):
+            if own_suffix != suffix:
+                text = f"'{path.name}' was written by {writer}: change its suffix to '{own_suffix}'"
+                raise InvalidArgument(text)
+            return
+
+
 def load_script(path: Path, device: Device) -> Program:
     """Load a TorchScript archive.
 
     Raises:
-        InvalidArgument: The file was written by `torch.save`, or cannot be read.
+        InvalidArgument: The file was not written by `torch.jit.save`, or cannot be read.
     """
+    _check_writer(path, ".pt")
     try:
         with _converting_errors(path), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`torch.jit")  # deprecations
@@ -310,8 +331,9 @@ def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.Exp
         The callable program, and the exported program, which contains the graph.
 
     Raises:
-        InvalidArgument: The archive holds pickled objects, or cannot be read.
+        InvalidArgument: The archive is TorchScript, holds pickled objects, or cannot be read.
     """
+    _check_writer(path, ".pt2")
     with _tensors_only(), _converting_errors(path):
         exported = torch.export.load(path)
     if device.needs_copies:

@@ -417,12 +417,18 @@ def _text_request(
     model: GatewayModel, prompts: list[InferInput], parameters: dict[str, Any]
 ) -> TextRequest:
     stream = check_member(parameters, "stream", bool, False)
-    options = check_member(parameters, "stream_options", dict, {})
     sample_count = check_member(parameters, "n", int, 1)
     excluded = ("model", "prompt", "messages", "stream_options")
     fields = {name: value for name, value in parameters.items() if name not in excluded}
-    usage = bool(options) and check_member(options, "include_usage", bool, False)
-    continuous = stream and usage and check_member(options, "continuous_usage_stats", bool, False)
+    usage = continuous = False
+    if options := check_member(parameters, "stream_options", dict, {}):
+        if not stream:
+            raise InvalidArgument("stream_options: only allowed if stream is true")
+        options = {f"stream_options.{name}": value for name, value in options.items()}
+        usage = check_member(options, "stream_options.include_usage", bool, False)
+        if usage:
+            name = "stream_options.continuous_usage_stats"
+            continuous = check_member(options, name, bool, False)
     details = _select_details(fields, continuous)
     return TextRequest(model, prompts, fields, sample_count, stream, usage, details, continuous)
 

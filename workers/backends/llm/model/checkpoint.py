@@ -35,12 +35,14 @@ from shmserve.workers.backends.llm.model.quantised import Quantisation, StoredTe
 logger = logging.getLogger(__name__)
 
 _INDEX_FILE, _SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+_ADAPTER_FILE = "adapter_config.json"
 # Settings of generation_config.json that neither this server nor vLLM supports.
 _WITHOUT_EFFECT = (
-    "bad_words_ids begin_suppress_tokens constraints encoder_no_repeat_ngram_size epsilon_cutoff "
-    "eta_cutoff exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id "
-    "guidance_scale min_length min_new_tokens no_repeat_ngram_size num_beams penalty_alpha "
-    "sequence_bias stop_strings suppress_tokens top_h typical_p"
+    "bad_words_ids begin_suppress_tokens constraints dola_layers encoder_no_repeat_ngram_size "
+    "encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty "
+    "force_words_ids forced_bos_token_id forced_eos_token_id guidance_scale max_length max_time "
+    "min_length min_new_tokens no_repeat_ngram_size num_beams num_return_sequences penalty_alpha "
+    "sequence_bias stop_strings suppress_tokens token_healing top_h typical_p watermarking_config"
 )
 _GPT2 = dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>")
 _SENTENCEPIECE = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
@@ -80,6 +82,13 @@ _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# The pattern by which `fix_mistral_regex` replaces the wrong one of older Mistral folders.
+_MISTRAL_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_MIN_MISTRAL_TOKENS = 100_000  # transformers does not change smaller tokenizers
 # Unsupported classes that replace parts of tokenizer.json.
 _UNSUPPORTED_CLASSES = (
     "Albert Barthez Bert BigBird Blenderbot CLIP Camembert CodeGen Deberta DebertaV2 Esmc Funnel "
@@ -106,7 +115,7 @@ _FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
         _OBJECT: "rope_scaling rope_parameters quantization_config compression_config",
     },
     "tokenizer_config.json": {
-        _BOOLEAN: "add_prefix_space legacy split_special_tokens",
+        _BOOLEAN: "add_prefix_space fix_mistral_regex legacy split_special_tokens",
         _OBJECT: "added_tokens_decoder model_specific_special_tokens",
         _LIST: "additional_special_tokens",
         ((list, dict), "a list or an object"): "extra_special_tokens",
@@ -184,6 +193,8 @@ class Checkpoint:
         known_ends = (end for end in end_tokens + _token_ids(eos) if end < architecture.vocab_size)
         end_tokens = tuple(dict.fromkeys(known_ends))
         _warn_ineffective(defaults, defaults_file)
+        if (path / _ADAPTER_FILE).exists():
+            logger.warning("%s has no effect; the folder's own weights are used", _ADAPTER_FILE)
         parts = architecture, tokenizer, stored_tensors, quantisation, end_tokens
         eos = -1 if eos is None else eos
         return cls(*parts, eos, defaults, defaults_file, templates, special)
@@ -281,6 +292,8 @@ def _read_tokenizer(
         elif kind in _SPECIAL_TOKENS:
             _replace_parts(tokenizer, settings, kind)
         _add_tokens(tokenizer, settings, added_tokens, listed_tokens, kind)
+        if settings.get("fix_mistral_regex") and config.get("model_type") == "mistral":
+            _fix_mistral_pattern(tokenizer, str(config.get("transformers_version") or ""))
     except Exception as error:  # the library raises a bare Exception
         problems.append(f"{file.name} cannot be read: {error}")
         return None
@@ -388,6 +401,23 @@ def _replace_parts(tokenizer: Tokenizer, settings: dict[str, Any], kind: str) ->
                 f"{bos} $A", f"{bos} $A {bos}:1 $B:1", [(bos, token)]
             )
     tokenizer.decoder = decoders.Sequence(parts)
+
+
+def _fix_mistral_pattern(tokenizer: Tokenizer, version: str) -> None:
+    """Replace the pattern that divides a text into words.
+
+    Folders that transformers 5 (`version`) or later has written have the right pattern.
+    """
+    splitter, is_old = tokenizer.pre_tokenizer, version.partition(".")[0] in "01234"
+    if not is_old or splitter is None or tokenizer.get_vocab_size() <= _MIN_MISTRAL_TOKENS:
+        return
+    split = pre_tokenizers.Split(Regex(_MISTRAL_PATTERN), "isolated")
+    if isinstance(splitter, pre_tokenizers.Sequence):
+        splitter[0] = split
+        return
+    if isinstance(splitter, pre_tokenizers.Metaspace):
+        splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, splitter])
 
 
 def _add_tokens(

@@ -539,12 +539,23 @@ def test_white_space_between_parts_is_bounded(scheduler: Scheduler) -> None:
     assert list(json.loads(scheduler.text(1))) == ["v"]
 
 
-@pytest.mark.parametrize("options", [{"min_tokens": 10}, {"ignore_eos": True}])
-def test_a_text_ends_with_its_grammar(scheduler: Scheduler, options: dict[str, Any]) -> None:
-    scheduler.add(1, input_ids=PROMPT, max_tokens=20, temperature=0, regex="[0-9]{3}", **options)
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        ({"min_tokens": 10, "regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"ignore_eos": True, "regex": "[0-9]{3}"}, "[0-9]{3}"),
+        ({"guided_regex": ""}, ""),
+        ({"guided_choice": [""]}, ""),
+        ({"guided_choice": ["fox", ""]}, "(fox)?"),
+    ],
+)
+def test_a_text_ends_with_its_grammar(
+    scheduler: Scheduler, options: dict[str, Any], pattern: str
+) -> None:
+    scheduler.add(1, input_ids=PROMPT, max_tokens=20, temperature=0, **options)
     scheduler.run()
     assert scheduler.responses[1][0]["finish_reason"] == ["stop"]
-    assert re.fullmatch("[0-9]{3}", scheduler.text(1))
+    assert re.fullmatch(pattern, scheduler.text(1))
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -128,7 +128,7 @@ def test_a_continued_message_has_no_generation_prompt() -> None:
 MALFORMED_MESSAGES: dict[str, Any] = {
     "chat_template_kwargs": [3, "x", [1], True],
     "documents": [3, "x", {}, False],
-    "reasoning_effort": [3, [], {}],
+    "reasoning_effort": [3, [], {}, "", "hihg"],
     "add_generation_prompt": ["yes", 1, []],
     "continue_final_message": ["yes", 1, {}],
     "include_reasoning": ["no", 0, []],

@@ -152,6 +152,18 @@ MISTRAL = {
         "sliding_window": None,
     }
 }
+FIXED_MISTRAL: dict[str, dict[str, Any]] = {
+    "config.json": {**MISTRAL["config.json"], "transformers_version": "4.57.0"},
+    SETTINGS: {"fix_mistral_regex": True}}  # fmt: skip
+MANY_TOKENS = {f"[{number}]": number for number in range(SIZE, 100_001)}
+SPLITTERS: dict[str, dict[str, Any]] = {"bytes": {}, "Sequence": DIGITS["tokenizer.json"]}
+for row, pre_tokenizer in SPLITTERS.items():
+    model = json.loads(tokenizer_text())["model"]
+    model["vocab"] |= MANY_TOKENS
+    FILES[f"Mistral's fixed pattern: {row}"] = {
+        **FIXED_MISTRAL, "tokenizer.json": {"model": model, **pre_tokenizer}
+    }  # fmt: skip
+    FILES[f"no fixed pattern: {row}"] = {**FIXED_MISTRAL, "tokenizer.json": pre_tokenizer}
 SPACED_FILES: dict[str, dict[str, dict[str, Any]]] = {
     "as it is": {},
     "LlamaTokenizer": {SETTINGS: {"tokenizer_class": "LlamaTokenizer"}},
@@ -269,16 +281,20 @@ def test_end_tokens_come_from_the_model_and_the_tokenizer(
 
 def test_settings_of_no_effect_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write_folder(tmp_path / "m")
+    (path / "adapter_config.json").write_text("{}")
     ignored = {
+        "max_length": 20,
         "min_new_tokens": 2,
         "no_repeat_ngram_size": 3,
+        "num_return_sequences": 2,
         "stop_strings": ["sea"],
         "suppress_tokens": [7],
     }
     edit(path, "generation_config.json", num_beams=1, top_k=5, **ignored)
     Checkpoint.open(path)
     assert [record.getMessage() for record in caplog.records] == [
-        f"generation_config.json: {name} has no effect, as in vLLM" for name in ignored
+        *(f"generation_config.json: {name} has no effect, as in vLLM" for name in ignored),
+        "adapter_config.json has no effect; the folder's own weights are used",
     ]
 
 
