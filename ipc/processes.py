@@ -14,6 +14,8 @@ import struct
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
+from shmserve import logs
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
@@ -142,6 +144,17 @@ class PreciseWait:
         return bool(_libc.ppoll(self._pollfd, 1, self._timespec, None) > 0)
 
 
+def begin(log_name: str, title: str, log: logs.LogSettings) -> None:
+    """Set up the log and the title of a process that only the supervisor ends.
+
+    It ignores SIGINT and SIGTERM, which a service manager may send to every process.
+    """
+    logs.configure(log_name, log)
+    set_process_title(title)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, signal.SIG_IGN)
+
+
 def set_process_title(title: str) -> None:
     """Set the title that `ps` shows for this process."""
     # The environment of a model may have a Python for which no setproctitle is installed.
@@ -161,6 +174,18 @@ def with_large_copies(environment: Mapping[str, str]) -> dict[str, str]:
         return dict(environment)
     settings = [*filter(None, [tunables]), f"{_COPY_TUNABLE}={LARGE_COPY:#x}"]
     return {**environment, _TUNABLES_VARIABLE: ":".join(settings)}
+
+
+def reset_eventfd(fd: int) -> None:
+    """Reset an eventfd to 0, which may have this value already."""
+    with contextlib.suppress(BlockingIOError):
+        os.eventfd_read(fd)
+
+
+def trim_heap() -> None:
+    """Return freed memory to the operating system, which only glibc supports."""
+    with contextlib.suppress(AttributeError):
+        _libc.malloc_trim(0)
 
 
 def unmap_large_blocks_on_free() -> None:

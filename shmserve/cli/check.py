@@ -113,7 +113,7 @@ def _check_models(config: ServerConfig, values: dict[str, Any], *, as_json: bool
 async def _check(supervisor: Supervisor, values: dict[str, Any], as_json: bool = False) -> int:
     supervisor.open()
     report = asyncio.ensure_future(_report(supervisor, values, as_json))
-    end_signal = asyncio.ensure_future(supervisor.next_end_signal())
+    end_signal = asyncio.ensure_future(supervisor.end_signals.get())
     await asyncio.wait({report, end_signal}, return_when=asyncio.FIRST_COMPLETED)
     interrupted = not report.done()
     for task in (report, end_signal):

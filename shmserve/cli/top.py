@@ -8,16 +8,17 @@ import json
 import os
 import queue
 import re
-import select
 import shutil
 import sys
 import termios
 import threading
+import time
 import tty
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shmserve.cli.arguments import with_scheme
@@ -124,6 +125,10 @@ class Top:
             self.models.pop(key, None)
         self.server_figures, self.problem = figures["server"], ""
         self.events = [*self.events, *figures["events"]][-50:]
+
+    def fail(self, problem: str) -> None:
+        """Show a problem in place of the server's figures."""
+        self.problem = problem
 
     def key(self, key: str) -> None:
         """Handle a key press."""
@@ -250,10 +255,10 @@ class Top:
         for event in reversed(self.events):
             subject = str(event.get("name") or event.get("title") or "")
             if name in subject:
-                time = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
+                time_text = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
                 words = (event.get("state"), event.get("reason"))
                 text = f"{event['event']} {subject} {' '.join(filter(None, words))}"
-                yield time, clean(" ".join(text.split()))
+                yield time_text, clean(" ".join(text.split()))
 
 
 def details(row: Row) -> Iterator[tuple[str, str]]:
@@ -357,59 +362,46 @@ def _format(number: float) -> str:
 
 
 class _Screen:
-    """A terminal, and a thread that receives the server's figures."""
+    """A terminal, and threads that read its keys and receive the server's figures."""
 
     def __init__(self, top: Top, request: urllib.request.Request) -> None:
         self._top = top
         self._request = request
-        self._updates: queue.SimpleQueue[dict[str, Any] | str] = queue.SimpleQueue()
-        self._wake_reader, self._wake_writer = os.pipe()
+        self._changes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def run(self, console: Any) -> None:
         """Run until a key ends the program."""
         from rich.console import Group
         from rich.live import Live
 
-        threading.Thread(target=self._receive, daemon=True).start()
         stdin = sys.stdin.fileno()
         terminal_mode = termios.tcgetattr(stdin)
         try:
             tty.setcbreak(stdin)
+            threading.Thread(target=self._receive, daemon=True).start()
+            threading.Thread(target=self._read_keys, args=(stdin,), daemon=True).start()
             with Live(console=console, screen=True, auto_refresh=False) as live:
                 while not self._top.is_ended:
                     width, height = shutil.get_terminal_size()
                     live.update(Group(*self._top.page(height, width)), refresh=True)
-                    self._wait(stdin)
+                    self._changes.get()()
+                    while not self._changes.empty():
+                        self._changes.get()()
         finally:
             termios.tcsetattr(stdin, termios.TCSADRAIN, terminal_mode)
 
-    def _wait(self, stdin: int) -> None:
-        poll = select.poll()
-        poll.register(stdin, select.POLLIN)
-        poll.register(self._wake_reader, select.POLLIN)
-        ready_fds = dict(poll.poll())
-        if stdin in ready_fds:
-            text = os.read(stdin, 64).decode(errors="replace")
-            for key in _KEY.findall(text) or "q":  # no input means that the terminal was closed
-                self._top.key(key)
-        if self._wake_reader in ready_fds:
-            os.read(self._wake_reader, 4096)
-        while not self._updates.empty():
-            update = self._updates.get()
-            if isinstance(update, str):
-                self._top.problem = update
-            else:
-                self._top.update(update)
+    def _read_keys(self, stdin: int) -> None:
+        with contextlib.suppress(OSError):  # the terminal was closed
+            while text := os.read(stdin, 64).decode(errors="replace"):
+                for key in _KEY.findall(text):
+                    self._changes.put(partial(self._top.key, key))
+        self._changes.put(partial(self._top.key, "q"))
 
     def _receive(self) -> None:
         while True:
             try:
                 for figures in watch(self._request):
-                    self._enqueue(figures)
+                    self._changes.put(partial(self._top.update, figures))
             except Unavailable as error:
-                self._enqueue(error.message)
-            threading.Event().wait(_RETRY_DELAY_S)
-
-    def _enqueue(self, update: dict[str, Any] | str) -> None:
-        self._updates.put(update)
-        os.write(self._wake_writer, b"\0")
+                self._changes.put(partial(self._top.fail, error.message))
+            time.sleep(_RETRY_DELAY_S)

@@ -49,7 +49,6 @@ class _LoopChannel:
         self.connection = connection
         self.loop = asyncio.get_running_loop()
         self._flushing = False
-        self._is_closed = False
         self.requests = RequestChannel(connection, self._watch, self._unwatch)
 
     def _watch(self, fd: int) -> None:
@@ -70,8 +69,7 @@ class _LoopChannel:
 
     def _flush(self) -> None:
         self._flushing = False
-        if not self._is_closed:
-            self.requests.flush()
+        self.requests.flush()  # a closed channel has no links, so that nothing is sent
 
     def cancel(self, pending: ClientRequest) -> None:
         """Cancel a request at the end of this iteration of the loop."""
@@ -80,7 +78,6 @@ class _LoopChannel:
 
     def close(self) -> None:
         """Stop watching descriptors and close the channel."""
-        self._is_closed = True
         self.requests.close()
 
     def close_soon(self) -> None:

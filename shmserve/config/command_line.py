@@ -30,13 +30,13 @@ class FlagValues:
     """The flags that a file or a command line sets.
 
     Attributes:
-        values: The value of each flag.
+        values: The value of each flag; None: a flag without a default is not set.
         repeated: The values of each repeatable flag.
         without_effect: Accepted flags that have no effect.
-        positions: For a file, the position of each flag: "'FILE' line N".
+        positions: The position of each flag that a file sets: "'FILE' line N".
     """
 
-    values: dict[str, Value] = field(default_factory=dict)
+    values: dict[str, Value | None] = field(default_factory=dict)
     repeated: dict[str, list[str]] = field(default_factory=dict)
     without_effect: list[str] = field(default_factory=list)
     positions: dict[str, str] = field(default_factory=dict)
@@ -52,25 +52,17 @@ class FlagValues:
 
 
 @dataclass(frozen=True, slots=True)
-class Parsed:
+class Parsed(FlagValues):
     """A parsed command line together with its configuration file.
 
     Attributes:
-        values: The value of each flag.
-        repeated: The values of each repeatable flag.
         positional: The arguments that are not flags.
-        without_effect: Accepted flags that have no effect.
         after_boolean: Maps a positional argument that follows a boolean flag without a value to the
             name of that flag.
-        positions: The position of each flag that the file sets.
     """
 
-    values: dict[str, Value | None]
-    repeated: dict[str, list[str]]
-    positional: list[str]
-    without_effect: list[str]
-    after_boolean: dict[str, str]
-    positions: dict[str, str] = field(default_factory=dict)
+    positional: list[str] = field(default_factory=list)
+    after_boolean: dict[str, str] = field(default_factory=dict)
 
     def located(self, problem: str) -> str:
         """Return `problem` prefixed with the flag's position in the file, if the file sets it."""
@@ -123,7 +115,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
     repeated |= file_values.repeated | flag_values.repeated
     without_effect = file_values.without_effect + flag_values.without_effect
     positions = {k: v for k, v in file_values.positions.items() if k not in on_command_line}
-    return Parsed(values, repeated, positional, without_effect, after_boolean, positions)
+    return Parsed(values, repeated, without_effect, positions, positional, after_boolean)
 
 
 def _value(flag: Flag, text: str | None, remaining_words: list[str]) -> Value:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
 from abc import ABC, abstractmethod
@@ -46,7 +45,6 @@ from shmserve.ipc.messages.publications import (
     RegionWithdrawn,
     SchedulerLost,
 )
-from shmserve.ipc.processes import set_process_title
 from shmserve.logs import LogSettings
 
 logger = logging.getLogger(__name__)
@@ -133,15 +131,6 @@ class Frontend(ABC):
         for acceptor in self._acceptors:
             for connection in acceptor.connections:
                 connection.force_close()
-
-
-def prepare_process(role: str, title: str, log: LogSettings) -> None:
-    """Set up the log and the process title, and ignore signals that end the process."""
-    logs.configure(role, log)
-    set_process_title(title)
-    # A service manager may signal every process, but the supervisor stops the gateway.
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, signal.SIG_IGN)
 
 
 async def serve(start: GatewayStart, create_frontend: Callable[[Gateway], Frontend]) -> None:

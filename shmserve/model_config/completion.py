@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -84,7 +85,7 @@ def detect_backend(config: ModelConfig, model_name: str, files: Collection[str])
         model_name: The name for a configuration without one.
         files: The file names in the model's newest version folder.
     """
-    detected = _copy(config)
+    detected = copy.deepcopy(config)
     if not detected.name:
         detected.name = model_name
     if detected.platform == ENSEMBLE:
@@ -115,7 +116,7 @@ def normalise(
         gpu_count: The number of accelerators of the host.
         defaults: The server's defaults, if they apply already.
     """
-    full = _copy(config)
+    full = copy.deepcopy(config)
     if not full.name:
         full.name = model_name
     if defaults is not None and not full.HasField("ensemble_scheduling"):
@@ -127,12 +128,6 @@ def normalise(
         _fill_pinned_memory(full)
         _fill_instances(full, gpu_count)
     return full
-
-
-def _copy(config: ModelConfig) -> ModelConfig:
-    duplicate = ModelConfig()
-    duplicate.CopyFrom(config)
-    return duplicate
 
 
 def _backend(config: ModelConfig, files: Collection[str]) -> str:
@@ -268,7 +263,7 @@ def merge_autocomplete(
     parameters = completed.get("parameters") or {}
     fields["parameters"] = {name: parameters[name] for name in _PARAMETERS if name in parameters}
     model = from_json(fields, "auto-completed configuration")
-    merged_config = _copy(config)
+    merged_config = copy.deepcopy(config)
     conflicts = _merge_batching(merged_config, model, has_size="max_batch_size" in fields)
     for name in model.parameters:
         if name not in merged_config.parameters:

@@ -119,10 +119,7 @@ def _describing_transport(args: Namespace, address: Address | None) -> Any:
 
 
 def _open_native_lanes(
-    args: Namespace,
-    run_dir: Path | None,
-    poller: Poller,
-    model: data.ModelInterface,
+    args: Namespace, run_dir: Path | None, poller: Poller, model: data.ModelInterface
 ) -> LaneFactory:
     from shmserve.protocols.native import NativeLaneFactory
 

@@ -155,7 +155,6 @@ def defer_signals() -> list[int]:
 def _open_listeners(config: ServerConfig, listeners: Listeners) -> None:
     """Open the listeners. Inherited sockets of a protocol replace the configured ones."""
     guarded = config.guarded
-    http, grpc = config.http, config.grpc
     inherited_sockets, listeners.stored_fds = take_inherited(os.environ)
     source = "LISTEN_FDS"
     if listeners.offer is not None:
@@ -166,12 +165,11 @@ def _open_listeners(config: ServerConfig, listeners: Listeners) -> None:
     for name, address, port, flag in tcp_listeners(config):
         if name not in inherited_sockets:
             getattr(listeners, name).extend(listen(address, port, flag, guarded))
-    if http.unix_socket is not None and not listeners.has_path(http.unix_socket):
-        unix = listen_unix(http.unix_socket, config.shm.group, "--http-unix-socket")
-        listeners.http.append(unix)
-    if grpc and grpc.unix_socket is not None and not listeners.has_path(grpc.unix_socket):
-        unix = listen_unix(grpc.unix_socket, config.shm.group, "--grpc-unix-socket")
-        listeners.grpc.append(unix)
+    for name, protocol in (("http", config.http), ("grpc", config.grpc)):
+        path = None if protocol is None else protocol.unix_socket
+        if path is not None and not listeners.has_path(path):
+            unix = listen_unix(path, config.shm.group, f"--{name}-unix-socket")
+            getattr(listeners, name).append(unix)
 
 
 def compose(

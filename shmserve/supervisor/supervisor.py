@@ -6,8 +6,6 @@ zygotes -> gateways, models -> "ready" -> ... -> drain -> stop
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import logging
 import math
 import signal
@@ -20,6 +18,7 @@ from shmserve.config.flags import FLAGS, IDLE_BACKEND_SETTINGS
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages.publications import ProcessEnded, ProcessExited
+from shmserve.ipc.processes import trim_heap
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.events import EventFeed
 from shmserve.supervisor.handover import Handover
@@ -106,7 +105,7 @@ class Supervisor:
         started_at = time.monotonic()
         self.open()
         start = asyncio.ensure_future(self._start(started_at))
-        end_signal = asyncio.ensure_future(self.next_end_signal())
+        end_signal = asyncio.ensure_future(self.end_signals.get())
         await asyncio.wait({start, end_signal}, return_when=asyncio.FIRST_COMPLETED)
         status = 0
         if start.done():
@@ -129,10 +128,6 @@ class Supervisor:
         if now - self._signalled_at >= _SAME_SIGNAL_S:
             self._signalled_at = now
             self.end_signals.put_nowait(number)
-
-    async def next_end_signal(self) -> int:
-        """Wait for a signal that ends the server, and return its number."""
-        return await self.end_signals.get()
 
     @staticmethod
     def _exit_status(start: asyncio.Future[int]) -> int:
@@ -208,7 +203,7 @@ class Supervisor:
         logger.info("the server %s after %.2f s", state, time.monotonic() - started_at)
         self._log_first_steps()
         self.service_manager.notify_ready(progress_line(self.registry.progress()))
-        _trim_heap()
+        trim_heap()
         self.context.background(self.watchdog.run())
         self.context.background(self.autoscaler.run())
         if self.context.config.load_on_demand:
@@ -333,7 +328,7 @@ class Supervisor:
         limit_s = self.context.config.exit_timeout_s
         rejection_s = min(1.0, limit_s / 10)  # time for the rejection of unfinished requests
         drain_task = asyncio.ensure_future(self._drain(limit_s - 2 * rejection_s))
-        second_signal = asyncio.ensure_future(self.next_end_signal())
+        second_signal = asyncio.ensure_future(self.end_signals.get())
         await wait_any(drain_task, second_signal, timeout_s=limit_s - rejection_s)
         is_unfinished = not drain_task.done()
         await end_all(drain_task, second_signal)
@@ -383,9 +378,3 @@ class Supervisor:
                 child.kill()
         await asyncio.gather(*(self.context.end(child, 1.0) for child in children))
         await self.processes.wait_for_trackers(1.0)
-
-
-def _trim_heap() -> None:
-    """Release memory that was freed during the start to the operating system."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

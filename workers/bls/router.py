@@ -50,6 +50,7 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.messages.publications import Loss, ModelWithdrawn, ProcessExited, SchedulerLost
 from shmserve.ipc.model_spec import ModelSpec
+from shmserve.ipc.processes import reset_eventfd
 from shmserve.ipc.scheduler_client import InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.inference import ResponseSchema, unpack_ranges
 from shmserve.ipc.tensors.schemas import Schemas
@@ -125,7 +126,7 @@ class SharedWait:
                 self._has_sleeper = True
             try:
                 readable(self._epoll.fileno(), self._recheck_fd)
-                _reset(self._recheck_fd)
+                reset_eventfd(self._recheck_fd)
             finally:
                 with self._condition:
                     self._has_sleeper = False
@@ -149,7 +150,7 @@ class SharedWait:
     def _handle_messages(self) -> None:
         if self._notified:
             self._notified = False
-            _reset(self._notification_fd)
+            reset_eventfd(self._notification_fd)
         self._handle_received()
 
     # --- waking
@@ -164,11 +165,6 @@ class SharedWait:
         """Wake a waiting thread or event loop, or the next one that waits, to handle messages."""
         os.eventfd_write(self._notification_fd, 1)
         self._notified = True  # set after the write: otherwise the eventfd could remain unread
-
-
-def _reset(eventfd: int) -> None:
-    with contextlib.suppress(BlockingIOError):
-        os.eventfd_read(eventfd)
 
 
 def complete_soon(future: asyncio.Future[Any], outcome: object) -> None:

@@ -12,7 +12,6 @@ a message for the loop or for another thread wakes the recipient.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import os
@@ -38,6 +37,7 @@ from shmserve.ipc.messages.inference import (
 )
 from shmserve.ipc.messages.publications import Loss, ModelWithdrawn, ProcessExited, SchedulerLost
 from shmserve.ipc.messages.supervision import SetLogging
+from shmserve.ipc.processes import reset_eventfd
 from shmserve.ipc.transport.zmtp import Dealer
 
 logger = logging.getLogger(__name__)
@@ -553,8 +553,7 @@ class InstanceLink:
                 if remaining_s <= 0:
                     return False
                 readable(*fds, timeout_s=remaining_s)
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(eventfd)
+                reset_eventfd(eventfd)
         finally:
             with self.lock:
                 del self._waiting_by_eventfd[eventfd]

@@ -58,9 +58,8 @@ class OutputMemory:
         self._readers: Readers[int] = Readers()
         self.unsent: dict[int, _Output] = {}
         self._lent_bytes: dict[int, int] = {}  # by reader, including blocks that were not sent yet
-        self._reserved_outputs: dict[
-            int, _Output
-        ] = {}  # blocks that a model computes in, by address
+        # Blocks that a model computes in, by address.
+        self._reserved_outputs: dict[int, _Output] = {}
         self._exited_readers: set[int] = set()  # readers whose exit the scheduler has not confirmed
 
     @property

@@ -311,7 +311,8 @@ def _systemd_version(root: Path) -> int:
 
 def _exit_timeout_s(file: Path) -> int:
     flags = command_line.read(str(file)).values if file.exists() else {}
-    return int(flags.get("exit-timeout-secs", 30))
+    timeout_s = flags.get("exit-timeout-secs")
+    return timeout_s if isinstance(timeout_s, int) else 30
 
 
 def _path_in(root: Path, path: Path) -> Path:

@@ -8,7 +8,6 @@ ipc/scheduler_client.py).
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import time
@@ -40,6 +39,7 @@ from shmserve.ipc.messages.inference import (
     make_submit,
     message_size,
 )
+from shmserve.ipc.processes import reset_eventfd
 from shmserve.ipc.scheduler_client import NO_SCHEDULER, InflightRequest, SchedulerClient
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.inference import inline_size_of, runs_once
@@ -337,7 +337,7 @@ class RequestChannel:
     def process_events(self, readable: Collection[int]) -> None:
         """Handle the messages at the readable descriptors and send the queued replies."""
         if self.waker in readable:
-            self._reset_waker()  # reset before `_check_server`, so that a later `wake` is not lost
+            reset_eventfd(self.waker)  # before `_check_server`, so that a later `wake` is not lost
         if self._loss_count != self.server.loss_count or not self.server.alive:
             self._check_server()
         for fd in readable:
@@ -410,10 +410,6 @@ class RequestChannel:
         """Wake up the thread that waits at this channel. May be called from any thread."""
         if not self._is_closed:
             os.eventfd_write(self.waker, 1)
-
-    def _reset_waker(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.waker)
 
     def close(self) -> None:
         """Close every link and fail the pending requests."""

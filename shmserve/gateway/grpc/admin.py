@@ -141,11 +141,9 @@ class AdminCall:
     async def trace_setting(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
         """Handle TraceSetting: apply all changes or none, and return all settings."""
         changes = {key: list(setting.value) for key, setting in request.settings.items()}
-        response = pb.TraceSettingResponse()
         settings = await management.change_trace_settings(self.gateway, request.model_name, changes)
-        for key, values in settings.items():
-            response.settings[key].value.extend(values)
-        return response
+        values = {key: {"value": texts} for key, texts in settings.items()}
+        return ParseDict({"settings": values}, pb.TraceSettingResponse())
 
     async def log_settings(self, request: pb.LogSettingsRequest) -> pb.LogSettingsResponse:
         """Handle LogSettings: apply all changes or none, and return all settings."""
@@ -160,12 +158,9 @@ class AdminCall:
         self, request: pb.SystemSharedMemoryStatusRequest
     ) -> pb.SystemSharedMemoryStatusResponse:
         """Handle SystemSharedMemoryStatus. Without a name, list all regions of the user."""
-        response = pb.SystemSharedMemoryStatusResponse()
-        for region in memory_api.visible_regions(self.gateway, self.client, request.name):
-            entry = response.regions[region.name]
-            entry.name, entry.key = region.name, region.key
-            entry.offset, entry.byte_size = region.offset, region.byte_size
-        return response
+        regions = memory_api.visible_regions(self.gateway, self.client, request.name)
+        states = {region.name: region.status() for region in regions}
+        return ParseDict({"regions": states}, pb.SystemSharedMemoryStatusResponse())
 
     async def system_register(self, request: pb.SystemSharedMemoryRegisterRequest) -> None:
         """Handle SystemSharedMemoryRegister."""
@@ -185,14 +180,9 @@ class AdminCall:
         self, request: pb.CudaSharedMemoryStatusRequest
     ) -> pb.CudaSharedMemoryStatusResponse:
         """Handle CudaSharedMemoryStatus. Without a name, list all regions of the user."""
-        response = pb.CudaSharedMemoryStatusResponse()
         regions = memory_api.visible_regions(self.gateway, self.client, request.name, cuda=True)
-        for region in regions:
-            assert region.memory.cuda is not None
-            entry = response.regions[region.name]
-            entry.name, entry.device_id = region.name, region.memory.cuda.device
-            entry.byte_size = region.byte_size
-        return response
+        states = {region.name: region.status() for region in regions}
+        return ParseDict({"regions": states}, pb.CudaSharedMemoryStatusResponse())
 
     async def cuda_register(self, request: pb.CudaSharedMemoryRegisterRequest) -> None:
         """Handle CudaSharedMemoryRegister."""

@@ -20,6 +20,7 @@ from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
 from shmserve.gateway.listener import Acceptor, ActiveCount, ListenerRules, listener_kind
 from shmserve.gateway.settings import GatewayStart, GrpcSettings
+from shmserve.ipc import processes
 from shmserve.ipc.messages.supervision import decode_start
 
 
@@ -31,7 +32,7 @@ def run(data: bytes, *fds: int) -> None:
         *fds: The descriptors of the listening sockets.
     """
     start = decode_start(GatewayStart, data)
-    process.prepare_process(f"gateway {start.name}", f"gateway {start.name}", start.log)
+    processes.begin(f"gateway {start.name}", f"gateway {start.name}", start.log)
     settings = start.grpc
     assert settings is not None
     sockets = [socket.socket(fileno=fd) for fd in fds]

@@ -186,12 +186,8 @@ class HttpInference(UnaryInference):
         write_response, self.write_response = self.write_response, None
         if write_response is None:
             resolve_future(self._waiter, None)
-        elif (
-            self.encoded is None
-            or self.gateway.draining
-            or logger.isEnabledFor(logging.DEBUG)  # only the task logs the duration
-        ):
-            write_response(None)
+        elif self.encoded is None or self.gateway.draining or logger.isEnabledFor(logging.DEBUG):
+            write_response(None)  # only the task logs the duration, at the level DEBUG
         else:
             json, binary = self.encoded
             if binary:
@@ -281,7 +277,7 @@ async def _encode_response(
             text_values.append(await encode_in_turns(data, *description, trim))
     response = _assemble_response(template.encode_json(request_id, text_values), binary)
     if ACCEPT_ENCODING in request.headers:
-        encoding = preferred_encoding(request.headers[ACCEPT_ENCODING])
+        encoding = preferred_encoding(",".join(request.headers.getall(ACCEPT_ENCODING)))
         if encoding != "identity":
             compressed = compress_pieces(response.pieces, encoding)
             response.pieces = [await join_in_turns(compressed, trim)]

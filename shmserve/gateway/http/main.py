@@ -20,6 +20,7 @@ from shmserve.gateway.http.routes import ROUTES, metrics_routes
 from shmserve.gateway.http.routing import App, Cors
 from shmserve.gateway.listener import Acceptor, ListenerRules, listener_kind
 from shmserve.gateway.settings import GatewayStart
+from shmserve.ipc import processes
 from shmserve.ipc.messages.supervision import decode_start
 
 
@@ -31,7 +32,7 @@ def run(data: bytes, *fds: int) -> None:
         *fds: The descriptors of the listening sockets.
     """
     start = decode_start(GatewayStart, data)
-    process.prepare_process(f"gateway {start.name}", f"gateway http {start.name}", start.log)
+    processes.begin(f"gateway {start.name}", f"gateway http {start.name}", start.log)
     sockets = [socket.socket(fileno=fd) for fd in fds]
     http_sockets, metrics_sockets = sockets[: start.http_sockets], sockets[start.http_sockets :]
     create_frontend = partial(

@@ -12,18 +12,17 @@ milliseconds.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter, methodcaller
 
 from shmserve.errors import ShmserveError, Unavailable
+from shmserve.ipc import processes
 
 LARGE_BYTES = 1024 * 1024
 _TRIM_DELAY_S = 0.5
 
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has this function
 # The number of received bytes that extends the time limit of a body by one second.
 SLOWEST_RATE = 64 * 1024
 
@@ -44,8 +43,7 @@ class MallocTrim:
 
     def _trim_heap(self) -> None:
         self._timer = None
-        if _malloc_trim is not None:
-            _malloc_trim(0)
+        processes.trim_heap()
 
 
 class BodyBudget:

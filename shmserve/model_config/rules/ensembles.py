@@ -6,6 +6,7 @@ of steps are an extension of this server.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -187,8 +188,7 @@ def compose(
     available_models = _available_models(config, models, has_any_version)
     _check_mappings(config, available_models)
     _check_streams(config, available_models)
-    full = ModelConfig()
-    full.CopyFrom(config)
+    full = copy.deepcopy(config)
     full.model_transaction_policy.decoupled = any(map(_is_decoupled, available_models))
     return full
 

@@ -115,28 +115,21 @@ class Graph:
                 tensors += step.reads
         return frozenset(step_indices)
 
-    def sorted_steps(self) -> tuple[StepNode, ...]:
-        """Return the steps in topological order, without steps in cycles."""
-        available_tensors = set(self.inputs)
-        sorted_steps: list[StepNode] = []
-        waiting_steps = list(self.steps)
-        while ready_steps := [step for step in waiting_steps if step.reads <= available_tensors]:
-            sorted_steps += ready_steps
-            waiting_steps = [step for step in waiting_steps if step not in ready_steps]
-            for step in ready_steps:
-                available_tensors.update(step.outputs.values())
-        return tuple(sorted_steps)
-
     def origins(self, decoupled: Callable[[StepNode], bool]) -> dict[str, int]:
         """Return the origin of each tensor by name: a step's index, or ONCE_PER_REQUEST.
+
+        Tensors of steps in cycles are omitted.
 
         Args:
             decoupled: Returns whether the model of a step gives any number of responses.
         """
         tensor_origins = dict.fromkeys(self.inputs, ONCE_PER_REQUEST)
-        for step in self.sorted_steps():
-            origin = step.index if decoupled(step) else origin_of(step, tensor_origins)
-            tensor_origins.update(dict.fromkeys(step.outputs.values(), origin))
+        waiting_steps = list(self.steps)
+        while ready_steps := [s for s in waiting_steps if s.reads <= tensor_origins.keys()]:
+            waiting_steps = [step for step in waiting_steps if step not in ready_steps]
+            for step in ready_steps:
+                origin = step.index if decoupled(step) else origin_of(step, tensor_origins)
+                tensor_origins.update(dict.fromkeys(step.outputs.values(), origin))
         return tensor_origins
 
 

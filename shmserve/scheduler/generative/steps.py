@@ -55,16 +55,11 @@ def _fit_weights(products: list[list[float]], right_sides: list[float]) -> list[
     while active:
         rows = [
             [
-                *(
-                    products[row][column] + _INITIAL_CERTAINTIES[row] * (row == column)
-                    for column in active
-                ),
-                right_sides[row],
+                *(products[row][i] + _INITIAL_CERTAINTIES[row] * (row == i) for i in active),
+                right_sides[row] + _INITIAL_CERTAINTIES[row] * _INITIAL_WEIGHTS[row],
             ]
             for row in active
         ]
-        for row, equation in zip(active, rows, strict=True):
-            equation[-1] += _INITIAL_CERTAINTIES[row] * _INITIAL_WEIGHTS[row]
         solution = _solve(rows)
         if min(solution) >= 0:
             for row, weight in zip(active, solution, strict=True):

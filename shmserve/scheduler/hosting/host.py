@@ -20,7 +20,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -350,11 +349,7 @@ _FROM_SUPERVISOR = frozenset(get_args(SupervisorToHost))
 def run(encoded_start: bytes) -> None:
     """Host schedulers as an encoded `HostStart` describes, until the supervisor sends `Stop`."""
     start = decode_start(HostStart, encoded_start)
-    logs.configure(start.title, start.log)
-    processes.set_process_title(start.title)
-    # A service manager may signal every process, but only the supervisor ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    processes.begin(start.title, start.title, start.log)
     processes.disable_timer_slack()
     processes.unmap_large_blocks_on_free()
     Host(start).run()

@@ -10,6 +10,7 @@ A check has two functions: `gather` collects facts, and the pure `judge` returns
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import NamedTuple
 
 OK, WARNING, WRONG = "ok", "warning", "wrong"
@@ -54,3 +55,11 @@ def wrong(finding: str, fix: str) -> Verdict:
 def megabytes(count: int) -> str:
     """Return a number of bytes as text, in MB or GB."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.0f} MB"
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package, or None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

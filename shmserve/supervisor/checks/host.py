@@ -18,7 +18,7 @@ import shmserve
 from shmserve.common import fd_limits
 from shmserve.common.host import cgroup_limit, processors
 from shmserve.config.server import ServerConfig
-from shmserve.supervisor.checks import Verdict, ok, warning, wrong
+from shmserve.supervisor.checks import Verdict, installed_version, ok, warning, wrong
 
 _FILE_LIMIT_FIX = (
     "set LimitNOFILE=65536 in the unit, or run ulimit -Hn 65536, or docker run "
@@ -47,14 +47,7 @@ def gather_packages(_: ServerConfig) -> Versions:
     except metadata.PackageNotFoundError:
         return {}
     requirements = re.findall(r"^([\w.-]+)[^;\n]*?>=([\w.]+)[^;\n]*$", lines, re.MULTILINE)
-    return {name: (_installed_version(name), minimum) for name, minimum in requirements}
-
-
-def _installed_version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
+    return {name: (installed_version(name) or "", minimum) for name, minimum in requirements}
 
 
 def judge_packages(versions: Versions) -> Verdict:

@@ -13,7 +13,7 @@ import resource
 import subprocess
 import sys
 import tempfile
-from importlib import metadata, util
+from importlib import util
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from shmserve.common.host import accelerators, cgroup_limit, cuda_devices
 from shmserve.config.server import ServerConfig
 from shmserve.errors import ShmserveError, how_to_install
 from shmserve.ipc.memory.cuda_ipc import CudaError, DeviceAllocation, Driver
-from shmserve.supervisor.checks import Verdict, megabytes, ok, warning, wrong
+from shmserve.supervisor.checks import Verdict, installed_version, megabytes, ok, warning, wrong
 
 _SHM = Path("/dev/shm")
 _TOO_SMALL_BYTES = 64 * 2**20  # Docker's default size of /dev/shm, too small for regions
@@ -225,15 +225,8 @@ def gather_devices(config: ServerConfig) -> DeviceList:
         driver=driver[0] if driver else "",
         gpus=tuple(sorted(map(_describe_gpu, _DRIVER_FOLDER.glob("gpus/*/information")))),
         mig_instances=len(list(_DRIVER_FOLDER.glob("capabilities/gpu*/mig/gi*"))),
-        torch=_torch_version(),
+        torch=installed_version("torch"),
     )
-
-
-def _torch_version() -> str | None:
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _describe_gpu(information: Path) -> str:

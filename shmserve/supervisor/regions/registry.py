@@ -311,11 +311,7 @@ class RegionRegistry:
         existing = self._active_regions.get(name)
         if existing is None or (existing.is_orphaned and existing.owner.admits(peer)):
             return False
-        is_same = (existing.cuda, existing.offset, existing.byte_size) == (
-            handle,
-            offset,
-            size,
-        )
+        is_same = (existing.cuda, existing.offset, existing.byte_size) == (handle, offset, size)
         if not is_same or not existing.owner.admits(peer):
             raise _name_in_use(name)
         return True

@@ -14,7 +14,6 @@ import fcntl
 import mmap
 import os
 import secrets
-import signal
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -236,11 +235,7 @@ def run(data: bytes, cuda: Callable[[], CudaExporter] = Driver) -> None:
     """
     start = decode_start(WorkspaceStart, data)
     title = f"workspace cuda:{start.device_id}"
-    logs.configure(title, start.log)
-    processes.set_process_title(title)
-    # A service manager may signal every process, but only the supervisor ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    processes.begin(title, title, start.log)
     hold(start, cuda())
 
 

@@ -28,7 +28,9 @@ COUNTER_MODEL = repositories.python_model("""
             count = int(self.input(request, "COUNT")[0])
             sender = request.get_response_sender()
             for number in range(count):
-                sender.send(self.response(OUT=np.array([number], np.int32)))
+                out = self.response(OUT=np.array([number], np.int32))
+                is_wrong = count == 9 and number == 5
+                sender.send(self.failure("in no mood") if is_wrong else out)
             sender.send(flags=FINAL)
 """)
 COUNTER_CONFIG = """
@@ -203,11 +205,15 @@ def test_errors_are_counted_and_reported(
     perf: Perf, protocol: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "data.json"
-    path.write_text(json.dumps([{"INPUT0": [number] * 4} for number in (1, 2, -1)]))
-    point = perf(protocol, "moody", "--concurrency=2", f"--data={path}")
-    assert point["errors"] == pytest.approx(point["requests"] / 2, rel=0.2, abs=3)
-    assert "requests failed; mostly: " in capsys.readouterr().out
-    assert "in no mood" in point["error"]
+    for model, items in (
+        ("moody", [{"INPUT0": [number] * 4} for number in (1, 2, -1)]),
+        ("counter", [{"COUNT": [number]} for number in (1, 2, 9)]),
+    ):
+        path.write_text(json.dumps(items))
+        point = perf(protocol, model, "--concurrency=2", f"--data={path}")
+        assert point["errors"] == pytest.approx(point["requests"] / 2, rel=0.2, abs=3)
+        assert "requests failed; mostly: " in capsys.readouterr().out
+        assert "in no mood" in point["error"]
 
 
 def test_a_report_is_written_drawn_and_compared(

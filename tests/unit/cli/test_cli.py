@@ -93,11 +93,12 @@ class InterruptedSupervisor:
 
     ended_with = -1
 
+    def __init__(self) -> None:
+        self.end_signals: asyncio.Queue[int] = asyncio.Queue()
+        self.end_signals.put_nowait(signal.SIGTERM)
+
     def open(self) -> None:
         pass
-
-    async def next_end_signal(self) -> int:
-        return signal.SIGTERM
 
     async def end(self, status: int) -> None:
         self.ended_with = status

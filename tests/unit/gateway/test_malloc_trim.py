@@ -6,6 +6,7 @@ import pytest
 
 from shmserve.gateway.inference import body_arrival
 from shmserve.gateway.inference.body_arrival import LARGE_BYTES
+from shmserve.ipc import processes
 
 
 @pytest.mark.parametrize(("size", "expected_trims"), [(LARGE_BYTES, [0]), (LARGE_BYTES - 1, [])])
@@ -15,7 +16,7 @@ async def test_large_requests_cost_one_trim_and_small_ones_none(
     calls: list[int] = []
 
     monkeypatch.setattr(body_arrival, "_TRIM_DELAY_S", 0.001)
-    monkeypatch.setattr(body_arrival, "_malloc_trim", calls.append)
+    monkeypatch.setattr(processes, "trim_heap", lambda: calls.append(0))
     trim = body_arrival.MallocTrim()
     for _ in range(50):
         trim.schedule(size)
@@ -27,5 +28,4 @@ async def test_large_requests_cost_one_trim_and_small_ones_none(
 
 
 def test_malloc_trim_is_available() -> None:
-    assert body_arrival._malloc_trim is not None
-    body_arrival._malloc_trim(0)
+    processes._libc.malloc_trim(0)

@@ -121,9 +121,7 @@ def _make_int8(weight: Tensor, bias: Tensor | None) -> Linear:
     engines = torch.backends.quantized.supported_engines
     torch.backends.quantized.engine = "fbgemm" if "fbgemm" in engines else "onednn"
     reduce_range = _products_saturate()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates its quantised tensors
-        packed = _pack_int8(weight)
+    packed = _pack_int8(weight)
     multiply = torch.ops.quantized.linear_dynamic
     vector_norm = torch.linalg.vector_norm
 
@@ -141,8 +139,10 @@ def _make_int8(weight: Tensor, bias: Tensor | None) -> Linear:
 def _pack_int8(weight: Tensor) -> object:
     scales = weight.abs().amax(1).clamp_min(_MIN_SCALE) / 127
     zeros = torch.zeros(len(weight), dtype=torch.long)
-    quantised = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
-    return torch.ops.quantized.linear_prepack(quantised, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates its quantised tensors
+        quantised = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+        return torch.ops.quantized.linear_prepack(quantised, None)
 
 
 @functools.cache
@@ -152,9 +152,7 @@ def _products_saturate() -> bool:
     weight = torch.randn(64, 256, generator=generator)
     rows = torch.randn(16, 256, generator=generator)
     expected_output = functional.linear(rows, weight)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        packed = _pack_int8(weight)
+    packed = _pack_int8(weight)
     multiply = torch.ops.quantized.linear_dynamic
     full_error, reduced_error = (
         (multiply(rows, packed, reduce_range) - expected_output).square().sum()
