@@ -235,9 +235,7 @@ async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None
 async def test_a_worker_that_does_not_stop_is_killed_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    processes = Processes()
-    model = deployment(processes)
-    await model.start()
+    processes, model = await start_version()
     monkeypatch.setattr(type(processes.context), "end", AsyncMock(return_value=False))
     await model.stop()
     await processes.end()
