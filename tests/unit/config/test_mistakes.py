@@ -1,9 +1,11 @@
 """Common mistakes in configurations: position, key, value, allowed values, nearest name."""
 
+import asyncio
 import bdb
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -287,6 +289,20 @@ def test_a_breakpoint_in_a_worker_names_the_page_of_the_guide() -> None:
     assert describe_error(bdb.BdbQuit()) == (
         "BdbQuit: a worker has no terminal for breakpoint(); see `shmserve guide debug`"
     )
+
+
+def test_frames_of_the_event_loop_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "1/model.py"
+    code = compile("async def predict(): 1 / 0", str(path), "exec")
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
+    with pytest.raises(ZeroDivisionError) as caught:
+        asyncio.run(namespace["predict"]())
+    # The frame of this file would follow the server's frames.
+    caught.value.__traceback__ = caught.tb.tb_next
+    assert model_traceback(caught.value, path.parent).splitlines()[1:2] == [
+        f'  File "{path}", line 1, in predict'
+    ]
 
 
 def test_an_invalid_line_is_shown_with_the_users_path(

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
@@ -232,7 +232,9 @@ async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None
     model = deployment(processes)
     await model.start()
     worker = processes.children[0]
-    waiting_ends = [asyncio.ensure_future(processes.context.end(worker, 0)) for _ in range(2)]
+    waiting_ends: list[asyncio.Future[Any]] = [
+        asyncio.ensure_future(processes.context.end(worker, 0)) for _ in range(2)
+    ]
     worker.kill = lambda signal_number=9: None  # type: ignore[method-assign]
     waiting_ends += [asyncio.ensure_future(model.kill())]
     await asyncio.sleep(0.001)
@@ -242,6 +244,18 @@ async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None
     worker.exited.set_result("signal 9")
     await processes.end()
     assert (await worker.exited) == "signal 9"
+
+
+async def test_a_worker_that_does_not_stop_is_killed_and_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    processes = Processes()
+    model = deployment(processes)
+    await model.start()
+    monkeypatch.setattr(type(processes.context), "end", AsyncMock(return_value=False))
+    await model.stop()
+    await processes.end()
+    assert "instance 'm_0_0' is killed: its `unload`" in caplog.text
 
 
 async def test_a_cancelled_load_leaves_no_processes() -> None:
