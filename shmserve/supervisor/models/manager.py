@@ -235,8 +235,8 @@ class LifecycleExecutor(LifecycleActions):
             fingerprint = planner.fingerprint(name)
             specs = planner.plan(name, *order.source)
         except (ShmserveError, OSError) as error:
-            if isinstance(error, OSError):  # this user may not read a file or folder
-                path = Path(error.filename or name)
+            if isinstance(error, OSError):  # a file is unreadable, or the disk of --run-dir is full
+                path = Path(error.filename or f"{name}/files")
                 error = InvalidArgument(f"'{path.parent.name}/{path.name}': {error.strerror}")
             count = planner.count(name)
             return LoadPlan(fingerprint, [], {}, error, count > 0, count > 1)
