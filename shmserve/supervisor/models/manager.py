@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
 
 from shmserve.common.names import check_model_name, is_traversal
-from shmserve.errors import InvalidArgument, ShmserveError, Unavailable
+from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.messages.publications import (
     LoadRefused,
     ModelPublication,
@@ -234,12 +234,9 @@ class LifecycleExecutor(LifecycleActions):
         try:
             fingerprint = planner.fingerprint(name)
             specs = planner.plan(name, *order.source)
-        except (ShmserveError, OSError) as error:
-            if isinstance(error, OSError):  # a file is unreadable, or the disk of --run-dir is full
-                path = Path(error.filename or f"{name}/files")
-                error = InvalidArgument(f"'{path.parent.name}/{path.name}': {error.strerror}")
+        except Exception as error:  # any exception, because the order waits for its plan
             count = planner.count(name)
-            return LoadPlan(fingerprint, [], {}, error, count > 0, count > 1)
+            return LoadPlan(fingerprint, [], {}, _plan_error(name, error), count > 0, count > 1)
         steps: dict[str, list[str]] = {}
         unvisited = [step.name for spec in specs for step in spec.steps]
         while unvisited:
@@ -334,6 +331,16 @@ class LifecycleExecutor(LifecycleActions):
         else:
             await asyncio.sleep(REQUEST_PATIENCE_S)
         self.lifecycle.order_finalized(order)
+
+
+def _plan_error(name: str, error: Exception) -> ShmserveError:
+    if isinstance(error, ShmserveError):
+        return error
+    if isinstance(error, OSError):  # a file is unreadable, or the disk of --run-dir is full
+        path = Path(error.filename or f"{name}/files")
+        return InvalidArgument(f"'{path.parent.name}/{path.name}': {error.strerror}")
+    logger.error("model '%s': its files could not be read", name, exc_info=error)
+    return Internal()
 
 
 class ModelManager:
