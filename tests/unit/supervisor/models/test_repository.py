@@ -205,7 +205,7 @@ EMPTY_ERROR = "Model name cannot be empty. Please enter a valid name to deploy."
         ("m\n", PRINTABLE_ERROR),
         ("m\u202e", PRINTABLE_ERROR),
         ("\udcff", PRINTABLE_ERROR),
-        ("\ufffd", PRINTABLE_ERROR),
+        ("m\ufffd", PRINTABLE_ERROR),
         ("a" * 256, PRINTABLE_ERROR),
         ("é" * 128, PRINTABLE_ERROR),
     ],
