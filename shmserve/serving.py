@@ -300,6 +300,9 @@ def _source_of(cls: type) -> str:
         raise InvalidArgument(message) from error
     statements = list(_statements(cls))
     used_names = {"*", *_names(class_tree), *_annotation_names(class_tree)}
+    # In a class, `scale = scale` reads the module's value.
+    for node in getattr(class_tree.body[0], "body", ()):
+        used_names |= _names(node.value) if isinstance(node, ast.Assign) else set()
     used_statements: list[ast.stmt] = []
     while True:
         definitions = [
@@ -328,6 +331,8 @@ def _source_of(cls: type) -> str:
         sources.sort(key=itemgetter(0))
     is_future = any("__future__" in ast.unparse(node) for node, _ in statements)
     header = ["from __future__ import annotations"] if is_future else []
+    if any("argparse" in source or "argv" in source for _, source in sources):
+        header.append(f"import sys; sys.argv = {sys.argv!r}")
     if package := sys.modules[cls.__module__].__package__:  # relative imports need it
         header.append(f"__package__ = {package!r}")
     text = "; ".join(header) + "\n" if header else ""

@@ -25,6 +25,7 @@ T = TypeVar("T")
 _JOIN_TIMEOUT_S = 5.0
 _MAX_ERROR_CHARACTERS = 16384  # an exception's text may contain a whole file or tensor
 _IMPORTLIB = f"{Path(importlib.__file__).parent}/"
+_LIBRARIES = re.compile(rf"{re.escape(str(Path(os.__file__).parent))}/|.*/site-packages/|<")
 _PACKAGE = f"{Path(str(tensor_types.__file__)).parent}/"
 
 
@@ -54,7 +55,7 @@ def check_ready(model: Any, run_coroutine: Callable[[Coroutine[Any, Any, Any]], 
         Internal: The result is not a bool. Exceptions of the model are passed on.
     """
     is_ready = model.is_ready()
-    if asyncio.iscoroutine(is_ready):
+    if isinstance(is_ready, Coroutine):
         is_ready = run_coroutine(is_ready)
     if not isinstance(is_ready, bool):
         raise Internal(f"`is_ready` must return a bool, found type '{type(is_ready)}'")
@@ -89,9 +90,9 @@ def model_traceback(error: BaseException, model_dir: Path) -> str:
 def format_error(error: BaseException, model_dir: Path) -> str:
     """Return an exception with its traceback, or "" if no frame is the model's.
 
-    The server's frames before the model's first frame, and frames of the import system, are left
-    out. If the model was given by its file, the traceback shows the user's path of this file, not
-    the link in the run directory.
+    The frames of the server and of libraries (asyncio and torch call a model) before the model's
+    first frame, and frames of the import system, are left out. If the model was given by its file,
+    the traceback shows the user's path of this file, not the link in the run directory.
     """
     report = _model_report(error, model_dir)
     return "".join(report.format()).rstrip("\n") if report.stack else ""
@@ -102,7 +103,9 @@ def _model_report(error: BaseException, model_dir: Path) -> traceback.TracebackE
     report = traceback.TracebackException.from_exception(error)
     chained: traceback.TracebackException | None = report
     while chained is not None:
-        frames = itertools.dropwhile(_is_server_frame, chained.stack)
+        frames = list(itertools.dropwhile(_is_server_frame, chained.stack))
+        own_frames = itertools.dropwhile(lambda f: _LIBRARIES.match(f.filename), frames)
+        frames = list(own_frames) or frames
         chained.stack[:] = [frame for frame in frames if not frame.filename.startswith("<frozen")]
         for frame in chained.stack:
             frame.filename = frame.filename.replace(f"{model_dir}/", f"{user_folder}/")

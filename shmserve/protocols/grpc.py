@@ -47,6 +47,7 @@ _SERVICE = "/inference.GRPCInferenceService/"
 _FINAL_PARAMETER = "triton_final_response"
 # The serialised parameter with the value true.
 _FINAL_MARK = b"\x0a\x15triton_final_response\x12\x02\x08\x01"
+_NOT_FINAL_MARK = _FINAL_MARK[:-1] + b"\0"
 _ERROR_TAG = b"\x0a"  # the first byte of a stream message that is an error
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 _LANES_PER_CONNECTION = 6  # as many as Triton's clients that share a connection by default
@@ -277,10 +278,11 @@ class GrpcLane:
         self._stream_id = 0
         self._is_busy = False
         self._received_data = bytearray()
+        self._stream_error = ""  # the first error in the responses to the current request
 
     def send(self, message: bytes) -> None:
         """Send a request."""
-        self._is_busy = True
+        self._is_busy, self._stream_error = True, ""
         if not self._stream_id:
             self._connection = self._lane_factory.connection(self._number)
             self._stream_id = self._connection.start(self, self._lane_factory.head)
@@ -307,8 +309,11 @@ class GrpcLane:
         if not self._is_busy:
             return
         if message[:1] == _ERROR_TAG:
-            self._is_busy = False
-            self.observer.on_end(pb.ModelStreamInferResponse.FromString(message).error_message)
+            error = pb.ModelStreamInferResponse.FromString(message).error_message
+            self._stream_error = self._stream_error or error
+            if _NOT_FINAL_MARK not in message:
+                self._is_busy = False
+                self.observer.on_end(self._stream_error)
         elif _FINAL_MARK not in message:
             self.observer.on_response()
         else:
@@ -316,7 +321,7 @@ class GrpcLane:
             if pb.ModelStreamInferResponse.FromString(message).infer_response.outputs:
                 self.observer.on_response()
             self._is_busy = False
-            self.observer.on_end()
+            self.observer.on_end(self._stream_error)
 
     def handle_end(self, error: str) -> None:
         """Handle the end of the call or of the stream."""

@@ -172,9 +172,11 @@ class NativeLane:
     def __init__(self, lane_factory: NativeLaneFactory, observer: LaneObserver) -> None:
         self._lane_factory = lane_factory
         self._observer = observer
+        self._stream_error = ""  # the first error of the current stream
 
     def send(self, request: Call) -> None:
         """Queue a request."""
+        self._stream_error = ""
         lane_factory = self._lane_factory
         session, connection = lane_factory.session, lane_factory.connection
         built_request = session.pack(connection, request, stream=lane_factory.streams)
@@ -191,13 +193,12 @@ class NativeLane:
         self._observer.on_end(outcome.message if isinstance(outcome, ShmserveError) else "")
 
     def _on_responses(self, pending: ClientStream) -> None:
-        error = ""
         while pending.items:
             try:
                 pending.take()
                 self._observer.on_response()
             except ShmserveError as failure:
-                error = failure.message
+                self._stream_error = self._stream_error or failure.message
             credit = pending.read()
             if credit:
                 self._lane_factory.channel.schedulers.credit(pending, credit)
@@ -205,7 +206,7 @@ class NativeLane:
         if pending.finished:
             pending.on_item = _ignore_item
             pending.abandon()
-            self._observer.on_end(error)
+            self._observer.on_end(self._stream_error)
 
     def close(self) -> None:
         """Do nothing: the factory closes the channel."""

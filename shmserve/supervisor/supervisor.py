@@ -245,7 +245,7 @@ class Supervisor:
 
         The waiters of `child.exited` are called afterwards.
         """
-        context, pid, reason = self.context, child.pid, child.exited.result()
+        context, pid, reason = self.context, child.pid, child.reason_for_clients
         match context.control.dismiss(pid):
             case "gateway":
                 self.regions.draining.gateway_exited(pid)

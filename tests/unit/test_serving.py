@@ -26,6 +26,7 @@ from shmserve.model import FP32
 
 LABELS, unused = ["a"], 1; OTHER = 2
 LABELS += ["b"]
+FACTOR = 1
 with open(__file__) as file:
     TEXT = file.read()
 
@@ -44,6 +45,7 @@ class Model:
     """Its text says json."""
 
     scale = len(LABELS)
+    FACTOR = FACTOR
 
     def predict(self, x: FP32[np.ndarray, 4]) -> FP32[np.ndarray, 4]:
         result = {"unused": x}
@@ -99,6 +101,14 @@ def test_a_class_is_sent_with_definitions_that_it_uses(load: Callable[[str], Mod
     namespace = {"__name__": "model", "__file__": __file__}
     exec(compile(text, "model.py", "exec"), namespace)
     assert namespace["Model"]().predict(3) == 12  # type: ignore[operator]
+
+
+def test_a_class_finds_the_arguments_of_its_script(
+    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["a_script.py", "--k=3"])
+    module = load("import sys\nK = sys.argv[1]\nclass M:\n    def predict(self): return K\n")
+    assert "sys.argv = ['a_script.py', '--k=3']\n" in serving._source_of(module.M)
 
 
 def test_classes_of_a_function_use_none_of_its_variables(load: Callable[[str], ModuleType]) -> None:

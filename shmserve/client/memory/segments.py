@@ -72,6 +72,8 @@ class Segment(RegisteredMemory):
             text = f"{byte_size} bytes of shared memory cannot be allocated"
             if huge_pages:
                 text += f": too few huge pages of {page} bytes are free (vm.nr_hugepages)"
+            else:
+                text += f": {error.strerror}"
             raise Unavailable(text) from error
         self._use(mapped)
 

@@ -90,7 +90,8 @@ async def _start_generation(
 ) -> _Generation:
     arrived_ns = time.monotonic_ns()
     model = await resolve_model(gateway, name, version)
-    if any(encoding != "identity" for encoding in request.headers.getall(CONTENT_ENCODING, ())):
+    encodings = request.headers.getall(CONTENT_ENCODING, ())
+    if any(encoding.strip().lower() != "identity" for encoding in encodings):
         raise InvalidArgument("Unsupported content-encoding, only 'identity' is supported.")
     tensors = model.metadata.get("inputs", ())
     inputs = {t["name"]: (t["datatype"], t["shape"]) for t in tensors}

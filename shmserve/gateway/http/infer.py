@@ -277,7 +277,7 @@ async def _encode_response(
             text_values.append(await encode_in_turns(data, *description, trim))
     response = _assemble_response(template.encode_json(request_id, text_values), binary)
     if ACCEPT_ENCODING in request.headers:
-        encoding = preferred_encoding(request.headers[ACCEPT_ENCODING])
+        encoding = preferred_encoding(",".join(request.headers.getall(ACCEPT_ENCODING)))
         if encoding != "identity":
             compressed = compress_pieces(response.pieces, encoding)
             response.pieces = [await join_in_turns(compressed, trim)]

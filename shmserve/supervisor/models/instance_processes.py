@@ -412,7 +412,9 @@ class Instances:
     async def _end(self, instance: Instance) -> None:
         self._send(instance, m.Stop())
         instance.transition("stop")
-        await self._context.end(instance.child, _STOP_PATIENCE_S)
+        if not await self._context.end(instance.child, _STOP_PATIENCE_S):
+            text = "instance '%s' is killed: its `unload`, `finalize` or execution takes over %g s"
+            logger.error(text, instance.name, _STOP_PATIENCE_S)
 
     # --- schedulers
 

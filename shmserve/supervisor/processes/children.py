@@ -71,6 +71,11 @@ class Child:
         return f"{reason}: {self.cause}" if self.cause else reason
 
     @property
+    def reason_for_clients(self) -> str:
+        """Return the exit status or signal, and whether the kernel killed it for lack of memory."""
+        return self.reason if self.cause == _OUT_OF_MEMORY else self.exited.result()
+
+    @property
     def was_killed(self) -> bool:
         """Return whether an operator, or the kernel for lack of memory, has killed the process."""
         killed = self.exited.result() == f"signal {signal.SIGKILL.value}"

@@ -187,7 +187,7 @@ class NativeBackend(Backend):
 
     def _await(self, result: Any) -> Any:
         """Return the result of a method; a coroutine runs in the event loop of `predict`."""
-        if not asyncio.iscoroutine(result):
+        if not isinstance(result, Coroutine):
             return result
         if self._streams is not None:
             return self._streams.wait(result)

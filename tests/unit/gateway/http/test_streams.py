@@ -262,7 +262,7 @@ def test_errors_before_the_submission(gateway: Rig, scheduler: Scheduler, verb: 
     path = f"/v2/models/repeat/{verb}"
     http = Http(gateway.port)
     cases: list[tuple[int, str, Any, dict[str, str]]] = [
-        (500, "attempt to get members for non-object", b"[]", {}),
+        (500, "attempt to get members for non-object", b"[]", {"Content-Encoding": "Identity"}),
         (500, "Unable to parse 'data': attempt to access JSON non-signed-integer as signed-integer "
          "(input 'IN' has \"x\")", {"IN": "x"}, {}),
         (400, "Unsupported content-encoding, only 'identity' is supported.", {"IN": 1},
