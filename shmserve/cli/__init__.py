@@ -66,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShmserveError as error:
         print(f"shmserve: {error.message}", file=sys.stderr)
         return 1
+    except MemoryError as error:
+        print(f"shmserve: not enough memory: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
     except OSError as error:

@@ -550,6 +550,9 @@ def test_white_space_between_parts_is_bounded(scheduler: Scheduler) -> None:
         ({"guided_regex": ""}, ""),
         ({"guided_choice": [""]}, ""),
         ({"guided_choice": ["fox", ""]}, "(fox)?"),
+        ({"guided_grammar": 'root ::= "a" b\nb ::= "b"'}, "ab"),
+        ({"guided_grammar": '?start: "a" b\n!b: "::="'}, "a::="),
+        ({"guided_grammar": 'start: "a" b\n?b: "b"'}, "ab"),
     ],
 )
 def test_a_text_ends_with_its_grammar(
