@@ -25,18 +25,24 @@ T = TypeVar("T")
 _JOIN_TIMEOUT_S = 5.0
 _MAX_ERROR_CHARACTERS = 16384  # an exception's text may contain a whole file or tensor
 _IMPORTLIB = f"{Path(importlib.__file__).parent}/"
+_LIBRARIES = re.compile(rf"{re.escape(str(Path(os.__file__).parent))}/|.*/site-packages/|<")
 _PACKAGE = f"{Path(str(tensor_types.__file__)).parent}/"
 
 
 def import_file(path: Path, name: str) -> ModuleType:
     """Run the file at `path` as module `name`; modules beside it can be imported.
 
+    A file in a package, whose folder has an `__init__.py`, may use relative imports.
+
     Raises:
         Exception: Any exception that the file raises.
     """
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    folders = path.resolve().parents
+    packages = [*itertools.takewhile(lambda folder: (folder / "__init__.py").is_file(), folders)]
+    name = ".".join([*(folder.name for folder in reversed(packages)), name])
+    for folder in map(str, (folders[len(packages)], folders[0])):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"'{path.name}' is not a Python file")
@@ -54,7 +60,7 @@ def check_ready(model: Any, run_coroutine: Callable[[Coroutine[Any, Any, Any]], 
         Internal: The result is not a bool. Exceptions of the model are passed on.
     """
     is_ready = model.is_ready()
-    if asyncio.iscoroutine(is_ready):
+    if isinstance(is_ready, Coroutine):
         is_ready = run_coroutine(is_ready)
     if not isinstance(is_ready, bool):
         raise Internal(f"`is_ready` must return a bool, found type '{type(is_ready)}'")
@@ -89,9 +95,9 @@ def model_traceback(error: BaseException, model_dir: Path) -> str:
 def format_error(error: BaseException, model_dir: Path) -> str:
     """Return an exception with its traceback, or "" if no frame is the model's.
 
-    The server's frames before the model's first frame, and frames of the import system, are left
-    out. If the model was given by its file, the traceback shows the user's path of this file, not
-    the link in the run directory.
+    The frames of the server and of libraries (asyncio and torch call a model) before the model's
+    first frame, and frames of the import system, are left out. If the model was given by its file,
+    the traceback shows the user's path of this file, not the link in the run directory.
     """
     report = _model_report(error, model_dir)
     return "".join(report.format()).rstrip("\n") if report.stack else ""
@@ -102,7 +108,9 @@ def _model_report(error: BaseException, model_dir: Path) -> traceback.TracebackE
     report = traceback.TracebackException.from_exception(error)
     chained: traceback.TracebackException | None = report
     while chained is not None:
-        frames = itertools.dropwhile(_is_server_frame, chained.stack)
+        frames = list(itertools.dropwhile(_is_server_frame, chained.stack))
+        own_frames = itertools.dropwhile(lambda f: _LIBRARIES.match(f.filename), frames)
+        frames = list(own_frames) or frames
         chained.stack[:] = [frame for frame in frames if not frame.filename.startswith("<frozen")]
         for frame in chained.stack:
             frame.filename = frame.filename.replace(f"{model_dir}/", f"{user_folder}/")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import urllib.error
 import urllib.request
 from typing import NamedTuple
 from urllib.parse import urlsplit
@@ -112,7 +113,8 @@ def _scrape(url: str, token: str, model: str) -> dict[str, float]:
         with urllib.request.urlopen(request, timeout=30) as response:
             page = response.read().decode()
     except (OSError, ValueError) as error:
-        raise Unavailable(f"{url}: {error}") from None
+        reason = error.reason if type(error) is urllib.error.URLError else error
+        raise Unavailable(f"{url}: {reason}") from None
     try:
         families = list(text_string_to_metric_families(page))
     except ValueError as error:

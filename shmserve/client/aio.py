@@ -35,6 +35,7 @@ from shmserve.client.session import (
     Session,
     Tensors,
     call_of,
+    check_in_flight,
     model_path,
     open_session,
     signature_of,
@@ -364,6 +365,7 @@ class Server:
         Raises:
             ShmserveError: The error of a request, as for `infer`.
         """
+        check_in_flight(in_flight)
         input_iterator = _as_async(inputs)
         tasks: deque[asyncio.Task[Result]] = deque()
         try:
@@ -466,7 +468,7 @@ class Server:
             Times are in ns.
 
         Raises:
-            NotFound: The server has no such model or version.
+            InvalidArgument: The server has no such model or version.
             Unavailable: The server does not listen for HTTP.
         """
         return await asyncio.to_thread(self._session.statistics, model, version)

@@ -14,6 +14,7 @@ import os
 import select
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import deque
@@ -79,6 +80,11 @@ class ListenerLink:
     def remove_timeout(self) -> None:
         """Remove the timeout, once the server's initial state was received."""
         self._socket.settimeout(None)
+
+    def peer_pid(self) -> int:
+        """Return the pid of the server, or 0 if it is not in this program's PID namespace."""
+        raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        return int.from_bytes(raw[:4], sys.byteorder)
 
     def fileno(self) -> int:
         """Return the descriptor, for polling."""
@@ -212,6 +218,7 @@ class ServerConnection(ServerState):
         self._link = ListenerLink()
         try:
             self._link.connect(run_dir, timeout_s)
+            self.is_in_other_pid_namespace = self._link.peer_pid() == 0
             while not self._handle_messages():
                 pass
         except (OSError, MalformedMessage) as error:

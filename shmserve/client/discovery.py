@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,7 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
     requested_dir = run_dir or os.environ.get(VARIABLE)
     if requested_dir:
         path = Path(requested_dir)
-        if "://" in str(requested_dir):
+        if "://" in str(requested_dir) or re.fullmatch(r"[^/]+:\d+", str(requested_dir)):
             raise InvalidArgument(
                 f"'{requested_dir}' is a URL; give the run directory of a server on this host, or "
                 "use tritonclient or `shmserve client --url`"

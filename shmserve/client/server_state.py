@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Never, Protocol
 
 from shmserve.client.request.prepared import ClientTemplate
-from shmserve.errors import InvalidArgument, NotFound, Unavailable
+from shmserve.errors import InvalidArgument, NotFound, Unavailable, Unsupported
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.scheduler_client import Successors
@@ -187,6 +187,7 @@ class ServerState(ABC):
         self.start_ended = threading.Event()
         self.draining = False  # new requests must go to another server
         self.identity = ""
+        self.is_in_other_pid_namespace = False  # of the server; set before other threads run
         self.mappings = Mappings()
         self.link_numbers = itertools.count(1)
         self._channels: set[Wakeable] = set()
@@ -204,8 +205,21 @@ class ServerState(ABC):
         self.wake_all()
 
     def copy_range(self, memory_range: Range) -> bytearray:
-        """Return a copy of bytes in a worker's memory; raise Unavailable if it cannot be mapped."""
-        return bytearray(self.mappings.view(memory_range))
+        """Return a copy of bytes in a worker's memory.
+
+        Raises:
+            Unavailable: The memory no longer exists, or cannot be mapped.
+            Unsupported: Another user, or another PID namespace, owns the memory.
+        """
+        try:
+            return bytearray(self.mappings.view(memory_range))
+        except Unavailable as error:
+            if not (self.is_in_other_pid_namespace or isinstance(error.__cause__, PermissionError)):
+                raise
+            text = "an output is too large for a message; pass memory from `allocate` for it"
+            if self.is_in_other_pid_namespace:
+                text += ", or run this program in the server's PID namespace (docker run --pid)"
+            raise Unsupported(text) from None
 
     # --- channels
 

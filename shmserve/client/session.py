@@ -12,8 +12,11 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import numpy as np
 
 from shmserve.client import discovery
 from shmserve.client.connection import ServerConnection
@@ -84,6 +87,15 @@ def call_of(
     return model, inputs, outputs, version, options, tensors
 
 
+call_of.__qualname__ = "infer"  # for the TypeError of a call that lacks the model
+
+
+def check_in_flight(value: Any) -> None:
+    """Raise InvalidArgument unless `value` is a possible number of requests in flight."""
+    if not isinstance(value, int | np.integer) or value < 1:
+        raise InvalidArgument(f"in_flight must be an integer >= 1, got {value!r:.80}")
+
+
 def signature_of(
     source: Callable[P, Any],
 ) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
@@ -119,6 +131,9 @@ def model_path(model: str, version: str = "", *subpath: str) -> str:
     """Return the path of a model, or of one of its versions, in the HTTP API."""
     from urllib.parse import quote
 
+    for name, text in (("model", model), ("version", version)):
+        if not isinstance(text, str):
+            raise InvalidArgument(f"{name} must be a string, got {text!r:.80}")
     parts = [model, *(("versions", version) if version else ()), *subpath]
     return "/v2/models/" + "/".join(quote(part, safe="") for part in parts)
 
@@ -132,9 +147,13 @@ def open_session(
     """Return a session; with a timeout, wait until there is a server that has loaded its models.
 
     Raises:
+        InvalidArgument: An argument has a wrong type.
         Disconnected: There is no server, also after the timeout.
         Unavailable: The server still loads its models after the timeout.
     """
+    for name, number in (("memory_limit", memory_limit), ("timeout", timeout_s or 0)):
+        if not isinstance(number, Real):
+            raise InvalidArgument(f"{name} must be a number, got {number!r:.80}")
     if timeout_s is None:
         return Session(run_dir, memory_limit, _WELCOME_S, token)
     deadline = time.monotonic() + timeout_s

@@ -13,7 +13,14 @@ from shmserve.client.connection import ServerConnection
 from shmserve.client.memory.region import Region, Specs
 from shmserve.client.request.results import Result
 from shmserve.client.request.waiting import ResponseStream, SharedChannel, ThreadChannel, Waiter
-from shmserve.client.session import Session, Tensors, call_of, model_path, signature_of
+from shmserve.client.session import (
+    Session,
+    Tensors,
+    call_of,
+    check_in_flight,
+    model_path,
+    signature_of,
+)
 from shmserve.errors import ShmserveError, TimedOut, Unavailable
 from shmserve.ipc.endpoints import MAX_LINKS
 
@@ -128,6 +135,7 @@ class Server:
         Raises:
             ShmserveError: The error of a request, as for `infer`.
         """
+        check_in_flight(in_flight)
         waiting_requests: deque[Any] = deque()
         waiter = self._get_waiter()
         # The thread wakes up once for several responses. The other requests keep the server busy.
@@ -137,7 +145,13 @@ class Server:
                 call = call_of(
                     model, request_inputs, outputs=outputs, version=version, timeout=timeout
                 )
-                waiting_requests.append(waiter.submit(self._session.pack(waiter.connection, call)))
+                try:
+                    packed = self._session.pack(waiter.connection, call)
+                except ShmserveError:
+                    while waiting_requests:  # the results of the inputs before the invalid one
+                        yield waiter.wait(waiting_requests.popleft())
+                    raise
+                waiting_requests.append(waiter.submit(packed))
                 waiter.send(min_messages=min_messages)
                 if len(waiting_requests) >= in_flight:
                     yield waiter.wait(waiting_requests.popleft())
@@ -354,7 +368,7 @@ class Server:
             Times are in ns.
 
         Raises:
-            NotFound: The server has no such model or version.
+            InvalidArgument: The server has no such model or version.
             Unavailable: The server does not listen for HTTP.
         """
         return self._session.statistics(model, version)

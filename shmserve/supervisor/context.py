@@ -116,14 +116,20 @@ class SupervisorContext:
         """Run a coroutine in a task that is cancelled when the server ends."""
         return in_background(coroutine, self.tasks)
 
-    async def end(self, child: Child | None, patience_s: float) -> None:
-        """Wait for a process that was sent `Stop`; kill it after `patience_s` seconds."""
+    async def end(self, child: Child | None, patience_s: float) -> bool:
+        """Wait for a process that was sent `Stop`; kill it after `patience_s` seconds.
+
+        Returns:
+            Whether the process exited by itself.
+        """
         if child is None or not child.alive:
-            return
-        child.stops = True
+            return True
+        child.is_stopping = True
         try:
             async with asyncio.timeout(patience_s):
                 await child.until_exit()
         except TimeoutError:
             child.kill()
             await child.until_exit()
+            return False
+        return True

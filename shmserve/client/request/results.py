@@ -13,7 +13,7 @@ from shmserve.client.memory.segments import AnySegment, Segment
 from shmserve.client.memory.views import MemoryLease, noop
 from shmserve.client.request.arrays import dtype_of, to_torch
 from shmserve.client.request.prepare import PackedRequest
-from shmserve.errors import Internal, Released, Unavailable, Unsupported
+from shmserve.errors import Internal, Released, Unsupported
 from shmserve.ipc.memory.lent import release_messages
 from shmserve.ipc.messages.inference import Finished, Release, Responded
 from shmserve.ipc.tensors.arrays import decode_bytes
@@ -220,10 +220,4 @@ def _copy_output(reader: Reader, memory_range: Range, segment: Segment | None) -
     if segment is not None:
         start = memory_range.offset
         return bytearray(segment.bytes[start : start + memory_range.byte_size])
-    try:
-        return reader.copy_range(memory_range)
-    except Unavailable as error:
-        if not isinstance(error.__cause__, PermissionError):
-            raise
-        text = "an output is too large for a message; pass memory from `allocate` for it"
-        raise Unsupported(text) from None
+    return reader.copy_range(memory_range)

@@ -39,11 +39,11 @@ def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     if not guarded and not all(is_loopback(str(address[0])) for *_, address in found):
-        raise _unguarded(flag, f"'{address}'")
+        raise _unguarded_error(flag, f"'{address}'")
     return found
 
 
-def _unguarded(flag: str, address: str) -> InvalidArgument:
+def _unguarded_error(flag: str, address: str) -> InvalidArgument:
     return InvalidArgument(
         f"{flag}: other hosts reach {address}, so clients must send a token "
         "(--auth-token-file FILE); --insecure gives every client full access instead"
@@ -71,14 +71,14 @@ def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.soc
             sock.close()
         if failure.errno not in _NO_SUCH_FAMILY:
             flag = flag.replace("-address", "-port")
-        reason = f"{failure.strerror}{_port_user(failure, port)}{_remedy(failure, flag)}"
+        users = port_users(port) if failure.errno == errno.EADDRINUSE else []
+        if users and users[0][0] == os.getpid():
+            reason = f"another flag of this server has this port; set another {flag}"
+        else:
+            user = f" (by {users[0][1]}, pid {users[0][0]})" if users else ""
+            reason = f"{failure.strerror}{user}{_remedy(failure, flag)}"
         raise InvalidArgument(f"{flag}: cannot listen on {address}:{port}: {reason}") from None
     return sockets
-
-
-def _port_user(error: OSError, port: int) -> str:
-    users = port_users(port) if error.errno == errno.EADDRINUSE else []
-    return f" (by {users[0][1]}, pid {users[0][0]})" if users else ""
 
 
 def _remedy(error: OSError, flag: str) -> str:
@@ -116,7 +116,7 @@ def adopt(sock: socket.socket, guarded: bool, source: str = "LISTEN_FDS") -> soc
         return sock
     host, port = sock.getsockname()[:2]
     if not guarded and not is_loopback(host):
-        raise _unguarded(source, f"{host}:{port}")
+        raise _unguarded_error(source, f"{host}:{port}")
     return sock
 
 
@@ -145,7 +145,10 @@ def listen_unix(path: Path, group: int, flag: str) -> socket.socket:
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        reason = f"{error.strerror or error}{_remedy(error, flag)}"
+        if error.errno == errno.EADDRINUSE and not path.is_socket():
+            reason = "the path exists, and is not a socket"
+        else:
+            reason = f"{error.strerror or error}{_remedy(error, flag)}"
         raise InvalidArgument(f"{flag}: cannot listen on '{path}': {reason}") from None
     return sock
 

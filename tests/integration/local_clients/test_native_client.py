@@ -5,6 +5,9 @@ import concurrent.futures
 import contextlib
 import gc
 import json
+import os
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -306,7 +309,7 @@ def test_finished_calls_keep_no_memory(client) -> None:
         for _ in range(8):
             assert (client.infer_async("rows", INPUT0=x).result(20)["OUTPUT0"] == x).all()
         (kept,) = client._session.connection().models.resolve("rows", "").templates._values.values()
-        assert 1 <= len(kept._ring) <= 2
+        assert 1 <= len(kept._free_slots) <= 2
         region = client.allocate({"INPUT0": ((1, ROW), "FP32"), "OUTPUT0": ((1, ROW), "FP32")})
         lease_ref = weakref.ref(region.lease)
         client.infer_async("rows", region).result(20)
@@ -403,6 +406,24 @@ def test_a_link_that_the_server_ends(client) -> None:
     assert (client.infer("identity", INPUT0=x, timeout=20)["OUTPUT0"] == x).all()
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can create a PID namespace")
+def test_a_program_in_another_pid_namespace_needs_memory_for_large_outputs(rows_server) -> None:
+    """As in a container that shares only the run directory."""
+    code = f"""
+import numpy as np, shmserve.client
+x = np.ones(100_000, np.float32)
+with shmserve.client.connect({str(rows_server.run_dir)!r}) as server:
+    print(server.infer("identity", INPUT0=x[:4])["OUTPUT0"])
+    memory = server.allocate({{"y": (x.shape, "FP32")}})["y"]
+    print(server.infer("identity", INPUT0=x, outputs={{"OUTPUT0": memory}})["OUTPUT0"].sum())
+    server.infer("identity", INPUT0=x)
+"""
+    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", code]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert run.stdout.split("\n")[:2] == ["[1. 1. 1. 1.]", "100000.0"], run.stderr
+    assert "in the server's PID namespace" in run.stderr
+
+
 def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
     connection = client._session.connection()
     copied, remaining_losses = connection.copy_range, [1]
@@ -420,7 +441,7 @@ def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:
     future = client.infer_async("identity", INPUT0=x)
     assert isinstance(future.exception(20), shmserve.client.Unavailable)
     (prepared,) = connection.models.resolve("identity", "").templates._values.values()
-    assert len({id(slot) for slot in prepared._ring}) == len(prepared._ring) == 1
+    assert len({id(slot) for slot in prepared._free_slots}) == len(prepared._free_slots) == 1
 
 
 def test_an_invalid_timeout(client) -> None:

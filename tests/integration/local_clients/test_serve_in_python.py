@@ -14,7 +14,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -78,6 +78,9 @@ def scaled(x):
     return x * FACTOR
 
 class Triple:
+    def load(self, context):
+        assert (context.directory / "script.py").is_file() and __file__.endswith("script.py")
+
     def predict(self, x: FP32[np.ndarray, 4]) -> FP32[np.ndarray, 4]:
         return scaled(x)
 
@@ -258,6 +261,25 @@ def test_a_response_may_lack_an_output_that_is_not_required(serve_model) -> None
     with pytest.raises(TypeError, match=r"a client cannot be pickled.*: call connect\(\)"):
         copy.copy(server)
     assert "did not return" not in server.log.read_text()
+
+
+def test_arguments_of_a_wrong_type_are_named(serve_model) -> None:
+    server = serve_model(Double)
+    connect: Any = client.connect
+    calls = {
+        r"infer\(\) missing 1 required positional argument: 'model'": lambda: server.infer(x=X),
+        "in_flight must be an integer >= 1, got 0": lambda: [*server.map("m", [], in_flight=0)],
+        "version must be a string, got 1": lambda: server.metadata("double", 1),
+        "timeout must be a number, got '1'": lambda: connect(timeout="1"),
+        "memory_limit must be a number, got '1G'": lambda: connect(memory_limit="1G"),
+    }
+    for text, call in calls.items():
+        with pytest.raises((InvalidArgument, TypeError), match=text):
+            call()
+    results = server.map("double", [{"x": X}, {"x": X}, {"x": None}])
+    assert [next(results)["output"][0, 0] for _ in range(2)] == [2, 2]
+    with pytest.raises(InvalidArgument, match="None"):
+        next(results)
 
 
 def test_help_shows_what_a_user_imports() -> None:

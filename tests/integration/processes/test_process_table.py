@@ -36,7 +36,7 @@ async def main():
         child = children.adopt(os.posix_spawn("/bin/sleep", ["sleep", "60"], {}), "one")
         child.kill()
         await child.exited
-        print(child.reason, child.was_killed)
+        print(child.reason_for_clients, child.was_killed)
 
 asyncio.run(main())
 """

@@ -47,6 +47,14 @@ def test_ctrl_c_during_the_imports_exits_with_130(tmp_path: Path) -> None:
     assert (completed.returncode, completed.stderr) == (130, "")
 
 
+def test_a_lack_of_memory_is_reported_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "_run", lambda _: bytearray(1 << 60))
+    assert cli.main(["perf"]) == 1
+    assert capsys.readouterr().err.startswith("shmserve: not enough memory")
+
+
 def test_a_closed_output_pipe_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
@@ -78,7 +86,7 @@ def test_a_terminal_without_unicode_shows_a_page() -> None:
         ("perf m --url http://127.0.0.1:1", "http://127.0.0.1:1: no response: Connection refused"),
         ("tune m --p99 9ms --url 127.0.0.1:1", "http://127.0.0.1:1: no response: Connection ref"),
         ("top --once --metrics-url 127.0.0.1:1", "http://127.0.0.1:1/live: [Errno 111] Conne"),
-        ("profile m --metrics-url 127.0.0.1:1", "http://127.0.0.1:1/metrics: <urlopen error [Err"),
+        ("profile m --metrics-url 127.0.0.1:1", "http://127.0.0.1:1/metrics: [Errno 111]"),
     ],
 )
 def test_an_unreachable_server_is_named(

@@ -39,9 +39,10 @@ def test_without_a_run_directory_the_error_names_the_command(default_dir: Path) 
         discovery.find(None)
 
 
-def test_a_url_is_no_run_directory() -> None:
-    with pytest.raises(InvalidArgument, match="'http://localhost:8000' is a URL; give the run dir"):
-        discovery.find("http://localhost:8000")
+@pytest.mark.parametrize("url", ["http://localhost:8000", "localhost:8001"])
+def test_a_url_is_no_run_directory(url: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"'{url}' is a URL; give the run dir"):
+        discovery.find(url)
 
 
 def test_a_run_directory_whose_server_has_ended_is_disconnected(default_dir: Path) -> None:

@@ -36,10 +36,7 @@ def links(page: Path) -> list[str]:
 
 @cache
 def known_flags(v: str) -> set[str]:
-    if flags := {
-        "check": ("--input", "--json", "--on-cpu"),
-        "doctor": ("--json", "--peer"),
-    }.get(v):
+    if flags := {"check": ("--input", "--json", "--on-cpu"), "doctor": ("--json", "--peer")}.get(v):
         return known_flags("serve") | set(flags)
     if v == "serve":
         return {f"--{name}" for name in FLAGS}
@@ -78,6 +75,9 @@ def test_each_block_has_a_purpose(page: Path) -> None:
     assert len(re.findall(r"^```", page.read_text(), re.MULTILINE)) == 2 * len(blocks(page))
     for block in blocks(page):
         assert block.is_file or block.language in LANGUAGES_BY_USE[block.use], block
+        # A rendered page does not show the name after the language.
+        shows_name = block.text.startswith(f"# {block.use}\n")
+        assert shows_name or not block.use.endswith((".py", ".pbtxt", ".yaml")), block
     prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     assert "\n\n    " not in prose, "indented code says nothing of itself"
 

@@ -8,6 +8,7 @@ import pytest
 
 from shmserve.common.peers import NO_GROUP
 from shmserve.errors import InvalidArgument
+from shmserve.supervisor.host import listeners
 from shmserve.supervisor.host.listeners import close, listen, listen_unix
 
 UNUSED_ADDRESS = "192.0.2.1"  # RFC 5737: for documentation only
@@ -55,8 +56,15 @@ def test_a_port_must_be_free_on_every_address(monkeypatch: pytest.MonkeyPatch) -
             for address in (("127.0.0.2", 0), listener.getsockname(), (UNUSED_ADDRESS, 0))
         ]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: sockets)
-        with pytest.raises(InvalidArgument, match=r"already in use.*; .* another --http-port"):
+        monkeypatch.setattr(listeners, "port_users", lambda _: [])
+        with pytest.raises(InvalidArgument, match=r"already in use; .* another --http-port"):
             listen("localhost", 0, "--http-address", True)
+
+
+def test_a_port_of_two_flags_names_no_other_program() -> None:
+    refusal = pytest.raises(InvalidArgument, match="another flag of this server has this port")
+    with socket.create_server(("127.0.0.1", 0)) as listener, refusal:
+        listen("127.0.0.1", listener.getsockname()[1], "--grpc-address", True)
 
 
 def test_a_unix_socket_of_another_server_is_not_removed(tmp_path: Path) -> None:
@@ -75,6 +83,9 @@ def test_a_unix_socket_of_another_server_is_not_removed(tmp_path: Path) -> None:
 
 def test_a_unix_socket_that_is_in_use(tmp_path: Path) -> None:
     path = tmp_path / "socket"
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidArgument, match="the path exists, and is not a socket"):
+        listen_unix(tmp_path / "file", NO_GROUP, "--http-unix-socket")
     with listen_unix(path, NO_GROUP, "--http-unix-socket") as first_socket:
         with pytest.raises(InvalidArgument, match=r"in use; .* another --http-unix-socket"):
             listen_unix(path, NO_GROUP, "--http-unix-socket")

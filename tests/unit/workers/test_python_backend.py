@@ -324,6 +324,7 @@ def test_an_exception_without_a_text(model: Model, statement: str) -> None:
     [
         ("7", "Expected a list in the execute return, found type '<class 'int'>'."),
         ("None", "Expected a list in the execute return, found type '<class 'NoneType'>'."),
+        ("(yield)", "Expected a list in the execute return, found type '<class 'generator'>'."),
         ("[]", "Number of InferenceResponse objects do not match the number of InferenceRequest "
          "objects. InferenceRequest(s) size is:1, and InferenceResponse(s) size is:0"),
         ("[7]", "Expected an 'InferenceResponse' object in the execute function return list, found "

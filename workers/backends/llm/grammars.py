@@ -172,13 +172,18 @@ def matcher_error(matcher: Any, name: str) -> InvalidArgument | None:
     return InvalidArgument(f"{name}: the grammar has failed: {_shorten(matcher.get_error())}")
 
 
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+
+
 def _compile_lark(text: str) -> Any:
     """Compile a grammar in Lark's language or in GBNF. Raises ValueError if it is neither."""
     import llguidance
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:
-        return llguidance.LLMatcher.grammar_from_lark(any_to_lark(text))
+        # The library's own test takes Lark grammars for GBNF if they begin with `?start`.
+        lark = gbnf_to_lark(text) if _GBNF_RULE.search(text) else text
+        return llguidance.LLMatcher.grammar_from_lark(lark)
     except Exception as error:  # the library raises a bare Exception
         raise ValueError(str(error)) from None
 

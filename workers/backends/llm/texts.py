@@ -182,7 +182,7 @@ class SampleText:
         text = "" if is_excluded or token in self._dropped_tokens else self._detokenizer.add(token)
         if finish_reason:
             text += self._detokenizer.flush()
-        if self.token_count <= parameters.min_tokens and not finish_reason:
+        if self.token_count <= parameters.min_tokens:
             self.pending_text += text
             return ""
         text, stop = self._stop_strings.add(text)

@@ -353,7 +353,7 @@ class PythonExecution:
 
     def _as_list(self, returned: Any, received_requests: list[ReceivedRequest]) -> list[Any]:
         """Return the list that `execute`, or its coroutine, has returned."""
-        if asyncio.iscoroutine(returned):
+        if isinstance(returned, Coroutine):
             returned = self.run(returned)
         if returned is None and all(
             request.outbox is not None or request.rescheduled for request in received_requests
@@ -432,7 +432,7 @@ class DecoupledExecution:
                 self._context.copy_counter.inputs += item.detach()
         received_requests = [DecoupledRequest(stream) for stream in streams]
         returned = self._model.execute(list(received_requests))
-        if asyncio.iscoroutine(returned):
+        if isinstance(returned, Coroutine):
             self._running_loop().run(returned, partial(_fail_all, streams))
         elif returned is not None:
             instance = self._context.instance_name

@@ -157,6 +157,7 @@ def test_a_text_ends_before_its_stop_string(scheduler: Scheduler, folder: Folder
 def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Folder) -> None:
     """As in vLLM, the tokenizer's end token is not reported; other end tokens are."""
     token = greedy_tokens(folder, 2)[1]
+    text = TOKENIZER.decode(greedy_tokens(folder, 1))
     path = shutil.copytree(folder(), tmp_path / "ends")
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, token]}))
     cases: list[tuple[dict[str, Any], Any]] = [
@@ -167,6 +168,8 @@ def test_stop_reasons_are_the_tokens_that_end_a_text(tmp_path: Path, folder: Fol
         ({"ignore_eos": False, "stop": [END], "logit_bias": {"0": 100}}, None),
         ({"stop": [END], "logit_bias": {"0": 100}}, END),
         ({"max_tokens": 1}, None),
+        ({"max_tokens": 1, "stop": [text]}, text),
+        ({"max_tokens": 1, "stop": [text], "min_tokens": 1}, None),
     ]
     with llm_rig(tmp_path / "stops", path) as scheduler:
         for key, (options, _) in enumerate(cases):
@@ -547,6 +550,9 @@ def test_white_space_between_parts_is_bounded(scheduler: Scheduler) -> None:
         ({"guided_regex": ""}, ""),
         ({"guided_choice": [""]}, ""),
         ({"guided_choice": ["fox", ""]}, "(fox)?"),
+        ({"guided_grammar": 'root ::= "a" b\nb ::= "b"'}, "ab"),
+        ({"guided_grammar": '?start: "a" b\n!b: "::="'}, "a::="),
+        ({"guided_grammar": 'start: "a" b\n?b: "b"'}, "ab"),
     ],
 )
 def test_a_text_ends_with_its_grammar(
