@@ -168,7 +168,7 @@ def set_process_title(title: str) -> None:
         setproctitle(f"shmserve: {title}")
 
 
-def with_large_copies(environment: Mapping[str, str]) -> dict[str, str]:
+def with_uncached_copies(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which copies of at least `LARGE_COPY` bytes bypass the CPU caches.
 
     A threshold that `environment` sets is kept. Only glibc on x86 processors has the threshold.

@@ -147,7 +147,7 @@ def lease_of(array: object) -> MemoryLease | None:
     return None
 
 
-def _check_first(name: str) -> Callable[..., Any]:
+def _with_check(name: str) -> Callable[..., Any]:
     method = getattr(np.ndarray, name)
 
     @functools.wraps(method)
@@ -170,7 +170,7 @@ for _name in (
     *("all", "any", "argmax", "argmin", "argsort", "clip", "cumprod", "cumsum", "max", "mean"),
     *("min", "nonzero", "prod", "round", "std", "sum", "trace", "var"),
 ):
-    setattr(View, _name, _check_first(_name))
+    setattr(View, _name, _with_check(_name))
 
 
 def _plain(value: object) -> object:
