@@ -213,6 +213,21 @@ def test_frames_of_the_event_loop_are_left_out(tmp_path: Path) -> None:
     ]
 
 
+def test_a_file_of_a_package_has_relative_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "a_package/inner").mkdir(parents=True)
+    for file in ("a_package/__init__.py", "a_package/inner/__init__.py"):
+        (tmp_path / file).touch()
+    (tmp_path / "a_package/values.py").write_text("K = 5\n")
+    path = tmp_path / "a_package/inner/model.py"
+    path.write_text("from ..values import K\n")
+    assert import_file(path, "a_model").K == 5
+    for name in [name for name in sys.modules if name.startswith("a_package")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
 def test_an_invalid_line_is_shown_with_the_users_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
