@@ -265,7 +265,8 @@ def _file_of(cls: type, folder: Path, sources: Sources) -> Path:
                 f"module '{cls.__module__}' has no class '{cls.__qualname__}': define it by a "
                 "class statement in a file"
             ) from None
-        text = f"from {cls.__module__} import {cls.__qualname__.partition('.')[0]}\n"
+        text = f"__file__ = {_user_file(cls)!r}\n"
+        text += f"from {cls.__module__} import {cls.__qualname__.partition('.')[0]}\n"
         if "." in cls.__qualname__:
             text += f"{cls.__name__} = {cls.__qualname__}\n"
         if package == path.stem:  # the worker imports the generated file first, under the same name
@@ -331,11 +332,13 @@ def _source_of(cls: type) -> str:
         sources.sort(key=itemgetter(0))
     is_future = any("__future__" in ast.unparse(node) for node, _ in statements)
     header = ["from __future__ import annotations"] if is_future else []
+    header.append(f"__file__ = {_user_file(cls)!r}")  # for files beside it
     if any("argparse" in source or "argv" in source for _, source in sources):
         header.append(f"import sys; sys.argv = {sys.argv!r}")
     if package := sys.modules[cls.__module__].__package__:  # relative imports need it
         header.append(f"__package__ = {package!r}")
-    text = "; ".join(header) + "\n" if header else ""
+    is_first_line_free = sources[0][0] > 1 or not sources[0][1].startswith(("import ", "from "))
+    text = "; ".join(header) + ("\n" if is_first_line_free else "; ")
     for line, source in sources:
         text += "\n" * (line - 1 - text.count("\n")) + source.rstrip("\n") + "\n"
     return text
@@ -355,6 +358,11 @@ def _class_source(cls: type) -> tuple[int, str]:
                     return line, textwrap.dedent(text)
     lines, line = inspect.getsourcelines(cls)
     return line, textwrap.dedent("".join(lines))
+
+
+def _user_file(cls: type) -> str:
+    """Return the path of the file that defines a class; for a notebook, one in its folder."""
+    return os.path.abspath(_source_file(cls) or "notebook.py")
 
 
 def _source_file(cls: type) -> Path | None:

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib import import_module
 from multiprocessing import resource_tracker
 from pathlib import Path
 
@@ -141,6 +142,16 @@ def token_guard() -> Iterator[None]:
     tokens.LOST_TOKENS.clear()
     yield
     assert not tokens.LOST_TOKENS
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests that need a CUDA device where there is none."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    if not importlib.util.find_spec("torch") or not import_module("torch").cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="torch finds no CUDA device here"))
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:

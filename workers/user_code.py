@@ -32,12 +32,17 @@ _PACKAGE = f"{Path(str(tensor_types.__file__)).parent}/"
 def import_file(path: Path, name: str) -> ModuleType:
     """Run the file at `path` as module `name`; modules beside it can be imported.
 
+    A file in a package, whose folder has an `__init__.py`, may use relative imports.
+
     Raises:
         Exception: Any exception that the file raises.
     """
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    folders = path.resolve().parents
+    packages = [*itertools.takewhile(lambda folder: (folder / "__init__.py").is_file(), folders)]
+    name = ".".join([*(folder.name for folder in reversed(packages)), name])
+    for folder in map(str, (folders[len(packages)], folders[0])):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"'{path.name}' is not a Python file")

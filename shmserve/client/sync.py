@@ -145,7 +145,13 @@ class Server:
                 call = call_of(
                     model, request_inputs, outputs=outputs, version=version, timeout=timeout
                 )
-                waiting_requests.append(waiter.submit(self._session.pack(waiter.connection, call)))
+                try:
+                    packed = self._session.pack(waiter.connection, call)
+                except ShmserveError:
+                    while waiting_requests:  # the results of the inputs before the invalid one
+                        yield waiter.wait(waiting_requests.popleft())
+                    raise
+                waiting_requests.append(waiter.submit(packed))
                 waiter.send(min_messages=min_messages)
                 if len(waiting_requests) >= in_flight:
                     yield waiter.wait(waiting_requests.popleft())

@@ -3,19 +3,10 @@
 import textwrap
 
 from tests.differential.script import Model
+from tests.support.repositories import python_model
 
-_TEXT = '''\
-import json
-import os
-import socket
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    """Tells the gate what it was given, waits there, and answers."""
-
+_TEXT = python_model(
+    """
     def initialize(self, args):
         config = json.loads(args["model_config"])
         self.name = args["model_name"]
@@ -50,16 +41,6 @@ class TritonPythonModel:
         found["flags"] = request.flags()
         return found
 
-    def input(self, request, name):
-        tensor = pb_utils.get_input_tensor_by_name(request, name)
-        return None if tensor is None else tensor.as_numpy()
-
-    def response(self, **outputs):
-        return pb_utils.InferenceResponse([pb_utils.Tensor(*item) for item in outputs.items()])
-
-    def failure(self, text):
-        return pb_utils.InferenceResponse([], pb_utils.TritonError(text))
-
     @staticmethod
     def wait(message):
         with socket.socket(socket.AF_UNIX) as gate:
@@ -72,7 +53,9 @@ class TritonPythonModel:
 
     def one(self, request):
 {one}
-'''
+""",
+    before="import socket",
+)
 _COPY_INPUT = 'return self.response(OUTPUT0=self.input(request, "INPUT0"))'
 
 

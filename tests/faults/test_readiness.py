@@ -74,12 +74,7 @@ def test_a_crash_loop_fails_the_model_and_not_the_server(tmp_path: Path) -> None
         assert http.get("/v2/health/live").status == 200
         assert http.get("/v2/health/ready").status == 400
         assert http.get("/v2/models/once/ready").status == 400
-        r = {
-            "name": "",
-            "datatype": "INT32",
-            "shape": [1, 16],
-            "data": np.zeros(16, int).tolist(),
-        }
+        r = {"name": "", "datatype": "INT32", "shape": [1, 16], "data": np.zeros(16, int).tolist()}
         request = {"inputs": [{**r, "name": "INPUT0"}, {**r, "name": "INPUT1"}]}
         assert http.infer("simple", request).status == 200
         states = {item["name"]: item for item in http.post("/v2/repository/index").json()}

@@ -20,13 +20,7 @@ from tests.support.regions import SharedObject
 from tests.support.request_pool import RequestPool, request_pool
 from tests.support.servers import Server, kill_together, running
 from tests.support.waiting import until
-from tests.support.wire.raw_http import (
-    Http,
-    UnixHttp,
-    gated_request,
-    region_request,
-    shm_input,
-)
+from tests.support.wire.raw_http import Http, UnixHttp, gated_request, region_request, shm_input
 
 VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes

@@ -208,16 +208,9 @@ def test_a_stream_ends_no_sequence(server: Server, client: shmserve.client.Serve
 
 def test_two_clients_share_an_id(server: Server, client: shmserve.client.Server) -> None:
     """Both clients use the same sequence, as in Triton."""
-    with (
-        shmserve.client.connect(server.run_dir) as other,
-        CalledModels(server) as models,
-    ):
+    with shmserve.client.connect(server.run_dir) as other, CalledModels(server) as models:
         assert add(client, 5, 1, start=True) == 1
-        assert [add(other, 5, 10), add(client, 5, 100), add(other, 5, 1000)] == [
-            11,
-            111,
-            1111,
-        ]
+        assert [add(other, 5, 10), add(client, 5, 100), add(other, 5, 1000)] == [11, 111, 1111]
         # A START from either client restarts the sequence for both clients.
         assert [add(other, 5, 7, start=True), add(client, 5, 1)] == [7, 8]
         assert add(client, 5, 1, end=True) == 9

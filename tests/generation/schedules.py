@@ -127,10 +127,7 @@ def requests() -> list[PlannedRequest]:
     requests: list[PlannedRequest] = []
     for _ in range(_REQUEST_COUNT):
         head = draw.choice(prompt_beginnings)[: draw.choice((0, 16, 32, 40))]
-        prompt = [
-            *head,
-            *draw.choices(_TOKENS, k=draw.randint(1, _MAX_PROMPT_TOKENS - len(head))),
-        ]
+        prompt = [*head, *draw.choices(_TOKENS, k=draw.randint(1, _MAX_PROMPT_TOKENS - len(head)))]
         max_tokens = draw.randint(1, _MAX_NEW_TOKENS)
         requests.append(PlannedRequest(tuple(prompt), max_tokens, draw.choice((1, 1, 1, 2, 4))))
     return requests
@@ -223,11 +220,7 @@ class Schedule:
         self.counts["logits"] += len(recorded_bits)
         for sample, text in texts.items():
             ended = self._rig.ended.get((key, sample))
-            assert ended == text or (cancelled and ended is None), (
-                self._family,
-                request,
-                sample,
-            )
+            assert ended == text or (cancelled and ended is None), (self._family, request, sample)
 
 
 def run(size: int, first_seed: int = 0) -> str:

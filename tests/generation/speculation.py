@@ -88,10 +88,7 @@ def chance(settings: dict[str, Any], texts: int, first_seed: int = 0) -> float:
     frequent_texts = [text for text, probability in joint.items() if probability * texts >= 8]
     found = [counts[text] for text in frequent_texts]
     expected = [joint[text] * texts for text in frequent_texts]
-    found, expected = (
-        [*found, texts - sum(found) + 1],
-        [*expected, texts - sum(expected) + 1],
-    )
+    found, expected = ([*found, texts - sum(found) + 1], [*expected, texts - sum(expected) + 1])
     return float(chisquare(found, expected, sum_check=False).pvalue)
 
 

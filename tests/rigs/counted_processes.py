@@ -193,10 +193,7 @@ def region_case(region: worker_rig.Region) -> Case:
 
     def http(step: int, request: int) -> dict[str, Any]:
         def tensor(name: str, index: int, **fields: Any) -> dict[str, Any]:
-            parameters = {
-                "shared_memory_region": _REGION,
-                "shared_memory_byte_size": _REGION_BYTES,
-            }
+            parameters = {"shared_memory_region": _REGION, "shared_memory_byte_size": _REGION_BYTES}
             parameters["shared_memory_offset"] = index * _REGION_BYTES
             return {"name": name, **fields, "parameters": parameters}
 

@@ -214,11 +214,7 @@ class Scheduler:
     def step(self, rows: list[g.Row] | None = None, **swaps: Any) -> list[g.RowResult]:
         if rows is None:
             rows = [self.row(sequence) for sequence in self.running.values()]
-        begun, released, copies = (
-            self.new_sequences,
-            self.released_sequences,
-            self.block_copies,
-        )
+        begun, released, copies = (self.new_sequences, self.released_sequences, self.block_copies)
         self.new_sequences, self.released_sequences, self.block_copies = [], [], []
         self.stepped = None
         running_before = dict(self.running)

@@ -4,33 +4,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.support.repositories import DATATYPES
-
-_MODEL = """\
-import os
-import time
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        self.name = args["model_name"]
-
-    def execute(self, requests):
-        return [self.one(request) for request in requests]
-
-    def input(self, request, name):
-        tensor = pb_utils.get_input_tensor_by_name(request, name)
-        return None if tensor is None else tensor.as_numpy()
-
-    def response(self, **outputs):
-        return pb_utils.InferenceResponse([pb_utils.Tensor(*item) for item in outputs.items()])
-
-    def one(self, request):
-{body}
-"""
+from tests.support.repositories import DATATYPES, python_model
 
 
 def tensor(
@@ -52,6 +26,7 @@ def add_model(
 ) -> None:
     """Add a Python model whose `one(self, request)` has this body, and further `settings`."""
     body = textwrap.indent(textwrap.dedent(method_body).strip("\n"), " " * 8)
+    source = python_model(f"    def one(self, request):\n{body}")
     _write(
         repository,
         name,
@@ -64,7 +39,7 @@ def add_model(
         {settings}
         """,
     )
-    (repository / name / "1" / "model.py").write_text(_MODEL.replace("{body}", body))
+    (repository / name / "1" / "model.py").write_text(source)
 
 
 def step(

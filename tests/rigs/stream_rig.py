@@ -16,8 +16,14 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
     unpack_inferred,
 )
-from tests.rigs.worker_rig import CLIENT_PID, Rig, tensor
+from tests.rigs.worker_rig import CLIENT_PID, Rig, model_config, tensor, tensor_config
 from tests.support.waiting import until
+
+DECOUPLED_CONFIG = model_config(
+    [tensor_config("X", "FP32", [-1])],
+    [tensor_config("Y", "FP32", [-1])],
+    model_transaction_policy={"decoupled": True},
+)
 
 
 class Streams:

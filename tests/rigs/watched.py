@@ -86,10 +86,7 @@ def send_under_load(server: Server, *, generative: bool = False) -> Iterator[Non
     def send_requests(send_one: Callable[[Http, int], None]) -> None:
         number = 0
         while not stop.is_set():
-            with (
-                contextlib.suppress(OSError, http.client.HTTPException),
-                server.http() as client,
-            ):
+            with contextlib.suppress(OSError, http.client.HTTPException), server.http() as client:
                 while not (stop.wait(0.04) and number % 8 == 0):  # no sequence is left open
                     send_one(client, number)
                     number += 1

@@ -210,11 +210,7 @@ def generative(random: Random, name: str) -> Model:
         "model_transaction_policy": {"decoupled": True},
         "parameters": {ENGINE_PARAMETER: {"string_value": EngineSettings.of(settings).text}},
     }
-    own = {
-        **_behaviour(random),
-        "is_large": False,
-        "compute_us": (20, random.choice((100, 900))),
-    }
+    own = {**_behaviour(random), "is_large": False, "compute_us": (20, random.choice((100, 900)))}
     return Model(name, _config(name, 0, **config), _limits(random), **own)
 
 

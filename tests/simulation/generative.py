@@ -282,12 +282,7 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 
 
 def engine_settings(**settings: Any) -> EngineSettings:
-    small = {
-        "block_size": 4,
-        "kv_cache_blocks": 64,
-        "swap_blocks": 32,
-        "max_batch_size": 8,
-    }
+    small = {"block_size": 4, "kv_cache_blocks": 64, "swap_blocks": 32, "max_batch_size": 8}
     budgets = {"max_tokens_per_batch": 64, "max_prefill_tokens": 48, "prefill_chunk_size": 32}
     return EngineSettings.of({**small, **budgets, **settings})
 

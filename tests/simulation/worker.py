@@ -170,8 +170,7 @@ class Worker(Process):
 
     def _release_blocks_of(self, reader: int) -> None:
         self._release(
-            reader,
-            [at for at, user in self._readers_by_offset.items() if user == reader],
+            reader, [at for at, user in self._readers_by_offset.items() if user == reader]
         )
 
     def _release(self, reader: int, offsets: list[int]) -> None:

@@ -27,6 +27,17 @@ def wait():
             open(path + ".seen", "w").close()
             held.read()  # until nobody has it open for writing
 """
+# A `pytorch` model of a device that doubles its input.
+DOUBLING_CUDA_MODEL = f"""
+{WAITING_CODE}
+import torch
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        assert x.is_cuda
+        wait()
+        return x * 2
+"""
 
 
 @contextlib.contextmanager

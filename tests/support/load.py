@@ -47,10 +47,7 @@ def infer_simple(http: Http, number: int) -> str:
     """Send a JSON request with new values to the model "simple" and check the response."""
     a = np.arange(16, dtype=np.int32).reshape(1, 16) + number
     b = np.full((1, 16), number % 97, np.int32)
-    reply = http.infer(
-        "simple",
-        {"inputs": [json_input("INPUT0", a), json_input("INPUT1", b)]},
-    )
+    reply = http.infer("simple", {"inputs": [json_input("INPUT0", a), json_input("INPUT1", b)]})
     if reply.status != 200:
         return f"{reply.status}: {reply.error}"
     outputs = reply.tensors()

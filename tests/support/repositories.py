@@ -14,6 +14,44 @@ DATATYPES = {
 }  # fmt: skip
 
 
+_PYTHON_MODEL = """\
+import asyncio, gc, json, os, sys, threading, time
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+{before}
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.name = args["model_name"]
+
+    def execute(self, requests):
+        return [self.one(request) for request in requests]
+
+    def input(self, request, name):
+        tensor = pb_utils.get_input_tensor_by_name(request, name)
+        return None if tensor is None else tensor.as_numpy()
+
+    def response(self, **outputs):
+        return pb_utils.InferenceResponse([pb_utils.Tensor(*item) for item in outputs.items()])
+
+    def failure(self, text):
+        return pb_utils.InferenceResponse([], pb_utils.TritonError(text))
+
+{methods}
+"""
+
+
+def python_model(methods: str, before: str = "") -> str:
+    """Return a model's source: `one`, which answers a request, or others of the class's methods.
+
+    They may be indented as in a class; the lines `before` come before the class.
+    """
+    return _PYTHON_MODEL.replace("{before}", before).replace("{methods}", methods)
+
+
 def add(repository: Path, *names: str, config: str = "") -> None:
     """Copy models of tests/models into `repository`; `config` is appended to each config.pbtxt."""
     for name in names:

@@ -7,36 +7,24 @@ import numpy as np
 from tests.support import repositories
 from tests.support.wire.raw_http import json_input
 
-PYTHON = '''
-"""Fills a workspace, and looks whether it stays as it is."""
-import os
-import time
+PYTHON = repositories.python_model('''
+    def one(self, request):
+        """Fill a workspace; return the bytes of it that were not the model's own afterwards.
 
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    """X -> X and the bytes of its workspace that were not its own afterwards."""
-
-    def execute(self, requests):
-        """-9: die with it; -2: ask for a second one; 1000 and more is asked for as it is."""
-        responses = []
-        for request in requests:
-            x = int(pb_utils.get_input_tensor_by_name(request, "X").as_numpy().flat[0])
-            with pb_utils.workspace(SIZE if x < 1000 else x) as buffer:
-                buffer[:] = x % 251
-                if x == -9:
-                    os.kill(os.getpid(), 9)
-                if x == -2:
-                    with pb_utils.workspace(1):
-                        pass
-                time.sleep(0.002)
-                wrong = int((buffer != x % 251).sum())
-            output = pb_utils.Tensor("WRONG", np.array([wrong], np.int64))
-            responses.append(pb_utils.InferenceResponse([output]))
-        return responses
-'''
+        -9: die with it; -2: ask for a second one; 1000 and more is asked for as it is.
+        """
+        x = int(self.input(request, "X").flat[0])
+        with pb_utils.workspace(SIZE if x < 1000 else x) as buffer:
+            buffer[:] = x % 251
+            if x == -9:
+                os.kill(os.getpid(), 9)
+            if x == -2:
+                with pb_utils.workspace(1):
+                    pass
+            time.sleep(0.002)
+            wrong = int((buffer != x % 251).sum())
+        return self.response(WRONG=np.array([wrong], np.int64))
+''')
 CONFIG = """
 name: "{name}"
 backend: "python"

@@ -90,10 +90,11 @@ def load(tmp_path: Path) -> Iterator[Callable[[str], ModuleType]]:
 
 
 def test_a_class_is_sent_with_definitions_that_it_uses(load: Callable[[str], ModuleType]) -> None:
-    text = serving._source_of(load(SCRIPT).Model)
+    module = load(SCRIPT)
+    text, file = serving._source_of(module.Model), module.__file__
     script, sent = SCRIPT.splitlines(), text.splitlines()
     for line in sent:
-        assert not line or line in script or line == "OTHER = 2"
+        assert not line or line in script or line in ("OTHER = 2", f"__file__ = {file!r}")
     assert script.index("class Model:") == sent.index("class Model:")
     assert script.index("def later(x): return x") == sent.index("def later(x): return x")
     for unused in ("shmserve.serve", "result = json", "Local"):
@@ -108,7 +109,9 @@ def test_a_class_finds_the_arguments_of_its_script(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["a_script.py", "--k=3"])
     module = load("import sys\nK = sys.argv[1]\nclass M:\n    def predict(self): return K\n")
-    assert "sys.argv = ['a_script.py', '--k=3']\n" in serving._source_of(module.M)
+    first, second, *_ = serving._source_of(module.M).splitlines()
+    assert "sys.argv = ['a_script.py', '--k=3']; import sys" in first
+    assert second == "K = sys.argv[1]"
 
 
 def test_classes_of_a_function_use_none_of_its_variables(load: Callable[[str], ModuleType]) -> None:
@@ -122,7 +125,7 @@ def test_classes_of_a_function_use_none_of_its_variables(load: Callable[[str], M
 def test_lines_are_a_scripts_with_a_future_import(load: Callable[[str], ModuleType]) -> None:
     script = "from __future__ import annotations\n" + SCRIPT.replace('"""A script."""\n', "")
     text = serving._source_of(load(script).Model)
-    assert text.startswith("from __future__ import annotations\n")
+    assert text.startswith("from __future__ import annotations; __file__ = ")
     assert text.splitlines().index("class Model:") == script.splitlines().index("class Model:")
 
 

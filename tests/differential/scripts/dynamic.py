@@ -41,11 +41,7 @@ if value.flat[0] == 2:
     return self.failure("two is wrong")
 return self.response(OUTPUT0=value)
 """
-MIXED = [
-    Send("b", "mixed", 1, columns=2),
-    Send("c", "mixed", 2, columns=2),
-    Send("d", "mixed", 3),
-]
+MIXED = [Send("b", "mixed", 1, columns=2), Send("c", "mixed", 2, columns=2), Send("d", "mixed", 3)]
 OPTIONAL_INPUTS = [tensor("INPUT0"), tensor("MORE", "FP32", extra_fields="optional: true")]
 EXTRA_INPUT = {"MORE": ("FP32", [1, 1], [0.5])}
 RAGGED_INPUTS = [tensor("INPUT0", extra_fields="allow_ragged_batch: true")]

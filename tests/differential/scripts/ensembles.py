@@ -62,17 +62,10 @@ def one_by_one(*requests: Send) -> list[Send | Drain]:
 
 
 def two_step_ensemble(
-    name: str,
-    first: str,
-    second: str,
-    *requests: Send,
-    known_differences: Sequence[Known] = (),
+    name: str, first: str, second: str, *requests: Send, known_differences: Sequence[Known] = ()
 ) -> Script:
     """Return two models and the ensemble that runs them in order, named after the script."""
-    models = [
-        recorder(f"{name}_1", method_body=first),
-        recorder(f"{name}_2", method_body=second),
-    ]
+    models = [recorder(f"{name}_1", method_body=first), recorder(f"{name}_2", method_body=second)]
     steps = step_through(f"{name}_1", "INPUT0", "MID"), step_through(f"{name}_2", "MID", "OUT")
     return Script(name, [*models, ensemble(name, *steps)], one_by_one(*requests), known_differences)
 
@@ -111,10 +104,7 @@ def unbatched_step() -> Script:
     dims = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUTPUT0", dims=[1, 2])]}
     plain = recorder(f"{name}_2", method_body=RETURN_INCREMENT, max_batch_size=0, **dims)  # type: ignore[arg-type]
     steps = step_through(f"{name}_1", "INPUT0", "MID"), step_through(f"{name}_2", "MID", "OUT")
-    edges = {
-        "inputs": [tensor("INPUT0", dims=[1, 2])],
-        "outputs": [tensor("OUT", dims=[1, 2])],
-    }
+    edges = {"inputs": [tensor("INPUT0", dims=[1, 2])], "outputs": [tensor("OUT", dims=[1, 2])]}
     whole = ensemble(name, *steps, size=0, **edges)
     return Script(name, [batched, plain, whole], one_by_one(Send("a", name, 1, columns=2)))
 
@@ -158,12 +148,7 @@ def nested() -> Script:
     outer = ensemble(f"{name}_outer", step(f"{name}_inner", *tensor_maps))
     bad = ensemble(f"{name}_bad", step(f"{name}_wrong", *tensor_maps))
     requests = Send("good", f"{name}_outer", 1), Send("bad", f"{name}_bad", 1)
-    return Script(
-        name,
-        [*models, inner, wrong, outer, bad],
-        one_by_one(*requests),
-        FAILURES,
-    )
+    return Script(name, [*models, inner, wrong, outer, bad], one_by_one(*requests), FAILURES)
 
 
 SCRIPTS = [

@@ -42,10 +42,7 @@ def scene(
     model = recorder(name, f"dynamic_batching {{ {batching} }}", max_batch_size=size)
     model_steps = [replace(step, model=name) if isinstance(step, Send) else step for step in steps]
     return Script(
-        name,
-        [model],
-        [Send("first", name), *model_steps, Drain()],
-        known_differences or [],
+        name, [model], [Send("first", name), *model_steps, Drain()], known_differences or []
     )
 
 

@@ -64,12 +64,7 @@ def iterative(name: str, strategy: str) -> Script:
     """Requests without an id, each of which is rescheduled as often as its input sets."""
     config = f"{DECOUPLED} sequence_batching {{ iterative_sequence: true {strategy} }}"
     model = recorder(name, config, method_body=STREAM_LOOP, max_batch_size=2)
-    return Script(
-        name,
-        [model],
-        [_stream(name, 3), Drain(), _stream(name, 2), Drain()],
-        COUNTED,
-    )
+    return Script(name, [model], [_stream(name, 3), Drain(), _stream(name, 2), Drain()], COUNTED)
 
 
 SCRIPTS = [

@@ -109,11 +109,7 @@ def test_grpc_connections_leave_some(server: Server) -> None:
 
 def test_registrations_leave_some(server: Server) -> None:
     """Regions and local clients use all descriptors; dead processes are still replaced."""
-    with (
-        scene(server) as stage,
-        SharedObject(4096) as shared,
-        contextlib.ExitStack() as stack,
-    ):
+    with scene(server) as stage, SharedObject(4096) as shared, contextlib.ExitStack() as stack:
         replies = [stage.http.register(f"r{n}", shared.key, 4096) for n in range(_LIMIT)]
         refused_reply = replies[-1]
         assert refused_reply.status == 400 and "can be registered" in refused_reply.error

@@ -12,10 +12,7 @@ import torch
 from tests.support.hf_folders import write_folder
 from tests.support.servers import Server, Start, running
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 
 CONFIG = 'backend: "llm"\ninstance_group { kind: KIND_GPU count: 1 }\n'
 MODELS = {

@@ -17,29 +17,16 @@ import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
 from tests.support import repositories, servers
-from tests.support.gates import WAITING_CODE, holding
+from tests.support.gates import DOUBLING_CUDA_MODEL, holding
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 
 SIDE = 512
 SIZE = SIDE * SIDE * 4
 X = np.arange(SIDE * SIDE, dtype=np.float32).reshape(SIDE, SIDE) % 97
-MODEL = f"""
-{WAITING_CODE}
-import torch
-
-class Model(torch.nn.Module):
-    def forward(self, x):
-        assert x.is_cuda
-        wait()
-        return x * 2
-"""
 CONFIG = f"""
 backend: "pytorch"
 input [ {{ name: "x" data_type: TYPE_FP32 dims: [ {SIDE}, {SIDE} ] }} ]
@@ -63,7 +50,7 @@ def shm() -> Any:
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    repositories.write(models, "twice", CONFIG, MODEL)
+    repositories.write(models, "twice", CONFIG, DOUBLING_CUDA_MODEL)
     return start(models, gpu=True)
 
 
@@ -274,11 +261,7 @@ def test_a_thousand_registrations_take_no_memory(
     def resource_use() -> tuple[int, int, int]:
         free, total = torch.cuda.mem_get_info()
         process = worker(server)
-        return (
-            total - free,
-            process.memory_info().rss,
-            len(os.listdir(f"/proc/{process.pid}/fd")),
-        )
+        return (total - free, process.memory_info().rss, len(os.listdir(f"/proc/{process.pid}/fd")))
 
     for _ in range(20):
         register_and_infer()

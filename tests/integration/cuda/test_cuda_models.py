@@ -14,27 +14,14 @@ import torch
 
 import shmserve.client
 from tests.support import repositories
-from tests.support.gates import WAITING_CODE, holding
+from tests.support.gates import DOUBLING_CUDA_MODEL, holding
 from tests.support.servers import ROOT, Server, Start
 from tests.support.waiting import until
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 
 SIDE = 4096
 ROW = SIDE * 4
-DOUBLING_MODEL = f"""
-{WAITING_CODE}
-import torch
-
-class Model(torch.nn.Module):
-    def forward(self, x):
-        assert x.is_cuda
-        wait()
-        return x * 2
-"""
 # Long on the device, and no time at all to ask for.
 SLOW_MODEL = """
 import torch
@@ -121,12 +108,12 @@ KEEPS_ON_DEVICE = (
     'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }\n'
 )
 MODELS = {
-    "twice": (DOUBLING_MODEL, CONFIG % "pytorch" + ON_GPU + DYNAMIC_BATCHING),
+    "twice": (DOUBLING_CUDA_MODEL, CONFIG % "pytorch" + ON_GPU + DYNAMIC_BATCHING),
     "slow": (SLOW_MODEL, CONFIG % "pytorch" + ON_GPU),
     "fragile": (FRAGILE_MODEL, CONFIG % "pytorch" + ON_GPU),
     "python": (PYTHON, CONFIG % "python" + ON_GPU + KEEPS_ON_DEVICE),
     "host": (HOST, CONFIG % "python" + STRING_MODEL + ON_CPU),
-    "anywhere": (DOUBLING_MODEL, CONFIG % "pytorch"),
+    "anywhere": (DOUBLING_CUDA_MODEL, CONFIG % "pytorch"),
     "native": (NATIVE, 'backend: "native"\n'),
 }
 PROGRAM = f"""
@@ -177,11 +164,7 @@ def test_a_batch_is_gathered_from_all_sides(server: Server, client: shmserve.cli
         client.allocate(forms(2), device="cuda:0") as second,
         client.allocate(forms(), device="cuda:0") as third,
     ):
-        for region, rows, first_value in (
-            (first, 1, 1),
-            (second, 2, 2),
-            (third, 1, 3),
-        ):
+        for region, rows, first_value in ((first, 1, 1), (second, 2, 2), (third, 1, 3)):
             region["x"].fill(batch(rows, first_value))
         executions_before = executions(server, "twice")
         with holding(server.gate) as until_it_runs:

@@ -17,15 +17,12 @@ import torch
 import shmserve.client
 from shmserve.client import aio
 from tests.support import repositories, servers
-from tests.support.gates import WAITING_CODE, holding
+from tests.support.gates import DOUBLING_CUDA_MODEL, holding
 from tests.support.regions import SharedObject
 from tests.support.servers import ROOT, Server, Start
 from tests.support.waiting import until
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 
 SIDE = 1024
 SIZE = SIDE * SIDE * 4
@@ -36,15 +33,6 @@ class Model(torch.nn.Linear):
     def __init__(self):
         torch.manual_seed(0)
         super().__init__({SIDE}, {SIDE})
-"""
-DOUBLING_MODEL = f"""
-{WAITING_CODE}
-import torch
-
-class Model(torch.nn.Module):
-    def forward(self, x):
-        wait()
-        return x * 2
 """
 CONFIG = f"""
 backend: "pytorch"
@@ -68,10 +56,7 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def server(models: Path, start: Start) -> Server:
-    for name, text, x in (
-        ("linear", LINEAR_MODEL, "input"),
-        ("twice", DOUBLING_MODEL, "x"),
-    ):
+    for name, text, x in (("linear", LINEAR_MODEL, "input"), ("twice", DOUBLING_CUDA_MODEL, "x")):
         repositories.write(models, name, CONFIG % x, text)
     return start(models, gpu=True)
 

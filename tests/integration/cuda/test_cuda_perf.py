@@ -4,16 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from shmserve.cli import main
 from tests.support import repositories
 from tests.support.servers import running
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc", "native"])

@@ -19,10 +19,7 @@ from tests.support import repositories
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 N = 16
 GPU = """
 import torch

@@ -6,16 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import shmserve.client
 from tests.support import repositories
 from tests.support.servers import Server, Start
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 
 LENGTH = 1 << 20  # the size of a state in values of 4 bytes
 MODEL = """

@@ -8,17 +8,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-import torch
 
 import shmserve.client
 from tests.support import repositories, servers
 from tests.support.servers import Server, Start
 from tests.support.waiting import until
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
-]
+pytestmark = pytest.mark.gpu
 
 MB = 1 << 20
 NATIVE = '''

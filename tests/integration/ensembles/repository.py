@@ -85,9 +85,7 @@ def _ensembles(folder: Path) -> None:
     pruned = [xy_step("plain", "IN", "GOOD"), xy_step("boom", "IN", "BAD")]
     add_ensemble(folder, "pruned", pruned, outputs=outputs)
     add_ensemble(
-        folder,
-        "absent_required",
-        [xy_step("positive", "IN", "m"), xy_step("plain", "m", "OUT")],
+        folder, "absent_required", [xy_step("positive", "IN", "m"), xy_step("plain", "m", "OUT")]
     )
     optional = [xy_step("positive", "IN", "m"), step("given", {"X": "IN", "Z": "m"}, {"Y": "OUT"})]
     texts = [tensor("OUT", "BYTES")]

@@ -20,11 +20,7 @@ def fill(folder: Path) -> None:
     """Write the ensembles "first" (a -> b), "second" (b -> c) and "third" (c -> d), and "alone"."""
     for name in ("a", "b", "c", "d", "alone"):
         add_model(folder, name, ADD_ONE)
-    for name, a, b in (
-        ("first", "a", "b"),
-        ("second", "b", "c"),
-        ("third", "c", "d"),
-    ):
+    for name, a, b in (("first", "a", "b"), ("second", "b", "c"), ("third", "c", "d")):
         add_ensemble(folder, name, [xy_step(a, "IN", "m"), xy_step(b, "m", "OUT")])
 
 

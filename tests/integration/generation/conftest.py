@@ -11,19 +11,12 @@ import pytest
 from tests.support import repositories
 from tests.support.servers import Server, running
 
-EMBEDDER_MODEL = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.answer(request) for request in requests]
-
-    def answer(self, request):
-        texts = pb_utils.get_input_tensor_by_name(request, "TEXT").as_numpy()
+EMBEDDER_MODEL = repositories.python_model("""
+    def one(self, request):
+        texts = self.input(request, "TEXT")
         rows = [[len(text), text[0]] for text in texts.ravel()]
-        return pb_utils.InferenceResponse([pb_utils.Tensor("VECTOR", np.array(rows, np.float32))])
-"""
+        return self.response(VECTOR=np.array(rows, np.float32))
+""")
 EMBEDDER_CONFIG = """
 backend: "python"
 max_batch_size: 4

@@ -68,25 +68,13 @@ def test_a_killed_worker_costs_a_pause(server: Server, samples: int) -> None:
 def stream_logprobs(server: Server, kill: bool = False, **more: Any) -> dict[int, list[Any]]:
     """Return the log probabilities of each sample; the worker is killed once a part has arrived."""
     logprobs: dict[int, list[Any]] = {0: [], 1: []}
-    request = {
-        **COMPLETION_REQUEST,
-        "max_tokens": 120,
-        "n": 2,
-        "logprobs": 2,
-        "echo": True,
-        **more,
-    }
+    request = {**COMPLETION_REQUEST, "max_tokens": 120, "n": 2, "logprobs": 2, "echo": True, **more}
     with client_of(server) as client:
         answer = client.completions.create(**request)
         for index, chunk in enumerate(answer if more.get("stream") else [answer]):
             for choice in chunk.choices:
                 s = choice.logprobs
-                columns = (
-                    s.tokens,
-                    s.token_logprobs,
-                    s.top_logprobs,
-                    s.text_offset,
-                )
+                columns = (s.tokens, s.token_logprobs, s.top_logprobs, s.text_offset)
                 logprobs[choice.index] += zip(*columns, strict=True)
             if kill and index == 8:
                 server.find_one("worker tiny").kill()

@@ -353,10 +353,7 @@ def test_tokens_equal_those_of_vllms_server(server: Server, vllm_port: int) -> N
 @pytest.mark.parametrize("limit", ["parameter", "header"])
 def test_an_expired_request_is_aborted(server: Server, limit: str) -> None:
     """A deadline applies while the engine generates. /generate has one status for all errors."""
-    sampled, before = (
-        {"max_tokens": 480, "ignore_eos": True, "n": 16},
-        count_generated(server),
-    )
+    sampled, before = ({"max_tokens": 480, "ignore_eos": True, "n": 16}, count_generated(server))
     if limit == "parameter":
         body: dict[str, Any] = {"text_input": "the", "sampling_parameters": json.dumps(sampled)}
         path, body["parameters"] = "/v2/models/tiny/generate", {"deadline_us": 300_000}

@@ -233,9 +233,7 @@ def test_a_token_opens_its_scopes(tokenless: triton.InferenceServerClient) -> No
     assert text == "this token has no access to the statistics API"
 
 
-def test_a_restricted_protocol_needs_its_header(
-    tokenless: triton.InferenceServerClient,
-) -> None:
+def test_a_restricted_protocol_needs_its_header(tokenless: triton.InferenceServerClient) -> None:
     expected = (
         "StatusCode.UNAVAILABLE",
         "This protocol is restricted, expecting header 'triton-grpc-protocol-admin-key'",

@@ -22,15 +22,7 @@ from shmserve.ipc.messages.publications import HealthChanged
 from shmserve.ipc.messages.supervision import encode_start
 from tests.rigs.gateway_rig import Puppet
 from tests.support.waiting import until
-from tests.support.wire.http2 import (
-    ACK,
-    CLIENT_OPENING,
-    PREFACE,
-    SERVICE,
-    SETTINGS,
-    frame,
-    post,
-)
+from tests.support.wire.http2 import ACK, CLIENT_OPENING, PREFACE, SERVICE, SETTINGS, frame, post
 
 _BOOT_MESSAGES = (
     "import sys; from shmserve.gateway.grpc.main import run;"
@@ -185,10 +177,7 @@ def test_no_peer_takes_all_connections(tmp_path: Path) -> None:
         for sock in crowd:
             with contextlib.suppress(OSError):
                 sock.sendall(CLIENT_OPENING + frame(SETTINGS, ACK, 0))
-        until(
-            "they have their share",
-            lambda: 0 < sum(map(is_open, crowd)) <= share_of(limit),
-        )
+        until("they have their share", lambda: 0 < sum(map(is_open, crowd)) <= share_of(limit))
         assert is_served(port)
         assert is_open(idle)
 

@@ -16,9 +16,7 @@ from tritonclient.grpc import service_pb2 as pb
 from shmserve.proto import grpc_service_pb2, reflection_pb2
 from tests.support.wire.cutting_proxy import CuttingProxy
 from tests.support.wire.grpc_calls import is_right, request_of, simple_request
-from tests.support.wire.http2 import (
-    SERVICE,
-)
+from tests.support.wire.http2 import SERVICE
 
 if TYPE_CHECKING:
     from tests.integration.grpc.conftest import Endpoint
@@ -159,17 +157,7 @@ def test_reflection(plain_endpoint: Endpoint, version: str) -> None:
     assert [answer.original_request for answer in answers] == [
         reflection_pb2.ServerReflectionRequest(**question) for question in pending_calls
     ]
-    (
-        services,
-        *by_symbol,
-        by_name,
-        health,
-        unknown,
-        no_file,
-        numbers,
-        extension,
-        empty,
-    ) = answers
+    (services, *by_symbol, by_name, health, unknown, no_file, numbers, extension, empty) = answers
     assert services.valid_host == "here"
     assert [service.name for service in services.list_services_response.service] == SERVICES
     for answer in (*by_symbol, by_name):

@@ -31,19 +31,15 @@ LOG_LINE = re.compile(
     r"[DIWE] \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z "
     r"(supervisor|gateway (0|grpc)|scheduler \w+|worker \w+\.0)\[\d+\] .*"
 )
-SHOUTING_MODEL = """
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
+SHOUTING_MODEL = repositories.python_model("""
     def execute(self, requests):
-        word = pb_utils.get_input_tensor_by_name(requests[0], "INPUT0").as_numpy().flat[0]
+        word = self.input(requests[0], "INPUT0").flat[0]
         word = word.decode(errors="surrogateescape")
         pb_utils.Logger.log_warn(word)
         if requests[0].request_id() == "error":
             raise pb_utils.TritonModelException(word)
         raise ValueError(word)
-"""
+""")
 ONES = np.ones((1, 16), np.int32)
 
 
@@ -91,10 +87,7 @@ def test_hostile_words_in_the_json_of_a_request(http: Http, word: str) -> None:
         ),
     ):
         refused = http.infer("simple", request)
-        assert refused.status in (400, 404, 500), (
-            refused.status,
-            refused.body[:200],
-        )
+        assert refused.status in (400, 404, 500), (refused.status, refused.body[:200])
         assert refused.error
 
 
@@ -128,11 +121,7 @@ def test_hostile_words_in_paths(http: Http) -> None:
         ("GET", f"/v2/systemsharedmemory/region/{word}/status"),
     ):
         refused = http.call(method, path, {})
-        assert refused.status in (400, 404, 500), (
-            path,
-            refused.status,
-            refused.body[:200],
-        )
+        assert refused.status in (400, 404, 500), (path, refused.status, refused.body[:200])
     http.post(f"/v2/repository/models/{word}/unload", {}).ok()  # also succeeds for unknown models
 
 
@@ -152,10 +141,7 @@ def test_hostile_words_in_requests_to_the_control_plane(http: Http, word: str) -
         ("/v2/logging", {"log_file": word}),
     ):
         refused = http.post(request_path, body)
-        assert refused.status in (400, 404, 500, 501, 503), (
-            request_path,
-            refused.body[:200],
-        )
+        assert refused.status in (400, 404, 500, 501, 503), (request_path, refused.body[:200])
     http.post("/v2/logging", {word: True, "log_verbose_level": 2}).ok()
 
 

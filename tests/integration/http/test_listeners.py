@@ -15,11 +15,7 @@ from tests.support.servers import Server, run_command, running
 from tests.support.users import ALICE, FRIENDS_GID, as_user, needs_users
 from tests.support.wire.raw_http import Http, Reply, UnixHttp, json_input
 
-TOKEN, PROGRAM, SCRAPER = (
-    "0123456789abcdef-all",
-    "0123456789abcdef-program",
-    "0123456789abcdef-m",
-)
+TOKEN, PROGRAM, SCRAPER = ("0123456789abcdef-all", "0123456789abcdef-program", "0123456789abcdef-m")
 ROW = {"inputs": [json_input("INPUT0", np.ones(4, np.float32))]}
 
 
@@ -107,11 +103,7 @@ def test_a_token_opens_its_scopes(http: Http) -> None:
 
 def test_restricted_apis_are_tritons(http: Http) -> None:
     expected = "This API is restricted, expecting header 'admin-key'"
-    wrong = [
-        bearer(TOKEN),
-        bearer(TOKEN, **{"admin-key": "let"}),
-        bearer(TOKEN, other="let-me"),
-    ]
+    wrong = [bearer(TOKEN), bearer(TOKEN, **{"admin-key": "let"}), bearer(TOKEN, other="let-me")]
     for headers in wrong:
         for reply in (
             http.post("/v2/repository/index", None, headers),

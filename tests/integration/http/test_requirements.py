@@ -139,10 +139,7 @@ def test_a_model_name_cannot_leave_the_repository(
         reply = http.post(f"/v2/repository/models/{escaped}/load", {"parameters": parameters})
         assert reply.status in (400, 404, 500), reply.body
         assert str(folder) not in reply.error
-    for path in (
-        f"/v2/models/{escaped}/config",
-        f"/v2/models/{escaped}/versions/1/config",
-    ):
+    for path in (f"/v2/models/{escaped}/config", f"/v2/models/{escaped}/versions/1/config"):
         assert http.get(path).status in (400, 404)
     request = pb.RepositoryModelLoadRequest(model_name=name)
     code, text = refusal(lambda: call.RepositoryModelLoad(request, timeout=20))
@@ -183,10 +180,7 @@ def test_files_of_a_load_stay_in_a_folder(http: Http, call: Any, folder: Path, p
     """Holds for both listeners; the files that a configuration names must be in the folder, too."""
     names_before = {name for _, _, names in os.walk(folder) for name in names}
     config = http.get("/v2/models/constant/config").ok().json()
-    sent = {
-        "config": json.dumps(config),
-        f"file:{path}": base64.b64encode(b"x").decode(),
-    }
+    sent = {"config": json.dumps(config), f"file:{path}": base64.b64encode(b"x").decode()}
     reply = http.post("/v2/repository/models/constant/load", {"parameters": sent})
     assert reply.status in (400, 500), reply.body
     request = pb.RepositoryModelLoadRequest(model_name="constant")

@@ -31,30 +31,22 @@ input [
 output [ { name: "OUT" data_type: TYPE_INT32 dims: [ -1 ] } ]
 """
 # Executes the steps in order: a number is sent SIZE times, and the other steps are commands.
-MODEL = """
-import os, threading, time
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-
-class TritonPythonModel:
+MODEL = repositories.python_model("""
     def execute(self, requests):
         for request in requests:
             threading.Thread(target=self.answer, args=(request,), daemon=True).start()
 
     def answer(self, request):
         sender = request.get_response_sender()
-        steps = pb_utils.get_input_tensor_by_name(request, "STEPS").as_numpy()
-        size = pb_utils.get_input_tensor_by_name(request, "SIZE")
-        size = int(size.as_numpy()[0]) if size else 1
+        steps = self.input(request, "STEPS")
+        size = self.input(request, "SIZE")
+        size = 1 if size is None else int(size[0])
         for step in steps.tolist():
             word, _, rest = step.decode().partition(" ")
             if word.isdigit():
-                out = pb_utils.Tensor("OUT", np.full(size, int(word), np.int32))
-                sender.send(pb_utils.InferenceResponse([out]))
+                sender.send(self.response(OUT=np.full(size, int(word), np.int32)))
             elif word == "error":
-                sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(rest)))
+                sender.send(self.failure(rest))
             elif word == "note":
                 open(rest, "w").close()
             elif word == "left":
@@ -68,7 +60,7 @@ class TritonPythonModel:
             elif word == "die":
                 os._exit(1)
         sender.send(flags=FINAL)
-"""
+""")
 
 
 @pytest.fixture(scope="module")

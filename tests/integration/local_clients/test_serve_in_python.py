@@ -78,6 +78,9 @@ def scaled(x):
     return x * FACTOR
 
 class Triple:
+    def load(self, context):
+        assert (context.directory / "script.py").is_file() and __file__.endswith("script.py")
+
     def predict(self, x: FP32[np.ndarray, 4]) -> FP32[np.ndarray, 4]:
         return scaled(x)
 
@@ -273,6 +276,10 @@ def test_arguments_of_a_wrong_type_are_named(serve_model) -> None:
     for text, call in calls.items():
         with pytest.raises((InvalidArgument, TypeError), match=text):
             call()
+    results = server.map("double", [{"x": X}, {"x": X}, {"x": None}])
+    assert [next(results)["output"][0, 0] for _ in range(2)] == [2, 2]
+    with pytest.raises(InvalidArgument, match="None"):
+        next(results)
 
 
 def test_help_shows_what_a_user_imports() -> None:

@@ -10,13 +10,7 @@ import tritonclient.utils.shared_memory as shm
 
 from tests.support.regions import SharedObject
 from tests.support.servers import Server
-from tests.support.wire.raw_http import (
-    Http,
-    in_region,
-    json_input,
-    region_request,
-    shm_input,
-)
+from tests.support.wire.raw_http import Http, in_region, json_input, region_request, shm_input
 
 VALUES = np.arange(1024, dtype=np.float32)
 SIZE = VALUES.nbytes

@@ -113,11 +113,7 @@ def listener(request: pytest.FixtureRequest) -> str:
 def test_users_and_listeners(server: Server, folder: Path, listener: str) -> None:
     """Over the Unix socket and over loopback, a user has access only to its own objects."""
     own_user, alice, bob = (User(server, folder, listener, uid) for uid in (OWN_UID, ALICE, BOB))
-    with (
-        alice.object() as hers,
-        bob.object(0o666) as his,
-        own_user.object(0o666) as own,
-    ):
+    with alice.object() as hers, bob.object(0o666) as his, own_user.object(0o666) as own:
         alice.register("hers", hers).ok()
         for foreign_object in (his, own):
             refused_reply = alice.register("other", foreign_object)
@@ -179,10 +175,7 @@ def test_a_group_shares(server: Server, folder: Path) -> None:
     """Members may use objects of the group that the group may read and write."""
     alice, bob = (User(server, folder, "unix", uid, FRIENDS_GID) for uid in (ALICE, BOB))
     stranger_user = User(server, folder, "unix", BOB + 1)
-    with (
-        alice.object(0o660, FRIENDS_GID) as shared,
-        alice.object(0o640, FRIENDS_GID) as own,
-    ):
+    with alice.object(0o660, FRIENDS_GID) as shared, alice.object(0o640, FRIENDS_GID) as own:
         bob.register("shared", shared).ok()
         assert bob.register("hers", own).status == 403
         assert stranger_user.register("mine", shared).status == 403
@@ -304,10 +297,7 @@ def test_truncating_a_mapped_region_costs_it_and_a_worker(server: Server, http: 
 
 def test_sparse_objects_are_metered(server: Server, http: Http) -> None:
     """Pages that the server must allocate count until removal; pages of the client do not."""
-    with (
-        SharedObject(4 * SPARSE_BYTES) as large,
-        SharedObject(SPARSE_BYTES // 2) as small,
-    ):
+    with SharedObject(4 * SPARSE_BYTES) as large, SharedObject(SPARSE_BYTES // 2) as small:
         refused_reply = http.register("large", large.key, 4 * SPARSE_BYTES)
         assert refused_reply.status == 400
         assert f"{4 * SPARSE_BYTES} bytes of shared memory object" in refused_reply.error
@@ -356,10 +346,7 @@ def test_registrations_have_a_limit(server: Server, http: Http) -> None:
         ((status, text),) = answers
         assert (status, answers[status, text]) == (400, 10_000)
         assert f"at most {MAX_REGIONS} shared memory regions can be registered".encode() in text
-        until(
-            "descriptors are what they were",
-            lambda: server_descriptors(server) == before,
-        )
+        until("descriptors are what they were", lambda: server_descriptors(server) == before)
         assert not created_since(objects)
         assert len(http.regions().json()) == MAX_REGIONS
         http.unregister().ok()

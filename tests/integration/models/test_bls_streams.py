@@ -18,27 +18,20 @@ output [ { name: "OUT" data_type: TYPE_STRING dims: [ 1 ] } ]
 """
 # A model that executes commands: most are sent as a response; "error TEXT" fails; "final" ends the
 # stream with the response before it; "left PATH", "obey" and "ignore" wait for the cancellation.
-STEPS_MODEL = """
-import threading, time
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-
-class TritonPythonModel:
+STEPS_MODEL = repositories.python_model("""
     def execute(self, requests):
         for request in requests:
             threading.Thread(target=self.answer, args=(request,), daemon=True).start()
 
     def answer(self, request):
         sender = request.get_response_sender()
-        steps = pb_utils.get_input_tensor_by_name(request, "STEPS").as_numpy().tolist()
+        steps = self.input(request, "STEPS").tolist()
         last = steps.pop() if steps and steps[-1] in (b"final", b"raise") else None
         for n, step in enumerate(steps):
             word, _, rest = step.decode().partition(" ")
             flags = FINAL if last == b"final" and n == len(steps) - 1 else 0
             if word == "error":
-                sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(rest)), flags)
+                sender.send(self.failure(rest), flags)
             elif word in ("left", "obey", "ignore"):
                 while not sender.is_cancelled():
                     time.sleep(0.001)
@@ -51,11 +44,10 @@ class TritonPythonModel:
             elif word == "note":
                 open(rest, "w").close()
             else:
-                out = pb_utils.Tensor("OUT", np.array([step], np.object_))
-                sender.send(pb_utils.InferenceResponse([out]), flags)
+                sender.send(self.response(OUT=np.array([step], np.object_)), flags)
         if last is None:
             sender.send(flags=FINAL)
-"""
+""")
 CALLER = """
 backend: "python"
 input [
@@ -99,18 +91,10 @@ backend: "python"
 input [ { name: "STEPS" data_type: TYPE_STRING dims: [ -1 ] } ]
 output [ { name: "OUT" data_type: TYPE_STRING dims: [ -1 ] } ]
 """
-ORDINARY_MODEL = """
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [
-            pb_utils.InferenceResponse(
-                [pb_utils.Tensor("OUT", pb_utils.get_input_tensor_by_name(r, "STEPS").as_numpy())]
-            )
-            for r in requests
-        ]
-"""
+ORDINARY_MODEL = repositories.python_model("""
+    def one(self, request):
+        return self.response(OUT=self.input(request, "STEPS"))
+""")
 ENSEMBLE = """
 platform: "ensemble"
 input [ { name: "STEPS" data_type: TYPE_STRING dims: [ -1 ] } ]

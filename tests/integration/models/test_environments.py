@@ -16,17 +16,14 @@ from tests.support.servers import Server
 from tests.support.waiting import until
 from tests.support.wire.raw_http import Http, json_input
 
-MODEL = """import json, os, sys
-import numpy as np
-import triton_python_backend_utils as pb_utils
-import conflicting
-
-class TritonPythonModel:
-    def execute(self, requests):
+MODEL = repositories.python_model(
+    """
+    def one(self, request):
         said = json.dumps([conflicting.VERSION, sys.prefix, os.environ["PATH"].split(":")[0]])
-        tensor = pb_utils.Tensor("Y", np.array([said.encode()], dtype=object))
-        return [pb_utils.InferenceResponse([tensor]) for _ in requests]
-"""
+        return self.response(Y=np.array([said.encode()], dtype=object))
+""",
+    before="import conflicting",
+)
 CLASS_MODEL = """import numpy as np
 from shmserve.model import FP32, INT32
 import conflicting
@@ -107,7 +104,4 @@ def test_an_archive_is_unpacked_once_and_removed(
         server.unload("one")
         assert answer(http, "other")[1] == prefix
         server.unload("other")
-        until(
-            "the copy is removed",
-            lambda: not any(copy.is_dir() for copy in copies.iterdir()),
-        )
+        until("the copy is removed", lambda: not any(copy.is_dir() for copy in copies.iterdir()))

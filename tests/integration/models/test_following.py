@@ -13,16 +13,11 @@ from tests.support.servers import Server, running
 from tests.support.waiting import until
 from tests.support.wire.raw_http import json_input
 
-MODEL = """\
-import time
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
+MODEL = repositories.python_model("""
     def execute(self, requests):
         time.sleep(0.05 * len(requests))
-        read = (pb_utils.get_input_tensor_by_name(each, "IN").as_numpy() for each in requests)
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUT", each)]) for each in read]
-"""
+        return [self.response(OUT=self.input(each, "IN")) for each in requests]
+""")
 CONFIG = """\
 name: "slow" backend: "python"
 input [ { name: "IN" data_type: TYPE_INT32 dims: [ 1 ] } ]

@@ -86,11 +86,7 @@ def server(models: Path, start: Start) -> Server:
     config = SUM_STATE.format(dims="dims: [ 1 ]", how="") + COUNT
     add(models, "zero", STATE_MODULE, config)
     add(
-        models,
-        "candidates",
-        STATE_MODULE,
-        config,
-        strategy="oldest { max_candidate_sequences: 8 }",
+        models, "candidates", STATE_MODULE, config, strategy="oldest { max_candidate_sequences: 8 }"
     )
     add(models, "unbatched", STATE_MODULE, config, rows=0)
     same_buffer_config = (

@@ -18,27 +18,16 @@ from tests.support.wire.raw_http import Http, json_input
 Explicit = tuple[Server, Path]
 
 # A model that returns the sum of a sequence's values and its own pid.
-SUMS_MODEL = """\
-import os
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
+SUMS_MODEL = repositories.python_model("""
     def initialize(self, args):
         self.sums = {}
 
-    def execute(self, requests):
-        responses = []
-        for request in requests:
-            value, start, who = (
-                pb_utils.get_input_tensor_by_name(request, name).as_numpy().flat[0]
-                for name in ("IN", "START", "CORRID")
-            )
-            self.sums[who] = value + (0 if start else self.sums.get(who, 0))
-            made = np.array([[self.sums[who], os.getpid()]], np.int32)
-            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", made)]))
-        return responses
-"""
+    def one(self, request):
+        names = ("IN", "START", "CORRID")
+        value, start, who = (self.input(request, name).flat[0] for name in names)
+        self.sums[who] = value + (0 if start else self.sums.get(who, 0))
+        return self.response(OUT=np.array([[self.sums[who], os.getpid()]], np.int32))
+""")
 SUMS_CONFIG = f"""\
 name: "sums" backend: "python" max_batch_size: 2
 input [ {{ name: "IN" data_type: TYPE_INT32 dims: [ 1 ] }} ]

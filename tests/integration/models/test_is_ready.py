@@ -9,22 +9,16 @@ from tests.support import repositories
 from tests.support.servers import running
 from tests.support.wire.raw_http import json_input
 
-MODEL = """
-import pathlib
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
+MODEL = repositories.python_model(
+    """
     def initialize(self, args):
         self.file = pathlib.Path(args["model_repository"]) / "state"
 
-    def execute(self, requests):
-        return [self.answer(request) for request in requests]
-
-    def answer(self, request):
-        ready = np.array([pb_utils.is_model_ready("moody")], np.int32)
-        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", ready)])
-"""
+    def one(self, request):
+        return self.response(OUTPUT0=np.array([pb_utils.is_model_ready("moody")], np.int32))
+""",
+    before="import pathlib",
+)
 READY_METHOD = """
     def is_ready(self):
         return {"yes": True, "no": False, "odd": 1}[self.file.read_text()]

@@ -31,18 +31,14 @@ NAMES = (
     *("http", "grpc", "stream", "native", "future", "map", "aio"),
     *("index", "metadata", "called"),
 )
-CALLING_MODEL = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
+CALLING_MODEL = repositories.python_model("""
+    def one(self, request):
         zeros = pb_utils.Tensor("INPUT0", np.zeros(1, np.int32))
         call = pb_utils.InferenceRequest(
             model_name="called", requested_output_names=["OUTPUT0"], inputs=[zeros]
         )
-        return [pb_utils.InferenceResponse(call.exec().output_tensors()) for _ in requests]
-"""
+        return pb_utils.InferenceResponse(call.exec().output_tensors())
+""")
 
 
 def states(http: Http, **body: bool) -> dict[str, str]:
@@ -146,10 +142,7 @@ def test_local_clients_load_the_model(server: Server) -> None:
         assert native.infer("native", INPUT0=zeros)["OUTPUT0"] == [1]
         assert ("native", "1") in native.models()
         assert native.infer_async("future", INPUT0=zeros).result()["OUTPUT0"] == [1]
-        assert [r["OUTPUT0"] for r in native.map("map", [{"INPUT0": zeros}] * 2)] == [
-            1,
-            1,
-        ]
+        assert [r["OUTPUT0"] for r in native.map("map", [{"INPUT0": zeros}] * 2)] == [1, 1]
         with pytest.raises(NotFound, match="version 7 is not found"):
             native.infer("native", version="7", INPUT0=zeros)
         with pytest.raises(NotFound, match="is not found"):

@@ -13,12 +13,7 @@ from tests.support.wire.raw_http import Http, json_input
 UNIT = 'a "b"\\\n'
 
 # A model with a gauge that only its own thread changes.
-TICKING_MODEL = """
-import threading
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
+TICKING_MODEL = repositories.python_model("""
     def initialize(self, args):
         gauge = pb_utils.MetricFamily.GAUGE
         self.family = pb_utils.MetricFamily("ticks", "by a thread", gauge)
@@ -27,21 +22,14 @@ class TritonPythonModel:
 
     def execute(self, requests):
         raise NotImplementedError
-"""
+""")
 
 
 # A model that reads the metrics page at the port in its input.
-LOOKING_MODEL = """
-import gc
-import time
-import urllib.request
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
+LOOKING_MODEL = repositories.python_model(
+    """
     def execute(self, requests):
-        port = pb_utils.get_input_tensor_by_name(requests[0], "INPUT0").as_numpy()[0]
+        port = self.input(requests[0], "INPUT0")[0]
 
         def page():
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as reply:
@@ -74,8 +62,10 @@ class TritonPythonModel:
         until = time.monotonic() + 10
         while page():
             assert time.monotonic() < until, page()
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", np.ones(1, np.int32))])]
-"""
+        return [self.response(OUTPUT0=np.ones(1, np.int32))]
+""",
+    before="import urllib.request",
+)
 
 
 @pytest.fixture(scope="module")

@@ -32,26 +32,17 @@ backend: "python"
 input [ { name: "PRIORITY" data_type: TYPE_INT32 dims: [ 1 ] } ]
 output [ { name: "OUT" data_type: TYPE_INT32 dims: [ -1, -1 ] } ]
 """
-CALLER_MODEL = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        responses = []
-        for request in requests:
-            priority = int(pb_utils.get_input_tensor_by_name(request, "PRIORITY").as_numpy()[0])
-            value = np.full((1, 1), priority, np.int32)
-            called = pb_utils.InferenceRequest(
-                model_name="levels",
-                inputs=[pb_utils.Tensor("INPUT0", value)],
-                requested_output_names=["OUTPUT0"],
-                priority=priority,
-            ).exec()
-            out = pb_utils.get_output_tensor_by_name(called, "OUTPUT0").as_numpy()
-            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("OUT", out)]))
-        return responses
-"""
+CALLER_MODEL = repositories.python_model("""
+    def one(self, request):
+        priority = int(self.input(request, "PRIORITY")[0])
+        called = pb_utils.InferenceRequest(
+            model_name="levels",
+            inputs=[pb_utils.Tensor("INPUT0", np.full((1, 1), priority, np.int32))],
+            requested_output_names=["OUTPUT0"],
+            priority=priority,
+        ).exec()
+        return self.response(OUT=called.output_tensors()[0].as_numpy())
+""")
 STRATEGY = (
     'parameters { key: "batching_strategy" value { string_value: "%s" } }'
     "dynamic_batching { max_queue_delay_microseconds: 30000000 }"

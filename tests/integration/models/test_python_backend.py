@@ -1,5 +1,7 @@
 """Unmodified Python models of Triton: errors, calls, coroutines, auto-complete."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +18,26 @@ from tests.support.wire.raw_http import Http, Reply, json_input
 Explicit = tuple[Server, Path]
 
 
+@contextlib.contextmanager
+def loading(
+    explicit: Explicit, name: str, source: str, dim: int = 1, more: str = ""
+) -> Iterator[Http]:
+    """Load a model from INPUT0 to OUTPUT0 whose configuration has `more`."""
+    server, repository = explicit
+    config = repositories.identity_config(name, "INT32", [dim], settings=more)
+    repositories.write(repository, name, config, source)
+    with server.http() as http:
+        http.load(name).ok()
+        yield http
+
+
+def body(*values: int) -> dict:
+    return {"inputs": [json_input("INPUT0", np.array(values, np.int32))]}
+
+
 def call(target: str) -> dict:
     tensor = {"name": "TARGET", "datatype": "BYTES", "shape": [1], "data": [target]}
-    a, b = (
-        np.arange(16, dtype=np.int32).reshape(1, 16),
-        np.full((1, 16), 5, np.int32),
-    )
+    a, b = (np.arange(16, dtype=np.int32).reshape(1, 16), np.full((1, 16), 5, np.int32))
     return {"inputs": [tensor, json_input("INPUT0", a), json_input("INPUT1", b)]}
 
 
@@ -52,24 +68,8 @@ def test_many_calls(server: Server) -> None:
 
 
 def test_a_model_logs(server: Server, http: Http) -> None:
-    http.infer("echo_request", {"inputs": [json_input("INPUT0", np.array([1], np.int32))]}).ok()
+    http.infer("echo_request", body(1)).ok()
     server.wait_log("described a request")
-
-
-FAILING_MODEL = """
-import os
-import sys
-
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        {}
-
-    def execute(self, requests):
-        return []
-"""
 
 
 def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None:
@@ -84,7 +84,8 @@ def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None
     }
     for number, statement in enumerate(arguments):
         config = repositories.identity_config(f"model_{number}", "FP32", [1], settings=two)
-        repositories.write(repository, f"model_{number}", config, FAILING_MODEL.format(statement))
+        source = repositories.python_model(f"    def initialize(self, args): {statement}")
+        repositories.write(repository, f"model_{number}", config, source)
     with server.http() as http:
         for number, expected_error in enumerate(arguments.values()):
             reply = http.load(f"model_{number}")
@@ -96,54 +97,34 @@ def test_a_failing_initialize_reports_its_reason(empty_server: Explicit) -> None
         assert "('1/weights' is a Git LFS pointer" in http.load("model_0").error
 
 
-SETTINGS = """
-import argparse
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
+SETTINGS = repositories.python_model(
+    """
     def initialize(self, args):
         parser = argparse.ArgumentParser()
         parser.add_argument("--answer", type=int, default=42)
         self.settings = parser.parse_args()
 
-    def execute(self, requests):
-        made = pb_utils.Tensor("OUTPUT0", np.array([self.settings.answer], np.int32))
-        return [pb_utils.InferenceResponse([made]) for _ in requests]
-"""
+    def one(self, request):
+        return self.response(OUTPUT0=np.array([self.settings.answer], np.int32))
+""",
+    before="import argparse",
+)
 
 
 def test_a_model_that_parses_its_command_line(empty_server: Explicit) -> None:
     """Libraries of models parse sys.argv, which is empty, so every setting has its default."""
-    server, repository = empty_server
-    config = repositories.identity_config("settings", "INT32", [1])
-    repositories.write(repository, "settings", config, SETTINGS)
-    with server.http() as http:
-        http.load("settings").ok()
-        request = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
-        assert http.infer("settings", request).tensors()["OUTPUT0"].tolist() == [42]
+    with loading(empty_server, "settings", SETTINGS) as http:
+        assert http.infer("settings", body(0)).tensors()["OUTPUT0"].tolist() == [42]
 
 
-SPEAKER_MODEL = """
-import os
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-ODD = os.fsdecode(b"n\\xe4me")  # of a file, by bytes that are not UTF-8
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.answer(request.request_id()) for request in requests]
-
-    def answer(self, way):
+SPEAKER_MODEL = repositories.python_model(
+    """
+    def one(self, request):
+        way = request.request_id()
         if way == "raise":
             raise FileNotFoundError(ODD)
         if way == "error":
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(ODD))
+            return self.failure(ODD)
         if way == "call":
             pb_utils.InferenceRequest(
                 model_name=ODD, requested_output_names=["OUTPUT0"], inputs=[]
@@ -151,57 +132,47 @@ class TritonPythonModel:
         if way == "measure":
             family = self.family = pb_utils.MetricFamily("odd", ODD, pb_utils.MetricFamily.GAUGE)
             family.Metric({"file": ODD}).set(1)
-        ready = np.array([pb_utils.is_model_ready("speaker")], np.int32)
-        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", ready)])
-"""
+        return self.response(OUTPUT0=np.array([pb_utils.is_model_ready("speaker")], np.int32))
+""",
+    before="""
+ODD = os.fsdecode(b"n\\xe4me")  # of a file, by bytes that are not UTF-8
+""",
+)
 
 
 def test_an_error_message_that_is_not_unicode(empty_server: Explicit) -> None:
-    server, repository = empty_server
-    config = repositories.identity_config("speaker", "INT32", [1])
-    repositories.write(repository, "speaker", config, SPEAKER_MODEL)
-    with server.http() as http:
-        http.load("speaker").ok()
+    with loading(empty_server, "speaker", SPEAKER_MODEL) as http:
 
         def send_request(action: str) -> Reply:
-            tensor = json_input("INPUT0", np.zeros(1, np.int32))
-            return http.infer("speaker", {"id": action, "inputs": [tensor]})
+            return http.infer("speaker", {"id": action, **body(0)})
 
         for action in ("raise", "error"):
             assert send_request(action).error.endswith("n\\udce4me")
         for action in ("call", "measure", "nothing"):
             assert send_request(action).tensors()["OUTPUT0"].tolist() == [1]
-        assert 'odd{file="n\\\\udce4me"} 1' in server.metrics()
+        assert 'odd{file="n\\\\udce4me"} 1' in empty_server[0].metrics()
 
 
-POOL_MODEL = """
+POOL_MODEL = repositories.python_model(
+    """
+    def one(self, request):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            (squared,) = pool.map(square, [self.input(request, "INPUT0")])
+        return self.response(OUTPUT0=squared)
+""",
+    before="""
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
-import triton_python_backend_utils as pb_utils
-
-
 def square(array):
     return array * array
-
-
-class TritonPythonModel:
-    def execute(self, requests):
-        inputs = [request.inputs()[0].as_numpy() for request in requests]
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            squares = list(pool.map(square, inputs))
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", s)]) for s in squares]
-"""
+""",
+)
 
 
 def test_processes_of_a_model_can_import_its_file(empty_server: Explicit) -> None:
-    server, repository = empty_server
-    config = repositories.identity_config("pool", "INT32", [-1])
-    repositories.write(repository, "pool", config, POOL_MODEL)
-    with server.http() as http:
-        http.load("pool").ok()
-        fields = {"inputs": [json_input("INPUT0", np.array([3, 4], np.int32))]}
-        assert http.infer("pool", fields).ok().tensors()["OUTPUT0"].tolist() == [9, 16]
+    with loading(empty_server, "pool", POOL_MODEL, -1) as http:
+        assert http.infer("pool", body(3, 4)).ok().tensors()["OUTPUT0"].tolist() == [9, 16]
 
 
 MEDDLING_MODEL = """
@@ -222,38 +193,28 @@ class TritonPythonModel:
 
 
 def test_a_model_may_change_modules_and_loggers_of_its_process(empty_server: Explicit) -> None:
-    server, repository = empty_server
-    config = repositories.identity_config("meddler", "INT32", [1])
-    repositories.write(repository, "meddler", config, MEDDLING_MODEL)
-    with server.http() as http:
-        http.load("meddler").ok()
-        fields = {"inputs": [json_input("INPUT0", np.zeros(1, np.int32))]}
-        assert "ZeroDivisionError" in http.infer("meddler", fields).error
-    assert "return [1 / 0]" in server.log()
+    with loading(empty_server, "meddler", MEDDLING_MODEL) as http:
+        assert "ZeroDivisionError" in http.infer("meddler", body(0)).error
+    assert "return [1 / 0]" in empty_server[0].log()
 
 
-PARTIAL_MODEL = """
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        made = [pb_utils.get_input_tensor_by_name(request, "INPUT0") for request in requests]
-        return [pb_utils.InferenceResponse(
-            [pb_utils.Tensor("OUTPUT0", each.as_numpy())] if each.as_numpy()[0] else []
-        ) for each in made]
-"""
+PARTIAL_MODEL = repositories.python_model("""
+    def one(self, request):
+        array = self.input(request, "INPUT0")
+        return self.response(OUTPUT0=array) if array[0] else self.response()
+""")
 
 
 def test_a_missing_output_is_not_replaced_by_an_old_output(empty_server: Explicit) -> None:
     """Triton's clients get no output, the native client an error; the old result is erased."""
-    server, repository = empty_server
+    server, _ = empty_server
     instances = "instance_group { count: 2 kind: KIND_CPU }"
-    config = repositories.identity_config("partial", "INT32", [-1], settings=instances)
-    repositories.write(repository, "partial", config, PARTIAL_MODEL)
     sevens, zeros_input = np.full(6, 7, np.int32), np.zeros(6, np.int32)
     lacks = "model 'partial' did not return the requested outputs 'OUTPUT0'"
-    with server.http() as http, SharedObject(24) as region:
-        http.load("partial").ok()
+    with (
+        loading(empty_server, "partial", PARTIAL_MODEL, -1, instances) as http,
+        SharedObject(24) as region,
+    ):
         register = {"key": region.key, "byte_size": 24}
         http.post("/v2/systemsharedmemory/region/partial/register", register).ok()
         region_parameters = {"shared_memory_region": "partial", "shared_memory_byte_size": 24}

@@ -12,22 +12,15 @@ from tests.support import repositories
 from tests.support.servers import Server, Start
 
 HELD_REQUESTS = 3
-PYTHON = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
+PYTHON = repositories.python_model("""
     def execute(self, requests):
         responses = []
         for request in requests:
-            x = pb_utils.get_input_tensor_by_name(request, "X").as_numpy()
-            bias = pb_utils.get_input_tensor_by_name(request, "BIAS")
-            bias = 0 if bias is None else bias.as_numpy()
-            out = [x.shape[1], len(requests), np.sum(x + bias)]
-            y = pb_utils.Tensor("Y", np.array([out], np.float32))
-            responses.append(pb_utils.InferenceResponse([y]))
+            x, bias = self.input(request, "X"), self.input(request, "BIAS")
+            out = [x.shape[1], len(requests), np.sum(x + (0 if bias is None else bias))]
+            responses.append(self.response(Y=np.array([out], np.float32)))
         return responses
-"""
+""")
 PYTHON_CONFIG = """
 backend: "python" max_batch_size: 8
 input { name: "X" data_type: TYPE_FP32 dims: [ -1 ] %s }

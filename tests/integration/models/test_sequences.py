@@ -15,28 +15,18 @@ from tests.support.sequence_models import IDLE_TIME, control, controls, instance
 from tests.support.servers import Server, run_command, running
 from tests.support.wire.raw_http import Http, json_input
 
-ITERATIVE_MODEL = '''
-"""Answers when it has seen a request COUNT times."""
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    """Counts by correlation id."""
-
+ITERATIVE_MODEL = repositories.python_model('''
     def initialize(self, args):
-        """Nothing was counted."""
-        self.seen = {}
+        self.seen = {}  # by correlation id
 
     def execute(self, requests):
-        """Ask for each once more until it has come often enough."""
+        """Ask for each once more until it has come COUNT times."""
         responses = []
         for request in requests:
-            wanted = int(pb_utils.get_input_tensor_by_name(request, "COUNT").as_numpy().flat[0])
+            wanted = int(self.input(request, "COUNT").flat[0])
             seen = self.seen.setdefault(request.correlation_id(), [])
             seen.append(request.flags())
-            output = pb_utils.Tensor("FLAGS", np.array([seen], np.int32))
-            response = pb_utils.InferenceResponse([output])
+            response = self.response(FLAGS=np.array([seen], np.int32))
             if DECOUPLED:
                 request.get_response_sender().send(response)
             if len(seen) < wanted:
@@ -46,10 +36,9 @@ class TritonPythonModel:
                 del self.seen[request.correlation_id()]
                 responses.append(response)
                 if DECOUPLED:
-                    final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-                    request.get_response_sender().send(flags=final)
+                    request.get_response_sender().send(flags=FINAL)
         return None if DECOUPLED else responses
-'''
+''')
 ITERATIVE_CONFIG = """
 name: "{name}"
 backend: "python"
@@ -59,23 +48,11 @@ output [ {{ name: "FLAGS" data_type: TYPE_INT32 dims: [ -1 ] }} ]
 sequence_batching {{ iterative_sequence: true {strategy} }}
 {more}
 """
-CALLER_MODEL = '''
-"""Calls the model "plain" for each of VALUES, as one sequence whose id is ID."""
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    """One sequence a request."""
-
-    def execute(self, requests):
-        """The last sum, or the error."""
-        return [self.answer(request) for request in requests]
-
-    def answer(self, request):
-        """START with the first, END with the last."""
-        values = pb_utils.get_input_tensor_by_name(request, "VALUES").as_numpy()
-        name = pb_utils.get_input_tensor_by_name(request, "ID").as_numpy()[0].decode()
+CALLER_MODEL = repositories.python_model('''
+    def one(self, request):
+        """Call the model "plain" for each of VALUES, as one sequence whose id is ID."""
+        values = self.input(request, "VALUES")
+        name = self.input(request, "ID")[0].decode()
         for at, value in enumerate(values):
             call = pb_utils.InferenceRequest(
                 model_name="plain",
@@ -88,8 +65,8 @@ class TritonPythonModel:
             if response.has_error():
                 return pb_utils.InferenceResponse(error=response.error())
         output = response.output_tensors()[0].as_numpy().reshape(-1)
-        return pb_utils.InferenceResponse([pb_utils.Tensor("SUM", output)])
-'''
+        return self.response(SUM=output)
+''')
 CALLER_CONFIG = """
 name: "calling"
 backend: "python"

@@ -22,21 +22,17 @@ SHORT_FLAGS = ("--window=0.2", "--windows=3", "--warm-up=0.1")
 Perf = Callable[..., dict[str, Any]]
 
 # Sends each of its COUNT numbers as a response of its own.
-COUNTER_MODEL = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
+COUNTER_MODEL = repositories.python_model("""
     def execute(self, requests):
         for request in requests:
-            count = int(pb_utils.get_input_tensor_by_name(request, "COUNT").as_numpy()[0])
+            count = int(self.input(request, "COUNT")[0])
             sender = request.get_response_sender()
             for number in range(count):
-                out = pb_utils.Tensor("OUT", np.array([number], np.int32))
-                error = pb_utils.TritonError("in no mood") if count == 9 and number == 5 else None
-                sender.send(pb_utils.InferenceResponse([] if error else [out], error))
-            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-"""
+                out = self.response(OUT=np.array([number], np.int32))
+                is_wrong = count == 9 and number == 5
+                sender.send(self.failure("in no mood") if is_wrong else out)
+            sender.send(flags=FINAL)
+""")
 COUNTER_CONFIG = """
 backend: "python"
 max_batch_size: 0
@@ -45,42 +41,27 @@ input { name: "COUNT" data_type: TYPE_INT32 dims: [ 1 ] }
 output { name: "OUT" data_type: TYPE_INT32 dims: [ 1 ] }
 """
 # Refuses negative values.
-MOODY_MODEL = """
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        return [self.answer(request) for request in requests]
-
-    def answer(self, request):
-        x = pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy()
+MOODY_MODEL = repositories.python_model("""
+    def one(self, request):
+        x = self.input(request, "INPUT0")
         if x[0] < 0:
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError("in no mood"))
-        return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", x)])
-"""
+            return self.failure("in no mood")
+        return self.response(OUTPUT0=x)
+""")
 # Accepts only sequences of three requests, the first with START and the last with END.
-STRICT_MODEL = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
+STRICT_MODEL = repositories.python_model("""
     def initialize(self, args):
         self.seen = {}
 
-    def execute(self, requests):
-        return [self.answer(request) for request in requests]
-
-    def answer(self, request):
-        start, end, name = (
-            int(pb_utils.get_input_tensor_by_name(request, name).as_numpy().ravel()[0])
-            for name in ("START", "END", "CORRID")
-        )
+    def one(self, request):
+        names = ("START", "END", "CORRID")
+        start, end, name = (int(self.input(request, name).ravel()[0]) for name in names)
         number = 1 if start else self.seen.get(name, 0) + 1
         self.seen[name] = number
         if (number == 1) != bool(start) or (number == 3) != bool(end):
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"out of turn: {number}"))
-        return pb_utils.InferenceResponse([pb_utils.Tensor("OUT", np.array([[number]], np.int32))])
-"""
+            return self.failure(f"out of turn: {number}")
+        return self.response(OUT=np.array([[number]], np.int32))
+""")
 STRICT_CONFIG = """
 backend: "python"
 max_batch_size: 4

@@ -18,16 +18,12 @@ from tests.support import repositories
 from tests.support.servers import ROOT, Server, running
 
 # Takes a fixed time, and a time for each row.
-SLOW_MODEL = """
-import time
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
+SLOW_MODEL = repositories.python_model("""
     def execute(self, requests):
-        rows = [pb_utils.get_input_tensor_by_name(r, "INPUT0").as_numpy() for r in requests]
+        rows = [self.input(r, "INPUT0") for r in requests]
         time.sleep(0.002 + 0.0005 * sum(map(len, rows)))
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", x)]) for x in rows]
-"""
+        return [self.response(OUTPUT0=x) for x in rows]
+""")
 CONFIG = """
 backend: "python"
 max_batch_size: 8

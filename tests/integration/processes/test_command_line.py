@@ -77,32 +77,20 @@ def test_check(repository: Path) -> None:
     assert [line for line in done.stdout.splitlines() if line.strip() == "and twice (model.py:1)"]
 
 
-DECODER_MODEL = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
+DECODER_MODEL = repositories.python_model("""
+    def one(self, request):
+        (text,) = self.input(request, "IMAGE").ravel()
+        assert text.startswith(b"\\x89PNG"), "no PNG"
+        return self.response(SIZE=np.zeros((1, 2), np.int32))
+""")
 
-class TritonPythonModel:
+
+STREAM = repositories.python_model("""
     def execute(self, requests):
         for request in requests:
-            (text,) = pb_utils.get_input_tensor_by_name(request, "IMAGE").as_numpy().ravel()
-            assert text.startswith(b"\\x89PNG"), "no PNG"
-        out = pb_utils.Tensor("SIZE", np.zeros((1, 2), np.int32))
-        return [pb_utils.InferenceResponse([out]) for _ in requests]
-"""
-
-
-STREAM = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        for request in requests:
-            sender = request.get_response_sender()
-            out = pb_utils.Tensor("SUM", np.zeros(1, np.float32))
-            final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-            sender.send(pb_utils.InferenceResponse([out]), final)
-"""
+            send = request.get_response_sender().send
+            send(self.response(SUM=np.zeros(1, np.float32)), FINAL)
+""")
 ARRAY_MODEL = """
 import numpy as np
 from shmserve.model import FP32
@@ -130,7 +118,7 @@ def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_pat
         ("dies", "assert/__import__('os')._exit(3) #", ""),
         ("empty", "", ""),
         ("given", 'IMAGE"/PICTURE"', ""),
-        ("name", 'SIZE"/AREA"', sample),
+        ("name", "SIZE/AREA", sample),
         ("sampled", "", sample),
         ("shape", "(1, 2)/(1, 3)", sample),
         ("type", "int32/float32", sample),
@@ -150,10 +138,10 @@ def test_check_sends_requests_and_compares_the_outputs(repository: Path, tmp_pat
     wide = ARRAY_MODEL.replace("sum(1)", "astype(np.float64)")
     repositories.write(repository, "returns_a_type", "", wide)
     repositories.write(repository, "yields_one", STREAM_CONFIG, STREAM)
-    none_of_them = STREAM.replace('"SUM"', '"sum"')
+    none_of_them = STREAM.replace("SUM=", "sum=")
     repositories.write(repository, "yields_other", STREAM_CONFIG, none_of_them)
-    fails = "); sender.send(pb_utils.InferenceResponse([], pb_utils.TritonError('late')), final)"
-    repositories.write(repository, "fails_late", STREAM_CONFIG, STREAM.replace(", final)", fails))
+    fails_late = STREAM.replace(", FINAL)", "); send(self.failure('late'), FINAL)")
+    repositories.write(repository, "fails_late", STREAM_CONFIG, fails_late)
     completed = run_command("check", str(repository), f"--input=PICTURE=@{picture}", "--input=Z=1")
     assert completed.returncode == 2
     told_of = (line for line in completed.stdout.splitlines() if ":1 " in line)

@@ -38,10 +38,7 @@ with running(Shmserve(), [Path(sys.argv[1]) / "simple"], notes=[]) as server:
 
 @pytest.mark.parametrize(
     ("program", "number"),
-    [
-        (_TEST_PROGRAM, signal.SIGTERM),
-        (_BENCHMARK_PROGRAM, signal.SIGKILL),
-    ],
+    [(_TEST_PROGRAM, signal.SIGTERM), (_BENCHMARK_PROGRAM, signal.SIGKILL)],
     ids=["test-SIGTERM", "benchmark-SIGKILL"],
 )
 def test_servers_of_a_killed_run_end(tmp_path: Path, program: str, number: signal.Signals) -> None:

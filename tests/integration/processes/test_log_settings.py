@@ -19,18 +19,13 @@ from tests.support.waiting import until
 from tests.support.wire.grpc_calls import stub
 from tests.support.wire.raw_http import Http
 
-TALKING_MODEL = """
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
+TALKING_MODEL = repositories.python_model("""
     def execute(self, requests):
         say = pb_utils.Logger
         for level in (say.VERBOSE, say.INFO, say.WARNING, say.ERROR):
             say.log(f"I am {level.name}", level)
-        tensor = pb_utils.get_input_tensor_by_name(requests[0], "INPUT0")
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", tensor.as_numpy())])]
-"""
+        return [self.response(OUTPUT0=self.input(requests[0], "INPUT0"))]
+""")
 ROW = {"inputs": [{"name": "INPUT0", "datatype": "INT32", "shape": [1], "data": [1]}]}
 DEFAULTS = {
     "log_file": "", "log_info": True, "log_warning": True, "log_error": True,

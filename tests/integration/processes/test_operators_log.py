@@ -13,27 +13,18 @@ from tests.support import repositories
 from tests.support.servers import Server, Start, running
 
 TOKEN = "a-token-for-inference"
-FAILING_MODEL = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
+FAILING_MODEL = repositories.python_model("""
     def execute(self, requests):
         raise ValueError("Grüße\\nof two lines")
-"""
-STREAM = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
+""")
+STREAM = repositories.python_model("""
     def execute(self, requests):
         for request in requests:
             sender = request.get_response_sender()
             for number in range(2):
-                out = pb_utils.Tensor("OUTPUT0", np.array([number], np.float32))
-                sender.send(pb_utils.InferenceResponse([out]))
-            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-"""
+                sender.send(self.response(OUTPUT0=np.array([number], np.float32)))
+            sender.send(flags=FINAL)
+""")
 DECOUPLED = "model_transaction_policy { decoupled: true }\n"
 BAD_MODEL = """
 def read():

@@ -26,45 +26,32 @@ from tests.support.wire.raw_http import Http
 
 FLAGS = {"allow-grpc": False, "allow-metrics": False, "model-repository": "models"}
 AT_ONCE = 64
-NAMED_MODEL = """
-import os
-import threading
-import time
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-NODE = np.array([os.environ["NODE"].encode()], object)
-
-
-class TritonPythonModel:
+NAMED_MODEL = repositories.python_model(
+    """
     def execute(self, requests):
         for request in requests:
             threading.Thread(target=self.answer, args=(request,), daemon=True).start()
 
     def answer(self, request):
         sender = request.get_response_sender()
-        for _ in range(pb_utils.get_input_tensor_by_name(request, "COUNT").as_numpy()[0]):
-            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("NODE", NODE)]))
+        for _ in range(self.input(request, "COUNT")[0]):
+            sender.send(self.response(NODE=NODE))
             time.sleep(0.1)
-        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-"""
+        sender.send(flags=FINAL)
+""",
+    before='NODE = np.array([os.environ["NODE"].encode()], object)',
+)
 NAMED_CONFIG = """
 backend: "python"
 model_transaction_policy { decoupled: true }
 input { name: "COUNT" data_type: TYPE_INT32 dims: 1 }
 output { name: "NODE" data_type: TYPE_STRING dims: 1 }
 """
-ROWS = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
+ROWS = repositories.python_model("""
     def execute(self, requests):
         rows = np.full((1, 1), len(requests), np.int32)
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("ROWS", rows)]) for _ in requests]
-"""
+        return [self.response(ROWS=rows) for _ in requests]
+""")
 ROWS_CONFIG = """
 backend: "python"
 max_batch_size: 64

@@ -117,11 +117,7 @@ def wait_restarts(systemd: Systemd, count: int) -> None:
 def status_of(systemd: Systemd, *curl_options: str, groups: str) -> str:
     """Return the status for a client with these groups at the Unix socket; 000 if unreachable."""
     curl = ("curl", "-s", "-o", "/dev/null", "-w", "%{http_code}", *curl_options)
-    arguments = (
-        "--unix-socket",
-        "/run/shmserve/http.sock",
-        "http://host/v2/models/simple/config",
-    )
+    arguments = ("--unix-socket", "/run/shmserve/http.sock", "http://host/v2/models/simple/config")
     return systemd.run(*curl, *arguments, user=CLIENT_UID, groups=groups).split("\n")[0]
 
 

@@ -271,10 +271,7 @@ def stream_by_grpc(server: Server) -> Any:
 def stream_by_native(server: Server) -> Any:
     with shmserve.client.connect(server.run_dir) as client:
         *earlier, final = client.stream("many", X=ROW[0], parameters={"explain": True})
-    assert [response["Y"].item() for response in earlier] == [
-        1,
-        1,
-    ] and not earlier[-1].parameters
+    assert [response["Y"].item() for response in earlier] == [1, 1] and not earlier[-1].parameters
     return final.parameters["explanation"]
 
 
@@ -340,10 +337,7 @@ def test_trace_settings_are_changed_and_reset(tracing_server: Server, tmp_path: 
         assert client.update_trace_settings(None, {"trace_count": 7})["trace_count"] == "7"
         assert client.get_trace_settings("two") == {**disabled, "trace_count": "7"}
         defaults = {"trace_level": None, "trace_rate": None, "log_frequency": None}
-        assert client.update_trace_settings("one", defaults) == {
-            **disabled,
-            "trace_count": "7",
-        }
+        assert client.update_trace_settings("one", defaults) == {**disabled, "trace_count": "7"}
     with grpcclient.InferenceServerClient(tracing_server.grpc_url) as client:
         two = client.update_trace_settings("two", {"trace_rate": "9"}, as_json=True)["settings"]
         assert two["trace_rate"] == {"value": ["9"]}
@@ -532,11 +526,7 @@ def server_and_collector(models: Path) -> Iterator[tuple[Server, Collector]]:
     """Yield a server that sends its traces to a collector, and the collector."""
     with collector() as spans:
         flags = ("level=TIMESTAMPS", "rate=1", "mode=opentelemetry")
-        exporter = (
-            f"url={spans.url}",
-            "resource=deployment=test",
-            "bsp_schedule_delay=100",
-        )
+        exporter = (f"url={spans.url}", "resource=deployment=test", "bsp_schedule_delay=100")
         trace_flags = (*flags, *(f"opentelemetry,{setting}" for setting in exporter))
         with running(
             models, *(f"--trace-config={setting}" for setting in trace_flags), grpc=True
@@ -587,11 +577,7 @@ def test_spans_are_exported_of_a_request_and_its_steps(
     assert first.parent_span_id == second.parent_span_id == ensemble.span_id
     assert attributes(first)["shmserve.batch_closed"] == "idle"
     assert attributes(root)["triton.model_name"] == "both"
-    for outer, inner in (
-        (root, ensemble),
-        (ensemble, first),
-        (ensemble, second),
-    ):
+    for outer, inner in ((root, ensemble), (ensemble, first), (ensemble, second)):
         begin, end = inner.start_time_unix_nano, inner.end_time_unix_nano
         assert outer.start_time_unix_nano <= begin <= end <= outer.end_time_unix_nano
     assert {spans[part].parent_span_id for part in PARTS} == {first.span_id}
@@ -619,11 +605,7 @@ def test_spans_of_calls_and_of_failures(server_and_collector: tuple[Server, Coll
 def test_unsent_spans_are_sent_at_the_end(models: Path) -> None:
     with collector() as spans:
         flags = ("level=TIMESTAMPS", "rate=1", "mode=opentelemetry")
-        more = (
-            *flags,
-            f"opentelemetry,url={spans.url}",
-            "opentelemetry,bsp_schedule_delay=60000",
-        )
+        more = (*flags, f"opentelemetry,url={spans.url}", "opentelemetry,bsp_schedule_delay=60000")
         with running(models, *(f"--trace-config={setting}" for setting in more)) as server:
             with server.http() as http:
                 http.infer("one", {"inputs": [json_input("X", ROW)]}).ok()

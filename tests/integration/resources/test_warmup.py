@@ -8,17 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.repositories import python_model
 from tests.support.servers import Server, Start
 
 # Notes each execution, and gives all that was noted before as JSON.
-_MODEL = """\
-import json
-
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
+_MODEL = python_model("""
     def initialize(self, args):
         self.seen = []
         self.name = args["model_instance_name"]
@@ -30,21 +24,20 @@ class TritonPythonModel:
              for t in request.inputs()}
             for request in requests
         ])
-        return self.respond(requests, pb_utils.Tensor("SEEN", np.array([[told]], object)))
+        return self.respond(requests, self.response(SEEN=np.array([[told]], object)))
 
-    def respond(self, requests, seen):
+    def respond(self, requests, response):
         if self.name.startswith("broken"):
-            error = pb_utils.TritonError("not " + str(len(self.seen)))
-            return [pb_utils.InferenceResponse([], error) for _ in requests]
+            return [self.failure(f"not {len(self.seen)}") for _ in requests]
         if self.name.startswith("raising"):
             raise ValueError("cold")
         if not self.name.startswith("many"):
-            return [pb_utils.InferenceResponse([seen]) for _ in requests]
+            return [response for _ in requests]
         for request in requests:
             sender = request.get_response_sender()
-            sender.send(pb_utils.InferenceResponse([seen]))
-            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-"""
+            sender.send(response)
+            sender.send(flags=FINAL)
+""")
 _FP32 = '{ name: "X" data_type: TYPE_FP32 dims: [ -1 ] }'
 _SAMPLE_FIELDS = (
     'model_warmup { name: "s" batch_size: %d count: %d '
@@ -246,10 +239,7 @@ def test_a_sample_that_fails_fails_the_load(
         http.post("/v2/logging", {"log_verbose_level": 0}).ok()
     if "failed to run" in expected_error:
         log_prefix = f"model '{name}' instance {name}_0_0"
-        for t in (
-            "is running warmup sample 's' for iteration 1",
-            "failed to run warmup sample",
-        ):
+        for t in ("is running warmup sample 's' for iteration 1", "failed to run warmup sample"):
             assert f"{log_prefix} {t}" in server.log()
 
 

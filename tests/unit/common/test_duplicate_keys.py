@@ -130,10 +130,10 @@ def test_duplicate_names_are_refused_everywhere_in_a_request(
 @pytest.mark.parametrize(
     "text",
     [
-        *('{"a":1,"a":1}', '{"a":1,"\\u0061":2}', '{"":1,"":1}', '[[{"a":{},"a":{}}]]'),
-        *('{"inputs":"a","inputs":"a"}', '{"parameters":"ab","parameters":"ab"}'),
-        '{"inputs":[{"parameters":"x","parameters":"x"}]}',
-        *('\ufeff{"a":1,"a":1}', '{"a":NaN,"a":1}', '{"a":Inf,"b":{"c":1,"c":-Inf}}'),
+        '{"a":1,"\\u0061":2}',
+        '\ufeff{"a":1,"a":1}',
+        '{"a":NaN,"a":1}',
+        '{"a":Inf,"b":{"c":1,"c":-Inf}}',
     ],
 )
 def test_duplicate_names_are_refused(text: str) -> None:
@@ -157,10 +157,7 @@ def test_long_names_and_long_texts() -> None:
 
 def test_duplicate_names_beside_large_arrays_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parser, "_MIN_CUT_BYTES", 1)
-    for doubled in (
-        '"data": [1, 2], "data": [3, 4]',
-        '"data": [1, 2], "name": "", "name": ""',
-    ):
+    for doubled in ('"data": [1, 2], "data": [3, 4]', '"data": [1, 2], "name": "", "name": ""'):
         with pytest.raises(InvalidArgument, match=r"duplicate key '(data|name)' in an object"):
             loads_large(f'{{"inputs": [{{{doubled}}}]}}'.encode())
 

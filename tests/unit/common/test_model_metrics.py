@@ -71,10 +71,7 @@ def test_a_gauge_is_its_last_value_plus_increments() -> None:
 
 
 def test_histograms_are_summed_if_they_have_the_same_buckets() -> None:
-    first, second = (
-        histogram([3, 1, 0, 2], [1, 2]),
-        histogram([4, 1, 1, 1], [1, 2]),
-    )
+    first, second = (histogram([3, 1, 0, 2], [1, 2]), histogram([4, 1, 1, 1], [1, 2]))
     assert sum_families((first, second)) == histogram([7, 2, 1, 3], [1, 2])
     assert sum_families((first, histogram([1, 1, 0], [5]))) == first
 

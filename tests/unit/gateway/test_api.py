@@ -268,8 +268,6 @@ def test_models_are_loaded_and_unloaded_by_the_supervisor(gateway: Rig, http: Ht
         ("models/m/load", {"parameters": {"config": 1}}, 500, "attempt to access JSON non-string"),
         ("models/m/load", {"parameters": []}, 500, "attempt to get members for non-object"),
         ("models/m/load", {"parameters": {"file:a": "!"}}, 400, "not valid base64"),
-        ("other/models/m/load", {}, 501, "'repository_name' specification is not supported"),
-        ("other/models/m/unload", {}, 501, "'repository_name' specification is not supported"),
         ("models/../load", {}, 400, "model name must not contain path traversal characters"),
         ("models/%2e%2e/load", {}, 400, "model name must not contain path traversal characters"),
         ("models/a%2Fb/load", {}, 400, "model name must not contain path traversal characters"),
@@ -397,11 +395,6 @@ def test_statistics_equal_those_of_the_schedulers(http: Http) -> None:
     statistics = {key: value for key, value in report("simple", "1").items() if key != "shmserve"}
     for path in ("models/stats", "models/simple/stats", "models/simple/versions/1/stats"):
         assert http.get(f"/v2/{path}").ok().json() == {"model_stats": [statistics]}
-    missing_model = http.get("/v2/models/nope/stats")
-    assert missing_model.status == 400
-    assert missing_model.error == "requested model 'nope' is not available"
-    text = "requested model version is not available for model 'simple'"
-    assert http.get("/v2/models/simple/versions/2/stats").error == text
     for name in ("simple", "nope"):
         beyond_int64 = http.get(f"/v2/models/{name}/versions/9223372036854775808/stats")
         assert beyond_int64.status == 400

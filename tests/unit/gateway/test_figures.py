@@ -78,12 +78,7 @@ def test_exact_quantiles_are_preferred() -> None:
 def test_phases_count_executed_requests_only() -> None:
     counters = {"cache_hit": 5, "queue_ns": 30_000_000, "compute_infer_ns": 50_000_000}
     _, second = build_rows(report(0), report(10, **counters))
-    assert second["recent"]["phases"] == {
-        "queue": 3.0,
-        "input": 0.0,
-        "infer": 10.0,
-        "output": 0.0,
-    }
+    assert second["recent"]["phases"] == {"queue": 3.0, "input": 0.0, "infer": 10.0, "output": 0.0}
 
 
 def test_restarted_counters_are_not_negative() -> None:

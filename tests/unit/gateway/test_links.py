@@ -171,10 +171,7 @@ def test_a_request_may_have_any_number_of_responses(tmp_path: Path) -> None:
         assert notices == [m.Credit(1, 4), m.Credit(2, 4), m.Cancel(2), release_message]
 
     run(tmp_path, stream_responses)
-    assert [(r.id, r.final) for r in sent] == [
-        *((1, False), (1, False), (1, True)),
-        (2, False),
-    ]
+    assert [(r.id, r.final) for r in sent] == [*((1, False), (1, False), (1, True)), (2, False)]
     assert releases == ["of 1", "of 2"]
 
 

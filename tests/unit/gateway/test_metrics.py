@@ -45,10 +45,7 @@ def test_a_cached_model_has_every_summary_except_whole_requests() -> None:
 def test_the_gauges_of_the_whole_cache_are_sums_over_the_models() -> None:
     full = {"bytes": 30, "bound": 60, "entries": 3, "evicted": 2}
     empty = {"bytes": 0, "bound": 60, "entries": 0, "evicted": 0}
-    reports = [
-        report(cache=full, cache_hit=4, cache_miss=5),
-        report(cache=empty, cache_miss=1),
-    ]
+    reports = [report(cache=full, cache_hit=4, cache_miss=5), report(cache=empty, cache_miss=1)]
     page = metrics._exposition_text(metrics.triton_families([*reports, report()], latencies=False))
     counts = {"entries": 3, "lookups": 10, "hits": 4, "misses": 6, "evictions": 2}
     for name, count in counts.items():

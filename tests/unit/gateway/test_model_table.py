@@ -111,13 +111,7 @@ def test_served_names_precede_a_models_own() -> None:
         make_publication(),
         served_names=(("", "gpt"), ("a", "org/x"), ("b", "y")),
     )
-    for name, owner in (
-        ("gpt", "a"),
-        ("org/x", "a"),
-        ("a", "a"),
-        ("y", "b"),
-        ("simple", "simple"),
-    ):
+    for name, owner in (("gpt", "a"), ("org/x", "a"), ("a", "a"), ("y", "b"), ("simple", "simple")):
         assert resolve_alias(gateway, name) == owner
     assert bodies.model_names(gateway, "a") == ["gpt", "org/x", "a"]
     assert bodies.response_name(gateway, "a") == "gpt"

@@ -140,10 +140,7 @@ def test_the_role_is_only_in_the_first_chunk() -> None:
         {},
     ]
     sent = [choice["message"] for choice in choices.whole_response()["choices"]]
-    assert sent == [
-        {"role": "assistant", "content": "ac"},
-        {"role": "assistant", "content": "b"},
-    ]
+    assert sent == [{"role": "assistant", "content": "ac"}, {"role": "assistant", "content": "b"}]
 
 
 def test_choices_of_several_prompts_are_numbered_one_after_the_other() -> None:

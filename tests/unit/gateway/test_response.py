@@ -203,10 +203,7 @@ def test_responses_are_compressed_on_request(http: Http, encoding: str) -> None:
     assert reply.headers["Content-Encoding"] == encoding
     size = int(reply.headers["Inference-Header-Content-Length"])
     body = zlib.decompress(reply.body, 47)
-    assert [o["name"] for o in json.loads(body[:size])["outputs"]] == [
-        "OUTPUT0",
-        "OUTPUT1",
-    ]
+    assert [o["name"] for o in json.loads(body[:size])["outputs"]] == ["OUTPUT0", "OUTPUT1"]
     assert len(body) - size == 128
 
 

@@ -50,11 +50,7 @@ def test_a_caller_decides_for_opentelemetry() -> None:
     always_traced = TraceSettings(("TIMESTAMPS",), 1, trace_mode="opentelemetry")
     tracer.apply_settings({"": asdict(always_traced)})
     assert tracer.active
-    for header, sampled in (
-        (SAMPLED_HEADER, True),
-        (SAMPLED_HEADER[:-1] + "0", False),
-        ("", True),
-    ):
+    for header, sampled in ((SAMPLED_HEADER, True), (SAMPLED_HEADER[:-1] + "0", False), ("", True)):
         trace = tracer.begin_trace("m", "1", "", 0, header, False)
         assert trace is not None and trace.sampled is sampled
 

@@ -112,10 +112,7 @@ def test_corrupted_frames_are_refused() -> None:
     """Changed or missing bytes make another message or schema, or a malformed one."""
     rng = random.Random(3)
     place = Range(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
-    tensors = (
-        TensorRef("a", "FP32", (1, 5), place),
-        TensorRef("b", "BYTES", (1,), b"\0\0\0\0"),
-    )
+    tensors = (TensorRef("a", "FP32", (1, 5), place), TensorRef("b", "BYTES", (1,), b"\0\0\0\0"))
     request, data = pack_inference(Inference(tensors, (RequestedOutput("c"),)))
     response, _ = pack_inferred(Inferred(tensors, {"x": "y"}))
     kinds: list[tuple[Callable[[bytes], Any], bytes]] = [
@@ -164,10 +161,7 @@ def test_any_value_is_a_frame_or_malformed(value: Any) -> None:
 
 def test_a_request_and_its_answer_survive_the_wire() -> None:
     place = Range(Memory(1, 2, 3, 4, 100, sealed=True), 10, 20)
-    tensors = (
-        TensorRef("a", "FP32", (1, 5), place),
-        TensorRef("b", "BYTES", (), b"\0\0\0\0"),
-    )
+    tensors = (TensorRef("a", "FP32", (1, 5), place), TensorRef("b", "BYTES", (), b"\0\0\0\0"))
     request = Inference(tensors, (RequestedOutput("c", place), RequestedOutput("d")), {"k": 1})
     assert unpack_inference(*pack_inference(request)) == request
     answer = Inferred(tensors, {"x": "y"})

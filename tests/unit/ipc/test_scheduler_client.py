@@ -173,11 +173,7 @@ def test_outputs_of_a_response_to_no_request_are_released(client: Client) -> Non
     client.links.opened.add(NEW)
     client.receive(lent_response(2), NEW)
     release = m.Release(4321, [4096], 1)
-    assert client.links.of_type(m.Release) == [
-        (OLD, release),
-        (OLD, release),
-        (NEW, release),
-    ]
+    assert client.links.of_type(m.Release) == [(OLD, release), (OLD, release), (NEW, release)]
 
 
 def test_outputs_in_the_requesters_own_memory_are_not_released(client: Client) -> None:
@@ -274,14 +270,7 @@ def test_no_unneeded_link_to_a_successor_is_opened(client: Client) -> None:
 @pytest.mark.parametrize("successor", [NEW, ""])
 def test_requests_of_lost_schedulers_move_or_fail(client: Client, successor: str) -> None:
     """A request fails that has a response, may have lost its inputs, or is not awaited."""
-    (
-        fresh,
-        begun_request,
-        retried_request,
-        impatient_request,
-        early_request,
-        answered_request,
-    ) = (
+    (fresh, begun_request, retried_request, impatient_request, early_request, answered_request) = (
         Request(
             client,
             number=number,

@@ -55,17 +55,11 @@ def test_requests_of_one_kind_have_one_schema(
             for size in sizes
         ]
         memory_range = Range(MEMORY, data.draw(offsets), 64)
-        outputs = (
-            RequestedOutput("A"),
-            RequestedOutput("B", memory_range, may_reuse_input=True),
-        )
+        outputs = (RequestedOutput("A"), RequestedOutput("B", memory_range, may_reuse_input=True))
         return Inference(tensors(datas), outputs, parameters)
 
     first, second = draw_request(), draw_request()
-    (schema, first_data), (other, second_data) = (
-        pack_inference(first),
-        pack_inference(second),
-    )
+    (schema, first_data), (other, second_data) = (pack_inference(first), pack_inference(second))
     assert schema == other, "neither bytes nor places are in the schema"
     request_schema = RequestSchema(schema)
     assert request_schema.inference(first_data) == first
@@ -80,10 +74,7 @@ def test_responses_of_one_kind_have_one_schema(sizes: list[int], data: st.DataOb
         return Inferred(tensors(list(datas)), {"p": 1})
 
     first, second = draw_response(), draw_response()
-    (schema, first_data), (other, second_data) = (
-        pack_inferred(first),
-        pack_inferred(second),
-    )
+    (schema, first_data), (other, second_data) = (pack_inferred(first), pack_inferred(second))
     assert schema == other
     response_schema = ResponseSchema(schema)
     assert response_schema.inferred(first_data) == first

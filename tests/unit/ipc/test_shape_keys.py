@@ -14,12 +14,7 @@ def signature(**fields: Any) -> Signature:
     fixed = {"name": "FIXED", "data_type": "TYPE_UINT8", "dims": [2]}
     free = {"name": "FREE", "data_type": "TYPE_UINT8", "dims": [-1, 2], **fields}
     last = {"name": "LAST", "data_type": "TYPE_UINT8", "dims": [-1], "optional": True}
-    config = {
-        "name": "m",
-        "max_batch_size": 8,
-        "input": [fixed, free, last],
-        "output": [],
-    }
+    config = {"name": "m", "max_batch_size": 8, "input": [fixed, free, last], "output": []}
     return Signature(ModelSpec.of(config), "1")
 
 

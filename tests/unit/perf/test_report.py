@@ -45,10 +45,7 @@ def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
     path.write_text(report.as_json({"model": "m"}, [POINT]))
     assert report.read_report(str(path)) == [POINT]
     new = replace(POINT, per_second=3000.0)
-    assert report.comparison([POINT], [new]).splitlines()[1].split()[2:4] == [
-        "1.500",
-        "1.000",
-    ]
+    assert report.comparison([POINT], [new]).splitlines()[1].split()[2:4] == ["1.500", "1.000"]
     assert "~1.015" in report.comparison([POINT], [replace(POINT, per_second=2030.0)])
     assert "none of these" in report.comparison([POINT], [replace(POINT, value=8.0)])
 

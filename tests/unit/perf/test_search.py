@@ -37,11 +37,7 @@ def model(
         if candidate.depth == 1 and candidate.delay_us < 500:  # the delay is too short for all
             latency *= 2
         noises = [1 + rng.uniform(-noise, noise) for _ in range(2)]
-        return Trial(
-            candidate,
-            instances * rows / took_ms * 1000 * noises[0],
-            latency * noises[1],
-        )
+        return Trial(candidate, instances * rows / took_ms * 1000 * noises[0], latency * noises[1])
 
     return measure
 
@@ -190,11 +186,7 @@ def test_models_without_batching_keep_that_setting() -> None:
     assert (start.batch, start.strategy) == (0, "")
     space = search.search_space(config, 30, 4, 3, 64)
     assert (space.instances, space.largest_batch) == ([1, 2, 3], 0)
-    assert [v.get("threads") for v in space.variants if "threads" in v] == [
-        1,
-        2,
-        4,
-    ]
+    assert [v.get("threads") for v in space.variants if "threads" in v] == [1, 2, 4]
     configured = search.with_candidate(config, replace(start, instances=3, threads=2), 30)
     assert configured["parameters"]["intra_op_thread_count"] == {"string_value": "2"}
     assert configured["instance_group"][0]["count"] == 3

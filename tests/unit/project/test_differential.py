@@ -11,10 +11,7 @@ PEER_RECORD = Record([{"batch": [{"id": "a"}]}], {"a": {"error": ["X", "other"]}
 
 def test_each_difference_is_reported_with_its_path() -> None:
     found = differences(OWN, PEER_RECORD)
-    assert [d.where for d in found] == [
-        "responses.a.error.1",
-        "statistics.m.count",
-    ]
+    assert [d.where for d in found] == ["responses.a.error.1", "statistics.m.count"]
     assert differences(OWN, OWN) == []
 
 

@@ -36,10 +36,7 @@ def links(page: Path) -> list[str]:
 
 @cache
 def known_flags(v: str) -> set[str]:
-    if flags := {
-        "check": ("--input", "--json", "--on-cpu"),
-        "doctor": ("--json", "--peer"),
-    }.get(v):
+    if flags := {"check": ("--input", "--json", "--on-cpu"), "doctor": ("--json", "--peer")}.get(v):
         return known_flags("serve") | set(flags)
     if v == "serve":
         return {f"--{name}" for name in FLAGS}

@@ -254,10 +254,7 @@ def test_names_in_backticks_exist() -> None:
 LOG_METHODS = {"debug", "info", "warning", "error", "critical", "exception", "log", "print"}
 TEXT_ARGUMENTS = {"help", "description", "epilog", "message", "text", "reason"}
 # Texts that clients of Triton compare.
-TRITONS = (
-    "It should be either 'int', 'bool', or 'string'.",
-    "If you want to specify the full",
-)
+TRITONS = ("It should be either 'int', 'bool', or 'string'.", "If you want to specify the full")
 
 
 def template(node: ast.expr) -> str:

@@ -53,10 +53,7 @@ def test_a_call_waits_while_an_instance_may_become_free() -> None:
 def test_two_callers_that_wait_for_each_other() -> None:
     """Each occupies an instance; the second call fails, so that the first continues."""
     callers = rig(2)
-    (_, first), (_, second) = (
-        callers.submit_and_take_batch(),
-        callers.submit_and_take_batch(),
-    )
+    (_, first), (_, second) = (callers.submit_and_take_batch(), callers.submit_and_take_batch())
     callers.submit(callers=caller_line(100, first))
     callers.submit(callers=caller_line(101, second))
     assert len(failure_texts(callers)) == 1

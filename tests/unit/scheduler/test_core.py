@@ -65,10 +65,7 @@ def test_each_instance_gets_a_batch() -> None:
     rig = Rig({})
     peers = [rig.start(0, 100), rig.start(1, 101)]
     rig.submit(9)
-    assert [(p, len(b.requests)) for p, b in rig.take_batches()] == [
-        (peers[0], 8),
-        (peers[1], 1),
-    ]
+    assert [(p, len(b.requests)) for p, b in rig.take_batches()] == [(peers[0], 8), (peers[1], 1)]
 
 
 def test_the_delay_is_waited_out_once_an_instance_is_free() -> None:

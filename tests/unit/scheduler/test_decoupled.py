@@ -224,10 +224,7 @@ def test_a_deadline_holds_until_the_last_response(has_returned: bool) -> None:
         rig.report_returned(peer, batch)
     assert rig.wake_ns < NEVER
     rig.pass_time(6 * MS)
-    assert rig.answers() == [
-        part(number),
-        m.Failed(number, "UNAVAILABLE", EXPIRED_TEXT, 0, True),
-    ]
+    assert rig.answers() == [part(number), m.Failed(number, "UNAVAILABLE", EXPIRED_TEXT, 0, True)]
     assert rig.take_worker_messages() == [m.CancelExecution(key)]
     rig.respond(peer, key)
     assert rig.answers() == []

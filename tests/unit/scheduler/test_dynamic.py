@@ -36,13 +36,6 @@ def items(*units: int) -> list[Item]:
 @pytest.mark.parametrize(
     ("units", "batching", "expected"),
     [
-        # Without a delay, the queued requests run at once.
-        ((1, 1, 1), rules(8), Batch(3, CloseReason.IDLE)),
-        ((8,), rules(8), Batch(1, CloseReason.FULL)),
-        ((4, 4, 1), rules(8), Batch(2, CloseReason.FULL)),
-        ((3, 6), rules(8), Batch(1, CloseReason.FULL)),
-        # A model that does not batch counts as one with a maximum of 1.
-        ((1, 1), rules(1), Batch(1, CloseReason.FULL)),
         # The batch has exactly the largest preferred size that the queue reaches.
         ((1,) * 7, rules(8, (4, 6)), Batch(6, CloseReason.PREFERRED)),
         ((1,) * 5, rules(8, (4, 6)), Batch(4, CloseReason.PREFERRED)),

@@ -85,10 +85,7 @@ def test_slow_requests_are_reported_at_their_last_response() -> None:
     local_traces.end_trace(PEER, Responded(2, "", "", b"", [], final=True))
     local_traces.end_trace(PEER, Failed(3, "INTERNAL", "boom", 0, early=True))
     local_traces.end_trace(PEER, Settled(3))
-    assert [(r.sampled, r.error) for r in control_link] == [
-        (False, ""),
-        (False, "boom"),
-    ]
+    assert [(r.sampled, r.error) for r in control_link] == [(False, ""), (False, "boom")]
     local_traces.process_exited(901)
     assert local_traces.measured_requests
     local_traces.start_trace(PEER, submit(5, age_ms=150))

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -300,18 +299,6 @@ def test_without_a_cache_nothing_is_counted() -> None:
     assert rig.report()["shmserve"]["cache"] == {}
 
 
-def test_arrays_of_other_shapes_have_other_keys() -> None:
-    """The same bytes with the shapes [1, 4] and [4] are two entries."""
-    rig = cached_rig()
-    peer = rig.start()
-    data = np.arange(4, dtype=np.int8).tobytes()
-    flat_request = pack_inference(Inference((TensorRef("I", "INT8", (4,), data),)))
-    row = pack_inference(Inference((TensorRef("I", "INT8", (1, 4), data),)))
-    run(rig, peer, flat_request, pack_response(b"flat"))
-    run(rig, peer, row, pack_response(b"row"))
-    assert unpack_answer(submit_hit(rig, flat_request)) == pack_response(b"flat")
-
-
 TENSOR_A = TensorRef("A", "INT32", (1, 2), b"12345678")
 TENSOR_B = TensorRef("B", "INT8", (3,), b"abc")
 REQUEST = Inference((TENSOR_A, TENSOR_B), (RequestedOutput("Y"),), {"p": 1})
@@ -394,9 +381,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_the_cache_keeps_entries_within_its_bound(
-    steps: list[tuple[str, int, int]],
-) -> None:
+def test_the_cache_keeps_entries_within_its_bound(steps: list[tuple[str, int, int]]) -> None:
     """The least recently used entry is evicted; no entry is larger than the cache."""
     cache: LruCache[int] = LruCache(50)
     bound = 50

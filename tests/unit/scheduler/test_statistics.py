@@ -163,12 +163,7 @@ def test_a_histogram_counts_a_bound_inclusively() -> None:
     counted = Histogram((0.5, 2.0), 10)
     for value in (0, 5, 6, 20, 21):
         counted.observe(value)
-    assert counted.report() == {
-        "buckets": [0.5, 2.0],
-        "counts": [2, 2, 1],
-        "sum": 5.2,
-        "count": 5,
-    }
+    assert counted.report() == {"buckets": [0.5, 2.0], "counts": [2, 2, 1], "sum": 5.2, "count": 5}
 
 
 def test_service_time_determines_when_to_retry() -> None:

@@ -186,16 +186,8 @@ def feed(publisher: EventPublisher, states: dict[Any, Any], calls: list[str]) ->
 
 
 def test_changes_of_models() -> None:
-    before = {
-        ("a", "1"): ("READY", ""),
-        ("b", "1"): ("LOADING", ""),
-        ("c", "2"): ("READY", ""),
-    }
-    after = {
-        ("a", "1"): ("READY", ""),
-        ("b", "1"): ("READY", ""),
-        ("d", ""): ("UNAVAILABLE", "x"),
-    }
+    before = {("a", "1"): ("READY", ""), ("b", "1"): ("LOADING", ""), ("c", "2"): ("READY", "")}
+    after = {("a", "1"): ("READY", ""), ("b", "1"): ("READY", ""), ("d", ""): ("UNAVAILABLE", "x")}
     assert list(changes(before, after)) == [
         m.ModelChanged("c", "2", "", ""),
         m.ModelChanged("b", "1", "READY", ""),

@@ -23,8 +23,8 @@ from shmserve.workers.batch import response_stream
 from shmserve.workers.links import processes
 from shmserve.workers.links.processes import readable
 from shmserve.workers.user_code import EventLoopThread
-from tests.rigs.stream_rig import Streams
-from tests.rigs.worker_rig import FunctionBackend, Region, Rig, model_config, rig, tensor_config
+from tests.rigs.stream_rig import DECOUPLED_CONFIG, Streams
+from tests.rigs.worker_rig import FunctionBackend, Region, Rig, rig
 from tests.support.messages import inferred_of
 from tests.support.waiting import until
 
@@ -52,6 +52,9 @@ def error_of(call):
 
 class TritonPythonModel:
     records = []
+    def execute(self, requests):
+        for request in requests:
+            threading.Thread(target=self.answer, args=(request,)).start()
 """
 
 
@@ -65,12 +68,7 @@ class Model(Streams):
     def serve(self, body: str) -> Model:
         path = self.rig.context.version_dir / "model.py"
         path.write_text(MODULE_HEAD + "".join(f"    {row}\n" for row in dedent(body).splitlines()))
-        config = model_config(
-            [tensor_config("X", "FP32", [-1])],
-            [tensor_config("Y", "FP32", [-1])],
-            model_transaction_policy={"decoupled": True},
-        )
-        self.rig.serve(self.backend, {**config, "backend": "python"})
+        self.rig.serve(self.backend, {**DECOUPLED_CONFIG, "backend": "python"})
         return self
 
     @property
@@ -128,12 +126,7 @@ def test_a_backend_without_streams_sends_one_response_per_request(model: Model) 
         arrays = [request.inputs["X"].numpy() * 2 for request in requests]
         return [Response([Output("Y", "FP32", array)]) for array in arrays]
 
-    config = model_config(
-        [tensor_config("X", "FP32", [-1])],
-        [tensor_config("Y", "FP32", [-1])],
-        model_transaction_policy={"decoupled": True},
-    )
-    model.rig.serve(FunctionBackend(model.rig.context, double_inputs), config)
+    model.rig.serve(FunctionBackend(model.rig.context, double_inputs), DECOUPLED_CONFIG)
     model.begin(1, 2)
     assert model.responses(1) == [[2], "end"] and model.responses(2) == [[4], "end"]
 
@@ -142,9 +135,6 @@ def test_a_thread_responds_after_execute_has_returned(model: Model) -> None:
     """The thread can still read the inputs, which belong to the model."""
     model.serve("""
         go = threading.Event()
-        def execute(self, requests):
-            for request in requests:
-                threading.Thread(target=self.answer, args=(request,)).start()
         def answer(self, request):
             self.go.wait(10)
             array = given(request)
@@ -206,8 +196,6 @@ def test_a_response_that_cannot_be_written_is_an_error_and_no_end(
 ) -> None:
     region = Region(4096)
     model.serve("""
-        def execute(self, requests):
-            threading.Thread(target=self.answer, args=(requests[0],)).start()
         def answer(self, request):
             sender = request.get_response_sender()
             sender.send(response(1, 2))
@@ -258,10 +246,7 @@ def test_errors_of_refused_sends(model: Model) -> None:
         text.startswith("TypeError: send(): incompatible function arguments. The following")
         for text in refusals[3:]
     )
-    assert (sent, retried, ended) == (
-        None,
-        *[f"TritonModelException: {CLOSED_SENDER}"] * 2,
-    )
+    assert (sent, retried, ended) == (None, *[f"TritonModelException: {CLOSED_SENDER}"] * 2)
 
 
 # --- streams without a final flag
@@ -431,9 +416,7 @@ def test_a_coroutine_raises(model: Model) -> None:
 def test_a_thread_sees_that_its_request_is_cancelled(model: Model) -> None:
     """`is_cancelled` reads the socket itself while the loop is busy."""
     model.serve("""
-        def execute(self, requests):
-            threading.Thread(target=self.wait, args=(requests[0],)).start()
-        def wait(self, request):
+        def answer(self, request):
             sender = request.get_response_sender()
             self.records.append((request.is_cancelled(), sender.is_cancelled()))
             while not request.is_cancelled():
@@ -481,8 +464,6 @@ def test_a_client_that_does_not_read_stops_send(
     model: Model, start_pump: Callable[[], None], size: int, count: int, most_unread: int
 ) -> None:
     model.serve(f"""
-        def execute(self, requests):
-            threading.Thread(target=self.answer, args=(requests[0],)).start()
         def answer(self, request):
             sender = request.get_response_sender()
             for n in range({count}):
@@ -527,8 +508,6 @@ def test_responses_to_one_memory_range_are_sent_one_at_a_time(
 ) -> None:
     region = Region(64)
     model.serve("""
-        def execute(self, requests):
-            threading.Thread(target=self.answer, args=(requests[0],)).start()
         def answer(self, request):
             sender = request.get_response_sender()
             for n in range(1, 4):
@@ -567,8 +546,6 @@ def test_a_client_that_never_reads_is_disconnected(
 
 def test_a_cancelled_request_does_not_wait(model: Model, start_pump: Callable[[], None]) -> None:
     model.serve("""
-        def execute(self, requests):
-            threading.Thread(target=self.answer, args=(requests[0],)).start()
         def answer(self, request):
             sender = request.get_response_sender()
             for n in range(100):
@@ -586,9 +563,6 @@ def test_each_waiting_sender_is_notified_of_its_own_credit(model: Model, loop_re
     """One waiting thread reads the socket for all, until it has its credit."""
     count = FIRST_CREDIT + 4
     model.serve(f"""
-        def execute(self, requests):
-            for request in requests:
-                threading.Thread(target=self.answer, args=(request,)).start()
         def answer(self, request):
             sender = request.get_response_sender()
             for n in range({count}):

@@ -75,15 +75,26 @@ def device(monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
     return fake
 
 
+def row_config(max_batch_size: int = 8, **fields: Any) -> dict[str, Any]:
+    inputs, outputs = [tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])]
+    return model_config(inputs, outputs, max_batch_size, **fields)
+
+
 def serve_doubling(worker: Rig, size: int = 8, body: str = "        return x * 2\n") -> Rig:
     text = f"import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n{body}"
     (worker.context.version_dir / "model.py").write_text(text)
-    model = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], size)
-    return worker.serve(PytorchBackend(worker.context), model)
+    return worker.serve(PytorchBackend(worker.context), row_config(size))
 
 
 def device_x(memory: Memory, offset: int, rows: np.ndarray[Any, Any]) -> TensorRef:
     return tensor("x", rows, Range(memory, offset, rows.nbytes))
+
+
+def export_row(cuda: FakeCuda) -> tuple[Exported, Memory]:
+    """Return 64 bytes of device memory that begin with ROW."""
+    exported_memory = cuda.export(64)
+    exported_memory.write(0, ROW)
+    return exported_memory, exported_memory.memory()
 
 
 def on_device(memory: Memory, offset: int, byte_size: int = 16) -> tuple[RequestedOutput, ...]:
@@ -245,8 +256,7 @@ def test_a_torch_without_cuda_costs_a_request_and_no_worker(worker: Rig, cuda: F
     worker.context = dataclasses.replace(
         worker.context, mappings=Mappings(memory.open), device_memory=memory
     )
-    config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
-    worker.serve(FunctionBackend(worker.context, lambda requests: []), config)
+    worker.serve(FunctionBackend(worker.context, lambda requests: []), row_config())
     exported = cuda.export(64)
     (reply,) = worker.batch(inference(device_x(exported.memory(), 0, ROW)))
     assert (reply.code, "device 0" in reply.message) == ("UNAVAILABLE", True)
@@ -359,9 +369,7 @@ def test_rows_beside_each_other_are_a_view(worker: Rig, cuda: FakeCuda, device: 
 def test_host_and_device_share_a_batch(worker: Rig, cuda: FakeCuda, device: FakeDevice) -> None:
     """One input and one output are on the device, the others on the host."""
     serve_doubling(worker)
-    exported_memory = cuda.export(64)
-    memory = exported_memory.memory()
-    exported_memory.write(0, ROW)
+    exported_memory, memory = export_row(cuda)
     replies = worker.batch(
         inference(device_x(memory, 0, ROW)),
         inference(tensor("x", ROW + 5), outputs=on_device(memory, 32)),
@@ -376,9 +384,7 @@ def test_a_region_unregistered_in_flight_stays_mapped(
     """The worker unmaps a region between batches. Tensors that it keeps remain usable."""
     body = "        self.last = x\n        return x * 2\n"
     serve_doubling(worker, body=body)
-    exported_memory = cuda.export(64)
-    memory = exported_memory.memory()
-    exported_memory.write(0, ROW)
+    _, memory = export_row(cuda)
     for _ in range(2):
         (reply,) = worker.batch(inference(device_x(memory, 0, ROW), outputs=on_device(memory, 32)))
         assert reply.code == ""
@@ -397,9 +403,7 @@ def test_a_model_that_writes_into_its_inputs_gets_copies(
     worker: Rig, cuda: FakeCuda, device: FakeDevice
 ) -> None:
     serve_doubling(worker, body="        return x.mul_(2)\n")
-    exported_memory = cuda.export(64)
-    memory = exported_memory.memory()
-    exported_memory.write(0, ROW)
+    exported_memory, memory = export_row(cuda)
     for _ in range(3):
         worker.batch(inference(device_x(memory, 0, ROW), outputs=on_device(memory, 32)))
         assert (exported_memory.read(0, ROW) == ROW).all()
@@ -468,8 +472,7 @@ def test_a_device_that_has_failed_ends_the_process_also_by_an_output(
     closed_handle = cuda.export(64)
     worker.batch(
         inference(
-            device_x(closed_handle.memory(), 0, ROW),
-            outputs=on_device(closed_handle.memory(), 32),
+            device_x(closed_handle.memory(), 0, ROW), outputs=on_device(closed_handle.memory(), 32)
         )
     )
     worker.context.mappings.unmap_all()
@@ -491,8 +494,7 @@ def test_a_failed_device_ends_the_worker(
     worker: Rig, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, is_lost: bool
 ) -> None:
     """A worker whose device has failed exits, so that a working process replaces it."""
-    config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
-    worker.serve(FunctionBackend(worker.context, lambda requests: []), config)
+    worker.serve(FunctionBackend(worker.context, lambda requests: []), row_config())
 
     def fail(*arguments: Any, **options: Any) -> Any:
         raise _AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -514,11 +516,8 @@ def test_a_backend_of_host_memory_gets_copies(worker: Rig, cuda: FakeCuda) -> No
         assert not any(item.on_device or item.shared for item in inputs)
         return [Response([Output("y", item.datatype, item.numpy())]) for item in inputs]
 
-    config = model_config([tensor_config("x", "FP32", [4])], [tensor_config("y", "FP32", [4])], 8)
-    worker.serve(FunctionBackend(worker.context, echo), config)
-    exported_memory = cuda.export(64)
-    memory = exported_memory.memory()
-    exported_memory.write(0, ROW)
+    worker.serve(FunctionBackend(worker.context, echo), row_config())
+    exported_memory, memory = export_row(cuda)
     (reply,) = worker.batch(inference(device_x(memory, 0, ROW), outputs=on_device(memory, 32)))
     assert reply.code == "", reply.message
     assert (exported_memory.read(32, ROW) == ROW).all()
@@ -545,31 +544,19 @@ def test_strings_on_a_device(worker: Rig, cuda: FakeCuda) -> None:
 @pytest.mark.parametrize("stays_on_device", [False, True])
 def test_python_models_use_a_device(worker: Rig, cuda: FakeCuda, stays_on_device: bool) -> None:
     """As in Triton, inputs are copied to the host unless the configuration forbids it."""
-    text = (
-        "import triton_python_backend_utils as pb\n"
-        "from torch.utils.dlpack import from_dlpack\n"
-        "class TritonPythonModel:\n"
-        "    def execute(self, requests):\n"
-        "        made = []\n"
-        "        for request in requests:\n"
-        "            x = from_dlpack(pb.get_input_tensor_by_name(request, 'x').to_dlpack())\n"
-        "            y = pb.Tensor.from_dlpack('y', x * 2)\n"
-        "            made.append(pb.InferenceResponse([y]))\n"
-        "        return made\n"
-    )
-    (worker.context.version_dir / "model.py").write_text(text)
+    source = """
+import triton_python_backend_utils as pb
+from torch.utils.dlpack import from_dlpack
+class TritonPythonModel:
+    def execute(self, requests):
+        xs = (from_dlpack(request.inputs()[0].to_dlpack()) for request in requests)
+        return [pb.InferenceResponse([pb.Tensor.from_dlpack("y", x * 2)]) for x in xs]
+"""
+    (worker.context.version_dir / "model.py").write_text(source)
     parameters = {"FORCE_CPU_ONLY_INPUT_TENSORS": {"string_value": "no"}} if stays_on_device else {}
-    config = model_config(
-        [tensor_config("x", "FP32", [4])],
-        [tensor_config("y", "FP32", [4])],
-        8,
-        parameters=parameters,
-    )
     backend = PythonBackend(worker.context)
-    worker.serve(backend, config)
-    exported_memory = cuda.export(64)
-    memory = exported_memory.memory()
-    exported_memory.write(0, ROW)
+    worker.serve(backend, row_config(parameters=parameters))
+    exported_memory, memory = export_row(cuda)
     (reply,) = worker.batch(inference(device_x(memory, 0, ROW), outputs=on_device(memory, 32)))
     backend.unload()  # all backends of a process share the module that models import
     assert reply.code == "", reply.message
@@ -589,9 +576,7 @@ def test_a_native_model_of_numpy(worker: Rig, cuda: FakeCuda, device: FakeDevice
     backend = NativeBackend(worker.context)
     config = backend.complete_config(model_config([], []))
     worker.serve(backend, config)
-    exported_memory = cuda.export(64)
-    memory = exported_memory.memory()
-    exported_memory.write(0, ROW)
+    exported_memory, memory = export_row(cuda)
     requested_outputs = (RequestedOutput(config["output"][0]["name"], Range(memory, 32, 16)),)
     (reply,) = worker.batch(inference(device_x(memory, 0, ROW), outputs=requested_outputs))
     assert reply.code == "", reply.message

@@ -17,8 +17,8 @@ from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.workers.backends import Output, OutputStream, Response
 from shmserve.workers.links import processes
 from shmserve.workers.links.processes import HOLD_NS, InstanceLink, Timer
-from tests.rigs.stream_rig import Streams
-from tests.rigs.worker_rig import FunctionBackend, model_config, rig, tensor_config
+from tests.rigs.stream_rig import DECOUPLED_CONFIG, Streams
+from tests.rigs.worker_rig import FunctionBackend, rig
 from tests.support.waiting import until
 
 
@@ -156,12 +156,7 @@ def model(tmp_path: Path) -> Iterator[Sender]:
             sender.streams = streams
 
     with rig(tmp_path) as model_rig:
-        config = model_config(
-            [tensor_config("X", "FP32", [-1])],
-            [tensor_config("Y", "FP32", [-1])],
-            model_transaction_policy={"decoupled": True},
-        )
-        model_rig.serve(KeepingBackend(model_rig.context, None), config)
+        model_rig.serve(KeepingBackend(model_rig.context, None), DECOUPLED_CONFIG)
         sender = Sender(model_rig)
         yield sender
 

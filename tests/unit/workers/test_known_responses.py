@@ -100,11 +100,7 @@ def test_outputs_with_client_ranges_are_written_each_time(worker: Rig, reuse: bo
         if output_kind == "owned":
             request.inputs["X"].detach()
         rows = request.inputs["X"].numpy()
-        variants = {
-            "shorter": rows[:2] * 2,
-            "swapped": (rows * 2).astype(">f4"),
-            "new": rows * 2,
-        }
+        variants = {"shorter": rows[:2] * 2, "swapped": (rows * 2).astype(">f4"), "new": rows * 2}
         return [Response([Output("A", "FP32", variants.get(output_kind, rows))])]
 
     worker.serve(FunctionBackend(worker.context, execute), CONFIG)

@@ -163,6 +163,17 @@ def test_a_yielded_value_that_is_no_tensor_ends_the_stream(worker: Rig) -> None:
     assert end == "end"
 
 
+def test_load_may_replace_predict(worker: Rig) -> None:
+    body = f"""
+def load(self, context):
+    self.predict = lambda x: iter([x + 1])
+def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]: ...
+"""
+    model = Model(worker, body)
+    model.begin(1)
+    assert model.responses(1) == [[2], "end"]
+
+
 def test_a_disconnecting_client_closes_the_generator(worker: Rig) -> None:
     body = f"""
 def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:

@@ -16,6 +16,7 @@ from shmserve.workers.backends.pytorch import PytorchBackend
 from shmserve.workers.batch.ragged import Padder
 from shmserve.workers.batch.request import CopyCounter, Input, Output, Request, Response
 from tests.rigs.worker_rig import Rig, inference, model_config, tensor, tensor_config
+from tests.support.repositories import python_model
 
 F32 = np.float32
 UNUSED: Any = None
@@ -71,24 +72,14 @@ class Model:
         assert (IMAGE[~MASK] == -1).all() and (IMAGE[MASK] >= 0).all()
         return Out(IMAGE * 2, (IMAGE * MASK).sum((1, 2, 3))[:, None])
 """
-PYTHON_MODEL = """
-import numpy as np
-import triton_python_backend_utils as pb_utils
-
-class TritonPythonModel:
-    def execute(self, requests):
-        responses = []
-        for request in requests:
-            image, lengths, mask = (
-                pb_utils.get_input_tensor_by_name(request, name).as_numpy()
-                for name in ("IMAGE", "LENGTHS", "MASK"))
-            assert image.shape[1:] == mask.shape[1:] == (3, 336, 336), image.shape
-            assert len(image) == len(lengths) and (image[~mask] == -1).all()
-            total = (image * mask).sum((1, 2, 3))[:, None]
-            responses.append(pb_utils.InferenceResponse([
-                pb_utils.Tensor("FEATURES", image * 2), pb_utils.Tensor("SUM", total)]))
-        return responses
-"""
+PYTHON_MODEL = python_model("""
+    def one(self, request):
+        names = ("IMAGE", "LENGTHS", "MASK")
+        image, lengths, mask = (self.input(request, name) for name in names)
+        assert image.shape[1:] == mask.shape[1:] == (3, 336, 336), image.shape
+        assert len(image) == len(lengths) and (image[~mask] == -1).all()
+        return self.response(FEATURES=image * 2, SUM=(image * mask).sum((1, 2, 3))[:, None])
+""")
 
 
 @pytest.mark.parametrize("model_kind", ["pytorch", "native", "python"])

@@ -142,7 +142,6 @@ def test_dlpack_of_a_read_only_array_is_a_copy() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_dlpack_of_a_tensor_on_a_device() -> None:
     value = torch.arange(4, device="cuda")
     tensor = Tensor.from_dlpack("x", value)

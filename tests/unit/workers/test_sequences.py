@@ -106,16 +106,10 @@ def test_string_ids(text: str) -> None:
 
 
 def test_the_model_sees_controls_and_states_and_clients_do_not() -> None:
-    first = {
-        "input_name": "I",
-        "output_name": "O",
-        "data_type": "TYPE_INT64",
-        "dims": [-1, 2],
-    }
+    first = {"input_name": "I", "output_name": "O", "data_type": "TYPE_INT64", "dims": [-1, 2]}
     second = {"input_name": "J", "output_name": "Y", "data_type": "TYPE_FP32", "dims": [1]}
     fields = config(
-        control_input=[control("START", bool_false_true=[False, True])],
-        state=[first, second],
+        control_input=[control("START", bool_false_true=[False, True])], state=[first, second]
     )
     model_spec = ModelSpec.of(fields)
     generated_spec = with_generated_tensors(model_spec)
@@ -134,11 +128,7 @@ def spec(**fields: Any) -> dict[str, Any]:
 
 class Model:
     def __init__(
-        self,
-        *specs: dict[str, Any],
-        folder: Path = Path(),
-        batch: bool = True,
-        copies: bool = True,
+        self, *specs: dict[str, Any], folder: Path = Path(), batch: bool = True, copies: bool = True
     ) -> None:
         states = sequence_inputs.read_states(ModelSpec.of(config(batch, state=list(specs))), folder)
         self.states = sequence_inputs.States(states, copies)

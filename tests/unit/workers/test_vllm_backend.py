@@ -130,11 +130,7 @@ class Model(Streams):
         self.rig.serve(self.backend, self.config)
 
     def infer(
-        self,
-        inputs: Mapping[str, Any],
-        outputs: Sequence[str] = (),
-        key: int = 1,
-        **fields: Any,
+        self, inputs: Mapping[str, Any], outputs: Sequence[str] = (), key: int = 1, **fields: Any
     ) -> None:
         tensors = []
         for name, value in inputs.items():

@@ -65,6 +65,7 @@ class NativeBackend(Backend):
         self._device = open_device(context.device)
         self._class: type | None = None
         self._file = self._where = ""
+        self._folder = context.version_dir
         self._positions: dict[str, str] = {}  # the position of each attribute in the file
         self._model: Any = None
         self._streams: GeneratorStreams | None = None
@@ -140,7 +141,10 @@ class NativeBackend(Backend):
             self._model.to(self._device.torch).eval()
         if predict.yields:
             max_streams = int(config.parameters.get(MAX_STREAMS, _DEFAULT_MAX_STREAMS))
-            self._streams = GeneratorStreams(self._model.predict, self._respond, max_streams)
+            # `load` may replace `predict`, by a compiled one for example.
+            self._streams = GeneratorStreams(
+                lambda **inputs: self._model.predict(**inputs), self._respond, max_streams
+            )
         if hasattr(self._model, "load"):
             self._await(
                 self._model.load(
@@ -148,7 +152,7 @@ class NativeBackend(Backend):
                         context.model_name,
                         context.version,
                         context.device,
-                        context.version_dir.resolve(),
+                        self._folder,
                         config.parameters,
                         partial(context.workspace.lease, convert=_as_tensor),
                     )
@@ -211,9 +215,10 @@ class NativeBackend(Backend):
     def _find_class(self, config: ModelSpec) -> type:
         if self._class is None:
             file = config.default_model_filename or "model.py"
-            path = self.context.model_file([file], file)
+            context = self.context
+            path = context.model_file([file], file)
             name = config.parameters.get("class") or DEFAULT_CLASS_NAME
-            module = import_file(path, f"shmserve_model_{self.context.model_name}")
+            module = import_file(path, f"shmserve_model_{context.model_name}")
             model = getattr(module, name, None)
             if not isinstance(model, type):
                 classes = [key for key, value in vars(module).items() if isinstance(value, type)]
@@ -222,7 +227,11 @@ class NativeBackend(Backend):
             declaration.adopt_forward(model)
             self._class = model
             self._file = file
-            self._where = f"{self.context.model_name}/{self.context.version}/{file}"
+            # The file that `shmserve.serve` generates has the `__file__` of the user's file.
+            is_generated = module.__file__ != str(path)
+            folder = Path(str(module.__file__)).parent if is_generated else context.version_dir
+            self._folder = folder.resolve()
+            self._where = f"{context.model_name}/{context.version}/{file}"
             if model.__module__ != module.__name__:  # the file imports the class
                 defining = getattr(sys.modules.get(model.__module__), "__file__", None)
                 path = Path(defining or path)

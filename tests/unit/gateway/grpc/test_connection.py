@@ -366,10 +366,7 @@ def test_a_stream_of_tiny_messages_uses_little_memory() -> None:
         data = b"".join(messages[1000:]) + b"\x09" + bytes(4)
         scene.send(scene.head(1, STREAM))
         tracemalloc.start()
-        for piece in (
-            *messages[:1000],
-            *(data[at : at + 999] for at in range(0, len(data), 999)),
-        ):
+        for piece in (*messages[:1000], *(data[at : at + 999] for at in range(0, len(data), 999))):
             scene.send(frame(DATA, 0, 1, piece))
         traced_bytes = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()

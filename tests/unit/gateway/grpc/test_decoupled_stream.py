@@ -201,10 +201,7 @@ def test_a_disconnect_cancels_all_requests(gateway: Rig, scheduler: Scheduler) -
     scheduler.send(waiting[0][0], response(waiting[0][1], 1))
     take(stream, 1)
     stream.call.cancel()
-    until(
-        "all are cancelled",
-        lambda: _cancelled_ids(scheduler) == {n for _, n in waiting},
-    )
+    until("all are cancelled", lambda: _cancelled_ids(scheduler) == {n for _, n in waiting})
     stream.close()
 
 
@@ -291,10 +288,7 @@ def test_outputs_in_a_workers_memory_are_released(scheduler: Scheduler, stream: 
     ((peer, call_number),) = first_requests(scheduler, 1)
     scheduler.send(peer, large(call_number), large(call_number), response(call_number, 1))
     first, second, _ = take(stream, 3)
-    assert [r.infer_response.raw_output_contents[0] for r in (first, second)] == [
-        data,
-        data,
-    ]
+    assert [r.infer_response.raw_output_contents[0] for r in (first, second)] == [data, data]
     until("they are released", lambda: count_releases() == 2)
     stream.call.cancel()
     until("it is cancelled", lambda: call_number in _cancelled_ids(scheduler))

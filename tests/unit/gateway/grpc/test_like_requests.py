@@ -223,11 +223,7 @@ def test_each_grpc_response_has_its_own_id(grpc_rig: Rig) -> None:
         inputs[-1].set_data_from_numpy(np.ones((1, 16), np.int32))
     with grpc_client.InferenceServerClient(f"127.0.0.1:{grpc_rig.port}") as client:
         for request_id, sequence, start, end in REQUEST_IDENTITIES * 3:
-            parameters = {
-                "sequence_id": sequence,
-                "sequence_start": start,
-                "sequence_end": end,
-            }
+            parameters = {"sequence_id": sequence, "sequence_start": start, "sequence_end": end}
             result = client.infer("simple", inputs, request_id=request_id, **parameters)
             assert result.get_response().id == request_id
             assert result.as_numpy("OUTPUT0").tolist() == [[2] * 16]

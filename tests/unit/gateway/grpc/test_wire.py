@@ -60,11 +60,7 @@ def request(**parameters: object) -> ours.ModelInferRequest:
     for key, value in parameters.items():
         kind, _, expected = str(value).partition(":")
         typed = {"bool": expected == "True", "string": expected}.get(kind)
-        setattr(
-            built.parameters[key],
-            f"{kind}_param",
-            int(expected) if typed is None else typed,
-        )
+        setattr(built.parameters[key], f"{kind}_param", int(expected) if typed is None else typed)
     return built
 
 

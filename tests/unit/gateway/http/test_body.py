@@ -221,7 +221,4 @@ def test_a_tensor_in_pieces_is_copied_between_requests(monkeypatch: pytest.Monke
 
     assert asyncio.run(build_while_copying()) == "built"
     assert copied_states == [b"ab", b"abc", b"abcde", b"abcdef"]
-    assert [(t.data, t.binary_size) for t in request.inputs] == [
-        (None, 5),
-        (None, 1),
-    ]
+    assert [(t.data, t.binary_size) for t in request.inputs] == [(None, 5), (None, 1)]

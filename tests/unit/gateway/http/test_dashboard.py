@@ -81,10 +81,7 @@ def run(run_dir: Path, scenario: Callable[[live.LiveFigures], Any]) -> None:
     async def run_with_publisher() -> None:
         feeds: list[EventFeed] = []
         publisher = EventPublisher()
-        publisher.open(
-            endpoints.events(run_dir),
-            lambda *change: feeds[0].on_subscription(*change),
-        )
+        publisher.open(endpoints.events(run_dir), lambda *change: feeds[0].on_subscription(*change))
         states = {("a", "1"): ("READY", ""), ("b", "2"): ("UNAVAILABLE", "no such file")}
         healthy = HealthChanged(live=True, ready=True, exiting=False)
         feeds.append(EventFeed(publisher, lambda: states, list, list, lambda: healthy, no_counters))

@@ -240,10 +240,7 @@ def test_chunks_and_a_length_end_the_connection(gateway: Rig, framing: str, cut:
     request = head(0).replace(b"Content-Length: 0", lines) + b"%x\r\n%b\r\n" % (len(body), body)
     with raw_connection(gateway.port) as connection:
         chunked_head = head(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked")
-        for second in (
-            HEALTH_REQUEST,
-            chunked_head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body),
-        ):
+        for second in (HEALTH_REQUEST, chunked_head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)):
             connection.sendall(second)
             read_reply(connection).ok()
         for part in (request[:cut], request[cut:], b"0\r\n\r\n" + HEALTH_REQUEST):
@@ -306,11 +303,7 @@ def test_connection_close_is_obeyed(connection: socket.socket) -> None:
 @pytest.mark.parametrize("protocol", ["h2c", "websocket", "TLS/1.0"])
 def test_an_offer_of_another_protocol_is_ignored(connection: socket.socket, protocol: str) -> None:
     body = simple_body()
-    headers = (
-        f"Upgrade: {protocol}",
-        "Connection: Upgrade, HTTP2-Settings",
-        "HTTP2-Settings: AA",
-    )
+    headers = (f"Upgrade: {protocol}", "Connection: Upgrade, HTTP2-Settings", "HTTP2-Settings: AA")
     for _ in range(3):
         connection.sendall(head(len(body), *headers) + body)
         assert "Connection" not in read_reply(connection).ok().headers

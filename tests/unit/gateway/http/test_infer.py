@@ -636,10 +636,7 @@ def test_tensors_in_regions_are_passed_as_ranges(gateway: Rig, region_scheduler:
     assert reply.json()["outputs"] == [{"name": "OUT", "datatype": "FP32", "shape": [10]}]
     (submit,) = region_scheduler.submits
     inference = inference_of(submit)
-    for place, offset in (
-        (inference.inputs[0].data, 8),
-        (inference.outputs[0].memory_range, 96),
-    ):
+    for place, offset in ((inference.inputs[0].data, 8), (inference.outputs[0].memory_range, 96)):
         assert isinstance(place, Range)
         assert (place.offset, place.byte_size) == (4096 + offset, 40)
         memory = place.memory

@@ -157,10 +157,7 @@ def test_unknown_fields_are_logged_once_or_refused(
             assert select({"nobody_knows": 1, "stream_options": {"odd": 1}}) == {
                 "stream_options": {"odd": 1}
             }
-    assert [r.args for r in caplog.records] == [
-        ("nobody_knows",),
-        ("stream_options.odd",),
-    ]
+    assert [r.args for r in caplog.records] == [("nobody_knows",), ("stream_options.odd",)]
     text = refusal({"temprature": 1}, refuse=True)
     assert text == "temprature: unknown field, did you mean 'temperature'?"
 

@@ -134,12 +134,7 @@ def parse_headers(response: HttpResponse) -> dict[str, str]:
 
 
 def test_an_unknown_path_has_the_form_of_its_api() -> None:
-    for target, kind in (
-        ("/v1/nowhere", dict),
-        ("/v1", dict),
-        ("/v2/x", str),
-        ("/v10/x", str),
-    ):
+    for target, kind in (("/v1/nowhere", dict), ("/v1", dict), ("/v2/x", str), ("/v10/x", str)):
         response = handle(Request("GET", target))
         assert response.status == 404
         assert type(json.loads(b"".join(response.pieces))["error"]) is kind

@@ -88,10 +88,7 @@ def test_events_are_equal_for_any_split(sent: list[bytes], rest: bytes, steps: l
     stream = wire.CLIENT_OPENING + b"".join(sent) + rest
     limits = Limits(frame=16384, window=70000)
     whole_engine = Engine(limits).take(stream)
-    split, limited = (
-        Engine(limits),
-        Engine(Limits(frame=16384, window=70000, frames=1)),
-    )
+    split, limited = (Engine(limits), Engine(Limits(frame=16384, window=70000, frames=1)))
     offset = count = 0
     while offset < len(stream):
         step = steps[count % len(steps)]

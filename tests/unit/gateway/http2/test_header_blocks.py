@@ -52,10 +52,7 @@ blocks = st.builds(
 @settings(max_examples=300)
 @given(st.lists(blocks, min_size=1, max_size=4), st.lists(st.integers(0, 11), max_size=25))
 def test_cached_blocks_equal_decoded_blocks(known_blocks: list[bytes], order: list[int]) -> None:
-    own, hpack = (
-        HeaderDecoder(RequestFields, _MAX_LIST_SIZE),
-        Decoder(_MAX_LIST_SIZE),
-    )
+    own, hpack = (HeaderDecoder(RequestFields, _MAX_LIST_SIZE), Decoder(_MAX_LIST_SIZE))
     for number in order:
         block, change = known_blocks[number % len(known_blocks)], number % 3
         try:

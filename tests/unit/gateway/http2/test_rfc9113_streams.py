@@ -257,10 +257,7 @@ def test_a_response_may_overlap_its_request() -> None:
     sending.send_data(stream, b"more")
     sending.send_trailers(stream, b"\x88")
     sent_frames = engine.flush()
-    assert [(i.kind, i.payload) for i in sent_frames] == [
-        (DATA, b"more"),
-        (HEADERS, b"\x88"),
-    ]
+    assert [(i.kind, i.payload) for i in sent_frames] == [(DATA, b"more"), (HEADERS, b"\x88")]
     assert not engine.http2.streams
 
 

@@ -95,13 +95,7 @@ def test_a_worker_frees_memory_when_the_ensemble_has_exited() -> None:
 
 
 @pytest.mark.parametrize(
-    "second_config",
-    [
-        gpu("b", (1,)),
-        gpu("b", (0, 1)),
-        cpu_model("b"),
-        gpu("b", backend="python"),
-    ],
+    "second_config", [gpu("b", (1,)), gpu("b", (0, 1)), cpu_model("b"), gpu("b", backend="python")]
 )
 def test_other_tensors_are_copied_through_the_host(second_config: dict[str, Any]) -> None:
     """The second model has another device, two, none, or its inputs in host memory."""

@@ -23,12 +23,24 @@ from tests.support.generative_worker import GenerativeWorker, generate_alone
 PROMPT = array("i", [3, 1, 4, 1, 5, 9, 2, 6])
 
 
+class LlmRig(Rig):
+    def __init__(self, **settings: Any) -> None:
+        small = {
+            "block_size": 4,
+            "kv_cache_blocks": 16,
+            "max_waiting_requests": 3,
+            "max_batch_size": 2,
+        }
+        self.settings = EngineSettings.of({**small, **settings})
+        parameters = {ENGINE_PARAMETER: self.settings.text}
+        super().__init__(decoupled=True, backend="llm", parameters=parameters, max_batch_size=0)
+
+
 @dataclass
 class FakeLlmWorker:
     """A fake worker that handles its messages one at a time."""
 
-    rig: Rig
-    settings: EngineSettings
+    rig: LlmRig
     index: int = 0
     pid: int = 100
     most: int = 6
@@ -38,7 +50,7 @@ class FakeLlmWorker:
     told: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        s = self.settings
+        s = self.rig.settings
         self.worker = GenerativeWorker(s.block_size, s.kv_cache_blocks, s.swap_blocks)
         self.peer = self.rig.start(self.index, self.pid)
         self.open: dict[int, int] = {}
@@ -63,6 +75,11 @@ class FakeLlmWorker:
             case m.CancelExecution():
                 self._end(message.key, "CANCELLED")
         return True
+
+    def run(self) -> None:
+        """Handle messages until there is none."""
+        while self.turn():
+            pass
 
     def _prepare(self, message: g.Prepare) -> None:
         (request,) = message.requests
@@ -98,25 +115,6 @@ class FakeLlmWorker:
         self.rig.respond(self.peer, key, b"" if code else b"text", code=code, final=True)
 
 
-def engine_settings(**fields: Any) -> EngineSettings:
-    small = {
-        "block_size": 4,
-        "kv_cache_blocks": 16,
-        "max_waiting_requests": 3,
-        "max_batch_size": 2,
-    }
-    return EngineSettings.of({**small, **fields})
-
-
-def make_rig(s: EngineSettings) -> Rig:
-    return Rig(
-        decoupled=True,
-        backend="llm",
-        parameters={ENGINE_PARAMETER: s.text},
-        max_batch_size=0,
-    )
-
-
 def submit(rig: Rig, count: int = 1, **fields: Any) -> list[int]:
     return rig.submit(count, batch_size=0, **fields)
 
@@ -131,12 +129,10 @@ def take_ended(rig: Rig) -> dict[int, str]:
 
 
 def test_requests_are_prepared_and_run_to_their_end() -> None:
-    settings = engine_settings()
-    rig = make_rig(settings)
-    llm = FakeLlmWorker(rig, settings)
+    rig = LlmRig()
+    llm = FakeLlmWorker(rig)
     numbers = submit(rig, 3)
-    while llm.turn():
-        pass
+    llm.run()
     assert take_ended(rig) == dict.fromkeys(numbers, "")
     statistics = rig.snapshot()
     assert (statistics["success"], statistics["executing"]) == (3, 0)
@@ -148,25 +144,22 @@ def test_requests_are_prepared_and_run_to_their_end() -> None:
 
 
 def test_waiting_requests_are_prepared_once_an_instance_is_ready() -> None:
-    settings = engine_settings()
-    rig = make_rig(settings)
+    rig = LlmRig()
     (number,) = submit(rig)
-    llm = FakeLlmWorker(rig, settings)
-    while llm.turn():
-        pass
+    llm = FakeLlmWorker(rig)
+    llm.run()
     assert take_ended(rig) == {number: ""}
 
 
 def test_too_many_requests_that_wait_are_refused() -> None:
-    rig = make_rig(engine_settings())
+    rig = LlmRig()
     numbers = submit(rig, 4)
     assert take_ended(rig) == {numbers[3]: "UNAVAILABLE"}
 
 
 def test_a_request_that_can_never_run_is_rejected_and_other_requests_continue() -> None:
-    settings = engine_settings(kv_cache_blocks=4)
-    rig = make_rig(settings)
-    llm = FakeLlmWorker(rig, settings, most=20)
+    rig = LlmRig(kv_cache_blocks=4)
+    llm = FakeLlmWorker(rig, most=20)
     (too_long,) = submit(rig)
     llm.receive()
     llm.turn()
@@ -175,22 +168,19 @@ def test_a_request_that_can_never_run_is_rejected_and_other_requests_continue() 
     assert "the prompt has 8 tokens, and up to 20 follow" in refusal.message
     llm.most = 4
     (fitting_request,) = submit(rig)
-    while llm.turn():
-        pass
+    llm.run()
     assert take_ended(rig) == {fitting_request: ""}
 
 
 @pytest.mark.parametrize("turns", range(12))
 def test_a_cancelled_request_leaks_nothing_in_any_state(turns: int) -> None:
-    settings = engine_settings()
-    rig = make_rig(settings)
-    llm = FakeLlmWorker(rig, settings)
+    rig = LlmRig()
+    llm = FakeLlmWorker(rig)
     first_request, second_request = submit(rig, 2)
     for _ in range(turns):
         llm.turn()
     rig.client(m.Cancel(first_request))
-    while llm.turn():
-        pass
+    llm.run()
     codes = take_ended(rig)
     assert codes[second_request] == "" and codes[first_request] in ("CANCELLED", "")
     assert rig.snapshot()["executing"] == 0
@@ -198,23 +188,20 @@ def test_a_cancelled_request_leaks_nothing_in_any_state(turns: int) -> None:
 
 
 def test_a_burst_fills_the_batch_and_the_queue() -> None:
-    settings = engine_settings(max_waiting_requests=4, max_batch_size=2)
-    rig = make_rig(settings)
-    llm = FakeLlmWorker(rig, settings)
+    rig = LlmRig(max_waiting_requests=4, max_batch_size=2)
+    llm = FakeLlmWorker(rig)
     numbers = submit(rig, 8)
     assert take_ended(rig) == dict.fromkeys(numbers[6:], "UNAVAILABLE")
     llm.turn()
     (surplus_request,) = submit(rig)
     assert take_ended(rig) == {surplus_request: "UNAVAILABLE"}
-    while llm.turn():
-        pass
+    llm.run()
     assert take_ended(rig) == dict.fromkeys(numbers[:6], "")
 
 
 def test_a_burst_during_a_step_fills_the_batch_and_the_queue() -> None:
-    settings = engine_settings(max_waiting_requests=4, max_batch_size=2)
-    rig = make_rig(settings)
-    llm = FakeLlmWorker(rig, settings)
+    rig = LlmRig(max_waiting_requests=4, max_batch_size=2)
+    llm = FakeLlmWorker(rig)
     submit(rig)
     llm.turn()
     submit(rig, 4)
@@ -230,15 +217,14 @@ def test_a_burst_during_a_step_fills_the_batch_and_the_queue() -> None:
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("turns", range(1, 14))
 def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, samples: int) -> None:
-    settings = engine_settings()
-    rig = make_rig(settings)
-    llm = FakeLlmWorker(rig, settings, samples=samples)
+    rig = LlmRig()
+    llm = FakeLlmWorker(rig, samples=samples)
     (number,) = submit(rig)
     for _ in range(turns):
         llm.turn()
     ended_before = take_ended(rig)
     rig.supervisor(ProcessExited(100, "killed"))
-    successor = FakeLlmWorker(rig, settings, pid=101, samples=samples)
+    successor = FakeLlmWorker(rig, pid=101, samples=samples)
     prepares = [message for message in successor.receive() if isinstance(message, g.Prepare)]
     if not ended_before:
         (prepare,) = prepares
@@ -248,8 +234,7 @@ def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, sam
             assert tokens == expected[: len(tokens)]
             # Each token is reported in the step that generates it.
             assert resumed_sample.sent_characters == len(tokens)
-    while successor.turn():
-        pass
+    successor.run()
     assert ended_before | take_ended(rig) == {number: ""}
     assert not successor.worker.sequences
 
@@ -258,13 +243,12 @@ def test_generations_of_a_dead_instance_resume_at_their_position(turns: int, sam
 @pytest.mark.parametrize("first_turns", [4, 7, 40])
 def test_restarted_samples_keep_their_tokens(first_turns: int, second_turns: int) -> None:
     """The next worker generates the same tokens. It receives the tokens from before all deaths."""
-    settings = engine_settings()
-    rig = make_rig(settings)
+    rig = LlmRig()
     (number,) = submit(rig)
     known_tokens: dict[int, bytes] = {}
     codes: dict[int, str] = {}
     for pid, turns in enumerate((first_turns, second_turns, 10_000), 100):
-        llm = FakeLlmWorker(rig, settings, pid=pid, most=20, samples=2, replays=True)
+        llm = FakeLlmWorker(rig, pid=pid, most=20, samples=2, replays=True)
         for prepare in [message for message in llm.receive() if isinstance(message, g.Prepare)]:
             for resumed in prepare.resumed:
                 assert resumed.tokens.startswith(known_tokens.get(resumed.sample, b""))
@@ -279,25 +263,23 @@ def test_restarted_samples_keep_their_tokens(first_turns: int, second_turns: int
 
 
 def test_a_finished_sample_is_not_restarted() -> None:
-    settings = engine_settings()
-    rig = make_rig(settings)
-    llm = FakeLlmWorker(rig, settings, most=20, samples=2)
+    rig = LlmRig()
+    llm = FakeLlmWorker(rig, most=20, samples=2)
     (number,) = submit(rig)
     while list(llm.open.values()) != [1]:
         assert llm.turn()
     rig.supervisor(ProcessExited(100, "killed"))
-    successor = FakeLlmWorker(rig, settings, pid=101, most=20, samples=2)
+    successor = FakeLlmWorker(rig, pid=101, most=20, samples=2)
     (prepare,) = successor.receive()
     assert {
         resumed_sample.sample: resumed_sample.finish_reason for resumed_sample in prepare.resumed
     } == {0: "stop", 1: ""}
-    while successor.turn():
-        pass
+    successor.run()
     assert take_ended(rig) == {number: ""}
 
 
 def test_generations_of_a_dead_instance_are_spread_over_the_remaining_instances() -> None:
-    rig = make_rig(engine_settings(max_waiting_requests=9))
+    rig = LlmRig(max_waiting_requests=9)
     rig.start(2, 102)
     submit(rig)
     rig.supervisor(RetireInstance(2))
@@ -308,43 +290,36 @@ def test_generations_of_a_dead_instance_are_spread_over_the_remaining_instances(
     remaining = [rig.start(index, 100 + index) for index in (0, 1)]
     rig.supervisor(ProcessExited(103, "killed"))
     peers = [peer for peer, sent in rig.workers.take() if isinstance(sent, g.Prepare)]
-    assert sorted(peers) in (
-        [*remaining, remaining[1]],
-        [remaining[0], *remaining],
-    )
+    assert sorted(peers) in ([*remaining, remaining[1]], [remaining[0], *remaining])
 
 
 @pytest.mark.parametrize("end", [ProcessExited(100, "killed"), RetireInstance(0)])
 def test_a_replacement_instance_has_no_cached_blocks(end: ProcessExited | RetireInstance) -> None:
     """The kernel reuses pids, so a new worker may have the address of an earlier one."""
-    settings = engine_settings()
-    rig = make_rig(settings)
+    rig = LlmRig()
     for _ in range(2):
-        llm = FakeLlmWorker(rig, settings)
+        llm = FakeLlmWorker(rig)
         (number,) = submit(rig)
-        while llm.turn():
-            pass
+        llm.run()
         assert take_ended(rig) == {number: ""}
         rig.supervisor(end)
 
 
 def test_a_request_that_kills_workers_fails_eventually() -> None:
-    settings = engine_settings()
-    rig = make_rig(settings)
+    rig = LlmRig()
     (number,) = submit(rig)
     codes: dict[int, str] = {}
     for pid in range(100, 103):
         assert not codes
-        FakeLlmWorker(rig, settings, pid=pid).turn()
+        FakeLlmWorker(rig, pid=pid).turn()
         rig.supervisor(ProcessExited(pid, "killed"))
         codes = take_ended(rig)
     assert codes == {number: "INTERNAL"}
 
 
 def test_running_generations_fail_if_no_instance_will_return() -> None:
-    settings = engine_settings()
-    rig = make_rig(settings)
-    llm = FakeLlmWorker(rig, settings)
+    rig = LlmRig()
+    llm = FakeLlmWorker(rig)
     (number,) = submit(rig)
     llm.turn()
     rig.supervisor(ProcessExited(100, "killed"), InstanceGone(0, "it cannot load"))
@@ -353,24 +328,21 @@ def test_running_generations_fail_if_no_instance_will_return() -> None:
 
 
 def test_an_exited_client_does_not_affect_other_clients() -> None:
-    settings = engine_settings()
-    rig = make_rig(settings)
-    llm = FakeLlmWorker(rig, settings)
+    rig = LlmRig()
+    llm = FakeLlmWorker(rig)
     submit(rig, peer=b"7001.ab")
     (other_request,) = submit(rig, peer=GATEWAY)
     llm.turn()
     llm.turn()
     rig.supervisor(ProcessExited(7001, ""))
-    while llm.turn():
-        pass
+    llm.run()
     assert take_ended(rig) == {other_request: ""}
     assert not llm.worker.sequences
 
 
 def test_results_of_another_step_end_the_worker() -> None:
-    settings = engine_settings()
-    rig = make_rig(settings)
-    llm = FakeLlmWorker(rig, settings)
+    rig = LlmRig()
+    llm = FakeLlmWorker(rig)
     submit(rig)
     llm.turn()
     rig.worker(llm.peer, g.Stepped(99, [], 0, 0, 0))
@@ -379,21 +351,18 @@ def test_results_of_another_step_end_the_worker() -> None:
 
 
 def test_a_drain_waits_for_running_generations() -> None:
-    settings = engine_settings()
-    rig = make_rig(settings)
-    llm = FakeLlmWorker(rig, settings)
+    rig = LlmRig()
+    llm = FakeLlmWorker(rig)
     submit(rig)
     rig.supervisor(Drain(False))
     assert not rig.take_supervisor_messages(Drained)
-    while llm.turn():
-        pass
+    llm.run()
     assert rig.take_supervisor_messages(Drained)
 
 
 def test_a_step_that_failed_fails_its_requests_alone() -> None:
-    settings = engine_settings()
-    rig = make_rig(settings)
-    llm = FakeLlmWorker(rig, settings)
+    rig = LlmRig()
+    llm = FakeLlmWorker(rig)
     (number,) = submit(rig)
     llm.turn()
     (step,) = llm.receive()
@@ -405,6 +374,5 @@ def test_a_step_that_failed_fails_its_requests_alone() -> None:
     assert take_ended(rig) == {number: "INTERNAL"}
     (next_number,) = submit(rig)
     llm.worker.sequences.clear()
-    while llm.turn():
-        pass
+    llm.run()
     assert take_ended(rig) == {next_number: ""}

@@ -58,16 +58,8 @@ def test_the_order_of_sequences(
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "priority"])
 def test_ties_are_broken_by_arrival_then_by_number(policy: str) -> None:
     rank = ranking(EngineSettings.of({"scheduling_policy": policy, "max_wait_time_ms": 1}), NOW)
-    first, second, last = (
-        sequence(3, 9, 2),
-        sequence(1, 9, 1),
-        sequence(2, 9, 1),
-    )
-    assert sorted([last, second, first], key=rank) == [
-        first,
-        second,
-        last,
-    ]
+    first, second, last = (sequence(3, 9, 2), sequence(1, 9, 1), sequence(2, 9, 1))
+    assert sorted([last, second, first], key=rank) == [first, second, last]
 
 
 def learn_step_times(steps: int = 400) -> StepTimes:

@@ -50,11 +50,7 @@ def simulate_other_files(*names: str) -> access.PeerFacts:
     ],
 )  # fmt: skip
 def test_a_check_judges_a_peer(
-    changed: dict[str, Any],
-    peer_facts: access.PeerFacts,
-    name: str,
-    state: str,
-    expected_text: str,
+    changed: dict[str, Any], peer_facts: access.PeerFacts, name: str, state: str, expected_text: str
 ) -> None:
     verdict = dict(access.judge_peer(SERVER._replace(**changed), peer_facts))[f"peer's {name}"]
     assert verdict.state == state

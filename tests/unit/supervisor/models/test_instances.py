@@ -23,9 +23,8 @@ from shmserve.supervisor.models.instances import (
     with_count,
 )
 from shmserve.supervisor.models.model_version import ModelVersion
-from tests.rigs.process_rig import STACKS_FD, Processes
+from tests.rigs.process_rig import STACKS_FD, Processes, plan
 from tests.support.waiting import until_async
-from tests.unit.supervisor.models.test_model_version import deployment
 
 
 def group(name: str, kind: str, count: int, *gpus: int) -> dict[str, Any]:
@@ -145,7 +144,7 @@ def run_scenario(story: Callable[[Processes, ModelVersion], Awaitable[None]], *f
         processes = Processes(*flags)
         try:
             async with asyncio.timeout(10):
-                await story(processes, deployment(processes))
+                await story(processes, processes.version(plan()))
         finally:
             await processes.end()
 

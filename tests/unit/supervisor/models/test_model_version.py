@@ -20,15 +20,16 @@ from shmserve.supervisor.processes.children import Child
 from tests.rigs.process_rig import FakeChild, Processes, plan, run_loop_turns
 
 
-def deployment(processes: Processes) -> ModelVersion:
-    return processes.version(plan())
+async def start_version() -> tuple[Processes, ModelVersion]:
+    processes = Processes()
+    model = processes.version(plan())
+    await model.start()
+    return processes, model
 
 
 async def test_a_worker_that_dies_as_soon_as_it_has_started() -> None:
     """Its first message and its exit are handled in one turn; a new worker starts."""
-    processes = Processes()
-    model = deployment(processes)
-    await model.start()
+    processes, model = await start_version()
 
     def kill_once(child: FakeChild) -> None:
         processes.on_start = lambda child: None
@@ -69,9 +70,7 @@ async def test_a_worker_has_the_settings_of_its_backend_and_of_all_backends(
 async def test_only_the_process_schedulers_name_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The named process may have exited already, and a successor may have been started."""
     killed_children: list[FakeChild] = []
-    processes = Processes()
-    model = deployment(processes)
-    await model.start()
+    processes, model = await start_version()
     first_process = processes.children[0]
     first_process.kill()
     await run_loop_turns(1)
@@ -83,8 +82,7 @@ async def test_only_the_process_schedulers_name_is_killed(monkeypatch: pytest.Mo
         model._on_message(m.KillInstance(child.pid, "it takes too long"))
     await run_loop_turns()
     await processes.end()
-    meant_process = second_process
-    assert killed_children == [meant_process]
+    assert killed_children == [second_process]
 
 
 async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_end(
@@ -93,7 +91,7 @@ async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_en
     """An instance that will not be restarted is reported as gone, too."""
     monkeypatch.setattr(instance_processes, "_MAX_FAILED_LOADS", 1)
     processes = Processes()
-    model = deployment(processes)
+    model = processes.version(plan())
     records: list[Any] = []
     monkeypatch.setattr(model.scheduler, "send", records.append)
     await model.start()
@@ -123,9 +121,7 @@ async def test_a_crash_loop_ends_an_instance(monkeypatch: pytest.MonkeyPatch, se
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
 
     text = "its process ended 10 times in a row (signal 6), and it executed no request in between"
-    processes = Processes()
-    model = deployment(processes)
-    await model.start()
+    processes, model = await start_version()
     for death in range(max_crashes):
         async with asyncio.timeout(10):
             await model.until_ready()
@@ -146,9 +142,7 @@ async def test_killed_workers_are_restarted(monkeypatch: pytest.MonkeyPatch, at_
     """The pauses grow until a long run; a crash of the worker is no kill."""
     max_crashes, pauses = instance_processes._MAX_CRASHES, list[float]()
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,))
-    processes = Processes()
-    model = deployment(processes)
-    await model.start()
+    processes, model = await start_version()
     paused = instance_processes.Instances._pause_s
 
     def note_pause(*row: Any) -> float:
@@ -178,9 +172,7 @@ async def test_a_scheduler_that_executed_a_request_restarts_without_backoff(
 ) -> None:
     """A scheduler that only crashes has a growing backoff."""
     monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.0,) * 5 + (60.0,))
-    processes = Processes()
-    model = deployment(processes)
-    await model.start()
+    processes, model = await start_version()
     for _ in range(8):
         if serves:
             model._on_message(m.InstanceServed(processes.children[0].pid))
@@ -194,9 +186,7 @@ async def test_a_scheduler_that_executed_a_request_restarts_without_backoff(
 async def test_a_crash_after_a_long_life_is_no_crash_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rare exits of a model without requests are no crash loop, either."""
     monkeypatch.setattr("shmserve.supervisor.processes.children._HEALTHY_S", -1.0)
-    processes = Processes()
-    model = deployment(processes)
-    await model.start()
+    processes, model = await start_version()
     for death in range(instance_processes._MAX_CRASHES + 1):
         async with asyncio.timeout(10):
             await model.until_ready()
@@ -211,9 +201,7 @@ async def test_a_new_scheduler_knows_its_instances_before_the_first_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Local clients' own sockets are not delayed to a turn of the loop."""
-    processes = Processes()
-    model = deployment(processes)
-    await model.start()
+    processes, model = await start_version()
     order: list[Any] = []
     monkeypatch.setattr(model.scheduler, "send", order.append)
     monkeypatch.setattr(processes, "flush", lambda: order.append("flushed"))
@@ -228,9 +216,7 @@ async def test_a_new_scheduler_knows_its_instances_before_the_first_request(
 
 async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None:
     """The other waiters receive the result all the same."""
-    processes = Processes()
-    model = deployment(processes)
-    await model.start()
+    processes, model = await start_version()
     worker = processes.children[0]
     waiting_ends: list[asyncio.Future[Any]] = [
         asyncio.ensure_future(processes.context.end(worker, 0)) for _ in range(2)
@@ -249,9 +235,7 @@ async def test_a_cancelled_wait_for_an_end_does_not_affect_other_waits() -> None
 async def test_a_worker_that_does_not_stop_is_killed_and_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    processes = Processes()
-    model = deployment(processes)
-    await model.start()
+    processes, model = await start_version()
     monkeypatch.setattr(type(processes.context), "end", AsyncMock(return_value=False))
     await model.stop()
     await processes.end()
@@ -261,7 +245,7 @@ async def test_a_worker_that_does_not_stop_is_killed_and_named(
 async def test_a_cancelled_load_leaves_no_processes() -> None:
     processes = Processes()
     processes.loads_hang = True
-    starting_task = asyncio.ensure_future(deployment(processes).start())
+    starting_task = asyncio.ensure_future(processes.version(plan()).start())
     await run_loop_turns()
     assert len(processes.children) == 2  # a worker, and the scheduler
     starting_task.cancel()

@@ -139,10 +139,7 @@ def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture
 
     assert after(a="loading") == []
     with report:
-        assert after(b="loading") == [
-            ("INFO", "model a: loading"),
-            ("INFO", "model b: loading"),
-        ]
+        assert after(b="loading") == [("INFO", "model a: loading"), ("INFO", "model b: loading")]
         assert after(b="ready") == [("INFO", "model b: ready")]
         assert after(a="failed: no") == [("ERROR", "model a: failed: no")]
         assert after() == []

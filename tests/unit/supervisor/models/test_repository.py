@@ -381,11 +381,7 @@ def test_an_override_becomes_an_ordinary_folder(tmp_path: Path) -> None:
     assert read_config(folder)[0].parameters["P"].string_value == 'é\n"x'
     copy = materialise_override(base, "m", "{}", {"/1/model.py": b"", ".//1/a//b": b""})
     assert copy != path
-    assert sorted(file_path.name for file_path in copy.glob("1/**/*")) == [
-        "a",
-        "b",
-        "model.py",
-    ]
+    assert sorted(file_path.name for file_path in copy.glob("1/**/*")) == ["a", "b", "model.py"]
 
 
 @pytest.mark.parametrize(

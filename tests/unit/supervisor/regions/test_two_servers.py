@@ -47,10 +47,7 @@ async def linked_servers(
     """Return the two servers; the second one may have a lower limit of regions."""
     fds_before = len(os.listdir("/proc/self/fd"))
     link_ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    first, second = (
-        RegionServer(link_ends[0]),
-        RegionServer(link_ends[1], max_regions),
-    )
+    first, second = (RegionServer(link_ends[0]), RegionServer(link_ends[1], max_regions))
     yield first, second
     for server in (first, second):
         server.registry.close()

@@ -66,10 +66,7 @@ def fp8(
 
 def fp8_tensor(weight: torch.Tensor) -> QuantisedLayer:
     q, exact = fp8(weight, (1 << 20, 1 << 20), "weight_scale")
-    return q | {
-        "weight_scale": q["weight_scale"][0, 0],
-        "input_scale": torch.ones(1),
-    }, exact
+    return q | {"weight_scale": q["weight_scale"][0, 0], "input_scale": torch.ones(1)}, exact
 
 
 def exponents(weight: torch.Tensor) -> QuantisedLayer:

@@ -179,10 +179,7 @@ def test_the_forbidden_tokens_complete_a_bad_word(tokenizer: Tokenizer, words: l
     texts, rng = TokenTexts(tokenizer), random.Random(0)
     bad_words = BadWords(words, texts)
     letters = [token for token in tokenizer.get_vocab().values() if token not in texts.special]
-    likely = [
-        *tokenize(tokenizer, "".join(words)),
-        *tokenize(tokenizer, "the sea abab"),
-    ]
+    likely = [*tokenize(tokenizer, "".join(words)), *tokenize(tokenizer, "the sea abab")]
     emitted_tokens: list[int] = []
     for _ in range(40):
         text = b"".join(map(texts.bytes_of, emitted_tokens))

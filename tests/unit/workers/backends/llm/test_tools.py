@@ -217,10 +217,7 @@ def test_strict_calls_follow_a_grammar_from_the_tag(family: str, special: tuple[
     matcher, _ = grammar(family, coder, [function("now", NOW, strict=True)])
 
     def is_accepted(text: str) -> bool:
-        tokens = [
-            *coder.encode(text, add_special_tokens=False).ids,
-            coder.token_to_id(END),
-        ]
+        tokens = [*coder.encode(text, add_special_tokens=False).ids, coder.token_to_id(END)]
         return bool(matcher.deep_copy().try_consume_tokens(tokens) == len(tokens))
 
     call = EXAMPLES[family]
@@ -353,10 +350,7 @@ def test_tool_choices() -> None:
     assert free_tools is not None and not free_tools.constrained and not free_tools.parallel
     assert conversation == {"tools": GIVEN_TOOLS}
     some = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
-    for c in (
-        {"type": "allowed_tools", "allowed_tools": some},
-        {"type": "allowed_tools", **some},
-    ):
+    for c in ({"type": "allowed_tools", "allowed_tools": some}, {"type": "allowed_tools", **some}):
         conversation = {"tools": GIVEN_TOOLS, "tool_choice": c}
         taken_tools = tools.take_tools(conversation)
         assert taken_tools is not None and taken_tools.required
