@@ -370,11 +370,11 @@ class SchedulerClient(Generic[R]):
         successor, or to the scheduler that currently serves the model.
         """
         successor = self.successors.latest(endpoint)
-        self._links.drain(endpoint, self._handle_last)
+        self._links.drain(endpoint, self._handle_or_log)
         for request in self.withdraw(endpoint):
             self._submit_to_successor(request, successor)
 
-    def _handle_last(self, endpoint: str, message: Any) -> None:
+    def _handle_or_log(self, endpoint: str, message: Any) -> None:
         try:
             self.handle(endpoint, message)
         except Exception:  # the remaining requests must still be resubmitted after any exception

@@ -27,7 +27,7 @@ _SAMPLED_FLAG = 1
 _MAX_SPANS = 4096  # maximum number of spans per request
 
 
-def is_trace(trace: str) -> bool:
+def is_encoded_trace(trace: str) -> bool:
     """Check whether `TraceContext.of` accepts a text."""
     return _ENCODED_TRACE.fullmatch(trace) is not None
 

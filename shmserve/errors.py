@@ -254,12 +254,12 @@ class Collector:
 
 
 @contextmanager
-def convert_os_errors(text: str, otherwise: str = "cannot be read") -> Iterator[None]:
+def convert_os_errors(text: str, default_reason: str = "cannot be read") -> Iterator[None]:
     """Convert OSError and ValueError in this block to InvalidArgument.
 
     Args:
         text: The start of the message; the reason of the operating system follows.
-        otherwise: The reason if the operating system gives none, as for an invalid value.
+        default_reason: The reason if the operating system gives none, as for an invalid value.
 
     Raises:
         InvalidArgument: An operation failed, or a value is invalid.
@@ -269,7 +269,7 @@ def convert_os_errors(text: str, otherwise: str = "cannot be read") -> Iterator[
     except BrokenPipeError:  # the reader of the standard output has closed it, as `head` does
         raise
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or otherwise
+        reason = getattr(error, "strerror", None) or default_reason
         raise InvalidArgument(f"{text}: {reason}") from None
 
 

@@ -57,7 +57,7 @@ class Token:
         return self._reference_count > 0
 
 
-class Holding(Token):
+class CallbackToken(Token):
     """A token that calls `on_free` at its last release."""
 
     __slots__ = ("_on_free",)

@@ -144,7 +144,7 @@ class Router:
         self._peers: dict[bytes, Connection] = {}
         self._anonymous_numbers = itertools.count(1)
         self._only_connection: Connection | None = None  # the connection of an only peer
-        self._unpolled = 0  # reads of the only connection since the last poll
+        self._unpolled_reads = 0  # reads of the only connection since the last poll
         self._path = endpoint.removeprefix(ENDPOINT_PREFIX)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)  # the socket of a killed server
@@ -188,14 +188,14 @@ class Router:
         only_connection = self._only_connection
         if (
             only_connection is not None
-            and self._unpolled < _MAX_UNPOLLED_READS
+            and self._unpolled_reads < _MAX_UNPOLLED_READS
             and not only_connection.unsent
         ):
-            self._unpolled += 1
+            self._unpolled_reads += 1
             self._read(only_connection, received_messages)
             if received_messages:
                 return received_messages
-        self._unpolled = 0
+        self._unpolled_reads = 0
         for fd, events in self._poll.poll(0):
             if fd not in connections:
                 self._accept()

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _end_imports() -> None:
+def _unblock_interrupts() -> None:
     """Unblock SIGINT, which `__main__` blocks during the imports."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
@@ -114,7 +114,7 @@ def _run(arguments: list[str]) -> int:
         case "client":
             from shmserve.cli import client
 
-            _end_imports()
+            _unblock_interrupts()
             return client.run(arguments)
     if verb in _VERBS:
         _interrupt_on_signals()
@@ -138,7 +138,7 @@ def _serve(arguments: list[str]) -> int:
     from shmserve.config import command_line, server
     from shmserve.supervisor.main import serve
 
-    _end_imports()
+    _unblock_interrupts()
 
     def read() -> ServerConfig:
         return server.from_flags(command_line.parse(arguments), os.environ)
@@ -159,7 +159,7 @@ def _run_with_server_flags(name: str, arguments: list[str]) -> int:
     from shmserve.config import command_line
 
     parser = argparse.ArgumentParser(prog=f"shmserve {name}", add_help=False, allow_abbrev=False)
-    _end_imports()
+    _unblock_interrupts()
     add_flags(parser, name)
     args, server_flags = parser.parse_known_args(arguments)
     return int(verb.run(args, command_line.parse(server_flags)))
@@ -178,7 +178,7 @@ def _run_with_own_flags(name: str, arguments: list[str]) -> int:
     from shmserve.cli.arguments import add_flags, has_table
 
     verb = importlib.import_module(f"shmserve.cli.{name}")
-    _end_imports()
+    _unblock_interrupts()
     parser = argparse.ArgumentParser(
         prog=f"shmserve {name}", description=_VERBS[name][1], allow_abbrev=False
     )

@@ -256,7 +256,7 @@ class _Model:
                             return _Verdict("FAILED" if died else outcome, message.message + note)
                         case Responded() | Finished():
                             response = unpack_inferred(message.schema, message.data)
-                            differences = self._differences(response, fit.batch_size)
+                            differences = self._describe_differences(response, fit.batch_size)
                             if differences or getattr(message, "final", True):
                                 return _Verdict("differs" if differences else "ok", differences)
                             if not response_count:
@@ -268,7 +268,7 @@ class _Model:
                 return _Verdict("ok")
             return _Verdict("FAILED", f"no response within {_RESPONSE_TIMEOUT_S:.0f} s")
 
-    def _differences(self, response: Inferred, batch_size: int) -> str:
+    def _describe_differences(self, response: Inferred, batch_size: int) -> str:
         """Return the differences between a response and the configuration, or ""."""
         config = self._config
         returned = {tensor.name: tensor for tensor in response.outputs}

@@ -147,7 +147,7 @@ class Top:
         """Return the models' keys in display order: names ascending, figures descending."""
         if self.sort_key == "name":
             return sorted(self.models)
-        return sorted(self.models, key=lambda key: (-_figure(self.models[key], self.sort_key), key))
+        return sorted(self.models, key=lambda key: (-_number(self.models[key], self.sort_key), key))
 
     def page(self, height: int, width: int) -> list[RenderableType]:
         """Return the lines of a page.
@@ -181,7 +181,7 @@ class Top:
         server, rows = self.server_figures, self.models.values()
         ready_count = sum(row["state"] == "READY" for row in rows)
         rate, failed_rate, waiting_count = (
-            sum(_figure(row, key) for row in rows) for key in ("rate", "fail", "pending")
+            sum(_number(row, key) for row in rows) for key in ("rate", "fail", "pending")
         )
         died, sequences = (
             sum(int(row.get(key) or 0) for row in rows) for key in ("workers_lost", "sequences")
@@ -232,9 +232,9 @@ class Top:
         for key in keys[first_row : first_row + row_count]:
             row = self.models[key]
             style = "red" if row.get("because") else ""
-            cells = [_cell(row, column) for column in columns[1:]]
+            cells = [_cell_text(row, column) for column in columns[1:]]
             reverse = " reverse" if key == self.selected_name else ""
-            table.add_row(_Name(_title(key)), *cells, style=style + reverse)
+            table.add_row(_ShortenedName(_title(key)), *cells, style=style + reverse)
         return table
 
     def _details(self, free_lines: int) -> list[RenderableType]:
@@ -248,7 +248,7 @@ class Top:
         lines = [*details(self.models[self.selected_name]), *self._events_about(name)]
         for label, text in lines[: free_lines - 1]:
             table.add_row(label, Text(clean(text)))
-        return [_Name(_title(self.selected_name), "bold"), table]
+        return [_ShortenedName(_title(self.selected_name), "bold"), table]
 
     def _events_about(self, name: str) -> Iterator[tuple[str, str]]:
         """Yield the events about `name`, newest first, as pairs of time and text."""
@@ -303,7 +303,7 @@ def _title(key: str) -> str:
     return clean(key.removesuffix("/1").removesuffix("/"))
 
 
-class _Name:
+class _ShortenedName:
     """A name on one line, shortened in its middle, because long names often differ at the end."""
 
     def __init__(self, name: str, style: str = "") -> None:
@@ -327,7 +327,7 @@ def _single_line(text: Text) -> Text:
     return text
 
 
-def _figure(row: Row, key: str) -> float:
+def _number(row: Row, key: str) -> float:
     recent = row.get("recent", {})
     ms = recent.get("ms") or (0.0, 0.0, 0.0)
     figures = {
@@ -340,7 +340,7 @@ def _figure(row: Row, key: str) -> float:
     return float(figures.get(key, row.get(key)) or 0)
 
 
-def _cell(row: Row, key: str) -> str:
+def _cell_text(row: Row, key: str) -> str:
     if "success" not in row:
         return row["state"] if key == "rate" else "-"
     if key == "busy":
@@ -348,7 +348,7 @@ def _cell(row: Row, key: str) -> str:
             return "-"  # an ensemble has no instances
         busy, idle = (row["instances"].get(state, 0) for state in ("busy", "idle"))
         return f"{busy}/{busy + idle}"
-    return _format(_figure(row, key)) if "recent" in row or key == "pending" else "-"
+    return _format(_number(row, key)) if "recent" in row or key == "pending" else "-"
 
 
 def _gib(size: int) -> str:

@@ -42,7 +42,7 @@ def limit() -> int:
     return _limit_as_count(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 
 
-def attainable() -> int:
+def hard_limit() -> int:
     """Return the limit of descriptors after `raise_limit`."""
     return _limit_as_count(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 

@@ -190,7 +190,7 @@ def loopback_peer(local: Address, remote: Address) -> Peer | None:
 
 def _find_in_proc(local: Address, remote: Address) -> tuple[int, int] | None:
     """Return the result of `tcp_owner` from the kernel's list of all connections."""
-    for table, addresses in _tables(local, remote):
+    for table, addresses in _proc_net_tables(local, remote):
         with contextlib.suppress(OSError), open(table) as lines:
             for line in lines:
                 # sl local_address rem_address st tx:rx tr:when retrnsmt uid timeout inode ...
@@ -200,7 +200,7 @@ def _find_in_proc(local: Address, remote: Address) -> tuple[int, int] | None:
     return None
 
 
-def _tables(local: Address, remote: Address) -> list[tuple[Path, list[str]]]:
+def _proc_net_tables(local: Address, remote: Address) -> list[tuple[Path, list[str]]]:
     folder, ports = Path("/proc/net"), (remote[1], local[1])
     ips = [_parse_ip(remote[0]).packed, _parse_ip(local[0]).packed]
     tables = []

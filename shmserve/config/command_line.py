@@ -57,14 +57,14 @@ class Parsed(FlagValues):
 
     Attributes:
         positional: The arguments that are not flags.
-        after_boolean: Maps a positional argument that follows a boolean flag without a value to the
-            name of that flag.
+        boolean_flag_before: Maps a positional argument after a boolean flag without a value to
+            the name of that flag.
     """
 
     positional: list[str] = field(default_factory=list)
-    after_boolean: dict[str, str] = field(default_factory=dict)
+    boolean_flag_before: dict[str, str] = field(default_factory=dict)
 
-    def located(self, problem: str) -> str:
+    def with_position(self, problem: str) -> str:
         """Return `problem` prefixed with the flag's position in the file, if the file sets it."""
         position = self.positions.get(problem.partition(":")[0].removeprefix("--"))
         return f"{position}: {problem}" if position else problem
@@ -78,7 +78,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
     """
     flag_values = FlagValues()
     positional: list[str] = []
-    after_boolean: dict[str, str] = {}
+    boolean_flag_before: dict[str, str] = {}
     remaining_words = list(arguments)
     bare_flag = ""  # the preceding boolean flag, if it has no value
     collected = Collector()
@@ -91,7 +91,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
                 continue  # the first argument in Triton's Helm chart repeats the program's name
             positional.append(word)
             if bare_flag:
-                after_boolean[word] = bare_flag
+                boolean_flag_before[word] = bare_flag
             bare_flag = ""
             continue
         name, equals, text = word.removeprefix("--").partition("=")
@@ -115,7 +115,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
     repeated |= file_values.repeated | flag_values.repeated
     without_effect = file_values.without_effect + flag_values.without_effect
     positions = {k: v for k, v in file_values.positions.items() if k not in on_command_line}
-    return Parsed(values, repeated, without_effect, positions, positional, after_boolean)
+    return Parsed(values, repeated, without_effect, positions, positional, boolean_flag_before)
 
 
 def _value(flag: Flag, text: str | None, remaining_words: list[str]) -> Value:
@@ -177,7 +177,7 @@ def parse_file(text: str, path: str) -> FlagValues:
                 raise InvalidArgument(f"already set in line {lines[name]}")
             lines[name] = key.start_mark.line + 1
             flag = _flag_of(name)
-            for text in _texts(flag, value):
+            for text in _value_texts(flag, value):
                 settings.add(flag, flag.parse(text))
             settings.positions[flag.name] = position
         except InvalidArgument as error:
@@ -203,7 +203,7 @@ def _flag_of(name: str) -> Flag:
     return flag
 
 
-def _texts(flag: Flag, value: yaml.Node) -> list[str]:
+def _value_texts(flag: Flag, value: yaml.Node) -> list[str]:
     """Return the texts of a YAML value: one, or those of the list for a repeatable flag.
 
     Raises:

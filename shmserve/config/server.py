@@ -153,7 +153,7 @@ def from_flags(
     collected = Collector()
     config = _from_flags(parsed, environment, needs_models, collected)
     if collected.problems:
-        raise Problems(map(parsed.located, collected.problems))
+        raise Problems(map(parsed.with_position, collected.problems))
     return config
 
 
@@ -170,7 +170,7 @@ def _from_flags(
         return tuple(collected(parse, text) for text in repeated[flag])
 
     return ServerConfig(
-        **_pick(value, *_SAME_NAMED),
+        **_fields(value, *_SAME_NAMED),
         model_repositories=tuple(dict.fromkeys(repositories)),
         model_files=tuple(files),
         class_settings=collected(_class_settings, repeated["set"], files),
@@ -182,7 +182,7 @@ def _from_flags(
         model_config_name=collected(_config_name, value["model-config-name"] or ""),
         backend_config=parse_all(_backend_setting, "backend-config"),
         model_defaults=ModelDefaults(
-            **_pick(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
+            **_fields(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
         ),
         load_timeout_s=value["load-timeout-secs"],
         http=HttpConfig(
@@ -194,8 +194,8 @@ def _from_flags(
         metrics=collected(parse_metrics_config, repeated["metrics-config"]),
         tokens=collected(_tokens, value["auth-token-file"]),
         gateway=GatewaySettings(
-            **_pick(value, "id", "slow-request-ms", "arena-byte-size", "http-address"),
-            **_pick(value, "request-timeout-us", "request-timeout-is-deadline"),
+            **_fields(value, "id", "slow-request-ms", "arena-byte-size", "http-address"),
+            **_fields(value, "request-timeout-us", "request-timeout-is-deadline"),
             max_input_size=value["http-max-input-size"],
             body_timeout_s=value["http-body-timeout-secs"],
             http_restricted=collected(
@@ -221,7 +221,7 @@ def _from_flags(
             served_names=parse_all(served_name, "served-model-name"),
         ),
         scheduling=SchedulingLimits(
-            **_pick(value, "max-queue-size", "request-timeout-us", "request-timeout-is-deadline"),
+            **_fields(value, "max-queue-size", "request-timeout-us", "request-timeout-is-deadline"),
             execution_timeout_s=value["execution-timeout-secs"],
             delay_scheduler=collected(_count, environment, "TRITONSERVER_DELAY_SCHEDULER"),
             backlog_delay_scheduler=collected(
@@ -237,7 +237,7 @@ def _from_flags(
         workspace_byte_sizes=collected(workspace_byte_sizes, repeated["workspace-byte-size"]),
         exit_timeout_s=value["exit-timeout-secs"],
         log=LogSettings(
-            **_pick(value, "log-info", "log-warning", "log-error", "log-format"),
+            **_fields(value, "log-info", "log-warning", "log-error", "log-format"),
             log_file=value["log-file"] or "",
             log_verbose_level=value["log-verbose"],
         ),
@@ -248,7 +248,7 @@ def _from_flags(
     )
 
 
-def _pick(value: Mapping[str, Any], *flags: str) -> dict[str, Any]:
+def _fields(value: Mapping[str, Any], *flags: str) -> dict[str, Any]:
     return {flag.replace("-", "_"): value[flag] for flag in flags}
 
 
@@ -361,8 +361,8 @@ def _check_folder(path: Path, parsed: Parsed) -> None:
         # A missing folder may be a volume that is mounted later. It is an error of the start, which
         # a server without --exit-on-error survives.
         may_miss = not parsed.values["exit-on-error"] and not path.exists()
-        if not path.is_dir() and (str(path) in parsed.after_boolean or not may_miss):
-            if flag := parsed.after_boolean.get(str(path)):
+        if not path.is_dir() and (str(path) in parsed.boolean_flag_before or not may_miss):
+            if flag := parsed.boolean_flag_before.get(str(path)):
                 text = f"--{flag}: '{path}' is neither true, false nor a folder of models"
                 raise InvalidArgument(text)
             raise InvalidArgument(f"--model-repository: '{path}' is not a folder")

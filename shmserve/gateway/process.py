@@ -1,7 +1,7 @@
 """The lifecycle of a gateway process of any protocol: start-up, readiness, drain, stop.
 
 Started ──> models and regions, then HealthChanged ──> GatewayReady ──> clients are
-accepted (after Accept if the gateway was started as `held`)
+accepted (after Accept if the gateway was started as `waits_for_accept`)
 Drain ──> clients are no longer accepted ──> clients are notified, requests in flight end ──>
 Drained ──> Stop
 """
@@ -146,7 +146,7 @@ class _Process:
         self._state_received = asyncio.Event()
         self._accept_received = asyncio.Event()
         self._stop_received = asyncio.Event()
-        if not start.held:
+        if not start.waits_for_accept:
             self._accept_received.set()
         schedulers = GatewaySchedulers()
         malloc_trim = MallocTrim()

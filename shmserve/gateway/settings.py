@@ -46,7 +46,7 @@ class Tls:
         except OSError:
             text = f"{flags_and_files} are not a certificate and its private key in PEM"
             raise InvalidArgument(text) from None
-        if not _can_shake_hands(context):
+        if not _can_handshake(context):
             raise InvalidArgument(
                 f"{flags_and_files} have a type of key that clients reject "
                 "(allowed: RSA, P-256, P-384)"
@@ -62,7 +62,7 @@ class Tls:
         return context
 
 
-def _can_shake_hands(context: ssl.SSLContext) -> bool:
+def _can_handshake(context: ssl.SSLContext) -> bool:
     """Check whether the context completes a handshake with a client that has default settings."""
     import ssl
 
@@ -196,7 +196,7 @@ class GatewayStart:
         name: The name of the gateway in the supervisor.
         http_sockets: The number of sockets for HTTP.
         grpc: The settings of a gRPC gateway.
-        held: Whether connections are accepted only after `Accept`.
+        waits_for_accept: Whether connections are accepted only after `Accept`.
     """
 
     name: str
@@ -204,5 +204,5 @@ class GatewayStart:
     settings: GatewaySettings
     http_sockets: int = 0
     grpc: GrpcSettings | None = None
-    held: bool = False
+    waits_for_accept: bool = False
     log: LogSettings = field(default_factory=LogSettings)

@@ -91,7 +91,7 @@ def detect_backend(config: ModelConfig, model_name: str, files: Collection[str])
     if detected.platform == ENSEMBLE:
         return detected
     if not detected.backend:
-        detected.backend = _backend(detected, files)
+        detected.backend = _backend_name(detected, files)
     if detected.backend == "pytorch":
         _fill_torch(detected, files)
     elif detected.backend == "python" and not detected.default_model_filename:
@@ -130,7 +130,7 @@ def normalise(
     return full
 
 
-def _backend(config: ModelConfig, files: Collection[str]) -> str:
+def _backend_name(config: ModelConfig, files: Collection[str]) -> str:
     if config.platform:
         return PLATFORMS.get(config.platform) or _FOREIGN_PLATFORMS.get(config.platform, "")
     filename = config.default_model_filename

@@ -112,13 +112,13 @@ class _Gaps:
         self._unread = {problem.key for problem in source.problems}
         self._incomplete = {key[:end] for key in self._unread for end in range(1, len(key))}
         # An unknown name may be a misspelling of any field that its message lacks.
-        self._misspelt_in = {key[:-1] for key in self._unread if key not in source.positions}
+        self._maybe_misspelt = {key[:-1] for key in self._unread if key not in source.positions}
 
     def concerns(self, key: Key) -> bool:
         """Check whether the unread parts of the text may contain a value for `key`."""
         enclosing = (key[:end] for end in range(1, len(key) + 1))
         is_unread = key in self._incomplete or not self._unread.isdisjoint(enclosing)
-        return is_unread or (key not in self._positions and key[:-1] in self._misspelt_in)
+        return is_unread or (key not in self._positions and key[:-1] in self._maybe_misspelt)
 
 
 def position_text(origin: str, at: str) -> str:

@@ -55,7 +55,7 @@ _JSON_INTEGER = re.compile(rb"-?[0-9]{1,40}")
 _JSON_NUMBER = re.compile(rb"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
-class _Unfit(Exception):
+class _Misfit(Exception):
     """Raised for a value that does not fit its field; the text is the reason."""
 
 
@@ -112,20 +112,20 @@ class Builder:
             self._set_map(message, target, entry, path)
             return
         repeated = is_repeated(target)
-        if entry.listed and not repeated:
+        if entry.is_list and not repeated:
             self._problem(entry.at, path, "takes one value, found a list")
             return
         for value in entry.values:
             position = path
             if repeated:
                 position = (*path, len(getattr(message, target.name)))
-                self.positions[position] = value.at if entry.listed else entry.at
+                self.positions[position] = value.at if entry.is_list else entry.at
             try:
                 if is_message:
                     self._set_message(message, target, value, position)
                 else:
                     _assign(message, target, self._scalar(target, value))
-            except _Unfit as wrong:
+            except _Misfit as wrong:
                 self._problem(value.at, position, str(wrong))
                 if repeated:
                     _add_empty(getattr(message, target.name), target)
@@ -134,7 +134,7 @@ class Builder:
         self, message: Message, target: FieldDescriptor, value: Scalar | MessageValue, path: Key
     ) -> None:
         if isinstance(value, Scalar):
-            raise _Unfit(f"expected {{ ... }}, found {clip(value.source)}")
+            raise _Misfit(f"expected {{ ... }}, found {clip(value.source)}")
         child = getattr(message, target.name)
         if is_repeated(target):
             child = child.add()
@@ -143,7 +143,7 @@ class Builder:
         self.fill(child, value, path)
 
     def _set_map(self, message: Message, target: FieldDescriptor, entry: Entry, path: Key) -> None:
-        if self.json and entry.listed:
+        if self.json and entry.is_list:
             self._problem(entry.at, path, "expected { ... }, found a list")
             return
         container: Any = getattr(message, target.name)
@@ -151,7 +151,7 @@ class Builder:
             if isinstance(value, Scalar):
                 self._problem(value.at, path, f"expected {{ ... }}, found {clip(value.source)}")
                 continue
-            at = value.at if entry.listed else entry.at
+            at = value.at if entry.is_list else entry.at
             pairs = map(_pair, value.entries) if self.json else [MessageValue(at, value.entries)]
             for block in pairs:
                 pair = container.GetEntryClass()()
@@ -163,7 +163,7 @@ class Builder:
 
     def _scalar(self, target: FieldDescriptor, value: Scalar | MessageValue) -> Any:
         if isinstance(value, MessageValue):
-            raise _Unfit(f"expected {_describe_kind(target)}, found {{ ... }}")
+            raise _Misfit(f"expected {_describe_kind(target)}, found {{ ... }}")
         kind = target.cpp_type
         if kind in _INT_RANGES:
             return self._integer(target, value)
@@ -174,21 +174,21 @@ class Builder:
         if kind == FieldDescriptor.CPPTYPE_ENUM:
             return self._enum(target, value)
         if value.kind != "string" or not isinstance(value.value, bytes):
-            raise _Unfit(f"expected a string, found {clip(value.source)}")
+            raise _Misfit(f"expected a string, found {clip(value.source)}")
         try:
             return value.value.decode("utf-8")
         except UnicodeDecodeError:
-            raise _Unfit("the string is not valid UTF-8") from None
+            raise _Misfit("the string is not valid UTF-8") from None
 
     def _integer(self, target: FieldDescriptor, value: Scalar) -> int:
         number = self._numeric(value)
         if self.json and isinstance(number, float) and number.is_integer():
             number = int(number)
         if not isinstance(number, int):
-            raise _Unfit(f"expected an integer, found {clip(value.source)}")
+            raise _Misfit(f"expected an integer, found {clip(value.source)}")
         low, high = _INT_RANGES[target.cpp_type]
         if not low <= number <= high:
-            raise _Unfit(f"{clip(value.source)} is out of range [{low}, {high}]")
+            raise _Misfit(f"{clip(value.source)} is out of range [{low}, {high}]")
         return number
 
     def _float(self, target: FieldDescriptor, value: Scalar) -> float:
@@ -196,7 +196,7 @@ class Builder:
         if number is None and value.kind == "word":
             number = _FLOAT_WORDS.get(str(value.value).lower())
         if number is None:
-            raise _Unfit(f"expected {_describe_kind(target)}, found {clip(value.source)}")
+            raise _Misfit(f"expected {_describe_kind(target)}, found {clip(value.source)}")
         try:
             return float(number)
         except OverflowError:
@@ -220,7 +220,7 @@ class Builder:
                 return _BOOL_WORDS[str(value.value)]
             if value.kind == "number" and value.value in (0, 1) and isinstance(value.value, int):
                 return bool(value.value)
-        raise _Unfit(f"expected true or false, found {clip(value.source)}")
+        raise _Misfit(f"expected true or false, found {clip(value.source)}")
 
     def _enum(self, target: FieldDescriptor, value: Scalar) -> int:
         enum = target.enum_type
@@ -234,7 +234,7 @@ class Builder:
         number = self._numeric(value)
         if isinstance(number, int) and number in enum.values_by_number:
             return number
-        raise _Unfit(f"unknown value {clip(value.source)}{_enum_hint(enum, name or value.source)}")
+        raise _Misfit(f"unknown value {clip(value.source)}{_enum_hint(enum, name or value.source)}")
 
 
 def is_repeated(target: FieldDescriptor) -> bool:
@@ -292,7 +292,7 @@ def _store_pair(container: Any, pair: Any) -> None:
 def _pair(item: Entry) -> MessageValue:
     """Return the entry `"key": value` of a JSON map as the map entry of the text format."""
     key = Scalar("string", item.name.encode("utf-8", "surrogatepass"), item.name, item.at)
-    value = Entry("value", item.values, item.listed, True, item.at)
+    value = Entry("value", item.values, item.is_list, True, item.at)
     return MessageValue(item.at, [Entry("key", [key], False, True, item.at), value])
 
 

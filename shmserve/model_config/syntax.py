@@ -45,13 +45,13 @@ class Scalar:
 class Entry:
     """A field of a message: `name: value`.
 
-    Only a `listed` entry (in brackets) may have several values, or none. `has_colon` is
+    Only an entry with `is_list` (in brackets) may have several values, or none. `has_colon` is
     whether a colon follows the name.
     """
 
     name: str
     values: list[Scalar | MessageValue]
-    listed: bool
+    is_list: bool
     has_colon: bool
     at: str
 
@@ -162,7 +162,7 @@ class _Parser:
         token = self._peek()
         return token.kind == "mark" and token.text in marks
 
-    def _expected(self, expected: str) -> Malformed:
+    def _expected_error(self, expected: str) -> Malformed:
         token = self._peek()
         token_text = token.text if token.kind == "end" else f'"{clip(token.text)}"'
         return Malformed(self._at(token.offset), f"expected {expected}, found {token_text}")
@@ -170,13 +170,13 @@ class _Parser:
     def _entry(self, depth: int) -> Entry:
         name = self._peek()
         if name.kind != "word":
-            raise self._expected("a field name")
+            raise self._expected_error("a field name")
         self._take()
         has_colon = self._is_mark(":")
         if has_colon:
             self._take()
         elif not self._is_mark("{", "<", "["):
-            raise self._expected(f'":" or "{{" after "{clip(name.text)}"')
+            raise self._expected_error(f'":" or "{{" after "{clip(name.text)}"')
         is_list = self._is_mark("[")
         values = self._list(depth) if is_list else [self._value(depth)]
         if self._is_mark(",", ";"):
@@ -192,7 +192,7 @@ class _Parser:
                 self._take()
                 values.append(self._value(depth))
         if not self._is_mark("]"):
-            raise self._expected('"," or "]" in the list')
+            raise self._expected_error('"," or "]" in the list')
         self._take()
         return values
 
@@ -214,7 +214,7 @@ class _Parser:
         if value.kind == "word" and not (negative and not _is_float_word(value.text)):
             return Scalar("word", sign + value.text, sign + value.text, at)
         self._next_index -= value.kind != "end"
-        raise self._expected("a value")
+        raise self._expected_error("a value")
 
     def _block(self, depth: int) -> MessageValue:
         opening = self._take()
@@ -225,7 +225,7 @@ class _Parser:
         while not self._is_mark(closing):
             if self._peek().kind != "word":
                 expected_text = f'"{closing}" (for "{opening.text}" at {block.at}) or a field name'
-                raise self._expected(expected_text)
+                raise self._expected_error(expected_text)
             block.entries.append(self._entry(depth + 1))
         self._take()
         return block

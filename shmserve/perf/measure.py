@@ -211,7 +211,7 @@ def measure_load(
     point = _point(load.records, marks, kind, value, settled)
     point.interrupted = interrupted
     if streams:
-        _add_responses(point, load.records, marks[0], marks[-1])
+        _add_response_figures(point, load.records, marks[0], marks[-1])
     point.server = {m: statistics_change(before.get(m, {}), now) for m, now in after.items()}
     return point
 
@@ -246,7 +246,7 @@ def _point(records: Records, marks: list[Mark], kind: str, value: float, settled
     )
 
 
-def _add_responses(point: Point, records: Records, start: Mark, end: Mark) -> None:
+def _add_response_figures(point: Point, records: Records, start: Mark, end: Mark) -> None:
     rows = slice(start.requests, end.requests)
     scheduled_ns, first_ns, ended_ns, responses = (
         np.array(column[rows], np.int64)

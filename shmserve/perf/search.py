@@ -249,8 +249,8 @@ def search_space(
     else:
         variants += [{"depth": depth} for depth in _DEPTHS]
     if config.get("backend") in _THREAD_PARAMETERS:
-        variants += [{"threads": number} for number in _ladder(processors)]
-    return SearchSpace(_ladder(most_instances), variants, (largest_batch or batch) if batch else 0)
+        variants += [{"threads": number} for number in _powers(processors)]
+    return SearchSpace(_powers(most_instances), variants, (largest_batch or batch) if batch else 0)
 
 
 def with_candidate(config: Config, candidate: Candidate, target_ms: float) -> dict[str, Any]:
@@ -339,6 +339,6 @@ def _parameter(config: Config, name: str) -> str:
     return str(config.get("parameters", {}).get(name, {}).get("string_value", ""))
 
 
-def _ladder(limit: int) -> list[int]:
+def _powers(limit: int) -> list[int]:
     """Return 1, 2, 4, ... and `limit`."""
     return sorted({*(2**power for power in range(limit.bit_length()) if 2**power <= limit), limit})

@@ -131,7 +131,7 @@ class BatchingCore(Core[ScheduledRequest]):
         if self._pool.failure:
             raise Unavailable(self._pool.failure)
         queue, dispatch = self._queue, self._dispatch
-        may_be_full = queue.in_order.count >= queue.least_bound
+        may_be_full = queue.in_order.count >= queue.min_bound
         if may_be_full and self._pool.free_slots and queue.is_full(submit.priority):
             self._expire(now_ns)
             dispatch.run(now_ns)

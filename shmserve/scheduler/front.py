@@ -95,7 +95,7 @@ class ClientTable(dict[bytes, Client[R]]):
 class Reports:
     """The statistics with current values (`gauges`), and the model's own metrics.
 
-    `unexpected` counts messages that their sender was not allowed to send, ever or at that time.
+    `unexpected_count` counts messages that their sender may not send, ever or at that time.
     `_wall_clock` returns the ns since the epoch.
     """
 
@@ -104,7 +104,7 @@ class Reports:
     _wall_clock: Callable[[], int]
     _read_gauges: Callable[[], dict[str, Any]]
     _metrics: ModelMetrics = field(default_factory=ModelMetrics)
-    unexpected: int = 0
+    unexpected_count: int = 0
 
     def report(self, now_ns: int) -> dict[str, Any]:
         """Return the report for metrics and for GET /v2/models/NAME/stats."""
@@ -120,7 +120,7 @@ class Reports:
 
     def _count_malformed(self) -> dict[str, Any]:
         gauges = self._read_gauges()
-        self._statistics.malformed = gauges.pop("malformed") + self.unexpected
+        self._statistics.malformed = gauges.pop("malformed") + self.unexpected_count
         return gauges
 
     def snapshot(self, brief: bool = False) -> None:
@@ -150,7 +150,7 @@ class Reports:
         try:
             self._statistics.restore(statistics)
             self._metrics.restore(metrics, alive)
-            self.unexpected = self._statistics.malformed
+            self.unexpected_count = self._statistics.malformed
         except (AttributeError, KeyError, TypeError, ValueError):
             logger.exception("the statistics of the previous scheduler cannot be read")
 
@@ -159,7 +159,7 @@ class Reports:
         try:
             families = model_metrics.parse(message.families)
         except ValueError:
-            self.unexpected += 1
+            self.unexpected_count += 1
         else:
             self._metrics.report(pid, families)
 
@@ -461,7 +461,7 @@ class Front(Generic[R]):
 
     def count_unexpected(self) -> None:
         """Count a message that was dropped because its sender must not send it, ever or now."""
-        self._reports.unexpected += 1
+        self._reports.unexpected_count += 1
 
     def _collect_gauges(self) -> dict[str, Any]:
         gauges = self._core.gauges()

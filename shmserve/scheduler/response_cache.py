@@ -49,12 +49,12 @@ T = TypeVar("T")
 class _Entry(NamedTuple):
     """A cached response: its schema and the bytes of each tensor.
 
-    `small`: all tensors are sent inside the message.
+    `inline`: all tensors are sent inside the message.
     """
 
     schema: bytes
     data: list[bytes]
-    small: bool
+    inline: bool
 
 
 class _SchemaKey(NamedTuple):
@@ -107,7 +107,7 @@ class ResponseCache:
             entry = self._entries.find(key)
             if entry is None:
                 return Lookup(key, NOTHING, self._clock() - began_ns, copies)
-            response_data = entry.data if entry.small else self._copy_to_lent(entry.data, copies)
+            response_data = entry.data if entry.inline else self._copy_to_lent(entry.data, copies)
         except (MalformedMessage, ShmserveError, LookupError):
             return None
         return Lookup(b"", (entry.schema, response_data), self._clock() - began_ns, copies)
@@ -139,10 +139,10 @@ class ResponseCache:
             contents = [bytes(self._tensor_bytes(tensor)) for tensor in data]
         except (MalformedMessage, ShmserveError, ValueError, TypeError):
             return self._clock() - began_ns  # the response is in memory that schedulers do not read
-        small = all(type(tensor) is bytes for tensor in data)
-        entry = _Entry(schema, contents, small)
+        inline = all(type(tensor) is bytes for tensor in data)
+        entry = _Entry(schema, contents, inline)
         byte_size = _ENTRY_OVERHEAD + len(schema) + sum([len(tensor) for tensor in contents])
-        if not small:
+        if not inline:
             byte_size += _TENSOR_OVERHEAD * len(contents)
         if not self._entries.insert(key, entry, byte_size):
             self._log_too_large(key, byte_size)

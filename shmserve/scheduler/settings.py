@@ -62,7 +62,7 @@ class QueuePolicies:
     levels: int = 0
     default_level: int = 0
     by_level: Mapping[int, LevelPolicy] = field(default_factory=dict)
-    limited: bool = False  # whether the configuration has levels or limits
+    has_limits: bool = False  # whether the configuration has levels or limits
 
     def level(self, priority: int) -> int:
         """Return the level of requests with this priority."""
@@ -239,7 +239,7 @@ def _policies(dynamic: DynamicBatching, default_bound: int) -> QueuePolicies:
             level: _policy(policy, default_bound, preserves_order)
             for level, policy in by_level.items()
         },
-        limited=levels > 1 or any(policy.limits for policy in (default, *by_level.values())),
+        has_limits=levels > 1 or any(policy.limits for policy in (default, *by_level.values())),
     )
 
 

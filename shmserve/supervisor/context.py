@@ -124,7 +124,7 @@ class SupervisorContext:
         """
         if child is None or not child.alive:
             return True
-        child.stops = True
+        child.is_stopping = True
         try:
             async with asyncio.timeout(patience_s):
                 await child.until_exit()

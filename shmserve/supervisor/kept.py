@@ -42,11 +42,11 @@ _WORKSPACE_ENTRY = "shmserve.supervisor.resources.workspaces:run"
 class PermanentProcess:
     """A permanent process with a name.
 
-    `contact` resolves when the first process with this name has connected.
+    `connected` resolves when the first process with this name has connected.
     """
 
     name: str
-    contact: asyncio.Future[None]
+    connected: asyncio.Future[None]
     child: Child | None = None
     started_at: float = 0.0
     backoff: RestartBackoff = field(default_factory=RestartBackoff)
@@ -82,7 +82,7 @@ class PermanentProcesses(ABC):
             Unavailable: A process cannot run on this host; its log contains the reason.
         """
         await asyncio.gather(*map(self._start, self._processes))
-        await asyncio.gather(*(process.contact for process in self._processes))
+        await asyncio.gather(*(process.connected for process in self._processes))
 
     async def _start(self, process: PermanentProcess) -> None:
         process.started_at = time.monotonic()
@@ -94,10 +94,10 @@ class PermanentProcesses(ABC):
         """Restart a process that has exited."""
         if self._stopping:
             return
-        if not process.contact.done() and self._would_fail_again(child):
-            process.contact.set_exception(Unavailable(f"{child.title} ended during its start"))
+        if not process.connected.done() and self._would_fail_again(child):
+            process.connected.set_exception(Unavailable(f"{child.title} ended during its start"))
             # Reading the exception avoids asyncio's warning if nothing waits for it.
-            process.contact.exception()
+            process.connected.exception()
         else:
             logger.error("%s ended (%s); restarting it", child.title, child.reason)
             self._context.background(self._restart(process))
@@ -160,7 +160,7 @@ class Gateways(PermanentProcesses):
             ),
             http_sockets=len(listeners.http),
             grpc=config.grpc.settings if is_grpc and config.grpc is not None else None,
-            held=self._waits_for_models,
+            waits_for_accept=self._waits_for_models,
             log=self._context.log,
         )
         entry = _GRPC_ENTRY if is_grpc else _HTTP_ENTRY
@@ -170,7 +170,7 @@ class Gateways(PermanentProcesses):
     def _handle_message(self, process: PermanentProcess, child: Child, message: Any) -> None:
         match message:
             case m.GatewayReady():
-                resolve_future(process.contact, None)
+                resolve_future(process.connected, None)
             case m.Started():
                 # The tokens may have changed since the start of the server.
                 tokens = dict(self._context.config.tokens)
@@ -257,7 +257,7 @@ class WorkspaceHolders(PermanentProcesses):
                 size = self._sizes[process.name]
                 memory = Memory.on_device(secrets.randbits(62), size, handle, child.pid)
                 self._context.workspaces.on_allocated(process.name, memory)
-                resolve_future(process.contact, None)
+                resolve_future(process.connected, None)
 
     def _handle_exit(self, process: PermanentProcess, child: Child, _: object) -> None:
         if not self._stopping:

@@ -29,7 +29,7 @@ from shmserve.ipc.messages.control_requests import (
     TicketReturned,
 )
 from shmserve.ipc.messages.publications import ProcessExited
-from shmserve.ipc.processes import set_process_title, with_large_copies, with_mark
+from shmserve.ipc.processes import set_process_title, with_mark, with_uncached_copies
 from shmserve.supervisor.checks import table
 from shmserve.supervisor.checks.access import configured_run_directory, tcp_listeners
 from shmserve.supervisor.context import SupervisorContext
@@ -318,7 +318,7 @@ def _create_worker_zygote(
     processes: ProcessTable, run_dir: RunDirectory, config: ServerConfig
 ) -> Zygote:
     # Processes of models inherit the mark, by which the front zygote kills those that remain.
-    environment = with_large_copies(_worker_environment(os.environ, run_dir.path))
+    environment = with_uncached_copies(_worker_environment(os.environ, run_dir.path))
     environment = with_mark(environment, os.getpid(), run_dir.path)
     devices = host.accelerators(visible=config.visible_devices).count > 0
     files = [Path(file.rpartition(":")[0] or file) for file in config.model_files]

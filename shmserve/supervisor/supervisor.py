@@ -260,8 +260,8 @@ class Supervisor:
             context.background(self.regions.drop_shrunk())
             self.local_memory.drop_shrunk()
         exited = ProcessExited(pid, reason)
-        context.broadcast(exited, *_CLIENT_ROLES, *(() if child.stops else _MODEL_ROLES))
-        if child.stops:
+        context.broadcast(exited, *_CLIENT_ROLES, *(() if child.is_stopping else _MODEL_ROLES))
+        if child.is_stopping:
             self._stopped_exits.append(exited)
             if len(self._stopped_exits) == 1:
                 asyncio.get_running_loop().call_later(_EXIT_REPORT_DELAY_S, self._report_stopped)

@@ -366,7 +366,7 @@ class Unpacker:
         inputs: list[TensorSchema] = []
         batch_size = 0
         for tensor in schema.inputs:
-            inputs.append(self._as_model_sees(tensor))
+            inputs.append(self._model_schema(tensor))
             if self._supports_batching:
                 batch_size = tensor.shape[0]
         requested = self._all_outputs
@@ -376,7 +376,7 @@ class Unpacker:
         string_inputs = [tensor.name for tensor in inputs if tensor.datatype == "BYTES"]
         return _RequestProperties(schema, inputs, batch_size, requested, placed, string_inputs)
 
-    def _as_model_sees(self, tensor: TensorSchema) -> TensorSchema:
+    def _model_schema(self, tensor: TensorSchema) -> TensorSchema:
         """Return an input with the shape that the model receives.
 
         Raises:

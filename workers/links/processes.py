@@ -362,7 +362,7 @@ class InstanceLink:
     loop_messages: Collection[type[Any]] = ()
     _dealer: Dealer | None = None
     _last_flush_ns: int = 0
-    _is_holding: bool = False
+    _holds_messages: bool = False
     _open_requests: dict[int, WorkerRequest] = field(default_factory=dict)
     _waiting_by_eventfd: dict[int, WorkerRequest] = field(default_factory=dict)
     _reader_eventfd: int = 0
@@ -407,7 +407,7 @@ class InstanceLink:
     def flush(self) -> bool:
         """Send the queued messages; return False if the link is disconnected."""
         with self.lock:
-            self._is_holding = False
+            self._holds_messages = False
             self._last_flush_ns = time.monotonic_ns()
             return self._dealer is not None and self._dealer.flush()
 
@@ -420,20 +420,20 @@ class InstanceLink:
         with self.lock:
             if time.monotonic_ns() - self._last_flush_ns >= HOLD_NS:
                 return self.flush()
-            if not self._is_holding:
-                self._is_holding = True
+            if not self._holds_messages:
+                self._holds_messages = True
                 self._timer.start()
             return self.connected
 
     def _flush_held_messages(self) -> None:
         with self.lock:
-            if self._is_holding:
+            if self._holds_messages:
                 self.flush()
 
     def send(self, message: Any) -> bool:
         """Queue a message and flush the queue; return False if the link is disconnected."""
         with self.lock:
-            self._is_holding = False
+            self._holds_messages = False
             self._last_flush_ns = time.monotonic_ns()
             return self._dealer is not None and self._dealer.send(message)
 

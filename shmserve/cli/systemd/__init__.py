@@ -109,14 +109,14 @@ def files(installation: Installation) -> list[File]:
     """Return all files that may be installed, in the order of writing."""
     settings_file = installation.settings / "shmserve.yaml"
     files = []
-    for path, purpose, body in _bodies(installation):
+    for path, purpose, body in _file_contents(installation):
         is_settings = path == settings_file
         contents = None if body is None else stamp(body, is_settings)
         files.append(File(path, purpose, contents, is_settings))
     return files
 
 
-def _bodies(installation: Installation) -> Iterator[tuple[Path, str, str | None]]:
+def _file_contents(installation: Installation) -> Iterator[tuple[Path, str, str | None]]:
     user = installation.home is not None
     models = json.dumps(str(installation.models), ensure_ascii=False)
     group = "" if user else "# Its members may share memory with the server.\nshm-group: shmclients"
@@ -126,10 +126,10 @@ def _bodies(installation: Installation) -> Iterator[tuple[Path, str, str | None]
     purpose = f"further servers: shmserve@NAME has the flags of {installation.settings}/NAME.yaml"
     yield installation.units / SERVICES[1], purpose, _service(installation, instance=True)
     for unit, (name, port, path) in _SOCKETS.items():
-        listen = _listen(f"127.0.0.1:{port}" if port else "", path, user)
+        listen = _listen_lines(f"127.0.0.1:{port}" if port else "", path, user)
         yield installation.units / unit, f"the {name} listener", _socket(name, listen, "")
         purpose = f"the {name} listener of shmserve@NAME, if it is enabled; a drop-in adds ports"
-        listen = _listen("", f"%i-{name}.sock", user)
+        listen = _listen_lines("", f"%i-{name}.sock", user)
         yield installation.units / _TEMPLATES[unit], purpose, _socket(name, listen, "@%i")
     limits = "the resource limits of all servers together"
     yield installation.units / UNITS[-1], limits, _render("slice.conf")
@@ -139,7 +139,7 @@ def _bodies(installation: Installation) -> Iterator[tuple[Path, str, str | None]
             text = None if user or device != installation.device else _render(f"{device}.conf")
             yield folder / f"10-{device}.conf", f"the devices of a host ({device})", text
         has_token = installation.has_token
-        text = _render("token.conf", credential=_credential(user)) if has_token else None
+        text = _render("token.conf", credential=_credential_lines(user)) if has_token else None
         yield folder / "20-token.conf", "the tokens that clients must send", text
     if user:
         text = _render("user-tmpfiles.conf", models=quote(str(installation.models)))
@@ -168,7 +168,7 @@ def _service(installation: Installation, instance: bool) -> str:
     )
 
 
-def _listen(address: str, path: str, user: bool) -> list[str]:
+def _listen_lines(address: str, path: str, user: bool) -> list[str]:
     lines = [f"ListenStream={address}"] if address else []
     kind = "ListenSequentialPacket" if path.endswith(_LOCAL_SOCKET) else "ListenStream"
     if path and user:
@@ -185,7 +185,7 @@ def _socket(name: str, listen: list[str], instance: str) -> str:
     return _render("socket.conf", listen="\n".join(listen), **fields)
 
 
-def _credential(user: bool) -> str:
+def _credential_lines(user: bool) -> str:
     file = "%E/shmserve/token"
     if user:  # only the user's own systemd manager reads the file
         return f"Environment=SHMSERVE_FLAGS=--auth-token-file={file}"
@@ -366,7 +366,7 @@ class _Change:
         elif current is not None and not (
             is_untouched(current) or (self._force and not file.is_editable)
         ):
-            self._keep(file, path)
+            self._report_kept(file, path)
             self._show_difference(path, current, file.text)
         else:
             self._report("written" if current is None else "updated", f"{path}: {file.purpose}")
@@ -392,7 +392,7 @@ class _Change:
             for line in difflib.unified_diff(*lines, str(path), "installed", lineterm=""):
                 print(f"    {line}")
 
-    def _keep(self, file: File, path: Path) -> None:
+    def _report_kept(self, file: File, path: Path) -> None:
         self._kept_files.append(file)
         verb = "would keep" if self._dry_run else "kept"
         print(f"{verb:<10} {path}: changed since it was written")
@@ -403,7 +403,7 @@ class _Change:
         if current is None:
             return
         if not (is_untouched(current) or self._force):
-            self._keep(file, path)
+            self._report_kept(file, path)
             return
         self._report("removed", str(path))
         if not self._dry_run:

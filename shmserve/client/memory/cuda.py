@@ -72,7 +72,7 @@ _pointer = _c_api.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_char_p)
 
 
-def _delete(address: int) -> None:
+def _release_exported(address: int) -> None:
     _exported.pop(address, None)
 
 
@@ -83,7 +83,7 @@ def _destroy_capsule(capsule: int) -> None:
 
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_callbacks = _CALLBACK(_delete), _CALLBACK(_destroy_capsule)
+_callbacks = _CALLBACK(_release_exported), _CALLBACK(_destroy_capsule)
 _DELETER, _DESTRUCTOR = (ctypes.cast(function, ctypes.c_void_p) for function in _callbacks)
 # Kept alive, because tensors may outlive this module at interpreter exit.
 _c_api.Py_IncRef(ctypes.py_object(_callbacks))

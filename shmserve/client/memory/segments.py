@@ -75,9 +75,9 @@ class Segment(RegisteredMemory):
             else:
                 text += f": {error.strerror}"
             raise Unavailable(text) from error
-        self._use(mapped)
+        self._set_mapping(mapped)
 
-    def _use(self, mapped: mmap.mmap) -> None:
+    def _set_mapping(self, mapped: mmap.mmap) -> None:
         # numpy keeps only a reference to this object, so the memory is unmapped with the last
         # array.
         self.bytes = memoryview(mapped)
@@ -133,7 +133,7 @@ class AttachedSegment(Segment):
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             # Reserve the pages, because the maker may have written nothing yet.
             os.posix_fallocate(fd, 0, self.size)
-            self._use(mmap.mmap(fd, self.size, mmap.MAP_SHARED))
+            self._set_mapping(mmap.mmap(fd, self.size, mmap.MAP_SHARED))
         except OSError as error:
             raise Unavailable(f"the memory cannot be mapped: {error}") from error
 

@@ -111,8 +111,7 @@ class View(np.ndarray[Any, Any]):
         return function(*map(_deeply_plain, arguments), **keywords)
 
     def __repr__(self) -> str:
-        is_released = self._lease is not None and self._lease.released
-        return "<an array of released memory>" if is_released else repr(self.plain())
+        return repr(self.plain())
 
     def __str__(self) -> str:
         return str(self.plain())
@@ -148,7 +147,7 @@ def lease_of(array: object) -> MemoryLease | None:
     return None
 
 
-def _check_first(name: str) -> Callable[..., Any]:
+def _with_check(name: str) -> Callable[..., Any]:
     method = getattr(np.ndarray, name)
 
     @functools.wraps(method)
@@ -171,7 +170,7 @@ for _name in (
     *("all", "any", "argmax", "argmin", "argsort", "clip", "cumprod", "cumsum", "max", "mean"),
     *("min", "nonzero", "prod", "round", "std", "sum", "trace", "var"),
 ):
-    setattr(View, _name, _check_first(_name))
+    setattr(View, _name, _with_check(_name))
 
 
 def _plain(value: object) -> object:

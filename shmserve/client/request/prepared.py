@@ -95,15 +95,15 @@ class ClientTemplate:
         self._memories = memories
         refs = [template.ref(Range(_NO_MEMORY, 0, template.byte_size)) for template in templates]
         fit = signature.check("", refs, [RequestedOutput(name) for name in outputs])
-        self._inline = sum(template.byte_size for template in templates) <= INLINE_LIMIT
+        self._is_inline = sum(template.byte_size for template in templates) <= INLINE_LIMIT
         requested = outputs or tuple(signature.outputs)
         sizes = {name: signature.output_size(name, fit.batch_size) for name in requested}
         uses_slot = with_outputs and sum(filter(None, sizes.values())) > INLINE_LIMIT
         self._output_sizes = {n: s for n, s in sizes.items() if s is not None and uses_slot}
         self._refs, self._requested_names = refs, tuple(sizes if uses_slot else outputs)
         self._schema = self._pack_schema({})
-        self.uses_slots = uses_slot or not self._inline
-        self._ring: deque[Buffer] = deque()
+        self.uses_slots = uses_slot or not self._is_inline
+        self._free_slots: deque[Buffer] = deque()
         self._is_closed = False
         if self.uses_slots:
             memories.register_owner(self)
@@ -137,12 +137,12 @@ class ClientTemplate:
             Unavailable: The memory is full.
         """
         try:
-            return self._ring.popleft()
+            return self._free_slots.popleft()
         except IndexError:
             return self._new_slot()
 
     def _new_slot(self) -> Buffer:
-        slot_templates = [] if self._inline else self._templates
+        slot_templates = [] if self._is_inline else self._templates
         sizes = [*[template.byte_size for template in slot_templates], *self._output_sizes.values()]
         block = self._memories.allocate(sum(map(aligned, sizes)))
         offset, segment = block.offset, block.segment
@@ -161,7 +161,7 @@ class ClientTemplate:
 
     def return_slot(self, slot: Buffer) -> None:
         """Return a slot to the ring; safe in any thread and at any time."""
-        self._ring.append(slot)
+        self._free_slots.append(slot)
         if self._is_closed:
             self.close()
 
@@ -174,4 +174,4 @@ class ClientTemplate:
         """Free the unused slots; safe in any thread and at any time."""
         with contextlib.suppress(IndexError):  # another thread may have taken the last slot
             while True:
-                self._ring.popleft().block.recycle()
+                self._free_slots.popleft().block.recycle()

@@ -112,7 +112,7 @@ async def get_metrics(
     return HttpResponse(200, (await exporter.render_page(),), _TEXT_HEADER)
 
 
-async def get_nothing(gateway: Gateway, request: HttpRequest) -> HttpResponse:
+async def get_empty(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     """Return an empty response for all other paths of a metrics listener."""
     return HttpResponse()
 

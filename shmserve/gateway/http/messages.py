@@ -378,12 +378,12 @@ def find_accepted_framing(header: str) -> Framing | None:
     for entry in header.lower().split(","):
         media_type, *parameters = (part.strip() for part in entry.split(";"))
         framing = _FRAMINGS_BY_TYPE.get(media_type)
-        if framing is not None and not any(_is_zero(parameter) for parameter in parameters):
+        if framing is not None and not any(_has_zero_weight(parameter) for parameter in parameters):
             return framing
     return None
 
 
-def _is_zero(parameter: str) -> bool:
+def _has_zero_weight(parameter: str) -> bool:
     """Return whether a parameter of a media type is `q=0`, which excludes the type."""
     name, _, value = parameter.partition("=")
     return name.strip() == "q" and not value.strip().strip("0.")

@@ -210,5 +210,5 @@ def metrics_routes(exporter: MetricsExporter, figures: LiveFigures) -> RouteTabl
         Route("GET", "/live", METRICS, figures.respond),
         # The page itself asks for a token if the request has none.
         Route("GET", "/", "health", show_page),
-        Route("", ANY_PATH, METRICS, handlers.get_nothing),
+        Route("", ANY_PATH, METRICS, handlers.get_empty),
     )

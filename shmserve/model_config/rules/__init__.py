@@ -366,20 +366,20 @@ def _ignored_parameters(config: ModelConfig) -> Iterator[str]:
     backend = config.backend
     if backend not in _FILE_PARAMETERS:
         return
-    effective = {*KNOWN_SETTINGS, *_FILE_PARAMETERS[backend]}
+    effective_names = {*KNOWN_SETTINGS, *_FILE_PARAMETERS[backend]}
     if _is_on_gpu(config):
-        effective.update(_GPU_PARAMETERS[backend])
+        effective_names.update(_GPU_PARAMETERS[backend])
     for name in sorted(config.parameters):
         is_setting = backend == "onnxruntime" and name.startswith(_SETTING_PREFIXES)
-        if name not in effective and not is_setting:
+        if name not in effective_names and not is_setting:
             yield f"parameters['{clip(name)}']"
 
 
 def _ignored_optimization(
-    optimization: ModelOptimizationPolicy, effective: Collection[str]
+    optimization: ModelOptimizationPolicy, effective_names: Collection[str]
 ) -> Iterator[str]:
     for name in _OPTIMIZATION_FIELDS:
-        if name not in effective and _is_set(optimization, name):
+        if name not in effective_names and _is_set(optimization, name):
             yield f"optimization.{name}"
     if optimization.priority != ModelOptimizationPolicy.PRIORITY_DEFAULT:
         yield "optimization.priority"

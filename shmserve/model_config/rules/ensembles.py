@@ -55,7 +55,7 @@ def _own_problems(config: ModelConfig) -> Iterator[Problem]:
 def _link_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of tensors with several sources, and of unconnected inputs and outputs."""
     name, steps = config.name, config.ensemble_scheduling.step
-    read_tensors = _read_tensors(config)
+    read_tensors = _used_tensors(config)
     written_tensors = {
         (*_STEP, index, "output_map", member(output)): tensor
         for index, step in enumerate(steps)
@@ -78,7 +78,7 @@ def _link_problems(config: ModelConfig) -> Iterator[Problem]:
     yield from _unused_problems(config, "output", config.output, set(written_tensors.values()))
 
 
-def _read_tensors(config: ModelConfig) -> set[str]:
+def _used_tensors(config: ModelConfig) -> set[str]:
     """Return the names of the tensors that steps read."""
     steps = config.ensemble_scheduling.step
     tensors = {tensor for step in steps for tensor in step.input_map.values()}
@@ -147,7 +147,7 @@ def _connection_problems(config: ModelConfig) -> Iterator[Problem]:
                 f"its depending tensors, '{missing_tensor}', is not connected"
             )
             yield Problem(("output", index, "name"), text, (_STEP,))
-    used_tensors = _read_tensors(config) | {io.name for io in config.output}
+    used_tensors = _used_tensors(config) | {io.name for io in config.output}
     for index, step in enumerate(steps):
         for output_name, tensor in sorted(step.output_map.items()):
             if tensor not in used_tensors:
@@ -156,10 +156,10 @@ def _connection_problems(config: ModelConfig) -> Iterator[Problem]:
 
 
 def _unused_problems(
-    config: ModelConfig, kind: str, tensors: Sequence[ModelInput | ModelOutput], linked: set[str]
+    config: ModelConfig, kind: str, tensors: Sequence[ModelInput | ModelOutput], used: set[str]
 ) -> Iterator[Problem]:
     for index, io in enumerate(tensors):
-        if io.name and io.name not in linked:
+        if io.name and io.name not in used:
             text = f"ensemble {kind} '{io.name}' for ensemble {config.name}' is not used"
             yield Problem((kind, index, "name"), text, (_STEP,))
 
@@ -230,7 +230,7 @@ class _Tensor:
         return cls(config.name, io.data_type, tuple(io.dims), config.max_batch_size > 0)
 
     @classmethod
-    def inside(cls, config: ModelConfig, io: ModelInput | ModelOutput) -> _Tensor:
+    def seen_by_steps(cls, config: ModelConfig, io: ModelInput | ModelOutput) -> _Tensor:
         """Return an ensemble's own tensor as its steps see it, after its `reshape`."""
         tensor = cls.of(config, io)
         return replace(tensor, dims=tuple(io.reshape.shape)) if io.HasField("reshape") else tensor
@@ -242,8 +242,8 @@ class _Tensor:
 
 def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
     """Raise GraphProblem if a step maps an unknown tensor, or lacks one that its model requires."""
-    tensors = {io.name: _Tensor.inside(config, io) for io in config.input}
-    tensors.update({io.name: _Tensor.inside(config, io) for io in config.output})
+    tensors = {io.name: _Tensor.seen_by_steps(config, io) for io in config.input}
+    tensors.update({io.name: _Tensor.seen_by_steps(config, io) for io in config.output})
     for step_index, model in enumerate(models):
         if 0 < model.max_batch_size < config.max_batch_size:
             raise GraphProblem(
@@ -255,7 +255,7 @@ def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
         for key, tensor, model_tensor in _mapped_tensors(config, step_index, model):
             earlier = tensors.setdefault(tensor, model_tensor)
             context = f"in ensemble {config.name}, ensemble tensor {tensor}: "
-            if problem := _disagreement(earlier, model_tensor):
+            if problem := _describe_mismatch(earlier, model_tensor):
                 raise GraphProblem(context + problem, key)
     for index, condition in conditions(config).items():
         model_tensor = tensors[condition]
@@ -302,7 +302,7 @@ def _mapped_tensors(
         yield key, tensor, _Tensor.of(model, outputs[name])
 
 
-def _disagreement(first: _Tensor, second: _Tensor) -> str:
+def _describe_mismatch(first: _Tensor, second: _Tensor) -> str:
     """Return the message about a tensor that two models declare differently, or "".
 
     If only one of the models batches, the dimensions are compared with and without the batch

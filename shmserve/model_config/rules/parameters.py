@@ -141,12 +141,12 @@ def _bound_problems(
     if minimum > maximum:
         text = f"parameter '{MIN_INSTANCES}' {suffix} must be at most '{MAX_INSTANCES}' ({maximum})"
         yield Problem(_key(MIN_INSTANCES), f"{text}, found {minimum}", (_key(MAX_INSTANCES),))
-    yield from _kind_problems(config)
+    yield from _unscalable_problems(config)
     if complete:
         yield from _group_problems(config, maximum)
 
 
-def _kind_problems(config: ModelConfig) -> Iterator[Problem]:
+def _unscalable_problems(config: ModelConfig) -> Iterator[Problem]:
     """Yield the problems of `max_instances` for models that cannot be scaled by queueing delay.
 
     Ensembles have no instances. An instance with sequences or generations does not become free

@@ -60,7 +60,7 @@ _MIN_IDLE = 0.25  # minimum idle share of an instance: with less, clients block 
 _EPOCH_BATCHES = 24  # number of batches in an epoch
 _SETTLING_BATCHES = 4  # first batches of an epoch, which the previous epoch still affects
 # The initial and the maximum number of epochs between two trials of the choice that seems worse.
-_INITIAL_OTHER_INTERVAL, _MAX_OTHER_INTERVAL = 2, 160
+_MIN_EXPLORE_INTERVAL, _MAX_EXPLORE_INTERVAL = 2, 160
 _CLEAR_RATIO = 0.8  # ratio of the mean latencies with and without waiting below which waiting pays
 _EPOCH_WEIGHT = 1 / 3  # weight of the newest epoch in moving averages
 _AIM_STEP = 0.02  # relative reduction of the aim per miss
@@ -122,10 +122,10 @@ class WaitingChoice:
         self.waits = True
         self.waiting_clearly_pays = False  # whether waiting certainly has the lower latency
         self._waiting_is_better = True
-        self._other_interval = _INITIAL_OTHER_INTERVAL
-        self._next_other_epoch = 2 * _INITIAL_OTHER_INTERVAL
+        self._explore_interval = _MIN_EXPLORE_INTERVAL
+        self._next_explore_epoch = 2 * _MIN_EXPLORE_INTERVAL
         self._mean_ns: dict[bool, float] = {}
-        self._other_miss_count = 0  # misses in the last epoch with the choice that seems worse
+        self._explore_misses = 0  # misses in the last epoch with the choice that seems worse
         self._epoch_count = 0
         self._start()
 
@@ -149,7 +149,7 @@ class WaitingChoice:
         before_ns = self._mean_ns.get(self.waits, mean_ns)
         self._mean_ns[self.waits] = before_ns + (mean_ns - before_ns) * _EPOCH_WEIGHT
         if self.waits is not self._waiting_is_better:
-            self._other_miss_count = self._miss_count
+            self._explore_misses = self._miss_count
         self._start()
         self._epoch_count += 1
         if len(self._mean_ns) < 2:
@@ -159,17 +159,17 @@ class WaitingChoice:
         waiting_is_better = with_ns < without_ns
         if waiting_is_better is not self._waiting_is_better:
             self._waiting_is_better = waiting_is_better
-            self._other_interval = _INITIAL_OTHER_INTERVAL
-            self._next_other_epoch = self._epoch_count + _INITIAL_OTHER_INTERVAL
+            self._explore_interval = _MIN_EXPLORE_INTERVAL
+            self._next_explore_epoch = self._epoch_count + _MIN_EXPLORE_INTERVAL
         self.waits = waiting_is_better
         self.waiting_clearly_pays = with_ns < _CLEAR_RATIO * without_ns
         if (
-            self._epoch_count >= self._next_other_epoch
-            and self._other_miss_count <= self._account.credit
+            self._epoch_count >= self._next_explore_epoch
+            and self._explore_misses <= self._account.credit
         ):
             self.waits = not waiting_is_better
-            self._other_interval = min(self._other_interval * 2, _MAX_OTHER_INTERVAL)
-            self._next_other_epoch = self._epoch_count + self._other_interval
+            self._explore_interval = min(self._explore_interval * 2, _MAX_EXPLORE_INTERVAL)
+            self._next_explore_epoch = self._epoch_count + self._explore_interval
 
 
 class TrialState(Record):
@@ -220,7 +220,7 @@ class Sizes:
         """Start a trial that takes at most `worst_ns`; return False if its price is too high."""
         self._state = state
         self._idle_share = max(1 - state.rows_per_ns * state.row_ns, _MIN_IDLE)
-        price = self._price_of(size, worst_ns, state.max_in_flight)
+        price = self._estimate_price(size, worst_ns, state.max_in_flight)
         if price > max(self._account.credit, 0) and not state.is_overloaded:
             return False
         self._size = size
@@ -228,7 +228,7 @@ class Sizes:
         self._next_trial = batches + (_LEARNING_INTERVAL if is_learning else _TRIAL_INTERVAL)
         return True
 
-    def _price_of(self, size: int, took_ns: float, max_in_flight: float) -> float:
+    def _estimate_price(self, size: int, took_ns: float, max_in_flight: float) -> float:
         state = self._state
         own_misses = size if took_ns > state.oldest_left_ns else 0
         lost_ns = took_ns - size * state.row_ns - max(state.spare_ns, 0)
@@ -249,7 +249,7 @@ class Sizes:
         """
         if units == self._size:
             self._delayed_requests = count + in_flight / self._idle_share
-            self._price = self._price_of(units, took_ns, in_flight)
+            self._price = self._estimate_price(units, took_ns, in_flight)
             self._size = 0
         if self._delayed_requests > 0:
             self._delayed_requests -= count
@@ -405,7 +405,7 @@ class AdaptiveBatcher(Batcher):
             if ends_sooner or (
                 self._waiting_choice.waits and longer_ns < (rows - best_size) * self._load.row_ns
             ):
-                return self._arrivals.next_by_ns, ends_sooner
+                return self._arrivals.wait_until_ns, ends_sooner
         return 0, False
 
     def _start_trial(self, now_ns: int, head: QueueHead) -> int:

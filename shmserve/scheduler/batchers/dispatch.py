@@ -161,7 +161,7 @@ class Dispatch(Dispatcher):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.tracks_requests = self._batcher.is_learning
-        self._may_send_ahead = not self._settings.policies.limited and self._tickets is None
+        self._may_send_ahead = not self._settings.policies.has_limits and self._tickets is None
 
     def flush(self) -> None:
         self._holds_batches = False

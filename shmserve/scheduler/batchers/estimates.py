@@ -234,7 +234,7 @@ class SizeTimes:
             if highest > lower:
                 time = min(shortest[lower], shortest[upper]) if lower else shortest[upper] / speedup
                 if _size(highest) > target_rate * time:
-                    target_rate, candidate = _size(highest) / time, _middle(lower, highest)
+                    target_rate, candidate = _size(highest) / time, _middle_size(lower, highest)
                     worst_duration = times[upper] * _ASSUMED_SLOWDOWN
                     if lower:
                         worst_duration = max(times[lower], times[upper])
@@ -248,7 +248,7 @@ class SizeTimes:
         time = max(target_rate / _MIN_TRIAL_RATIO, rate) * shortest.get(lower, 0.0)
         if last_index > lower == self._observed[-1] and _size(last_index) > time:
             # The larger a size beyond all observed sizes is, the longer a batch may take.
-            candidate = _middle(lower, last_index)
+            candidate = _middle_size(lower, last_index)
             worst_duration = times[last_index] * candidate / _size(lower)
         return candidate, worst_duration * self._time_scale * (1 + 3 * self._spread)
 
@@ -379,7 +379,7 @@ def _size(index: int) -> int:
     return ((index - (shift << (_EXACT_BITS - 1)) + 1) << shift) - 1
 
 
-def _middle(lower: int, highest: int) -> int:
+def _middle_size(lower: int, highest: int) -> int:
     return _size(lower + (highest - lower + 1) // 2)
 
 
@@ -426,7 +426,7 @@ class Arrivals:
     the gap before it.
 
     Events are arrivals and the ends of batches. `in_flight` is the number of requests that are not
-    completed after an event, and `soon_ns` the limit of a short gap.
+    completed after an event, and `max_gap_ns` the limit of a short gap.
     """
 
     def __init__(self) -> None:
@@ -434,18 +434,18 @@ class Arrivals:
         self._in_flight = 0
         self._last_event_ns = 0
 
-    def record_arrival(self, now_ns: int, in_flight: int, soon_ns: float) -> None:
-        """Record the gap since the last event, or a miss if the gap exceeds `soon_ns`."""
+    def record_arrival(self, now_ns: int, in_flight: int, max_gap_ns: float) -> None:
+        """Record the gap since the last event, or a miss if the gap exceeds `max_gap_ns`."""
         gap_ns = now_ns - self._last_event_ns
-        if gap_ns <= soon_ns:
+        if gap_ns <= max_gap_ns:
             self._current_statistics().record_gap(gap_ns)
         else:
             self._current_statistics().record_miss()
         self._last_event_ns, self._in_flight = now_ns, in_flight
 
-    def record_batch(self, now_ns: int, in_flight: int, soon_ns: float) -> None:
-        """Record the end of a batch, and a miss if no event occurred within `soon_ns` before."""
-        if now_ns - self._last_event_ns > soon_ns:
+    def record_batch(self, now_ns: int, in_flight: int, max_gap_ns: float) -> None:
+        """Record the end of a batch, and a miss if no event occurred within `max_gap_ns` before."""
+        if now_ns - self._last_event_ns > max_gap_ns:
             self._current_statistics().record_miss()
         self._last_event_ns, self._in_flight = now_ns, in_flight
 
@@ -475,7 +475,7 @@ class Arrivals:
             yield requests, wait_ns
 
     @property
-    def next_by_ns(self) -> int:
+    def wait_until_ns(self) -> int:
         """Return the time until which waiting for the next request of a burst pays; 0: no burst."""
         statistics = self._likely_statistics(self._in_flight)
         return 0 if statistics is None else self._last_event_ns + statistics.patience_ns

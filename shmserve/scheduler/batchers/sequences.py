@@ -61,10 +61,10 @@ class WaitingRequests:
         # The first and the last run are never empty; runs between them may be.
         self._runs: deque[OrderedDict[int, ScheduledRequest]] = deque()
         # The run of each request, by the request's key.
-        self._run_of: dict[int, OrderedDict[int, ScheduledRequest]] = {}
+        self._runs_by_key: dict[int, OrderedDict[int, ScheduledRequest]] = {}
 
     def __len__(self) -> int:
-        return len(self._run_of)
+        return len(self._runs_by_key)
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
         return (request for run in self._runs for request in run.values())
@@ -78,21 +78,21 @@ class WaitingRequests:
         """Queue a request at the back."""
         if not self._runs or request.flags & SEQUENCE_START:
             self._runs.append(OrderedDict())
-        run = self._run_of[request.key] = self._runs[-1]
+        run = self._runs_by_key[request.key] = self._runs[-1]
         run[request.key] = request
 
     def put_back(self, request: ScheduledRequest) -> None:
         """Queue a request at the front; the requests up to the next START belong to its run."""
         if not self._runs or self.first.flags & SEQUENCE_START:
             self._runs.appendleft(OrderedDict())
-        run = self._run_of[request.key] = self._runs[0]
+        run = self._runs_by_key[request.key] = self._runs[0]
         run[request.key] = request
         run.move_to_end(request.key, last=False)
 
     def pop_first(self) -> ScheduledRequest:
         """Remove and return the request that arrived first."""
         key, request = self._runs[0].popitem(last=False)
-        del self._run_of[key]
+        del self._runs_by_key[key]
         self._drop_empty_runs()
         return request
 
@@ -103,10 +103,10 @@ class WaitingRequests:
     def remove(self, request: ScheduledRequest) -> list[ScheduledRequest]:
         """Remove and return a request and the later requests of its run; [] if it is not queued."""
         removed_requests: list[ScheduledRequest] = []
-        run = self._run_of.get(request.key)
+        run = self._runs_by_key.get(request.key)
         while run is not None and request.key in run:
             key, removed_request = run.popitem()
-            del self._run_of[key]
+            del self._runs_by_key[key]
             removed_requests.append(removed_request)
         self._drop_empty_runs()
         removed_requests.reverse()

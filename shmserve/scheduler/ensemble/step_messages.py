@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from shmserve.errors import ShmserveError, Unsupported
-from shmserve.ipc.memory.lent import Block, Holding, Token, release_messages
+from shmserve.ipc.memory.lent import Block, CallbackToken, Token, release_messages
 from shmserve.ipc.messages.inference import (
     Finished,
     Release,
@@ -304,9 +304,9 @@ class StepMessages:
         firing = step.firing
         override = response.override or step.override
         held_credits = () if firing.step.is_once else _held_credits(firing)
-        own_credit = Holding(partial(self._schedulers.credit, step, 1)) if more_follow else None
-        if own_credit is not None:
-            held_credits = (*held_credits, own_credit)
+        credit = CallbackToken(partial(self._schedulers.credit, step, 1)) if more_follow else None
+        if credit is not None:
+            held_credits = (*held_credits, credit)
         tensors: list[tuple[str, Value]] = []
         try:
             for index, (name, kind, tensor, is_condition, for_client) in enumerate(
@@ -326,8 +326,8 @@ class StepMessages:
             self._discard(step, response.outputs[len(tensors) :], data[len(tensors) :])
             raise
         finally:
-            if own_credit is not None:
-                own_credit.release()
+            if credit is not None:
+                credit.release()
         tensors += response.absent_outputs
         return tensors
 
@@ -350,7 +350,7 @@ class StepMessages:
             return memory_range, _output_block(step, memory_range, block)
         self._memory.hold(memory_range)
         if not for_client:
-            return memory_range, Holding(partial(self._end_hold, step.endpoint, memory_range))
+            return memory_range, CallbackToken(partial(self._end_hold, step.endpoint, memory_range))
         try:
             block = self._memory.copy(memory_range)
         except ShmserveError:

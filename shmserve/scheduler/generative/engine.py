@@ -63,8 +63,8 @@ class Engine(Generic[T]):
         self._sequences: dict[int, Sequence[T]] = {}  # running, waiting and swapped sequences
         self._beams: dict[int, Beams[T]] = {}  # beam searches by the key of their generation
         self._acceptance: dict[int, Acceptance] = {}
-        self._to_begin: list[NewSequence] = []
-        self._to_end: list[int] = []
+        self._new_sequences: list[NewSequence] = []
+        self._ended: list[int] = []
         self._step_count = 0
         # Prompts are cut at multiples of the chunk if a step has space for a chunk beside all
         # decoding rows.
@@ -105,14 +105,14 @@ class Engine(Generic[T]):
             sequence = Sequence(number, generation, sample, all_tokens)
             if resumed is None and generation.beams is None:
                 sequence.forks = generation.samples - count
-            self._enter(sequence, NewSequence(sequence.number, generation.key, sample))
+            self._add_sequence(sequence, NewSequence(sequence.number, generation.key, sample))
         if generation.beams is not None:
             self._beams[generation.key] = Beams(generation)
 
-    def _enter(self, sequence: Sequence[T], message: NewSequence) -> None:
+    def _add_sequence(self, sequence: Sequence[T], message: NewSequence) -> None:
         sequence.generation.sequences.append(sequence)
         self._sequences[sequence.number] = sequence
-        self._to_begin.append(message)
+        self._new_sequences.append(message)
 
     def is_running(self, generation: Generation[T]) -> bool:
         """Check whether the running step has rows of a generation."""
@@ -146,7 +146,7 @@ class Engine(Generic[T]):
         sequence.generation.sequences.remove(sequence)
         self._free_blocks(sequence)
         sequence.status = SequenceStatus.ENDED
-        self._to_end.append(sequence.number)
+        self._ended.append(sequence.number)
 
     def _free_blocks(self, sequence: Sequence[T]) -> None:
         self.pool.release(sequence.table)
@@ -194,7 +194,7 @@ class Engine(Generic[T]):
             # All running sequences wait for further beams of their search that do not fit.
             self._preempt(plan, admitted.pop())
             self._admit(plan, waiting_sequences, admitted)
-        if not (plan.rows or self._to_end):
+        if not (plan.rows or self._ended):
             return None
         return self._finish_plan(plan)
 
@@ -406,9 +406,9 @@ class Engine(Generic[T]):
     def _finish_plan(self, plan: StepPlan) -> Step:
         step = plan.step
         self._step_count = step.step
-        step.new_sequences.extend(self._to_begin)
-        step.ended.extend(self._to_end)
-        self._to_begin, self._to_end = [], []
+        step.new_sequences.extend(self._new_sequences)
+        step.ended.extend(self._ended)
+        self._new_sequences, self._ended = [], []
         copies = (len(step.swap_out) + len(step.swap_in)) // 2
         self.running = RunningStep(step.step, plan.rows, plan.load, copies, plan.draft_count)
         return step
@@ -490,7 +490,7 @@ class Engine(Generic[T]):
             child.table = parent.table[:]
             self.pool.share(child.table)
         key, number = parent.generation.key, child.number
-        self._enter(child, NewSequence(number, key, sample, parent.number, token))
+        self._add_sequence(child, NewSequence(number, key, sample, parent.number, token))
         return child
 
     # --- beam search

@@ -35,7 +35,7 @@ class DescriptorWaiter:
         self.handlers: dict[int, ReadableHandler] = {}
         self._epoll = select.epoll()
         self._short_wait = PreciseWait(self._epoll.fileno())
-        self._late_ns = 0
+        self._mean_late_ns = 0
         self._busy_poll = BusyPoll()
 
     def watch(self, fd: int, handler: ReadableHandler) -> None:
@@ -57,7 +57,7 @@ class DescriptorWaiter:
         began_ns = now_ns = time.monotonic_ns()
         ready_events: ReadyEvents = []
         if self._busy_poll.should_spin[requests > 0]:
-            ready_events = self._stay_awake(min(wake_ns, began_ns + SPIN_NS))
+            ready_events = self._spin_until(min(wake_ns, began_ns + SPIN_NS))
             now_ns = time.monotonic_ns()
         if not ready_events:
             left_ns = wake_ns - now_ns
@@ -74,7 +74,7 @@ class DescriptorWaiter:
             ready_events.sort(key=lambda event: order.index(event[0]))
         return ready_events
 
-    def _stay_awake(self, until_ns: int) -> ReadyEvents:
+    def _spin_until(self, until_ns: int) -> ReadyEvents:
         while time.monotonic_ns() < until_ns:
             ready_events = self._epoll.poll(0)
             if ready_events:
@@ -83,12 +83,12 @@ class DescriptorWaiter:
         return []
 
     def _wait_until(self, wake_ns: int) -> ReadyEvents:
-        aim_ns = wake_ns - self._late_ns
+        aim_ns = wake_ns - self._mean_late_ns
         timeout_ns = max(0, aim_ns - time.monotonic_ns())
         readable = self._short_wait.wait(timeout_ns)
         if timeout_ns and not readable:
             late_ns = min(max(0, time.monotonic_ns() - aim_ns), _MAX_LATE_NS)
-            self._late_ns += (late_ns - self._late_ns) // 8
+            self._mean_late_ns += (late_ns - self._mean_late_ns) // 8
         return self._epoll.poll(0) if readable else []
 
 

@@ -29,7 +29,7 @@ from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_range
 from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, RequestSchema
 from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.ipc.trace import TraceContext, is_trace
+from shmserve.ipc.trace import TraceContext, is_encoded_trace
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.ipc.transport.router import UntrustedRouter, leading_pid
 from shmserve.scheduler.requests.request import ControlLink
@@ -135,7 +135,7 @@ class LocalClientRules:
                 "a sequence's id must be an integer >= 0, or a string of at most "
                 f"{LONGEST_CORRELATION_ID} characters"
             )
-        if submit.trace and not is_trace(submit.trace):
+        if submit.trace and not is_encoded_trace(submit.trace):
             raise InvalidArgument("the request's trace is malformed: see `shmserve guide protocol`")
         self._check_data(client_number, submit)
         arrived_ns = submit.arrived_ns

@@ -216,7 +216,7 @@ class RequestQueue:
     """The requests that wait for an instance, and the timers of all requests.
 
     `retries`, by key, run alone; all other requests are `in_order`. While `in_order` contains fewer
-    than `least_bound` requests, no level can be full.
+    than `min_bound` requests, no level can be full.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -230,7 +230,7 @@ class RequestQueue:
         # The level and policy of all requests, if there is only one level.
         self._only_level = None if policies.levels else (0, policies.default)
         bounds = [rule.max_queue_size for rule in (policies.default, *policies.by_level.values())]
-        self.least_bound = min(filter(None, bounds), default=NEVER)
+        self.min_bound = min(filter(None, bounds), default=NEVER)
 
     def __len__(self) -> int:
         return self.in_order.count + len(self.retries)
@@ -239,7 +239,7 @@ class RequestQueue:
 
     def is_full(self, priority: int) -> bool:
         """Check whether the level of this priority has reached its bound."""
-        return self.in_order.count >= self.least_bound and self._is_full(*self._level(priority))
+        return self.in_order.count >= self.min_bound and self._is_full(*self._level(priority))
 
     def enqueue(
         self,
@@ -257,7 +257,7 @@ class RequestQueue:
             QueueFull: Its level is full.
         """
         level, policy, arrived_ns, deadline_ns, own_timeout_us = self._limits(message, now_ns)
-        may_be_full = not cached and self.in_order.count >= self.least_bound
+        may_be_full = not cached and self.in_order.count >= self.min_bound
         if may_be_full and self._is_full(level, policy):
             raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
         timeout_ns = (own_timeout_us or policy.default_timeout_microseconds) * _NS_PER_US

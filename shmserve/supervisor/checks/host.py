@@ -81,9 +81,9 @@ def gather_parser(_: ServerConfig) -> bool:
     return http_parser.HttpRequestParser is not http_parser.HttpRequestParserPy
 
 
-def judge_parser(in_c: bool) -> Verdict:
+def judge_parser(is_c_parser: bool) -> Verdict:
     """Require the C parser: most request smuggling was found in its replacement in Python."""
-    if in_c:
+    if is_c_parser:
         return ok("aiohttp's parser in C")
     fix = (
         "unset AIOHTTP_NO_EXTENSIONS, or run pip install --force-reinstall --only-binary :all: "
@@ -126,7 +126,7 @@ def judge_units(facts: tuple[int, str]) -> Verdict:
 
 def gather_files(config: ServerConfig) -> tuple[int, int]:
     """Return the attainable number of descriptors, and the configured maximum of regions."""
-    return fd_limits.attainable(), config.shm.max_regions
+    return fd_limits.hard_limit(), config.shm.max_regions
 
 
 def judge_files(facts: tuple[int, int]) -> Verdict:

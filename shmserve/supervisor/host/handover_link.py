@@ -69,7 +69,7 @@ class Offer:
                 raise ConnectionAbortedError(response["refused"])
         except OSError as error:
             link.close()
-            raise InvalidArgument(f"--take-over: {_refusal(run_dir, error)}") from None
+            raise InvalidArgument(f"--take-over: {_describe_failure(run_dir, error)}") from None
         sockets: dict[str, list[socket.socket]] = {}
         shared = []
         for (name, is_lent), fd in zip(response["sockets"], fds, strict=True):
@@ -114,7 +114,7 @@ def _receive(link: socket.socket, max_descriptors: int) -> tuple[bytes, list[int
     return data, fds
 
 
-def _refusal(run_dir: Path, error: OSError) -> str:
+def _describe_failure(run_dir: Path, error: OSError) -> str:
     if isinstance(error, ConnectionAbortedError):
         return f"the server of '{run_dir}' cannot be taken over: {error}"
     if isinstance(error, PermissionError):

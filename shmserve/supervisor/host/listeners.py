@@ -39,11 +39,11 @@ def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     if not guarded and not all(is_loopback(str(address[0])) for *_, address in found):
-        raise _unguarded(flag, f"'{address}'")
+        raise _unguarded_error(flag, f"'{address}'")
     return found
 
 
-def _unguarded(flag: str, address: str) -> InvalidArgument:
+def _unguarded_error(flag: str, address: str) -> InvalidArgument:
     return InvalidArgument(
         f"{flag}: other hosts reach {address}, so clients must send a token "
         "(--auth-token-file FILE); --insecure gives every client full access instead"
@@ -116,7 +116,7 @@ def adopt(sock: socket.socket, guarded: bool, source: str = "LISTEN_FDS") -> soc
         return sock
     host, port = sock.getsockname()[:2]
     if not guarded and not is_loopback(host):
-        raise _unguarded(source, f"{host}:{port}")
+        raise _unguarded_error(source, f"{host}:{port}")
     return sock
 
 

@@ -313,7 +313,7 @@ class ScalingPolicy:
             self._last_progress_s = load.at_s
 
     @property
-    def _allowed_s(self) -> float:
+    def _max_mean_wait_s(self) -> float:
         """Return the allowed mean wait in seconds: from `target_s`, or else from `delay_s`."""
         if self.target_s:
             left_s = max(self.target_s - self._mean_execution_s, _MIN_SHARE * self.target_s)
@@ -322,7 +322,7 @@ class ScalingPolicy:
 
     def _long_wait_text(self, load: LoadSample) -> str:
         """Return a description of the wait if it is too long, else ""."""
-        allowed_s = self._allowed_s
+        allowed_s = self._max_mean_wait_s
         if not allowed_s:
             return ""  # nothing has been executed yet
         if load.queued_count and load.ready_count and load.busy_count == load.ready_count:

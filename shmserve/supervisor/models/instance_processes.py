@@ -449,14 +449,14 @@ class Instances:
         """Kill an instance that exceeded its time limit, unless its process has been replaced."""
         instance = self._instance_of(pid)
         if instance is not None and instance.child is not None:
-            instance.child.cause = reason
+            instance.child.kill_reason = reason
             self._context.background(self._kill(instance, instance.child))
 
     @staticmethod
     async def _kill(instance: Instance, child: Child) -> None:
         stacks = format_stacks(await stacks_of(instance))
         text = "instance '%s' is killed: %s; its stacks: %s"
-        logger.error(text, instance.name, child.cause, stacks)
+        logger.error(text, instance.name, child.kill_reason, stacks)
         child.kill()
 
     def _handle_exit(self, instance: Instance, child: Child, _: object) -> None:

@@ -189,7 +189,7 @@ class Instance:
         """Kill the process that failed to load, if it is alive, and return the process."""
         child = self.child
         if child is not None and child.alive:
-            child.cause = "it has not loaded"
+            child.kill_reason = "it has not loaded"
             child.kill()
             await child.until_exit()
         self.child = None

@@ -99,7 +99,7 @@ class Lifecycle:
         """
         order = self._load(self._registry.model(name), source)
         order.pins |= pins
-        order.model.for_ensembles = False
+        order.model.is_step_only = False
         self._run()
         return order
 
@@ -126,15 +126,15 @@ class Lifecycle:
         model = self._registry.model(name)
         order = self._unload(model, {}, on_demand)
         group = self._group(name)
-        model.for_ensembles, model.source, model.step_models = False, FOLDER, []
+        model.is_step_only, model.source, model.step_models = False, FOLDER, []
         self._regroup(group)
         self._run()
         return order
 
     def _load(self, model: ModelEntry, source: LoadSource, **properties: Any) -> Order:
-        return self._add_once(Order(model, OrderKind.LOAD, source, **properties))
+        return self._add_unless_repeated(Order(model, OrderKind.LOAD, source, **properties))
 
-    def _add_once(self, order: Order) -> Order:
+    def _add_unless_repeated(self, order: Order) -> Order:
         """Add an order, or return the model's last order if that has the same effect."""
         last_order = order.model.orders[-1] if order.model.orders else None
         if last_order is None or not last_order.repeats(order):
@@ -181,7 +181,7 @@ class Lifecycle:
         """Order the schedulers of a group to move to one process, which they share from now on."""
         for name in sorted(group.names) if len(group.names) > 1 else ():
             if name in self._registry.models:
-                self._add_once(Order(self._registry.models[name], OrderKind.MOVE))
+                self._add_unless_repeated(Order(self._registry.models[name], OrderKind.MOVE))
 
     # --- events
 
@@ -228,7 +228,7 @@ class Lifecycle:
                 return self._cancel(order)
             load = last_order if last_order is not None and last_order.may_succeed else None
             if load is None and (not step.serving or last_order is not None):
-                step.for_ensembles = True
+                step.is_step_only = True
                 step.on_demand |= order.model.on_demand
                 load = self._load(step, FOLDER, is_requested=False)
             if load is not None:

@@ -370,7 +370,7 @@ class ModelEntry:
         source: The source of the last load of an ensemble.
         step_models: The models of an ensemble's steps.
         has_steps: Whether a version of the model is or was an ensemble.
-        for_ensembles: Whether the model was loaded only as a step of ensembles.
+        is_step_only: Whether the model was loaded only as a step of ensembles.
         is_expected: Whether the model is loaded at the start and required for readiness.
         on_demand: Whether the model is loaded by its first request and unloaded to free memory.
             An operator's load or unload ends this.
@@ -392,7 +392,7 @@ class ModelEntry:
     source: LoadSource = FOLDER
     step_models: list[str] = field(default_factory=list)
     has_steps: bool = False
-    for_ensembles: bool = False
+    is_step_only: bool = False
     is_expected: bool = False
     on_demand: bool = False
     is_outdated: bool = False

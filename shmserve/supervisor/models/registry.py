@@ -130,7 +130,7 @@ class ModelRegistry:
         models = self.models
         used = {step for user in models.values() if user.name != name for step in user.step_models}
         step_models = models[name].step_models if name in models else []
-        return [s for s in step_models if s not in used and s in models and models[s].for_ensembles]
+        return [s for s in step_models if s not in used and s in models and models[s].is_step_only]
 
     def users_of(self, model: ModelEntry) -> list[ModelEntry]:
         """Return the ensembles whose serving or incoming versions need a model."""

@@ -227,7 +227,7 @@ def incomplete_files(model_dir: Path, versions: Iterable[int | str]) -> list[str
     The files are those of the model's folder, of its `versions` and of their subfolders.
     """
     texts: list[str] = []
-    for path in _listed(model_dir, versions):
+    for path in _model_paths(model_dir, versions):
         name = path.relative_to(model_dir)
         with contextlib.suppress(OSError):  # the model may not need a file that cannot be read
             if _is_dangling(path):
@@ -245,14 +245,14 @@ def check_files(folder: ModelFolder) -> None:
     Raises:
         InvalidArgument: A file of the model or of its newest version is neither file nor folder.
     """
-    for path in _listed(folder.path, (*folder.versions[-1:], *_SHARED_FOLDERS)):
+    for path in _model_paths(folder.path, (*folder.versions[-1:], *_SHARED_FOLDERS)):
         is_opened = _OPENED_SUFFIX.fullmatch(path.suffix) and path.exists()
         if is_opened and not (path.is_file() or path.is_dir()):
             name = path.relative_to(folder.path)
             raise InvalidArgument(f"'{name}' is a pipe, socket or device, expected a file")
 
 
-def _listed(model_dir: Path, folders: Iterable[int | str]) -> list[Path]:
+def _model_paths(model_dir: Path, folders: Iterable[int | str]) -> list[Path]:
     patterns = ["*", *(f"{folder}/{files}" for folder in folders for files in ("*", "*/*"))]
     return sorted(path for pattern in patterns for path in model_dir.glob(pattern))
 

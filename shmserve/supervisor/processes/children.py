@@ -56,8 +56,8 @@ class Child:
     title: str
     exited: asyncio.Future[str]
     stop_timer: asyncio.TimerHandle | None = field(default=None)
-    cause: str = ""  # the reason why the server or the kernel kills the process
-    stops: bool = False  # whether the process was sent `Stop` and has nothing in flight
+    kill_reason: str = ""  # the reason why the server or the kernel kills the process
+    is_stopping: bool = False  # whether the process was sent `Stop` and has nothing in flight
 
     @property
     def alive(self) -> bool:
@@ -68,18 +68,18 @@ class Child:
     def reason(self) -> str:
         """Return the exit status or signal, and the cause if it is known."""
         reason = self.exited.result()
-        return f"{reason}: {self.cause}" if self.cause else reason
+        return f"{reason}: {self.kill_reason}" if self.kill_reason else reason
 
     @property
     def reason_for_clients(self) -> str:
         """Return the exit status or signal, and whether the kernel killed it for lack of memory."""
-        return self.reason if self.cause == _OUT_OF_MEMORY else self.exited.result()
+        return self.reason if self.kill_reason == _OUT_OF_MEMORY else self.exited.result()
 
     @property
     def was_killed(self) -> bool:
         """Return whether an operator, or the kernel for lack of memory, has killed the process."""
         killed = self.exited.result() == f"signal {signal.SIGKILL.value}"
-        return killed and self.cause in ("", _OUT_OF_MEMORY)
+        return killed and self.kill_reason in ("", _OUT_OF_MEMORY)
 
     async def until_exit(self) -> str:
         """Wait until the process exits, and return the kind of its exit."""
@@ -132,7 +132,7 @@ class ProcessTable:
             self._loop.call_soon(self._on_child_exit, pid, self._early_exits.pop(pid))
         return child
 
-    def remembers(self, pid: int) -> bool:
+    def is_reserved(self, pid: int) -> bool:
         """Return whether peers may still store the exit of a process with this pid."""
         return pid in self._reserved_pids
 
@@ -159,7 +159,7 @@ class ProcessTable:
 
     def _reap(self) -> None:
         self._child_exited.set()
-        known_oom_kills, self._oom_kills = self._oom_kills, oom_kills()
+        known_kills, self._oom_kills = self._oom_kills, oom_kills()
         while True:
             try:
                 info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
@@ -171,8 +171,8 @@ class ProcessTable:
             if info.si_code in (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED):
                 kind = "exit status" if info.si_code == os.CLD_EXITED else "signal"
                 is_killed = kind == "signal" and info.si_status == signal.SIGKILL
-                if child and is_killed and not child.cause and self._oom_kills > known_oom_kills:
-                    child.cause = _OUT_OF_MEMORY
+                if child and is_killed and not child.kill_reason and self._oom_kills > known_kills:
+                    child.kill_reason = _OUT_OF_MEMORY
                 self._on_child_exit(info.si_pid, f"{kind} {info.si_status}")
             elif child is not None and info.si_code == os.CLD_STOPPED:
                 self._on_stopped(child)
@@ -215,7 +215,7 @@ class ProcessTable:
         # first.
         self._reap()
         if child.stop_timer is timer:
-            child.cause = f"it was stopped for {STOPPED_LIMIT_S} s"
+            child.kill_reason = f"it was stopped for {STOPPED_LIMIT_S} s"
             child.kill()
 
     def _kill_strays(self) -> None:
@@ -515,7 +515,7 @@ class Zygote:
             zygote = self._serving_zygote.child
             with self._table.spawning():
                 pid = await self._fork(entry, start, fds)
-                if pid and not self._table.remembers(pid):
+                if pid and not self._table.is_reserved(pid):
                     return self._table.adopt(pid, title)
             if pid:
                 _kill(pid)

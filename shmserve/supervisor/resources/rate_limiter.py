@@ -427,7 +427,7 @@ class CacheShares:
         if self._members.pop(member, None) is not None:
             self._send_all()
 
-    def _send_all(self, except_for: int = 0) -> None:
+    def _send_all(self, skipped_member: int = 0) -> None:
         for member, send in self._members.items():
-            if member != except_for:
+            if member != skipped_member:
                 send(ResizeCache(self.share))

@@ -105,7 +105,7 @@ async def main():
     print(another.pid in known, another.pid not in range(last + 1, last + 20))
     another.kill()
     await another.exited
-    print(children.remembers(another.pid), children.remembers(last))
+    print(children.is_reserved(another.pid), children.is_reserved(last))
     zygote.stop()
 
 asyncio.run(main())

@@ -99,7 +99,7 @@ def test_connections_of_other_processes_are_not_read(monkeypatch: pytest.MonkeyP
             assert peers.tcp_owner(client.getsockname(), server.getsockname()) is not None
         except OSError:
             pytest.skip("needs a kernel with sock_diag for TCP")
-        monkeypatch.setattr(peers, "_tables", None)
+        monkeypatch.setattr(peers, "_proc_net_tables", None)
         assert find_peer(server) == Peer(os.geteuid(), groups_of(os.geteuid()))
         address = server.getpeername()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -8,7 +8,7 @@ import pytest
 from shmserve.errors import Unavailable
 from shmserve.ipc.memory.lent import (
     Block,
-    Holding,
+    CallbackToken,
     LentMemory,
     Readers,
     release_messages,
@@ -85,16 +85,16 @@ def test_full_memory_is_an_error(memory: LentMemory) -> None:
 
 def test_a_token_collected_before_its_release_is_reported() -> None:
     readers: Readers[int] = Readers()
-    readers.lend(READER, 0, Holding(lambda: None))
+    readers.lend(READER, 0, CallbackToken(lambda: None))
     readers._blocks.clear()  # discard the block without a release
     assert tokens.LOST_TOKENS == []
     source = compile("def drop(make): make()", tokens.OWN_FOLDERS[0] + "somewhere.py", "exec")
     namespace: dict[str, object] = {}
     exec(source, namespace)
-    namespace["drop"](lambda: Holding(lambda: None))  # type: ignore[operator]
+    namespace["drop"](lambda: CallbackToken(lambda: None))  # type: ignore[operator]
     assert (
         len(tokens.LOST_TOKENS) == 1
-        and "Holding was dropped while used" in tokens.LOST_TOKENS.pop()
+        and "CallbackToken was dropped while used" in tokens.LOST_TOKENS.pop()
     )
 
 

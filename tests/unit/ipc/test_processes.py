@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from shmserve.ipc.processes import LARGE_COPY, kill_tree, with_large_copies
+from shmserve.ipc.processes import LARGE_COPY, kill_tree, with_uncached_copies
 from shmserve.workers.memory import outputs
 from tests.support.servers import run_python
 
@@ -42,21 +42,21 @@ def test_freed_large_memory_is_unmapped() -> None:
 
 def test_other_environment_variables_are_kept() -> None:
     environment = {"HOME": "/root"}
-    assert with_large_copies(environment) == {"HOME": "/root", "GLIBC_TUNABLES": _COPY_SETTING}
+    assert with_uncached_copies(environment) == {"HOME": "/root", "GLIBC_TUNABLES": _COPY_SETTING}
     assert environment == {"HOME": "/root"}
 
 
 def test_other_tunables_are_kept() -> None:
     environment = {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
     assert (
-        with_large_copies(environment)["GLIBC_TUNABLES"]
+        with_uncached_copies(environment)["GLIBC_TUNABLES"]
         == f"glibc.malloc.arena_max=1:{_COPY_SETTING}"
     )
 
 
 def test_an_operators_own_threshold_is_kept() -> None:
     environment = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x1000000"}
-    assert with_large_copies(environment) == environment
+    assert with_uncached_copies(environment) == environment
 
 
 def test_the_pieces_of_a_large_copy_are_large() -> None:

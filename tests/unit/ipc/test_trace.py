@@ -11,7 +11,7 @@ from shmserve.ipc.trace import (
     Span,
     TraceContext,
     TracedTensor,
-    is_trace,
+    is_encoded_trace,
     phase_durations,
     unpack_spans,
 )
@@ -71,7 +71,7 @@ def test_spans_are_concatenated() -> None:
     ],
 )
 def test_a_trace_message_is_validated(trace: str, is_valid: bool) -> None:
-    assert is_trace(trace) is is_valid
+    assert is_encoded_trace(trace) is is_valid
 
 
 @pytest.mark.parametrize("wrong_fields", [{"span_id": "x"}, {"parent_id": "-"}, {"version": "one"}])
@@ -135,7 +135,7 @@ def test_tensors_travel_beside_the_spans() -> None:
     ]
     assert traced_tensors == [traced_tensor]
     context = TraceContext.new(sampled=True, tensors=True)
-    assert is_trace(context.message)
+    assert is_encoded_trace(context.message)
     assert TraceContext.of(context.child().message).tensors
     assert not TraceContext.of(TraceContext.new(sampled=True).message).tensors
     assert context.traceparent.endswith("-01")

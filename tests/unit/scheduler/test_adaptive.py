@@ -136,7 +136,7 @@ def test_a_burst_ends_when_every_client_has_sent() -> None:
             arrivals.record_arrival(next(clock), queued_count, 5 * MS)
         now_ns = [next(clock) for _ in range(20)][-1]
         arrivals.record_batch(now_ns, 0, 5 * MS)
-    assert now_ns < arrivals.next_by_ns <= now_ns + 2 * MS
+    assert now_ns < arrivals.wait_until_ns <= now_ns + 2 * MS
     burst_arrivals = list(arrivals.burst(8))
     assert len(burst_arrivals) == 3 and burst_arrivals[-1][0] == pytest.approx(3, rel=0.05)
     assert burst_arrivals[-1][1] == pytest.approx(3 * MS, rel=0.1)
@@ -144,9 +144,9 @@ def test_a_burst_ends_when_every_client_has_sent() -> None:
     for queued_count in (1, 2):
         now_ns = next(clock)
         arrivals.record_arrival(now_ns, queued_count, 5 * MS)
-        assert arrivals.next_by_ns > now_ns and len(list(arrivals.burst(8))) == 3 - queued_count
+        assert arrivals.wait_until_ns > now_ns and len(list(arrivals.burst(8))) == 3 - queued_count
     arrivals.record_arrival(next(clock), 3, 5 * MS)
-    assert arrivals.next_by_ns == 0 and not list(arrivals.burst(8))
+    assert arrivals.wait_until_ns == 0 and not list(arrivals.burst(8))
 
 
 def test_a_lone_client_is_no_burst() -> None:

@@ -80,7 +80,7 @@ def test_a_priority_that_is_no_level_is_the_default_level() -> None:
 def test_a_queue_with_any_policy_is_limited(block: dict[str, Any], is_limited: bool) -> None:
     """Batches then form only when an instance is free."""
     assert (
-        read_settings({"dynamic_batching": block}, max_queue_size=100).policies.limited
+        read_settings({"dynamic_batching": block}, max_queue_size=100).policies.has_limits
         is is_limited
     )
 

@@ -67,7 +67,7 @@ async def test_an_exit_is_one_message_to_the_handler_of_its_role(role: str) -> N
     mock_supervisor = supervisor()
     context = mock_supervisor.context
     context.control.dismiss.return_value = role
-    child = Child(7, "it", asyncio.get_running_loop().create_future(), cause="it was slow")
+    child = Child(7, "it", asyncio.get_running_loop().create_future(), kill_reason="it was slow")
     child.exited.set_result("signal 9")
     mock_supervisor._process_exited(child)
     context.broadcast.assert_called_once()
@@ -92,7 +92,7 @@ def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch)
     async def report_exits() -> list[Any]:
         mock_supervisor = supervisor()
         for pid in (7, 8):
-            child = Child(pid, "it", asyncio.get_running_loop().create_future(), stops=True)
+            child = Child(pid, "it", asyncio.get_running_loop().create_future(), is_stopping=True)
             child.exited.set_result("exit status 0")
             mock_supervisor._process_exited(child)
         sent = mock_supervisor.context.broadcast.mock_calls

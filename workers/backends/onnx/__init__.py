@@ -141,13 +141,13 @@ def session_options(runtime: Any, config: ModelSpec, threads: int) -> Any:
     """Return the SessionOptions for a configuration; `threads` is the default number of threads."""
     options = runtime.SessionOptions()
     parameters = config.parameters
-    options.intra_op_num_threads = _whole_number(parameters, "intra_op_thread_count", threads)
-    options.inter_op_num_threads = _whole_number(parameters, "inter_op_thread_count", 0)
+    options.intra_op_num_threads = _parse_integer(parameters, "intra_op_thread_count", threads)
+    options.inter_op_num_threads = _parse_integer(parameters, "inter_op_thread_count", 0)
     modes = runtime.ExecutionMode
-    parallel = _boolean(parameters, "execution_mode", False)
+    parallel = _parse_boolean(parameters, "execution_mode", False)
     options.execution_mode = modes.ORT_PARALLEL if parallel else modes.ORT_SEQUENTIAL
     for key, attribute in _SWITCHES.items():
-        setattr(options, attribute, _boolean(parameters, key, True))
+        setattr(options, attribute, _parse_boolean(parameters, key, True))
     levels = runtime.GraphOptimizationLevel
     options.graph_optimization_level = {
         -1: levels.ORT_ENABLE_BASIC,
@@ -200,7 +200,7 @@ def _provider_options(parameters: Mapping[str, str]) -> dict[str, str]:
     return options
 
 
-def _whole_number(parameters: dict[str, str], key: str, default: int) -> int:
+def _parse_integer(parameters: dict[str, str], key: str, default: int) -> int:
     value = parameters.get(key)
     if value is None:
         return default
@@ -209,7 +209,7 @@ def _whole_number(parameters: dict[str, str], key: str, default: int) -> int:
     return int(value)
 
 
-def _boolean(parameters: dict[str, str], key: str, default: bool) -> bool:
+def _parse_boolean(parameters: dict[str, str], key: str, default: bool) -> bool:
     value = parameters.get(key)
     if value is None:
         return default

@@ -256,7 +256,7 @@ class InferenceResponseSender:
                 for a second response, and for the flag before the first.
         """
         if type(flags) is not int:
-            flags = _as_flags(self, response, flags)
+            flags = _flags_as_int(self, response, flags)
         if response is None:
             if not flags:
                 raise TritonModelException(
@@ -283,7 +283,7 @@ def _closed_error() -> TritonModelException:
     return TritonModelException("Unable to send response. Response sender has been closed.")
 
 
-def _as_flags(sender: InferenceResponseSender, response: Any, flags: Any) -> int:
+def _flags_as_int(sender: InferenceResponseSender, response: Any, flags: Any) -> int:
     try:
         return operator.index(flags)
     except TypeError:

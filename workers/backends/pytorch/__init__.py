@@ -119,10 +119,10 @@ class PytorchBackend(Backend):
             if not description.inputs[position].dims  # type: ignore[union-attr]
         }
         self._signature = signature
-        cleaning = _boolean(config.parameters, "ENABLE_CACHE_CLEANING", False)
+        cleaning = _parse_boolean(config.parameters, "ENABLE_CACHE_CLEANING", False)
         self._empties_cache = cleaning and self._device.torch.type == "cuda"
         self._program = program
-        inference_mode = _boolean(config.parameters, "INFERENCE_MODE", True)
+        inference_mode = _parse_boolean(config.parameters, "INFERENCE_MODE", True)
         self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
         self._runner = Runner(self.context, signature, self._device, frozenset(), Ragged(config))
         self._graphs = self._plan_memory(config, signature)
@@ -253,11 +253,11 @@ _THREAD_COUNTS = {
 
 
 def _set_options(parameters: dict[str, str]) -> None:
-    if _boolean(parameters, "DISABLE_OPTIMIZED_EXECUTION", False):
+    if _parse_boolean(parameters, "DISABLE_OPTIMIZED_EXECUTION", False):
         torch._C._set_graph_executor_optimize(False)
     for key, switch in _JIT_SWITCHES.items():
         if key in parameters:
-            getattr(torch._C, switch)(_boolean(parameters, key, True))
+            getattr(torch._C, switch)(_parse_boolean(parameters, key, True))
     for key, set_threads in _THREAD_COUNTS.items():
         value = parameters.get(key, "0")
         if not value.isdecimal():
@@ -266,7 +266,7 @@ def _set_options(parameters: dict[str, str]) -> None:
             # Torch permits an inter-op count only before parallel work has started.
             with contextlib.suppress(RuntimeError):
                 set_threads(int(value))
-    if _boolean(parameters, "DISABLE_CUDNN", False):
+    if _parse_boolean(parameters, "DISABLE_CUDNN", False):
         torch.backends.cudnn.enabled = False
 
 
@@ -282,7 +282,7 @@ def _missing_tensors_message(config: ModelSpec, program: Program) -> str:
     )
 
 
-def _boolean(parameters: dict[str, str], key: str, default: bool) -> bool:
+def _parse_boolean(parameters: dict[str, str], key: str, default: bool) -> bool:
     text = parameters.get(key)
     if text is None:
         return default

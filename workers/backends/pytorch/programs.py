@@ -334,7 +334,7 @@ def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.Exp
         InvalidArgument: The archive is TorchScript, holds pickled objects, or cannot be read.
     """
     _check_writer(path, ".pt2")
-    with _tensors_only(), _converting_errors(path):
+    with _loading_tensors_only(), _converting_errors(path):
         exported = torch.export.load(path)
     if device.needs_copies:
         from torch.export.passes import move_to_device_pass
@@ -365,7 +365,7 @@ def load_exported(path: Path, device: Device) -> tuple[Program, torch.export.Exp
 
 
 @contextlib.contextmanager
-def _tensors_only() -> Iterator[None]:
+def _loading_tensors_only() -> Iterator[None]:
     """Restrict torch.export.load to tensors.
 
     It otherwise unpickles other objects in an archive, which may execute code.

@@ -214,7 +214,7 @@ def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
     return ""
 
 
-def without_role(messages: Sequence[Any]) -> int | None:
+def find_missing_role(messages: Sequence[Any]) -> int | None:
     """Return the index of the first message that is not an object with a role, or None."""
     for index, message in enumerate(messages):
         if type(message) is not dict or type(message.get("role")) is not str:
@@ -272,7 +272,7 @@ class _Packer:
             return None
         is_chat = name == "messages" and type(value[0]) is not str
         if is_chat or (name == "input" and type(value[0]) is dict):
-            return self._pack("messages", 1, orjson.dumps(value), without_role(value))
+            return self._pack("messages", 1, orjson.dumps(value), find_missing_role(value))
         if are_tokens(value):
             check_tokens(name, value)
             return self._pack("tokens", len(value), decode(value, "INT32", len(value), name))

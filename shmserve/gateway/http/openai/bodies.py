@@ -25,8 +25,8 @@ from shmserve.gateway.http.json.large_bodies import (
     are_tokens,
     check_count,
     check_tokens,
+    find_missing_role,
     parse_large,
-    without_role,
 )
 from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.http.json.tensors import decode
@@ -386,7 +386,7 @@ def conversation_input(body: dict[str, Any], variables: dict[str, Any]) -> Infer
     if not messages:
         raise InvalidArgument("messages: at least one message is required")
     is_packed = type(messages) is Packed
-    index = messages.fault_index if is_packed else without_role(messages)
+    index = messages.fault_index if is_packed else find_missing_role(messages)
     if index is not None:
         raise InvalidArgument(f"messages[{index}]: expected an object with a 'role'")
     if is_packed:

@@ -134,7 +134,7 @@ def _likeliest_tokens(token: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _format_prompt_logprobs(prompt: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
-    """Return the log probabilities of a prompt in the form of vLLM."""
+    """Return the log probabilities of a prompt in the format of vLLM."""
     rows: list[dict[str, Any] | None] = []
     for token in prompt:
         if token is None:
@@ -244,7 +244,7 @@ class Choices:
     """The choices of one request, with `sample_count` choices for each prompt.
 
     Attributes:
-        form: The format of completions or of chats.
+        format: The format of completions or of chats.
         model: The name of the model in the response.
         shows_usage: Whether chunks have the member `usage`, which is null.
         continuous: Whether `usage` has the number of tokens of the sample so far instead.
@@ -252,7 +252,7 @@ class Choices:
         tools: The tools of the request, which may be `Packed`.
     """
 
-    form: ChoiceFormat
+    format: ChoiceFormat
     model: str
     sample_count: int
     shows_usage: bool = False
@@ -267,7 +267,7 @@ class Choices:
     _reasoning_tokens: int | None = None  # number of tokens of reasoning
 
     def __post_init__(self) -> None:
-        self._id = f"{self.form.prefix}-{os.urandom(16).hex()}"
+        self._id = f"{self.format.prefix}-{os.urandom(16).hex()}"
         self._created = int(time.time())
 
     @cached_property
@@ -286,17 +286,17 @@ class Choices:
             extra_members = sample.add(delta.message, self._custom_names, ends)
         choice = {
             "index": index,
-            **self.form.content(
+            **self.format.content(
                 delta.text,
                 extra_members,
                 is_first=not sample.is_begun,
                 is_chunk=True,
                 is_last=bool(delta.finish_reason),
             ),
-            "logprobs": self.form.logprobs(content, sample.token_characters),
+            "logprobs": self.format.logprobs(content, sample.token_characters),
             "finish_reason": sample.reason(delta.finish_reason),
         }
-        if delta.finish_reason or not self.form.is_chat:
+        if delta.finish_reason or not self.format.is_chat:
             choice["stop_reason"] = delta.stop_reason
         sample.finish_reason, sample.stop_reason = choice["finish_reason"], delta.stop_reason
         sample.first_logprobs = None if sample.is_begun else choice["logprobs"]
@@ -331,7 +331,7 @@ class Choices:
     def _add_members(self, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
         """Store `Delta.extra_members`, and return those that belong to the choice in a chunk."""
         members = dict(fields)
-        if self.form.is_chat:
+        if self.format.is_chat:
             prompt = members.keys() & {"prompt_token_ids", "prompt_logprobs"}
             self._prompt_members |= {name: members.pop(name) for name in prompt}
         tokens = sample.extra_members.get("token_ids", []) + members.get("token_ids", [])
@@ -351,15 +351,15 @@ class Choices:
         choices = [
             {
                 "index": index,
-                **self.form.content(sample.text, sample.parts()),
-                "logprobs": sample.first_logprobs or self.form.logprobs(sample.logprobs, 0),
+                **self.format.content(sample.text, sample.parts()),
+                "logprobs": sample.first_logprobs or self.format.logprobs(sample.logprobs, 0),
                 "finish_reason": sample.finish_reason,
                 "stop_reason": sample.stop_reason,
                 **sample.extra_members,
             }
             for index, sample in sorted(self._samples.items())
         ]
-        head = {**self._head(self.form.object_name), **self._prompt_members}
+        head = {**self._head(self.format.object_name), **self._prompt_members}
         return {**head, "choices": choices, "usage": self.usage()}
 
     def frames(self, results: list[list[dict[str, Any]]]) -> list[bytes]:
@@ -368,7 +368,7 @@ class Choices:
 
     def chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
         """Return a chunk of a stream as JSON."""
-        head = {**self._head(self.form.chunk_name), **self._prompt_members}
+        head = {**self._head(self.format.chunk_name), **self._prompt_members}
         entries = list(choices)
         if self.shows_usage:
             head["usage"] = entries[0].pop("usage") if self.continuous else None
@@ -379,7 +379,7 @@ class Choices:
         """Return the end of a stream, with the numbers of tokens if they are requested."""
         if not usage:
             return [_DONE_EVENT]
-        usage_chunk = {**self._head(self.form.chunk_name), "choices": [], "usage": self.usage()}
+        usage_chunk = {**self._head(self.format.chunk_name), "choices": [], "usage": self.usage()}
         return [SERVER_SENT_EVENTS.frame(orjson.dumps(usage_chunk)), _DONE_EVENT]
 
     def failure(self, error: ShmserveError) -> list[bytes]:

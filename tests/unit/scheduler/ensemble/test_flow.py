@@ -6,7 +6,7 @@ from operator import attrgetter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.ipc.memory.lent import Holding
+from shmserve.ipc.memory.lent import CallbackToken
 from shmserve.scheduler.ensemble.flow import Firing, Flow, Graph, ModelProperties, Plan, StepNode
 from shmserve.scheduler.ensemble.memory import SKIPPED, TensorKind, Value
 
@@ -14,7 +14,7 @@ TENSOR_KIND = TensorKind("BYTES", (1,))
 
 
 def value(text: str, freed_values: list[str] | None = None, holds_value: bool = True) -> Value:
-    memory = None if freed_values is None else Holding(lambda: freed_values.append(text))
+    memory = None if freed_values is None else CallbackToken(lambda: freed_values.append(text))
     return Value(TENSOR_KIND, text.encode(), memory, holds_value)
 
 

@@ -176,7 +176,7 @@ def test_no_check_fails_on_this_machine(tmp_path: Path) -> None:
         results = {check.name: result for check, result in table.run_checks(config(*flags, *paths))}
     assert not [name for name, result in results.items() if "cannot be inspected" in result.found]
     assert results["packages"].state == results["HTTP parser"].state == OK
-    assert str(fd_limits.attainable()) in results["open files"].found
+    assert str(fd_limits.hard_limit()) in results["open files"].found
     assert results["ports"].state == WRONG
     assert f"pid {os.getpid()})" in results["ports"].found
     assert results["run directory"] == ok(f"{tmp_path}/run")
@@ -207,7 +207,7 @@ def test_a_start_reports_failed_checks(
 
 
 def test_a_start_without_descriptors_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fd_limits, "attainable", lambda: 100)
+    monkeypatch.setattr(fd_limits, "hard_limit", lambda: 100)
     with pytest.raises(
         InvalidArgument, match=("open files: a process may open 100 files, but at least 256")
     ):

@@ -232,7 +232,7 @@ def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[s
     """Return the JSON object in a file, or an empty one after adding a problem."""
     if not path.exists():
         if not optional:
-            problems.append(_missing(path))
+            problems.append(_describe_missing(path))
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -253,7 +253,7 @@ def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[s
     return value
 
 
-def _missing(path: Path) -> str:
+def _describe_missing(path: Path) -> str:
     """Return the problem of a missing file, with the files of other formats in its folder."""
     patterns = _ALTERNATIVES.get(path.name, ())
     names = sorted({file.name for pattern in patterns for file in path.parent.glob(pattern)})
@@ -271,7 +271,7 @@ def _read_tokenizer(
     """
     file = path / "tokenizer.json"
     if not file.exists():
-        problems.append(_missing(file))
+        problems.append(_describe_missing(file))
         return None
     special_tokens_map, added_tokens = {}, {}
     if "added_tokens_decoder" not in settings:
@@ -301,7 +301,7 @@ def _read_tokenizer(
     return tokenizer
 
 
-def _merge_special_tokens(settings: dict[str, Any], others: dict[str, Any]) -> list[Any]:
+def _merge_special_tokens(settings: dict[str, Any], special_map: dict[str, Any]) -> list[Any]:
     """Merge the special tokens of special_tokens_map.json into tokenizer_config.json's settings.
 
     Named tokens of special_tokens_map.json have precedence. The list `additional_special_tokens`,
@@ -310,10 +310,10 @@ def _merge_special_tokens(settings: dict[str, Any], others: dict[str, Any]) -> l
     Returns:
         The unnamed special tokens that are also special in added_tokens.json, as in transformers.
     """
-    lists = [fields.pop("additional_special_tokens", None) for fields in (settings, others)]
+    lists = [fields.pop("additional_special_tokens", None) for fields in (settings, special_map)]
     extra = settings.pop("extra_special_tokens", None) or lists[0]
-    more = others.pop("extra_special_tokens", None)
-    settings |= others
+    more = special_map.pop("extra_special_tokens", None)
+    settings |= special_map
     texts: list[Any] = []
     for tokens in (extra, more):
         if isinstance(tokens, dict):
@@ -481,7 +481,7 @@ def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:
         weight_map = read_json(path / _INDEX_FILE, problems).get("weight_map", {})
         shards = sorted({str(shard) for shard in weight_map.values()})
     else:
-        problems.append(_missing(path / _SINGLE_FILE))
+        problems.append(_describe_missing(path / _SINGLE_FILE))
         return {}
     weights: dict[str, StoredTensor] = {}
     for shard in shards:

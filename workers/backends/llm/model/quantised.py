@@ -194,18 +194,18 @@ class Quantisation:
         bits = 0
         # Values are packed along columns; scales and zeros have a row for each group.
         if self.method == "gptq":
-            bits = _bits(values.shape[0], columns)
+            bits = _bit_width(values.shape[0], columns)
             values, scales = _unpack(values.t(), bits), scales.t()
             if zeros is not None:
                 offsets = sum(self.zero_offset << shift for shift in range(0, 32, bits or 32))
                 zeros = _unpack(zeros + offsets, bits).t()
         elif self.method == "awq":  # values and zeros are packed along rows
-            bits = _bits(values.shape[1], rows)
+            bits = _bit_width(values.shape[1], rows)
             is_interleaved = self.is_interleaved or bits == 4
             values, scales = _unpack(values, bits, is_interleaved).t(), scales.t()
             zeros = None if zeros is None else _unpack(zeros, bits, is_interleaved).t()
         elif values.dtype == torch.int32:
-            bits = _bits(values.shape[1], columns)
+            bits = _bit_width(values.shape[1], columns)
             values = _unpack(values, bits)[:, :columns]
             if zeros is not None and zeros.dtype == torch.int32:
                 zeros = _unpack(zeros.t(), bits).t()[:rows]
@@ -288,7 +288,7 @@ def _group_sizes(config: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
                 yield rows, columns
 
 
-def _bits(words: int, count: int) -> int:
+def _bit_width(words: int, count: int) -> int:
     """Return the number of bits of each of `count` values in `words` words of 32 bits; 0: none."""
     return next(bits for bits in (*_BITS, 0) if not bits or math.ceil(count * bits / 32) == words)
 
