@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -359,7 +360,7 @@ class ModelManager:
         """
         config = self._context.config
         for root in config.model_repositories:
-            if (root / CONFIG_FILE).is_file():
+            if os.path.isfile(root / CONFIG_FILE):
                 logger.warning("'%s' is a model: set --model-repository to its parent folder", root)
         folders = await asyncio.to_thread(self._planner.scan)
         names = list(folders)

@@ -374,8 +374,9 @@ def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> Mode
     if match is None:
         raise InvalidArgument(f"model '{spec}': expected FILE.py:CLASS")
     file = Path(match["file"]).resolve()
-    if not file.is_file():
-        raise InvalidArgument(f"model '{spec}': there is no file '{match['file']}'")
+    if not (os.path.isfile(file) and os.access(file, os.R_OK)):
+        text = f"there is no file '{match['file']}' that this user may read"
+        raise InvalidArgument(f"model '{spec}': {text}")
     class_name = match["name"]
     name = file.stem if class_name == "Model" else class_name.lower()
     path = _link_folder(base_dir, name, file.parent)
