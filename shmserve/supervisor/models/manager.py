@@ -45,7 +45,7 @@ from shmserve.supervisor.models.orders import (
     OrderPhase,
 )
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.repository import CONFIG_FILE
+from shmserve.supervisor.models.repository import CONFIG_FILE, ModelFolder
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
@@ -359,10 +359,7 @@ class ModelManager:
             Whether every model could be loaded.
         """
         config = self._context.config
-        for root in config.model_repositories:
-            if os.path.isfile(root / CONFIG_FILE):
-                logger.warning("'%s' is a model: set --model-repository to its parent folder", root)
-        folders = await asyncio.to_thread(self._planner.scan)
+        folders = await asyncio.to_thread(self._scan)
         names = list(folders)
         if not folders and config.model_control_mode != "explicit":
             logger.warning(
@@ -380,6 +377,12 @@ class ModelManager:
         orders = [self._lifecycle.load(name) for name in names]
         await asyncio.gather(*map(self._wait_for, orders), return_exceptions=True)
         return all(order.error is None for order in orders)
+
+    def _scan(self) -> dict[str, ModelFolder]:
+        for root in self._context.config.model_repositories:
+            if os.path.isfile(root / CONFIG_FILE):
+                logger.warning("'%s' is a model: set --model-repository to its parent folder", root)
+        return self._planner.scan()
 
     def _steps(self, names: list[str]) -> dict[str, list[str]]:
         steps = self._planner.steps
