@@ -13,8 +13,10 @@ import signal
 import struct
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from shmserve import logs
+if TYPE_CHECKING:
+    from shmserve.logs import LogSettings
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -144,11 +146,13 @@ class PreciseWait:
         return bool(_libc.ppoll(self._pollfd, 1, self._timespec, None) > 0)
 
 
-def begin(log_name: str, title: str, log: logs.LogSettings) -> None:
+def begin(log_name: str, title: str, log: LogSettings) -> None:
     """Set up the log and the title of a process that only the supervisor ends.
 
     It ignores SIGINT and SIGTERM, which a service manager may send to every process.
     """
+    from shmserve import logs  # not at the top: clients import this module
+
     logs.configure(log_name, log)
     set_process_title(title)
     for signal_number in (signal.SIGINT, signal.SIGTERM):

@@ -111,8 +111,7 @@ class View(np.ndarray[Any, Any]):
         return function(*map(_deeply_plain, arguments), **keywords)
 
     def __repr__(self) -> str:
-        is_released = self._lease is not None and self._lease.released
-        return "<an array of released memory>" if is_released else repr(self.plain())
+        return repr(self.plain())
 
     def __str__(self) -> str:
         return str(self.plain())

@@ -224,7 +224,6 @@ def test_a_view_raises_after_its_release_and_keeps_its_memory() -> None:
     for use in use_cases:
         with pytest.raises(Released):
             use(view)
-    assert repr(view) == "<an array of released memory>"
     segment.close()
     del view, booleans, lease, segment
     gc.collect()
