@@ -145,14 +145,14 @@ class EngineSettings:
         cls,
         document: Mapping[str, Any],
         origin: str = "engine settings",
-        positions: Mapping[str, str] | None = None,
+        key_positions: Mapping[str, str] | None = None,
     ) -> Self:
         """Return the settings in a document, with the defaults of its profile.
 
         Args:
             document: The document.
             origin: The name of the document in error texts.
-            positions: The position of each key ("3:1"), if known.
+            key_positions: The position of each key ("3:1"), if known.
 
         Raises:
             InvalidArgument: Settings are invalid. The message has a line for each:
@@ -173,7 +173,8 @@ class EngineSettings:
         if not problems:  # an invalid value could also contradict valid ones
             problems += settings._contradictions()
         if problems:
-            locations = {key: f"{origin}:{position}" for key, position in (positions or {}).items()}
+            positions = (key_positions or {}).items()
+            locations = {key: f"{origin}:{position}" for key, position in positions}
             lines = (f"{locations.get(key, origin)}: {key}: {text}" for key, text in problems)
             raise InvalidArgument("\n".join(lines))
         return settings

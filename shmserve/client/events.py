@@ -1,4 +1,4 @@
-"""A reader of events for programs of the server's user: the current state, then the changes."""
+"""A reader of a server's events, for other programs of its user: its state, then each change."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Installation:
 
     Attributes:
         program: The command line that starts shmserve.
-        home: The folders of the user's configuration and data; None: the system's manager.
+        xdg_dirs: The folders of the user's configuration and data; None: the system's manager.
         device: An entry of DEVICES, whose device files the units permit.
         has_token: Whether clients need a token.
         exit_timeout_s: The server's exit timeout.
@@ -56,7 +56,7 @@ class Installation:
     """
 
     program: tuple[str, ...]
-    home: tuple[Path, Path] | None = None
+    xdg_dirs: tuple[Path, Path] | None = None
     device: str = "cpu"
     has_token: bool = False
     exit_timeout_s: int = 30
@@ -65,23 +65,23 @@ class Installation:
     @property
     def units(self) -> Path:
         """Return the folder of units."""
-        return self.home[0] / "systemd/user" if self.home else Path("/etc/systemd/system")
+        return self.xdg_dirs[0] / "systemd/user" if self.xdg_dirs else Path("/etc/systemd/system")
 
     @property
     def settings(self) -> Path:
         """Return the folder of the configuration file and of tokens."""
-        return self.home[0] / "shmserve" if self.home else Path("/etc/shmserve")
+        return self.xdg_dirs[0] / "shmserve" if self.xdg_dirs else Path("/etc/shmserve")
 
     @property
     def models(self) -> Path:
         """Return the model repository of a new configuration file."""
-        data = self.home[1] if self.home else Path("/var/lib")
+        data = self.xdg_dirs[1] if self.xdg_dirs else Path("/var/lib")
         return data / "shmserve/models"
 
     @property
     def tmpfiles(self) -> Path:
         """Return the tmpfiles.d file that creates the required folders."""
-        folder = self.home[0] / "user-tmpfiles.d" if self.home else Path("/etc/tmpfiles.d")
+        folder = self.xdg_dirs[0] / "user-tmpfiles.d" if self.xdg_dirs else Path("/etc/tmpfiles.d")
         return folder / "shmserve.conf"
 
 
@@ -117,7 +117,7 @@ def files(installation: Installation) -> list[File]:
 
 
 def _file_contents(installation: Installation) -> Iterator[tuple[Path, str, str | None]]:
-    user = installation.home is not None
+    user = installation.xdg_dirs is not None
     models = json.dumps(str(installation.models), ensure_ascii=False)
     group = "" if user else "# Its members may share memory with the server.\nshm-group: shmclients"
     config = _render("config.yaml", models=models, group=group)
@@ -150,7 +150,7 @@ def _file_contents(installation: Installation) -> Iterator[tuple[Path, str, str 
 
 
 def _service(installation: Installation, instance: bool) -> str:
-    user = installation.home is not None
+    user = installation.xdg_dirs is not None
     sockets = " ".join(_SOCKETS)
     name = "shmserve" if user else "shmserve/server"
     return _render(
@@ -422,7 +422,8 @@ class _Change:
     def _remove_folders(self) -> None:
         # The empty folders created by tmpfiles.d.
         models = self._installation.models
-        for folder in (models, models.parent, *(() if self._installation.home else (_RUN_ROOT,))):
+        run_root = () if self._installation.xdg_dirs else (_RUN_ROOT,)
+        for folder in (models, models.parent, *run_root):
             path = _path_in(self._root, folder)
             if not self._dry_run and path.is_dir() and not any(path.iterdir()):
                 self._report("removed", str(path))
@@ -432,9 +433,9 @@ class _Change:
         if verb == "remove":
             print("Not removed: models, tokens, other drop-ins, the user and the group.")
         else:
-            if self._installation.home is None:
+            if self._installation.xdg_dirs is None:
                 self._command("systemd-sysusers", str(SYSUSERS))
-            scope = ("--user",) if self._installation.home else ()
+            scope = ("--user",) if self._installation.xdg_dirs else ()
             self._command("systemd-tmpfiles", *scope, "--create", str(self._installation.tmpfiles))
         self._command(*self._manager, "daemon-reload")
         if verb == "install" and not self._dry_run:

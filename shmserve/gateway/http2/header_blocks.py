@@ -36,7 +36,8 @@ logging.getLogger("hpack").setLevel(logging.INFO)
 
 _MAX_CACHED_BLOCKS = 64
 _MAX_CACHED_BLOCK_BYTES = 512
-_MAX_DECODED_FACTOR = 4  # a larger list, in multiples of the limit, ends the connection
+# A header list above this multiple of its size limit ends the connection, not only its stream.
+_MAX_DECODED_FACTOR = 4
 _FIELD_OVERHEAD = 32  # the size of a field in addition to its name and value (RFC 7541, 4.1)
 _SIZE_UPDATE, _SIZE_UPDATE_MASK = 0x20, 0xE0
 _LONG_UPDATE = 0x1F  # in the first byte of a table size update: more bytes of the integer follow

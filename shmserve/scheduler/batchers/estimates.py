@@ -87,7 +87,7 @@ class SizeTimes:
         self._outliers: deque[tuple[float, _Size]] = deque(maxlen=_CHANGE_LENGTH)
         self._observation_count = -1
         self._late_executions = 0  # executions while the target was out of reach
-        # These lists have an item for each size index: values of the last refresh at a level of 1.
+        # An item for each size index, as of the last refresh; durations are divided by the level.
         self._times = [0.0] * (self._last_index + 1)
         self._best_index = list(range(self._last_index + 1))
         self._optimistic_index = self._best_index.copy()
@@ -492,9 +492,10 @@ class Arrivals:
 
 
 class Load:
-    """Moving averages of the rows that arrive and that are completed, per instance.
+    """Moving averages of the rows that arrive and that are completed, most of them per instance.
 
-    The number of instances is estimated as the maximum of the average number of busy instances.
+    The number of instances is not known here. Its estimate is the recent maximum of the average
+    number of instances that are busy at the same time.
     """
 
     def __init__(self) -> None:

@@ -202,8 +202,8 @@ def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
     page = os.fstatvfs(fd).f_bsize
     if page != mmap.PAGESIZE and (not trusted or byte_size % page):
         raise InvalidArgument(
-            "shared memory must be of ordinary pages, or, from the server's own user, of whole "
-            "huge pages"
+            "shared memory on huge pages is accepted only from the server's user or root, and only "
+            "if 'byte_size' is a multiple of the size of a huge page"
         )
     if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
         raise InvalidArgument("shared memory must be open for reading and writing")

@@ -89,7 +89,7 @@ class Lifetime:
     """The shutdown state that the parts of a model version share."""
 
     is_retiring: bool = False  # whether the version finishes its requests
-    is_stopping: bool = False  # whether the version's processes end
+    is_stopping: bool = False  # whether the version's processes are being stopped
 
 
 class InstanceState(StrEnum):

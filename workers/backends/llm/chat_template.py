@@ -452,9 +452,10 @@ def _prepare_call(call: Any, is_text: bool) -> Any:
 def _mark_end(
     received_message: Mapping[str, Any], message: dict[str, Any], template: _CompiledTemplate
 ) -> str:
-    """Append the end mark to the last text of a message, in place; return the text.
+    """Append a mark to the text to be continued, in place; return the text without the mark.
 
-    As in transformers, the last part with a text is continued, and the text may be empty.
+    The rendered prompt is later cut at the mark. As in transformers, the last part with a text is
+    continued, and the text may be empty.
 
     Args:
         received_message: The message in the request.

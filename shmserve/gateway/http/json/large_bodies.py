@@ -51,7 +51,7 @@ _MAX_TOKEN_ID = (1 << 31) - 1
 _PIECE = 1 << 16
 _one_at_a_time = asyncio.Semaphore(1)
 
-# Called with the parsed body in the process; returns another body.
+# Called with the parsed body in the parser's process; returns the body to use instead.
 Convert = Callable[[Any], Any]
 
 
