@@ -171,14 +171,17 @@ def test_no_check_fails_on_this_machine(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        flags = (f"--http-port={port}", "--grpc-port=0", "--metrics-port=0")
-        paths = (f"--run-dir={tmp_path}/run", str(tmp_path / "models"))
+        holder = subprocess.Popen(["sleep", "600"], pass_fds=[listener.fileno()])
+    flags = (f"--http-port={port}", "--grpc-port=0", "--metrics-port=0")
+    paths = (f"--run-dir={tmp_path}/run", str(tmp_path / "models"))
+    with holder:
         results = {check.name: result for check, result in table.run_checks(config(*flags, *paths))}
+        holder.kill()
     assert not [name for name, result in results.items() if "cannot be inspected" in result.found]
     assert results["packages"].state == results["HTTP parser"].state == OK
     assert str(fd_limits.hard_limit()) in results["open files"].found
     assert results["ports"].state == WRONG
-    assert f"pid {os.getpid()})" in results["ports"].found
+    assert f"pid {holder.pid})" in results["ports"].found
     assert results["run directory"] == ok(f"{tmp_path}/run")
     assert results["models"].found == f"{tmp_path}/models contains no model"
 
