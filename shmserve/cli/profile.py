@@ -137,8 +137,7 @@ def table(model: str, profile: Profile) -> str:
     if not profile.steps:
         return (
             f"{model}: 0 steps in {profile.seconds:.1f} s: the model generated nothing in this "
-            "time. "
-            f"Send it prompts while it is profiled, for example with\n"
+            f"time. Send it prompts while it is profiled, for example with\n"
             f"    shmserve perf {model} --openai chat --concurrency 4 --url http://HOST:PORT"
         )
     steps = profile.steps

@@ -19,6 +19,7 @@ import posix_ipc
 
 from shmserve.client import discovery
 from shmserve.client.memory.cuda import open_exporter
+from shmserve.client.memory.segments import ALIGNMENT, aligned
 from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.ipc.memory.cuda_ipc import DeviceAllocation
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
@@ -243,9 +244,6 @@ def _bodies(args: Namespace) -> Iterator[dict[str, Any]]:
         yield {**defaults, **(chat if args.openai == "chat" else {"prompt": prompt})}
 
 
-_ALIGNMENT = 64
-
-
 class SystemMemory:
     """A POSIX shared memory object, removed by `close`."""
 
@@ -326,7 +324,7 @@ class Regions:
         offset = 0
         for tensor in (tensor for item in items for tensor in item):
             parts.append(RegionPart(name, offset, len(tensor.raw)))
-            offset += _aligned(len(tensor.raw))
+            offset += aligned(len(tensor.raw))
         memory = self._region(name, offset)
         unused_parts = iter(parts)
         assigned = [[(tensor, next(unused_parts)) for tensor in item] for item in items]
@@ -348,7 +346,7 @@ class Regions:
             output_parts.append({})
             for output, size in byte_sizes.items():
                 output_parts[-1][output] = RegionPart(name, offset, size)
-                offset += _aligned(size)
+                offset += aligned(size)
         self._region(name, offset)
         return output_parts
 
@@ -356,7 +354,7 @@ class Regions:
         return f"perf-{os.getpid()}-{purpose}-{len(self._memories)}"
 
     def _region(self, name: str, byte_size: int) -> RegionMemory:
-        memory = self._memory_type(name, max(byte_size, _ALIGNMENT))
+        memory = self._memory_type(name, max(byte_size, ALIGNMENT))
         self._memories[name] = memory
         self._transport.register(memory.kind, name, memory.fields)
         return memory
@@ -370,7 +368,3 @@ class Regions:
             with contextlib.suppress(TransportError):
                 self._transport.unregister(memory.kind, name)
             memory.close()
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -192,6 +192,9 @@ class PromptReader:
     def __init__(self, checkpoint: Checkpoint, settings: EngineSettings, texts: TokenTexts) -> None:
         self._checkpoint = checkpoint
         self._tokenizer = checkpoint.tokenizer
+        encoding = self._tokenizer.encode("a")
+        added_count = (*encoding.special_tokens_mask, 0).index(0)
+        self._leading_tokens = encoding.ids[:added_count]  # such as a beginning-of-text token
         self._texts = texts
         self._max_length = settings.max_model_len
         self._chat = ChatTemplate(checkpoint.templates, checkpoint.special_tokens)
@@ -359,9 +362,12 @@ class PromptReader:
             encoding = self._encode_suffix(name, text, has_offsets, parameters)
         count = self._count_tokens(name, len(encoding), parameters)
         is_cut = count < len(encoding)
+        kept_tokens: list[int] = []
         if is_cut:
-            encoding.truncate(count, direction="left")
-        tokens = encoding.ids
+            if special:  # as in vLLM, the tokens that the tokenizer adds are not cut
+                kept_tokens = self._leading_tokens[:count]
+            encoding.truncate(count - len(kept_tokens), direction="left")
+        tokens = kept_tokens + encoding.ids
         self._check_tokens(name, tokens)
         if is_chat or not parameters.echo:
             return PromptText(tokens)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from shmserve.errors import InvalidArgument
@@ -340,17 +340,22 @@ def test_a_tokenizer_may_have_more_tokens_than_the_model(tmp_path: Path) -> None
         )
 
 
-@pytest.mark.parametrize("spaces", [False, True])
-def test_the_end_of_a_long_text_has_the_same_tokens(tmp_path: Path, spaces: bool) -> None:
+@pytest.mark.parametrize("kind", ["", "spaces", "begins"])
+def test_the_end_of_a_long_text_has_the_same_tokens(tmp_path: Path, kind: str) -> None:
     path = write_folder(tmp_path / "m")
-    if spaces:
+    if kind == "spaces":
         (path / "tokenizer.json").write_text(spaced_tokenizer())
-    reference = AutoTokenizer.from_pretrained(path)
+    if kind == "begins":
+        tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        tokenizer.post_processor = processors.TemplateProcessing(f"{END} $A", None, [(END, 0)])
+        tokenizer.save(str(path / "tokenizer.json"))
+    reference = AutoTokenizer.from_pretrained(path, truncation_side="left")
     words, solid = "the fox, it was 12 times " * 2000, "the" * 20_000
     with llm_rig(tmp_path / "rig", path) as scheduler:
         for key, text in enumerate((words, solid, f"{words}{solid}", f"{solid} {words}")):
-            scheduler.prepare(key, text_input=text, truncate_prompt_tokens=50, max_tokens=2)
-            expected = reference.encode(text)[-50:]
+            count = (50, 50, 2, 1)[key]
+            scheduler.prepare(key, text_input=text, truncate_prompt_tokens=count, max_tokens=2)
+            expected = reference.encode(text, truncation=True, max_length=count)
             assert np.frombuffer(scheduler.prepared[key].prompt, np.int32).tolist() == expected
 
 
