@@ -6,7 +6,6 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import zmq
@@ -85,8 +84,8 @@ class EventReader:
         self, run_dir: str | os.PathLike[str] | None = None, topics: Iterable[str] = TOPICS
     ) -> None:
         endpoint = endpoints.events(discovery.find(run_dir))
-        if not Path(endpoint.removeprefix("ipc://")).is_socket():
-            raise Disconnected(f"no server publishes events at {endpoint}")
+        if not os.access(endpoint.removeprefix("ipc://"), os.W_OK):
+            raise Disconnected(f"no server publishes events for this user at {endpoint}")
         self._topics = tuple(topics)
         self._gaps = GapDetector()
         self._context = zmq.Context(io_threads=1)

@@ -25,8 +25,8 @@ def check_model_name(name: str) -> None:
         raise InvalidArgument(
             f"invalid model name '{clipped}', model name must not contain path traversal characters"
         )
-    # Undecodable bytes (surrogates) are not printable either.
-    if not name.isprintable() or len(name.encode()) > _MAX_BYTES:
+    # Undecodable bytes are surrogates, which are not printable, or were replaced by U+FFFD.
+    if not name.isprintable() or "\ufffd" in name or len(name.encode()) > _MAX_BYTES:
         raise InvalidArgument(
             f"invalid model name '{clipped}', model name must be 1 to {_MAX_BYTES} bytes of "
             "printable UTF-8 text"

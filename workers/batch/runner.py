@@ -24,7 +24,7 @@ import numpy as np
 from shmserve.errors import Internal
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, STORAGE_DTYPES
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, STORAGE_DTYPES, is_bfloat16
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.padding import Shape
@@ -449,7 +449,7 @@ class Runner:
                 raise Internal(f"inference output '{name}' {text}")
             output = np.asarray(output)  # an array of JAX, for example
         if isinstance(output, np.ndarray):
-            if output.dtype.name == "bfloat16":  # the type of ml_dtypes, which JAX uses
+            if is_bfloat16(output.dtype):
                 return Output(name, "BF16", output.view(STORAGE_DTYPES["BF16"]))
             return Output(name, _array_datatype(name, output, datatype), output)
         raise Internal(

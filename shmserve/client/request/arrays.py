@@ -12,7 +12,7 @@ import numpy as np
 
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import TensorSpec
-from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, to_bf16
+from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, is_bfloat16, to_bf16
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 
 Array = np.ndarray[Any, Any]
@@ -28,8 +28,7 @@ def dtype_of(datatype: str) -> np.dtype[Any]:
 
 def datatype_of(array: Array, expected_datatype: str) -> str:
     """Return the datatype of a numeric array, or ""; uint16 is BF16 if BF16 is expected."""
-    # JAX and TensorFlow use the type of ml_dtypes.
-    if array.dtype.name == "bfloat16" or (expected_datatype == "BF16" and array.dtype == BF16):
+    if is_bfloat16(array.dtype) or (expected_datatype == "BF16" and array.dtype == BF16):
         return "BF16"
     return _DATATYPES.get(array.dtype, "")
 
@@ -125,7 +124,7 @@ def _from_lists(value: Any, expected_datatype: str) -> tuple[Array, str]:
     if not expected_datatype or expected_datatype == "BYTES":
         return np.asarray(value, dtype_of(expected_datatype) if expected_datatype else None), ""
     array = np.asarray(value)
-    if array.dtype.name == "bfloat16":  # a list of arrays of ml_dtypes
+    if is_bfloat16(array.dtype):  # a list of arrays
         array = array.astype(np.float32)
     if array.size and array.dtype.kind not in "biuf":
         wrong = next((e for e in array.flat if np.asarray(e).dtype.kind not in "biuf"), value)

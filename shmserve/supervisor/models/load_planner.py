@@ -263,7 +263,7 @@ class LoadPlanner:
         """
         try:
             model = self._find_with_defaults(name)
-        except ShmserveError:
+        except (ShmserveError, OSError):
             return []
         return [] if model is None else steps_of(ModelSpec.of(model_config.to_dict(model[1])))
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
 
 from shmserve.common.names import check_model_name, is_traversal
-from shmserve.errors import ShmserveError, Unavailable
+from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.ipc.messages.publications import (
     LoadRefused,
     ModelPublication,
@@ -43,7 +45,7 @@ from shmserve.supervisor.models.orders import (
     OrderPhase,
 )
 from shmserve.supervisor.models.registry import ModelRegistry
-from shmserve.supervisor.models.repository import CONFIG_FILE
+from shmserve.supervisor.models.repository import CONFIG_FILE, ModelFolder
 from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
@@ -233,9 +235,9 @@ class LifecycleExecutor(LifecycleActions):
         try:
             fingerprint = planner.fingerprint(name)
             specs = planner.plan(name, *order.source)
-        except ShmserveError as error:
+        except Exception as error:  # any exception, because the order waits for its plan
             count = planner.count(name)
-            return LoadPlan(fingerprint, [], {}, error, count > 0, count > 1)
+            return LoadPlan(fingerprint, [], {}, _plan_error(name, error), count > 0, count > 1)
         steps: dict[str, list[str]] = {}
         unvisited = [step.name for spec in specs for step in spec.steps]
         while unvisited:
@@ -332,6 +334,16 @@ class LifecycleExecutor(LifecycleActions):
         self.lifecycle.order_finalized(order)
 
 
+def _plan_error(name: str, error: Exception) -> ShmserveError:
+    if isinstance(error, ShmserveError):
+        return error
+    if isinstance(error, OSError):  # a file is unreadable, or the disk of --run-dir is full
+        path = Path(error.filename or f"{name}/files")
+        return InvalidArgument(f"'{path.parent.name}/{path.name}': {error.strerror}")
+    logger.error("model '%s': its files could not be read", name, exc_info=error)
+    return Internal()
+
+
 class ModelManager:
     """The operations on the models of a server."""
 
@@ -347,10 +359,7 @@ class ModelManager:
             Whether every model could be loaded.
         """
         config = self._context.config
-        for root in config.model_repositories:
-            if (root / CONFIG_FILE).is_file():
-                logger.warning("'%s' is a model: set --model-repository to its parent folder", root)
-        folders = await asyncio.to_thread(self._planner.scan)
+        folders = await asyncio.to_thread(self._scan)
         names = list(folders)
         if not folders and config.model_control_mode != "explicit":
             logger.warning(
@@ -368,6 +377,12 @@ class ModelManager:
         orders = [self._lifecycle.load(name) for name in names]
         await asyncio.gather(*map(self._wait_for, orders), return_exceptions=True)
         return all(order.error is None for order in orders)
+
+    def _scan(self) -> dict[str, ModelFolder]:
+        for root in self._context.config.model_repositories:
+            if os.path.isfile(root / CONFIG_FILE):
+                logger.warning("'%s' is a model: set --model-repository to its parent folder", root)
+        return self._planner.scan()
 
     def _steps(self, names: list[str]) -> dict[str, list[str]]:
         steps = self._planner.steps

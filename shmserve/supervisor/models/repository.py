@@ -246,8 +246,9 @@ def check_files(folder: ModelFolder) -> None:
         InvalidArgument: A file of the model or of its newest version is neither file nor folder.
     """
     for path in _model_paths(folder.path, (*folder.versions[-1:], *_SHARED_FOLDERS)):
-        is_opened = _OPENED_SUFFIX.fullmatch(path.suffix) and path.exists()
-        if is_opened and not (path.is_file() or path.is_dir()):
+        # Unlike those of Path, these functions return False for files in an unreadable folder.
+        is_opened = _OPENED_SUFFIX.fullmatch(path.suffix) and os.path.exists(path)
+        if is_opened and not (os.path.isfile(path) or os.path.isdir(path)):
             name = path.relative_to(folder.path)
             raise InvalidArgument(f"'{name}' is a pipe, socket or device, expected a file")
 
@@ -373,8 +374,9 @@ def inline_model(spec: str, base_dir: Path, settings: Mapping[str, str]) -> Mode
     if match is None:
         raise InvalidArgument(f"model '{spec}': expected FILE.py:CLASS")
     file = Path(match["file"]).resolve()
-    if not file.is_file():
-        raise InvalidArgument(f"model '{spec}': there is no file '{match['file']}'")
+    if not (os.path.isfile(file) and os.access(file, os.R_OK)):
+        text = f"there is no file '{match['file']}' that this user may read"
+        raise InvalidArgument(f"model '{spec}': {text}")
     class_name = match["name"]
     name = file.stem if class_name == "Model" else class_name.lower()
     path = _link_folder(base_dir, name, file.parent)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import errno
 import importlib.util
 import itertools
 import logging
@@ -293,7 +294,10 @@ _TORCH_PACKAGES = {
 
 
 def _start_failure(number: int | None) -> Unavailable:
-    return Unavailable(f"no process can be started: {os.strerror(number or 0)}")
+    text = f"no process can be started: {os.strerror(number or 0)}"
+    if number == errno.EAGAIN:
+        text += " (raise TasksMax= in the unit, ulimit -u, or docker run --pids-limit)"
+    return Unavailable(text)
 
 
 def _kill(pid: int) -> None:

@@ -307,6 +307,6 @@ def test_a_process_limit_below_a_zygote(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     folder = RunDirectory(tmp_path / "run")
     monkeypatch.setattr(os, "posix_spawn", refuse_fork)
-    with pytest.raises(Unavailable, match="no process can be started: Resource temporarily"):
+    with pytest.raises(Unavailable, match=r"Resource temporarily unavailable \(raise TasksMax="):
         asyncio.run(start())
     os.close(folder.lock_fd)

@@ -228,7 +228,7 @@ async def test_the_end_of_a_server_is_reported(run_dir: Path) -> None:
 
 
 def test_no_server(run_dir: Path) -> None:
-    with pytest.raises(Disconnected, match="no server publishes events at"):
+    with pytest.raises(Disconnected, match="no server publishes events for this user at"):
         EventReader(run_dir)
 
 

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -169,8 +168,14 @@ def config(*flags: str) -> ServerConfig:
 def test_no_check_fails_on_this_machine(tmp_path: Path) -> None:
     """No check fails, and known facts of this machine are found."""
     (tmp_path / "models").mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+    listen = (
+        "import os, socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1])"
+    )
+    command = [sys.executable, "-uc", f"{listen}; os.read(0, 1)"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as listener:
+        assert listener.stdout is not None
+        port = listener.stdout.readline().strip()
         flags = (f"--http-port={port}", "--grpc-port=0", "--metrics-port=0")
         paths = (f"--run-dir={tmp_path}/run", str(tmp_path / "models"))
         results = {check.name: result for check, result in table.run_checks(config(*flags, *paths))}
@@ -178,7 +183,7 @@ def test_no_check_fails_on_this_machine(tmp_path: Path) -> None:
     assert results["packages"].state == results["HTTP parser"].state == OK
     assert str(fd_limits.hard_limit()) in results["open files"].found
     assert results["ports"].state == WRONG
-    assert f"pid {os.getpid()})" in results["ports"].found
+    assert f"pid {listener.pid})" in results["ports"].found
     assert results["run directory"] == ok(f"{tmp_path}/run")
     assert results["models"].found == f"{tmp_path}/models contains no model"
 

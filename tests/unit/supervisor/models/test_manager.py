@@ -1,14 +1,16 @@
 """Loads, unloads and polls in every order, and the publications of models."""
 
 import asyncio
+import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from shmserve.errors import InvalidArgument
+from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.ipc.messages.publications import (
     ModelOnDemand,
     ModelPublication,
@@ -183,6 +185,24 @@ async def test_a_model_that_hangs_is_removed(monkeypatch: pytest.MonkeyPatch) ->
     await manager.stop()
     await processes.end()
     assert not any(child.alive for child in processes.children)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (PermissionError(errno.EACCES, "Denied", "/r/m/1/x.pbtxt"), "'1/x.pbtxt': Denied"),
+        (OSError(errno.ENOSPC, "No space left on device"), "'m/files': No space left on device"),
+        (KeyError("a fault of the planner"), "internal error; the server's log has the cause"),
+    ],
+)
+async def test_a_model_that_cannot_be_read_fails_its_load(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, text: str
+) -> None:
+    processes, repository = Processes(), Repository()
+    monkeypatch.setattr(repository, "plan", MagicMock(side_effect=error))
+    with pytest.raises(ShmserveError, match=text):
+        await asyncio.wait_for(models(processes, repository).load("m"), 5)
+    await processes.end()
 
 
 async def test_stopping_waits_for_no_load() -> None:

@@ -26,6 +26,7 @@ from shmserve.supervisor.models.repository import (
     scan,
     versions_to_load,
 )
+from tests.support.users import ALICE, as_user, needs_users
 
 CONFIG = 'backend: "python" max_batch_size: 4\n'
 
@@ -205,6 +206,7 @@ EMPTY_ERROR = "Model name cannot be empty. Please enter a valid name to deploy."
         ("m\n", PRINTABLE_ERROR),
         ("m\u202e", PRINTABLE_ERROR),
         ("\udcff", PRINTABLE_ERROR),
+        ("m\ufffd", PRINTABLE_ERROR),
         ("a" * 256, PRINTABLE_ERROR),
         ("é" * 128, PRINTABLE_ERROR),
     ],
@@ -481,3 +483,11 @@ def test_a_missing_class_is_refused(tmp_path: Path, spec: str, expected: str) ->
     with pytest.raises(InvalidArgument, match=expected):
         inline_model(spec, tmp_path, {})
     assert not is_inline("models")
+
+
+@needs_users
+def test_a_class_that_this_user_may_not_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.py").touch()
+    tmp_path.chmod(0o700)
+    with pytest.raises(InvalidArgument, match=r"there is no file .* that this user may read"):
+        as_user(ALICE, lambda: inline_model(f"{tmp_path}/model.py:Model", tmp_path, {}))
