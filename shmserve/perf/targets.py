@@ -235,7 +235,10 @@ def _bodies(args: Namespace) -> Iterator[dict[str, Any]]:
         for number, entry in enumerate(bodies):
             if not isinstance(entry, dict):
                 raise InvalidArgument(f"--data: entry {number} of '{path}' is not a JSON object")
-            yield {**defaults, **entry}
+            body = {**defaults, **entry}
+            if not body["stream"]:
+                del body["stream_options"]  # servers refuse it
+            yield body
         return
     rng = random.Random(args.seed)
     for _ in range(16):  # prompts differ, so that prefix caches do not serve all of them

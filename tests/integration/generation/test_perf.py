@@ -26,7 +26,7 @@ def test_tokens_are_counted_and_timed(generative: Server, tmp_path: Path, route:
 def test_request_bodies_are_read_from_a_file(
     generative: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "d.jsonl").write_text('{"prompt": "a b", "temperature": -7}\n')
+    (tmp_path / "d.jsonl").write_text('{"prompt": "a b", "stream": false, "temperature": -7}\n')
     arguments = ["--openai=completions", f"--data={tmp_path}/d.jsonl"]
     assert main(["perf", "tiny", f"--url=http://{generative.url}", *arguments]) == 1
     assert "temperature" in capsys.readouterr().err
