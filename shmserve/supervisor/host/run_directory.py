@@ -189,6 +189,8 @@ def unsafe_reason(path: Path, status: os.stat_result, group_bits: int) -> str:
 
     `group_bits` are the mode bits that are allowed in addition to the owner's.
     """
+    if stat.S_ISLNK(status.st_mode):
+        return f"'{path}' is a symbolic link; name the directory itself"
     if not stat.S_ISDIR(status.st_mode):
         return f"'{path}' is not a directory"
     if status.st_uid != os.geteuid():

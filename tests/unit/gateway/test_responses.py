@@ -100,6 +100,8 @@ def test_a_token_without_text_has_no_event_of_its_own() -> None:
     all_events = events(ResponseObject({}), deltas)
     delta_events = [event for event in all_events if event["type"] == "response.output_text.delta"]
     assert [(event["delta"], event["logprobs"]) for event in delta_events] == [("é", entries[1:3])]
+    message = all_events[-1]["response"]["output"][-1]
+    assert message["content"][0]["logprobs"] == entries[1:]
 
 
 def test_items_are_messages_with_calls_and_results() -> None:

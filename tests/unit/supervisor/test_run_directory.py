@@ -154,8 +154,8 @@ def test_folders_that_are_not_private_are_refused(tmp_path: Path) -> None:
     plain_file.write_text("")
     with pytest.raises(InvalidArgument, match="mode 0755"):
         RunDirectory(shared_folder)
-    for bad_path in (link, plain_file):
-        with pytest.raises(InvalidArgument, match="not a directory"):
+    for bad_path, text in ((link, "is a symbolic link"), (plain_file, "not a directory")):
+        with pytest.raises(InvalidArgument, match=text):
             RunDirectory(bad_path)
     with pytest.raises(InvalidArgument, match="longer than"):
         RunDirectory(tmp_path / ("d" * 90))

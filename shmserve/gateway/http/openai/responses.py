@@ -469,6 +469,8 @@ class ResponseObject:
             item["arguments"] = text
             events = [self._item_event(".done", arguments=text, name=item["name"])]
         else:
+            if kind == "message":  # the last tokens may have no text, such as an end token
+                self._logprobs += self._next_logprobs
             part = self._content_part(kind)
             item["content"] = [part]
             if kind == "reasoning" and _INCLUDED_MEMBERS[1] in (self.body.get("include") or ()):
