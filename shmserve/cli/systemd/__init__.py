@@ -252,19 +252,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _select_installation(arguments: argparse.Namespace, root: Path) -> Installation:
-    home = None
+    xdg_dirs = None
     if arguments.user:
         config, data = (
             Path(os.environ.get(f"XDG_{name}_HOME") or Path.home() / default)
             for name, default in (("CONFIG", ".config"), ("DATA", ".local/share"))
         )
-        home = (config, data)
-    installation = Installation((), home)
+        xdg_dirs = (config, data)
+    installation = Installation((), xdg_dirs)
     if arguments.verb == "remove":  # removal must succeed even if the installation is broken
         return installation
     return Installation(
         program=_program(arguments, arguments.verb == "show" or arguments.dry_run),
-        home=home,
+        xdg_dirs=xdg_dirs,
         device=arguments.device or ("nvidia" if (root / "dev/nvidiactl").exists() else "cpu"),
         has_token=_path_in(root, installation.settings / "token").exists(),
         systemd_version=_systemd_version(root),
