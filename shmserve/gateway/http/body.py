@@ -199,8 +199,9 @@ class Body:
 
     def _send_continue(self) -> None:
         """Send the interim response that some clients await before they send a body."""
-        if self._request.headers.get(EXPECT, "").lower() == "100-continue":
-            transport = self._request.connection.transport
+        request = self._request
+        if request.headers.get(EXPECT, "").lower() == "100-continue" and not request.is_http10:
+            transport = request.connection.transport
             if transport is not None:
                 transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 

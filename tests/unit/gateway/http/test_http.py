@@ -288,7 +288,10 @@ def test_http_1_0_is_supported(connection: socket.socket) -> None:
     for _ in range(2):
         connection.sendall(head(len(body), "Connection: keep-alive", version="1.0") + body)
         assert read_reply(connection).ok().headers["Connection"] == "keep-alive"
-    connection.sendall(head(len(body), version="1.0") + body)
+    # A client of HTTP/1.0 does not know interim responses.
+    connection.sendall(head(len(body), "Expect: 100-continue", version="1.0"))
+    time.sleep(0.05)
+    connection.sendall(body)
     assert read_reply(connection).ok().headers["Connection"] == "close"
     assert is_closed(connection)
 
