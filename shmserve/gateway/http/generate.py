@@ -140,7 +140,7 @@ class _Generation:
             text = await encode_in_turns(*fields, self._gateway.malloc_trim)
             outputs.append((tensor, text))
         model = self._model
-        request = self.responses.request.built_request.infer_request
+        request = self.responses.inference.built_request.infer_request
         return encode_response(request, model.name, model.version, outputs, inferred.parameters)
 
 

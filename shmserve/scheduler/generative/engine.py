@@ -83,9 +83,9 @@ class Engine(Generic[T]):
         block_size = self.settings.block_size
         shared_blocks = generation.shared_tokens // block_size
         max_blocks = -(-generation.max_computed // block_size)
-        preempted = self.settings.enable_preemption and generation.beams is None
+        may_preempt = self.settings.enable_preemption and generation.beams is None
         seats = self.settings.max_batch_size
-        concurrent = 1 if preempted else min(generation.rows, seats)
+        concurrent = 1 if may_preempt else min(generation.rows, seats)
         needed_blocks = shared_blocks + concurrent * (max_blocks - shared_blocks) + (concurrent > 1)
         has_seats = generation.beams is None or generation.rows <= seats
         return needed_blocks <= self.pool.block_count and has_seats
@@ -228,19 +228,19 @@ class Engine(Generic[T]):
 
     def _plan_share(self, plan: StepPlan, sequence: Sequence[T]) -> tuple[int, int]:
         """Return how many missing tokens, and how many drafts, of a sequence fit the budgets."""
-        missing_blocks, forks = sequence.missing_tokens, sequence.forks
-        missing_blocks -= forks > 0
-        if missing_blocks > 1 or forks:
+        missing_tokens, forks = sequence.missing_tokens, sequence.forks
+        missing_tokens -= forks > 0
+        if missing_tokens > 1 or forks:
             limit = min(self.settings.prefill_chunk_size, plan.prompt_budget, plan.token_budget)
             if plan.load.decoded_tokens:  # decoding sequences wait for the step
                 target = self.settings.target_itl_ms
                 target_ms = target or _DEFAULT_ITL_MS
                 chunk = self.times.fitting_tokens(plan.load, sequence.computed_tokens, target_ms)
                 limit = min(limit, chunk if target else max(chunk, _DEFAULT_CHUNK))
-            if limit < missing_blocks:
+            if limit < missing_tokens:
                 limit -= limit % self._cut_multiple
-            return max(min(missing_blocks, limit), 0), 0
-        count = min(missing_blocks, plan.token_budget)
+            return max(min(missing_tokens, limit), 0), 0
+        count = min(missing_tokens, plan.token_budget)
         drafts = self._draft_count(sequence, plan)
         return count, min(drafts, plan.token_budget - count) if drafts else 0
 

@@ -46,17 +46,19 @@ _WAITING_PHASES = (OrderPhase.READING, OrderPhase.STARTING, OrderPhase.MOVING)
 class Lifecycle:
     """The state machine that executes orders about the models of a registry."""
 
-    def __init__(self, registry: ModelRegistry, actions: LifecycleActions, hosted: bool) -> None:
+    def __init__(
+        self, registry: ModelRegistry, actions: LifecycleActions, shares_hosts: bool
+    ) -> None:
         """Create a lifecycle without orders.
 
         Args:
             registry: The models.
             actions: Executes the decisions.
-            hosted: Whether the schedulers of an ensemble and of its steps share a process.
+            shares_hosts: Whether the schedulers of an ensemble and of its steps share a process.
         """
         self._registry = registry
         self._actions = actions
-        self._shares_hosts = hosted
+        self._shares_hosts = shares_hosts
         self._open_orders: list[Order] = []  # orders that were not answered yet
         self._is_running = self._has_changed = False
         self._changed_models: set[str] = set()  # the models whose status may have changed
@@ -422,7 +424,7 @@ class Lifecycle:
 
     def _take_over(self, order: Order) -> bool:
         incoming = order.model.incoming.values()
-        if order.has_failed_versions():
+        if order.store_failures():
             self._fail(order, order.log_failures())
         elif self._actions.is_published(order.model) and all(version.ready for version in incoming):
             self._load_users(order, order.take_over())

@@ -519,7 +519,7 @@ class _Generation:
         await first_queue.wait()
         error = find_error(first_queue.first_response)
         if error is not None:
-            log_failure(first_queue.request.built_request, error)
+            log_failure(first_queue.inference.built_request, error)
             raise error
 
     async def whole_response(self) -> HttpResponse:
@@ -561,7 +561,7 @@ class _Generation:
             results: list[list[Any]] = []
             for prompt, queue in list(unfinished.items()):
                 while queue and prompt in unfinished:
-                    inferred = queue.request.outputs(queue.first_response)
+                    inferred = queue.inference.outputs(queue.first_response)
                     if self._has_logprobs and inferred is not None:
                         sizes = (len(output_bytes(self._gateway, t)) for t in inferred.outputs)
                         byte_size = sum(sizes)
