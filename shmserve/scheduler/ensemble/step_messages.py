@@ -67,7 +67,7 @@ class StepRequest(InflightRequest):
     def is_awaited(self) -> bool:
         return self.request.state is RUNNING
 
-    def respond(self, message: Response) -> None:
+    def handle(self, message: Response) -> None:
         self.step_events.append((self, message))
 
     def free(self) -> None:

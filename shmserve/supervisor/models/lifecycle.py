@@ -227,7 +227,8 @@ class Lifecycle:
             ):
                 if {*last_order.prerequisites} & {*order.model.orders}:
                     continue  # the unload of the step waits for this ensemble
-                return self._cancel(order)
+                self._cancel(order)
+                return
             load = last_order if last_order is not None and last_order.may_succeed else None
             if load is None and (not step.serving or last_order is not None):
                 step.is_step_only = True
@@ -235,7 +236,6 @@ class Lifecycle:
                 load = self._load(step, FOLDER, is_requested=False)
             if load is not None:
                 order.prerequisites.append(load)
-        return None
 
     def complete_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
         """Handle the configuration that the first worker of a version has completed.
