@@ -198,16 +198,16 @@ class BatchingCore(Core[ScheduledRequest]):
         self._withdraw(request, now_ns)
         self._responses.fail(request, "INTERNAL", text, Reason.OTHER, now_ns)
 
-    def _derive_fit(self, message: Submit) -> BatchFit:
+    def _derive_fit(self, submit: Submit) -> BatchFit:
         """Return the batching properties of the requests of a new schema.
 
         Raises:
             InvalidArgument, Internal: The schema does not fit the model.
         """
         try:
-            return self._fits[message.schema]
+            return self._fits[submit.schema]
         except InvalidArgument as error:
-            raise InvalidArgument(id_prefix(message.request_id) + error.message) from None
+            raise InvalidArgument(id_prefix(submit.request_id) + error.message) from None
         except MalformedMessage as error:
             logger.error("model '%s': a request is malformed: %s", self._name, error)
             raise Internal() from None

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.grpc.calls.call import StreamingCall
-from shmserve.gateway.grpc.calls.messages import release_message
+from shmserve.gateway.grpc.calls.messages import MessageContent, release_message
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused
 from shmserve.gateway.grpc.wire.response import (
     encode_stream_end,
@@ -31,7 +31,6 @@ from shmserve.gateway.inference.inference import (
     UnaryInference,
     is_last_response,
 )
-from shmserve.gateway.inference.prepare import ArrivingRequest
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
 
@@ -177,7 +176,7 @@ class _Stream:
             self._is_half_closed = True
             self._progress.set()
 
-    async def _submit_entry(self, raw_request: bytes | ArrivingRequest, size: int) -> None:
+    async def _submit_entry(self, raw_request: MessageContent, size: int) -> None:
         inferences, entry = self._inferences, self._submit(raw_request)
         if isinstance(entry, RequestRefused) and inferences.needs_load(raw_request):
             try:
@@ -196,7 +195,7 @@ class _Stream:
             self._progress.set()
 
     def _submit(
-        self, raw_request: bytes | ArrivingRequest
+        self, raw_request: MessageContent
     ) -> UnaryInference | StreamingInference | RequestRefused:
         callbacks = (self._headers, self._on_response, self._on_streamed)
         try:
