@@ -278,15 +278,15 @@ class DeviceBlocks:
     Allocations are kept for further requests until the process exits.
     """
 
-    def __init__(self, byte_size: int, cuda: Callable[[], CudaExporter]) -> None:
+    def __init__(self, byte_size: int, create_driver: Callable[[], CudaExporter]) -> None:
         """Make an empty allocator.
 
         Args:
             byte_size: The most bytes to allocate on each device.
-            cuda: Returns the driver. Raises Unavailable if there is none.
+            create_driver: Returns the driver. Raises Unavailable if there is none.
         """
         self._byte_size = byte_size
-        self._create_driver = cuda
+        self._create_driver = create_driver
         self._cuda: CudaExporter | None = None
         self._segments: dict[int, _Segment] = {}  # allocations by the id of their memory
         self._full_devices: set[int] = set()  # devices on which an allocation has failed

@@ -139,7 +139,7 @@ class HostedScheduler(ABC):
         self._local_clients = LocalClientListener.open(start, self._signature)
         self._traces = LocalTraces(self._settings.name, start.version, self._control)
         self._lent_memory = LentMemory(start.arena_byte_size)
-        self._cache = _cache(start.cache, self._settings, self._lent_memory)
+        self._cache = _create_cache(start.cache, self._settings, self._lent_memory)
         self.core, peers, self.outboxes = self._create_parts()
         self.front: Front[Any] = Front(
             self.core, self, self._control, time.time_ns, self._settings.name, self._cache
@@ -323,7 +323,7 @@ class EnsembleScheduler(HostedScheduler):
         self._memory.close()
 
 
-def _cache(start: CacheStart, settings: Settings, lent: LentMemory) -> ResponseCache | None:
+def _create_cache(start: CacheStart, settings: Settings, lent: LentMemory) -> ResponseCache | None:
     if not settings.cached or not start.byte_size:
         return None
     return ResponseCache(settings.name, settings.version, start, lent)

@@ -198,7 +198,7 @@ class GrpcCall(ABC):
         return bool(self._deadline) and self._deadline - time.monotonic() < _MIN_TIME_LEFT_S
 
     def fail(self, code: StatusCode, details: str, metadata: _Metadata = ()) -> None:
-        """End the call with a status. An error discards responses that are not sent yet."""
+        """End the call with an error status; discard the responses that are not sent yet."""
         if self.done:
             return
         self._mark_done()
@@ -506,7 +506,8 @@ class StreamingCall(GrpcCall):
             code, details, metadata = ending or SUCCEEDED
             if not self._is_head_sent and code is StatusCode.OK:
                 self._send_head()
-            self.fail(code, details, metadata)
+            self._mark_done()
+            self._send_status(code, details, metadata)
 
     def _cancel(self) -> None:
         if self._task is not None:
