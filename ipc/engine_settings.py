@@ -15,8 +15,9 @@ from shmserve.errors import InvalidArgument, suggestion
 
 LLM_BACKEND = "llm"  # the name of the backend for generative models
 ENGINE_PARAMETER = "engine"
-# Part of the error about a prompt that does not fit, for which OpenAI's API has a code.
-PROMPT_TOO_LONG = "the prompt is longer than the model's context"
+# Part of the error about a prompt that does not fit, for which OpenAI's API has a code. Clients
+# such as LiteLLM recognise the error by these words, which begin OpenAI's message.
+PROMPT_TOO_LONG = "this model's maximum context length is exceeded"
 # Parameters of requests that are accepted and do not affect the generated text.
 IGNORED_PARAMETERS = (
     *("user", "metadata", "request_id", "spaces_between_special_tokens", "guided_decoding_backend"),

@@ -84,9 +84,9 @@ class Server:
             TimedOut: The timeout expired. The request is cancelled.
             Disconnected: There is no server, or it exited before it responded.
             Unsupported: The model sends any number of responses: use `stream`.
-            Unavailable: A callback of `infer_async` calls this while 15 other threads use this
-                client, or while no file descriptor is free. Or a signal handler calls this while
-                its thread waits for a response.
+            Unavailable: The caller is a callback of `infer_async`, and 15 other threads use this
+                client, or no file descriptor is free. Or the caller is a signal handler, and its
+                thread waits for a response.
             ShmserveError: The server's or the model's error, with its code.
         """
         call = call_of(*args, **kwargs)

@@ -174,7 +174,10 @@ _PATH_HINTS = {
     _OPENAI_PATH: " (the base URL of an OpenAI client is http://HOST:PORT/v1)",
     re.compile(r"/v2/models/[^/]+/versions/(?![0-9]+(/|$)).*"): " (a version is an integer)",
     re.compile(r"/v1/(responses|chat/completions/chatcmpl)."): " (responses are not stored)",
-    re.compile(r"/v1(/|$)"): " (GET /docs lists the routes)",
+    re.compile(r"/v1(/|$)"): (
+        " (/v1 has chat/completions, completions, responses, embeddings and models; GET /docs"
+        " lists all routes)"
+    ),
     re.compile(r"/v2/[a-z]+memory/region/[^/]+/.+/"): " (a / in a name is written %2F)",
 }
 

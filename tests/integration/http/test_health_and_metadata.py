@@ -41,7 +41,11 @@ def test_unknown_paths_are_not_found(http: Http, path: str, error: str) -> None:
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
-        ("/v1/nothing", "GET /docs lists the routes"),
+        (
+            "/v1/files",
+            "/v1 has chat/completions, completions, responses, embeddings and models; "
+            "GET /docs lists all routes",
+        ),
         ("/v1/responses/resp_1", "responses are not stored"),
         ("/v1/chat/completions/chatcmpl-1/messages", "responses are not stored"),
     ],

@@ -1,5 +1,6 @@
 """litellm: a tool call, complete and streamed, and the tool's result."""
 
+import contextlib
 import json
 import sys
 from typing import Any
@@ -28,4 +29,7 @@ response = litellm.responses(
     model="openai/scripted", input="Weather?", api_base=sys.argv[1], api_key="none"
 )
 assert response.status == "completed", response
+with contextlib.suppress(litellm.ContextWindowExceededError):
+    litellm.completion(messages=[{"role": "user", "content": "x" * 9_000}], **settings)
+    raise AssertionError("a prompt that is too long was accepted")
 print("all is right")
