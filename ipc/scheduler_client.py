@@ -131,7 +131,7 @@ class InflightRequest(ABC):
         """Return whether the requester still waits for responses."""
 
     @abstractmethod
-    def respond(self, message: Response) -> None:
+    def handle(self, message: Response) -> None:
         """Handle a response. `Finished`, `Failed` and a final `Responded` end the request.
 
         An implementation must pass responses that it does not read to `SchedulerClient.discard`.
@@ -150,7 +150,7 @@ class InflightRequest(ABC):
         """Fail the request, which is no longer in flight, as unavailable, and free its memory."""
         text = id_prefix(self.submit.request_id) + reason
         try:
-            self.respond(Failed(self.submit.id, Unavailable.code, text, 0, early=False))
+            self.handle(Failed(self.submit.id, Unavailable.code, text, 0, early=False))
         finally:
             self.free()
 
@@ -291,14 +291,14 @@ class SchedulerClient(Generic[R]):
         if message_type is Responded:
             request.responses += 1
             if not message.final:  # type: ignore[union-attr]
-                request.respond(message)  # type: ignore[arg-type]
+                request.handle(message)  # type: ignore[arg-type]
                 return
         elif message_type is Failed and self._handle_kept_failure(request, message):  # type: ignore[arg-type]
             return
         if number in self.pending:
             del self.pending[number]
         try:
-            request.respond(message)  # type: ignore[arg-type]
+            request.handle(message)  # type: ignore[arg-type]
         finally:
             if number not in self.pending:
                 request.free()
@@ -328,7 +328,7 @@ class SchedulerClient(Generic[R]):
             # Recorded first: a worker still uses the memory, even if a signal comes.
             self.settling[number] = request
             del self.pending[number]
-            request.respond(failure)
+            request.handle(failure)
             return True
         if failure.code != Unavailable.code or request.responses or not request.is_awaited():
             return False

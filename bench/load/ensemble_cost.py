@@ -36,7 +36,7 @@ from shmserve.ipc.transport import frames
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
-from shmserve.scheduler.ensemble.runner import StepSchedulers
+from shmserve.scheduler.ensemble.runner import StepLinks
 from shmserve.scheduler.front import Front
 from shmserve.scheduler.hosting.event_loop import DescriptorWaiter, InProcessLinks
 from shmserve.scheduler.settings import Settings
@@ -124,9 +124,9 @@ class Chain:
 
         def from_step(endpoint: str, message: Any) -> None:
             self._active[self._ensemble] = None
-            core.handle_step_message(endpoint, message, time.monotonic_ns())
+            core.steps.receive(endpoint, message, time.monotonic_ns())
 
-        steps = StepSchedulers(DescriptorWaiter(), links, _IDENTITY, from_step)
+        steps = StepLinks(DescriptorWaiter(), links, _IDENTITY, from_step)
         memory = EnsembleMemory(LentMemory(1 << 26), lambda memory_id: None)
         settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
         core = EnsembleCore(settings, ModelSpec.of(config), steps, _Outbox(), memory)

@@ -29,6 +29,8 @@ from typing import Any
 from shmserve.errors import Unavailable
 from shmserve.ipc.transport.frames import MalformedMessage, pack, unpack
 
+logger = logging.getLogger(__name__)
+
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 
 _SIGNATURE_SIZE = 10  # the first bytes of a greeting, which identify ZMTP
@@ -273,7 +275,6 @@ def linger(connections: Iterable[Connection], linger_s: float) -> None:
                 connection.push()
 
 
-logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT_S = 1.0
 # Above these limits, queued messages are sent at once, because the size of a frame is limited.
 _MAX_UNSENT_BYTES = 1 << 19  # bytes of queued requests

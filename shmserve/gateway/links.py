@@ -121,12 +121,12 @@ class GatewayRequest(InflightRequest):
 
     Attributes:
         schedulers: The client that submits the request.
-        release: Releases the arena block and the regions of the request; None if it has neither.
+        on_release: Releases the arena block and the regions of the request; None if it has neither.
         ended: Whether the last response was received, or the request was abandoned.
     """
 
     schedulers: GatewaySchedulers
-    release: Callable[[], None] | None
+    on_release: Callable[[], None] | None
     ended: bool = field(init=False, default=False)
 
     @abstractmethod
@@ -136,7 +136,7 @@ class GatewayRequest(InflightRequest):
     def is_awaited(self) -> bool:
         return not self.ended
 
-    def respond(self, message: Response) -> None:
+    def handle(self, message: Response) -> None:
         if self.ended:
             self.discard(message)
             return
@@ -144,8 +144,8 @@ class GatewayRequest(InflightRequest):
         self.handle_response(message)
 
     def free(self) -> None:
-        if self.release is not None:
-            self.release()
+        if self.on_release is not None:
+            self.on_release()
 
     def discard(self, message: Response) -> None:
         """Release the outputs of a response without reading them."""

@@ -136,7 +136,7 @@ class BatchingCore(Core[ScheduledRequest]):
             self._expire(now_ns)
             dispatch.run(now_ns)
         fits, schema = self._fits, submit.schema
-        fit = fits[schema] if schema in fits else self._learn_schema(submit)
+        fit = fits[schema] if schema in fits else self._derive_fit(submit)
         sequence_key = dispatch.identify(client, submit, fit) if dispatch.tracks_requests else None
         request = queue.enqueue(client, submit, fit, now_ns)
         request.lookup = lookup
@@ -198,16 +198,16 @@ class BatchingCore(Core[ScheduledRequest]):
         self._withdraw(request, now_ns)
         self._responses.fail(request, "INTERNAL", text, Reason.OTHER, now_ns)
 
-    def _learn_schema(self, message: Submit) -> BatchFit:
+    def _derive_fit(self, submit: Submit) -> BatchFit:
         """Return the batching properties of the requests of a new schema.
 
         Raises:
             InvalidArgument, Internal: The schema does not fit the model.
         """
         try:
-            return self._fits[message.schema]
+            return self._fits[submit.schema]
         except InvalidArgument as error:
-            raise InvalidArgument(id_prefix(message.request_id) + error.message) from None
+            raise InvalidArgument(id_prefix(submit.request_id) + error.message) from None
         except MalformedMessage as error:
             logger.error("model '%s': a request is malformed: %s", self._name, error)
             raise Internal() from None
@@ -217,7 +217,7 @@ class BatchingCore(Core[ScheduledRequest]):
     ) -> None:
         # The response may still have to wait for its turn.
         fits, schema = self._fits, submit.schema
-        fit = fits[schema] if schema in fits else self._learn_schema(submit)
+        fit = fits[schema] if schema in fits else self._derive_fit(submit)
         request = self._queue.enqueue(client, submit, fit, now_ns, cached=True)
         request.lookup = lookup
         self._responses.register(request)

@@ -305,11 +305,6 @@ class Front(Generic[R]):
         statistics = self._core.statistics
         self._reports = Reports(statistics, self._control, self._wall_clock, self._collect_gauges)
 
-    @property
-    def live_requests(self) -> int:
-        """Return the number of requests that have not ended."""
-        return self._core.live_requests
-
     # --- clients ----------------------------------------------------------------------------------
 
     def handle_client_message(self, peer: bytes, message: ClientToScheduler, now_ns: int) -> None:

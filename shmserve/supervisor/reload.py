@@ -155,11 +155,11 @@ class Reload:
             await self._request_event.wait()
             self._request_event.clear()
             self._service_manager.report_reloading()
-            waited_for = asyncio.ensure_future(self._service_manager.keep_waiting())
+            timeout_extension = asyncio.ensure_future(self._service_manager.keep_waiting())
             try:
                 await self._reload()
             finally:
-                await end_all(waited_for)
+                await end_all(timeout_extension)
             self._service_manager.notify_ready(self._describe_state())
 
     async def _reload(self) -> None:

@@ -173,7 +173,7 @@ class Supervisor:
         gateways = asyncio.ensure_future(self.gateways.start())
         with self.progress:
             loading = asyncio.ensure_future(self._load())
-            waited_for = asyncio.ensure_future(self.service_manager.keep_waiting())
+            timeout_extension = asyncio.ensure_future(self.service_manager.keep_waiting())
             try:
                 started = asyncio.gather(loading, gateways)
                 has_loaded, _ = await self.handover.run_beside_predecessor(started)
@@ -181,7 +181,7 @@ class Supervisor:
                 await end_all(*(task for task in (loading, gateways) if not task.done()))
                 raise
             finally:
-                await end_all(waited_for)
+                await end_all(timeout_extension)
         if not self.health.has_failed:
             for line in model_table(await self.models.index(ready_only=False)):
                 logger.info("%s", line)
@@ -298,7 +298,7 @@ class Supervisor:
         """
         context = self.context
         self.service_manager.report_stopping("finishing requests in flight")
-        waited_for = asyncio.ensure_future(self.service_manager.keep_waiting())
+        timeout_extension = asyncio.ensure_future(self.service_manager.keep_waiting())
         if not self.handover.has_successor:  # otherwise its clients use the successor
             self.health.exiting = True
         self.gateways.retire()
@@ -320,7 +320,7 @@ class Supervisor:
         # Closed last, because a successor may use the run directory afterwards.
         self.handover.close()
         self.processes.close()
-        await end_all(waited_for)
+        await end_all(timeout_extension)
         self.service_manager.close()
         logger.info("the server has stopped")
 

@@ -64,7 +64,7 @@ class LifecycleRig:
 
     def __init__(self) -> None:
         self.registry = ModelRegistry()
-        self.lifecycle = Lifecycle(self.registry, self, hosted=True)
+        self.lifecycle = Lifecycle(self.registry, self, shares_hosts=True)
         self.publisher = ModelPublisher()
         self.pending_actions: list[tuple[str, Callable[[], None]]] = []
         self.answered_orders: list[Order] = []

@@ -39,7 +39,7 @@ class ClientRequest(InflightRequest):
     def is_awaited(self) -> bool:
         return not self.request.cancelled
 
-    def respond(self, message: Response) -> None:
+    def handle(self, message: Response) -> None:
         if self.request.cancelled:
             self.client.schedulers.discard(self.endpoint, message)
         else:

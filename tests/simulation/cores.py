@@ -98,7 +98,7 @@ class Scheduler:
         if model.steps:
             ensemble_memory = _EnsembleMemory(lent, memory)
             core = EnsembleCore(settings, spec, peers, control, ensemble_memory, cache)
-            self.from_peer: Any = core.handle_step_message
+            self.from_peer: Any = core.steps.receive
         else:
             fits = Schemas(model.fit)
             core = BatchingCore(settings, fits, peers, control, lambda: world.now_ns, cache)

@@ -192,8 +192,8 @@ class EngineRig:
                 reference_counts[block] += 1
             assert reference_counts == pool.references
             assert pool.used_count == sum(map(bool, reference_counts))
-        seats = [s.seat_count for s in live if s.status is SequenceStatus.RUNNING]
-        assert sum(seats) <= self.settings.max_batch_size
+        rows = [s.row_count for s in live if s.status is SequenceStatus.RUNNING]
+        assert sum(rows) <= self.settings.max_batch_size
         for s in live:
             blocks = -(-s.computed_tokens // self.settings.block_size)
             if s.status is SequenceStatus.SWAPPED:

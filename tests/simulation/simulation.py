@@ -282,7 +282,7 @@ class Simulation:
                 raise Violation(f"{version.former_scheduler} is not done, and its successor waits")
             if scheduler is None or not scheduler.alive:
                 raise Violation(f"no scheduler of {version.model.name} is left")
-            live_requests = scheduler.core_scheduler.front.live_requests
+            live_requests = scheduler.core_scheduler.front._core.live_requests
             if live_requests:
                 raise Violation(f"{scheduler} has {live_requests} requests when all is quiet")
             for table_name, size, bound in cores.tables(scheduler.core_scheduler):

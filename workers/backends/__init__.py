@@ -150,8 +150,8 @@ class Backend(ABC):
         """Return the handlers of scheduler messages, for a backend with a protocol of its own.
 
         The handlers run in the instance's only loop and must not block it. For each request
-        `opened` of a message, `unpacker.request(opened.work)` returns the backend's request, and
-        `OutputStream(writer, opened, request)` accepts its responses.
+        `open_request` of a message, `unpacker.request(open_request.work)` returns the backend's
+        request, and `OutputStream(writer, open_request, request)` accepts its responses.
 
         Args:
             writer: The writer of responses; `writer.link` is the link to the scheduler.

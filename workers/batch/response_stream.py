@@ -54,14 +54,14 @@ class MetricsReports:
         self._tokens, self._refilled_s = float(_BURST_REPORTS), 0.0
         self.timer = Timer(_REPORT_DELAY_NS, self._send)
 
-    def report_change(self, immediately: bool) -> None:
+    def report_change(self, at_once: bool) -> None:
         """Report a change; safe in any thread.
 
         Args:
-            immediately: Whether this call reports the change. The garbage collector passes False,
+            at_once: Whether this call reports the change. The garbage collector passes False,
                 and a timer then reports the change.
         """
-        if immediately:
+        if at_once:
             self._send()
         else:
             self.timer.start()
@@ -171,20 +171,22 @@ class OutputStream:
     """
 
     __slots__ = (
-        *("_is_closed", "_open", "_timed_out", "_has_sent", "_traced_tensors", "_writer"),
+        *("_is_closed", "_open_request", "_timed_out", "_has_sent", "_traced_tensors", "_writer"),
         *("request", "rescheduled"),
     )
 
-    def __init__(self, writer: ResponseWriter, opened: WorkerRequest, request: Request) -> None:
+    def __init__(
+        self, writer: ResponseWriter, open_request: WorkerRequest, request: Request
+    ) -> None:
         self.request = request
         self._writer = writer
-        self._open = opened
+        self._open_request = open_request
         self._has_sent = False
         self._is_closed = False
         self._traced_tensors = b""  # packed tensors of a traced request
         self._timed_out = False
         self.rescheduled = False
-        opened.open_window(bool(request.memory_ranges))
+        open_request.open_window(bool(request.memory_ranges))
 
     @property
     def closed(self) -> bool:
@@ -196,7 +198,7 @@ class OutputStream:
 
     def is_cancelled(self) -> bool:
         """Check whether the request was cancelled, after reading pending messages."""
-        return self._writer.link.is_cancelled(self._open)
+        return self._writer.link.is_cancelled(self._open_request)
 
     def send(self, response: Response | None = None, final: bool = False) -> None:
         """Send a response; block until the client has granted credit.
@@ -209,7 +211,7 @@ class OutputStream:
             final: Whether to end the stream.
         """
         computed_ns = time.monotonic_ns()
-        link, open_request = self._writer.link, self._open
+        link, open_request = self._writer.link, self._open_request
         while True:
             with link.lock:
                 if self._is_closed:
@@ -231,18 +233,20 @@ class OutputStream:
     @property
     def may_send(self) -> bool:
         """Return whether `send` would return without blocking."""
-        return self._is_closed or self._open.reader_gone or self._open.window.is_open
+        return (
+            self._is_closed or self._open_request.reader_gone or self._open_request.window.is_open
+        )
 
     def on_cancel(self, listener: Callable[[], object]) -> None:
         """Register a function that is called when the request is cancelled, in any thread."""
         with self._writer.link.lock:
-            self._open.on_cancel = listener
-            if self._open.cancelled:
+            self._open_request.on_cancel = listener
+            if self._open_request.cancelled:
                 listener()
 
     def on_credit(self, listener: Callable[[], object]) -> None:
         """Register a function that is called, in any thread, when the client grants credit."""
-        self._open.on_credit = listener
+        self._open_request.on_credit = listener
 
     def fail(self, error: ShmserveError) -> None:
         """Fail the request with an error, unless it has ended."""
@@ -265,7 +269,7 @@ class OutputStream:
                 return None
             self._trace_inputs()
             self._end()
-            return Reply(self._open.key, error.code, error.message)
+            return Reply(self._open_request.key, error.code, error.message)
 
     def reschedule(self) -> None:
         """End the stream because the model asks to execute the request again.
@@ -301,7 +305,7 @@ class OutputStream:
             if not self._is_closed:
                 self.fail(unread_responses())
                 self._timed_out = True
-                self._open.cancel()
+                self._open_request.cancel()
 
     def _post(self, response: Response | None, final: bool, computed_ns: int, failed: bool) -> None:
         """Write a response and send it, with the lock held."""
@@ -327,11 +331,11 @@ class OutputStream:
             self._traced_tensors += b"".join(writer.context.spans)
             writer.context.spans.clear()
         is_sent = False
-        if writer.link.is_open(self._open):
+        if writer.link.is_open(self._open_request):
             writer.metrics.post_changes()
             writer.link.post(
                 ExecutionResponded(
-                    self._open.key,
+                    self._open_request.key,
                     code,
                     message,
                     *packed,
@@ -352,7 +356,7 @@ class OutputStream:
             memory.mark_sent()
         if response is not None:
             self._has_sent = True
-            self._open.window.record_sent(byte_size_of(packed[1]))
+            self._open_request.window.record_sent(byte_size_of(packed[1]))
         if final:
             self._end()
 
@@ -373,7 +377,7 @@ class OutputStream:
 
     def _end(self) -> None:
         self._is_closed = True
-        self._writer.link.close(self._open)
+        self._writer.link.close(self._open_request)
 
 
 class WarmupStream(OutputStream):

@@ -228,7 +228,7 @@ class BlsCall(InflightRequest):
     def free(self) -> None:
         self.inputs.release()
 
-    def respond(self, message: Response) -> None:
+    def handle(self, message: Response) -> None:
         if isinstance(message, Finished):
             self.end(self.router.read(self, message))
         elif isinstance(message, Failed):

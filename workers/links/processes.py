@@ -308,13 +308,13 @@ class WorkerRequest:
             self._window = SendWindow()
         return self._window
 
-    def open_window(self, writes_client_memory: bool) -> None:
+    def open_window(self, placed: bool) -> None:
         """Create the send window before the first response.
 
         Args:
-            writes_client_memory: Whether outputs are written to the client's memory.
+            placed: Whether outputs are written to the client's memory.
         """
-        self._window = SendWindow(writes_client_memory)
+        self._window = SendWindow(placed)
 
     def cancel(self, keeps_reading: bool = False) -> None:
         """Cancel the request and call `on_cancel`, once.

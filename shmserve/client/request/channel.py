@@ -107,7 +107,7 @@ class ClientRequest(InflightRequest):
     def is_awaited(self) -> bool:
         return not self.abandoned
 
-    def respond(self, message: Response) -> None:
+    def handle(self, message: Response) -> None:
         if type(message) is Finished:
             self._finish(message)
         elif type(message) is Failed:

@@ -381,10 +381,10 @@ class _UntemplatedRequest:
         signature = self._model.signature
         requested = [self._output(name, outputs) for name in outputs or ()]
         tensors = list(zip(self._templates, self._arrays, self._memory_ranges, strict=True))
-        request = [array.nbytes for _, array, memory_range in tensors if memory_range is None]
+        sizes = [array.nbytes for _, array, memory_range in tensors if memory_range is None]
         block: MemoryBlock | None = None
-        if sum(request) > INLINE_LIMIT:
-            block = self._memories.allocate(sum(map(aligned, request)))
+        if sum(sizes) > INLINE_LIMIT:
+            block = self._memories.allocate(sum(map(aligned, sizes)))
         offset = block.offset if block else 0
         refs: list[TensorRef] = []
         for template, array, memory_range in tensors:

@@ -46,9 +46,9 @@ class ClientStream(ClientRequest):
     def ready(self) -> bool:
         return bool(self.items) or self.finished or self.abandoned
 
-    def respond(self, message: Response) -> None:
+    def handle(self, message: Response) -> None:
         if type(message) is not Responded:
-            super().respond(message)
+            super().handle(message)
         elif self.abandoned or self.finished:
             self.discard(message)
         else:

@@ -6,7 +6,7 @@
     calls/                   calls, their messages and their responses' heads
     service.py               the table of RPCs: authorise, handle, errors to a status
     infer.py                 inference requests: decoded, submitted, and their responses encoded
-    stream_infer.py           ModelStreamInfer: many requests in one call, and many responses
+    stream_infer.py          ModelStreamInfer: many requests in one call, and many responses
     wire/                    bytes to a request (fingerprint.py, request.py), a response to bytes
     admin.py                 the other RPCs, and grpc.reflection
 

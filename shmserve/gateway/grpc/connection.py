@@ -187,7 +187,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             else:
                 self.lifetime.handle_ping_ack(event.payload)
         for call in new_calls:
-            call.check_message()
+            call.expect_message()
         self._is_handling_data = False
         if self.lifetime.counts_received:
             self.lifetime.record_received()

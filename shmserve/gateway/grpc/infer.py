@@ -27,7 +27,7 @@ from shmserve.gateway.grpc.calls.headers import (
     Ending,
     ending_from_error,
 )
-from shmserve.gateway.grpc.calls.messages import release_message
+from shmserve.gateway.grpc.calls.messages import MessageContent, release_message
 from shmserve.gateway.grpc.wire.fingerprint import SplitMessage, TemplateCache, split_message
 from shmserve.gateway.grpc.wire.request import RequestSink, decode_request
 from shmserve.gateway.grpc.wire.response import GrpcResponseTemplate
@@ -91,15 +91,17 @@ class Inferences(ActiveCount):
 
     # --- ModelInfer
 
-    def infer(self, message: bytes | ArrivingRequest, call: UnaryCall) -> None:
-        """Handle a ModelInfer without a task; `message` is the encoded request."""
+    def infer(self, raw_request: MessageContent, call: UnaryCall) -> None:
+        """Handle a ModelInfer without a task; `raw_request` is the encoded request."""
         try:
             pattern = self.gateway.settings.grpc_header_forward_pattern
             headers = self.select_headers(call.head) if pattern else _NO_HEADERS
-            inference = self.submit_request(message, call, headers, partial(self._respond, call))
+            inference = self.submit_request(
+                raw_request, call, headers, partial(self._respond, call)
+            )
         except Exception as error:
-            if isinstance(error, RequestRefused) and self.needs_load(message):
-                task = asyncio.ensure_future(self._infer_once_loaded(message, call))
+            if isinstance(error, RequestRefused) and self.needs_load(raw_request):
+                task = asyncio.ensure_future(self._infer_once_loaded(raw_request, call))
                 call.on_disconnect = task.cancel
             else:
                 call.fail(*_ending_from_error(error, call))
@@ -109,14 +111,14 @@ class Inferences(ActiveCount):
             call.on_disconnect = inference.cancel
             call.on_ended = self.decrement
 
-    async def _infer_once_loaded(self, message: bytes | ArrivingRequest, call: UnaryCall) -> None:
+    async def _infer_once_loaded(self, raw_request: MessageContent, call: UnaryCall) -> None:
         try:
-            await self.load_model(message, call.time_remaining())
+            await self.load_model(raw_request, call.time_remaining())
         except Exception as error:
             call.fail(*_ending_from_error(error, call))
         else:
             call.on_disconnect = None
-            self.infer(message, call)
+            self.infer(raw_request, call)
 
     def _respond(self, call: UnaryCall, inference: UnaryInference) -> None:
         try:
@@ -146,7 +148,7 @@ class Inferences(ActiveCount):
 
     def submit_request(
         self,
-        raw_request: bytes | ArrivingRequest,
+        raw_request: MessageContent,
         call: GrpcCall,
         headers: Mapping[str, str],
         on_response: Callable[[UnaryInference], None],
@@ -187,7 +189,7 @@ class Inferences(ActiveCount):
             raise RequestRefused(error, built.infer_request.id) from None
 
     def _decode(
-        self, raw_request: bytes | ArrivingRequest, headers: Mapping[str, str], *, streamed: bool
+        self, raw_request: MessageContent, headers: Mapping[str, str], *, streamed: bool
     ) -> BuiltRequest:
         if type(raw_request) is ArrivingRequest:
             self.gateway.malloc_trim.schedule(len(raw_request))
@@ -343,7 +345,7 @@ class Inferences(ActiveCount):
 
     # --- models that are loaded on demand
 
-    def needs_load(self, raw_request: bytes | ArrivingRequest) -> bool:
+    def needs_load(self, raw_request: MessageContent) -> bool:
         """Return whether the model of a refused request is on demand, and not loaded."""
         if not isinstance(raw_request, bytes):
             model = raw_request.built_request.model
@@ -355,19 +357,19 @@ class Inferences(ActiveCount):
             return False
         return needs_load(self.gateway, message.model_name, version)
 
-    async def load_model(self, raw: bytes | ArrivingRequest, remaining_s: float | None) -> None:
+    async def load_model(self, raw_request: MessageContent, remaining_s: float | None) -> None:
         """Load the model of a request, within the time limits of the request and its call.
 
         Raises:
             RequestRefused: The load failed, or took too long.
         """
-        if isinstance(raw, bytes):
-            message = _parse_message(raw)
+        if isinstance(raw_request, bytes):
+            message = _parse_message(raw_request)
             request = decode_request(message)
             name, version = message.model_name, message.model_version
         else:
-            model = raw.built_request.model
-            request = raw.built_request.infer_request
+            model = raw_request.built_request.model
+            request = raw_request.built_request.infer_request
             name = model.name
             version = model.version
         self.active += 1
@@ -377,7 +379,7 @@ class Inferences(ActiveCount):
             limits = (request.deadline_us, timeout_us, _limit_us(remaining_s))
             await resolve_model(self.gateway, name, version, *limits)
         except BaseException as error:
-            release_message(raw)
+            release_message(raw_request)
             if isinstance(error, ShmserveError):
                 raise RequestRefused(error, request.id) from None
             raise

@@ -218,7 +218,7 @@ def _stream_factory(
     def create_call(connection: Carrier, stream: Stream, head: CallHead) -> StreamingCall:
         call = StreamingCall(connection, stream, head, sinks)
         if limits_first_message:
-            call.await_message()
+            call.start_time_limit()
         call.run(handler)
         return call
 

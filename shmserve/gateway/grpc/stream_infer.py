@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from shmserve.errors import ShmserveError, Unavailable
 from shmserve.gateway.grpc.calls.call import StreamingCall
-from shmserve.gateway.grpc.calls.messages import release_message
+from shmserve.gateway.grpc.calls.messages import MessageContent, release_message
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused
 from shmserve.gateway.grpc.wire.response import (
     encode_stream_end,
@@ -31,7 +31,6 @@ from shmserve.gateway.inference.inference import (
     UnaryInference,
     is_last_response,
 )
-from shmserve.gateway.inference.prepare import ArrivingRequest
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
 
@@ -69,15 +68,15 @@ class StreamEntry:
     """A request of a decoupled model in a stream, with the encoder of its responses.
 
     Attributes:
-        request: The inference in flight.
+        inference: The inference in flight.
         size: The bytes that the request occupies in the window of the stream.
     """
 
-    __slots__ = ("_inferences", "request", "size")
+    __slots__ = ("_inferences", "inference", "size")
 
-    def __init__(self, inferences: Inferences, request: StreamingInference, size: int) -> None:
+    def __init__(self, inferences: Inferences, inference: StreamingInference, size: int) -> None:
         self._inferences = inferences
-        self.request = request
+        self.inference = inference
         self.size = size
 
     def encode(
@@ -92,20 +91,20 @@ class StreamEntry:
             ShmserveError: The response is an error, and the stream is `strict`.
         """
         is_final = is_last_response(message)
-        built_request = self.request.built_request
+        built_request = self.inference.built_request
         infer_request, model = built_request.infer_request, built_request.model
-        if (encoded := self.request.from_template(message)) is not None:
+        if (encoded := self.inference.from_template(message)) is not None:
             return encode_streamed(encoded, final=False), None
         schema = b"" if isinstance(message, m.Failed) else message.schema
         inferred: Inferred | None = None
         try:
-            inferred = self.request.outputs(message)
+            inferred = self.inference.outputs(message)
             if inferred is None:
                 end = encode_stream_end(model.name, infer_request.version, infer_request.id)
                 return end if infer_request.empty_final else None, None
             trace = built_request.trace
             is_explained = trace is not None and trace.explained
-            templates = None if is_explained else self.request.templates
+            templates = None if is_explained else self.inference.templates
             response = self._inferences.encode(built_request, templates, schema, inferred)
         except ShmserveError as error:
             if strict:
@@ -177,7 +176,7 @@ class _Stream:
             self._is_half_closed = True
             self._progress.set()
 
-    async def _submit_entry(self, raw_request: bytes | ArrivingRequest, size: int) -> None:
+    async def _submit_entry(self, raw_request: MessageContent, size: int) -> None:
         inferences, entry = self._inferences, self._submit(raw_request)
         if isinstance(entry, RequestRefused) and inferences.needs_load(raw_request):
             try:
@@ -196,7 +195,7 @@ class _Stream:
             self._progress.set()
 
     def _submit(
-        self, raw_request: bytes | ArrivingRequest
+        self, raw_request: MessageContent
     ) -> UnaryInference | StreamingInference | RequestRefused:
         callbacks = (self._headers, self._on_response, self._on_streamed)
         try:
@@ -207,8 +206,8 @@ class _Stream:
     def _on_response(self, _: UnaryInference) -> None:
         self._progress.set()
 
-    def _on_streamed(self, request: StreamingInference, message: StreamedResponse) -> None:
-        self._outbox.append((request, message))
+    def _on_streamed(self, inference: StreamingInference, message: StreamedResponse) -> None:
+        self._outbox.append((inference, message))
         self._progress.set()
 
     async def write_responses(self, stall_timeout_s: float) -> None:
@@ -240,27 +239,27 @@ class _Stream:
         written_responses: list[tuple[StreamEntry, Inferred | None, bool]] = []
         size = 0
         while self._outbox and size < byte_limit:
-            request, message = self._outbox[0]
-            streamed_request = self._decoupled_entries[request]
+            inference, message = self._outbox[0]
+            entry = self._decoupled_entries[inference]
             try:
-                response, inferred = streamed_request.encode(message, strict=self._strict)
+                response, inferred = entry.encode(message, strict=self._strict)
             except ShmserveError:
                 if responses:
                     break  # the responses before the error are written first
                 raise
             self._outbox.popleft()
-            request.release_outputs(inferred)
+            inference.release_outputs(inferred)
             if response is not None:
                 responses.append(response)
                 size += len(response)
-            written_responses.append((streamed_request, inferred, is_last_response(message)))
+            written_responses.append((entry, inferred, is_last_response(message)))
         await self._send(responses, stall_timeout_s)
-        for streamed_request, inferred, is_last in written_responses:
-            streamed_request.request.credit(inferred)
+        for entry, inferred, is_last in written_responses:
+            entry.inference.credit(inferred)
             if is_last:
-                del self._decoupled_entries[streamed_request.request]
+                del self._decoupled_entries[entry.inference]
                 self._inferences.decrement()
-                self._window.release(streamed_request.size)
+                self._window.release(entry.size)
 
     async def _write_ordered(self, byte_limit: int, stall_timeout_s: float) -> None:
         """Write the responses that are next in order, up to a total of `byte_limit` bytes."""
@@ -316,10 +315,10 @@ class _Stream:
                 entry.cancel()
                 self._inferences.decrement()
         while self._outbox:
-            request, message = self._outbox.popleft()
-            request.discard(message)
-        for streamed_request in self._decoupled_entries.values():
-            streamed_request.request.cancel()
+            inference, message = self._outbox.popleft()
+            inference.discard(message)
+        for inference in self._decoupled_entries:
+            inference.cancel()
             self._inferences.decrement()
         self._decoupled_entries.clear()
 

@@ -59,19 +59,19 @@ _DUPLICATE_INPUT = "[request id: <id_unknown>] input '{name}' already exists in 
 async def generate(gateway: Gateway, request: HttpRequest, name: str, version: str) -> HttpResponse:
     """Handle POST .../generate: return the only response of a model."""
     generation = await _start_generation(gateway, request, name, version)
-    responses = generation.responses
+    queue = generation.queue
     try:
         status = await generation.await_status()
         texts: list[bytes] = []
         while len(texts) < 2:
-            await responses.wait()
-            text, inferred = await responses.encode_first(generation.encode)
+            await queue.wait()
+            text, inferred = await queue.encode_first(generation.encode)
             if text is not None:
                 texts.append(text)
-            if responses.remove_first(inferred):
+            if queue.remove_first(inferred):
                 break
     finally:
-        responses.close()
+        queue.close()
     body = texts[0] if len(texts) == 1 else encode_error_json(_ONE_RESPONSE_EXPECTED)
     return HttpResponse(status, (body,), JSON_HEADER)
 
@@ -82,7 +82,7 @@ async def generate_stream(
     """Handle POST .../generate_stream: return a model's responses as server-sent events."""
     generation = await _start_generation(gateway, request, name, version)
     status = await generation.await_status()
-    return streaming_response(status, SERVER_SENT_EVENTS, generation.responses, generation.encode)
+    return streaming_response(status, SERVER_SENT_EVENTS, generation.queue, generation.encode)
 
 
 async def _start_generation(
@@ -117,7 +117,7 @@ class _Generation:
 
     _gateway: Gateway
     _model: GatewayModel
-    responses: ResponseQueue
+    queue: ResponseQueue
 
     async def await_status(self) -> int:
         """Return the HTTP status, which the first response determines.
@@ -125,9 +125,9 @@ class _Generation:
         Raises:
             QueueFull: The request was refused before it reached the model.
         """
-        error = find_error(await self.responses.wait_for_first())
+        error = find_error(await self.queue.wait_for_first())
         if isinstance(error, QueueFull):
-            self.responses.close()
+            self.queue.close()
             raise error
         return 200 if error is None else 400  # 400 for any error of a model, as in Triton
 
@@ -140,7 +140,7 @@ class _Generation:
             text = await encode_in_turns(*fields, self._gateway.malloc_trim)
             outputs.append((tensor, text))
         model = self._model
-        request = self.responses.request.built_request.infer_request
+        request = self.queue.inference.built_request.infer_request
         return encode_response(request, model.name, model.version, outputs, inferred.parameters)
 
 

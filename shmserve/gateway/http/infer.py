@@ -96,7 +96,7 @@ async def infer(gateway: Gateway, request: HttpRequest, name: str, version: str)
             built_request,
             request.connection.client,
             arrived_ns,
-            *(HttpInference, HttpInference.on_arrival, ACCEPT_ENCODING not in headers),
+            *(HttpInference, HttpInference.deliver, ACCEPT_ENCODING not in headers),
             *(gateway, request),
             call_limit=call_limit,
             traceparent=headers.get(TRACEPARENT, ""),
@@ -162,7 +162,7 @@ def _infer_repeated(
             return None
         return submit(
             *(gateway, built_request, request.connection.client, arrived_ns, HttpInference),
-            *(HttpInference.on_arrival, True, gateway, request, write_response),
+            *(HttpInference.deliver, True, gateway, request, write_response),
         )
     except Exception:
         return None
@@ -181,7 +181,7 @@ class HttpInference(UnaryInference):
     write_response: WriteResponse | None = None
     _waiter: asyncio.Future[None] | None = field(init=False, default=None)
 
-    def on_arrival(self) -> None:
+    def deliver(self) -> None:
         """Write the response, or resume the task that awaits it."""
         write_response, self.write_response = self.write_response, None
         if write_response is None:
@@ -296,30 +296,30 @@ def _response_headers(json: bytes, binary: Sequence[bytes | memoryview]) -> byte
 # --- clients that accept a stream
 
 
-async def _stream(gateway: Gateway, responses: ResponseQueue, framing: Framing) -> HttpResponse:
+async def _stream(gateway: Gateway, queue: ResponseQueue, framing: Framing) -> HttpResponse:
     """Return the stream of the responses: JSON texts without binary data, in events or lines.
 
     Raises:
         ShmserveError: The only response is an error.
     """
-    first_response = await responses.wait_for_first()
+    first_response = await queue.wait_for_first()
     error = find_error(first_response)
     if error is not None and is_last_response(first_response):
-        responses.close()
-        log_failure(responses.request.built_request, error)
+        queue.close()
+        log_failure(queue.inference.built_request, error)
         raise error
     status = 200 if error is None else error.status
-    return streaming_response(status, framing, responses, _StreamEncoder(gateway, responses).encode)
+    return streaming_response(status, framing, queue, _StreamEncoder(gateway, queue).encode)
 
 
 class _StreamEncoder:
     """The encoder of a stream's responses, with templates for schemas that have occurred."""
 
-    def __init__(self, gateway: Gateway, responses: ResponseQueue) -> None:
+    def __init__(self, gateway: Gateway, queue: ResponseQueue) -> None:
         self._gateway = gateway
-        self._model = responses.request.built_request.model
-        self._responses = responses
-        infer_request = responses.request.built_request.infer_request
+        self._model = queue.inference.built_request.model
+        self._queue = queue
+        infer_request = queue.inference.built_request.infer_request
         outputs = [replace(output, binary=False) for output in infer_request.outputs]
         self._infer_request = replace(infer_request, outputs=outputs, binary=False)
 
@@ -328,9 +328,9 @@ class _StreamEncoder:
         gateway, model = self._gateway, self._model
         classified = classify_outputs(gateway, model, self._infer_request, inferred)
         template = JsonResponseTemplate(self._infer_request, model.name, model.version, classified)
-        message = self._responses.first_response
+        message = self._queue.first_response
         if classified is inferred and isinstance(message, m.Responded) and not message.final:
-            self._responses.request.templates.store(message.schema, template)
+            self._queue.inference.templates.store(message.schema, template)
         arrays: list[bytes] = []
         for output in template.outputs:
             data = output_bytes(gateway, classified.outputs[output.position])
@@ -345,7 +345,7 @@ EncodeOutputs = Callable[[Inferred], Awaitable[bytes]]
 
 
 class ResponseQueue:
-    """A request in flight, and the queue of its responses.
+    """The queue of the responses to an `inference` in flight.
 
     Args:
         gateway: The gateway.
@@ -376,7 +376,7 @@ class ResponseQueue:
             built_request.release()
             raise
         traceparent = headers.get(TRACEPARENT, "")
-        self.request = submit(
+        self.inference = submit(
             *(gateway, built_request, client, arrived_ns, StreamingInference, self._on_response),
             call_limit=call_limit,
             traceparent=traceparent,
@@ -389,7 +389,7 @@ class ResponseQueue:
     @property
     def headers(self) -> bytes:
         """Return the header of the response that identifies the trace, if there is one."""
-        trace = self.request.built_request.trace
+        trace = self.inference.built_request.trace
         return b"" if trace is None else traceparent_header(trace.context.traceparent)
 
     @property
@@ -423,9 +423,9 @@ class ResponseQueue:
         """
         inferred: Inferred | None = None
         try:
-            if (encoded := self.request.from_template(self._messages[0])) is not None:
+            if (encoded := self.inference.from_template(self._messages[0])) is not None:
                 return encoded[0], None
-            inferred = self.request.outputs(self._messages[0])
+            inferred = self.inference.outputs(self._messages[0])
             return None if inferred is None else await encode(inferred), inferred
         except ShmserveError as error:
             return encode_error_json(error.message), inferred
@@ -436,15 +436,15 @@ class ResponseQueue:
         The memory of its outputs (`inferred`) is released, and its credit returned.
         """
         message = self._messages.popleft()
-        self.request.release_outputs(inferred)
-        self.request.credit(inferred)
+        self.inference.release_outputs(inferred)
+        self.inference.credit(inferred)
         return is_last_response(message)
 
     def close(self) -> None:
         """Cancel the request, and discard the responses in the queue."""
         while self._messages:
-            self.request.discard(self._messages.popleft())
-        self.request.cancel()
+            self.inference.discard(self._messages.popleft())
+        self.inference.cancel()
 
 
 def streaming_response(

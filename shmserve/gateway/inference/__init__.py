@@ -2,14 +2,14 @@
 
     decoded: InferRequest                                                    request.py
        │
-       ├── header known by its fingerprint ──> RequestTemplate.fill          prepare.py
-       ├── large tensors not yet received ───> receive: into the arena       prepare.py
-       └── any other ────────────────────────> build: placed and checked     prepare.py
+       ├── header known by its fingerprint ──> RequestTemplate.fill_from     prepare.py
+       ├── large tensors not yet received ───> reserve_tensors, in the arena prepare.py
+       └── any other ────────────────────────> build_request                 prepare.py
        │
     BuiltRequest ──submit──> UnaryInference, StreamingInference              inference.py
        │
        ├── schema of the response known ─────> its template, by UnaryInference.handle_response
-       └── any other ────────────────────────> unpack, classified_as_requested
+       └── any other ────────────────────────> unpack_response, classify_outputs
        │
     encoded by its protocol
 

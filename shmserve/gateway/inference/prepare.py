@@ -12,8 +12,8 @@ header, which later requests with the same header fill with their tensors.
 
 The tensors of a large request are received into its block while they arrive:
 
-    head parsed ──> `reserve_tensors`: block, checks ──> begin, feed* for each tensor
-        └──> an error: the block is released                 └──> complete
+    head parsed ──> `reserve_tensors`: block, checks ──> start_tensor, feed*
+        └──> an error: the block is released                 └──> is_complete
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Dispatcher(ABC):
         """Stop waiting for further requests: batches run with the requests that are queued."""
 
     def identify(
-        self, client: Client[ScheduledRequest], message: Submit, fit: BatchFit
+        self, client: Client[ScheduledRequest], submit: Submit, fit: BatchFit
     ) -> SequenceKey | None:
         """Return the sequence of a request before it is enqueued, or None if it has no sequence.
 
@@ -142,7 +142,7 @@ class Dispatcher(ABC):
         """Return the number of sequences that have begun and not ended."""
         return 0
 
-    def accepts_while_draining(self, message: Submit) -> bool:
+    def accepts_while_draining(self, submit: Submit) -> bool:
         """Check whether a request is accepted while the model drains."""
         return False
 

@@ -53,7 +53,7 @@ class SequenceDispatch(Dispatcher):
     # --- requests ---------------------------------------------------------------------------------
 
     def identify(
-        self, client: Client[ScheduledRequest], message: Submit, fit: BatchFit
+        self, client: Client[ScheduledRequest], submit: Submit, fit: BatchFit
     ) -> SequenceKey:
         """Return the sequence of a request and its flags there.
 
@@ -62,8 +62,8 @@ class SequenceDispatch(Dispatcher):
             QueueFull: Too many sequences wait.
         """
         model = f"inference request to model '{self._name}'"
-        correlation_id: int | str = message.correlation_text or message.correlation_id
-        flags = message.flags
+        correlation_id: int | str = submit.correlation_text or submit.correlation_id
+        flags = submit.flags
         if not correlation_id and self._rules.spec.iterative_sequence:
             correlation_id = next(i for i in self._generated_ids if not self._sequences.is_open(i))
             flags |= SEQUENCE_START
@@ -72,17 +72,17 @@ class SequenceDispatch(Dispatcher):
             raise InvalidArgument(text)
         if not correlation_id:
             raise InvalidArgument(f"{model} must specify a non-zero or non-empty correlation ID")
-        self._rules.check_datatype(correlation_id, id_prefix(message.request_id), self._name)
-        self._sequences.check(correlation_id, flags, (client, message.source))
+        self._rules.check_datatype(correlation_id, id_prefix(submit.request_id), self._name)
+        self._sequences.check(correlation_id, flags, (client, submit.source))
         return SequenceKey(correlation_id, flags)
 
     @property
     def open_sequences(self) -> int:
         return self._sequences.open_count
 
-    def accepts_while_draining(self, message: Submit) -> bool:
-        is_open = self._sequences.is_open(message.correlation_text or message.correlation_id)
-        return is_open and not message.flags & SEQUENCE_START
+    def accepts_while_draining(self, submit: Submit) -> bool:
+        is_open = self._sequences.is_open(submit.correlation_text or submit.correlation_id)
+        return is_open and not submit.flags & SEQUENCE_START
 
     def on_enqueued(self, request: ScheduledRequest, sequence_key: SequenceKey | None) -> None:
         assert sequence_key is not None

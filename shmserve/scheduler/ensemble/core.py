@@ -1,8 +1,7 @@
 """The core of an ensemble, a scheduler to its clients and a client of its steps' schedulers.
 
 admit, cancel, ...       a client's message, from the front
-handle_step_message      a message of a step's scheduler
-handle_control_message   a message of the supervisor
+handle_control_message   a message of the supervisor (`steps` handles those of steps' schedulers)
 tick                     run steps, respond, expire
 """
 
@@ -19,7 +18,7 @@ from shmserve.errors import (
     Unavailable,
     Unsupported,
 )
-from shmserve.ipc.messages.inference import Release, SchedulerToClient, Submit
+from shmserve.ipc.messages.inference import Release, Submit
 from shmserve.ipc.messages.publications import Acknowledged, ModelPublished, SchedulerLost
 from shmserve.ipc.messages.unions import SupervisorToEnsemble
 from shmserve.ipc.model_spec import ModelSpec
@@ -77,7 +76,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         requests = self._requests = EnsembleRequests(
             settings.name, signature, settings.decoupled, memory, statistics, cache
         )
-        self._steps = StepRunner(graph, targets, links, memory, requests)
+        self.steps = StepRunner(graph, targets, links, memory, requests)
         self._decoupled = settings.decoupled
         self._timeout_is_deadline = settings.timeout_is_deadline
         self._plans: dict[tuple[str, ...], Plan] = {}  # plans by the names of the requested outputs
@@ -113,7 +112,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self, client: Client[EnsembleRequest], submit: Submit, lookup: Lookup | None, now_ns: int
     ) -> None:
         self.check(submit, now_ns)
-        if 0 < self._max_waiting <= self._steps.waiting_count:
+        if 0 < self._max_waiting <= self.steps.waiting_count:
             raise QueueFull(f"{id_prefix(submit.request_id)}Exceeds maximum queue size")
         try:
             request = self._request(client, submit, lookup, now_ns)
@@ -219,7 +218,7 @@ class EnsembleCore(Core[EnsembleRequest]):
 
     def cancel(self, request: EnsembleRequest, now_ns: int, keeps_reading: bool = False) -> None:
         self._requests.fail(request, "CANCELLED", "request cancelled", now_ns)
-        self._steps.cancel(request)
+        self.steps.cancel(request)
 
     def credit(self, request: EnsembleRequest, responses: int, now_ns: int) -> None:
         self._requests.credit(request, responses)
@@ -230,16 +229,12 @@ class EnsembleCore(Core[EnsembleRequest]):
     def disconnect(self, client: Client[EnsembleRequest], now_ns: int) -> None:
         for request in list(client.requests.values()):
             self._requests.abandon(request, now_ns)
-            self._steps.cancel(request)
+            self.steps.cancel(request)
 
     def stop(self, request: EnsembleRequest, now_ns: int) -> None:
         self._requests.stop(request, stopping_text(request.submit.request_id), now_ns)
 
-    # --- steps and supervisor ---------------------------------------------------------------------
-
-    def handle_step_message(self, endpoint: str, message: SchedulerToClient, now_ns: int) -> None:
-        """Handle a message of the scheduler at `endpoint`."""
-        self._steps.receive(endpoint, message, now_ns)
+    # --- supervisor -------------------------------------------------------------------------------
 
     def handle_control_message(self, message: SupervisorToEnsemble, now_ns: int) -> None:
         match message:
@@ -248,7 +243,7 @@ class EnsembleCore(Core[EnsembleRequest]):
                 if message.ack_number:
                     self._control.post(Acknowledged(message.ack_number))
             case SchedulerLost():
-                self._steps.resubmit(message.endpoint, message.successor, now_ns)
+                self.steps.resubmit(message.endpoint, message.successor, now_ns)
                 for key, endpoint in list(self._endpoints.items()):
                     if endpoint == message.endpoint:
                         del self._endpoints[key]
@@ -309,7 +304,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         requests = self._requests
         if now_ns >= requests.timers.due_ns:
             for request in requests.expire(now_ns):
-                self._steps.cancel(request)
+                self.steps.cancel(request)
         while requests.changed_requests:
             changed_requests, requests.changed_requests = requests.changed_requests, {}
             for request in changed_requests:
@@ -321,15 +316,15 @@ class EnsembleCore(Core[EnsembleRequest]):
         """Submit the steps of a request that can run, send its responses, or end it."""
         flow, requests = request.flow, self._requests
         if flow.firings:
-            self._steps.run(request, now_ns)
+            self.steps.run(request, now_ns)
         if not self._decoupled and len(flow.responses) > 1:
             text = id_prefix(request.submit.request_id) + _NOT_DECOUPLED
             requests.fail(request, Unsupported.code, text, now_ns)
-            self._steps.cancel(request)
+            self.steps.cancel(request)
         if request.state is not RUNNING:
             # Release the request's values now: a running step may wait for their memory.
             flow.close()
-            self._steps.drop_waiting(request)
+            self.steps.drop_waiting(request)
         elif self._decoupled:
             requests.relay(request, now_ns)
         if request.running or request.waiting_count:
@@ -349,7 +344,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             "executing": self._requests.count,
             "instances": {},
             "open_sequences": 0,
-            "malformed": self._steps.malformed_messages,
+            "malformed": self.steps.malformed_messages,
             "is_ensemble": True,
         }
 

@@ -6,9 +6,9 @@
     Target  the scheduler that serves the model of a step, as the supervisor has published it
 
 The origin of a tensor is the last decoupled step before it, or `ONCE_PER_REQUEST`. Tensors of one
-origin are numbered by the responses of that step. A step runs once for each number at which all
-tensors that it reads are present. Tensors with the origin `ONCE_PER_REQUEST` are present at every
-number. A response of the ensemble has all outputs with one number.
+origin have the index of that step's response. A step runs once for each index at which all tensors
+that it reads are present. Tensors with the origin `ONCE_PER_REQUEST` are present at every index. A
+response of the ensemble has all outputs with one index.
 
 The outputs of a step that does not run are `SKIPPED`, and a step that requires such a tensor does
 not run either. An output that is missing in a model's response is `ABSENT`. A step that requires it
@@ -31,7 +31,7 @@ from shmserve.scheduler.ensemble.memory import ABSENT, SKIPPED, TensorKind, Valu
 
 ONCE_PER_REQUEST = -1  # the origin of tensors that exist once per request
 RESPONSE = -1  # the index of the response among the readers of tensors; steps have indices from 0
-_ANY_NUMBER = -1  # the number of uses is unknown until the request ends
+_ANY_COUNT = -1  # the number of uses is unknown until the request ends
 
 _CONDITION = "step[{}].condition"
 _MAX_KINDS = 256
@@ -157,8 +157,7 @@ class TensorReader:
     """A reader of tensors: a step, or the response with the index `RESPONSE`.
 
     Attributes:
-        reads: The tensors that the reader waits for, and whether each exists once per
-            request.
+        reads: The tensors that the reader waits for, and whether each exists once per request.
         is_once: Whether the reader has all its tensors at most once per request.
         first_keys: The keys (tensor, response index) of the tensors in `reads` for the index 0.
     """
@@ -183,7 +182,7 @@ class PlannedStep(TensorReader):
 
     def __init__(self, step: StepNode, model: ModelProperties, origins: Mapping[str, int]) -> None:
         super().__init__(step.index, sorted(step.reads), origins)
-        self.step = step
+        self.node = step
         self.outputs = step.outputs
         self.condition = step.condition
         self.decoupled = model.decoupled
@@ -244,7 +243,7 @@ class Plan:
                 is_once = origin == ONCE_PER_REQUEST
                 has_many_uses = is_once and not all(reader.is_once for reader in readers)
                 is_only = len(readers) == 1 and len(readers[0].reads) == 1
-                uses = _ANY_NUMBER if has_many_uses else len(readers)
+                uses = _ANY_COUNT if has_many_uses else len(readers)
                 only_reader = readers[0] if is_only else None
                 self.routes[tensor] = TensorRoute(uses, is_once, readers, only_reader)
         self.devices = self._devices(graph.conditions)
@@ -309,7 +308,7 @@ class Flow:
         """Store the request's inputs; omitted inputs are ABSENT."""
         self._store_tensors(inputs, 0)
 
-    def respond(self, step: PlannedStep, response_index: int, tensors: Tensors) -> None:
+    def store_response(self, step: PlannedStep, response_index: int, tensors: Tensors) -> None:
         """Store the tensors of a step's response; omitted outputs are ABSENT."""
         if step.decoupled:
             response_index = self._counts.get(step.index, 0)
@@ -358,7 +357,7 @@ class Flow:
         """Return the response indices for which a reader may now have all its tensors."""
         for tensor, is_once in reader.reads:
             if not is_once:
-                return sorted([number for name, number in self._values if name == tensor])
+                return sorted([index for name, index in self._values if name == tensor])
         return ()
 
     def _fire(self, reader: TensorReader, response_index: int) -> None:
@@ -387,7 +386,7 @@ class Flow:
             value.acquire()
             if remaining_uses == 2:
                 del self._remaining_uses[key]
-            elif remaining_uses != _ANY_NUMBER:
+            elif remaining_uses != _ANY_COUNT:
                 self._remaining_uses[key] = remaining_uses - 1
         self._start(reader, response_index, reader_values)
 
@@ -402,7 +401,7 @@ class Flow:
         self, step: PlannedStep, response_index: int, values: dict[str, Value]
     ) -> None:
         condition = step.condition
-        is_skipped = bool(condition) and not values[condition].holds
+        is_skipped = bool(condition) and not values[condition].is_true
         inputs: dict[str, Value] = {}
         kinds: list[TensorKind | None] = []
         for name, tensor, optional in step.inputs:
@@ -415,13 +414,13 @@ class Flow:
         if is_skipped:
             for value in values.values():
                 value.release()
-            self.respond(
+            self.store_response(
                 step, response_index, [(tensor, SKIPPED) for tensor in step.outputs.values()]
             )
             return
         for tensor in step.repeated_tensors:
             values[tensor].acquire()
-        if condition and condition not in step.step.inputs.values():
+        if condition and condition not in step.node.inputs.values():
             values[condition].release()
         self.firings.append(Firing(step, response_index, inputs, tuple(kinds)))
 

@@ -80,19 +80,19 @@ class Value(Token):
     Attributes:
         kind: The tensor's kind; None: there is no tensor.
         data: The tensor's bytes, or where they lie.
-        holds: Whether some element is true, if the tensor is a condition.
+        is_true: Whether some element is true, if the tensor is a condition.
         override: The sequence parameters in the response that contained the tensor.
         held_credits: The flow-control credits of the steps that made it, returned at its release.
     """
 
-    __slots__ = ("data", "held_credits", "holds", "kind", "memory", "override")
+    __slots__ = ("data", "held_credits", "is_true", "kind", "memory", "override")
 
     def __init__(
         self,
         kind: TensorKind | None,
         data: bytes | Range,
         memory: Token | None = None,
-        holds: bool = True,
+        is_true: bool = True,
         override: dict[str, Any] | None = None,
         held_credits: tuple[Token, ...] = (),
     ) -> None:
@@ -100,7 +100,7 @@ class Value(Token):
         self.kind = kind
         self.data = data
         self.memory = memory
-        self.holds = holds
+        self.is_true = is_true
         self.override = override
         self.held_credits = held_credits
         for credit in held_credits:
@@ -141,8 +141,8 @@ def overrides(values: Iterable[Value]) -> dict[str, Any]:
     return parameters
 
 
-SKIPPED = Value(None, b"", holds=False)
-ABSENT = Value(None, b"", holds=False)
+SKIPPED = Value(None, b"", is_true=False)
+ABSENT = Value(None, b"", is_true=False)
 
 
 @dataclass(eq=False)
@@ -278,15 +278,15 @@ class DeviceBlocks:
     Allocations are kept for further requests until the process exits.
     """
 
-    def __init__(self, byte_size: int, cuda: Callable[[], CudaExporter]) -> None:
+    def __init__(self, byte_size: int, create_driver: Callable[[], CudaExporter]) -> None:
         """Make an empty allocator.
 
         Args:
             byte_size: The most bytes to allocate on each device.
-            cuda: Returns the driver. Raises Unavailable if there is none.
+            create_driver: Returns the driver. Raises Unavailable if there is none.
         """
         self._byte_size = byte_size
-        self._create_driver = cuda
+        self._create_driver = create_driver
         self._cuda: CudaExporter | None = None
         self._segments: dict[int, _Segment] = {}  # allocations by the id of their memory
         self._full_devices: set[int] = set()  # devices on which an allocation has failed

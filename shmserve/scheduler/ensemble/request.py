@@ -178,8 +178,8 @@ class UnreadResponses:
 
     __slots__ = ("_values", "_window")
 
-    def __init__(self, in_client_memory: bool) -> None:
-        self._window = SendWindow(in_client_memory)
+    def __init__(self, placed: bool) -> None:
+        self._window = SendWindow(placed)
         self._values: deque[list[Value]] = deque()
 
     @property
@@ -364,16 +364,16 @@ class EnsembleRequests:
             logger.warning(self.error_text(f"composing models did not output tensor {tensor}"))
 
     def serve_cached(
-        self, client: Client[EnsembleRequest], message: Submit, lookup: Lookup, now_ns: int
+        self, client: Client[EnsembleRequest], submit: Submit, lookup: Lookup, now_ns: int
     ) -> None:
         """Send the cached response to a request; no step runs."""
         assert self._cache is not None
         self._cache.lend(client.pid, lookup)
-        arrived_ns = plausible_arrival_ns(message.arrived_ns, now_ns)
+        arrived_ns = plausible_arrival_ns(submit.arrived_ns, now_ns)
         self._statistics.count_hit(arrived_ns, 0, lookup.ns, now_ns)
         times = (arrived_ns, now_ns, Timing(now_ns, 0, 0, 0, closed=CACHED), now_ns)
-        spans = spans_of(self._statistics, message, *times)
-        client.post(Finished(message.id, *lookup.response, spans=spans))
+        spans = spans_of(self._statistics, submit, *times)
+        client.post(Finished(submit.id, *lookup.response, spans=spans))
 
     def _store(self, request: EnsembleRequest, response: Packed, now_ns: int) -> None:
         lookup = request.lookup

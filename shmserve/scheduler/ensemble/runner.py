@@ -79,7 +79,7 @@ class StepRunner:
             self.schedulers.handle(endpoint, message)
         else:
             self._requests.changed_requests[step.request] = None
-            self._respond(step, message, now_ns)  # type: ignore[arg-type]
+            self._add_response(step, message, now_ns)  # type: ignore[arg-type]
             self._end_step(step, now_ns)
         if self._messages.step_events:
             self._handle_events(now_ns)
@@ -94,7 +94,7 @@ class StepRunner:
     def _find_endpoint(self, step: StepRequest, _: Failed | None) -> str:
         """Return the endpoint of the scheduler that serves the model of a step now."""
         try:
-            return self._targets.find(step.firing.step.step).endpoint
+            return self._targets.find(step.firing.step.node).endpoint
         except ShmserveError:
             return ""
 
@@ -109,9 +109,9 @@ class StepRunner:
             elif type(message) is Failed:
                 self._fail(step, message, now_ns)
             else:
-                self._respond(step, message, now_ns)  # type: ignore[arg-type]
+                self._add_response(step, message, now_ns)  # type: ignore[arg-type]
 
-    def _respond(self, step: StepRequest, message: Finished | Responded, now_ns: int) -> None:
+    def _add_response(self, step: StepRequest, message: Finished | Responded, now_ns: int) -> None:
         request = step.request
         request.input_ns += message.input_ns
         request.infer_ns += message.infer_ns
@@ -130,7 +130,7 @@ class StepRunner:
                 return
             except MalformedMessage as error:
                 self.malformed_messages += 1
-                model = step.firing.step.step.model
+                model = step.firing.step.node.model
                 logger.error("model '%s': a response is malformed: %s", model, error)
                 self._requests.fail(request, Internal.code, Internal().message, now_ns)
         if more_follow:
@@ -138,7 +138,7 @@ class StepRunner:
 
     def _add_spans(self, step: StepRequest, spans: bytes) -> None:
         """Record a step's spans; record tensors again that are the ensemble's inputs or outputs."""
-        request, node = step.request, step.firing.step.step
+        request, node = step.request, step.firing.step.node
         if len(request.spans) + len(spans) > _MAX_SPAN_BYTES:
             return
         request.spans += spans
@@ -213,7 +213,7 @@ class StepRunner:
     def _submit(self, request: EnsembleRequest, firing: Firing, now_ns: int) -> None:
         number = next(self._submit_numbers)
         try:
-            target = self._targets.find(firing.step.step)
+            target = self._targets.find(firing.step.node)
             step = self._messages.request(number, request, firing, target, now_ns)
         except ShmserveError as error:
             firing.release()
@@ -248,7 +248,7 @@ class StepRunner:
 
 
 @dataclass(eq=False)
-class StepSchedulers(Links):
+class StepLinks(Links):
     """The links of an ensemble to the schedulers of its steps (`Links`).
 
     A scheduler in the same process is called directly; other schedulers have sockets.

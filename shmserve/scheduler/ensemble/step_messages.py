@@ -67,7 +67,7 @@ class StepRequest(InflightRequest):
     def is_awaited(self) -> bool:
         return self.request.state is RUNNING
 
-    def respond(self, message: Response) -> None:
+    def handle(self, message: Response) -> None:
         self.step_events.append((self, message))
 
     def free(self) -> None:
@@ -232,7 +232,7 @@ class StepMessages:
             shape = kind.shape if spec is None else kind.shape_for(spec.dims, batched)
             inputs.append(TensorRef(name, kind.datatype, shape, value.data))
         fit = signature.check(request.submit.request_id, inputs, used_outputs)
-        sizes = placed_sizes(firing.step.step, target, self._graph, fit.batch_size, used_outputs)
+        sizes = placed_sizes(firing.step.node, target, self._graph, fit.batch_size, used_outputs)
         to_client = frozenset(item.name for item in used_outputs if item.memory_range is not None)
         names = [output.name for output in used_outputs]
         placed_names = [name for name in names if name in sizes or name in to_client]
@@ -291,7 +291,7 @@ class StepMessages:
             return
         step.has_outputs = True
         tensors = self._make_values(step, response, data, more_follow)
-        request.flow.respond(planned_step, step.firing.response_index, tensors)
+        request.flow.store_response(planned_step, step.firing.response_index, tensors)
 
     def _make_values(
         self,

@@ -118,11 +118,11 @@ class GenerativeDispatch(Dispatcher):
     # --- admission
 
     def identify(
-        self, client: Client[ScheduledRequest], message: Submit, fit: BatchFit
+        self, client: Client[ScheduledRequest], submit: Submit, fit: BatchFit
     ) -> SequenceKey | None:
         """Return None: no request has a sequence. Raise QueueFull if too many requests wait."""
         if self._waiting_count >= self._engine_settings.max_waiting_requests:
-            raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
+            raise QueueFull(f"{id_prefix(submit.request_id)}Exceeds maximum queue size")
         return None
 
     @property

@@ -83,12 +83,12 @@ class Engine(Generic[T]):
         block_size = self.settings.block_size
         shared_blocks = generation.shared_tokens // block_size
         max_blocks = -(-generation.max_computed // block_size)
-        preempted = self.settings.enable_preemption and generation.beams is None
-        seats = self.settings.max_batch_size
-        concurrent = 1 if preempted else min(generation.rows, seats)
+        may_preempt = self.settings.enable_preemption and generation.beams is None
+        max_rows = self.settings.max_batch_size
+        concurrent = 1 if may_preempt else min(generation.rows, max_rows)
         needed_blocks = shared_blocks + concurrent * (max_blocks - shared_blocks) + (concurrent > 1)
-        has_seats = generation.beams is None or generation.rows <= seats
-        return needed_blocks <= self.pool.block_count and has_seats
+        fits_step = generation.beams is None or generation.rows <= max_rows
+        return needed_blocks <= self.pool.block_count and fits_step
 
     def add(self, generation: Generation[T], resumed: dict[int, array[int]] | None = None) -> None:
         """Register a generation.
@@ -228,19 +228,19 @@ class Engine(Generic[T]):
 
     def _plan_share(self, plan: StepPlan, sequence: Sequence[T]) -> tuple[int, int]:
         """Return how many missing tokens, and how many drafts, of a sequence fit the budgets."""
-        missing_blocks, forks = sequence.missing_tokens, sequence.forks
-        missing_blocks -= forks > 0
-        if missing_blocks > 1 or forks:
+        missing_tokens, forks = sequence.missing_tokens, sequence.forks
+        missing_tokens -= forks > 0
+        if missing_tokens > 1 or forks:
             limit = min(self.settings.prefill_chunk_size, plan.prompt_budget, plan.token_budget)
             if plan.load.decoded_tokens:  # decoding sequences wait for the step
                 target = self.settings.target_itl_ms
                 target_ms = target or _DEFAULT_ITL_MS
                 chunk = self.times.fitting_tokens(plan.load, sequence.computed_tokens, target_ms)
                 limit = min(limit, chunk if target else max(chunk, _DEFAULT_CHUNK))
-            if limit < missing_blocks:
+            if limit < missing_tokens:
                 limit -= limit % self._cut_multiple
-            return max(min(missing_blocks, limit), 0), 0
-        count = min(missing_blocks, plan.token_budget)
+            return max(min(missing_tokens, limit), 0), 0
+        count = min(missing_tokens, plan.token_budget)
         drafts = self._draft_count(sequence, plan)
         return count, min(drafts, plan.token_budget - count) if drafts else 0
 
@@ -322,12 +322,12 @@ class Engine(Generic[T]):
         self, plan: StepPlan, waiting_sequences: list[Sequence[T]], admitted: list[Sequence[T]]
     ) -> None:
         """Start or resume waiting sequences in order, until one does not fit."""
-        seats = self._free_seats(admitted)
+        free_rows = self._free_rows(admitted)
         reserved = sum(self._blocks_needed(sequence) for sequence in admitted)
         while waiting_sequences:
             sequence = waiting_sequences[0]
-            seats -= sequence.seat_count
-            if seats < 0 or plan.token_budget < 1:
+            free_rows -= sequence.row_count
+            if free_rows < 0 or plan.token_budget < 1:
                 return
             headroom = self.pool.block_count // 64 if admitted else 0
             free_blocks = self.pool.available_count - reserved - headroom
@@ -346,10 +346,10 @@ class Engine(Generic[T]):
             # `blocks_needed` includes the samples that the sequence has forked.
             reserved += max(blocks_needed - (old_available - self.pool.available_count), 0)
 
-    def _free_seats(self, sequences: list[Sequence[T]]) -> int:
+    def _free_rows(self, sequences: list[Sequence[T]]) -> int:
         """Return how many rows of a step are free beside the running sequences in `sequences`."""
-        taken_seats = sum(s.seat_count for s in sequences if s.status is SequenceStatus.RUNNING)
-        return self.settings.max_batch_size - taken_seats
+        taken_rows = sum(s.row_count for s in sequences if s.status is SequenceStatus.RUNNING)
+        return self.settings.max_batch_size - taken_rows
 
     def _blocks_needed(self, sequence: Sequence[T]) -> int:
         """Return the number of further blocks that a sequence must get without preempting others.
@@ -364,7 +364,7 @@ class Engine(Generic[T]):
         # Beams share blocks (copy-on-write).
         own_blocks = sum(self.pool.references[block] == 1 for block in sequence.table[shared:])
         held_blocks = min(len(sequence.table), shared) + own_blocks
-        return max(shared + sequence.seat_count * (max_blocks - shared) - held_blocks, 0)
+        return max(shared + sequence.row_count * (max_blocks - shared) - held_blocks, 0)
 
     def _begin_prompt(self, sequence: Sequence[T], free_blocks: int) -> bool:
         """Assign a sequence the cached blocks of the beginning of its prompt.
@@ -475,14 +475,14 @@ class Engine(Generic[T]):
         sequence.forks = 0
 
     def _add_child(
-        self, parent: Sequence[T], sample: int, token: int = -1, has_seat: bool = True
+        self, parent: Sequence[T], sample: int, token: int = -1, has_row: bool = True
     ) -> Sequence[T]:
         child = Sequence(next(self.sequence_ids), parent.generation, sample, parent.tokens[:])
         if token >= 0:
             child.tokens.append(token)
         child.keys, child.sampled_ns = parent.keys[:], parent.sampled_ns
         # A child that does not share the parent's blocks computes its own blocks again.
-        if parent.status is SequenceStatus.RUNNING and has_seat:
+        if parent.status is SequenceStatus.RUNNING and has_row:
             child.status = SequenceStatus.RUNNING
             child.computed_tokens = parent.computed_tokens
             child.sealed_blocks = parent.sealed_blocks
@@ -508,10 +508,10 @@ class Engine(Generic[T]):
             return
         parents = sequence.generation.sequences[:]
         remaining = [s for s in self._sequences.values() if s not in parents]
-        free_seats = self._free_seats(remaining)
+        free_rows = self._free_rows(remaining)
         for index, candidate in enumerate(beams.step()):
             # Other sequences may have taken the rows of beams that were preempted as they waited.
-            child = self._add_child(candidate.parent, 0, candidate.token, index < free_seats)
+            child = self._add_child(candidate.parent, 0, candidate.token, index < free_rows)
             child.score = candidate.score
         # Parents are dropped after all children have begun, so that shared blocks stay referenced.
         for parent in parents:

@@ -267,7 +267,7 @@ class Sequence(Generic[T]):
     sealed_blocks: int = 0  # blocks of its table that were offered to the prefix cache
 
     @property
-    def seat_count(self) -> int:
+    def row_count(self) -> int:
         """Return the number of rows for the sequence and for the samples that it will fork."""
         search = self.generation.beams
         return search.width if search is not None and not self.generated_tokens else 1 + self.forks

@@ -71,7 +71,7 @@ from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
-from shmserve.scheduler.ensemble.runner import StepSchedulers
+from shmserve.scheduler.ensemble.runner import StepLinks
 from shmserve.scheduler.front import Core, Front
 from shmserve.scheduler.hosting.event_loop import DescriptorWaiter, InProcessLinks, ReadableHandler
 from shmserve.scheduler.hosting.local_clients import LocalClientListener, LocalTraces
@@ -87,7 +87,7 @@ _MAX_READS = 1024
 
 
 # The links whose `pending` messages are sent by `flush` at the end of a turn.
-Outbox = Dealer | PeerCredRouter | UntrustedRouter | StepSchedulers
+Outbox = Dealer | PeerCredRouter | UntrustedRouter | StepLinks
 
 
 class SchedulerParts(NamedTuple):
@@ -139,7 +139,7 @@ class HostedScheduler(ABC):
         self._local_clients = LocalClientListener.open(start, self._signature)
         self._traces = LocalTraces(self._settings.name, start.version, self._control)
         self._lent_memory = LentMemory(start.arena_byte_size)
-        self._cache = _cache(start.cache, self._settings, self._lent_memory)
+        self._cache = _create_cache(start.cache, self._settings, self._lent_memory)
         self.core, peers, self.outboxes = self._create_parts()
         self.front: Front[Any] = Front(
             self.core, self, self._control, time.time_ns, self._settings.name, self._cache
@@ -304,18 +304,18 @@ class EnsembleScheduler(HostedScheduler):
         def handle_step_message(endpoint: str, message: Any) -> None:
             self._active_schedulers[self] = None
             if type(message) in _FROM_STEP:
-                core.handle_step_message(endpoint, message, time.monotonic_ns())
+                core.steps.receive(endpoint, message, time.monotonic_ns())
             else:
                 self.front.count_unexpected()
 
         def memory_dropped(memory_id: int) -> None:
             control.post(MemoryDropped(memory_id))
 
-        steps = StepSchedulers(self._waiter, self._in_process_links, identity, handle_step_message)
+        links = StepLinks(self._waiter, self._in_process_links, identity, handle_step_message)
         self._memory = EnsembleMemory(self._lent_memory, memory_dropped)
-        core = EnsembleCore(self._settings, start.config, steps, control, self._memory, self._cache)
+        core = EnsembleCore(self._settings, start.config, links, control, self._memory, self._cache)
         # Steps before clients: when a request ends, its steps are notified before its client.
-        outboxes = (steps, self._client_router, self._local_clients.link, control)
+        outboxes = (links, self._client_router, self._local_clients.link, control)
         return SchedulerParts(core, {}, outboxes)
 
     def close(self) -> None:
@@ -323,7 +323,7 @@ class EnsembleScheduler(HostedScheduler):
         self._memory.close()
 
 
-def _cache(start: CacheStart, settings: Settings, lent: LentMemory) -> ResponseCache | None:
+def _create_cache(start: CacheStart, settings: Settings, lent: LentMemory) -> ResponseCache | None:
     if not settings.cached or not start.byte_size:
         return None
     return ResponseCache(settings.name, settings.version, start, lent)
@@ -339,10 +339,6 @@ _FROM_WORKER = frozenset(get_args(WorkerToScheduler))
 _FROM_CLIENT = frozenset(get_args(ClientToScheduler))
 _FROM_LOCAL_CLIENT = frozenset(get_args(LocalClientToScheduler))
 _FROM_STEP = frozenset(get_args(SchedulerToClient))
-
-
-logger = logging.getLogger(__name__)
-
 _FROM_SUPERVISOR = frozenset(get_args(SupervisorToHost))
 
 

@@ -10,7 +10,7 @@ accepted: workers of other models run foreign code, which could register itself,
 another pid.
 
 An idle instance receives a batch immediately. A busy instance may receive more batches ahead, up to
-its credit of batches. This hides the latency of messages between two batches. A batch that was sent
+the pipeline depth. This hides the latency of messages between two batches. A batch that was sent
 ahead cannot grow any more, and waits for one worker while another may become free.
 
 A retiring instance receives only requests of its own sequences, and leaves the pool when it has
@@ -48,7 +48,7 @@ SLOT_TRANSITIONS: Mapping[SlotState, Mapping[str, SlotState]] = {
     SlotState.GONE: {"expect": SlotState.EXPECTED, "give_up": SlotState.GONE},
     SlotState.EXPECTED: {
         "expect": SlotState.EXPECTED,
-        "offer": SlotState.IDLE,
+        "register": SlotState.IDLE,
         "give_up": SlotState.GONE,
     },
     SlotState.IDLE: {
@@ -326,7 +326,7 @@ class Pool:
             or registration.pid != slot.awaited_pid
         ):
             return None
-        slot.transition("offer")
+        slot.transition("register")
         slot.peer, slot.pid = slot.worker = registration
         slot.registration = None
         self._by_peer[slot.peer] = slot
@@ -342,8 +342,8 @@ class Pool:
             self._tickets.return_tickets(slot.index)
         executions = list(slot.executions)
         executing_keys = {request.key for execution in executions for request in execution.requests}
-        unstarted = [r for r in slot.requests.values() if r.key not in executing_keys]
-        lost_work = LostWork(executions, unstarted)
+        open_requests = [r for r in slot.requests.values() if r.key not in executing_keys]
+        lost_work = LostWork(executions, open_requests)
         slot.executions.clear()
         slot.requests.clear()
         self._by_peer.pop(slot.peer, None)
@@ -362,30 +362,31 @@ class Pool:
 
     # --- work -------------------------------------------------------------------------------------
 
-    def least_busy(self, credit: int, has_short_batches: bool = False) -> Slot | None:
-        """Return the busy instance with the fewest batches, if they are fewer than `credit`.
+    def least_busy(self, depth: int, has_short_batches: bool = False) -> Slot | None:
+        """Return the busy instance with the fewest batches, if they are fewer than `depth`.
 
-        With `has_short_batches`, the credit is at least two if the model has only one instance.
+        With `has_short_batches`, the depth is at least two if the model has only one instance.
         """
         least_busy: Slot | None = None
-        if credit == 1 and has_short_batches and len(self._by_peer) == 1:
-            credit = 2  # no other instance could run a batch that is sent ahead
-        if credit > 1:
+        if depth == 1 and has_short_batches and len(self._by_peer) == 1:
+            depth = 2  # no other instance could run a batch that is sent ahead
+        if depth > 1:
             for slot in self._by_peer.values():
                 batches = len(slot.executions)
                 if (
-                    batches < credit
+                    batches < depth
                     and slot.state is SlotState.BUSY
                     and not slot.retiring
                     and (not self._max_open or len(slot.requests) < self._max_open)
                 ):
-                    least_busy, credit = slot, batches
+                    least_busy, depth = slot, batches
         return least_busy
 
     def assign(self, execution: Execution, required_slot: Slot | None = None) -> Slot:
         """Assign a batch to an instance, and return its slot.
 
-        The instance is `required_slot`, which is idle or has credit, or else the longest free one.
+        The instance is `required_slot`, which is idle or has fewer batches than the pipeline depth,
+        or else the longest free one.
         """
         if required_slot is None:
             slot = self.free_slots.popleft()

@@ -244,7 +244,7 @@ class RequestQueue:
     def enqueue(
         self,
         client: Client[ScheduledRequest],
-        message: Submit,
+        submit: Submit,
         fit: BatchFit,
         now_ns: int,
         *,
@@ -256,15 +256,15 @@ class RequestQueue:
             Unavailable: Its deadline has passed.
             QueueFull: Its level is full.
         """
-        level, policy, arrived_ns, deadline_ns, own_timeout_us = self._limits(message, now_ns)
+        level, policy, arrived_ns, deadline_ns, own_timeout_us = self._limits(submit, now_ns)
         may_be_full = not cached and self.in_order.count >= self.min_bound
         if may_be_full and self._is_full(level, policy):
-            raise QueueFull(f"{id_prefix(message.request_id)}Exceeds maximum queue size")
+            raise QueueFull(f"{id_prefix(submit.request_id)}Exceeds maximum queue size")
         timeout_ns = (own_timeout_us or policy.default_timeout_microseconds) * _NS_PER_US
         request = ScheduledRequest(
             self._next_key(),
             client,
-            message.id,
+            submit.id,
             fit.batch_size or 1,
             fit.shape_key,
             arrived_ns,
@@ -274,7 +274,7 @@ class RequestQueue:
             # The batch starts before this deadline. A timeout of the queue policy has no such
             # effect: it rejects the request when it expires.
             deadline_ns if deadline_ns and not own_timeout_us else NEVER,
-            message,
+            submit,
             level,
         )
         if deadline_ns:
@@ -283,7 +283,7 @@ class RequestQueue:
             request.transition(Event.DISPATCH)
             return request
         self.in_order.append(request)
-        if message.callers:
+        if submit.callers:
             self.model_requests.append(request)
         if timeout_ns:
             self.timers.add(request.queue_limit_ns, request)
@@ -304,33 +304,33 @@ class RequestQueue:
     def _is_full(self, level: int, policy: LevelPolicy) -> bool:
         return 0 < policy.max_queue_size <= self.in_order.size(level)
 
-    def check(self, message: Submit, now_ns: int) -> None:
+    def check(self, submit: Submit, now_ns: int) -> None:
         """Raise the errors that `enqueue` raises for a request that is answered from the cache."""
-        self._limits(message, now_ns)
+        self._limits(submit, now_ns)
 
-    def _limits(self, message: Submit, now_ns: int) -> tuple[int, LevelPolicy, int, int, int]:
+    def _limits(self, submit: Submit, now_ns: int) -> tuple[int, LevelPolicy, int, int, int]:
         """Return the limits of a request.
 
         Returns:
             Its level, policy, arrival (ns), deadline (ns) and queue timeout (µs; 0: none).
         """
         settings = self._settings
-        level, policy = self._only_level or self._level(message.priority)
-        arrived_ns, deadline_ns = message.arrived_ns, message.deadline_ns
+        level, policy = self._only_level or self._level(submit.priority)
+        arrived_ns, deadline_ns = submit.arrived_ns, submit.deadline_ns
         if not 0 < arrived_ns < now_ns:
             arrived_ns = plausible_arrival_ns(arrived_ns, now_ns)
         if deadline_ns < 0:
             deadline_ns = 0
         own_timeout_us = 0
-        if message.timeout_us:
+        if submit.timeout_us:
             # In a backlog, the timeout of a request applies to its sequence.
             has_backlog = settings.sequences is not None
-            timeout_us = min(message.timeout_us, MAX_TIMEOUT_US)
+            timeout_us = min(submit.timeout_us, MAX_TIMEOUT_US)
             own_timeout_us = timeout_us if has_backlog else policy.own_timeout_us(timeout_us)
             if settings.timeout_is_deadline and not (own_timeout_us and policy.delays):
-                deadline_ns = earlier_deadline(deadline_ns, message, arrived_ns)
+                deadline_ns = earlier_deadline(deadline_ns, submit, arrived_ns)
         if 0 < deadline_ns < now_ns:
-            raise Unavailable(expired_text(message, arrived_ns, deadline_ns))
+            raise Unavailable(expired_text(submit, arrived_ns, deadline_ns))
         return level, policy, arrived_ns, deadline_ns, own_timeout_us
 
     # --- order ------------------------------------------------------------------------------------
@@ -402,20 +402,20 @@ def _has_ended(request: ScheduledRequest) -> bool:
     return request.state is State.DONE
 
 
-def earlier_deadline(deadline_ns: int, message: Submit, arrived_ns: int) -> int:
+def earlier_deadline(deadline_ns: int, submit: Submit, arrived_ns: int) -> int:
     """Return the earlier of a deadline (0: none) and the end of a request's `timeout`."""
-    ends_ns = arrived_ns + min(message.timeout_us, MAX_TIMEOUT_US) * _NS_PER_US
+    ends_ns = arrived_ns + min(submit.timeout_us, MAX_TIMEOUT_US) * _NS_PER_US
     return min(deadline_ns or ends_ns, ends_ns)
 
 
-def expired_text(message: Submit, arrived_ns: int, deadline_ns: int) -> str:
+def expired_text(submit: Submit, arrived_ns: int, deadline_ns: int) -> str:
     """Return the error text of a request whose deadline has passed.
 
     The text contains the origin of the deadline.
     """
     origin = _TIMEOUT_ORIGIN
-    if deadline_ns == message.deadline_ns:
-        origin = message.deadline_origin or "the caller"
+    if deadline_ns == submit.deadline_ns:
+        origin = submit.deadline_origin or "the caller"
     timeout_us = max(0, deadline_ns - arrived_ns) // _NS_PER_US
     return _EXPIRED_TEXT.format(us=timeout_us, where="", origin=origin)
 

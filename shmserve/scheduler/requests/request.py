@@ -20,7 +20,7 @@ from shmserve.ipc.transport.router import leading_pid
 
 NEVER = 1 << 63  # later than any time
 NOTHING: Packed = (b"", [])  # a response without schema and data
-DONE = Submit(0, b"", [], 0, 0, 0, 0)  # replaces the message of a request that is done
+NO_SUBMIT = Submit(0, b"", [], 0, 0, 0, 0)  # replaces the message of a request that is done
 CACHED = "cached"  # `Timing.closed` of a request that was answered from the response cache
 
 R = TypeVar("R")

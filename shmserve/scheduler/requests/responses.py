@@ -29,7 +29,7 @@ from shmserve.ipc.tensors.inference import Packed
 from shmserve.ipc.trace import Span, TraceContext
 from shmserve.scheduler.requests.request import (
     AT_WORK,
-    DONE,
+    NO_SUBMIT,
     Event,
     Outcome,
     Peers,
@@ -238,7 +238,7 @@ class Responses:
 
     def _remove(self, request: ScheduledRequest) -> None:
         self.live_requests -= 1
-        request.submit = DONE
+        request.submit = NO_SUBMIT
         del request.client.requests[request.id]
 
 

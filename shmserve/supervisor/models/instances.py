@@ -287,7 +287,6 @@ def find_changes(
         for instance in added[:]:
             equivalent = (i for i in usable if i.placement == instance.placement)
             match = next((i for i in equivalent if i.name == instance.name or not same_name), None)
-
             if match is not None:
                 usable.remove(match)
                 removed.remove(match)

@@ -46,17 +46,19 @@ _WAITING_PHASES = (OrderPhase.READING, OrderPhase.STARTING, OrderPhase.MOVING)
 class Lifecycle:
     """The state machine that executes orders about the models of a registry."""
 
-    def __init__(self, registry: ModelRegistry, actions: LifecycleActions, hosted: bool) -> None:
+    def __init__(
+        self, registry: ModelRegistry, actions: LifecycleActions, shares_hosts: bool
+    ) -> None:
         """Create a lifecycle without orders.
 
         Args:
             registry: The models.
             actions: Executes the decisions.
-            hosted: Whether the schedulers of an ensemble and of its steps share a process.
+            shares_hosts: Whether the schedulers of an ensemble and of its steps share a process.
         """
         self._registry = registry
         self._actions = actions
-        self._shares_hosts = hosted
+        self._shares_hosts = shares_hosts
         self._open_orders: list[Order] = []  # orders that were not answered yet
         self._is_running = self._has_changed = False
         self._changed_models: set[str] = set()  # the models whose status may have changed
@@ -225,7 +227,8 @@ class Lifecycle:
             ):
                 if {*last_order.prerequisites} & {*order.model.orders}:
                     continue  # the unload of the step waits for this ensemble
-                return self._cancel(order)
+                self._cancel(order)
+                return
             load = last_order if last_order is not None and last_order.may_succeed else None
             if load is None and (not step.serving or last_order is not None):
                 step.is_step_only = True
@@ -233,7 +236,6 @@ class Lifecycle:
                 load = self._load(step, FOLDER, is_requested=False)
             if load is not None:
                 order.prerequisites.append(load)
-        return None
 
     def complete_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
         """Handle the configuration that the first worker of a version has completed.
@@ -422,7 +424,7 @@ class Lifecycle:
 
     def _take_over(self, order: Order) -> bool:
         incoming = order.model.incoming.values()
-        if order.has_failed_versions():
+        if order.store_failures():
             self._fail(order, order.log_failures())
         elif self._actions.is_published(order.model) and all(version.ready for version in incoming):
             self._load_users(order, order.take_over())

@@ -171,8 +171,8 @@ class LifecycleExecutor(LifecycleActions):
         self._audience: Audience = self.context
         self._answer_events: dict[Order, asyncio.Event] = {}
         self._start_tasks: dict[ModelVersion, asyncio.Task[None]] = {}
-        hosted = self.context.config.ensemble_scheduling == "hosted"
-        self.lifecycle = Lifecycle(self.registry, self, hosted)
+        shares_hosts = self.context.config.ensemble_scheduling == "hosted"
+        self.lifecycle = Lifecycle(self.registry, self, shares_hosts)
         parts = (self.context, self.registry, self.lifecycle, self.wait_for, self._observers)
         self.on_demand = OnDemand(*parts)
         self._follow_acknowledgements()

@@ -266,7 +266,7 @@ class Order:
                 old_version.pass_counters_to(version)
         self.phase = OrderPhase.OFFERED
 
-    def has_failed_versions(self) -> bool:
+    def store_failures(self) -> bool:
         """Store the failures of offered versions that cannot become ready.
 
         Returns:

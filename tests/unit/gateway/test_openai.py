@@ -90,7 +90,9 @@ def test_a_completion_in_chunks_and_whole() -> None:
 @pytest.mark.parametrize("choices_format", [COMPLETION_FORMAT, CHAT_FORMAT])
 def test_chunks_count_the_tokens_of_their_sample(choices_format: Any) -> None:
     """With continuous_usage_stats, as in vLLM."""
-    choices = Choices(choices_format, "m", 2, shows_usage=True, continuous=True, shows_tokens=False)
+    choices = Choices(
+        choices_format, "m", 2, shows_usage=True, shows_running_usage=True, shows_tokens=False
+    )
     usages = []
     for sample, tokens, more in (
         (0, [1, 2], {"prompt_token_ids": [7, 8, 9]}),

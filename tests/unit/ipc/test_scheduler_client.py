@@ -95,7 +95,7 @@ class Request(InflightRequest):
     def is_awaited(self) -> bool:
         return self.awaits_response
 
-    def respond(self, message: Response) -> None:
+    def handle(self, message: Response) -> None:
         self.received.append(message)
         if self.repeats and isinstance(message, m.Finished):
             self.repeats = False
@@ -231,7 +231,7 @@ def test_a_request_that_is_submitted_again_keeps_its_memory(client: Client) -> N
 
 def test_the_memory_of_a_request_that_cannot_take_its_response_is_free(client: Client) -> None:
     class BrokenRequest(Request):
-        def respond(self, message: Response) -> None:
+        def handle(self, message: Response) -> None:
             raise RuntimeError("broken")
 
     request = BrokenRequest(client)
@@ -339,7 +339,7 @@ def test_outputs_read_after_a_scheduler_died_are_released_by_its_successor(
 
 def test_a_response_that_cannot_be_taken_stops_no_failover(client: Client) -> None:
     class BrokenRequest(Request):
-        def respond(self, message: Response) -> None:
+        def handle(self, message: Response) -> None:
             raise RuntimeError("broken")
 
     broken_request, other_request = BrokenRequest(client, number=1), Request(client, number=2)

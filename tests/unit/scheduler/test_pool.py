@@ -4,7 +4,7 @@ import pytest
 
 from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.instances.pool import SLOT_TRANSITIONS, Execution, LostWork, Pool, SlotState
-from shmserve.scheduler.requests.request import DONE, NEVER, Client, ScheduledRequest
+from shmserve.scheduler.requests.request import NEVER, NO_SUBMIT, Client, ScheduledRequest
 
 NOW = 1_000_000
 LIMIT = 500
@@ -17,7 +17,7 @@ def pool() -> Pool:
 
 def execution(number: int = 1, started_ns: int = NOW) -> Execution:
     client = Client[ScheduledRequest](b"77.ab", print)
-    request = ScheduledRequest(number, client, number, 1, b"", NOW, NOW, 0, 0, NEVER, DONE)
+    request = ScheduledRequest(number, client, number, 1, b"", NOW, NOW, 0, 0, NEVER, NO_SUBMIT)
     return Execution(number, [request], CloseReason.IDLE, started_ns, started_ns)
 
 

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from shmserve.scheduler.requests.queue import PriorityQueue
-from shmserve.scheduler.requests.request import DONE, NEVER, Client, ScheduledRequest
+from shmserve.scheduler.requests.request import NEVER, NO_SUBMIT, Client, ScheduledRequest
 
 PRIORITY_LEVELS = st.sampled_from([1, 2, 3, 2**64 - 1])
 CLIENT = Client[ScheduledRequest](b"1.a", print)
 
 
 def request(key: int, level: int) -> ScheduledRequest:
-    return ScheduledRequest(key, CLIENT, key, 1, b"", 0, 0, 0, 0, NEVER, DONE, level)
+    return ScheduledRequest(key, CLIENT, key, 1, b"", 0, 0, 0, 0, NEVER, NO_SUBMIT, level)
 
 
 class ComparedQueue(RuleBasedStateMachine):

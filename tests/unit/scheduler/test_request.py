@@ -3,7 +3,7 @@
 import pytest
 
 from shmserve.scheduler.requests.request import (
-    DONE,
+    NO_SUBMIT,
     TRANSITIONS,
     Client,
     Event,
@@ -16,7 +16,7 @@ from shmserve.scheduler.requests.request import (
 @pytest.mark.parametrize("state", list(State))
 @pytest.mark.parametrize("event", list(Event))
 def test_events_follow_the_table_of_transitions(state: State, event: Event) -> None:
-    request = ScheduledRequest(1, Client(b"1.a", print), 1, 1, b"", 0, 0, 0, 0, 0, DONE)
+    request = ScheduledRequest(1, Client(b"1.a", print), 1, 1, b"", 0, 0, 0, 0, 0, NO_SUBMIT)
     request.state = state
     if event in TRANSITIONS[state]:
         request.transition(event)

@@ -4,14 +4,15 @@ The version folder contains the model. `engine.yaml`, in the folder of config.pb
 settings of the engine. The scheduler plans steps (`shmserve.ipc.messages.generation`), and the
 worker executes them.
 
-engine_file.py    `engine.yaml`
-engine.py         execution of steps, with sequences and proposers of draft tokens
-parameters.py sampler.py                    from logits to tokens
-texts.py prompts.py chat_template.py        from requests to tokens
-grammars.py                                 matchers of grammars
-tools.py tool_formats.py                    grammars and formats of tool calls
-texts.py message_parsers.py token_texts.py      from tokens to responses
-model/            the checkpoint, the decoder, its attention and KV cache
+engine_file.py                          `engine.yaml`
+prompts.py chat_template.py             from requests to tokens
+engine.py                               execution of steps, with sequences and draft tokens
+parameters.py sampler.py                from logits to tokens
+texts.py                                the text thread: calls the files above and below
+token_texts.py message_parsers.py       from tokens to responses
+grammars.py                             matchers of grammars
+tools.py tool_formats.py                grammars and formats of tool calls
+model/                                  the checkpoint, the decoder, its attention and KV cache
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ HEADS_BY_ENCODING: dict[str | None, bytes] = {
     },
 }
 OK_TRAILERS = encode_block(((b"grpc-status", b"0"),))
-_UNARY_FORMS = {name: ResponseBlocks(head, OK_TRAILERS) for name, head in HEADS_BY_ENCODING.items()}
+_BLOCKS = {name: ResponseBlocks(head, OK_TRAILERS) for name, head in HEADS_BY_ENCODING.items()}
 
 UnaryHandler = Callable[[Any, "UnaryCall"], None]
 
@@ -198,7 +198,7 @@ class GrpcCall(ABC):
         return bool(self._deadline) and self._deadline - time.monotonic() < _MIN_TIME_LEFT_S
 
     def fail(self, code: StatusCode, details: str, metadata: _Metadata = ()) -> None:
-        """End the call with a status. An error discards responses that are not sent yet."""
+        """End the call with an error status; discard the responses that are not sent yet."""
         if self.done:
             return
         self._mark_done()
@@ -263,7 +263,7 @@ class GrpcCall(ABC):
         if not assembly.received_bytes:
             return
         received = assembly.received_bytes if self._arriving_message is None else size
-        arriving = self.await_message()
+        arriving = self.start_time_limit()
         arriving.received_bytes += received
         if assembly.sink is None:
             arriving.reserve(received)
@@ -275,10 +275,10 @@ class GrpcCall(ABC):
         """Enlarge the window for the rest of a large message."""
         self._connection.http2.send_window_update(self._stream, assembly.permit_rest())
 
-    def check_message(self) -> None:  # noqa: B027
+    def expect_message(self) -> None:  # noqa: B027
         """Start the time limit of a unary call's message, unless it arrived with the head."""
 
-    def await_message(self) -> ArrivingMessage:
+    def start_time_limit(self) -> ArrivingMessage:
         """Start the time limit of a message that is incomplete or missing."""
         if self._arriving_message is None:
             front = self._connection.front
@@ -389,10 +389,10 @@ class UnaryCall(GrpcCall):
         self._has_message = False
         self._task: asyncio.Task[None] | None = None
 
-    def check_message(self) -> None:
+    def expect_message(self) -> None:
         """Start the time limit of the message if it was not received yet."""
         if not (self._has_message or self.done):
-            self.await_message()
+            self.start_time_limit()
 
     def receive_data(self, piece: memoryview, ended: bool) -> None:
         """Receive data, which is nearly always the complete message."""
@@ -428,7 +428,7 @@ class UnaryCall(GrpcCall):
         self._mark_done()
         self._stream.on_sent = self._on_all_sent
         connection = self._connection
-        blocks = _UNARY_FORMS[self._compression]
+        blocks = _BLOCKS[self._compression]
         connection.http2.sending.send_response(self._stream, blocks, pieces)
         connection.flush()
 
@@ -506,7 +506,8 @@ class StreamingCall(GrpcCall):
             code, details, metadata = ending or SUCCEEDED
             if not self._is_head_sent and code is StatusCode.OK:
                 self._send_head()
-            self.fail(code, details, metadata)
+            self._mark_done()
+            self._send_status(code, details, metadata)
 
     def _cancel(self) -> None:
         if self._task is not None:

@@ -179,13 +179,13 @@ class TextRequest(NamedTuple):
         ]
 
 
-def _select_details(parameters: dict[str, Any], continuous: bool) -> tuple[str, ...]:
+def _select_details(parameters: dict[str, Any], running_usage: bool) -> tuple[str, ...]:
     """Return the outputs that only some requests need: token ids and log probabilities.
 
-    With `continuous`, each chunk reports its token usage, which is counted by token ids.
+    With `running_usage`, each chunk reports its token usage, which is counted by token ids.
     """
     outputs: tuple[str, ...] = ()
-    if continuous or ("return_token_ids" in parameters and returns_tokens(parameters)):
+    if running_usage or ("return_token_ids" in parameters and returns_tokens(parameters)):
         outputs = ("token_ids", "prompt_token_ids")
     return (*outputs, "logprobs") if "prompt_logprobs" in parameters else outputs
 
@@ -346,7 +346,7 @@ async def parse_completion(gateway: Gateway, body: dict[str, Any]) -> TextReques
     model = await resolve_generative_model(gateway, fields)
     value: Any = fields.get("prompt")
     is_single = type(value) is not list or are_tokens(value)
-    prompts = [prompt(value)] if is_single else await _prompt_inputs(model, value)
+    prompts = [prompt_input(value)] if is_single else await _prompt_inputs(model, value)
     echo = check_member(fields, "echo", bool, False)
     if "max_completion_tokens" in fields:  # the field of chats
         fields["max_tokens"] = fields.pop("max_completion_tokens")
@@ -420,7 +420,7 @@ def _text_request(
     sample_count = check_member(parameters, "n", int, 1)
     excluded = ("model", "prompt", "messages", "stream_options")
     fields = {name: value for name, value in parameters.items() if name not in excluded}
-    usage = continuous = False
+    usage = running_usage = False
     if options := check_member(parameters, "stream_options", dict, {}):
         if not stream:
             raise InvalidArgument("stream_options: only allowed if stream is true")
@@ -428,9 +428,9 @@ def _text_request(
         usage = check_member(options, "stream_options.include_usage", bool, False)
         if usage:
             name = "stream_options.continuous_usage_stats"
-            continuous = check_member(options, name, bool, False)
-    details = _select_details(fields, continuous)
-    return TextRequest(model, prompts, fields, sample_count, stream, usage, details, continuous)
+            running_usage = check_member(options, name, bool, False)
+    details = _select_details(fields, running_usage)
+    return TextRequest(model, prompts, fields, sample_count, stream, usage, details, running_usage)
 
 
 async def _prompt_inputs(model: GatewayModel, value: list[Any]) -> list[InferInput]:
@@ -443,7 +443,7 @@ async def _prompt_inputs(model: GatewayModel, value: list[Any]) -> list[InferInp
     check_count("prompt", value)
     prompts: list[InferInput] = []
     for index, item in enumerate(value):
-        prompts.append(prompt(item, f"prompt[{index}]"))
+        prompts.append(prompt_input(item, f"prompt[{index}]"))
         await asyncio.sleep(0)
     if len(prompts) > 1:
         _check_capacity(model, len(prompts))
@@ -467,7 +467,7 @@ def _check_capacity(model: GatewayModel, count: int) -> None:
         )
 
 
-def prompt(value: Any, name: str = "prompt") -> InferInput:
+def prompt_input(value: Any, name: str = "prompt") -> InferInput:
     """Return the input for the field `name` of a body: a text, or a list of tokens."""
     if type(value) is str:
         return create_input("text_input", "BYTES", [value])

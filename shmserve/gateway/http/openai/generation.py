@@ -169,7 +169,7 @@ class _Sample:
     extra_members: dict[str, Any] = field(default_factory=dict)
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    tokens: int = 0  # number of tokens, counted for `Choices.continuous`
+    tokens: int = 0  # number of tokens, counted for `Choices.shows_running_usage`
     # Number of characters of `logprobs`. The text lags behind if it may contain a stop string.
     token_characters: int = 0
 
@@ -247,7 +247,7 @@ class Choices:
         format: The format of completions or of chats.
         model: The name of the model in the response.
         shows_usage: Whether chunks have the member `usage`, which is null.
-        continuous: Whether `usage` has the number of tokens of the sample so far instead.
+        shows_running_usage: Whether `usage` has the number of tokens of the sample so far instead.
         shows_tokens: Whether the client receives the ids of tokens.
         tools: The tools of the request, which may be `Packed`.
     """
@@ -256,7 +256,7 @@ class Choices:
     model: str
     sample_count: int
     shows_usage: bool = False
-    continuous: bool = False
+    shows_running_usage: bool = False
     shows_tokens: bool = True
     tools: Any = None
     _samples: dict[int, _Sample] = field(default_factory=dict)
@@ -300,7 +300,7 @@ class Choices:
             choice["stop_reason"] = delta.stop_reason
         sample.finish_reason, sample.stop_reason = choice["finish_reason"], delta.stop_reason
         sample.first_logprobs = None if sample.is_begun else choice["logprobs"]
-        if self.continuous:
+        if self.shows_running_usage:
             members = self._count_tokens(prompt, sample, delta.extra_members)
             choice |= self._add_members(sample, members)
         elif delta.extra_members:
@@ -371,7 +371,7 @@ class Choices:
         head = {**self._head(self.format.chunk_name), **self._prompt_members}
         entries = list(choices)
         if self.shows_usage:
-            head["usage"] = entries[0].pop("usage") if self.continuous else None
+            head["usage"] = entries[0].pop("usage") if self.shows_running_usage else None
         self._prompt_members = {}
         return orjson.dumps({**head, "choices": entries})
 
@@ -519,7 +519,7 @@ class _Generation:
         await first_queue.wait()
         error = find_error(first_queue.first_response)
         if error is not None:
-            log_failure(first_queue.request.built_request, error)
+            log_failure(first_queue.inference.built_request, error)
             raise error
 
     async def whole_response(self) -> HttpResponse:
@@ -561,7 +561,7 @@ class _Generation:
             results: list[list[Any]] = []
             for prompt, queue in list(unfinished.items()):
                 while queue and prompt in unfinished:
-                    inferred = queue.request.outputs(queue.first_response)
+                    inferred = queue.inference.outputs(queue.first_response)
                     if self._has_logprobs and inferred is not None:
                         sizes = (len(output_bytes(self._gateway, t)) for t in inferred.outputs)
                         byte_size = sum(sizes)

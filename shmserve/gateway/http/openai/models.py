@@ -221,7 +221,7 @@ async def tokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         variables = {name: fields[name] for name in CONVERSATION_FIELDS & fields.keys()}
         prompt = bodies.conversation_input(fields, variables)
     elif "prompt" in fields:
-        prompt = bodies.prompt(bodies.check_member(fields, "prompt", str, ""))
+        prompt = bodies.prompt_input(bodies.check_member(fields, "prompt", str, ""))
     else:
         raise InvalidArgument("prompt: a prompt or messages are required")
     parameters = {"task": "tokenize", "add_special_tokens": add_special_tokens}
@@ -249,7 +249,7 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
         return json_response({"prompt": ""})
     if type(tokens) is not Packed and not are_tokens(tokens):
         raise InvalidArgument(f"tokens: {clip(repr(tokens))} is not a list of tokens")
-    ids = bodies.prompt(tokens, "tokens")
+    ids = bodies.prompt_input(tokens, "tokens")
     limit = model.max_model_len
     if limit and ids.count > limit:
         text = f"tokens: {PROMPT_TOO_LONG}: {ids.count} tokens exceed the limit of {limit}"
@@ -286,7 +286,7 @@ async def infer_once(
         error = find_error(queue.first_response)
         if isinstance(error, QueueFull):
             raise TooManyRequests(error.message, error.retry_after_s)
-        inferred = queue.request.outputs(queue.first_response)
+        inferred = queue.inference.outputs(queue.first_response)
         tensors = () if inferred is None else inferred.outputs
         values = {t.name: bodies.decode_output(gateway, t, model.name) for t in tensors}
         queue.remove_first(inferred)

@@ -48,7 +48,7 @@ def test_steps_run_one_after_the_other() -> None:
     rig.finish("b", second_step.id, b"efgh")
     (output,) = inferred_of(only_message(rig.take_client_messages(), m.Finished)).outputs
     assert (output.name, output.data) == ("OUT", b"efgh")
-    assert rig.ensemble.live_requests == 0
+    assert rig.core.live_requests == 0
 
 
 def test_every_step_has_the_priority_of_the_request() -> None:
@@ -120,7 +120,7 @@ def test_a_deadline_is_reported_at_once_and_memory_is_settled_later() -> None:
     assert rig.take_sent(m.Cancel) == [("a", m.Cancel(submit.id))]
     rig.from_step("a", m.Failed(submit.id, "CANCELLED", "request cancelled", 0, False))
     only_message(rig.take_client_messages(), m.Settled)
-    assert rig.ensemble.live_requests == 0
+    assert rig.core.live_requests == 0
 
 
 def test_a_missing_output_is_a_deadlock() -> None:

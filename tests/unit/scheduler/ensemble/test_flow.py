@@ -59,7 +59,7 @@ def plan(graph: Graph, stream_steps: tuple[int, ...] = (), optional: tuple[str, 
 def respond(flow: Flow, firing: Firing, values: dict[str, Value]) -> None:
     """Add a step's response, whose outputs have the names of the model."""
     outputs = firing.step.outputs
-    flow.respond(
+    flow.store_response(
         firing.step,
         firing.response_index,
         [(outputs[name], t) for name, t in values.items()],
