@@ -83,7 +83,7 @@ class ServerConfig:
     load_models: tuple[str, ...]
     load_on_demand: bool
     idle_unload_s: float
-    max_loaded_byte_size: int
+    max_models_byte_size: int
     repository_poll_s: int
     auto_complete: bool
     model_config_name: str
@@ -176,7 +176,7 @@ def _from_flags(
         class_settings=collected(_class_settings, repeated["set"], files),
         load_models=collected(_load_models, parsed),
         idle_unload_s=collected(_on_demand, value, "idle-unload-secs"),
-        max_loaded_byte_size=collected(_on_demand, value, "max-loaded-byte-size"),
+        max_models_byte_size=collected(_on_demand, value, "max-loaded-byte-size"),
         repository_poll_s=value["repository-poll-secs"],
         auto_complete=not (value["disable-auto-complete-config"] or value["strict-model-config"]),
         model_config_name=collected(_config_name, value["model-config-name"] or ""),

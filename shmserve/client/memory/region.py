@@ -268,7 +268,10 @@ def _descriptor(source: Any) -> int:
 
 
 def _receive_region(descriptor: Any, specs: Specs, start: int, pin: bool) -> Region:
-    """Return a region that another process has sent; its first request shares it with a server."""
+    """Return a region that another process has sent.
+
+    It belongs to no client yet: the first client that sends a request with it attaches the memory.
+    """
     unshared = Memories(0, _share_nothing, _share_nothing)
     return Region(unshared, specs, partial(AttachedSegment, descriptor.detach(), pin), start)
 

@@ -329,8 +329,8 @@ class AdaptiveBatcher(Batcher):
         head = gather(pending, self._rules)
         if head is None:
             return None
-        # A selected batch may run later, since the instance may still wait for its ticket. The
-        # wait therefore ends when the first request is gone, not with the decision.
+        # A returned batch does not run while the instance has no ticket, and is then decided again.
+        # The end of the wait is therefore set once for each request at the head of the queue.
         if not any(request is self._first_request for request in head.requests):
             self._first_request = head.requests[0]
             self._wait_end_ns = now_ns + int(self._size_times.setup_ns)

@@ -222,7 +222,7 @@ class OnDemand:
     async def run(self) -> None:
         """Unload models that are idle or exceed the memory limit, until the task is cancelled."""
         while True:
-            if self._context.config.max_loaded_byte_size:
+            if self._context.config.max_models_byte_size:
                 await self._memory.measure(self._registry.live_versions, refresh=True)
             await self.free_memory()
             await asyncio.sleep(_CHECK_EVERY_S)
@@ -245,7 +245,7 @@ class OnDemand:
                 logger.warning(text, ", ".join(map(repr, names)), _UNLOAD_TIMEOUT_S)
 
     async def _due_names(self) -> list[str]:
-        max_bytes = self._context.config.max_loaded_byte_size
+        max_bytes = self._context.config.max_models_byte_size
         if max_bytes:
             await self._memory.measure(self._registry.live_versions)
         if not select_unloads(self._residents(), max_bytes, time.monotonic_ns()):

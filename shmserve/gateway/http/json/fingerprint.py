@@ -160,7 +160,10 @@ def is_worth_caching(cache: Cache, fingerprint: Fingerprint) -> bool:
 def store_template(
     cache: Cache, fingerprint: Fingerprint, request: InferRequest, template: RequestTemplate
 ) -> None:
-    """Store a template, if the id, position and arrays cut out of the text are the request's."""
+    """Store a template, unless the parsed request shows that other parts were cut out of the text.
+
+    The cut parts must be its id, its position in a sequence and the arrays of its inputs.
+    """
     identity, array_count = fingerprint.identity, len(fingerprint.arrays)
     if identity is not None and not identity.is_identity_of(request):
         return
