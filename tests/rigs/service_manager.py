@@ -98,7 +98,7 @@ def start(
         [
             *("sh", "-c", exec_with_own_pid, "sh", sys.executable, "-m", "shmserve", "serve"),
             *(f"--model-repository={repository}", f"--run-dir={folder / 'run'}"),
-            *("--metrics-port=0",),
+            *("--metrics-port=0", "--grpc-port=0"),
         ],
         cwd=ROOT,
         env={

@@ -45,7 +45,7 @@ async def main():
     ends = [await child.exited for child in await asyncio.gather(*spawned)]
     print(len(ends), set(ends))
     os.kill(process.pid, signal.SIGSTOP)
-    stay = "tests.integration.processes.test_zygote:stay"
+    stay = "tests.integration.processes.test_zygote:wait_for_signal"
     unwanted = asyncio.ensure_future(zygote.spawn("it", stay, b""))
     while not zygote._pending_forks:
         await asyncio.sleep(0)
@@ -94,7 +94,7 @@ async def main():
     children = ProcessTable()
     zygote = Zygote(children, RunDirectory(Path(sys.argv[1])), "zygote", (), os.environ)
     zygote.start()
-    stay = "tests.integration.processes.test_zygote:stay"
+    stay = "tests.integration.processes.test_zygote:wait_for_signal"
     last = (await zygote.spawn("one", stay, b"")).pid
     children._reserved_pids.extend(range(last + 1, last + 20))
     another = await zygote.spawn("another", stay, b"")
