@@ -376,14 +376,15 @@ def test_a_request_of_higher_priority_overtakes_waiting_requests(server: Server)
         complete(server.http_port, **sampled)
         ended_priorities.append(priority)
 
-    with ThreadPoolExecutor(200) as pool:
-        for _ in range(160):
+    # 64 requests run at a time. More than 128 of 320 wait at most until the third 64 begin; although
+    # the reported number may be old, request 1 runs with the fourth 64 at the latest.
+    with ThreadPoolExecutor(330) as pool:
+        for _ in range(320):
             pool.submit(send_request, 9)
-        # More than 64 requests wait only while the first 64 run.
-        until("many wait", lambda: sum(gauge(server, "vllm:num_requests_waiting{")) > 64)
+        until("many wait", lambda: sum(gauge(server, "vllm:num_requests_waiting{")) > 128)
         pool.submit(send_request, 1)
-    # 64 requests run at a time. In order of arrival, request 1 would be among the last 32.
-    assert ended_priorities.index(1) < 128
+    # In order of arrival, request 1 would be the last one.
+    assert ended_priorities.index(1) < 256
 
 
 def test_metrics_of_vllm_count(server: Server) -> None:
