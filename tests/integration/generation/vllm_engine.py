@@ -376,8 +376,8 @@ def test_a_request_of_higher_priority_overtakes_waiting_requests(server: Server)
         complete(server.http_port, **sampled)
         ended_priorities.append(priority)
 
-    # 64 requests run at a time. More than 128 of 320 wait at most until the third 64 begin; although
-    # the reported number may be old, request 1 runs with the fourth 64 at the latest.
+    # 64 requests run at a time. More than 128 of 320 wait at most until the third 64 begin. As the
+    # reported number may be old, request 1 runs with the fourth 64 at the latest.
     with ThreadPoolExecutor(330) as pool:
         for _ in range(320):
             pool.submit(send_request, 9)
