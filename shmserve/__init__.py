@@ -46,7 +46,7 @@ def __dir__() -> list[str]:
 #       requests/           queue it (queue.py)
 #       batchers/           form batches (dispatch.py)
 #       instances/          select an instance (pool.py); send the batch to it (executions.py)
-#     workers               instance.py: wait, execute, report
+#     workers               main.py: wait, execute, report
 #       batch/              execute.py calls request.py -> backends/ (the model) -> scatter.py;
 #                           backends that compute whole batches use runner.py
 #
