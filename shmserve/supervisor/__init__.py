@@ -10,7 +10,7 @@ Start reading at `main.py:serve`; `models/` has the path of a model load:
     reload.py           changes on disk: SIGHUP for settings, the poller for repositories
     handover.py         the handover to a successor while both servers run
     health.py           liveness, readiness, and the service manager's watchdog
-    processes/          the process table, zygotes, the control socket, scheduler hosts
+    processes/          the process table, zygotes, the control socket
     models/             loading, versions, publications, the repository index
     regions/            the registry of shared memory regions, and its quotas
     resources/          shared resources: the rate limiter, cache bytes, workspaces

@@ -29,7 +29,6 @@ from shmserve.supervisor.processes.control_socket import (
     LogControl,
     TraceControl,
 )
-from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 
@@ -57,7 +56,6 @@ class SupervisorContext:
     cache_shares: CacheShares
     tickets: Tickets
     workspaces: Workspaces
-    hosts: SchedulerHosts
     scheduler_ids: itertools.count[int] = field(default_factory=partial(itertools.count, 1))
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 

@@ -55,7 +55,6 @@ from shmserve.supervisor.processes.control_socket import (
     LogControl,
     TraceControl,
 )
-from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
 from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
@@ -279,18 +278,16 @@ def _compose_context(
     load_on_demand: Callable[[str, float], Awaitable[None]],
     listeners: Listeners,
 ) -> SupervisorContext:
-    logging = LogControl(control, config.log)
     # numpy's BLAS starts threads on import, which these processes do not need.
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    front_zygote = Zygote(processes, run_dir, "front zygote", _FRONT_PRELOADS, environment)
     return SupervisorContext(
         config=config,
         run_dir=run_dir.path,
         control=control,
-        front_zygote=front_zygote,
+        front_zygote=Zygote(processes, run_dir, "front zygote", _FRONT_PRELOADS, environment),
         worker_zygote=_create_worker_zygote(processes, run_dir, config),
         capabilities=capabilities,
-        logging=logging,
+        logging=LogControl(control, config.log),
         tracing=TraceControl(control, config.trace, config.gateway.slow_request_ms),
         local_clients=LocalClientServer(
             *(run_dir.path, config.shm.group, capabilities, memory, snapshot.for_local_client),
@@ -302,7 +299,6 @@ def _compose_context(
         cache_shares=CacheShares(config.cache_byte_size),
         tickets=_create_tickets(config, control),
         workspaces=Workspaces(config.workspace_byte_sizes, control.send),
-        hosts=SchedulerHosts(control, front_zygote, run_dir.path, logging),
     )
 
 

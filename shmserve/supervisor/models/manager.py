@@ -46,7 +46,7 @@ from shmserve.supervisor.models.orders import (
 )
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import CONFIG_FILE, ModelFolder
-from shmserve.supervisor.processes.scheduler_hosts import Group
+from shmserve.supervisor.models.scheduler_process import Group, SchedulerHosts
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +171,7 @@ class LifecycleExecutor(LifecycleActions):
         self._audience: Audience = self.context
         self._answer_events: dict[Order, asyncio.Event] = {}
         self._start_tasks: dict[ModelVersion, asyncio.Task[None]] = {}
+        self._hosts = SchedulerHosts(self.context)
         shares_hosts = self.context.config.ensemble_scheduling == "hosted"
         self.lifecycle = Lifecycle(self.registry, self, shares_hosts)
         parts = (self.context, self.registry, self.lifecycle, self.wait_for, self._observers)
@@ -266,7 +267,7 @@ class LifecycleExecutor(LifecycleActions):
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
         events = self.lifecycle.version_changed, self.lifecycle.complete_config
-        return ModelVersion(self.context, spec, group, self.registry.serving, *events)
+        return ModelVersion(self.context, spec, group, self._hosts, self.registry.serving, *events)
 
     def start(self, version: ModelVersion) -> None:
         self._start_tasks[version] = self.context.background(self._start(version))
