@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from shmserve import logs
 from shmserve.common import fd_limits, host
@@ -46,7 +46,12 @@ from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.server import LocalClientServer, LocalMemory
 from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.manager import LifecycleExecutor, ModelManager, ModelPublisher
+from shmserve.supervisor.models.manager import (
+    LifecycleExecutor,
+    ModelManager,
+    ModelPublisher,
+    ModelRequest,
+)
 from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
 from shmserve.supervisor.processes.children import ProcessTable, Zygote, worker_preloads
 from shmserve.supervisor.processes.control_socket import (
@@ -226,7 +231,8 @@ def compose(
     readiness = ReadinessCheck(control.send)
     poller = RepositoryPoller(context, planner, registry, models)
     autoscaler = Autoscaler(context, registry)
-    ControlApi(context, regions, kept, handles, models, registry, readiness)
+    context.serve_requests(get_args(ModelRequest), models.handle)
+    ControlApi(context, regions, kept, handles, registry, readiness)
 
     def refusal_reason() -> str:
         if service_manager.is_present:
