@@ -10,7 +10,9 @@ Start reading at `main.py:serve`; `models/` has the path of a model load:
     reload.py           changes on disk: SIGHUP for settings, the poller for repositories
     handover.py         the handover to a successor while both servers run
     health.py           liveness, readiness, and the service manager's watchdog
-    processes/          the process table, zygotes, the control socket
+    processes/          children.py: the children, the client of the zygotes, restart backoff;
+                        zygote.py: the process that forks children; control_socket.py: messages
+                        between the supervisor and its processes
     models/             loading, versions, publications, the repository index
     regions/            the registry of shared memory regions, and its quotas
     resources/          shared resources: the rate limiter, cache bytes, workspaces

@@ -1,6 +1,1 @@
-"""Processes: children and their zygotes, and the control socket.
-
-children.py          the children, the client of the zygotes, restart backoff: start reading here
-zygote.py            the process that forks children
-control_socket.py    messages between the supervisor and its processes
-"""
+"""Child processes, the zygotes that fork them, and the control socket."""
