@@ -257,7 +257,7 @@ def _read_qwen_xml(parser: MessageParser) -> Reading[None]:
     <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>.
     As in vLLM, an element `tool_call` may have several functions, and its opening tag is optional.
     """
-    tags = ("<tool_call>", "<function=")
+    tags = ["<tool_call>", "<function="]
     while tag := (yield from parser.read_content(*tags)):
         if tag == "</tool_call>":
             parser.discard_read()
@@ -265,7 +265,7 @@ def _read_qwen_xml(parser: MessageParser) -> Reading[None]:
         wrapped = tag == "<tool_call>"
         is_call = yield from parser.read_call(_read_xml_call(parser, wrapped))
         if is_call and not wrapped:
-            tags = ("<tool_call>", "<function=", "</tool_call>")
+            tags = ["<tool_call>", "<function=", "</tool_call>"]
         while is_call and wrapped:
             tag = yield from parser.read_until(ignore, "<function=", "</tool_call>")
             if tag != "<function=":
