@@ -52,8 +52,8 @@ VALID_CALLS: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] =
         *("", [("f", {"a": 1})])),
     "hermes with null": ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>',
         *("", [NOW])),
-    "hermes with other members": ("hermes", '<tool_call>{"name": "f", "why": {}, "arguments": {}, '
-        '"x": 1}</tool_call>', *("", [("f", {})])),
+    "hermes with other members": ("hermes",
+        '<tool_call>{"name": "now", "why": {}, "arguments": {}, "x": 1}</tool_call>', *("", [NOW])),
     "hermes without text": ("hermes", '<tool_call>{"name": "now", "arguments": ""}</tool_call>',
         *("", [NOW])),
     "hermes without a brace": ("hermes", f"<tool_call>{JSON[:-1]}\n</tool_call>", *("", [WEATHER])),
