@@ -27,9 +27,8 @@ A gRPC request:
     inference/ and links.py         as above
     grpc/wire/response.py           the response as protobuf
 
-    process.py, settings.py         the process of a gateway, and its settings
-    context.py                      its state (model_table.py, region_table.py), and loading on
-                                    demand
+    process.py, settings.py         the process of a gateway, and its settings; its state
+                                    (model_table.py, region_table.py), and loading on demand
     compression.py                  gzip and deflate, of HTTP bodies and of gRPC's messages
     listener.py                     the access rules of a listener, the identity of its clients, and
                                     the limits of its connections

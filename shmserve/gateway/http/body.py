@@ -25,7 +25,6 @@ from aiohttp import StreamReader
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.compression import BodyTooLarge, Inflater, UnsupportedEncoding, check_encoding
-from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.incoming import MalformedBody
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.fingerprint import (
@@ -64,6 +63,7 @@ from shmserve.gateway.inference.prepare import (
 )
 from shmserve.gateway.inference.request import InferInput, InferRequest, select_forwarded_headers
 from shmserve.gateway.model_table import GatewayModel
+from shmserve.gateway.process import Gateway
 from shmserve.gateway.region_table import authorise
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.tensors.descriptors import MAX_INT64
