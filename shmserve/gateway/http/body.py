@@ -27,13 +27,13 @@ from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.compression import BodyTooLarge, Inflater, UnsupportedEncoding, check_encoding
 from shmserve.gateway.http.incoming import MalformedBody
 from shmserve.gateway.http.json import tensors
+from shmserve.gateway.http.json.codec import TOO_LARGE, decode_data, parse_request
 from shmserve.gateway.http.json.fingerprint import (
     Fingerprint,
     fill_known_template,
     is_worth_caching,
     store_template,
 )
-from shmserve.gateway.http.json.infer_request import TOO_LARGE, decode_data, parse_request
 from shmserve.gateway.http.json.parser import (
     LARGE,
     MAX_OBJECTS,

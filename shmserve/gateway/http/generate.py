@@ -21,7 +21,7 @@ import orjson
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.infer import ResponseQueue, streaming_response
-from shmserve.gateway.http.json.infer_request import (
+from shmserve.gateway.http.json.codec import (
     move_sequence_parameters,
     parameter_value,
     request_id,

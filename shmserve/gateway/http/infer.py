@@ -25,8 +25,8 @@ from shmserve.common.tasks import resolve_future
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.compression import compress_pieces, preferred_encoding
 from shmserve.gateway.http.body import body_limit_us, header_size, read_request
+from shmserve.gateway.http.json.codec import JsonResponseTemplate
 from shmserve.gateway.http.json.fingerprint import Fingerprint, fill_known_template
-from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
 from shmserve.gateway.http.json.tensors import encode_in_turns, join_in_turns
 from shmserve.gateway.http.messages import (
     ACCEPT,
