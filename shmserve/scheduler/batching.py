@@ -30,7 +30,7 @@ from shmserve.ipc.messages.supervision import (
     RetireInstance,
 )
 from shmserve.ipc.messages.unions import SupervisorToBatching
-from shmserve.ipc.tensors.schemas import Schemas
+from shmserve.ipc.tensors.inference import Schemas
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix, stopping_text
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.batchers.dispatch import Dispatch, Dispatcher, batcher_of

@@ -49,13 +49,13 @@ from shmserve.ipc.tensors.descriptors import (
     require_integer,
 )
 from shmserve.ipc.tensors.inference import (
+    BoundedCache,
     Packed,
     pack_inference,
     pack_inferred,
     unpack_inference,
     unpack_inferred,
 )
-from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.frames import MalformedMessage

@@ -52,8 +52,7 @@ from shmserve.gateway.model_table import checked_version
 from shmserve.gateway.process import UNLIMITED, Gateway, needs_load, resolve_model
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
-from shmserve.ipc.tensors.inference import Inferred
-from shmserve.ipc.tensors.schemas import BoundedCache
+from shmserve.ipc.tensors.inference import BoundedCache, Inferred
 from shmserve.ipc.trace import TraceContext
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 

@@ -49,8 +49,13 @@ from shmserve.ipc.messages.inference import Response, make_submit
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred, ResponseSchema
-from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
+from shmserve.ipc.tensors.inference import (
+    SEQUENCE_START,
+    BoundedCache,
+    Inferred,
+    ResponseSchema,
+    Schemas,
+)
 from shmserve.ipc.tensors.signature import shape_text, stopping_text
 from shmserve.ipc.transport.frames import MalformedMessage
 

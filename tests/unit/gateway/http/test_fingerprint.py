@@ -19,7 +19,7 @@ from shmserve.gateway.http.json.fingerprint import (
 )
 from shmserve.gateway.http.json.parser import loads
 from shmserve.gateway.inference.request import InferRequest, RequestIdentity
-from shmserve.ipc.tensors.schemas import BoundedCache
+from shmserve.ipc.tensors.inference import BoundedCache
 
 LIMIT = 1 << 20
 
