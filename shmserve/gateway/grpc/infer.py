@@ -1,8 +1,8 @@
 """Inference requests over gRPC, of unary calls and of streams: decoded, submitted, and encoded.
 
 message ──> `submit_request`: finds a template, or parses the message, or takes it from the arena
-        ──> `submit` ──> UnaryInference ──> `encode_response`: from a template, or serialized
-                    └──> StreamingInference, for decoupled models in streams (stream_infer.py)
+        ──> UnaryInference ──> `encode_response`: from a template, or serialized
+        └──> StreamingInference, for decoupled models in streams (stream_infer.py)
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shmserve.gateway.inference.inference import (
     classify_outputs,
     output_bytes,
     record_failure,
-    submit,
+    submit_inference,
 )
 from shmserve.gateway.inference.prepare import (
     ArrivingRequest,
@@ -168,20 +168,21 @@ class Inferences(ActiveCount):
         """
         arrived_ns = time.monotonic_ns()
         built = self._decode(raw_request, headers, streamed=on_streamed is not None)
-        inference_args: tuple[Any, ...] = (UnaryInference, on_response, True)
+        create_inference: Any
+        create_inference = partial(UnaryInference, on_response=on_response, is_templated=True)
         if built.model.decoupled:
             if on_streamed is None:
                 built.release()
                 raise RequestRefused(Unsupported(_DECOUPLED_UNSUPPORTED), built.infer_request.id)
-            inference_args = (StreamingInference, on_streamed)
+            create_inference = partial(StreamingInference, on_response=on_streamed)
         call_limit = UNLIMITED
         if call.head.timeout_s is not None:
             call_limit = (_limit_us(call.time_remaining()), "the deadline of the gRPC call")
         try:
-            inference: UnaryInference | StreamingInference = submit(
-                *(self.gateway, built, call.client, arrived_ns, *inference_args),
-                call_limit=call_limit,
-                traceparent=call.head.traceparent,
+            inference: UnaryInference | StreamingInference = submit_inference(
+                *(self.gateway, built, call.client, arrived_ns, create_inference),
+                call_limit,
+                call.head.traceparent,
             )
             return inference
         except ShmserveError as error:

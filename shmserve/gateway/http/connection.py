@@ -184,8 +184,8 @@ class HttpConnection(Incoming):
         """Return the request in flight or the first in the queue, or None for invalid HTTP."""
         begun_request, self._begun_request = self._begun_request, None
         if begun_request is not None:
-            begun_request.request.begun_request = begun_request
-            return begun_request.request
+            begun_request.http_request.begun_request = begun_request
+            return begun_request.http_request
         message = self._messages.popleft()
         if type(message) is HttpRequest:
             self._is_handling = True

@@ -100,7 +100,7 @@ class WholeBody:
 class BegunRequest(Protocol):
     """A request in flight that no task handles."""
 
-    request: HttpRequest
+    http_request: HttpRequest
 
     async def response(self) -> Any:
         """Return the response once it has arrived."""

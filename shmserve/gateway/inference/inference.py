@@ -1,6 +1,6 @@
 """Inferences: requests in flight at a scheduler, and their responses, for every protocol.
 
-A `UnaryInference` has one response, a `StreamingInference` any number. `submit` creates both:
+A `UnaryInference` has one response, a `StreamingInference` any number:
 
     submitted ──> in flight ──response──> outputs unpacked, encoded by the protocol
                     ├──cancelled: the scheduler is notified, later responses are discarded
@@ -67,26 +67,24 @@ _MAX_TEMPLATES = 8  # maximum number of response templates of one stream
 R = TypeVar("R", bound=GatewayRequest)
 
 
-def submit(
+def submit_inference(
     gateway: Gateway,
     built_request: BuiltRequest,
     client: ClientIdentity,
     arrived_ns: int,
-    inference_class: Callable[..., R],
-    *inference_args: Any,
+    create_inference: Callable[..., R],
     call_limit: TimeLimit = UNLIMITED,
     traceparent: str = "",
 ) -> R:
-    """Submit a request to the scheduler of its model, and return its `inference_class` object.
+    """Submit a request to the scheduler of its model, and return it as an inference in flight.
 
     Args:
         gateway: The gateway.
         built_request: The request, whose resources are released if it is refused.
         client: The client, which must own the regions of the request.
         arrived_ns: The time of the request's arrival.
-        inference_class: The class of the inference.
-        *inference_args: The arguments of `inference_class` after those of `GatewayRequest` and the
-            request.
+        create_inference: Creates the inference, given the arguments of `GatewayRequest` and the
+            built request.
         call_limit: The time limit of the client's call.
         traceparent: The trace context of the client.
 
@@ -137,7 +135,7 @@ def submit(
         trace=trace,
     )
     schedulers, on_release = gateway.schedulers, built_request.on_release
-    inference = inference_class(message, schedulers, on_release, built_request, *inference_args)
+    inference = create_inference(message, schedulers, on_release, built_request)
     gateway.schedulers.submit(inference, model.endpoint)
     return inference
 

@@ -14,7 +14,7 @@ import pytest
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.http.infer import HttpInference
-from shmserve.gateway.inference.inference import UnaryInference, submit
+from shmserve.gateway.inference.inference import UnaryInference, submit_inference
 from shmserve.gateway.links import GatewayRequest, GatewaySchedulers
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
@@ -254,6 +254,6 @@ def test_drains_refuse_requests(prefix: str, stateful: bool, request_id: str, te
     built_request: Any = MagicMock(infer_request=sequence_start, model=model)
     client: Any = None
     with pytest.raises(Unavailable) as caught:
-        submit(draining_gateway, built_request, client, 0, UnaryInference, None, True)
+        submit_inference(draining_gateway, built_request, client, 0, UnaryInference)
     assert caught.value.message == text
     built_request.release.assert_called_once()
