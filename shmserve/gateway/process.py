@@ -126,7 +126,7 @@ async def resolve_model(gateway: Gateway, name: str, version: str, *limits_us: i
     return gateway.models.resolve(name, version)
 
 
-class Frontend(ABC):
+class ProtocolServer(ABC):
     """The protocol server of a gateway: its listeners and connections.
 
     Attributes:
@@ -205,15 +205,17 @@ class Frontend(ABC):
                 connection.force_close()
 
 
-async def serve(start: GatewayStart, create_frontend: Callable[[Gateway], Frontend]) -> None:
+async def serve(start: GatewayStart, create_server: Callable[[Gateway], ProtocolServer]) -> None:
     """Run a gateway until the supervisor sends `Stop`."""
-    await _Process(start, create_frontend).run()
+    await _Process(start, create_server).run()
 
 
 class _Process:
     """A gateway process: a state machine driven by the supervisor's messages."""
 
-    def __init__(self, start: GatewayStart, create_frontend: Callable[[Gateway], Frontend]) -> None:
+    def __init__(
+        self, start: GatewayStart, create_server: Callable[[Gateway], ProtocolServer]
+    ) -> None:
         settings = start.settings
         self._state_received = asyncio.Event()
         self._accept_received = asyncio.Event()
@@ -239,7 +241,7 @@ class _Process:
             health=HealthChanged(live=True, ready=False, exiting=False),
             tracer=Tracer(settings.slow_request_ms, "HTTP" if start.grpc is None else "GRPC"),
         )
-        self._frontend = create_frontend(self._gateway)
+        self._server = create_server(self._gateway)
 
     async def run(self) -> None:
         """Serve until `Stop`."""
@@ -249,14 +251,14 @@ class _Process:
             # The successor of a crashed gateway would respond with 404 before it has received the
             # models.
             await self._state_received.wait()
-            await self._frontend.open()
+            await self._server.open()
             gateway.supervisor.post(m.GatewayReady())
             await self._accept_received.wait()
             if not gateway.draining:
-                await self._frontend.accept()
+                await self._server.accept()
             await self._stop_received.wait()
         finally:
-            await self._frontend.close()
+            await self._server.close()
             gateway.tracer.close()
             gateway.supervisor.close()
             gateway.schedulers.close()
@@ -301,7 +303,7 @@ class _Process:
                 gateway.tracer.record_local_request(message)
             case m.SetTokens(tokens):
                 gateway.settings = replace(gateway.settings, tokens=tokens)
-                for listener in self._frontend.listeners:
+                for listener in self._server.listeners:
                     listener.authorisation = listener.authorisation.with_tokens(tokens)
             case m.Ping():
                 pass
@@ -310,7 +312,7 @@ class _Process:
             case m.Drain(has_successor=has_successor):
                 gateway.draining = True
                 self._accept_received.set()
-                self._frontend.drain(self._on_clients_notified, has_successor)
+                self._server.drain(self._on_clients_notified, has_successor)
             case m.Stop():
                 gateway.draining = True
                 self._accept_received.set()
@@ -322,7 +324,7 @@ class _Process:
 
     def _on_clients_notified(self) -> None:
         self._gateway.refusing = True
-        self._frontend.call_when_idle(self._on_idle)
+        self._server.call_when_idle(self._on_idle)
 
     def _on_idle(self) -> None:
         self._gateway.supervisor.post(m.Drained())

@@ -35,16 +35,16 @@ def run(data: bytes, *fds: int) -> None:
     processes.begin(f"gateway {start.name}", f"gateway http {start.name}", start.log)
     sockets = [socket.socket(fileno=fd) for fd in fds]
     http_sockets, metrics_sockets = sockets[: start.http_sockets], sockets[start.http_sockets :]
-    create_frontend = partial(
-        HttpFrontend,
+    create_server = partial(
+        HttpServer,
         http_sockets=http_sockets,
         metrics_sockets=metrics_sockets,
         run_dir=start.run_dir,
     )
-    uvloop.run(process.serve(start, create_frontend))
+    uvloop.run(process.serve(start, create_server))
 
 
-class HttpFrontend(process.Frontend):
+class HttpServer(process.ProtocolServer):
     """The HTTP servers of inference and of metrics, on listening sockets."""
 
     def __init__(
