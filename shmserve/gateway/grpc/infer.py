@@ -168,8 +168,7 @@ class Inferences(ActiveCount):
         """
         arrived_ns = time.monotonic_ns()
         built = self._decode(raw_request, headers, streamed=on_streamed is not None)
-        create_inference: Any
-        create_inference = partial(UnaryInference, on_response=on_response, is_templated=True)
+        create_inference: Any = partial(UnaryInference, on_response=on_response)
         if built.model.decoupled:
             if on_streamed is None:
                 built.release()

@@ -170,7 +170,6 @@ def _infer_repeated(
         create_inference = partial(
             HttpInference,
             on_response=HttpInference.deliver,
-            is_templated=True,
             gateway=gateway,
             http_request=request,
             write_response=write_response,

@@ -215,7 +215,7 @@ class UnaryInference(GatewayRequest):
 
     built_request: BuiltRequest
     on_response: Callable[[Any], None]
-    is_templated: bool
+    is_templated: bool = field(default=True, kw_only=True)
     message: Response | None = field(init=False, default=None)
     encoded: Any = field(init=False, default=None)
 

@@ -101,7 +101,7 @@ def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answer_time: 
         message = m.Submit(1, b"", [], 0, 0, 0, 0, "")
         notified_requests: list[Any] = []
         arguments = (
-            message, rig.schedulers, lambda: None, built_request, notified_requests.append, True,
+            message, rig.schedulers, lambda: None, built_request, notified_requests.append,
         )  # fmt: skip
         request = UnaryInference(*arguments)
         if kind is HttpInference:
