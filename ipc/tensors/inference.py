@@ -390,9 +390,6 @@ class BoundedCache(Generic[K, V]):
 
     def clear(self) -> None:
         """Evict all values."""
-        if self._on_evict is None:
-            self._values.clear()
-            return
         for key in list(self._values):
             self._evict(key)
 
@@ -400,11 +397,11 @@ class BoundedCache(Generic[K, V]):
         if len(self._values) < self._capacity or key in self._values:
             return
         if self._on_evict is None:
-            self._values.clear()
-            return
-        keys = list(self._values)
-        for oldest in keys[: len(keys) - self._capacity + 1]:
-            self._evict(oldest)
+            self.clear()
+        else:
+            keys = list(self._values)
+            for oldest in keys[: len(keys) - self._capacity + 1]:
+                self._evict(oldest)
 
     def _evict(self, key: K) -> None:
         value = self._values.pop(key, None)

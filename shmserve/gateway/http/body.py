@@ -494,12 +494,10 @@ def _parse_integer(text: str) -> int:
 async def _parse(header: bytes, tail_size: int, model: GatewayModel, limit: int) -> InferRequest:
     if len(header) > limit:
         raise InvalidArgument(JSON_TOO_LARGE.format(size=len(header), limit=limit))
-    if len(header) < LARGE:
-        infer_request = parse_request(loads(header), tail_size, model.name, limit)
-        decode_data(infer_request)
-        return infer_request
-    infer_request = parse_request(loads_large(header), tail_size, model.name, limit)
-    for tensor in infer_request.inputs:
+    is_large = len(header) >= LARGE
+    value = loads_large(header) if is_large else loads(header)
+    infer_request = parse_request(value, tail_size, model.name, limit)
+    for tensor in infer_request.inputs if is_large else ():
         data = tensor.data
         if isinstance(data, NumberArray):
             tensor.data = await _read_parts(data.parts(), tensor)
