@@ -54,7 +54,7 @@ Row = dict[str, Any]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the figures until a key ends the program, or once if the output is no terminal.
+    """Show the figures until a key ends the program, or once if there is no capable terminal.
 
     Returns:
         0.
@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
     if args.token_file:
         request.add_header("Authorization", f"Bearer {read_token(args.token_file)}")
     top, console = Top(), Console(highlight=False)
-    if args.once or not (sys.stdin.isatty() and sys.stdout.isatty()):
+    # On a dumb terminal, rich displays nothing before the program ends.
+    if args.once or console.is_dumb_terminal or not (sys.stdin.isatty() and sys.stdout.isatty()):
         events = watch(request)
         for _ in range(2):  # rates are known from the second update on
             top.update(next(events))

@@ -352,15 +352,22 @@ def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> st
 
 _PROCESS_FAMILIES = (
     # each row: the kind, name and help text of a family, and the attribute of its values
-    ("gauge", "shmserve_process_resident_bytes", "Resident memory of a process", "resident_bytes"),
-    ("gauge", "shmserve_process_open_fds", "Open file descriptors of a process", "open_fds"),
-    ("counter", "shmserve_process_cpu_seconds_total", "CPU time of a process", "cpu_seconds"),
+    ("gauge", "shmserve_process_resident_bytes", "Resident memory of processes", "resident_bytes"),
+    ("gauge", "shmserve_process_open_fds", "Open file descriptors of processes", "open_fds"),
+    ("counter", "shmserve_process_cpu_seconds_total", "CPU time of processes", "cpu_seconds"),
 )
 
 
 def _process_families(running: list[Process]) -> Iterator[ExpositionFamily]:
+    # Workers of two versions of a model have the same title, and Prometheus rejects equal samples.
+    by_title: dict[str, list[Process]] = {}
+    for process in running:
+        by_title.setdefault(process.title, []).append(process)
     for kind, name, text, attribute in _PROCESS_FAMILIES:
-        samples = (({"process": process.title}, getattr(process, attribute)) for process in running)
+        samples = (
+            ({"process": title}, sum(getattr(process, attribute) for process in named))
+            for title, named in by_title.items()
+        )
         yield _create_family(kind, name, text, *samples)
 
 

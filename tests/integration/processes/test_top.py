@@ -31,13 +31,13 @@ def server(models: Path, start: Start) -> Server:
 class Terminal:
     """A program in its own terminal, and the contents of its screen."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, kind: str = "xterm-256color") -> None:
         self._ours, child_terminal = pty.openpty()
         fcntl.ioctl(child_terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "shmserve", "top", *arguments],
             cwd=ROOT,
-            env={**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"},
+            env={**os.environ, "TERM": kind, "COLUMNS": "80", "LINES": "24"},
             stdin=child_terminal,
             stdout=child_terminal,
             stderr=child_terminal,
@@ -74,8 +74,8 @@ class Terminal:
         os.close(self._ours)
 
 
-def terminal(*arguments: str) -> contextlib.closing[Terminal]:
-    return contextlib.closing(Terminal(*arguments))
+def terminal(*arguments: str, **options: str) -> contextlib.closing[Terminal]:
+    return contextlib.closing(Terminal(*arguments, **options))
 
 
 def test_top_is_controlled_by_keys(server: Server) -> None:
@@ -128,9 +128,13 @@ def test_top_continues_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_top_without_a_terminal_prints_once(server: Server) -> None:
-    completed = run_command("top", f"--metrics-url=http://127.0.0.1:{server.metrics_port}")
+    url = f"--metrics-url=http://127.0.0.1:{server.metrics_port}"
+    completed = run_command("top", url)
     assert (completed.returncode, completed.stderr) == (0, "")
     assert re.search(r"(?m)^simple +", completed.stdout) and "UNAVAILA" in completed.stdout
+    with terminal(url, kind="dumb") as opened:
+        opened.wait(r"(?m)^simple +")
+        assert opened.process.wait(10) == 0
 
 
 def test_a_missing_server_and_a_missing_token_are_reported(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
+from shmserve.common.host import Process
 from shmserve.gateway.api import management, metrics
 
 HISTOGRAM = {"buckets": [100.0], "counts": [0, 0], "sum": 0, "count": 0}
@@ -53,6 +54,13 @@ def test_the_gauges_of_the_whole_cache_are_sums_over_the_models() -> None:
     assert "\nnv_cache_util 0.25\n" in page
     page = metrics._exposition_text(metrics.triton_families([report()], latencies=False))
     assert "nv_cache" not in page
+
+
+def test_processes_of_the_same_title_have_one_sample() -> None:
+    running = [Process(pid, "worker m.0 cpu", 1000 * pid, pid, 0.5) for pid in (1, 2)]
+    page = metrics._exposition_text(metrics._process_families(running))
+    samples = [line for line in page.splitlines() if not line.startswith("#")]
+    assert [sample.split()[-1] for sample in samples] == ["3000", "3", "1"]
 
 
 def test_the_first_response_of_decoupled_models() -> None:
