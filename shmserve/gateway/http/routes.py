@@ -132,7 +132,10 @@ async def _show_start_page(gateway: Gateway, request: HttpRequest) -> HttpRespon
     links = [("/docs", "the HTTP API"), ("/openapi.json", "its description"), ("/v2", "the server")]
     if gateway.settings.metrics_port:
         links += [(address, "the dashboard"), (f"{address}metrics", "metrics for Prometheus")]
-    items = "".join(f'<li><a href="{url}">{url}</a>: {title}\n' for url, title in links)
+    # A relative reference also works behind a proxy that adds a prefix.
+    items = "".join(
+        f'<li><a href="{url.removeprefix("/")}">{url}</a>: {title}\n' for url, title in links
+    )
     body = f"<!DOCTYPE html>\n<title>shmserve</title>\n<h1>shmserve</h1>\n<ul>\n{items}</ul>\n"
     return HttpResponse(200, (body.encode(),), _PAGE_HEADERS)
 

@@ -295,6 +295,10 @@ def test_docs_has_a_request_to_try_for_each_model(guarded_server: Server, page: 
         page.navigate(f"http://{guarded_server.url}/docs?{phone}")
         if not phone:
             page.wait("it asks for a token", "!$('ask').hidden")
+            page.run("$('token').value = 'a\u2026token'")
+            assert not page.run("$('ask').checkValidity()"), "no header can contain it"
+            page.run(f"$('token').value = '{TOKEN}'; $('ask').requestSubmit()")
+            page.wait("it says what is wrong", "$('refused').textContent.includes('no access to')")
             page.run(f"$('token').value = '{INFERENCE_TOKEN}'; $('ask').requestSubmit()")
         page.wait("it shows the model", "!!document.querySelector('#models details')")
         page.run("document.querySelector('#models details').open = true")
