@@ -328,7 +328,8 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
         (
             "import queue; queue.ONE",
             "INTERNAL",
-            f"AttributeError: module 'queue' has no attribute 'ONE' ({queue.__file__}) (model.py:1)",
+            "AttributeError: module 'queue' has no attribute 'ONE' "
+            f"({queue.__file__}) (model.py:1)",
         ),
         (
             "raise type('Speechless', (Exception,), {'__str__': None})",
