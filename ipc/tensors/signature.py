@@ -174,7 +174,9 @@ class Signature:
                     f"'{self.name}'"
                 )
         if batch_size > self.max_batch_size:
-            text = f"inference request batch-size must be <= {self.max_batch_size} for '{self.name}'"
+            text = (
+                f"inference request batch-size must be <= {self.max_batch_size} for '{self.name}'"
+            )
             for tensor in inputs:
                 spec = self.inputs.get(tensor.name)
                 if spec is not None and len(tensor.shape) == len(spec.dims):
