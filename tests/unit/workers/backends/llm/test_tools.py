@@ -244,6 +244,23 @@ def test_calls_follow_the_reasoning(special_tokens: tuple[str, ...]) -> None:
         assert calls and {name for name, _ in calls} == {"now"}
 
 
+@pytest.mark.parametrize("special_tokens", [(), TAG_TOKENS], ids=["text", "tokens"])
+def test_a_strict_call_may_end_the_reasoning(special_tokens: tuple[str, ...]) -> None:
+    coder, call = tokenizer(*special_tokens), EXAMPLES["hermes"].replace("NAME", "now")
+    matcher, message_format = grammar(
+        "hermes", coder, [function("now", NOW, strict=True)], reasoning="qwen3"
+    )
+    for text, valid in (
+        ("<think>a</think>\n\nb", True),
+        (f"<think>a</think>\n\n{call}", True),
+        (f"<think>a {call}", True),
+        (f"<think>a {call.replace('now', 'other')}", False),
+    ):
+        tokens = [*coder.encode(text, add_special_tokens=False).ids, coder.token_to_id(END)]
+        assert (matcher.deep_copy().try_consume_tokens(tokens) == len(tokens)) == valid, text
+        assert len(parse_calls(text, message_format)[1]) == text.count('{"name"')
+
+
 WRONG_TOOLS: dict[str, tuple[dict[str, Any], str]] = {
     "a number": ({"tools": [3]}, r"tools\[0\]: 3 is not a function"),
     "another kind": ({"tools": [{"type": "web_search"}]}, r"tools\[0\]"),
