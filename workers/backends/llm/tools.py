@@ -120,7 +120,9 @@ def _resolve_root(parameters: dict[str, Any]) -> dict[str, Any]:
         seen_references.add(reference)
         target = resolve_reference(reference, parameters)
         members = {key: value for key, value in parameters.items() if key != "$ref"}
-        parameters = {**members, **target} if isinstance(target, dict) else members
+        # References begin at the root, even if the target has definitions of its own.
+        definitions = {key: members[key] for key in ("$defs", "definitions") if key in members}
+        parameters = {**members, **target, **definitions} if isinstance(target, dict) else members
     return parameters
 
 

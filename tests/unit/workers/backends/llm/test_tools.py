@@ -113,6 +113,10 @@ def test_required_calls_parse_and_validate(family: str, special_tokens: tuple[st
 FLAG: dict[str, Any] = {"type": "boolean"}
 DIGIT: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 5}
 WHOLE_SCHEMAS: dict[str, dict[str, Any]] = {
+    "a root that is a definition with definitions": {"$ref": "#/$defs/A", "$defs": {"B": FLAG,
+        "A": {"type": "object", "properties": {"b": {"$ref": "#/$defs/B"},
+            "c": {"$ref": "#/$defs/A/$defs/C"}}, "required": ["b", "c"],
+            "additionalProperties": False, "$defs": {"C": DIGIT}}}},
     "a reference to the root's schema": {"$defs": {"Node": {"type": "object",
         "properties": {"flag": FLAG, "next": {"$ref": "#/$defs/Node"}}, "required": ["flag"],
         "additionalProperties": False}}, "$ref": "#/$defs/Node"},
