@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from shmserve.errors import IllegalEvent
 from shmserve.ipc.memory.lent import Block
 from shmserve.ipc.messages.inference import BatchFinished, Submit
 from shmserve.ipc.tensors.inference import Packed
@@ -152,10 +153,6 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
     State.ORPHANED: {Event.SETTLE: State.DONE},
     State.DONE: {},
 }
-
-
-class IllegalEvent(Exception):
-    """An event that is not allowed in the state of a request: a defect of the scheduler."""
 
 
 # A worker has the request, and its client waits.
