@@ -239,7 +239,7 @@ class ScheduledRequest:
     level: int = 0
     delayed: bool = False
     state: State = State.QUEUED
-    deaths: int = 0
+    worker_exits: int = 0  # the exits of workers that executed the request
     outcome: Outcome | None = None
     worker: Worker | None = None
     responses: int = 0
