@@ -35,6 +35,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])  # so that help() shows `serve`
-
-
-# architecture.md has the paths of requests, loads and failures through the packages.
