@@ -193,6 +193,9 @@ class Checkpoint:
         known_ends = (end for end in end_tokens + _token_ids(eos) if end < architecture.vocab_size)
         end_tokens = tuple(dict.fromkeys(known_ends))
         _warn_ineffective(defaults, defaults_file)
+        _warn_unused_weights(architecture, quantisation, stored_tensors)
+        if "attn_factor" in (config.get("rope_scaling") or config.get("rope_parameters") or {}):
+            logger.warning("config.json: attn_factor has no effect, as in transformers")
         if (path / _ADAPTER_FILE).exists():
             logger.warning("%s has no effect; the folder's own weights are used", _ADAPTER_FILE)
         parts = architecture, tokenizer, stored_tensors, quantisation, end_tokens
@@ -533,6 +536,24 @@ def _check_weights(
         problems.append(f"weights are missing: {_list_names(missing_names)}")
     if misfits:
         problems.append(f"weights do not fit config.json: {_list_names(misfits)}")
+
+
+def _warn_unused_weights(
+    architecture: Architecture, quantisation: Quantisation, stored_tensors: dict[str, StoredTensor]
+) -> None:
+    """Warn of weights that the architecture lacks; transformers ignores them with a warning, too.
+
+    Some quantised folders have biases of zeros for all layers.
+    """
+    endings = (".weight",) if quantisation.method else (".weight", ".bias")
+    known_names = {*architecture.weights(), _HEAD}
+    unused_names = [
+        name
+        for name in stored_tensors
+        if name.endswith(endings) and known_names.isdisjoint((name, f"model.{name}"))
+    ]
+    if unused_names:
+        logger.warning("the architecture does not use the weights %s", _list_names(unused_names))
 
 
 def _list_names(names: list[str]) -> str:
