@@ -103,7 +103,8 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _TOKENS = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
 _BOOLEAN, _OBJECT, _LIST = ((bool,), "a boolean"), ((dict,), "an object"), ((list,), "a list")
 _INTEGER = ((int,), "an integer")
-_TOKEN, _IDS = ((str, dict), "a string or an object"), ((int, list), "an integer or a list")
+_TOKEN = ((str, dict), "a string or an object")
+_IDS = ((int, list), "an integer or a list of integers")
 # The types of the fields of each file, with a description. A null means an absent field.
 _FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
     "config.json": {
@@ -250,7 +251,9 @@ def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[s
         return {}
     for (types, allowed_text), names in _FIELD_TYPES.get(path.name, {}).items():
         for name in names.split():
-            if value.get(name) is not None and type(value[name]) not in types:
+            items = value[name] if types is _IDS[0] and type(value.get(name)) is list else ()
+            is_valid = value.get(name) is None or type(value[name]) in types
+            if not is_valid or any(type(item) is not int for item in items):
                 value_text = clip(repr(value.pop(name)))
                 problems.append(f"{path.name}: {name}: {value_text} is not {allowed_text}")
     return value

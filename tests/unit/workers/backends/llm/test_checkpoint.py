@@ -49,6 +49,7 @@ def edit(path: Path, name: str, **fields: Any) -> None:
         ("tokenizer_config.json", {"chat_template": 1}, "chat_template: 1 is not a string, a list"),
         ("special_tokens_map.json", {"pad_token": 5}, "pad_token: 5 is not a string or an object"),
         ("generation_config.json", {"eos_token_id": "2"}, "'2' is not an integer or a list"),
+        ("generation_config.json", {"eos_token_id": [0, "2"]}, "[0, '2'] is not an integer or a"),
         ("generation_config.json", {"max_new_tokens": "5"}, "max_new_tokens: '5' is not an int"),
     ],
 )
