@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -97,6 +98,7 @@ _UNSUPPORTED_CLASSES = (
     "Tipsv2 Udop VideoPrism Whisper XGLM XLMRoberta XLNet"
 )
 _SPACE_SYMBOL = "\u2581"
+_POINTER_START = b"version https://git-lfs"  # of a file without its content
 _MAX_NAMED_WEIGHTS = 8  # maximum number of weights that one message names
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The special tokens, in the order in which transformers adds them to a tokenizer.
@@ -130,6 +132,7 @@ _FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
 }
 # Patterns of files that other programs read instead of a required file.
 _ALTERNATIVES = {
+    "config.json": ("adapter_config.json", "params.json", "*.gguf", "snapshots/*/config.json"),
     "tokenizer.json": ("*.model", "vocab.*", "tekken.json"),
     _SINGLE_FILE: ("*.safetensors", "*.bin", "*.gguf", "*.pth"),
 }
@@ -180,12 +183,13 @@ class Checkpoint:
             _check_weights(architecture, quantisation, stored_tensors, problems)
         defaults, defaults_file = config, "config.json"
         preset = DEFAULTS[architecture.family] if architecture else {}
-        if (path / "generation_config.json").exists():
+        if os.path.lexists(path / "generation_config.json"):
             defaults_file, preset = "generation_config.json", {}
             defaults = read_json(path / defaults_file, problems)
         end_tokens = _token_ids({**preset, **config, **defaults}.get("eos_token_id"))
         templates = _read_templates(path, settings, problems)
         if problems:
+            _add_pointers(path, problems)
             raise InvalidArgument(f"the model's folder is invalid: {'; '.join(problems)}")
         assert architecture is not None and tokenizer is not None
         special = _special_tokens(settings)
@@ -235,7 +239,7 @@ class Checkpoint:
 def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[str, Any]:
     """Return the JSON object in a file, or an empty one after adding a problem."""
     if not path.exists():
-        if not optional:
+        if not optional or path.is_symlink():
             problems.append(_describe_missing(path))
         return {}
     try:
@@ -260,11 +264,28 @@ def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[s
 
 
 def _describe_missing(path: Path) -> str:
-    """Return the problem of a missing file, with the files of other formats in its folder."""
-    patterns = _ALTERNATIVES.get(path.name, ())
-    names = sorted({file.name for pattern in patterns for file in path.parent.glob(pattern)})
-    found = f" (found in another format: {_list_names(names)})" if names else ""
+    """Return the problem of a missing file, with the files that other programs read instead."""
+    if path.is_symlink():
+        return f"{path.name} is a symbolic link to a missing file"
+    folder, patterns = path.parent, _ALTERNATIVES.get(path.name, ())
+    files = {file for pattern in patterns for file in folder.glob(pattern)}
+    names = sorted(str(file.relative_to(folder)) for file in files)
+    found = f" (found instead: {_list_names(names)})" if names else ""
     return f"{path.name} is missing{found}"
+
+
+def _add_pointers(path: Path, problems: list[str]) -> None:
+    """Add the unreadable files that Git has checked out without their content to `problems`."""
+    files = [file for file in path.iterdir() if any(p.startswith(file.name) for p in problems)]
+    pointers = [file.name for file in files if file.is_file() and _is_pointer(file)]
+    if pointers:
+        names = _list_names(sorted(pointers))
+        problems.insert(0, f"Git LFS has not downloaded {names}; run git lfs pull")
+
+
+def _is_pointer(file: Path) -> bool:
+    with file.open("rb") as content:
+        return content.read(len(_POINTER_START)) == _POINTER_START
 
 
 def _read_tokenizer(
@@ -588,7 +609,8 @@ def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -
         try:
             templates[name] = file.read_text(encoding="utf-8")
         except FileNotFoundError:
-            pass
+            if file.is_symlink():
+                problems.append(_describe_missing(file))
         except ValueError:
             problems.append(f"{file.name} is not UTF-8 text")
     setting = settings.get("chat_template")
