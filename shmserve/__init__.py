@@ -46,7 +46,7 @@ def __dir__() -> list[str]:
 #       requests/           queue it (queue.py)
 #       batchers/           form batches (dispatch.py)
 #       instances/          select an instance (pool.py); send the batch to it (executions.py)
-#     workers               instance.py: wait, execute, report
+#     workers               main.py: wait, execute, report
 #       batch/              execute.py calls request.py -> backends/ (the model) -> scatter.py;
 #                           backends that compute whole batches use runner.py
 #
@@ -54,10 +54,10 @@ def __dir__() -> list[str]:
 # supervisor/local_clients/server.py. client/request/prepare.py places the tensors in shared
 # memory, client/request/ submits the request, and scheduler/hosting/local_clients.py validates it.
 #
-# A load: gateway/api/management.py sends the request to supervisor/control_api.py.
-# supervisor/models/manager.py executes the decisions of lifecycle.py, which has the orders of each
-# model. orders.py has the steps of a load. load_planner.py reads folder and configuration.
-# model_version.py starts scheduler_process.py and instance_processes.py.
+# A load: gateway/api/management.py sends the request to supervisor/models/manager.py, which
+# executes the decisions of lifecycle.py, the state machine of the orders of each model. orders.py
+# has the steps of a load. load_planner.py reads folder and configuration. model_version.py starts
+# scheduler_process.py and instance_processes.py.
 #
 # Recovery: supervisor/processes/children.py detects the exit of a worker. supervisor.py notifies
 # its scheduler, and instance_processes.py restarts the worker with backoff. In the scheduler,

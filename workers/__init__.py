@@ -1,9 +1,8 @@
 """The data plane: worker processes, which run models and map clients' regions.
 
-main.py             the process: it loads one instance of one model, and serves it
+main.py             the process: it loads one instance of one model, and serves it in a loop
 context.py          start parameters and resources of an instance, and the errors of its model
 environment.py      the model's own Python environment: unpack, check and enter it
-instance.py         the loop of an instance: wait, execute, report
 links/              links to the scheduler and to the supervisor
 batch/              execution of a batch: unpack, gather inputs, run, scatter outputs
 tensor_specs.py     descriptions of a file's inputs and outputs, and of generated ones

@@ -34,7 +34,7 @@ from shmserve.supervisor.models.orders import (
     OrderPhase,
 )
 from shmserve.supervisor.models.registry import ModelRegistry, statuses
-from shmserve.supervisor.processes.scheduler_hosts import Group
+from shmserve.supervisor.models.scheduler_process import Group
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from shmserve.model_config import GraphProblem
 from shmserve.supervisor.models.instances import InstanceUpdate, VersionSpec
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.repository import DUPLICATE_MODEL
-from shmserve.supervisor.processes.scheduler_hosts import Group
+from shmserve.supervisor.models.scheduler_process import Group
 
 logger = logging.getLogger(__name__)
 
