@@ -206,6 +206,7 @@ class DraftModel:
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
 
+    @torch.inference_mode()
     def propose(self, rows: Sequence[_SequenceRow]) -> dict[int, Proposal]:
         """Return proposed tokens as a `Propose` function does."""
         proposals = {sequence.number: Proposal() for sequence, _ in rows}
