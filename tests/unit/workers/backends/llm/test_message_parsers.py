@@ -261,7 +261,8 @@ def test_reasoning_may_begin_in_the_prompt_before_calls() -> None:
 TEMPLATE_HINTS = {
     "{{ messages }}": ("none", "none"),
     '<tool_call>{"name": <function-name>} <think></think>': ("hermes", "qwen3"),
-    "<tool_call>\n<function=x>": ("qwen3_coder", "none"),
+    "<tool_call>\n<function=x>\n<parameter=y>": ("qwen3_coder", "none"),
+    '<function=x>{"y": 1}</function>': ("none", "none"),
     "[TOOL_CALLS] [THINK][/THINK]": ("mistral", "mistral"),
     "<|python_tag|>": ("llama3_json", "none"),
     '{"name": function name, "parameters": dictionary of argument name and its value}': (
