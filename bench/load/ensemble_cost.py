@@ -27,10 +27,10 @@ from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import (
     Inference,
     RequestSchema,
+    Schemas,
     pack_inference,
     pack_response_schema,
 )
-from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport import frames
 from shmserve.scheduler.batching import BatchingCore

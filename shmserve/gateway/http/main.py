@@ -13,12 +13,12 @@ from shmserve.common import fd_limits
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway import process
 from shmserve.gateway.api.metrics import MetricsExporter
-from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.connection import HttpConnection
 from shmserve.gateway.http.dashboard import LiveFigures
 from shmserve.gateway.http.routes import ROUTES, metrics_routes
 from shmserve.gateway.http.routing import App, Cors
 from shmserve.gateway.listener import Acceptor, ListenerRules, listener_kind
+from shmserve.gateway.process import Gateway
 from shmserve.gateway.settings import GatewayStart
 from shmserve.ipc import processes
 from shmserve.ipc.messages.supervision import decode_start
@@ -35,16 +35,16 @@ def run(data: bytes, *fds: int) -> None:
     processes.begin(f"gateway {start.name}", f"gateway http {start.name}", start.log)
     sockets = [socket.socket(fileno=fd) for fd in fds]
     http_sockets, metrics_sockets = sockets[: start.http_sockets], sockets[start.http_sockets :]
-    create_frontend = partial(
-        HttpFrontend,
+    create_server = partial(
+        HttpServer,
         http_sockets=http_sockets,
         metrics_sockets=metrics_sockets,
         run_dir=start.run_dir,
     )
-    uvloop.run(process.serve(start, create_frontend))
+    uvloop.run(process.serve(start, create_server))
 
 
-class HttpFrontend(process.Frontend):
+class HttpServer(process.ProtocolServer):
     """The HTTP servers of inference and of metrics, on listening sockets."""
 
     def __init__(

@@ -101,7 +101,7 @@ class AssignedRequest:
 
 
 @dataclass(eq=False)
-class GenerativeDispatch(Dispatcher):
+class GenerativeDispatcher(Dispatcher):
     """The dispatcher that runs the engine of each instance step after step."""
 
     _engine_settings: EngineSettings

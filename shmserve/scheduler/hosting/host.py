@@ -64,7 +64,7 @@ from shmserve.ipc.messages.unions import (
     SupervisorToScheduler,
     WorkerToScheduler,
 )
-from shmserve.ipc.tensors.schemas import Schemas
+from shmserve.ipc.tensors.inference import Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.router import PeerCredRouter, UntrustedRouter, leading_pid, trailing_pid
 from shmserve.ipc.transport.zmtp import Dealer
