@@ -123,7 +123,8 @@ def test_sampled_tokens_follow_their_probabilities() -> None:
 
 def test_a_draft_token_that_the_grammar_rejects_does_not_change_probabilities() -> None:
     target, draft = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.5, 0.0, 0.5])
-    rows, checks = [], []
+    rows: list[sampler.SampledRow] = []
+    checks: list[sampler.Check] = []
     for seed in range(4000):
         row = new_row(seed=seed)
         (token,) = sampler.pick(draft.unsqueeze(0), [row.draw(sampler.PROPOSAL)])
