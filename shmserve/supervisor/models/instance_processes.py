@@ -49,7 +49,7 @@ from shmserve.supervisor.processes.children import Child
 logger = logging.getLogger(__name__)
 
 _WORKER_ENTRY = "shmserve.workers.main:run"
-_STOP_PATIENCE_S = 5.0
+_MIN_STOP_PATIENCE_S = 5.0
 # A load or an unload waits this long for requests in flight on the instances that it removes.
 REQUEST_PATIENCE_S = 1.0
 _MAX_FAILED_LOADS = 5
@@ -412,9 +412,10 @@ class Instances:
     async def _end(self, instance: Instance) -> None:
         self._send(instance, m.Stop())
         instance.transition("stop")
-        if not await self._context.end(instance.child, _STOP_PATIENCE_S):
+        patience_s = max(self._context.config.exit_timeout_s, _MIN_STOP_PATIENCE_S)
+        if not await self._context.end(instance.child, patience_s):
             text = "instance '%s' is killed: its `unload`, `finalize` or execution takes over %g s"
-            logger.error(text, instance.name, _STOP_PATIENCE_S)
+            logger.error(text, instance.name, patience_s)
 
     # --- schedulers
 

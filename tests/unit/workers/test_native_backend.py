@@ -74,6 +74,8 @@ def test_annotations_are_checked_when_they_are_written() -> None:
     annotation: Any = FP32[np.ndarray, 1, -1]
     assert annotation.__metadata__ == (TensorType("FP32", (1, -1)),)
     assert repr(INT64) == "INT64"
+    with pytest.raises(TypeError, match="unknown datatype 'float32'; expected BF16, BOOL"):
+        TensorType("float32", (1,))
 
 
 RESULTS = {
