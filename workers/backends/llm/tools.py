@@ -121,7 +121,8 @@ def _resolve_root(parameters: dict[str, Any]) -> dict[str, Any]:
         target = resolve_reference(reference, parameters)
         members = {key: value for key, value in parameters.items() if key != "$ref"}
         # References begin at the root, even if the target has definitions of its own.
-        definitions = {key: members[key] for key in ("$defs", "definitions") if key in members}
+        names = {"$defs", "definitions"} & members.keys()
+        definitions = {name: members[name] for name in names}
         parameters = {**members, **target, **definitions} if isinstance(target, dict) else members
     return parameters
 
