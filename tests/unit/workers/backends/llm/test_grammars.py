@@ -150,6 +150,9 @@ def test_a_uuid_has_its_version() -> None:
         (r"^(?=.*[A-Z])(?=.*\d).{3,}$", ["aB1"], ["ab1", "aBc", "B1"]),
         (r"^(?!\s*$).+", [" a"], [" ", ""]),
         (r"^(?![^ab]*$)(?=a|c)\w+$", ["ab", "ca"], ["ba", "c"]),
+        (r"^(?!\.)(?!.*\.\.)([\w+.]*)\w@(\w+\.)+[a-z]{2,}$",
+         ["a@b.co", "a.b.c@d.co"], [".a@b.co", "a..b@c.co", "a.@b.co", "a@b..co"]),
+        (r"^(?!\-)(?!.*\-\-)", ["", "a", "a-b-"], ["-", "a--b"]),
     ],
 )  # fmt: skip
 def test_lookaheads_at_the_beginning_of_a_pattern(
