@@ -286,6 +286,9 @@ def with_patterns(schema: Any, root: Any) -> Any:
             continue
         if "$ref" in schema and not _VALIDATING.fullmatch(key):
             continue
+        # zod's patterns of times allow neither the offset nor the seconds that llguidance requires.
+        if key == "format" and value in ("time", "date-time") and "pattern" in schema:
+            continue
         if key in SCHEMA_MAPS and isinstance(value, dict):
             members = with_pauses(value.items())
             extended[key] = {name: with_patterns(schema, root) for name, schema in members}

@@ -177,6 +177,11 @@ def test_dates_exist_in_the_calendar(year: str) -> None:
             assert accepts({"type": "string", "format": "date-time"}, time_text) == exists, text
 
 
+def test_the_pattern_of_a_time_takes_precedence_over_its_format() -> None:
+    for key, pattern, text in (("time", r"^\d\d:\d\d$", "12:30"), ("date-time", "^2T1$", "2T1")):
+        assert accepts({"type": "string", "format": key, "pattern": pattern}, text)
+
+
 def test_no_time_is_a_leap_second() -> None:
     assert not accepts({"type": "string", "format": "date-time"}, "2026-06-30T23:59:60Z")
 
