@@ -234,6 +234,8 @@ def test_both_clients_send_a_token(tmp_path: Path, serve_model) -> None:
             return (await async_client.metadata("double"))["name"]
 
     assert asyncio.run(read_name("M3hP9dJs6gVc1uAe")) == "double"
+    with pytest.raises(AttributeError, match=r"await aio.connect\(...\) before the use of 'infer'"):
+        aio.connect(server.run_dir).infer  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(client.Unauthenticated, match=r"TOKEN' \(connect\(token=...\)\)"):
         asyncio.run(read_name(""))
     with client.connect(server.run_dir, token="wrong") as wrong_client:
