@@ -289,7 +289,8 @@ def test_only_a_valid_call_ends_the_reasoning(has_call_grammar: bool, stream: bo
 TEMPLATE_HINTS = {
     "{{ messages }}": ("none", "none"),
     '<tool_call>{"name": <function-name>} <think></think>': ("hermes", "qwen3"),
-    "<tool_call>\n<function=x>": ("qwen3_coder", "none"),
+    "<tool_call>\n<function=x>\n<parameter=y>": ("qwen3_coder", "none"),
+    '<function=x>{"y": 1}</function>': ("none", "none"),
     "[TOOL_CALLS] [THINK][/THINK]": ("mistral", "mistral"),
     "<|python_tag|>": ("llama3_json", "none"),
     '{"name": function name, "parameters": dictionary of argument name and its value}': (
