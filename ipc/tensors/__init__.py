@@ -2,8 +2,8 @@
 
 datatypes.py arrays.py      the protocol's datatypes, their numpy types, serialized BYTES
 descriptors.py              ranges of memory, by which messages refer to tensors
-inference.py                requests and responses, as values and as schema and data of messages
-schemas.py                  caches of unpacked schemas and of other values
+inference.py                requests and responses, as values and as schema and data of messages,
+                            and caches by schema
 signature.py padding.py     inputs and outputs of a model: the check of requests, padded inputs
 samples.py                  warm-up samples of a configuration
 """

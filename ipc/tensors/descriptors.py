@@ -19,12 +19,12 @@ range arithmetic.
 from __future__ import annotations
 
 from dataclasses import field
+from functools import lru_cache
 from typing import Any
 
 import msgpack
 
 from shmserve.errors import InvalidArgument
-from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.transport.frames import MalformedMessage, Record
 
 MAX_INT64 = 2**63 - 1
@@ -163,7 +163,7 @@ def unpack_range(packed_range: Any) -> Range:
         pass  # the range was not used before
     except (TypeError, ValueError) as error:
         raise MalformedMessage(f"malformed memory range: {error}") from error
-    memory = _MEMORY_CACHE[packed_memory]
+    memory = _cached_memory(packed_memory)
     if not is_within(offset, byte_size, memory.byte_size):
         raise MalformedMessage(f"a memory range exceeds the {memory.byte_size} bytes of its memory")
     if len(_RANGE_CACHE) >= _MAX_CACHED_RANGES:
@@ -211,4 +211,4 @@ _MAX_CACHED_RANGES = 4096
 _RANGE_CACHE: dict[tuple[bytes, int, int], Range] = {}
 
 # Few memories are in use at a time, each by many messages.
-_MEMORY_CACHE: Schemas[Memory] = Schemas(unpack_memory, 4096)
+_cached_memory = lru_cache(4096)(unpack_memory)

@@ -7,19 +7,29 @@
 
 Ranges are packed by `descriptors.pack_range`. The properties of a single request (id, sequence,
 timeouts) are separate fields of `Submit` and `Work`.
+
+The sender packs a schema once for all messages with the same names, datatypes, shapes and
+parameters. A receiver caches what it derives from a schema by the schema's bytes:
+
+    entry = schemas[message.schema]
+    for tensor, data in zip(entry.inputs, message.data): ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgpack
 
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range, unpack_range
 from shmserve.ipc.transport.frames import MalformedMessage, Record
+
+K = TypeVar("K")
+V = TypeVar("V")
+T = TypeVar("T")
 
 # A request or response with at most this many tensor bytes contains them in its messages. Below
 # this size, copying through two sockets costs less than an arena allocation and a release message.
@@ -32,6 +42,10 @@ LONGEST_CORRELATION_ID = 128  # maximum number of characters of a correlation id
 # Where an output is returned, in a schema: anywhere; in the client's range; or in that range unless
 # the output is an unchanged input, which stays where it is.
 _ANYWHERE, _PLACED, _PLACED_OR_INPUT = 0, 1, 2
+
+_MAX_SCHEMAS = 256
+# Bytes; a longer schema is unpacked each time, because local clients could fill the cache with it.
+_MAX_CACHED_SCHEMA_SIZE = 4096
 
 _PACKER = msgpack.Packer()  # creating a packer takes as long as packing a request
 
@@ -326,3 +340,96 @@ def runs_once(schema: bytes, data: Sequence[Any]) -> bool:
         return unpack_inference(schema, data).is_aliased
     except MalformedMessage:
         return False
+
+
+class BoundedCache(Generic[K, V]):
+    """A cache of at most `capacity` values by key.
+
+    A full cache is cleared, which is the cheapest policy. With `on_evict`, the oldest value is
+    evicted instead and passed to `on_evict`. Thread-safe.
+    """
+
+    __slots__ = ("_capacity", "_on_evict", "_seen_keys", "_values", "find")
+
+    def __init__(self, capacity: int, on_evict: Callable[[V], None] | None = None) -> None:
+        self._values: dict[K, V] = {}
+        self._seen_keys: set[K] = set()
+        self._capacity = capacity
+        self._on_evict = on_evict
+        # Returns the value of a key, or None. The dictionary's own method avoids a Python call.
+        self.find: Callable[[K], V | None] = self._values.get
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def is_repeated(self, key: K) -> bool:
+        """Record a key, and return whether it was seen before.
+
+        A caller can thereby avoid deriving a value for a single use.
+        """
+        if key in self._values or key in self._seen_keys:
+            return True
+        if len(self._seen_keys) >= self._capacity:
+            self._seen_keys.clear()
+        self._seen_keys.add(key)
+        return False
+
+    def store(self, key: K, value: V) -> None:
+        """Store or replace the value of a key."""
+        self._reserve(key)
+        self._values[key] = value
+
+    def store_if_absent(self, key: K, value: V) -> V:
+        """Store a value unless another thread has stored one; return the stored one."""
+        self._reserve(key)
+        return self._values.setdefault(key, value)
+
+    def remove(self, key: K) -> None:
+        """Remove the value of a key, if there is one."""
+        self._values.pop(key, None)
+
+    def clear(self) -> None:
+        """Evict all values."""
+        for key in list(self._values):
+            self._evict(key)
+
+    def _reserve(self, key: K) -> None:
+        if len(self._values) < self._capacity or key in self._values:
+            return
+        if self._on_evict is None:
+            self.clear()
+        else:
+            keys = list(self._values)
+            for oldest in keys[: len(keys) - self._capacity + 1]:
+                self._evict(oldest)
+
+    def _evict(self, key: K) -> None:
+        value = self._values.pop(key, None)
+        if value is not None and self._on_evict is not None:
+            self._on_evict(value)
+
+
+class Schemas(dict[bytes, T]):
+    """A cache of the values that a process derives from received schemas, by packed schema.
+
+    `schemas[schema]` derives a missing value, and propagates the exceptions of `derive`.
+
+    Args:
+        derive: Returns the value of a packed schema.
+        capacity: The capacity. A full cache is cleared.
+    """
+
+    __slots__ = ("_capacity", "_derive")
+
+    def __init__(self, derive: Callable[[bytes], T], capacity: int = _MAX_SCHEMAS) -> None:
+        self._derive = derive
+        self._capacity = capacity
+
+    def __missing__(self, schema: bytes) -> T:
+        """Derive and store the value of a schema."""
+        value = self._derive(schema)
+        if len(schema) <= _MAX_CACHED_SCHEMA_SIZE:
+            if len(self) >= self._capacity:
+                self.clear()
+            self[schema] = value
+        return value

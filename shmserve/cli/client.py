@@ -35,8 +35,8 @@ class Verb(NamedTuple):
     Attributes:
         help: The help text.
         takes_model: Whether the verb requires a model.
-        version: The help text of --model-version, for verbs that accept it.
-        optional: The help text of the argument MODEL, for verbs that do not require it.
+        version: The default of --model-version in the help, for verbs that accept it.
+        optional: The default of the argument MODEL in the help, for verbs that do not require it.
     """
 
     help: str
@@ -47,11 +47,13 @@ class Verb(NamedTuple):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Define the command's arguments."""
         if self.optional:
-            parser.add_argument("model", metavar="MODEL", nargs="?", default="", help=self.optional)
+            help_text = f"the name of the model {self.optional}"
+            parser.add_argument("model", metavar="MODEL", nargs="?", default="", help=help_text)
         elif self.takes_model:
-            parser.add_argument("model", metavar="MODEL")
+            parser.add_argument("model", metavar="MODEL", help="the name of the model")
         if self.version:
-            parser.add_argument("--model-version", default="", metavar="V", help=self.version)
+            help_text = f"the version of the model {self.version}"
+            parser.add_argument("--model-version", default="", metavar="V", help=help_text)
 
 
 def _add_infer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -189,7 +191,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, argparse.Namespace | None]:
     words.remove(name)
     parser = _Parser(
         prog=f"shmserve client {name}",
-        description=f"{VERBS[name].help}.",
+        description=f"{VERBS[name].help.capitalize()}.",
         epilog=_EXIT_STATUSES,
         parents=[server_parser],
         allow_abbrev=False,

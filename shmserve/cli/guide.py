@@ -259,7 +259,11 @@ def _flag_help(flag: Flag) -> list[str]:
     return [
         f"  --{flag.name} {kind}{' (repeatable)' if flag.is_repeatable else ''}",
         *textwrap.wrap(
-            flag.help + default, 92, initial_indent="      ", subsequent_indent="      "
+            flag.help + default,
+            92,
+            initial_indent="      ",
+            subsequent_indent="      ",
+            break_on_hyphens=False,
         ),
     ]
 

@@ -19,7 +19,7 @@ from shmserve.protocols.connection import Poller
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
-    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("model", metavar="MODEL", help="the name of the model")
     add_flags(parser, "server")
 
 

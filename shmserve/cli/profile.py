@@ -54,7 +54,7 @@ class Profile(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
-    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("model", metavar="MODEL", help="the name of the model")
 
 
 def run(args: argparse.Namespace) -> int:

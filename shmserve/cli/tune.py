@@ -29,7 +29,7 @@ _MAX_WINDOWS = 5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the command's arguments."""
-    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("model", metavar="MODEL", help="the name of the model")
     add_flags(parser, "perf", "the requests")
     add_flags(parser, "server")
     # Defaults of the flags that only `shmserve perf` has.

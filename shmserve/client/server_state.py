@@ -13,8 +13,7 @@ from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.scheduler_client import Successors
 from shmserve.ipc.tensors.descriptors import Range
-from shmserve.ipc.tensors.inference import ResponseSchema
-from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
+from shmserve.ipc.tensors.inference import BoundedCache, ResponseSchema, Schemas
 from shmserve.ipc.tensors.signature import Signature
 
 _MAX_PREPARED = 64

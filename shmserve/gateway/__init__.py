@@ -2,17 +2,20 @@
 
 The files that an HTTP request passes through, in order:
 
-    http/connection.py              parses bytes into requests, in the order of their arrival
+    http/incoming.py                parses bytes into requests, within limits of time and memory
+    http/connection.py              handles them in the order of their arrival
     http/routing.py                 finds the route, authorises, calls the handler; converts errors
                                     to responses (the routes are in routes.py)
     http/infer.py                   inference, and the queue of responses in many parts
     http/body.py                    reads the body and decodes it to a request
     http/json/fingerprint.py        fills a template if the header is known, otherwise
-    http/json/infer_request.py      decodes JSON to inference/request.py, and checks it
-    inference/                      places tensors, checks and submits the request
+    http/json/codec.py              decodes JSON to inference/request.py, and checks it
+    inference/prepare.py            places and checks the tensors; large ones while they arrive
+                                    (body_arrival.py limits the time and the memory)
+    inference/inference.py          submits the request, and unpacks the response
     links.py                        keeps the request until the scheduler has responded
-    http/json/infer_response.py     the response as JSON and binary tensors
-    http/messages.py                writes the response
+    http/json/codec.py              the response as JSON and binary tensors, which
+                                    http/messages.py writes
 
 A gRPC request:
 
@@ -25,9 +28,8 @@ A gRPC request:
     inference/ and links.py         as above
     grpc/wire/response.py           the response as protobuf
 
-    process.py, settings.py         the process of a gateway, and its settings
-    context.py                      its state (model_table.py, region_table.py), and loading on
-                                    demand
+    process.py, settings.py         the process of a gateway, and its settings; its state
+                                    (model_table.py, region_table.py), and loading on demand
     compression.py                  gzip and deflate, of HTTP bodies and of gRPC's messages
     listener.py                     the access rules of a listener, the identity of its clients, and
                                     the limits of its connections

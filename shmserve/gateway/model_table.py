@@ -13,7 +13,7 @@ from shmserve.gateway.links import GatewaySchedulers
 from shmserve.ipc.engine_settings import ENGINE_PARAMETER, LLM_BACKEND, EngineSettings
 from shmserve.ipc.messages.publications import ModelPublished
 from shmserve.ipc.tensors.descriptors import MAX_INT64
-from shmserve.ipc.tensors.schemas import BoundedCache
+from shmserve.ipc.tensors.inference import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 
 _MAX_TEMPLATES = 256

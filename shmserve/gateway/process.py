@@ -1,4 +1,4 @@
-"""The lifecycle of a gateway process of any protocol: start-up, readiness, drain, stop.
+"""A gateway process of any protocol: its state, the lookup of models, and its lifecycle.
 
 Started ──> models and regions, then HealthChanged ──> GatewayReady ──> clients are
 accepted (after Accept if the gateway was started as `waits_for_accept`)
@@ -13,24 +13,26 @@ import logging
 import os
 import socket
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from shmserve import logs
-from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.links import GatewaySchedulers, GatewaySupervisorLink
 from shmserve.gateway.listener import Acceptor, ActiveCount, ListenerRules
-from shmserve.gateway.model_table import ModelTable
+from shmserve.gateway.model_table import GatewayModel, ModelTable
 from shmserve.gateway.region_table import RegionTable
-from shmserve.gateway.settings import GatewayStart
+from shmserve.gateway.settings import GatewaySettings, GatewayStart
 from shmserve.gateway.tracer import Tracer
 from shmserve.ipc import endpoints
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import supervision as m
+from shmserve.ipc.messages.control_requests import WantModel
 from shmserve.ipc.messages.publications import (
     Acknowledged,
     HealthChanged,
@@ -54,7 +56,77 @@ _UNMAP_DELAY_S = 1.0
 _LISTEN_BACKLOG = 1024
 
 
-class Frontend(ABC):
+@dataclass(slots=True, eq=False)
+class Gateway:
+    """The objects that the handlers of one gateway process share.
+
+    Attributes:
+        schedulers: The links to the schedulers.
+        arena: The shared memory for request bodies.
+        body_budget: The memory limit of bodies that are arriving.
+        mappings: The mappings of workers' arenas, but not of clients' regions.
+        health: The health that the supervisor has published.
+        health_changed: An event that is set at the next change of `health`, and then replaced.
+        failures: The models that failed to load, as the supervisor has published them.
+        malloc_trim: The timer that returns freed memory to the system.
+        draining: Whether connections end with their next response.
+        refusing: Whether every client was notified of the drain. Requests of open streams are then
+            refused.
+    """
+
+    settings: GatewaySettings
+    schedulers: GatewaySchedulers
+    models: ModelTable
+    regions: RegionTable
+    supervisor: GatewaySupervisorLink
+    arena: Arena
+    body_budget: BodyBudget
+    malloc_trim: MallocTrim
+    mappings: Mappings
+    health: HealthChanged
+    health_changed: asyncio.Event = field(default_factory=asyncio.Event)
+    draining: bool = False
+    refusing: bool = False
+    failures: m.LoadsFailed = field(default_factory=partial(m.LoadsFailed, [], 0))
+    tracer: Tracer = field(default_factory=Tracer)
+
+
+def needs_load(gateway: Gateway, name: str, version: str) -> bool:
+    """Return whether a request must first load the model: it is on demand, and not loaded."""
+    models = gateway.models
+    return name in models.on_demand and models.find(name, version) is None
+
+
+# A limit in microseconds from a request's arrival (0: none), and the origin of the limit.
+TimeLimit = tuple[int, str]
+UNLIMITED: TimeLimit = (0, "")
+
+
+async def resolve_model(gateway: Gateway, name: str, version: str, *limits_us: int) -> GatewayModel:
+    """Return the model for a request, loaded on demand; version "" means the latest.
+
+    The wait is limited by the shortest of `limits_us` and the server's limit (0: no limit).
+
+    Raises:
+        NotFound: There is no such model.
+        Unavailable: The model is not ready, or the wait was too long.
+        ShmserveError: The load failed.
+    """
+    limits = [limit for limit in (*limits_us, gateway.settings.request_timeout_us) if limit > 0]
+    deadline = time.monotonic() + min(limits, default=0) / 1e6
+    # If the loaded model lacks the version, loading again is useless. A model that was unloaded
+    # during the wait has no versions, and is loaded again.
+    attempts = 0
+    while needs_load(gateway, name, version):
+        if attempts and gateway.models.versions(name):
+            break
+        attempts += 1
+        limit_s = max(1e-6, deadline - time.monotonic()) if limits else 0.0
+        await gateway.supervisor.send_request(WantModel, name, limit_s)
+    return gateway.models.resolve(name, version)
+
+
+class ProtocolServer(ABC):
     """The protocol server of a gateway: its listeners and connections.
 
     Attributes:
@@ -133,15 +205,17 @@ class Frontend(ABC):
                 connection.force_close()
 
 
-async def serve(start: GatewayStart, create_frontend: Callable[[Gateway], Frontend]) -> None:
+async def serve(start: GatewayStart, create_server: Callable[[Gateway], ProtocolServer]) -> None:
     """Run a gateway until the supervisor sends `Stop`."""
-    await _Process(start, create_frontend).run()
+    await _Process(start, create_server).run()
 
 
 class _Process:
     """A gateway process: a state machine driven by the supervisor's messages."""
 
-    def __init__(self, start: GatewayStart, create_frontend: Callable[[Gateway], Frontend]) -> None:
+    def __init__(
+        self, start: GatewayStart, create_server: Callable[[Gateway], ProtocolServer]
+    ) -> None:
         settings = start.settings
         self._state_received = asyncio.Event()
         self._accept_received = asyncio.Event()
@@ -167,7 +241,7 @@ class _Process:
             health=HealthChanged(live=True, ready=False, exiting=False),
             tracer=Tracer(settings.slow_request_ms, "HTTP" if start.grpc is None else "GRPC"),
         )
-        self._frontend = create_frontend(self._gateway)
+        self._server = create_server(self._gateway)
 
     async def run(self) -> None:
         """Serve until `Stop`."""
@@ -177,14 +251,14 @@ class _Process:
             # The successor of a crashed gateway would respond with 404 before it has received the
             # models.
             await self._state_received.wait()
-            await self._frontend.open()
+            await self._server.open()
             gateway.supervisor.post(m.GatewayReady())
             await self._accept_received.wait()
             if not gateway.draining:
-                await self._frontend.accept()
+                await self._server.accept()
             await self._stop_received.wait()
         finally:
-            await self._frontend.close()
+            await self._server.close()
             gateway.tracer.close()
             gateway.supervisor.close()
             gateway.schedulers.close()
@@ -229,7 +303,7 @@ class _Process:
                 gateway.tracer.record_local_request(message)
             case m.SetTokens(tokens):
                 gateway.settings = replace(gateway.settings, tokens=tokens)
-                for listener in self._frontend.listeners:
+                for listener in self._server.listeners:
                     listener.authorisation = listener.authorisation.with_tokens(tokens)
             case m.Ping():
                 pass
@@ -238,7 +312,7 @@ class _Process:
             case m.Drain(has_successor=has_successor):
                 gateway.draining = True
                 self._accept_received.set()
-                self._frontend.drain(self._on_clients_notified, has_successor)
+                self._server.drain(self._on_clients_notified, has_successor)
             case m.Stop():
                 gateway.draining = True
                 self._accept_received.set()
@@ -250,7 +324,7 @@ class _Process:
 
     def _on_clients_notified(self) -> None:
         self._gateway.refusing = True
-        self._frontend.call_when_idle(self._on_idle)
+        self._server.call_when_idle(self._on_idle)
 
     def _on_idle(self) -> None:
         self._gateway.supervisor.post(m.Drained())

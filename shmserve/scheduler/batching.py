@@ -30,13 +30,13 @@ from shmserve.ipc.messages.supervision import (
     RetireInstance,
 )
 from shmserve.ipc.messages.unions import SupervisorToBatching
-from shmserve.ipc.tensors.schemas import Schemas
+from shmserve.ipc.tensors.inference import Schemas
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix, stopping_text
 from shmserve.ipc.transport.frames import MalformedMessage
-from shmserve.scheduler.batchers.dispatch import Dispatch, Dispatcher, batcher_of
-from shmserve.scheduler.batchers.sequence_dispatch import SequenceDispatch
+from shmserve.scheduler.batchers.dispatch import BatchDispatcher, Dispatcher, batcher_of
+from shmserve.scheduler.batchers.sequence_dispatch import SequenceDispatcher
 from shmserve.scheduler.front import Core
-from shmserve.scheduler.generative.dispatch import GenerativeDispatch
+from shmserve.scheduler.generative.dispatch import GenerativeDispatcher
 from shmserve.scheduler.instances.executions import Executions
 from shmserve.scheduler.instances.pool import InstanceTickets, Pool
 from shmserve.scheduler.instances.results import Results
@@ -94,15 +94,15 @@ class BatchingCore(Core[ScheduledRequest]):
         )
         batcher = batcher_of(settings)
         parts = (self._queue, self._pool, self.executions, self._responses, self._tickets)
-        self._dispatch: Dispatcher
+        self._dispatcher: Dispatcher
         if settings.engine is not None:
-            self._dispatch = GenerativeDispatch(
+            self._dispatcher = GenerativeDispatcher(
                 settings, *parts, settings.engine, self.statistics.generation, clock
             )
         elif settings.sequences is not None:
-            self._dispatch = SequenceDispatch(settings, *parts)
+            self._dispatcher = SequenceDispatcher(settings, *parts)
         else:
-            self._dispatch = Dispatch(settings, *parts, batcher)
+            self._dispatcher = BatchDispatcher(settings, *parts, batcher)
         self.results = Results(
             settings,
             self._pool,
@@ -112,7 +112,7 @@ class BatchingCore(Core[ScheduledRequest]):
             self.statistics,
             self.executions,
             batcher,
-            self._dispatch,
+            self._dispatcher,
         )
         self._awaits_sequences = False
         self._report_calls_ns = NEVER  # the time of the next report of waiting calls
@@ -130,19 +130,21 @@ class BatchingCore(Core[ScheduledRequest]):
     ) -> None:
         if self._pool.failure:
             raise Unavailable(self._pool.failure)
-        queue, dispatch = self._queue, self._dispatch
+        queue, dispatcher = self._queue, self._dispatcher
         may_be_full = queue.in_order.count >= queue.min_bound
         if may_be_full and self._pool.free_slots and queue.is_full(submit.priority):
             self._expire(now_ns)
-            dispatch.run(now_ns)
+            dispatcher.run(now_ns)
         fits, schema = self._fits, submit.schema
         fit = fits[schema] if schema in fits else self._derive_fit(submit)
-        sequence_key = dispatch.identify(client, submit, fit) if dispatch.tracks_requests else None
+        sequence_key = (
+            dispatcher.identify(client, submit, fit) if dispatcher.tracks_requests else None
+        )
         request = queue.enqueue(client, submit, fit, now_ns)
         request.lookup = lookup
         self._responses.register(request)
-        if dispatch.tracks_requests:
-            dispatch.on_enqueued(request, sequence_key)
+        if dispatcher.tracks_requests:
+            dispatcher.on_enqueued(request, sequence_key)
         if submit.callers:
             self._check_callers(request, now_ns)
 
@@ -246,7 +248,7 @@ class BatchingCore(Core[ScheduledRequest]):
     def _withdraw(self, request: ScheduledRequest, now_ns: int) -> None:
         if request.state is State.QUEUED:
             self._queue.remove(request)
-            self._dispatch.on_removed(request, now_ns)
+            self._dispatcher.on_removed(request, now_ns)
 
     def credit(self, request: ScheduledRequest, responses: int, now_ns: int) -> None:
         if request.state is State.RESPONDING:
@@ -269,7 +271,7 @@ class BatchingCore(Core[ScheduledRequest]):
             self._responses.abandon(request, now_ns)
 
     def accepts_while_draining(self, submit: Submit) -> bool:
-        return self._dispatch.accepts_while_draining(submit)
+        return self._dispatcher.accepts_while_draining(submit)
 
     def stop(self, request: ScheduledRequest, now_ns: int) -> None:
         if request.state is State.FAILED_EARLY:
@@ -309,7 +311,7 @@ class BatchingCore(Core[ScheduledRequest]):
                 assert_never(message)
 
     def _release_retired(self) -> None:
-        for process in self._pool.take_retired(self._dispatch.has_work):
+        for process in self._pool.take_retired(self._dispatcher.has_work):
             self._control.post(InstanceRetired(process))
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
@@ -318,14 +320,14 @@ class BatchingCore(Core[ScheduledRequest]):
 
     def drain(self, sequences: bool) -> None:
         self._awaits_sequences = sequences
-        if sequences and self._dispatch.open_sequences:
+        if sequences and self._dispatcher.open_sequences:
             text = "model '%s': waiting until all open sequences (%d) have ended"
-            logger.info(text, self._name, self._dispatch.open_sequences)
-        self._dispatch.flush()
+            logger.info(text, self._name, self._dispatcher.open_sequences)
+        self._dispatcher.flush()
 
     @property
     def unfinished(self) -> int:
-        sequences = self._dispatch.open_sequences if self._awaits_sequences else 0
+        sequences = self._dispatcher.open_sequences if self._awaits_sequences else 0
         return self._responses.live_requests or sequences
 
     @property
@@ -343,7 +345,7 @@ class BatchingCore(Core[ScheduledRequest]):
                 self.results.kill_overrun(slot, now_ns)
         if pool.failure:
             self._fail_waiting(pool.failure, now_ns)
-        wake_ns = self._dispatch.run(now_ns)
+        wake_ns = self._dispatcher.run(now_ns)
         if now_ns >= self._report_calls_ns:
             self._report_calls(now_ns)
         if self._tickets is not None:
@@ -367,9 +369,9 @@ class BatchingCore(Core[ScheduledRequest]):
         text = expired_text(request.submit, request.arrived_ns, request.deadline_ns)
         match request.state:
             case State.QUEUED:
-                text = self._dispatch.expired_text(request, now_ns)
+                text = self._dispatcher.expired_text(request, now_ns)
                 self._queue.remove(request)
-                self._dispatch.on_removed(request, now_ns, expired=True)
+                self._dispatcher.on_removed(request, now_ns, expired=True)
                 reason = Reason.REJECTED
             case State.EXECUTING | State.RESPONDING:
                 self.executions.cancel(request)
@@ -383,7 +385,7 @@ class BatchingCore(Core[ScheduledRequest]):
     def _fail_waiting(self, reason: str, now_ns: int) -> None:
         for request in self._queue.all():
             self._queue.remove(request)
-            self._dispatch.on_removed(request, now_ns, keep_dependents=True)
+            self._dispatcher.on_removed(request, now_ns, keep_dependents=True)
             self._responses.fail(request, "UNAVAILABLE", reason, Reason.OTHER, now_ns)
 
     def gauges(self) -> dict[str, Any]:
@@ -391,7 +393,7 @@ class BatchingCore(Core[ScheduledRequest]):
             "pending": len(self._queue),
             "executing": self._pool.executing_count,
             "instances": self._pool.counts(),
-            "open_sequences": self._dispatch.open_sequences,
-            "generation": self._dispatch.gauges(),
+            "open_sequences": self._dispatcher.open_sequences,
+            "generation": self._dispatcher.gauges(),
             "malformed": self._workers.malformed_messages + self.results.unexpected_messages,
         }

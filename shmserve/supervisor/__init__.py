@@ -6,11 +6,13 @@ Start reading at `main.py:serve`; `models/` has the path of a model load:
     supervisor.py       the life cycle of a server: start, serve, drain, stop
     context.py          the objects that all parts share
     kept.py             permanent processes: gateways, and workspace holders of CUDA devices
-    control_api.py      requests of gateways and models: load, register, log settings
+    control_api.py      requests of gateways and models: regions, readiness, log settings
     reload.py           changes on disk: SIGHUP for settings, the poller for repositories
     handover.py         the handover to a successor while both servers run
     health.py           liveness, readiness, and the service manager's watchdog
-    processes/          the process table, zygotes, the control socket, scheduler hosts
+    processes/          children.py: the children, the client of the zygotes, restart backoff;
+                        zygote.py: the process that forks children; control_socket.py: messages
+                        between the supervisor and its processes
     models/             loading, versions, publications, the repository index
     regions/            the registry of shared memory regions, and its quotas
     resources/          shared resources: the rate limiter, cache bytes, workspaces

@@ -1,10 +1,11 @@
-"""The record of objects that all parts of the supervisor share, and the routing of publications."""
+"""The record of objects that all parts of the supervisor share; responses and publications."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 from shmserve.common.tasks import in_background
 from shmserve.config.server import ServerConfig
+from shmserve.errors import Internal, ShmserveError
 from shmserve.ipc.endpoints import Capabilities
+from shmserve.ipc.messages.control_requests import Answered, Refused
 from shmserve.ipc.messages.publications import (
     ModelPublication,
     ModelPublished,
@@ -29,11 +32,14 @@ from shmserve.supervisor.processes.control_socket import (
     LogControl,
     TraceControl,
 )
-from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 
+logger = logging.getLogger(__name__)
+
 LOCAL_CLIENT = "local client"
+# Handles a request of the process `pid`, and returns the payload of the response.
+RequestHandler = Callable[[int, Any], Awaitable[dict[str, Any] | None]]
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +63,6 @@ class SupervisorContext:
     cache_shares: CacheShares
     tickets: Tickets
     workspaces: Workspaces
-    hosts: SchedulerHosts
     scheduler_ids: itertools.count[int] = field(default_factory=partial(itertools.count, 1))
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -76,6 +81,25 @@ class SupervisorContext:
             handler(message)
 
         self.control.enrol(address, role, handle)
+
+    def serve_requests(self, types: Iterable[type[Any]], handle: RequestHandler) -> None:
+        """Respond to requests of these types: `Answered`, or `Refused` if `handle` fails."""
+
+        def start(pid: int, request: Any) -> None:
+            self.background(self._respond(handle, pid, request))
+
+        self.control.serve(types, start)
+
+    async def _respond(self, handle: RequestHandler, pid: int, request: Any) -> None:
+        response: Answered | Refused
+        try:
+            response = Answered(request.id, await handle(pid, request) or {})
+        except ShmserveError as error:
+            response = Refused.of(request.id, error)
+        except Exception:
+            logger.exception("the request %s of process %d failed", type(request).__name__, pid)
+            response = Refused.of(request.id, Internal())
+        self.control.send(pid, response)
 
     def broadcast(self, message: Any, *roles: str) -> None:
         """Send a message to all processes with one of these roles; LOCAL_CLIENT is a role, too."""

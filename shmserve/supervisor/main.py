@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from shmserve import logs
 from shmserve.common import fd_limits, host
@@ -46,7 +46,12 @@ from shmserve.supervisor.kept import Gateways, WorkspaceHolders
 from shmserve.supervisor.local_clients.server import LocalClientServer, LocalMemory
 from shmserve.supervisor.models.autoscaler import Autoscaler
 from shmserve.supervisor.models.load_planner import LoadPlanner
-from shmserve.supervisor.models.manager import LifecycleExecutor, ModelManager, ModelPublisher
+from shmserve.supervisor.models.manager import (
+    LifecycleExecutor,
+    ModelManager,
+    ModelPublisher,
+    ModelRequest,
+)
 from shmserve.supervisor.models.registry import ModelRegistry, ReadinessCheck
 from shmserve.supervisor.processes.children import ProcessTable, Zygote, worker_preloads
 from shmserve.supervisor.processes.control_socket import (
@@ -55,7 +60,6 @@ from shmserve.supervisor.processes.control_socket import (
     LogControl,
     TraceControl,
 )
-from shmserve.supervisor.processes.scheduler_hosts import SchedulerHosts
 from shmserve.supervisor.regions.opener import HandleCheck, RegionOpener
 from shmserve.supervisor.regions.region import KeptRegions
 from shmserve.supervisor.regions.registry import RegionRegistry
@@ -227,7 +231,8 @@ def compose(
     readiness = ReadinessCheck(control.send)
     poller = RepositoryPoller(context, planner, registry, models)
     autoscaler = Autoscaler(context, registry)
-    ControlApi(context, regions, kept, handles, models, registry, readiness)
+    context.serve_requests(get_args(ModelRequest), models.handle)
+    ControlApi(context, regions, kept, handles, registry, readiness)
 
     def refusal_reason() -> str:
         if service_manager.is_present:
@@ -279,18 +284,16 @@ def _compose_context(
     load_on_demand: Callable[[str, float], Awaitable[None]],
     listeners: Listeners,
 ) -> SupervisorContext:
-    logging = LogControl(control, config.log)
     # numpy's BLAS starts threads on import, which these processes do not need.
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    front_zygote = Zygote(processes, run_dir, "front zygote", _FRONT_PRELOADS, environment)
     return SupervisorContext(
         config=config,
         run_dir=run_dir.path,
         control=control,
-        front_zygote=front_zygote,
+        front_zygote=Zygote(processes, run_dir, "front zygote", _FRONT_PRELOADS, environment),
         worker_zygote=_create_worker_zygote(processes, run_dir, config),
         capabilities=capabilities,
-        logging=logging,
+        logging=LogControl(control, config.log),
         tracing=TraceControl(control, config.trace, config.gateway.slow_request_ms),
         local_clients=LocalClientServer(
             *(run_dir.path, config.shm.group, capabilities, memory, snapshot.for_local_client),
@@ -302,7 +305,6 @@ def _compose_context(
         cache_shares=CacheShares(config.cache_byte_size),
         tickets=_create_tickets(config, control),
         workspaces=Workspaces(config.workspace_byte_sizes, control.send),
-        hosts=SchedulerHosts(control, front_zygote, run_dir.path, logging),
     )
 
 

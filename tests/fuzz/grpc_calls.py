@@ -183,7 +183,7 @@ async def _run_scenario(data: bytes) -> None:
         assert all(call.done for call in scene.begun_calls)
         assert not scene.connection.http2.streams
         assert not scene.connection.http2.sending.waiting_streams
-        assert scene.connection.front.budget._used_bytes == 0
+        assert scene.connection.context.budget._used_bytes == 0
     finally:
         logging.getLogger("shmserve").removeHandler(faults)
     assert not faults.messages, faults.messages[0]

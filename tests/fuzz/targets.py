@@ -20,13 +20,13 @@ from shmserve.gateway.compression import Inflater, check_encoding, preferred_enc
 from shmserve.gateway.http import handlers
 from shmserve.gateway.http.body import header_size
 from shmserve.gateway.http.json import tensors
+from shmserve.gateway.http.json.codec import parse_request, tensor_bytes
 from shmserve.gateway.http.json.fingerprint import (
     Fingerprint,
     fill_known_template,
     is_worth_caching,
     store_template,
 )
-from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
 from shmserve.gateway.http.json.parser import NumberArray, loads, loads_large
 from shmserve.gateway.http.routes import ROUTES
 from shmserve.gateway.inference.prepare import raw_request
@@ -49,13 +49,13 @@ from shmserve.ipc.tensors.descriptors import (
     require_integer,
 )
 from shmserve.ipc.tensors.inference import (
+    BoundedCache,
     Packed,
     pack_inference,
     pack_inferred,
     unpack_inference,
     unpack_inferred,
 )
-from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport import frames, zmtp
 from shmserve.ipc.transport.frames import MalformedMessage

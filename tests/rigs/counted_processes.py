@@ -26,8 +26,7 @@ import uvloop
 
 from bench.system.servers import BENCH
 from shmserve.common.auth_tokens import Authorisation
-from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.calls.call import GrpcFront
+from shmserve.gateway.grpc.calls.call import GrpcContext
 from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
@@ -38,6 +37,7 @@ from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.links import GatewaySchedulers
 from shmserve.gateway.listener import Acceptor, ListenerKind, ListenerRules
 from shmserve.gateway.model_table import ModelTable
+from shmserve.gateway.process import Gateway
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings, GrpcSettings
 from shmserve.ipc import endpoints
@@ -354,7 +354,7 @@ def _http(gateway: Gateway) -> Callable[[Acceptor], HttpConnection]:
 
 
 def _grpc(gateway: Gateway) -> Callable[[Acceptor], GrpcConnection]:
-    front = GrpcFront(
+    context = GrpcContext(
         settings=GrpcSettings(),
         create_call=Service(gateway, Inferences(gateway)).begin_call,
         budget=gateway.body_budget,
@@ -364,7 +364,7 @@ def _grpc(gateway: Gateway) -> Callable[[Acceptor], GrpcConnection]:
         tls=None,
         deflater=None,
     )
-    return partial(GrpcConnection, front=front)
+    return partial(GrpcConnection, context=context)
 
 
 @coroutine

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shmserve.common.auth_tokens import Authorisation
-from shmserve.gateway.grpc.calls.call import GrpcCall, GrpcFront, StreamingCall, UnaryCall
+from shmserve.gateway.grpc.calls.call import GrpcCall, GrpcContext, StreamingCall, UnaryCall
 from shmserve.gateway.grpc.calls.headers import CallHead, Ending
 from shmserve.gateway.grpc.calls.messages import Deflater, Sinks
 from shmserve.gateway.grpc.connection import GrpcConnection
@@ -91,7 +91,7 @@ class Scene:
         self.clock = Clock()
         self.serve: Callable[[StreamingCall], Coroutine[Any, Any, Ending | None]] = self._echo
         deflater = Deflater(settings.pop("deflate", 0)) if "deflate" in settings else None
-        front = GrpcFront(
+        context = GrpcContext(
             settings=GrpcSettings(**settings),
             create_call=self._begin,
             budget=BodyBudget(1 << 20, MallocTrim()),
@@ -110,7 +110,7 @@ class Scene:
             connection_lost=self._on_disconnect,
             connection_drained=lambda _: None,
         )
-        self.connection = GrpcConnection(owner, front)
+        self.connection = GrpcConnection(owner, context)
         self.transport = Transport()
         self.connection.connection_made(self.transport)
         self.send(CLIENT_OPENING + frame(SETTINGS, ACK, 0))

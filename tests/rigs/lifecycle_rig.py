@@ -16,7 +16,7 @@ from shmserve.supervisor.models.lifecycle import Lifecycle
 from shmserve.supervisor.models.manager import ModelPublisher, Publication
 from shmserve.supervisor.models.orders import LoadPlan, Order
 from shmserve.supervisor.models.registry import ModelRegistry, statuses
-from shmserve.supervisor.processes.scheduler_hosts import Group
+from shmserve.supervisor.models.scheduler_process import Group
 
 
 class FakeVersion:

@@ -20,6 +20,7 @@ from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events import EventPublisher
 from shmserve.supervisor.models.instances import VersionSpec
 from shmserve.supervisor.models.model_version import ModelVersion
+from shmserve.supervisor.models.scheduler_process import Group, SchedulerHosts
 from shmserve.supervisor.processes.children import Child
 from shmserve.supervisor.processes.control_socket import (
     Acknowledgements,
@@ -29,7 +30,6 @@ from shmserve.supervisor.processes.control_socket import (
     TraceControl,
     pid_of,
 )
-from shmserve.supervisor.processes.scheduler_hosts import Group, SchedulerHosts
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 
@@ -99,14 +99,13 @@ class Processes:
         self.acknowledgements = Acknowledgements()
         config = from_flags(parse(["--model-repository=/tmp", *flags]), {})
         fake: Any = self
-        folder, capabilities = Path("/tmp"), Capabilities(bytes(32))
         self.context = SupervisorContext(
             config=config,
-            run_dir=folder,
+            run_dir=Path("/tmp"),
             control=fake,
             front_zygote=fake,
             worker_zygote=fake,
-            capabilities=capabilities,
+            capabilities=Capabilities(bytes(32)),
             logging=LogControl(fake, LogSettings()),
             tracing=TraceControl(fake, TraceSettings()),
             local_clients=MagicMock(**{"numbers.return_value": []}),
@@ -114,15 +113,15 @@ class Processes:
             cache_shares=CacheShares(0),
             tickets=Tickets(False, {}, lambda pid, message: None),
             workspaces=Workspaces(config.workspace_byte_sizes, MagicMock()),
-            hosts=SchedulerHosts(fake, fake, folder, LogControl(fake, LogSettings())),
         )
+        self._hosts = SchedulerHosts(self.context)
         self._handlers: dict[Address, Callable[[Any], None]] = {}
 
     def version(self, spec: VersionSpec, group: Group = SINGLE_MODEL_GROUP) -> ModelVersion:
         """Return a version without processes whose model completes no configuration."""
         no_call: Any = MagicMock(return_value=None)
         complete = lambda spec, completed: spec.config  # noqa: E731
-        return ModelVersion(self.context, spec, group, no_call, no_call, complete)
+        return ModelVersion(self.context, spec, group, self._hosts, no_call, no_call, complete)
 
     async def spawn(self, title: str, entry: str, start: bytes, fds: Any = ()) -> Child:
         loop = asyncio.get_running_loop()

@@ -18,10 +18,10 @@ from shmserve.ipc.tensors.inference import (
     Inferred,
     Packed,
     RequestedOutput,
+    Schemas,
     pack_inference,
     pack_inferred,
 )
-from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.tensors.signature import BatchFit
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.frames import MalformedMessage

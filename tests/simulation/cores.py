@@ -11,7 +11,7 @@ from shmserve.ipc.messages.supervision import CacheStart
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.processes import REMEMBERED_EXITS
 from shmserve.ipc.tensors.descriptors import Memory, Range
-from shmserve.ipc.tensors.schemas import Schemas
+from shmserve.ipc.tensors.inference import Schemas
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
@@ -42,7 +42,7 @@ _MAX_ENTRIES = {
     "Pool._slots": 64,
     "Pool._by_peer": 64,
     "Pool.free_slots": 64,
-    "SequenceDispatch._slots": 64,
+    "SequenceDispatcher._slots": 64,
     "Executions._early_releases": 64,
     "Executions._unknown_releases": 4096,
     "BlockPool.references": 1 << 10,
@@ -104,7 +104,7 @@ class Scheduler:
             core = BatchingCore(settings, fits, peers, control, lambda: world.now_ns, cache)
             self.from_peer = core.results.handle
             if model.is_generative:
-                _check_stopped(core._dispatch)
+                _check_stopped(core._dispatcher)
         self.front: Front[Any] = Front(
             *(core, clients, control, world.wall_clock, model.name, cache)
         )
@@ -124,9 +124,9 @@ class Scheduler:
         return int(blocks.get("used", 0) + blocks.get("host", 0))
 
 
-def _check_stopped(dispatch: Any) -> None:
+def _check_stopped(dispatcher: Any) -> None:
     """Raise Violation if a text ended with "stop" but lacks the token that ends it."""
-    record = dispatch._on_sequence_end
+    record = dispatcher._on_sequence_end
 
     def check_sequence_end(sequence: Sequence[Any], reason: str) -> None:
         tokens = sequence.tokens[len(sequence.generation.prompt) :]
@@ -134,7 +134,7 @@ def _check_stopped(dispatch: Any) -> None:
             raise Violation(f"a text ends with {reason!r} after the tokens {list(tokens)}")
         record(sequence, reason)
 
-    dispatch._on_sequence_end = check_sequence_end
+    dispatcher._on_sequence_end = check_sequence_end
 
 
 class _HeldArena:

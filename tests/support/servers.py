@@ -188,8 +188,9 @@ class Server:
             return self.process.wait(within_s)
         return None
 
-    def wait_log(self, text: str) -> None:
-        until(f"the log says {text!r}:\n{self.log()}", lambda: text in self.log())
+    def wait_log(self, text: str, after: int = 0) -> None:
+        """Wait until the log has a text after its first `after` characters."""
+        until(f"the log says {text!r}:\n{self.log()}", lambda: text in self.log()[after:])
 
     # --- inspection ---
 

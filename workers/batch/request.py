@@ -21,8 +21,13 @@ from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range, unpack_range
-from shmserve.ipc.tensors.inference import OutputSchema, RequestSchema, TensorSchema, has_overlap
-from shmserve.ipc.tensors.schemas import Schemas
+from shmserve.ipc.tensors.inference import (
+    OutputSchema,
+    RequestSchema,
+    Schemas,
+    TensorSchema,
+    has_overlap,
+)
 from shmserve.ipc.tensors.signature import Signature, id_prefix, model_shape
 from shmserve.ipc.transport.frames import MalformedMessage
 

@@ -137,9 +137,9 @@ class Scatterer:
         schema, destinations = request.response_kinds[key]
         packed: list[Any] = []
         message_bytes = 0
-        for output, source in zip(response.outputs, destinations, strict=True):
+        for output, destination in zip(response.outputs, destinations, strict=True):
             data = output.data
-            if source is None:
+            if destination is None:
                 array = data if type(data) is np.ndarray else _host_array(output)
                 if output.datatype == "BYTES":
                     raw = encode_bytes(array)
@@ -149,7 +149,7 @@ class Scatterer:
                     message_bytes += array.nbytes
                 packed += [raw]
                 continue
-            if not source:
+            if not destination:
                 memory_range = memory_ranges[output.name]
                 if data.nbytes != memory_range.byte_size:
                     memory_range = _used_range(output.name, memory_range, data.nbytes)
@@ -157,7 +157,7 @@ class Scatterer:
                 content = data if is_host_array else _host_or_device_array(output, memory_range)
                 self._write_to(memory_range, content)
             else:
-                source_range = inputs[source].memory_range
+                source_range = inputs[destination].memory_range
                 assert source_range is not None
                 memory_range = source_range
             packed += [(memory_range.memory.packed, memory_range.offset, memory_range.byte_size)]

@@ -19,7 +19,7 @@ import ssl
 import time
 from collections.abc import Callable
 
-from shmserve.gateway.grpc.calls.call import GrpcCall, GrpcFront
+from shmserve.gateway.grpc.calls.call import GrpcCall, GrpcContext
 from shmserve.gateway.grpc.calls.headers import CallHead
 from shmserve.gateway.grpc.calls.messages import ArrivingMessage
 from shmserve.gateway.http2.connection import Http2Connection
@@ -43,21 +43,21 @@ _TLS_READ_BYTES = 64 * 1024
 class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     """The gRPC connection of one client."""
 
-    def __init__(self, acceptor: Acceptor, front: GrpcFront) -> None:
+    def __init__(self, acceptor: Acceptor, context: GrpcContext) -> None:
         self._acceptor = acceptor
-        self.front = front
+        self.context = context
         self.loop = asyncio.get_running_loop()
         self.transport = None
         self.client: ClientIdentity
         self.requires_authorisation = False
-        self.http2: Http2Connection[CallHead] = Http2Connection(CallHead, front.limits)
+        self.http2: Http2Connection[CallHead] = Http2Connection(CallHead, context.limits)
         self.lifetime = ConnectionLifetime(self)
-        self._current_buffer = front.read_buffer  # the buffer of the current read
+        self._current_buffer = context.read_buffer  # the buffer of the current read
         self._is_handling_data = False
         self._is_closing = False  # whether the server is closing the connection
         self._counted_debt = self.http2.debt  # the debt at the end of the last turn
         self._last_activity = self.loop.time()  # the time of the last activity
-        self._tls = None if front.tls is None else TlsLayer(front.tls)
+        self._tls = None if context.tls is None else TlsLayer(context.tls)
         self._opening_timer: asyncio.TimerHandle | None = None
         # --- time limits
         self._check_timer: asyncio.TimerHandle | None = None
@@ -73,7 +73,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         self.client = self._acceptor.connection_made(self)
         rules = self.client.listener.authorisation
         self.requires_authorisation = rules.asks_for_tokens or bool(rules.restrictions)
-        timeout_s = self.front.header_timeout_s
+        timeout_s = self.context.header_timeout_s
         self._opening_timer = self.loop.call_later(timeout_s, self._on_opening_timeout)
         attached_transport.set_write_buffer_limits(high=_WRITE_HIGH_WATER_BYTES)
         self.lifetime.start()
@@ -142,7 +142,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 transport.write(self._tls.outgoing())
             transport.close()
             if transport.get_write_buffer_size():
-                self.loop.call_later(self.front.body_timeout_s, transport.abort)
+                self.loop.call_later(self.context.body_timeout_s, transport.abort)
 
     # --- bytes
 
@@ -151,7 +151,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
         The bytes of a large tensor are received into their final memory.
         """
-        self._current_buffer = self.front.read_buffer
+        self._current_buffer = self.context.read_buffer
         http2 = self.http2
         if http2.arriving_bytes >= _MAX_JOINED_BYTES and self._tls is None:
             stream = http2.arriving_stream
@@ -226,7 +226,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     def _create_call(self, stream: Stream, head: CallHead, new_calls: list[GrpcCall]) -> None:
         try:
-            call = stream.call = self.front.create_call(self, stream, head)
+            call = stream.call = self.context.create_call(self, stream, head)
         except Exception:
             logger.exception("a call of %s could not be started", head.path)
             self.http2.reset(stream, FaultCode.INTERNAL_ERROR)
@@ -298,7 +298,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     def _schedule_time_limit_check(self) -> None:
         if self._check_timer is None:
-            interval_s = self.front.body_timeout_s / _CHECKS_PER_TIMEOUT
+            interval_s = self.context.body_timeout_s / _CHECKS_PER_TIMEOUT
             self._check_timer = self.loop.call_later(interval_s, self._check_time_limits)
 
     def _check_time_limits(self) -> None:
@@ -308,7 +308,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             if arriving.is_overdue(now):
                 call.on_timeout()
         blocked = tuple(self.http2.sending.waiting_streams)
-        time_limit_s = self.front.body_timeout_s
+        time_limit_s = self.context.body_timeout_s
         self._stalled_streams = {
             s: self._stalled_streams.get(s, (now, s.sent_bytes)) for s in blocked
         }
@@ -399,7 +399,7 @@ class ConnectionLifetime:
 
     def __init__(self, connection: GrpcConnection) -> None:
         self._connection = connection
-        self._settings = connection.front.settings
+        self._settings = connection.context.settings
         self._loop = connection.loop
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._checked_frames = 0  # received frames at the last check

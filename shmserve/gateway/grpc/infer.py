@@ -1,8 +1,8 @@
 """Inference requests over gRPC, of unary calls and of streams: decoded, submitted, and encoded.
 
 message ──> `submit_request`: finds a template, or parses the message, or takes it from the arena
-        ──> `submit` ──> UnaryInference ──> `encode_response`: from a template, or serialized
-                    └──> StreamingInference, for decoupled models in streams (stream_infer.py)
+        ──> UnaryInference ──> `encode_response`: from a template, or serialized
+        └──> StreamingInference, for decoupled models in streams (stream_infer.py)
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
-from shmserve.gateway.context import UNLIMITED, Gateway, needs_load, resolve_model
 from shmserve.gateway.grpc.calls.call import GrpcCall, UnaryCall
 from shmserve.gateway.grpc.calls.headers import (
     DEADLINE_EXPIRED,
@@ -38,7 +37,7 @@ from shmserve.gateway.inference.inference import (
     classify_outputs,
     output_bytes,
     record_failure,
-    submit,
+    submit_inference,
 )
 from shmserve.gateway.inference.prepare import (
     ArrivingRequest,
@@ -50,10 +49,10 @@ from shmserve.gateway.inference.prepare import (
 from shmserve.gateway.inference.request import InferInput, select_forwarded_headers
 from shmserve.gateway.listener import ActiveCount
 from shmserve.gateway.model_table import checked_version
+from shmserve.gateway.process import UNLIMITED, Gateway, needs_load, resolve_model
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
-from shmserve.ipc.tensors.inference import Inferred
-from shmserve.ipc.tensors.schemas import BoundedCache
+from shmserve.ipc.tensors.inference import BoundedCache, Inferred
 from shmserve.ipc.trace import TraceContext
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 
@@ -169,20 +168,20 @@ class Inferences(ActiveCount):
         """
         arrived_ns = time.monotonic_ns()
         built = self._decode(raw_request, headers, streamed=on_streamed is not None)
-        inference_args: tuple[Any, ...] = (UnaryInference, on_response, True)
+        create_inference: Any = partial(UnaryInference, on_response=on_response)
         if built.model.decoupled:
             if on_streamed is None:
                 built.release()
                 raise RequestRefused(Unsupported(_DECOUPLED_UNSUPPORTED), built.infer_request.id)
-            inference_args = (StreamingInference, on_streamed)
+            create_inference = partial(StreamingInference, on_response=on_streamed)
         call_limit = UNLIMITED
         if call.head.timeout_s is not None:
             call_limit = (_limit_us(call.time_remaining()), "the deadline of the gRPC call")
         try:
-            inference: UnaryInference | StreamingInference = submit(
-                *(self.gateway, built, call.client, arrived_ns, *inference_args),
-                call_limit=call_limit,
-                traceparent=call.head.traceparent,
+            inference: UnaryInference | StreamingInference = submit_inference(
+                *(self.gateway, built, call.client, arrived_ns, create_inference),
+                call_limit,
+                call.head.traceparent,
             )
             return inference
         except ShmserveError as error:

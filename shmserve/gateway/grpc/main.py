@@ -12,13 +12,13 @@ import uvloop
 from shmserve.common import fd_limits
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway import process
-from shmserve.gateway.context import Gateway
-from shmserve.gateway.grpc.calls.call import GrpcFront
+from shmserve.gateway.grpc.calls.call import GrpcContext
 from shmserve.gateway.grpc.calls.messages import Deflater
 from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
 from shmserve.gateway.listener import Acceptor, ActiveCount, ListenerRules, listener_kind
+from shmserve.gateway.process import Gateway
 from shmserve.gateway.settings import GatewayStart, GrpcSettings
 from shmserve.ipc import processes
 from shmserve.ipc.messages.supervision import decode_start
@@ -36,10 +36,10 @@ def run(data: bytes, *fds: int) -> None:
     settings = start.grpc
     assert settings is not None
     sockets = [socket.socket(fileno=fd) for fd in fds]
-    uvloop.run(process.serve(start, partial(GrpcFrontend, settings=settings, sockets=sockets)))
+    uvloop.run(process.serve(start, partial(GrpcServer, settings=settings, sockets=sockets)))
 
 
-class GrpcFrontend(process.Frontend):
+class GrpcServer(process.ProtocolServer):
     """The gRPC servers, on listening sockets."""
 
     refuses_while_busy = True
@@ -53,7 +53,7 @@ class GrpcFrontend(process.Frontend):
         self._sockets = sockets
         self._inferences = Inferences(gateway)
         compression_level = settings.compression_level
-        self._front = GrpcFront(
+        self._context = GrpcContext(
             settings=settings,
             create_call=Service(gateway, self._inferences).begin_call,
             budget=gateway.body_budget,
@@ -75,8 +75,10 @@ class GrpcFrontend(process.Frontend):
             listener = ListenerRules(listener_kind(sock), rules, gateway_settings.allow_client_shm)
             self.listeners.append(listener)
             is_unix = sock.family == socket.AF_UNIX
-            front = replace(self._front, tls=None) if is_unix else self._front
-            await self.listen(sock, Acceptor(partial(GrpcConnection, front=front), listener, limit))
+            context = replace(self._context, tls=None) if is_unix else self._context
+            await self.listen(
+                sock, Acceptor(partial(GrpcConnection, context=context), listener, limit)
+            )
 
     def call_when_idle(self, on_idle: Callable[[], None]) -> None:
         # Idle: no request is in flight, also in streams. Streams without requests may be open.

@@ -25,16 +25,15 @@ from aiohttp import StreamReader
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.compression import BodyTooLarge, Inflater, UnsupportedEncoding, check_encoding
-from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.incoming import MalformedBody
 from shmserve.gateway.http.json import tensors
+from shmserve.gateway.http.json.codec import TOO_LARGE, decode_data, parse_request
 from shmserve.gateway.http.json.fingerprint import (
     Fingerprint,
     fill_known_template,
     is_worth_caching,
     store_template,
 )
-from shmserve.gateway.http.json.infer_request import TOO_LARGE, decode_data, parse_request
 from shmserve.gateway.http.json.parser import (
     LARGE,
     MAX_OBJECTS,
@@ -64,6 +63,7 @@ from shmserve.gateway.inference.prepare import (
 )
 from shmserve.gateway.inference.request import InferInput, InferRequest, select_forwarded_headers
 from shmserve.gateway.model_table import GatewayModel
+from shmserve.gateway.process import Gateway
 from shmserve.gateway.region_table import authorise
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.tensors.descriptors import MAX_INT64
@@ -494,12 +494,10 @@ def _parse_integer(text: str) -> int:
 async def _parse(header: bytes, tail_size: int, model: GatewayModel, limit: int) -> InferRequest:
     if len(header) > limit:
         raise InvalidArgument(JSON_TOO_LARGE.format(size=len(header), limit=limit))
-    if len(header) < LARGE:
-        infer_request = parse_request(loads(header), tail_size, model.name, limit)
-        decode_data(infer_request)
-        return infer_request
-    infer_request = parse_request(loads_large(header), tail_size, model.name, limit)
-    for tensor in infer_request.inputs:
+    is_large = len(header) >= LARGE
+    value = loads_large(header) if is_large else loads(header)
+    infer_request = parse_request(value, tail_size, model.name, limit)
+    for tensor in infer_request.inputs if is_large else ():
         data = tensor.data
         if isinstance(data, NumberArray):
             tensor.data = await _read_parts(data.parts(), tensor)

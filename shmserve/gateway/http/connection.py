@@ -184,8 +184,8 @@ class HttpConnection(Incoming):
         """Return the request in flight or the first in the queue, or None for invalid HTTP."""
         begun_request, self._begun_request = self._begun_request, None
         if begun_request is not None:
-            begun_request.request.begun_request = begun_request
-            return begun_request.request
+            begun_request.http_request.begun_request = begun_request
+            return begun_request.http_request
         message = self._messages.popleft()
         if type(message) is HttpRequest:
             self._is_handling = True
@@ -193,7 +193,7 @@ class HttpConnection(Incoming):
         if isinstance(message, HttpProcessingError):
             logger.debug("malformed request: %s", message)
             problem = InvalidArgument(f"malformed HTTP request: {_describe_error(message)}")
-            self._refuse(problem, self._malformed_head)
+            self._refuse(problem, self._head or b"")
             return None
         head = message[0]
         if head.chunked and head.headers[TRANSFER_ENCODING].strip().lower() != "chunked":
@@ -201,7 +201,9 @@ class HttpConnection(Incoming):
             self._refuse(Unsupported(text), os.fsencode(f"{head.method} {head.path} "))
             return None
         self._is_handling = True
-        self._on_dequeued(len(self._messages))
+        self._parser.message_consumed()
+        if self._is_queue_full:
+            self._on_dequeued()
         request = HttpRequest(*message, self)
         request.closes_connection |= self.closes_next
         if head.upgrade:

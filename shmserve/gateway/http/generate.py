@@ -19,10 +19,9 @@ from typing import Any
 import orjson
 
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
-from shmserve.gateway.context import Gateway, resolve_model
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.infer import ResponseQueue, streaming_response
-from shmserve.gateway.http.json.infer_request import (
+from shmserve.gateway.http.json.codec import (
     move_sequence_parameters,
     parameter_value,
     request_id,
@@ -44,6 +43,7 @@ from shmserve.gateway.inference.inference import find_error, output_bytes, reloa
 from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_member_count
 from shmserve.gateway.model_table import GatewayModel
+from shmserve.gateway.process import Gateway, resolve_model
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred
@@ -87,7 +87,7 @@ async def generate_stream(
 
 async def _start_generation(
     gateway: Gateway, request: HttpRequest, name: str, version: str
-) -> _Generation:
+) -> _FlatJson:
     arrived_ns = time.monotonic_ns()
     model = await resolve_model(gateway, name, version)
     encodings = request.headers.getall(CONTENT_ENCODING, ())
@@ -108,11 +108,11 @@ async def _start_generation(
         raise
     built_request = await build_in_turns(gateway, model, infer_request)
     await reload_model(gateway, built_request)
-    return _Generation(gateway, model, ResponseQueue(gateway, request, built_request, arrived_ns))
+    return _FlatJson(gateway, model, ResponseQueue(gateway, request, built_request, arrived_ns))
 
 
 @dataclass(slots=True, eq=False)
-class _Generation:
+class _FlatJson:
     """A request in flight, and its responses as flat JSON."""
 
     _gateway: Gateway

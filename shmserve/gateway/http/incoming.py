@@ -10,6 +10,7 @@ while the stream of a body is full, or while too many pipelined requests are que
 from __future__ import annotations
 
 import asyncio
+import enum
 import re
 from abc import abstractmethod
 from collections import deque
@@ -70,6 +71,14 @@ class MalformedBody(Exception):
     """The error for a body whose framing violates HTTP."""
 
 
+class ReadState(enum.Enum):
+    """What a connection does with received bytes."""
+
+    PARSING = enum.auto()  # pass them to the parser
+    CONFLICTING_HEAD = enum.auto()  # wait for the rest of a chunked request's head with a length
+    FAILED = enum.auto()  # drop them: the request is malformed, and the last one
+
+
 class Incoming(LimitedConnection, asyncio.Protocol):
     """The receiver of a connection's requests.
 
@@ -90,13 +99,10 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._messages: deque[HttpRequest | HttpProcessingError | ParsedMessage] = deque()
         # Awaited by the task while no request is queued.
         self._waiter: asyncio.Future[None] | None = None
-        self._may_parse = True  # whether bytes may be parsed; False after an error
-        self._malformed_head = b""  # the received bytes of the malformed request; b"": unknown
-        # The received part of an incomplete head; None: unknown.
-        self._partial_head: bytes | None = None
+        self._state = ReadState.PARSING
+        # The received part of an incomplete or malformed head; None: unknown, or no such head.
+        self._head: bytes | None = None
         self._ends_request = False  # whether the last received bytes end a head or a chunked body
-        # The incomplete head of a chunked request with a Content-Length.
-        self._conflicting_head = b""
         self.closes_next = False  # whether the connection ends with the next request
         # --- read timeouts
         self._read_timer: asyncio.TimerHandle | None = None
@@ -106,12 +112,9 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._body_stream: StreamReader | None = None  # the stream of an incomplete body
         self._awaits_body = False  # whether a small body is awaited
         # --- the cached head
-        self._cached_head = b""  # the head of the last request with a small body
-        self._cached_body_offset = 0  # the offset of the body in that request
-        self._cached_size = 0  # the size of that request with its body
-        self._cached_request: HttpRequest | None = None
-        # The rules by which the cached request was authorised.
-        self._cached_rules: Authorisation | None = None
+        # The last request, if it had a small body: its head, the sizes of the head and of the whole
+        # request, the request, and the rules by which it was authorised.
+        self._cached: tuple[bytes, int, int, HttpRequest, Authorisation] | None = None
         # The body object is reused, since at most one request with a cached head is queued.
         self._cached_body = WholeBody()
         self._pending_head = b""  # a head that equals the cached one and whose body has not arrived
@@ -205,32 +208,30 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             data = pending_head + data
         # No request is being handled, queued or partly received.
         is_between_requests = not (self._missing_bytes or self._is_handling or self._messages)
+        # Without a waiter, the task has not started, has ended, or is handling a request.
         waiter = self._waiter
-        size = len(data)
-        if waiter is None:
-            pass  # the task has not started, has ended, or is handling a request
-        elif (
-            is_between_requests
-            and size <= self._cached_size
-            and self._cached_rules is self.client.listener.authorisation
-            and data.startswith(self._cached_head)
-        ):
-            if size == self._cached_size:
-                request = self._cached_request
-                assert request is not None
-                body = data[self._cached_body_offset :]
-                if request.repeat is not None and self._start_request(request.repeat, body):
+        if waiter is not None and is_between_requests and self._cached is not None:
+            head, head_size, cached_size, request, rules = self._cached
+            size = len(data)
+            if (
+                size <= cached_size
+                and rules is self.client.listener.authorisation
+                and data.startswith(head)
+            ):
+                if size == cached_size:
+                    body = data[head_size:]
+                    if request.repeat is not None and self._start_request(request.repeat, body):
+                        return
+                    request.content = self._cached_body
+                    request.content.data = body
+                    self._messages.append(request)
+                    self._waiter = None
+                    waiter.set_result(None)
                     return
-                request.content = self._cached_body
-                request.content.data = body
-                self._messages.append(request)
-                self._waiter = None
-                waiter.set_result(None)
-                return
-            if not pending_head:
-                self._pending_head = data
-                self._start_timeout(self._settings.body_timeout_s)
-                return
+                if not pending_head:
+                    self._pending_head = data
+                    self._start_timeout(self._settings.body_timeout_s)
+                    return
         self._parse(data, is_between_requests)
 
     def _parse_buffered(self) -> int:
@@ -238,37 +239,44 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         return len(self._messages)
 
     def _parse(self, data: bytes, is_between_requests: bool) -> None:
-        if self._is_closed or not self._may_parse:
+        """Parse the bytes, and queue the requests or the error that they complete."""
+        if self._is_closed or self._state is ReadState.FAILED:
             return
-        unparsed = b""
-        if self._conflicting_head:
-            data, self._conflicting_head = self._conflicting_head + data, b""
-            is_between_requests = True
-            self._parser = self._new_parser()
-        if self._ends_request and not (self._is_handling or self._messages):
-            self._partial_head = b""
-        head = data if is_between_requests else None
-        if self._partial_head is not None and not is_between_requests:
-            head = self._partial_head + data
+        if self._state is ReadState.CONFLICTING_HEAD:
+            assert self._head is not None
+            data, is_between_requests = self._head + data, True
+            self._state, self._parser = ReadState.PARSING, self._new_parser()
+        if is_between_requests or (
+            self._ends_request and not (self._is_handling or self._messages)
+        ):
+            self._head = b""
+        head = None if self._head is None else self._head + data
         # An incomplete head does not end with an empty line.
-        self._partial_head, self._ends_request = None, data.endswith(b"\r\n\r\n")
+        self._head, self._ends_request = None, data.endswith(b"\r\n\r\n")
+        unparsed = b""
         try:
             messages, upgraded, unparsed = self._parser.feed_data(data)
         except HttpProcessingError as error:
             if head is not None and self._parse_without_length(head):
                 return
             self._messages.append(error)
-            self._may_parse, self._malformed_head = False, head or b""
+            self._state, self._head = ReadState.FAILED, head
         else:
             self._messages += messages
             if head is not None and not self._messages and len(head) <= _MAX_PENDING_HEAD_BYTES:
-                self._partial_head = head
+                self._head = head
             if upgraded:
                 # An offer of WebSocket is ignored, and the connection continues with HTTP.
                 self._parser.set_upgraded(False)
             elif self._offers_upgrade and 0 < self._missing_bytes < len(data):
                 # aiohttp's parser drops these bytes after other offers.
                 unparsed = data[self._missing_bytes :]
+        self._handle_parsed(data, is_between_requests)
+        if unparsed:
+            self._parse(unparsed, False)
+
+    def _handle_parsed(self, data: bytes, is_between_requests: bool) -> None:
+        """Notify the task and the body of the parsed bytes, and start the timeout of a head."""
         waiter = self._waiter
         if self._messages and waiter is not None:
             self._waiter = None
@@ -295,8 +303,6 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         elif data and not self._head_incomplete:
             self._head_incomplete = True
             self._start_timeout(self._settings.header_timeout_s)
-        if unparsed:
-            self._parse(unparsed, False)
 
     def _parse_without_length(self, head: bytes) -> bool:
         """Read a refused request again without its Content-Length; return False if it has none."""
@@ -307,7 +313,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         ):
             return False
         if b"\r\n\r\n" not in head:
-            self._conflicting_head, self._head_incomplete = head, True
+            self._state, self._head = ReadState.CONFLICTING_HEAD, head
+            self._head_incomplete = True
             self._start_timeout(self._settings.header_timeout_s)
             return True
         chunked = remove_length(head)
@@ -322,8 +329,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
         The head of a request that offers another protocol is not cached.
         """
-        self._cached_size, self._missing_bytes, self._offers_upgrade = 0, -1, False
-        if len(self._messages) != 1 or not self._may_parse:
+        self._cached, self._missing_bytes, self._offers_upgrade = None, -1, False
+        if len(self._messages) != 1 or self._state is ReadState.FAILED:
             return
         queued_message = self._messages[0]
         head_size = data.find(b"\r\n\r\n") + 4
@@ -337,10 +344,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._missing_bytes, self._offers_upgrade = size - len(data), message.upgrade
         closes = message.should_close or message.upgrade or EXPECT in message.headers
         if not closes and int(length) <= SMALL_BODY_BYTES and head_size <= _MAX_CACHED_HEAD_BYTES:
-            self._cached_head, self._cached_body_offset = data[:head_size], head_size
-            self._cached_size = size
-            self._cached_request = HttpRequest(message, content, self)
-            self._cached_rules = self.client.listener.authorisation
+            request, rules = HttpRequest(message, content, self), self.client.listener.authorisation
+            self._cached = (data[:head_size], head_size, size, request, rules)
 
     def _start_timeout(self, timeout_s: float) -> None:
         """Start the read timeout of the missing bytes."""
@@ -409,10 +414,9 @@ class Incoming(LimitedConnection, asyncio.Protocol):
                 self._parse_buffered()
             self._set_reading()
 
-    def _on_dequeued(self, count: int) -> None:
-        """Resume reading if the queue, with `count` requests left, is short enough."""
-        self._parser.message_consumed()
-        if self._is_queue_full and count <= _MAX_QUEUED_REQUESTS // 2:
+    def _on_dequeued(self) -> None:
+        """Resume reading if the queue, which was full, is short enough."""
+        if len(self._messages) <= _MAX_QUEUED_REQUESTS // 2:
             self._is_queue_full = self._parse_buffered() >= _MAX_QUEUED_REQUESTS
             self._set_reading()
 

@@ -1,9 +1,11 @@
 """Inference over HTTP: POST /v2/models/NAME/infer, and the queue of a model's responses.
 
-    read_request ──> submit ──> HttpInference ──response──> `_encode_response`, or a template
+    read_request ──> HttpInference ──response──> a template, or `_encode_response`
              └── a client that accepts a stream: ResponseQueue ──response*──> `_StreamEncoder`
 
-The response of `infer` is a JSON text with binary data. `ResponseQueue` and `streaming_response`
+The response of `infer` is a JSON text with binary data. The scheduler's message reaches it through
+`SchedulerClient.handle`, `GatewayRequest.handle`, `UnaryInference.handle_response` and
+`HttpInference.deliver`. `ResponseQueue` and `streaming_response`
 also serve generate.py and OpenAI's API (openai/).
 
 A request that equals an earlier one on its connection except for its tensors is started by
@@ -24,10 +26,9 @@ from functools import partial
 from shmserve.common.tasks import resolve_future
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.compression import compress_pieces, preferred_encoding
-from shmserve.gateway.context import Gateway, needs_load, resolve_model
 from shmserve.gateway.http.body import body_limit_us, header_size, read_request
+from shmserve.gateway.http.json.codec import JsonResponseTemplate
 from shmserve.gateway.http.json.fingerprint import Fingerprint, fill_known_template
-from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
 from shmserve.gateway.http.json.tensors import encode_in_turns, join_in_turns
 from shmserve.gateway.http.messages import (
     ACCEPT,
@@ -58,11 +59,12 @@ from shmserve.gateway.inference.inference import (
     output_bytes,
     record_failure,
     reload_model,
-    submit,
+    submit_inference,
 )
 from shmserve.gateway.inference.prepare import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.model_table import GatewayModel
+from shmserve.gateway.process import Gateway, needs_load, resolve_model
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
 
@@ -91,15 +93,20 @@ async def infer(gateway: Gateway, request: HttpRequest, name: str, version: str)
         return await _stream(gateway, queue, framing)
     try:
         await reload_model(gateway, built_request)
-        inference = submit(
+        inference = submit_inference(
             gateway,
             built_request,
             request.connection.client,
             arrived_ns,
-            *(HttpInference, HttpInference.deliver, ACCEPT_ENCODING not in headers),
-            *(gateway, request),
-            call_limit=call_limit,
-            traceparent=headers.get(TRACEPARENT, ""),
+            partial(
+                HttpInference,
+                on_response=HttpInference.deliver,
+                is_templated=ACCEPT_ENCODING not in headers,
+                gateway=gateway,
+                http_request=request,
+            ),
+            call_limit,
+            headers.get(TRACEPARENT, ""),
         )
     except ShmserveError as error:
         record_failure(built_request, error)
@@ -160,10 +167,15 @@ def _infer_repeated(
         built_request = fill_known_template(model.templates, fingerprint, body, size)
         if built_request is None:
             return None
-        return submit(
-            *(gateway, built_request, request.connection.client, arrived_ns, HttpInference),
-            *(HttpInference.deliver, True, gateway, request, write_response),
+        create_inference = partial(
+            HttpInference,
+            on_response=HttpInference.deliver,
+            gateway=gateway,
+            http_request=request,
+            write_response=write_response,
         )
+        client = request.connection.client
+        return submit_inference(gateway, built_request, client, arrived_ns, create_inference)
     except Exception:
         return None
 
@@ -177,7 +189,7 @@ class HttpInference(UnaryInference):
     """
 
     gateway: Gateway
-    request: HttpRequest
+    http_request: HttpRequest
     write_response: WriteResponse | None = None
     _waiter: asyncio.Future[None] | None = field(init=False, default=None)
 
@@ -225,20 +237,22 @@ class HttpInference(UnaryInference):
         if self.encoded is not None:
             return _assemble_response(*self.encoded)
         built_request, gateway = self.built_request, self.gateway
-        request, model = built_request.infer_request, built_request.model
+        infer_request, model = built_request.infer_request, built_request.model
         inferred = self.outputs(message)
-        uses_worker_memory = _has_worker_memory(request, inferred)
+        uses_worker_memory = _has_worker_memory(infer_request, inferred)
         try:
-            classified = classify_outputs(gateway, model, request, inferred)
+            classified = classify_outputs(gateway, model, infer_request, inferred)
             template = None
             if built_request.responses is not None:
                 template = built_request.responses.find(message.schema)
             if template is None:
-                template = JsonResponseTemplate(request, model.name, model.version, classified)
+                template = JsonResponseTemplate(
+                    infer_request, model.name, model.version, classified
+                )
                 if built_request.responses is not None and classified is inferred:
                     built_request.responses.store(message.schema, template)
             response = await _encode_response(
-                gateway, self.request, request.id, template, classified
+                gateway, self.http_request, infer_request.id, template, classified
             )
         except BaseException:
             if uses_worker_memory:
@@ -375,11 +389,11 @@ class ResponseQueue:
         except BaseException:
             built_request.release()
             raise
-        traceparent = headers.get(TRACEPARENT, "")
-        self.inference = submit(
-            *(gateway, built_request, client, arrived_ns, StreamingInference, self._on_response),
-            call_limit=call_limit,
-            traceparent=traceparent,
+        create_inference = partial(StreamingInference, on_response=self._on_response)
+        self.inference = submit_inference(
+            *(gateway, built_request, client, arrived_ns, create_inference),
+            call_limit,
+            headers.get(TRACEPARENT, ""),
         )
 
     def _on_response(self, _: StreamingInference, message: StreamedResponse) -> None:

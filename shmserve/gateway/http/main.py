@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import uvloop
 
@@ -13,12 +12,12 @@ from shmserve.common import fd_limits
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway import process
 from shmserve.gateway.api.metrics import MetricsExporter
-from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.connection import HttpConnection
 from shmserve.gateway.http.dashboard import LiveFigures
 from shmserve.gateway.http.routes import ROUTES, metrics_routes
 from shmserve.gateway.http.routing import App, Cors
 from shmserve.gateway.listener import Acceptor, ListenerRules, listener_kind
+from shmserve.gateway.process import Gateway
 from shmserve.gateway.settings import GatewayStart
 from shmserve.ipc import processes
 from shmserve.ipc.messages.supervision import decode_start
@@ -34,33 +33,22 @@ def run(data: bytes, *fds: int) -> None:
     start = decode_start(GatewayStart, data)
     processes.begin(f"gateway {start.name}", f"gateway http {start.name}", start.log)
     sockets = [socket.socket(fileno=fd) for fd in fds]
-    http_sockets, metrics_sockets = sockets[: start.http_sockets], sockets[start.http_sockets :]
-    create_frontend = partial(
-        HttpFrontend,
-        http_sockets=http_sockets,
-        metrics_sockets=metrics_sockets,
-        run_dir=start.run_dir,
-    )
-    uvloop.run(process.serve(start, create_frontend))
+    uvloop.run(process.serve(start, partial(HttpServer, start=start, sockets=sockets)))
 
 
-class HttpFrontend(process.Frontend):
+class HttpServer(process.ProtocolServer):
     """The HTTP servers of inference and of metrics, on listening sockets."""
 
     def __init__(
-        self,
-        gateway: Gateway,
-        http_sockets: Sequence[socket.socket],
-        metrics_sockets: Sequence[socket.socket],
-        run_dir: Path,
+        self, gateway: Gateway, start: GatewayStart, sockets: Sequence[socket.socket]
     ) -> None:
         super().__init__()
         self._gateway = gateway
-        self._figures = LiveFigures(gateway, run_dir)
+        self._figures = LiveFigures(gateway, start.run_dir)
         origins = gateway.settings.cors_origins
         self._app = App(gateway, ROUTES, Cors(origins) if origins else None)
-        self._http_sockets = http_sockets
-        self._metrics_sockets = metrics_sockets
+        self._http_sockets = sockets[: start.http_sockets]
+        self._metrics_sockets = sockets[start.http_sockets :]
 
     async def open(self) -> None:
         """Create the servers. Metrics are served while models are loaded."""

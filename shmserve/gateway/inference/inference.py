@@ -1,6 +1,6 @@
 """Inferences: requests in flight at a scheduler, and their responses, for every protocol.
 
-A `UnaryInference` has one response, a `StreamingInference` any number. `submit` creates both:
+A `UnaryInference` has one response, a `StreamingInference` any number:
 
     submitted ──> in flight ──response──> outputs unpacked, encoded by the protocol
                     ├──cancelled: the scheduler is notified, later responses are discarded
@@ -36,12 +36,12 @@ from shmserve.errors import (
     Unavailable,
     from_code,
 )
-from shmserve.gateway.context import UNLIMITED, Gateway, TimeLimit, resolve_model
 from shmserve.gateway.inference.prepare import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.links import GatewayRequest
 from shmserve.gateway.listener import ClientIdentity
 from shmserve.gateway.model_table import GatewayModel
+from shmserve.gateway.process import UNLIMITED, Gateway, TimeLimit, resolve_model
 from shmserve.gateway.region_table import authorise
 from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.messages import inference as m
@@ -49,8 +49,13 @@ from shmserve.ipc.messages.inference import Response, make_submit
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.inference import SEQUENCE_START, Inferred, ResponseSchema
-from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
+from shmserve.ipc.tensors.inference import (
+    SEQUENCE_START,
+    BoundedCache,
+    Inferred,
+    ResponseSchema,
+    Schemas,
+)
 from shmserve.ipc.tensors.signature import shape_text, stopping_text
 from shmserve.ipc.transport.frames import MalformedMessage
 
@@ -62,26 +67,24 @@ _MAX_TEMPLATES = 8  # maximum number of response templates of one stream
 R = TypeVar("R", bound=GatewayRequest)
 
 
-def submit(
+def submit_inference(
     gateway: Gateway,
     built_request: BuiltRequest,
     client: ClientIdentity,
     arrived_ns: int,
-    inference_class: Callable[..., R],
-    *inference_args: Any,
+    create_inference: Callable[..., R],
     call_limit: TimeLimit = UNLIMITED,
     traceparent: str = "",
 ) -> R:
-    """Submit a request to the scheduler of its model, and return its `inference_class` object.
+    """Submit a request to the scheduler of its model, and return it as an inference in flight.
 
     Args:
         gateway: The gateway.
         built_request: The request, whose resources are released if it is refused.
         client: The client, which must own the regions of the request.
         arrived_ns: The time of the request's arrival.
-        inference_class: The class of the inference.
-        *inference_args: The arguments of `inference_class` after those of `GatewayRequest` and the
-            request.
+        create_inference: Creates the inference, given the arguments of `GatewayRequest` and the
+            built request.
         call_limit: The time limit of the client's call.
         traceparent: The trace context of the client.
 
@@ -132,7 +135,7 @@ def submit(
         trace=trace,
     )
     schedulers, on_release = gateway.schedulers, built_request.on_release
-    inference = inference_class(message, schedulers, on_release, built_request, *inference_args)
+    inference = create_inference(message, schedulers, on_release, built_request)
     gateway.schedulers.submit(inference, model.endpoint)
     return inference
 
@@ -212,7 +215,7 @@ class UnaryInference(GatewayRequest):
 
     built_request: BuiltRequest
     on_response: Callable[[Any], None]
-    is_templated: bool
+    is_templated: bool = field(default=True, kw_only=True)
     message: Response | None = field(init=False, default=None)
     encoded: Any = field(init=False, default=None)
 

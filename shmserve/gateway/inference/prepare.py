@@ -28,17 +28,22 @@ from struct import Struct
 from typing import Any, final
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable
-from shmserve.gateway.context import Gateway
 from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.request import InferInput, InferRequest, RequestIdentity
 from shmserve.gateway.model_table import GatewayModel
+from shmserve.gateway.process import Gateway
 from shmserve.gateway.region_table import GatewayRegion, RegionReferences, RegionTable
 from shmserve.gateway.request_trace import RequestTrace
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range
-from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inference, RequestedOutput, pack_inference
-from shmserve.ipc.tensors.schemas import BoundedCache
+from shmserve.ipc.tensors.inference import (
+    INLINE_LIMIT,
+    BoundedCache,
+    Inference,
+    RequestedOutput,
+    pack_inference,
+)
 from shmserve.ipc.tensors.signature import Signature
 
 _MAX_RESPONSE_TEMPLATES = 8  # maximum number of response templates of requests with one header

@@ -148,7 +148,7 @@ class Dispatcher(ABC):
 
 
 @dataclass(eq=False)
-class Dispatch(Dispatcher):
+class BatchDispatcher(Dispatcher):
     """The dispatcher of models without sequences.
 
     A free instance receives a batch immediately. A busy instance receives only a batch that cannot

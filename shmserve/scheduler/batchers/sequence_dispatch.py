@@ -32,7 +32,7 @@ _ENDED_BY_EARLIER = "an earlier request of the sequence was cancelled or timed o
 
 
 @dataclass(eq=False)
-class SequenceDispatch(Dispatcher):
+class SequenceDispatcher(Dispatcher):
     """The dispatcher of sequences, which sends a free instance the next batch of its slots."""
 
     def __post_init__(self) -> None:

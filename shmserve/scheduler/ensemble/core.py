@@ -24,8 +24,7 @@ from shmserve.ipc.messages.unions import SupervisorToEnsemble
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.scheduler_client import Links
 from shmserve.ipc.tensors.descriptors import Range, unpack_range
-from shmserve.ipc.tensors.inference import RequestSchema
-from shmserve.ipc.tensors.schemas import Schemas
+from shmserve.ipc.tensors.inference import RequestSchema, Schemas
 from shmserve.ipc.tensors.signature import Signature, id_prefix, model_shape, stopping_text
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.ensemble.flow import RESPONSE, Flow, Graph, Plan, Targets, Tensors

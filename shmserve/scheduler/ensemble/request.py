@@ -18,7 +18,7 @@ from enum import StrEnum, auto
 from functools import partial
 from typing import Any, NamedTuple
 
-from shmserve.errors import Unavailable
+from shmserve.errors import IllegalEvent, Unavailable
 from shmserve.ipc.credit import SendWindow
 from shmserve.ipc.messages.inference import (
     ExecutionResponded,
@@ -32,11 +32,11 @@ from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range
 from shmserve.ipc.tensors.inference import (
     SEQUENCE_END,
     SEQUENCE_START,
+    BoundedCache,
     Packed,
     inline_size_of,
     pack_response_schema,
 )
-from shmserve.ipc.tensors.schemas import BoundedCache
 from shmserve.ipc.tensors.signature import Signature, client_shape
 from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.ensemble.flow import Flow
@@ -46,7 +46,6 @@ from shmserve.scheduler.requests.request import (
     CACHED,
     NOTHING,
     Client,
-    IllegalEvent,
     Lookup,
     Timing,
 )

@@ -31,9 +31,9 @@ from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     RequestedOutput,
     ResponseSchema,
+    Schemas,
     pack_request_schema,
 )
-from shmserve.ipc.tensors.schemas import Schemas
 from shmserve.ipc.trace import TraceContext
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Firing, Graph, PlannedStep, StepNode, Target, Tensors

@@ -26,8 +26,7 @@ from shmserve.ipc.endpoints import MAX_LINKS, MAX_REQUEST_BYTES, Capabilities
 from shmserve.ipc.messages.inference import MAX_TIMEOUT_US, Failed, Finished, Responded, Submit
 from shmserve.ipc.messages.supervision import RequestTraced, SchedulerStart, SetTracing
 from shmserve.ipc.tensors.descriptors import Memory, Range, unpack_range
-from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, RequestSchema
-from shmserve.ipc.tensors.schemas import Schemas
+from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, RequestSchema, Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.trace import TraceContext, is_encoded_trace
 from shmserve.ipc.transport.frames import MalformedMessage

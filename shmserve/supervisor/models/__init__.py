@@ -8,7 +8,7 @@ A load passes through these modules:
     load_planner.py        reads folder and configuration, and completes the configuration
     repository.py          folders, versions and fingerprints on disk
     model_version.py       a version: a scheduler, and instances or an ensemble's steps
-    scheduler_process.py   its scheduler, in a host process
+    scheduler_process.py   its scheduler, and the processes that host schedulers
     instance_processes.py  its worker processes
     instances.py           the version to load, the states of instances, changes of instances
     registry.py            the models by name, their statuses, readiness checks

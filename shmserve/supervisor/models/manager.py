@@ -7,6 +7,7 @@ lifecycle's decisions with threads that read files, processes, and messages.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
 
 from shmserve.common.names import check_model_name, is_traversal
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
+from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.messages.publications import (
     LoadRefused,
     ModelPublication,
@@ -46,12 +48,15 @@ from shmserve.supervisor.models.orders import (
 )
 from shmserve.supervisor.models.registry import ModelRegistry
 from shmserve.supervisor.models.repository import CONFIG_FILE, ModelFolder
-from shmserve.supervisor.processes.scheduler_hosts import Group
+from shmserve.supervisor.models.scheduler_process import Group, SchedulerHosts
 
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 Publication = ModelPublication | ModelWithdrawn
+ModelRequest = (
+    m.LoadModel | m.UnloadModel | m.IndexRepository | m.NameModels | m.WantModel | m.FindModel
+)
 
 
 class Audience(Protocol):
@@ -171,6 +176,7 @@ class LifecycleExecutor(LifecycleActions):
         self._audience: Audience = self.context
         self._answer_events: dict[Order, asyncio.Event] = {}
         self._start_tasks: dict[ModelVersion, asyncio.Task[None]] = {}
+        self._hosts = SchedulerHosts(self.context)
         shares_hosts = self.context.config.ensemble_scheduling == "hosted"
         self.lifecycle = Lifecycle(self.registry, self, shares_hosts)
         parts = (self.context, self.registry, self.lifecycle, self.wait_for, self._observers)
@@ -266,7 +272,7 @@ class LifecycleExecutor(LifecycleActions):
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
         events = self.lifecycle.version_changed, self.lifecycle.complete_config
-        return ModelVersion(self.context, spec, group, self.registry.serving, *events)
+        return ModelVersion(self.context, spec, group, self._hosts, self.registry.serving, *events)
 
     def start(self, version: ModelVersion) -> None:
         self._start_tasks[version] = self.context.background(self._start(version))
@@ -337,7 +343,9 @@ class LifecycleExecutor(LifecycleActions):
 def _plan_error(name: str, error: Exception) -> ShmserveError:
     if isinstance(error, ShmserveError):
         return error
-    if isinstance(error, OSError):  # a file is unreadable, or the disk of --run-dir is full
+    if isinstance(error, OSError):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # the sent files are written there
+            return Unavailable(f"the model's files do not fit into --run-dir: {error.strerror}")
         path = Path(error.filename or f"{name}/files")
         return InvalidArgument(f"'{path.parent.name}/{path.name}': {error.strerror}")
     logger.error("model '%s': its files could not be read", name, exc_info=error)
@@ -389,6 +397,25 @@ class ModelManager:
         return {name: list(dict.fromkeys(step.name for step in steps(name))) for name in names}
 
     # --- requests
+
+    async def handle(self, pid: int, request: ModelRequest) -> dict[str, Any] | None:
+        """Handle a request of a gateway or a model; return the payload of the response."""
+        match request:
+            case m.LoadModel(name=name, config=config, files=files):
+                await self.load_on_request(name, config, files)
+            case m.UnloadModel(name=name, unload_dependents=dependents):
+                await self.unload_on_request(name, dependents)
+            case m.IndexRepository(ready=only_ready):
+                return {"models": await self.index(only_ready)}
+            case m.NameModels():
+                return {"names": await self.list_generative_aliases()}
+            case m.WantModel(name=name, timeout_s=timeout_s):
+                await self.on_demand.load(name, timeout_s)
+            case m.FindModel(name=name, version=version, timeout_s=timeout_s):
+                self._context.control.add_caller(pid)
+                await self.on_demand.load(name, timeout_s)
+                return self._registry.find(name, version)
+        return None
 
     async def load_on_request(self, name: str, config: str, files: dict[str, bytes]) -> None:
         """Handle POST /v2/repository/models/NAME/load."""

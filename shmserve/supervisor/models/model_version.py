@@ -26,9 +26,8 @@ from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
 from shmserve.supervisor.models.instance_processes import ConfigCompleter, Instances, first_error
 from shmserve.supervisor.models.instances import InstanceUpdate, Lifetime, VersionSpec
 from shmserve.supervisor.models.repository import incomplete_files
-from shmserve.supervisor.models.scheduler_process import VersionScheduler
+from shmserve.supervisor.models.scheduler_process import Group, SchedulerHosts, VersionScheduler
 from shmserve.supervisor.processes.children import RestartBackoff
-from shmserve.supervisor.processes.scheduler_hosts import Group
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +55,7 @@ class ModelVersion:
         _context: The shared parts of the supervisor.
         spec: The version to load.
         group: The models whose schedulers share a process with this version's.
+        hosts: The processes that host schedulers.
         find: Returns the serving version of a model, by name and version.
         _on_change: Called when readiness, endpoint or failure changes.
         _complete_config: Returns the final configuration when the first worker has completed it.
@@ -66,6 +66,7 @@ class ModelVersion:
     _context: SupervisorContext
     spec: VersionSpec
     group: InitVar[Group]
+    hosts: InitVar[SchedulerHosts]
     find: InitVar[Callable[[str, str], ModelVersion | None]]
     _on_change: Callable[[ModelVersion], None]
     _complete_config: ConfigCompleter
@@ -73,11 +74,16 @@ class ModelVersion:
     load_seconds: float = field(init=False, default=0.0)
     loaded_ns: int = field(init=False, default=0)
 
-    def __post_init__(self, group: Group, find: Callable[[str, str], ModelVersion | None]) -> None:
+    def __post_init__(
+        self,
+        group: Group,
+        hosts: SchedulerHosts,
+        find: Callable[[str, str], ModelVersion | None],
+    ) -> None:
         context, spec, complete = self._context, self.spec, self._complete_config
         self._state_changed = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
-        self.scheduler = VersionScheduler(context, spec, group, lifetime, self._on_message)
+        self.scheduler = VersionScheduler(context, hosts, spec, group, lifetime, self._on_message)
         parts = (context, spec, self.scheduler, lifetime, self.report_change, complete)
         self.instances = EnsembleInstances(*parts, find=find) if spec.steps else Instances(*parts)
         self._backoff = RestartBackoff()
@@ -253,7 +259,7 @@ class ModelVersion:
             scheduler.counters.continue_version(old_counters)
             instances.attach()
             self.report_change()
-            await self._context.hosts.close(old_scheduler)
+            await scheduler.hosts.close(old_scheduler)
         finally:
             instances.defers_attach = False
             self._supervision = self._context.background(self._supervise())

@@ -18,7 +18,7 @@ from shmserve.ipc.messages.supervision import CheckReady, LoadsFailed, ReadyChec
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import UNLOADED, LoadOutcome, ModelEntry, Order, OrderPhase
 from shmserve.supervisor.models.repository import DUPLICATE_MODEL, ModelFolder, lacks_version
-from shmserve.supervisor.processes.scheduler_hosts import Group
+from shmserve.supervisor.models.scheduler_process import Group
 
 PATIENCE_S = 5.0  # maximum seconds of a readiness check
 _RESTARTING = "a process is being restarted"

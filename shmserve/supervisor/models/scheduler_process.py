@@ -1,4 +1,4 @@
-"""The scheduler of a model version in its host process: start, replacement, drain and stop.
+"""The scheduler of a model version (start, replacement, drain and stop), and its host processes.
 
 Every scheduler has its own number and therefore its own endpoints, so that messages for a scheduler
 that has ended reach no successor. A version's counters outlive its schedulers (`CarriedCounters`).
@@ -10,24 +10,158 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from shmserve.common.model_metrics import sum_counters
 from shmserve.common.tasks import resolve_future, wait_any
 from shmserve.errors import Unavailable
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import supervision as m
-from shmserve.ipc.messages.supervision import CacheStart, SchedulerStart
+from shmserve.ipc.messages.supervision import CacheStart, HostStart, SchedulerStart, encode_start
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.context import SupervisorContext
 from shmserve.supervisor.events import counters_event
 from shmserve.supervisor.models.instances import Instance, Lifetime, VersionSpec
-from shmserve.supervisor.processes.scheduler_hosts import STOP_PATIENCE_S, Group, HostedHandle
+from shmserve.supervisor.processes.children import Child
+from shmserve.supervisor.processes.control_socket import SchedulerAddress
 from shmserve.supervisor.resources.rate_limiter import Needs
 
 logger = logging.getLogger(__name__)
+
+_ENTRY = "shmserve.scheduler.hosting.host:run"
+STOP_PATIENCE_S = 5.0
+
+
+class Group(NamedTuple):
+    """The names of models whose schedulers share a process, and the title of the process."""
+
+    title: str
+    names: frozenset[str]
+
+
+class HostedHandle:
+    """The supervisor's handle of a scheduler for the model `name` in a host process.
+
+    `close_future` resolves when the process no longer hosts the scheduler, with the reason if the
+    scheduler was never opened.
+    """
+
+    def __init__(self, host: _Host, name: str, number: int) -> None:
+        self.name = name
+        self.child = host.child
+        self.address = SchedulerAddress(host.child.pid, number)
+        self._host = host
+        self.close_future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    @property
+    def alive(self) -> bool:
+        """Return whether neither the scheduler nor its process is known to have ended."""
+        return self.child.alive and not self.close_future.done()
+
+
+class _Host:
+    """A host process, its schedulers by number, and the `names` of models that may share it."""
+
+    def __init__(self, child: Child) -> None:
+        self.child = child
+        self.names: frozenset[str] = frozenset()
+        self.handles: dict[int, HostedHandle] = {}
+        self.ready_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.pending_opens = 0  # number of callers that are about to open a scheduler
+
+
+@dataclass(slots=True, eq=False)
+class SchedulerHosts:
+    """All host processes of a server: one for each model, or one for an ensemble and its steps.
+
+    A scheduler is opened in the process that hosts its group, or in a new process. A process exits
+    with its last scheduler. When it dies, all of its schedulers have died.
+    """
+
+    _context: SupervisorContext
+    _hosts: list[_Host] = field(init=False, default_factory=list)
+    _spawn_lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+
+    async def open(
+        self, group: Group, start: SchedulerStart, on_message: Callable[[Any], None]
+    ) -> HostedHandle:
+        """Open a scheduler, which serves once `on_message` has received its `SchedulerReady`.
+
+        Raises:
+            Unavailable: No process can host it.
+        """
+        host = await self._host(group)
+        host.pending_opens += 1
+        try:
+            await wait_any(host.ready_future, host.child.exited)
+        finally:
+            host.pending_opens -= 1
+        if not host.child.alive:
+            raise Unavailable(f"the scheduler ended while starting ({host.child.reason})")
+        hosted = host.handles[start.number] = HostedHandle(host, start.config.name, start.number)
+        self._context.control.enrol(hosted.address, start.kind, on_message)
+        self._context.control.send(host.child.pid, m.OpenScheduler(encode_start(start)))
+        return hosted
+
+    def must_move(self, hosted: HostedHandle, group: Group) -> bool:
+        """Return whether a scheduler of this group would be opened in a different process now."""
+        host = hosted._host
+        if len(group.names) == 1:
+            return any(hosted.name not in group.names for hosted in host.handles.values())
+        return self._running_host(group) not in (None, host)
+
+    def _running_host(self, group: Group) -> _Host | None:
+        if len(group.names) > 1:
+            for host in self._hosts:
+                if host.child.alive and host.names & group.names:
+                    return host
+        return None
+
+    async def _host(self, group: Group) -> _Host:
+        """Return the process that hosts a group, or start one."""
+        async with self._spawn_lock:
+            self._hosts = [host for host in self._hosts if host.child.alive]
+            existing_host = self._running_host(group)
+            if existing_host is not None:
+                existing_host.names |= group.names
+                return existing_host
+            start = HostStart(group.title, self._context.run_dir, self._context.log)
+            child = await self._context.front_zygote.spawn(group.title, _ENTRY, encode_start(start))
+            host = _Host(child)
+            if len(group.names) > 1:
+                host.names = group.names
+            self._hosts.append(host)
+            self._context.enrol(child.pid, "host", partial(self._handle_host_message, host))
+            return host
+
+    def _handle_host_message(self, host: _Host, message: Any) -> None:
+        match message:
+            case m.Started():
+                resolve_future(host.ready_future, None)
+            case m.SchedulerClosed(number, reason):
+                if (hosted := host.handles.get(number)) is not None:
+                    resolve_future(hosted.close_future, reason)
+
+    async def close(self, hosted: HostedHandle, patience_s: float = STOP_PATIENCE_S) -> None:
+        """Close a scheduler and, if it is the last one, its process; wait until they have ended."""
+        host, control = hosted._host, self._context.control
+        control.send(hosted.address, m.Stop())
+        await wait_any(hosted.close_future, host.child.exited, timeout_s=patience_s)
+        resolve_future(hosted.close_future, "")
+        host.handles.pop(hosted.address.number, None)
+        control.withdraw(hosted.address)
+        if host.handles or host.pending_opens:
+            return
+        if host in self._hosts:
+            self._hosts.remove(host)
+        if not host.child.alive:
+            return
+        control.send(host.child.pid, m.Stop())
+        await wait_any(host.child.exited, timeout_s=patience_s)
+        host.child.kill()
+        await host.child.until_exit()
 
 
 class CarriedCounters:
@@ -90,6 +224,7 @@ class VersionScheduler:
 
     Attributes:
         _context: The shared parts of the supervisor.
+        hosts: The processes that host schedulers.
         _spec: The version to schedule.
         _group: The models whose schedulers share the process.
         _lifetime: The shutdown state of the version.
@@ -97,6 +232,7 @@ class VersionScheduler:
     """
 
     _context: SupervisorContext
+    hosts: SchedulerHosts
     _spec: VersionSpec
     _group: Group
     _lifetime: Lifetime
@@ -155,16 +291,16 @@ class VersionScheduler:
         ready_future = self._ready = asyncio.get_running_loop().create_future()
         start = self._start_record(number, spec, worker_pids)
         on_message = partial(self._on_scheduler_message, self.counters)
-        hosted = self._latest = await context.hosts.open(self._group, start, on_message)
+        hosted = self._latest = await self.hosts.open(self._group, start, on_message)
         if self._rate_limited:
             context.tickets.bind(hosted.address, id(self))
         # A scheduler receives no message before it is ready.
         await wait_any(ready_future, hosted.close_future, hosted.child.exited)
         if self._lifetime.is_stopping:
-            await context.hosts.close(hosted)
+            await self.hosts.close(hosted)
             raise Unavailable("the model was unloaded while it was loading")
         if not ready_future.done():
-            await context.hosts.close(hosted)
+            await self.hosts.close(hosted)
             ended = hosted.child.exited
             reason = hosted.close_future.result() or (ended.result() if ended.done() else "closed")
             raise Unavailable(f"the scheduler ended while starting ({reason})")
@@ -261,7 +397,7 @@ class VersionScheduler:
     def must_move(self, group: Group) -> bool:
         """Check whether the serving scheduler must move to the process of `group`."""
         serving = self._serving_scheduler
-        return serving is not None and self._context.hosts.must_move(serving, group)
+        return serving is not None and self.hosts.must_move(serving, group)
 
     async def start_successor(self, group: Group, config: ModelSpec) -> None:
         """Start a successor in a group's process; `endpoint` is the successor's from now on.
@@ -306,4 +442,4 @@ class VersionScheduler:
         self._context.cache_shares.remove(id(self))
         self._context.tickets.remove(id(self))
         if self._latest is not None:
-            await self._context.hosts.close(self._latest, patience_s)
+            await self.hosts.close(self._latest, patience_s)

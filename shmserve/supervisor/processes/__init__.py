@@ -1,7 +1,1 @@
-"""Processes: children and their zygotes, the control socket, and hosts of schedulers.
-
-children.py          the children, the client of the zygotes, restart backoff: start reading here
-zygote.py            the process that forks children
-control_socket.py    messages between the supervisor and its processes
-scheduler_hosts.py   the processes that host schedulers
-"""
+"""Child processes, the zygotes that fork them, and the control socket."""

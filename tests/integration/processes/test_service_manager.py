@@ -56,12 +56,12 @@ def test_a_sign_of_life_is_one_of_all_processes(manager: Manager, repository: Pa
     with running(repository, "--gateways=2", environment=request, grpc=True) as server:
         manager.receive("WATCHDOG=1")
         for title in ("gateway http 1", "gateway grpc", "scheduler simple"):
-            victim = server.find_one(title)
+            victim, logged = server.find_one(title), len(server.log())
             victim.suspend()  # the supervisor soon kills and replaces the suspended process
             server.wait_log(
                 f"these processes do not respond: {title.replace('http ', '')} (pid {victim.pid})"
             )
-            server.wait_log("all processes respond again")
+            server.wait_log("all processes respond again", after=logged)
             manager.receive("WATCHDOG=1")
 
 

@@ -19,8 +19,8 @@ from shmserve.supervisor.models.manager import LifecycleExecutor, ModelPublisher
 from shmserve.supervisor.models.model_version import ModelVersion
 from shmserve.supervisor.models.orders import Order
 from shmserve.supervisor.models.registry import ModelRegistry
+from shmserve.supervisor.models.scheduler_process import Group
 from shmserve.supervisor.processes.control_socket import LogControl, TraceControl
-from shmserve.supervisor.processes.scheduler_hosts import Group, SchedulerHosts
 from shmserve.supervisor.resources.rate_limiter import CacheShares, Tickets
 from shmserve.supervisor.resources.workspaces import Workspaces
 from tests.simulation.lifecycle.audience import SimulatedAudience, draw_delay_ns
@@ -91,7 +91,6 @@ class SimulatedExecutor(LifecycleExecutor):
         programs: Any = NoLocalClients()
         limit_s = self.world.random.choice(_LOAD_LIMITS_S)
         config = _CONFIGS["hosted" if shares_hosts else "separate", limit_s]
-        logging = LogControl(fake, LogSettings())
         return SupervisorContext(
             config=config,
             run_dir=_FOLDER,
@@ -99,14 +98,13 @@ class SimulatedExecutor(LifecycleExecutor):
             front_zygote=fake,
             worker_zygote=fake,
             capabilities=Capabilities(bytes(32)),
-            logging=logging,
+            logging=LogControl(fake, LogSettings()),
             tracing=TraceControl(fake, TraceSettings()),
             local_clients=programs,
             events=EventPublisher(),
             cache_shares=CacheShares(0),
             tickets=Tickets(False, {}, do_nothing),
             workspaces=Workspaces(config.workspace_byte_sizes, do_nothing),
-            hosts=SchedulerHosts(fake, fake, _FOLDER, logging),
             scheduler_ids=itertools.count(1),
         )
 
@@ -162,7 +160,9 @@ class SimulatedExecutor(LifecycleExecutor):
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
         events = self.lifecycle.version_changed, self.lifecycle.complete_config
-        version = ObservedVersion(self.context, spec, group, self.registry.serving, *events)
+        version = ObservedVersion(
+            self.context, spec, group, self._hosts, self.registry.serving, *events
+        )
         self.live_versions.append(version)
         return version
 

@@ -14,7 +14,7 @@ import pytest
 
 from shmserve.errors import Unavailable
 from shmserve.gateway.http.infer import HttpInference
-from shmserve.gateway.inference.inference import UnaryInference, submit
+from shmserve.gateway.inference.inference import UnaryInference, submit_inference
 from shmserve.gateway.links import GatewayRequest, GatewaySchedulers
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Memory, Range, TensorRef
@@ -101,7 +101,7 @@ def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answer_time: 
         message = m.Submit(1, b"", [], 0, 0, 0, 0, "")
         notified_requests: list[Any] = []
         arguments = (
-            message, rig.schedulers, lambda: None, built_request, notified_requests.append, True,
+            message, rig.schedulers, lambda: None, built_request, notified_requests.append,
         )  # fmt: skip
         request = UnaryInference(*arguments)
         if kind is HttpInference:
@@ -254,6 +254,6 @@ def test_drains_refuse_requests(prefix: str, stateful: bool, request_id: str, te
     built_request: Any = MagicMock(infer_request=sequence_start, model=model)
     client: Any = None
     with pytest.raises(Unavailable) as caught:
-        submit(draining_gateway, built_request, client, 0, UnaryInference, None, True)
+        submit_inference(draining_gateway, built_request, client, 0, UnaryInference)
     assert caught.value.message == text
     built_request.release.assert_called_once()

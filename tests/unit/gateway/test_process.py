@@ -22,9 +22,9 @@ def test_responses_of_dead_workers_stay(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(process, "_UNMAP_DELAY_S", 0.05)
 
     async def run_process() -> None:
-        front: Any = None
+        server: Any = None
         settings = GatewaySettings(arena_byte_size=1 << 20)
-        gateway = process._Process(GatewayStart("0", tmp_path, settings), lambda gateway: front)
+        gateway = process._Process(GatewayStart("0", tmp_path, settings), lambda gateway: server)
         mappings = gateway._gateway.mappings
         worker = Arena(4096)
         memory_range = worker.allocate(64)
@@ -44,19 +44,19 @@ def test_responses_of_dead_workers_stay(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 async def test_a_drain_during_the_start_completes_without_connections() -> None:
-    class FakeFront(process.Frontend):
+    class FakeServer(process.ProtocolServer):
         async def open(self) -> None: ...
 
         def call_when_idle(self, on_drained: Any) -> None: ...
 
-    front = FakeFront()
+    server = FakeServer()
     records: list[bool] = []
     with socket.create_server(("127.0.0.1", 0)) as sock:
         acceptor: Any = SimpleNamespace(connections=[], drain=lambda on_done, **_: on_done())
-        front.drain(lambda: records.append(True), has_successor=False)
-        await front.listen(sock, acceptor)
+        server.drain(lambda: records.append(True), has_successor=False)
+        await server.listen(sock, acceptor)
         await asyncio.sleep(0)
-        await front.accept()
+        await server.accept()
         assert records == [True]
-        assert not any(server.is_serving() for server in front._accepting_servers)
-        await front.close()
+        assert not any(accepting.is_serving() for accepting in server._accepting_servers)
+        await server.close()

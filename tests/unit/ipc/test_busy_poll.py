@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from shmserve.ipc.processes import SPIN_NS, BusyPoll
-from shmserve.workers import instance
-from shmserve.workers.instance import WorkerInstance
+from shmserve.workers import main
+from shmserve.workers.main import WorkerInstance
 
 SHORT_WAIT, LONG_WAIT = 50_000, 5_000_000
 
@@ -80,7 +80,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[float | None]]:
         waited_ns: int, in_flight: int, looks_left: int, tick_ns: int = 0, threads: bool = False
     ) -> list[float | None]:
         clock = itertools.count(0, tick_ns)
-        monkeypatch.setattr(instance, "time", SimpleNamespace(monotonic_ns=lambda: next(clock)))
+        monkeypatch.setattr(main, "time", SimpleNamespace(monotonic_ns=lambda: next(clock)))
         link = Link(looks_left)
         worker = object.__new__(WorkerInstance)
         worker._context = SimpleNamespace(control=link)  # type: ignore[assignment]

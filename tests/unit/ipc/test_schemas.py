@@ -10,11 +10,13 @@ from hypothesis import strategies as st
 from shmserve.ipc.tensors import descriptors
 from shmserve.ipc.tensors.descriptors import CudaHandle, Memory, Range, TensorRef, unpack_range
 from shmserve.ipc.tensors.inference import (
+    BoundedCache,
     Inference,
     Inferred,
     RequestedOutput,
     RequestSchema,
     ResponseSchema,
+    Schemas,
     byte_size_of,
     inline_size_of,
     pack_inference,
@@ -23,7 +25,6 @@ from shmserve.ipc.tensors.inference import (
     unpack_inferred,
     unpack_ranges,
 )
-from shmserve.ipc.tensors.schemas import BoundedCache, Schemas
 from shmserve.ipc.transport.frames import MalformedMessage
 
 MEMORY = Memory(7, 1, 2, 3, 1 << 20, False)
@@ -214,9 +215,14 @@ def test_a_malformed_memory_range_is_refused_also_beside_a_known_one(wrong_range
 def test_a_memory_of_many_bytes_is_malformed_and_not_kept() -> None:
     longest_memory = Memory.on_device(1, 100, CudaHandle(b"h" * 64, 2**31, b"u" * 16), 2**31)
     assert unpack_range([longest_memory.packed, 0, 1]).memory == longest_memory
-    cache_sizes = len(descriptors._RANGE_CACHE), len(descriptors._MEMORY_CACHE)
+
+    def cache_sizes() -> tuple[int, int]:
+        memory_count = descriptors._cached_memory.cache_info().currsize
+        return len(descriptors._RANGE_CACHE), memory_count
+
+    sizes_before = cache_sizes()
     for handle in (b"h" * 256, b"h" * 1_000_000):
         packed_memory = Memory.on_device(1, 100, CudaHandle(handle, 0)).packed
         with pytest.raises(MalformedMessage):
             unpack_range([packed_memory, 0, 1])
-    assert (len(descriptors._RANGE_CACHE), len(descriptors._MEMORY_CACHE)) == cache_sizes
+    assert cache_sizes() == sizes_before

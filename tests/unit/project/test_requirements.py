@@ -10,7 +10,7 @@ from aiohttp.http_parser import HttpRequestParser, HttpRequestParserPy
 
 from shmserve.common.names import check_model_name
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.http.json.infer_request import parse_request
+from shmserve.gateway.http.json.codec import parse_request
 from shmserve.gateway.http.json.parser import JsonFault
 from shmserve.gateway.http.routes import ROUTES
 from shmserve.ipc.model_spec import ModelSpec

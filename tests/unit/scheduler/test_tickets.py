@@ -83,7 +83,7 @@ def test_a_late_ticket_does_not_restart_the_adaptive_wait() -> None:
             for peer, batch in rig.take_batches():
                 rig.pass_time(60 * MS)
                 rig.finish(peer, batch)
-    rig.core._dispatch._batcher._waiting_choice.waits = True  # type: ignore[attr-defined]
+    rig.core._dispatcher._batcher._waiting_choice.waits = True  # type: ignore[attr-defined]
     take_messages(rig)
     start_ns = rig.now
     last_id = rig.submit(2)[1]

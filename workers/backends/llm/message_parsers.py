@@ -104,6 +104,9 @@ class MessageParser:
     _is_blank: bool = True  # whether the content since the last call is white space
     _last_characters: str = ""  # the last two characters of content
     _call: _Call | None = None
+    _closing_tags: tuple[str, ...] = ()  # the tag that ends the reasoning, until it was read
+    _has_reasoning: bool = False  # whether reasoning was passed on
+    _line_breaks: str = ""  # line breaks at the end of the reasoning
 
     def __post_init__(self) -> None:
         self.is_reasoning = self.format.starts_reasoning
@@ -133,15 +136,14 @@ class MessageParser:
         return parts
 
     def _read_message(self) -> Reading[None]:
-        tags = self.format.reasoning
-        if tags:
-            yield from self._read_reasoning(*tags)
+        if self.format.reasoning:
+            yield from self._read_opening_tag(*self.format.reasoning)
         yield from self.format.family.parse(self) if self.format.tools else self.read_content()
         if self._leading_space and not self._call_count:
             self._add_part("content", self._leading_space)
 
-    def _read_reasoning(self, begin: str, end: str) -> Reading[None]:
-        """Pass on the text up to the tag `end` as reasoning, if the message begins with it."""
+    def _read_opening_tag(self, begin: str, end: str) -> Reading[None]:
+        """Start the reasoning, which `end` ends, if the message begins with the tag `begin`."""
         while begin.startswith(self._buffer.lstrip()) and not self._is_ended:
             if self._buffer.lstrip() == begin:
                 break
@@ -149,32 +151,31 @@ class MessageParser:
         if self._buffer.lstrip().startswith(begin):
             self._buffer = self._buffer.lstrip()[len(begin) :]
             self.is_reasoning = True
-        if not self.is_reasoning:
-            return
-        trailing = ""
-
-        def emit(text: str) -> None:
-            nonlocal trailing
-            text = trailing + text if "reasoning" in started_parts else text.lstrip("\n")
-            stripped = text.rstrip("\n")
-            trailing = text[len(stripped) :]
-            if stripped and not self.format.hides_reasoning:
-                started_parts.add("reasoning")
-                self._add_part("reasoning", stripped)
-
-        started_parts: set[str] = set()
-        yield from self.read_until(emit, end)
-        self.is_reasoning = False
-        yield from self.skip("\n")
-        self._read_text = ""
+        if self.is_reasoning:
+            self._closing_tags = (end,)
 
     # --- results
 
     def _add_part(self, part: str, text: str) -> None:
         self._parts[part] = self._parts.get(part, "") + text
 
+    def _add_reasoning(self, text: str) -> None:
+        """Pass on reasoning without the line breaks at its beginning and its end."""
+        text = self._line_breaks + text if self._has_reasoning else text.lstrip("\n")
+        stripped = text.rstrip("\n")
+        self._line_breaks = text[len(stripped) :]
+        if stripped and not self.format.hides_reasoning:
+            self._has_reasoning = True
+            self._add_part("reasoning", stripped)
+
     def add_content(self, text: str) -> None:
-        """Pass on content. Content of white space only is discarded beside a call."""
+        """Pass on content. Content of white space only is discarded beside a call.
+
+        Inside of reasoning, the text is passed on as reasoning.
+        """
+        if self.is_reasoning:
+            self._add_reasoning(text)
+            return
         text, self._leading_space = self._leading_space + text, ""
         stripped = text.strip(self.format.family.separators)
         if self._is_blank and not stripped:
@@ -226,6 +227,7 @@ class MessageParser:
             call.id = call.id or self.format.family.new_id()
             opening = {"id": call.id, "name": call.name}
             self._leading_space = ""
+            self.is_reasoning = False  # models may omit the tag that ends the reasoning
         elif call.sent_length == len(call.arguments):
             return
         new_arguments, call.sent_length = call.arguments[call.sent_length :], len(call.arguments)
@@ -239,6 +241,7 @@ class MessageParser:
         """Read a call with `body`; return False if it is malformed.
 
         The text of a malformed call becomes content, unless a part of the call was passed on.
+        Inside of reasoning, the text is read again, because it may contain the closing tag.
         """
         call = self._call = _Call()
         try:
@@ -248,7 +251,9 @@ class MessageParser:
         except MalformedCall:
             text, self._read_text = self._read_text, ""
             if call.index < 0:
-                self.add_content(text)
+                size = 1 if self.is_reasoning else len(text)
+                self.add_content(text[:size])
+                self._buffer = text[size:] + self._buffer
             return False
         self._pass_on_call(call, is_complete=True)
         self.discard_read()
@@ -312,14 +317,25 @@ class MessageParser:
             yield
 
     def read_content(self, *tags: str) -> Reading[str]:
-        """Read text up to the first of the tags, and pass it on as content; return the tag."""
+        """Read text up to the first of the tags, and pass it on as content; return the tag.
+
+        The text up to the end of the reasoning is passed on as reasoning. As in vLLM, a call inside
+        of it ends it, unless a grammar keeps calls out of the reasoning.
+        """
 
         def emit(text: str) -> None:
             self.add_content(text)
             self._read_text = ""
 
-        tag = yield from self.read_until(emit, *tags)
-        return tag
+        while True:
+            markers = () if self.format.has_call_grammar else self.format.family.markers
+            found = tuple(tag for tag in tags if not self.is_reasoning or tag in markers)
+            tag = yield from self.read_until(emit, *found, *self._closing_tags)
+            if not tag or tag not in self._closing_tags:
+                return tag
+            self.is_reasoning, self._closing_tags = False, ()
+            yield from self.skip("\n")
+            self._read_text = ""
 
     def read_text_until(self, *tags: str) -> Reading[tuple[str, str]]:
         """Read up to the first of the tags; return the text before it, and the tag.
@@ -360,14 +376,14 @@ class MessageParser:
         return value
 
     def read_json_arguments(self) -> Reading[None]:
-        """Read the arguments of a call: a JSON object, a string that contains one, or null."""
+        """Read the arguments of a call: a JSON object, its text (maybe empty), or null."""
         if (yield from self.skip()) == "{":
             yield from self.read_json(self.add_arguments)
             return
         parts: list[str] = []
         yield from self.read_json(parts.append)
         value = _parse_json("".join(parts))
-        text = "{}" if value is None else value
+        text = "{}" if value is None or value == "" else value
         if not (isinstance(text, str) and _is_object(text)):
             raise MalformedCall
         self.add_arguments(text)

@@ -124,7 +124,7 @@ def _read_json_call(parser: MessageParser, must_exist: bool = False) -> Reading[
         must_exist: Whether a call of an unknown tool is malformed.
     """
     yield from parser.expect("{")
-    complete = False
+    complete = has_other_keys = False
     while True:
         key = yield from parser.read_json_string()
         yield from parser.expect(":")
@@ -136,15 +136,14 @@ def _read_json_call(parser: MessageParser, must_exist: bool = False) -> Reading[
         elif key in ("arguments", "parameters") and not complete:
             yield from parser.read_json_arguments()
             complete = True
-        elif key in ("id", "type"):
-            yield from parser.read_json(ignore)
         else:
-            raise MalformedCall
+            has_other_keys = has_other_keys or key not in ("id", "type")
+            yield from parser.read_json(ignore)
         character = yield from parser.skip()
         if character == ",":
             parser.pull(1)
             continue
-        if not parser.call.name or (character != "}" and not complete):
+        if not parser.call.name or (not complete and (character != "}" or has_other_keys)):
             raise MalformedCall
         if not complete:
             parser.add_arguments("{}")
@@ -256,11 +255,17 @@ def _read_qwen_xml(parser: MessageParser) -> Reading[None]:
 
     The form is
     <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>.
-    As in vLLM, an element `tool_call` may have several functions.
+    As in vLLM, an element `tool_call` may have several functions, and its opening tag is optional.
     """
-    while tag := (yield from parser.read_content("<tool_call>", "<function=")):
+    tags = ["<tool_call>", "<function="]
+    while tag := (yield from parser.read_content(*tags)):
+        if tag == "</tool_call>":
+            parser.discard_read()
+            continue
         wrapped = tag == "<tool_call>"
         is_call = yield from parser.read_call(_read_xml_call(parser, wrapped))
+        if is_call and not wrapped:
+            tags = ["<tool_call>", "<function=", "</tool_call>"]
         while is_call and wrapped:
             tag = yield from parser.read_until(ignore, "<function=", "</tool_call>")
             if tag != "<function=":
@@ -280,7 +285,11 @@ def _read_xml_call(parser: MessageParser, wrapped: bool) -> Reading[None]:
     while True:
         yield from parser.expect("<")
         if (yield from parser.peek()) == "/":
-            yield from parser.expect("/function>")
+            parser.pull(1)
+            tag = "tool_call>" if (yield from parser.peek()) == "t" else "function>"
+            yield from parser.expect(tag)
+            if tag == "tool_call>":  # models may omit the tag </function>
+                parser.unread(f"</{tag}")
             parser.add_arguments("{}" if opening == "{" else "}")
             return
         yield from parser.expect("parameter=")
@@ -613,7 +622,7 @@ def _python_arguments(lark: Lark, tool: Tool) -> str:
 
 FAMILIES: Mapping[str, ToolSyntax] = {
     "qwen3_coder": ToolSyntax(
-        _read_qwen_xml, _qwen_grammar, ("<tool_call>", "</tool_call>"), "<function="
+        _read_qwen_xml, _qwen_grammar, ("<tool_call>", "</tool_call>"), "<parameter="
     ),
     "hermes": ToolSyntax(
         _read_hermes, _hermes_grammar, ("<tool_call>", "</tool_call>"), "<tool_call>"

@@ -81,7 +81,7 @@ _MIN_TIME_LEFT_S = 0.005  # A call with less time left has expired.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GrpcFront:
+class GrpcContext:
     """The objects that all connections of a gateway share.
 
     Attributes:
@@ -108,7 +108,7 @@ class GrpcFront:
 class Carrier(Protocol):
     """The interface of the connection that carries a call."""
 
-    front: GrpcFront
+    context: GrpcContext
     loop: asyncio.AbstractEventLoop
     client: ClientIdentity
     requires_authorisation: bool  # whether calls of this client need authorisation
@@ -180,7 +180,7 @@ class GrpcCall(ABC):
         self._compression: str | None = None
         self._deadline = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        deflater = connection.front.deflater
+        deflater = connection.context.deflater
         if deflater is not None:
             self._compression = deflater.select_encoding(head.accepted_encodings)
         if head.timeout_s is not None:
@@ -239,7 +239,7 @@ class GrpcCall(ABC):
     def _assemble(self, piece: memoryview) -> None:
         assembly = self._assembly
         if assembly is None:
-            window_share = self._connection.front.limits.window * self._window_share
+            window_share = self._connection.context.limits.window * self._window_share
             assembly = self._assembly = Assembly(int(window_share), self.head, self._sinks)
         assembly.feed(piece)
         self._take_messages(assembly, len(piece))
@@ -281,9 +281,9 @@ class GrpcCall(ABC):
     def start_time_limit(self) -> ArrivingMessage:
         """Start the time limit of a message that is incomplete or missing."""
         if self._arriving_message is None:
-            front = self._connection.front
-            timeout_s = front.body_timeout_s
-            self._arriving_message = ArrivingMessage(timeout_s, front.budget, self.on_timeout)
+            context = self._connection.context
+            timeout_s = context.body_timeout_s
+            self._arriving_message = ArrivingMessage(timeout_s, context.budget, self.on_timeout)
             self._connection.watch(self, self._arriving_message)
         return self._arriving_message
 
@@ -349,18 +349,20 @@ class GrpcCall(ABC):
         """Handle the end of the client's data."""
 
     async def _inflate_message(self, message: ReceivedMessage) -> bytes:
-        data, front = message.data, self._connection.front
+        data, context = message.data, self._connection.context
         assert isinstance(data, bytes)
-        return await inflate_message(data, self.head.encoding, front.largest_inflated, front.budget)
+        return await inflate_message(
+            data, self.head.encoding, context.largest_inflated, context.budget
+        )
 
     async def _frame_in_turns(self, data: bytes) -> tuple[bytes, bytes]:
-        deflater = self._connection.front.deflater
+        deflater = self._connection.context.deflater
         if self._compression is None or deflater is None or len(data) < LARGE_MESSAGE_BYTES:
             return self._frame(data)
         return await deflater.frame_in_turns(data, self._compression)
 
     def _frame(self, data: bytes) -> tuple[bytes, bytes]:
-        deflater = self._connection.front.deflater
+        deflater = self._connection.context.deflater
         if self._compression is None or deflater is None:
             return frame_message(data)
         return deflater.frame(data, self._compression)
@@ -544,7 +546,7 @@ class StreamingCall(GrpcCall):
             yield (await self._inflate_message(message) if message.compressed else message.data)
 
     def _update_window(self) -> None:
-        if self._consumed > self._connection.front.limits.window // 4:
+        if self._consumed > self._connection.context.limits.window // 4:
             consumed, self._consumed = self._consumed, 0
             self._connection.http2.send_window_update(self._stream, consumed)
         if not self._queue and self._assembly is not None:

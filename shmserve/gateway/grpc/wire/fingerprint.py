@@ -31,8 +31,8 @@ from shmserve.ipc.tensors.inference import (
     LONGEST_CORRELATION_ID,
     SEQUENCE_END,
     SEQUENCE_START,
+    BoundedCache,
 )
-from shmserve.ipc.tensors.schemas import BoundedCache
 
 _MAX_CACHED = 1024
 

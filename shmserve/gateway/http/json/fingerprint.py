@@ -27,8 +27,12 @@ from shmserve.gateway.http.json.tensors import create_packer
 from shmserve.gateway.inference.prepare import BuiltRequest, RequestTemplate
 from shmserve.gateway.inference.request import InferRequest, RequestIdentity
 from shmserve.ipc.tensors.descriptors import MAX_UINT64
-from shmserve.ipc.tensors.inference import LONGEST_CORRELATION_ID, SEQUENCE_END, SEQUENCE_START
-from shmserve.ipc.tensors.schemas import BoundedCache
+from shmserve.ipc.tensors.inference import (
+    LONGEST_CORRELATION_ID,
+    SEQUENCE_END,
+    SEQUENCE_START,
+    BoundedCache,
+)
 
 _ID_PATTERN = re.compile(rb'\{"id": ?"([ !#-\[\]-~]*)"')
 _SEQUENCE_PATTERN = re.compile(

@@ -21,7 +21,6 @@ from typing import Any
 import orjson
 
 from shmserve.errors import InvalidArgument, ShmserveError, clip
-from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.json.large_bodies import Packed
 from shmserve.gateway.http.messages import (
     SERVER_SENT_EVENTS,
@@ -39,6 +38,7 @@ from shmserve.gateway.http.openai.fields import (
 )
 from shmserve.gateway.http.openai.generation import Delta, custom_input, respond
 from shmserve.gateway.http.openai.models import infer_once
+from shmserve.gateway.process import Gateway
 from shmserve.logs import warn_once
 
 logger = logging.getLogger(__name__)
@@ -379,6 +379,10 @@ class ResponseObject:
         message: dict[str, Any] = delta.message or {"content": delta.text}
         events = [] if self._event_count else self._start_events()
         self._next_logprobs += (delta.logprobs or {}).get("content", [])
+        calls = list(message.get("tool_calls", ()))
+        while calls and "id" not in calls[0]:  # the end of a call, before other items begin
+            kind = self._items[-1]["type"]
+            events += self._extend_item(kind, calls.pop(0)["arguments"], {})
         if message.get("reasoning"):
             events += self._extend_item("reasoning", message["reasoning"], {})
         if message.get("content"):
@@ -386,7 +390,7 @@ class ResponseObject:
             events += self._extend_item("message", message["content"], {}, logprobs)
         elif message.keys() & {"reasoning", "tool_calls"}:
             self._next_logprobs = []
-        for call in message.get("tool_calls", ()):
+        for call in calls:
             head: dict[str, Any] = {}
             if "id" in call:
                 plain_call = "function_call", {"name": call["name"]}

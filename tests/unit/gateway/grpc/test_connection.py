@@ -408,7 +408,7 @@ def test_reading_messages_enlarges_the_window() -> None:
             return None
 
         scene.serve = take
-        window = scene.connection.front.limits.window
+        window = scene.connection.context.limits.window
         scene.send(scene.head(1, STREAM))
         sent_size = granted_credit = updates = 0
         for _ in range(300):

@@ -110,7 +110,7 @@ class TasklessRequest:
         *,
         whole_body: bool,
     ) -> None:
-        self.request = request
+        self.http_request = request
         self.cancelled = False
         self._response = echo(request, body)
         self._answer = answer

@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shmserve.errors import ShmserveError
+from shmserve.gateway.http.json.codec import parse_request, tensor_bytes
 from shmserve.gateway.http.json.fingerprint import (
     Cache,
     Fingerprint,
@@ -16,10 +17,9 @@ from shmserve.gateway.http.json.fingerprint import (
     is_worth_caching,
     store_template,
 )
-from shmserve.gateway.http.json.infer_request import parse_request, tensor_bytes
 from shmserve.gateway.http.json.parser import loads
 from shmserve.gateway.inference.request import InferRequest, RequestIdentity
-from shmserve.ipc.tensors.schemas import BoundedCache
+from shmserve.ipc.tensors.inference import BoundedCache
 
 LIMIT = 1 << 20
 

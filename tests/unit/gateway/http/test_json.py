@@ -29,8 +29,7 @@ from shmserve.gateway.compression import (
 from shmserve.gateway.grpc.wire.request import decode_request
 from shmserve.gateway.http.body import _parse, header_size
 from shmserve.gateway.http.json import parser, tensors
-from shmserve.gateway.http.json.infer_request import parse_request
-from shmserve.gateway.http.json.infer_response import JsonResponseTemplate
+from shmserve.gateway.http.json.codec import JsonResponseTemplate, parse_request
 from shmserve.gateway.http.json.parser import JsonFault, loads, loads_large
 from shmserve.gateway.inference.prepare import check_capacity, raw_request
 from shmserve.gateway.inference.request import InferOutput, InferRequest, RegionRange

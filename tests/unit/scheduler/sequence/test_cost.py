@@ -75,8 +75,8 @@ def test_an_instance_that_retires_costs_no_more_with_many_free_slots() -> None:
     """The free slots belong to other instances; the retiring instance has equally many slots."""
 
     def retirement_cost(instances: int) -> int:
-        dispatch: Any = SequenceRig(rows=8, instances=instances).core._dispatch
-        table = dispatch._sequences
+        dispatcher: Any = SequenceRig(rows=8, instances=instances).core._dispatcher
+        table = dispatcher._sequences
         freed_number = table._free_slots[0][2]
         return count_operations(lambda: table.close(freed_number))
 

@@ -8,8 +8,8 @@ import pytest
 
 from shmserve.ipc.messages import supervision as m
 from shmserve.supervisor.models.model_version import ModelVersion
+from shmserve.supervisor.models.scheduler_process import Group
 from shmserve.supervisor.processes.control_socket import Address, SchedulerAddress
-from shmserve.supervisor.processes.scheduler_hosts import Group
 from tests.rigs.process_rig import SINGLE_MODEL_GROUP, Processes, plan, run_loop_turns
 
 ENSEMBLE = Group("ensemble e", frozenset({"e", "m"}))

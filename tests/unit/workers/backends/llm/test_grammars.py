@@ -191,6 +191,15 @@ def test_nulls_are_absent_except_in_values() -> None:
     assert with_patterns({"const": None}, {}) == {"const": None}
 
 
+def test_references_may_have_any_name_and_annotation() -> None:
+    for name in ("List<A | B>", "My Model", "Größe", "a[b]", "a#b", "x^{y}`", "Foo%20-Input.1"):
+        next_node = {"$ref": f"#/$defs/{name}", "deprecated": True, "x-order": 1, "nullable": False}
+        node = {"type": "object", "properties": {"next": next_node}, "additionalProperties": False}
+        schema = {"$ref": f"#/$defs/{name}", "$defs": {name.replace("%20", " "): node}}
+        assert accepts(schema, {"next": {"next": {}}})
+        assert not accepts(schema, {"next": {"other": {}}})
+
+
 def test_values_that_look_like_schemas_are_kept() -> None:
     value = {"propertyNames": {"const": "a"}}
     schema = {"const": value, "properties": {"a": {"enum": [value], "default": value}}}

@@ -52,6 +52,10 @@ VALID_CALLS: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] =
         *("", [("f", {"a": 1})])),
     "hermes with null": ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>',
         *("", [NOW])),
+    "hermes with other members": ("hermes",
+        '<tool_call>{"name": "now", "why": {}, "arguments": {}, "x": 1}</tool_call>', *("", [NOW])),
+    "hermes without text": ("hermes", '<tool_call>{"name": "now", "arguments": ""}</tool_call>',
+        *("", [NOW])),
     "hermes without a brace": ("hermes", f"<tool_call>{JSON[:-1]}\n</tool_call>", *("", [WEATHER])),
     "hermes without an end": ("hermes", f"<tool_call>{JSON}", "", [WEATHER]),
     "half a tag": ("hermes", "a <tool_call", "a <tool_call", []),
@@ -64,6 +68,11 @@ VALID_CALLS: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] =
     "qwen twice": ("qwen3_coder", f"Hm <tool_call>\n{XML}\n</tool_call>\n"
         "<tool_call>\n<function=now>\n</function>\n</tool_call>", *("Hm ", [WEATHER, NOW])),
     "qwen without a wrapper": ("qwen3_coder", f"{XML}\n", "", [WEATHER]),
+    "qwen without a function's end": ("qwen3_coder", "<tool_call>\n<function=weather>\n"
+        "<parameter=days>\n3\n</parameter>\n</tool_call>\nDone",
+        *("\nDone", [("weather", {"days": 3})])),
+    "qwen without a tag": ("qwen3_coder", f"{XML}\n</tool_call>\n<tool_call>{XML}</tool_call>",
+        *("", [WEATHER, WEATHER])),
     "qwen's types": ("qwen3_coder",
         "<tool_call>\n<function=weather>\n<parameter=places>\n['a', \"b\"]\n</parameter>\n"
         '<parameter=unit>\nnull\n</parameter>\n<parameter=code>\n"aa"\n</parameter>\n'
@@ -98,6 +107,7 @@ MALFORMED_CALLS = {
     "half a call": ("hermes", 'a<tool_call>{"name": "f", "arg'),
     "another object": ("hermes", '<tool_call>{"tool": "f"}</tool_call>'),
     "a list of arguments": ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    "other members": ("hermes", '<tool_call>{"name": "Bob", "age": 3}</tool_call>'),
     "no name": ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
     "half an XML call": ("qwen3_coder", "<tool_call>\n<function=now"),
     "no XML call": ("qwen3_coder", "<tool_call>\n{}\n</tool_call>"),
@@ -258,10 +268,29 @@ def test_reasoning_may_begin_in_the_prompt_before_calls() -> None:
             assert [(name, json.loads(arguments)) for name, arguments in calls] == [WEATHER]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("has_call_grammar", [False, True])
+def test_only_a_valid_call_ends_the_reasoning(has_call_grammar: bool, stream: bool) -> None:
+    draft, call = '<tool_call>{"name": "', f"<tool_call>{JSON}</tool_call>"
+    for text in (draft, call):
+        for seed in range(5):
+            chunks = split(f"<think>a {text}\n</think>b", seed)
+            result = parse_message(
+                *("hermes", chunks, stream),
+                reasoning=REASONING["qwen3"],
+                has_call_grammar=has_call_grammar,
+            )
+            if text == draft or has_call_grammar:
+                assert result == ("b", f"a {text}", [])
+            else:
+                assert (*result[:2], len(result[2])) == ("\nb", "a ", 1)
+
+
 TEMPLATE_HINTS = {
     "{{ messages }}": ("none", "none"),
     '<tool_call>{"name": <function-name>} <think></think>': ("hermes", "qwen3"),
-    "<tool_call>\n<function=x>": ("qwen3_coder", "none"),
+    "<tool_call>\n<function=x>\n<parameter=y>": ("qwen3_coder", "none"),
+    '<function=x>{"y": 1}</function>': ("none", "none"),
     "[TOOL_CALLS] [THINK][/THINK]": ("mistral", "mistral"),
     "<|python_tag|>": ("llama3_json", "none"),
     '{"name": function name, "parameters": dictionary of argument name and its value}': (
