@@ -592,14 +592,21 @@ def worker_preloads(
     modules = [
         module
         for pattern, module in _PRELOADS_BY_PATTERN.items()
-        if any(any(root.glob(pattern)) for root in repositories)
+        if any(_contains(root, [pattern]) for root in repositories)
     ]
     return [*_TORCH_PRELOADS, _WORKER_MODULE, *modules]
 
 
 def _uses_torch(model: Path, patterns: Sequence[str]) -> bool:
-    files = any(any(model.glob(pattern)) for pattern in patterns)
-    return files or any(map(_imports_torch, model.rglob("*.py")))
+    with contextlib.suppress(OSError):
+        return _contains(model, patterns) or any(map(_imports_torch, model.rglob("*.py")))
+    return False
+
+
+def _contains(folder: Path, patterns: Sequence[str]) -> bool:
+    with contextlib.suppress(OSError):  # such as a stale mount; the load reports the error
+        return any(any(folder.glob(pattern)) for pattern in patterns)
+    return False
 
 
 def _imported_files(file: Path) -> set[Path]:
