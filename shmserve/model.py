@@ -106,6 +106,10 @@ class TensorType:
     datatype: str
     dims: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        if self.datatype not in (names := __all__[:-2]):
+            raise TypeError(f"unknown datatype {self.datatype!r}; expected {', '.join(names)}")
+
 
 class _Datatype:
     def __init__(self, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,11 +88,13 @@ class ModelContext(WorkerStart):
         """Return the first of the files `names` that exists in the version folder.
 
         Raises:
-            Unavailable: None of the files exists; the message names `display_name`.
+            Unavailable: The file is unreadable, or none exists; the message names `display_name`.
         """
         for name in names:
             path = self.version_dir / name
             if path.exists():
+                if not os.access(path, os.R_OK):
+                    raise Unavailable(f"the server's user may not read '{path}'")
                 return path
         raise Unavailable(
             f"unable to find '{self.version}/{display_name}' for model instance "

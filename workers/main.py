@@ -152,11 +152,10 @@ class _Worker:
                     case message:
                         logger.warning("unexpected %s from the supervisor", type(message).__name__)
 
-    def _complete_config(self, config: ModelSpec) -> None:
-        completed = self._make_backend(config).complete_config(config.source)
-        self._control.send(ConfigCompleted(completed))
+    def _complete_config(self, config: ModelSpec) -> ConfigCompleted:
+        return ConfigCompleted(self._make_backend(config).complete_config(config.source))
 
-    def _load(self, config: ModelSpec) -> None:
+    def _load(self, config: ModelSpec) -> InstanceLoaded:
         backend = self._make_backend(config)
         if config.sequence_batching is not None:
             # Called before the model is loaded: this raises if a data file cannot be read.
@@ -173,7 +172,7 @@ class _Worker:
         # pages.
         gc.collect()
         gc.freeze()
-        self._control.send(InstanceLoaded(backend.checks_ready, _device_byte_size()))
+        return InstanceLoaded(backend.checks_ready, _device_byte_size())
 
     def _check_access(self) -> None:
         """Check that the model's code has not removed this process's access to the server.
@@ -212,14 +211,20 @@ class _Worker:
             except BaseException:  # the process ends even if unloading fails
                 logger.exception("model '%s' failed to finalize", self._context.model_name)
 
-    def _run_or_report(self, step: Callable[[], None]) -> bool:
+    def _run_or_report(self, step: Callable[[], ConfigCompleted | InstanceLoaded]) -> bool:
+        pid = os.getpid()
         try:
-            step()
+            report = step()
+            if os.getpid() != pid:
+                sys.exit(0)
+            self._control.send(report)
         except ShmserveError as error:
             context = self._context
             position = traceback_line(error.message, context.model_name, context.version_dir)
             self._control.send(LoadFailed(error.code, error.message, position))
         except BaseException as error:  # SystemExit, too: a model must not end its worker
+            if os.getpid() != pid:  # a child that the model's code forked shares the links
+                os._exit(1 if getattr(error, "code", 1) else 0)
             # The supervisor logs the failure, once for all instances.
             logger.debug("model '%s' failed to load", self._context.model_name, exc_info=True)
             folder = self._context.version_dir

@@ -150,6 +150,9 @@ def describe_error(error: BaseException) -> str:
                 "see `shmserve guide debug`"
             )
         text = shorten_error(str(error))
+        if isinstance(error, AttributeError) and isinstance(error.obj, ModuleType):
+            # It may be another module than the file of this name in the model's folder.
+            text += f" ({getattr(error.obj, '__file__', 'built-in')})"
         return f"{error_type}: {text}" if text else error_type
     except BaseException:  # a model may define the exception's `__str__`, too
         return error_type

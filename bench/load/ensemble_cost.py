@@ -36,9 +36,9 @@ from shmserve.ipc.transport import frames
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
-from shmserve.scheduler.ensemble.runner import StepLinks
+from shmserve.scheduler.ensemble.runner import InProcessLinks, StepLinks
 from shmserve.scheduler.front import Front
-from shmserve.scheduler.hosting.event_loop import DescriptorWaiter, InProcessLinks
+from shmserve.scheduler.hosting.host import DescriptorWaiter
 from shmserve.scheduler.settings import Settings
 
 _GATEWAY = b"7000.ab"
@@ -126,7 +126,8 @@ class Chain:
             self._active[self._ensemble] = None
             core.steps.receive(endpoint, message, time.monotonic_ns())
 
-        steps = StepLinks(DescriptorWaiter(), links, _IDENTITY, from_step)
+        waiter = DescriptorWaiter()
+        steps = StepLinks(waiter.watch, waiter.unwatch, links, _IDENTITY, from_step)
         memory = EnsembleMemory(LentMemory(1 << 26), lambda memory_id: None)
         settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
         core = EnsembleCore(settings, ModelSpec.of(config), steps, _Outbox(), memory)

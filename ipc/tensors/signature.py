@@ -174,9 +174,15 @@ class Signature:
                     f"'{self.name}'"
                 )
         if batch_size > self.max_batch_size:
-            raise InvalidArgument(
+            text = (
                 f"inference request batch-size must be <= {self.max_batch_size} for '{self.name}'"
             )
+            for tensor in inputs:
+                spec = self.inputs.get(tensor.name)
+                if spec is not None and len(tensor.shape) == len(spec.dims):
+                    shape = shape_text(tensor.shape)
+                    text += f" (input '{tensor.name}': {shape} has no batch dimension)"
+            raise InvalidArgument(text)
         return max(batch_size, 0)
 
     def _check_count(self, names: set[str]) -> None:

@@ -2,7 +2,8 @@
 
 The files that an HTTP request passes through, in order:
 
-    http/connection.py              parses bytes into requests, in the order of their arrival
+    http/incoming.py                parses bytes into requests, within limits of time and memory
+    http/connection.py              handles them in the order of their arrival
     http/routing.py                 finds the route, authorises, calls the handler; converts errors
                                     to responses (the routes are in routes.py)
     http/infer.py                   inference, and the queue of responses in many parts

@@ -5,8 +5,6 @@ of an ensemble are scheduled in the ensemble's process.
 
 hosting/                host.py         the process: its entry point and its loop; one scheduler:
                                         sockets, front, core; the table of kinds
-                        event_loop.py   waiting for sockets and timers; calls between the schedulers
-                                        of one process
                         local_clients.py
                                         validation of requests of programs outside the server
 front.py                clients, submit, cancel, credit, release, drain, reports: for every kind

@@ -10,7 +10,7 @@ from shmserve.ipc.messages import generation, supervision
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.scheduler.hosting.event_loop import InProcessLinks
+from shmserve.scheduler.ensemble.runner import InProcessLinks
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Settings
 from shmserve.supervisor.processes.control_socket import SchedulerAddress

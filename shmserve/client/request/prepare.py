@@ -35,6 +35,7 @@ from shmserve.ipc.trace import TraceContext
 
 _FOREVER_S = 2e6  # a longer timeout counts as no timeout, since epoll has a limit
 _INTEGERS = range(-(1 << 63), 1 << 64)  # the range of MessagePack integers
+_MISSING = ("None", "nan", "NaT", "<NA>")  # missing values of Python, numpy and pandas as text
 
 
 class Options(NamedTuple):
@@ -305,6 +306,13 @@ def _prepare_region(
 
 
 def _encode(array: Array, name: str) -> bytes:
+    if array.dtype.kind in "OT":
+        for item in array.ravel():
+            if not isinstance(item, bytes | str) and str(item) in _MISSING:
+                text = (
+                    f"input '{name}' has a missing value ({item}): pass a string or bytes instead"
+                )
+                raise InvalidArgument(text)
     try:
         return encode_bytes(array)
     except UnicodeEncodeError as error:

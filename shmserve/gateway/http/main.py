@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import uvloop
 
@@ -34,33 +33,22 @@ def run(data: bytes, *fds: int) -> None:
     start = decode_start(GatewayStart, data)
     processes.begin(f"gateway {start.name}", f"gateway http {start.name}", start.log)
     sockets = [socket.socket(fileno=fd) for fd in fds]
-    http_sockets, metrics_sockets = sockets[: start.http_sockets], sockets[start.http_sockets :]
-    create_server = partial(
-        HttpServer,
-        http_sockets=http_sockets,
-        metrics_sockets=metrics_sockets,
-        run_dir=start.run_dir,
-    )
-    uvloop.run(process.serve(start, create_server))
+    uvloop.run(process.serve(start, partial(HttpServer, start=start, sockets=sockets)))
 
 
 class HttpServer(process.ProtocolServer):
     """The HTTP servers of inference and of metrics, on listening sockets."""
 
     def __init__(
-        self,
-        gateway: Gateway,
-        http_sockets: Sequence[socket.socket],
-        metrics_sockets: Sequence[socket.socket],
-        run_dir: Path,
+        self, gateway: Gateway, start: GatewayStart, sockets: Sequence[socket.socket]
     ) -> None:
         super().__init__()
         self._gateway = gateway
-        self._figures = LiveFigures(gateway, run_dir)
+        self._figures = LiveFigures(gateway, start.run_dir)
         origins = gateway.settings.cors_origins
         self._app = App(gateway, ROUTES, Cors(origins) if origins else None)
-        self._http_sockets = http_sockets
-        self._metrics_sockets = metrics_sockets
+        self._http_sockets = sockets[: start.http_sockets]
+        self._metrics_sockets = sockets[start.http_sockets :]
 
     async def open(self) -> None:
         """Create the servers. Metrics are served while models are loaded."""

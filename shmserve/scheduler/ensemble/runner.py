@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Hashable, Iterator, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,7 +32,6 @@ from shmserve.scheduler.ensemble.flow import Firing, Graph, Targets
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
 from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, EnsembleRequests
 from shmserve.scheduler.ensemble.step_messages import StepMessages, StepRequest
-from shmserve.scheduler.hosting.event_loop import DescriptorWaiter, InProcessLinks
 
 logger = logging.getLogger(__name__)
 
@@ -247,6 +246,58 @@ class StepRunner:
         request.waiting_count = 0
 
 
+# The arguments are the sender's address and its message.
+Handler = Callable[[Any, Any], None]
+
+
+class InProcessLinks:
+    """Links between the schedulers of one process.
+
+    A message is a call of the handler registered for its address, and nothing is packed. The
+    address of a scheduler is its endpoint; as a client, its identity. A client's message is
+    delivered immediately. Responses are delivered later, in the order of posting, so that no
+    handler of a scheduler is called within another one of that scheduler.
+    """
+
+    def __init__(self) -> None:
+        self._handlers: dict[Hashable, Handler] = {}
+        self.queued_messages: list[tuple[Handler, Any, Any]] = []
+
+    def register(self, address: Hashable, handler: Handler) -> None:
+        """Register the message handler of an address."""
+        self._handlers[address] = handler
+
+    def remove(self, address: Hashable) -> None:
+        """Remove an address; messages that were posted to it are still delivered."""
+        del self._handlers[address]
+
+    def is_registered(self, address: Hashable) -> bool:
+        """Check whether an address is registered."""
+        return address in self._handlers
+
+    def call(self, address: Hashable, sender: Any, message: Any) -> bool:
+        """Deliver a client's message now; return False if the address is not registered."""
+        handler = self._handlers.get(address)
+        if handler is None:
+            return False
+        handler(sender, message)
+        return True
+
+    def post(self, address: Hashable, sender: Any, message: Any) -> bool:
+        """Queue a response; return False if the address is not registered."""
+        handler = self._handlers.get(address)
+        if handler is None:
+            return False
+        self.queued_messages.append((handler, sender, message))
+        return True
+
+    def deliver(self) -> None:
+        """Deliver the queued responses."""
+        queued, self.queued_messages = self.queued_messages, []
+        for handler, sender, message in queued:
+            handler(sender, message)
+
+
 @dataclass(eq=False)
 class StepLinks(Links):
     """The links of an ensemble to the schedulers of its steps (`Links`).
@@ -254,22 +305,25 @@ class StepLinks(Links):
     A scheduler in the same process is called directly; other schedulers have sockets.
 
     Attributes:
+        _watch_fd: Watches a descriptor, given the handler for readable data.
+        _unwatch_fd: Stops watching a descriptor.
         _identity: The ensemble's address in this process.
         _receive_message: Receives the endpoint and each message of a scheduler.
     """
 
-    _waiter: DescriptorWaiter
+    _watch_fd: Callable[[int, Callable[[], None]], None]
+    _unwatch_fd: Callable[[int], None]
     _in_process_links: InProcessLinks
     _identity: bytes
     _receive_message: Callable[[str, Any], None]
 
     def __post_init__(self) -> None:
         name = f"{os.getpid()}.{secrets.token_hex(8)}"
-        self._links = LinkTable(name, self._watch, self._waiter.unwatch)
+        self._links = LinkTable(name, self._watch, self._unwatch_fd)
         self._in_process_links.register(self._identity, self._receive_message)
 
     def _watch(self, fd: int) -> None:
-        self._waiter.watch(fd, partial(self._receive, fd))
+        self._watch_fd(fd, partial(self._receive, fd))
 
     def _receive(self, fd: int) -> None:
         link = self._links.by_fd(fd)

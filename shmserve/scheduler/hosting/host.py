@@ -4,7 +4,8 @@ The loop of `Host` waits, receives, ticks and sends for all of them; the supervi
 them.
 
 One model is one scheduler in a process of its own, except that the steps of an ensemble are
-scheduled in the ensemble's process: a message to a step is then a call (event_loop.py).
+scheduled in the ensemble's process: a message to a step is then a call
+(`ensemble/runner.py:InProcessLinks`).
 
     control          the supervisor's messages         ─┐
     clients          gateways, workers, ensembles       ├─> front ──> core
@@ -20,6 +21,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import select
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -64,6 +66,7 @@ from shmserve.ipc.messages.unions import (
     SupervisorToScheduler,
     WorkerToScheduler,
 )
+from shmserve.ipc.processes import SPIN_NS, BusyPoll, PreciseWait
 from shmserve.ipc.tensors.inference import Schemas
 from shmserve.ipc.tensors.signature import Signature
 from shmserve.ipc.transport.router import PeerCredRouter, UntrustedRouter, leading_pid, trailing_pid
@@ -71,9 +74,8 @@ from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.ensemble.core import EnsembleCore
 from shmserve.scheduler.ensemble.memory import EnsembleMemory
-from shmserve.scheduler.ensemble.runner import StepLinks
+from shmserve.scheduler.ensemble.runner import InProcessLinks, StepLinks
 from shmserve.scheduler.front import Core, Front
-from shmserve.scheduler.hosting.event_loop import DescriptorWaiter, InProcessLinks, ReadableHandler
 from shmserve.scheduler.hosting.local_clients import LocalClientListener, LocalTraces
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.response_cache import ResponseCache
@@ -84,8 +86,16 @@ logger = logging.getLogger(__name__)
 _LINGER_S = 0.3  # time for the delivery of the last responses
 # Maximum number of frames read before a drain, because a client may never stop sending.
 _MAX_READS = 1024
+# A sleeping thread wakes up late. Timers are set earlier by the measured delay, at most this.
+_MAX_LATE_NS = 60_000
+# A client's deadline may be any number; no timer is longer than this.
+_MAX_WAIT_NS = 3_600_000_000_000
+_NS_PER_MS = 1_000_000
+# epoll_wait(2) counts in whole ms: shorter waits use ppoll(2) on the epoll(7) descriptor.
+_SHORT_WAIT_NS = 5 * _NS_PER_MS
 
-
+ReadableHandler = Callable[[], None]
+ReadyEvents = list[tuple[int, int]]
 # The links whose `pending` messages are sent by `flush` at the end of a turn.
 Outbox = Dealer | PeerCredRouter | UntrustedRouter | StepLinks
 
@@ -311,7 +321,10 @@ class EnsembleScheduler(HostedScheduler):
         def memory_dropped(memory_id: int) -> None:
             control.post(MemoryDropped(memory_id))
 
-        links = StepLinks(self._waiter, self._in_process_links, identity, handle_step_message)
+        waiter, in_process_links = self._waiter, self._in_process_links
+        links = StepLinks(
+            waiter.watch, waiter.unwatch, in_process_links, identity, handle_step_message
+        )
         self._memory = EnsembleMemory(self._lent_memory, memory_dropped)
         core = EnsembleCore(self._settings, start.config, links, control, self._memory, self._cache)
         # Steps before clients: when a request ends, its steps are notified before its client.
@@ -349,6 +362,73 @@ def run(encoded_start: bytes) -> None:
     processes.disable_timer_slack()
     processes.unmap_large_blocks_on_free()
     Host(start).run()
+
+
+class DescriptorWaiter:
+    """A waiter for readable descriptors, which sleeps in the kernel, or polls while polling pays.
+
+    `handlers` has the handler of each watched descriptor.
+    """
+
+    def __init__(self) -> None:
+        self.handlers: dict[int, ReadableHandler] = {}
+        self._epoll = select.epoll()
+        self._short_wait = PreciseWait(self._epoll.fileno())
+        self._mean_late_ns = 0
+        self._busy_poll = BusyPoll()
+
+    def watch(self, fd: int, handler: ReadableHandler) -> None:
+        """Watch a descriptor; it is handled after the descriptors watched before."""
+        self.handlers[fd] = handler
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        """Remove a descriptor."""
+        del self.handlers[fd]
+        self._epoll.unregister(fd)
+
+    def wait(self, wake_ns: int, requests: int) -> ReadyEvents:
+        """Wait until about `wake_ns` for readable descriptors while `requests` are in flight.
+
+        Returns:
+            The descriptors in order, with epoll(7)'s events; none after a timeout.
+        """
+        began_ns = now_ns = time.monotonic_ns()
+        ready_events: ReadyEvents = []
+        if self._busy_poll.should_spin[requests > 0]:
+            ready_events = self._spin_until(min(wake_ns, began_ns + SPIN_NS))
+            now_ns = time.monotonic_ns()
+        if not ready_events:
+            left_ns = wake_ns - now_ns
+            if left_ns < _SHORT_WAIT_NS:
+                ready_events = self._wait_until(wake_ns)
+            else:
+                if left_ns > _MAX_WAIT_NS:
+                    left_ns = _MAX_WAIT_NS
+                # The timeout is rounded down; the caller then waits for the rest.
+                ready_events = self._epoll.poll((left_ns // _NS_PER_MS - 1) / 1000)
+        self._busy_poll.observe(requests, time.monotonic_ns() - began_ns)
+        if len(ready_events) > 1:
+            order = list(self.handlers)
+            ready_events.sort(key=lambda event: order.index(event[0]))
+        return ready_events
+
+    def _spin_until(self, until_ns: int) -> ReadyEvents:
+        while time.monotonic_ns() < until_ns:
+            ready_events = self._epoll.poll(0)
+            if ready_events:
+                return ready_events
+            os.sched_yield()
+        return []
+
+    def _wait_until(self, wake_ns: int) -> ReadyEvents:
+        aim_ns = wake_ns - self._mean_late_ns
+        timeout_ns = max(0, aim_ns - time.monotonic_ns())
+        readable = self._short_wait.wait(timeout_ns)
+        if timeout_ns and not readable:
+            late_ns = min(max(0, time.monotonic_ns() - aim_ns), _MAX_LATE_NS)
+            self._mean_late_ns += (late_ns - self._mean_late_ns) // 8
+        return self._epoll.poll(0) if readable else []
 
 
 class Host:

@@ -7,6 +7,7 @@ lifecycle's decisions with threads that read files, processes, and messages.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
@@ -342,7 +343,9 @@ class LifecycleExecutor(LifecycleActions):
 def _plan_error(name: str, error: Exception) -> ShmserveError:
     if isinstance(error, ShmserveError):
         return error
-    if isinstance(error, OSError):  # a file is unreadable, or the disk of --run-dir is full
+    if isinstance(error, OSError):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # the sent files are written there
+            return Unavailable(f"the model's files do not fit into --run-dir: {error.strerror}")
         path = Path(error.filename or f"{name}/files")
         return InvalidArgument(f"'{path.parent.name}/{path.name}': {error.strerror}")
     logger.error("model '%s': its files could not be read", name, exc_info=error)

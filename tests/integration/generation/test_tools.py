@@ -25,7 +25,7 @@ SCRIPTS: dict[str, tuple[tuple[str, ...], str, tuple[str, ...], dict[str, Any]]]
     "hermes": (("<tool_call>", '{"name": "get_weather", "ar', 'guments": {"city": "a', 'b"}}',
         "</tool_call>"), *("<tool_call>", ("<tool_call>", "</tool_call>"), {"city": "ab"})),
     "qwen": (("<tool_call>\n<function=get", "_weather>\n<parameter=city>\nSão ",
-        "Paulo\n</para"), *("<function=", (), {"city": "São Paulo", "days": 3})),
+        "Paulo\n</para"), *("<parameter=", (), {"city": "São Paulo", "days": 3})),
     "llama": (("<|python_tag|>", '{"name": "get_weather", "par', 'ameters": {"city": "a"',
         ', "days": 3}}'), *("<|python_tag|>", ("<|python_tag|>", ), {"city": "a", "days": 3})),
     "mistral": (("[TOOL_CALLS]", '[{"name": "get_weather", "argum', 'ents": {"city": "a', 'b"}}]'),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import queue
 import signal
 import tempfile
 import textwrap
@@ -325,6 +326,12 @@ def test_a_scheduler_lost_in_the_middle_of_a_batch(worker: Worker) -> None:
         ("raise KeyError('gone')", "INTERNAL", "KeyError: 'gone' (model.py:1)"),
         ("import sys; sys.exit(4)", "INTERNAL", "SystemExit: 4 (model.py:1)"),
         (
+            "import queue; queue.ONE",
+            "INTERNAL",
+            "AttributeError: module 'queue' has no attribute 'ONE' "
+            f"({queue.__file__}) (model.py:1)",
+        ),
+        (
             "raise type('Speechless', (Exception,), {'__str__': None})",
             "INTERNAL",
             "Speechless (model.py:1)",
@@ -342,6 +349,15 @@ def test_models_do_not_load(worker: Worker, bad_code: str, code: str, expected_t
     assert (bad_code in failed.frames) == (code == "INTERNAL"), "the supervisor logs the frames"
     assert f'File "{worker.version_dir}/model.py", line 1' in failed.frames or code != "INTERNAL"
     assert "importlib" not in failed.frames and worker.log.read_text() == ""
+
+
+@pytest.mark.parametrize("end", ["pass", "sys.exit(1)", "raise ValueError"])
+def test_a_forked_child_of_a_model_sends_no_report(worker: Worker, end: str) -> None:
+    """The model's code is run to its end by its worker, and by the child that it forks."""
+    fork = f"if os.fork() == 0:\n    {end}\nelse:\n    os.wait()\nimport torch"
+    (worker.version_dir / "model.py").write_text(MODEL.replace("import torch", fork))
+    worker.start()
+    worker.load()
 
 
 def test_a_model_that_fails_in_load(worker: Worker) -> None:

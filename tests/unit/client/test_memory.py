@@ -290,6 +290,7 @@ def test_every_kind_of_input_is_checked(memories: Memories) -> None:
         ({"x": np.zeros((5, 2), np.float32)}, "batch-size must be <= 4"),
         ({"x": np.zeros((1, 2), np.int8)}, "data-type is 'INT8'"),
         ({"z": np.zeros((1, 2), np.float32)}, "unexpected inference input"),
+        ({"z": np.array([["a", None]], object)}, "input 'z' has a missing value .None.: pass a"),
         ({"x": np.zeros((1, 2), np.complex64)}, "no corresponding datatype"),
         ({"x": np.zeros((1, 2), ">f4")}, "byte order: pass array.astype"),
         ({"x": "word"}, "cannot be converted to FP32"),

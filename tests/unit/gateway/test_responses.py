@@ -252,14 +252,15 @@ def test_a_custom_tool_is_called_with_one_text(arguments: str, text: str) -> Non
 
 def test_items_are_ordered_and_stored() -> None:
     response_object = ResponseObject({"model": "m", "store": True, "metadata": {"a": "b"}})
-    call = {"index": 0, "id": "call_1", "name": "f", "arguments": '{"a'}
+    rest = {"index": 0}
+    call = {**rest, "id": "call_1", "name": "f", "arguments": '{"a'}
     events_out = events(
         response_object,
         [
             Delta(0, "", message={"reasoning": "hm"}),
             Delta(0, "", message={"content": "Loo"}),
             Delta(0, "", message={"content": "k", "tool_calls": [call]}),
-            Delta(0, "", message={"tool_calls": [{"index": 0, "arguments": '": 1}'}]}),
+            Delta(0, "", message={"content": "!", "tool_calls": [{**rest, "arguments": '": 1}'}]}),
             Delta(0, "", "stop", usage=USAGE, message={}),
         ],
     )
@@ -271,10 +272,12 @@ def test_items_are_ordered_and_stored() -> None:
         *(*first_events, "reasoning_text.delta", "reasoning_text.done", *end_events),
         *(*first_events, "output_text.delta", "output_text.delta", "output_text.done", *end_events),
         *("output_item.added", *["function_call_arguments.delta"] * 2),
-        *("function_call_arguments.done", "output_item.done", "completed"),
+        *("function_call_arguments.done", "output_item.done"),
+        *(*first_events, "output_text.delta", "output_text.done", *end_events, "completed"),
     ]
     response = events_out[-1]["response"]
-    reasoning, message, function = response["output"]
+    reasoning, message, function, last_message = response["output"]
+    assert last_message["content"][0]["text"] == "!"
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "hm"}]
     assert message["content"][0]["text"] == "Look" and message["status"] == "completed"
     assert (function["call_id"], function["arguments"]) == ("call_1", '{"a": 1}')
@@ -302,6 +305,8 @@ def test_reasoning_is_returned_by_either_member(returned: str) -> None:
     reduced_item = {name: item[name] for name in ("type", "id", "summary", returned)}
     expected_message = {"role": "assistant", "content": None, "reasoning_content": "hm"}
     assert convert_chat(input=[reduced_item])["messages"] == [expected_message]
+    (message,) = convert_chat(input=[reduced_item, reduced_item])["messages"]
+    assert message["reasoning_content"] == "hm\nhm"
     foreign_item = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}
     (message,) = convert_chat(input=[foreign_item])["messages"]
     assert not message["reasoning_content"]

@@ -97,6 +97,8 @@ def test_a_valid_request_is_accepted() -> None:
         ([tensor("A", "FP32"), B], [], "input 'A' has no shape but model requires batch dimension"),
         ([tensor("A", "FP32", 9, 3, 2), tensor("B", "BYTES", 9, 1)], [],
          "batch-size must be <= 8 for 'm'"),
+        ([tensor("A", "FP32", 9, 2), tensor("B", "BYTES", 9, 1)], [],
+         "batch-size must be <= 8 for 'm' (input 'A': [9,2] has no batch dimension)"),
         ([A, tensor("B", "BYTES", 1, 1)], [], "input 'B' batch size does not match other inputs"),
         ([TensorRef("A", "FP32", (2, 3, 2), b"123"), B], [], "Expected 48, got 3"),
         ([TensorRef("A", "FP32", (2, 2**60, 2), b""), tensor("B", "BYTES", 2, 1)], [],

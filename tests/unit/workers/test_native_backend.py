@@ -74,6 +74,8 @@ def test_annotations_are_checked_when_they_are_written() -> None:
     annotation: Any = FP32[np.ndarray, 1, -1]
     assert annotation.__metadata__ == (TensorType("FP32", (1, -1)),)
     assert repr(INT64) == "INT64"
+    with pytest.raises(TypeError, match="unknown datatype 'float32'; expected BF16, BOOL"):
+        TensorType("float32", (1,))
 
 
 RESULTS = {
@@ -314,7 +316,7 @@ class Model(torch.nn.Module):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("class Other: pass", "'model.py' does not define a class 'Model'"),
+        ("class Other: pass", "'model.py' does not define a class 'Model' (it has Other)"),
         ("class Model: pass", "class 'Model' has no method 'predict'"),
         ("class Model:\n    def __init__(self, size): ...",
          "without arguments, but __init__ is missing a required argument: 'size': use default"),

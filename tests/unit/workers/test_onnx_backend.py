@@ -1,5 +1,6 @@
 """ONNX models: completion from the file, outputs computed in place, options, readable errors."""
 
+import os
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -216,11 +217,14 @@ def test_a_missing_package_is_named(worker: Rig, monkeypatch: pytest.MonkeyPatch
         OnnxBackend(worker.context).complete_config(BARE_CONFIG)
 
 
-def test_a_missing_or_broken_file(worker: Rig) -> None:
+def test_a_missing_or_broken_file(worker: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unavailable, match=r"unable to find '1/model.onnx'"):
         OnnxBackend(worker.context).complete_config(BARE_CONFIG)
     (worker.context.version_dir / "model.onnx").write_bytes(b"no model")
     with pytest.raises(Internal, match=r"^onnx runtime error 7: Load model from model.onnx failed"):
+        OnnxBackend(worker.context).complete_config(BARE_CONFIG)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(Unavailable, match=r"user may not read '/.*/1/model.onnx'"):
         OnnxBackend(worker.context).complete_config(BARE_CONFIG)
 
 

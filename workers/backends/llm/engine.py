@@ -206,9 +206,13 @@ class DraftModel:
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
 
+    @torch.inference_mode()
     def propose(self, rows: Sequence[_SequenceRow]) -> dict[int, Proposal]:
         """Return proposed tokens as a `Propose` function does."""
         proposals = {sequence.number: Proposal() for sequence, _ in rows}
+        # The model may support shorter sequences than the target model.
+        positions = self._passes.positions
+        rows = [(s, row) for s, row in rows if len(s.tokens) + row.draft_count <= positions]
         ready_rows = self._catch_up(rows)
         max_drafts = max((row.draft_count for _, row in ready_rows), default=0)
         for round_ in range(max_drafts):

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import torch
 
@@ -228,6 +228,14 @@ SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "depen
 _VALUE_KEYS = ("enum", "const", "default", "examples")
 _MINIMA, _MAXIMA = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _MAX_LIMIT = 2**63 - 1024  # the largest limit of llguidance, which reads numbers as float64
+# All other keywords, except those with a dollar sign, allow every value.
+_VALIDATING = re.compile(
+    "type|enum|const|multipleOf|(exclusiveM|m)(in|ax)imum|(min|max)(Length|Items|Properties|Contains)"
+    "|pattern|format|(prefixI|additionalI|unevaluatedI|uniqueI|i)tems|contains|required|x-guidance"
+    "|(patternP|additionalP|unevaluatedP|p)roperties|propertyNames|(all|any|one)Of|not|if|then|else"
+    "|dependencies|dependent(Required|Schemas)|definitions|[$].*"
+)
+_POINTER_CHARACTERS = "/~?:@!$&'()*+,;=%"  # those of a URI's fragment that are not percent-encoded
 _ANNOTATIONS = {"type", "title", "description", "default", "examples", "deprecated"}
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP = "(?:0[48]|[2468][048]|[13579][26])"
@@ -255,8 +263,10 @@ def with_patterns(schema: Any, root: Any) -> Any:
     """Replace keywords that llguidance lacks by other keywords where possible.
 
     The keywords are `propertyNames`, pydantic's formats of UUIDs, patterns that begin with
-    lookaheads, and limits that are not float64. Dates receive a pattern that excludes the leap days
-    and leap seconds that Python rejects. Keywords whose value is null are removed.
+    lookaheads, limits that are not float64, and references that are not URIs. Dates receive a
+    pattern that excludes the leap days and leap seconds that Python rejects. Keywords whose value
+    is null are removed. Next to a reference, keywords that allow every value are removed, since
+    llguidance rejects unknown keywords there if the schema is recursive.
 
     Args:
         schema: The schema, or a part of it.
@@ -274,6 +284,11 @@ def with_patterns(schema: Any, root: Any) -> Any:
     for key, value in schema.items():
         if value is None and key not in ("const", "default"):
             continue
+        if "$ref" in schema and not _VALIDATING.fullmatch(key):
+            continue
+        # zod's patterns of times allow neither the offset nor the seconds that llguidance requires.
+        if key == "format" and value in ("time", "date-time") and "pattern" in schema:
+            continue
         if key in SCHEMA_MAPS and isinstance(value, dict):
             members = with_pauses(value.items())
             extended[key] = {name: with_patterns(schema, root) for name, schema in members}
@@ -289,6 +304,9 @@ def with_patterns(schema: Any, root: Any) -> Any:
             extended |= {key: value, "pattern": _FORMATS[value]}
         elif key == "x-guidance" and not isinstance(value, dict):
             raise ValueError(f"{key}: {clip(repr(value))} is not an object")
+        elif key == "$ref" and isinstance(value, str):
+            address, mark, pointer = value.partition("#")
+            extended[key] = f"{address}{mark}{quote(pointer, _POINTER_CHARACTERS)}"
         elif key == "pattern" and isinstance(value, str):
             *patterns, extended[key] = _split_lookaheads(value)
         else:
@@ -306,10 +324,12 @@ def with_patterns(schema: Any, root: Any) -> Any:
 
 
 # A lookahead at the beginning of a pattern: (?=...), or (?!^[...]*$), which excludes texts of these
-# characters only, as in pydantic's pattern of decimals.
+# characters only, as in pydantic's pattern of decimals, or (?!\.)(?!.*\.\.) as in zod's pattern of
+# email addresses: a text neither begins with the character, nor contains it twice in a row.
 _CLASS = r"\[(?:[^\]\\]|\\.)+\]"
 _LOOKAHEAD = re.compile(
-    rf"\^\(\?(?:=((?:[^()\\[]|\\.|{_CLASS})+)|!\^?({_CLASS}|\\[sdwSDW])\*\$)\)", re.DOTALL
+    rf"\^\(\?(?:=((?:[^()\\[]|\\.|{_CLASS})+)|!\^?({_CLASS}|\\[sdwSDW])\*\$|!(\\\W)|!\.\*(\\\W)\4)\)",
+    re.DOTALL,
 )
 # A group at the end of a pattern that matches every text, since one alternative may be empty: the
 # digits in pydantic 2.12's pattern of decimals with `max_digits`.
@@ -325,8 +345,11 @@ def _split_lookaheads(pattern: str) -> list[str]:
     if "|" in re.sub(rf"\\.|{_CLASS}|\([^()]*\)", "", pattern):
         return [pattern]  # a lookahead may belong to one of several alternatives
     while match := _LOOKAHEAD.match(pattern):
-        expected, excluded = match.groups()
-        if expected is None and excluded[0] == "[":
+        expected, excluded, first, doubled = match.groups()
+        if first or doubled:
+            twice = f"^(?:{doubled}?[^{doubled}])*{doubled}?$"
+            patterns.append(f"^(?:[^{first}]|$)" if first else twice)
+        elif expected is None and excluded[0] == "[":
             is_negated = excluded[1] == "^"
             patterns.append(f"[{excluded[2:]}" if is_negated else f"[^{excluded[1:]}")
         else:

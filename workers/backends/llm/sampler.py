@@ -319,10 +319,12 @@ def _rejection_sample(
         bonus: The token that the model samples after all draft tokens.
     """
     tokens: list[int] = []
-    for token, draft_probs, target_probs, row in zip(
-        proposal.tokens, proposal.probabilities, target, rows, strict=False
-    ):
-        if row.draw(ACCEPTANCE) * float(draft_probs[token]) < float(target_probs[token]):
+    draft_tokens = iter(proposal.tokens)
+    for draft_probs, target_probs, row in zip(proposal.probabilities, target, rows, strict=False):
+        token = next(draft_tokens, None)  # None: the grammar has rejected the token
+        if token is not None and (
+            row.draw(ACCEPTANCE) * float(draft_probs[token]) < float(target_probs[token])
+        ):
             tokens.append(token)
             continue
         excess = (target_probs - draft_probs).clamp_min(0)

@@ -622,7 +622,7 @@ def _python_arguments(lark: Lark, tool: Tool) -> str:
 
 FAMILIES: Mapping[str, ToolSyntax] = {
     "qwen3_coder": ToolSyntax(
-        _read_qwen_xml, _qwen_grammar, ("<tool_call>", "</tool_call>"), "<function="
+        _read_qwen_xml, _qwen_grammar, ("<tool_call>", "</tool_call>"), "<parameter="
     ),
     "hermes": ToolSyntax(
         _read_hermes, _hermes_grammar, ("<tool_call>", "</tool_call>"), "<tool_call>"

@@ -299,10 +299,11 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position:
     elif kind == "reasoning":
         returned = item.get("encrypted_content")
         if not item.get("content") and type(returned) is str and returned.startswith(_PLAIN_PREFIX):
-            last["reasoning_content"] = returned.removeprefix(_PLAIN_PREFIX)
+            text = returned.removeprefix(_PLAIN_PREFIX)
         else:
-            parts = item.get("content") or item.get("summary") or []
-            last["reasoning_content"] = _chat_content(parts, position)
+            text = _chat_content(item.get("content") or item.get("summary") or [], position)
+        earlier = last.get("reasoning_content")
+        last["reasoning_content"] = f"{earlier}\n{text}" if earlier else text
     else:
         raise InvalidArgument(f"{position}: items of type {clip(repr(kind))} are not supported")
 
@@ -379,6 +380,10 @@ class ResponseObject:
         message: dict[str, Any] = delta.message or {"content": delta.text}
         events = [] if self._event_count else self._start_events()
         self._next_logprobs += (delta.logprobs or {}).get("content", [])
+        calls = list(message.get("tool_calls", ()))
+        while calls and "id" not in calls[0]:  # the end of a call, before other items begin
+            kind = self._items[-1]["type"]
+            events += self._extend_item(kind, calls.pop(0)["arguments"], {})
         if message.get("reasoning"):
             events += self._extend_item("reasoning", message["reasoning"], {})
         if message.get("content"):
@@ -386,7 +391,7 @@ class ResponseObject:
             events += self._extend_item("message", message["content"], {}, logprobs)
         elif message.keys() & {"reasoning", "tool_calls"}:
             self._next_logprobs = []
-        for call in message.get("tool_calls", ()):
+        for call in calls:
             head: dict[str, Any] = {}
             if "id" in call:
                 plain_call = "function_call", {"name": call["name"]}

@@ -3,12 +3,12 @@
 import contextlib
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 from shmserve.ipc.messages.inference import Release
 from shmserve.ipc.scheduler_client import SchedulerClient
 from shmserve.ipc.transport.router import Router
-from shmserve.scheduler.ensemble.runner import StepLinks
-from shmserve.scheduler.hosting.event_loop import DescriptorWaiter, InProcessLinks
+from shmserve.scheduler.ensemble.runner import InProcessLinks, StepLinks
 
 READ_RELEASE = Release(1, [0], 2)
 
@@ -28,7 +28,8 @@ def test_releases_reach_a_step_that_moved_to_another_process(tmp_path: Path) -> 
     """A link must be opened first, because nothing was submitted to the new endpoint yet."""
     links, new_endpoint = InProcessLinks(), f"ipc://{tmp_path}/s2"
     with contextlib.closing(Router(new_endpoint)) as router:
-        steps = StepLinks(DescriptorWaiter(), links, b"1.1", lambda endpoint, message: None)
+        watch, unwatch = MagicMock(), MagicMock()
+        steps = StepLinks(watch, unwatch, links, b"1.1", lambda endpoint, message: None)
         with contextlib.closing(steps):
             client: SchedulerClient[Any] = SchedulerClient(steps)
             neighbour = Neighbour(links, "s1")

@@ -191,7 +191,10 @@ async def test_a_model_that_hangs_is_removed(monkeypatch: pytest.MonkeyPatch) ->
     ("error", "text"),
     [
         (PermissionError(errno.EACCES, "Denied", "/r/m/1/x.pbtxt"), "'1/x.pbtxt': Denied"),
-        (OSError(errno.ENOSPC, "No space left on device"), "'m/files': No space left on device"),
+        (
+            OSError(errno.ENOSPC, "Disk full"),
+            "the model's files do not fit into --run-dir: Disk full",
+        ),
         (KeyError("a fault of the planner"), "internal error; the server's log has the cause"),
     ],
 )

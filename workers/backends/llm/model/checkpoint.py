@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -97,13 +98,15 @@ _UNSUPPORTED_CLASSES = (
     "Tipsv2 Udop VideoPrism Whisper XGLM XLMRoberta XLNet"
 )
 _SPACE_SYMBOL = "\u2581"
+_POINTER_START = b"version https://git-lfs"  # of a file without its content
 _MAX_NAMED_WEIGHTS = 8  # maximum number of weights that one message names
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The special tokens, in the order in which transformers adds them to a tokenizer.
 _TOKENS = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
 _BOOLEAN, _OBJECT, _LIST = ((bool,), "a boolean"), ((dict,), "an object"), ((list,), "a list")
 _INTEGER = ((int,), "an integer")
-_TOKEN, _IDS = ((str, dict), "a string or an object"), ((int, list), "an integer or a list")
+_TOKEN = ((str, dict), "a string or an object")
+_IDS = ((int, list), "an integer or a list of integers")
 # The types of the fields of each file, with a description. A null means an absent field.
 _FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
     "config.json": {
@@ -129,6 +132,7 @@ _FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
 }
 # Patterns of files that other programs read instead of a required file.
 _ALTERNATIVES = {
+    "config.json": ("adapter_config.json", "params.json", "*.gguf", "snapshots/*/config.json"),
     "tokenizer.json": ("*.model", "vocab.*", "tekken.json"),
     _SINGLE_FILE: ("*.safetensors", "*.bin", "*.gguf", "*.pth"),
 }
@@ -179,12 +183,13 @@ class Checkpoint:
             _check_weights(architecture, quantisation, stored_tensors, problems)
         defaults, defaults_file = config, "config.json"
         preset = DEFAULTS[architecture.family] if architecture else {}
-        if (path / "generation_config.json").exists():
+        if os.path.lexists(path / "generation_config.json"):
             defaults_file, preset = "generation_config.json", {}
             defaults = read_json(path / defaults_file, problems)
         end_tokens = _token_ids({**preset, **config, **defaults}.get("eos_token_id"))
         templates = _read_templates(path, settings, problems)
         if problems:
+            _add_pointers(path, problems)
             raise InvalidArgument(f"the model's folder is invalid: {'; '.join(problems)}")
         assert architecture is not None and tokenizer is not None
         special = _special_tokens(settings)
@@ -193,6 +198,9 @@ class Checkpoint:
         known_ends = (end for end in end_tokens + _token_ids(eos) if end < architecture.vocab_size)
         end_tokens = tuple(dict.fromkeys(known_ends))
         _warn_ineffective(defaults, defaults_file)
+        _warn_unused_weights(architecture, quantisation, stored_tensors)
+        if "attn_factor" in (config.get("rope_scaling") or config.get("rope_parameters") or {}):
+            logger.warning("config.json: attn_factor has no effect, as in transformers")
         if (path / _ADAPTER_FILE).exists():
             logger.warning("%s has no effect; the folder's own weights are used", _ADAPTER_FILE)
         parts = architecture, tokenizer, stored_tensors, quantisation, end_tokens
@@ -231,7 +239,7 @@ class Checkpoint:
 def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[str, Any]:
     """Return the JSON object in a file, or an empty one after adding a problem."""
     if not path.exists():
-        if not optional:
+        if not optional or path.is_symlink():
             problems.append(_describe_missing(path))
         return {}
     try:
@@ -247,18 +255,37 @@ def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[s
         return {}
     for (types, allowed_text), names in _FIELD_TYPES.get(path.name, {}).items():
         for name in names.split():
-            if value.get(name) is not None and type(value[name]) not in types:
+            items = value[name] if types is _IDS[0] and type(value.get(name)) is list else ()
+            is_valid = value.get(name) is None or type(value[name]) in types
+            if not is_valid or any(type(item) is not int for item in items):
                 value_text = clip(repr(value.pop(name)))
                 problems.append(f"{path.name}: {name}: {value_text} is not {allowed_text}")
     return value
 
 
 def _describe_missing(path: Path) -> str:
-    """Return the problem of a missing file, with the files of other formats in its folder."""
-    patterns = _ALTERNATIVES.get(path.name, ())
-    names = sorted({file.name for pattern in patterns for file in path.parent.glob(pattern)})
-    found = f" (found in another format: {_list_names(names)})" if names else ""
+    """Return the problem of a missing file, with the files that other programs read instead."""
+    if path.is_symlink():
+        return f"{path.name} is a symbolic link to a missing file"
+    folder, patterns = path.parent, _ALTERNATIVES.get(path.name, ())
+    files = {file for pattern in patterns for file in folder.glob(pattern)}
+    names = sorted(str(file.relative_to(folder)) for file in files)
+    found = f" (found instead: {_list_names(names)})" if names else ""
     return f"{path.name} is missing{found}"
+
+
+def _add_pointers(path: Path, problems: list[str]) -> None:
+    """Add the unreadable files that Git has checked out without their content to `problems`."""
+    files = [file for file in path.iterdir() if any(p.startswith(file.name) for p in problems)]
+    pointers = [file.name for file in files if file.is_file() and _is_pointer(file)]
+    if pointers:
+        names = _list_names(sorted(pointers))
+        problems.insert(0, f"Git LFS has not downloaded {names}; run git lfs pull")
+
+
+def _is_pointer(file: Path) -> bool:
+    with file.open("rb") as content:
+        return content.read(len(_POINTER_START)) == _POINTER_START
 
 
 def _read_tokenizer(
@@ -535,6 +562,24 @@ def _check_weights(
         problems.append(f"weights do not fit config.json: {_list_names(misfits)}")
 
 
+def _warn_unused_weights(
+    architecture: Architecture, quantisation: Quantisation, stored_tensors: dict[str, StoredTensor]
+) -> None:
+    """Warn of weights that the architecture lacks; transformers ignores them with a warning, too.
+
+    Some quantised folders have biases of zeros for all layers.
+    """
+    endings = (".weight",) if quantisation.method else (".weight", ".bias")
+    known_names = {*architecture.weights(), _HEAD}
+    unused_names = [
+        name
+        for name in stored_tensors
+        if name.endswith(endings) and known_names.isdisjoint((name, f"model.{name}"))
+    ]
+    if unused_names:
+        logger.warning("the architecture does not use the weights %s", _list_names(unused_names))
+
+
 def _list_names(names: list[str]) -> str:
     omitted = len(names) - _MAX_NAMED_WEIGHTS
     return ", ".join(names[:_MAX_NAMED_WEIGHTS]) + (f" and {omitted} more" if omitted > 0 else "")
@@ -564,7 +609,8 @@ def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -
         try:
             templates[name] = file.read_text(encoding="utf-8")
         except FileNotFoundError:
-            pass
+            if file.is_symlink():
+                problems.append(_describe_missing(file))
         except ValueError:
             problems.append(f"{file.name} is not UTF-8 text")
     setting = settings.get("chat_template")

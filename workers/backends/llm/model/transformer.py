@@ -522,7 +522,7 @@ class Passes:
     """The executor of a model's passes over its KV cache."""
 
     def __init__(self, model: Transformer, cache: KvCache) -> None:
-        self.cache = cache
+        self.cache, self.positions = cache, model.architecture.positions
         self._model = model
         self._attention = make_attention(cache, model.architecture, model.device)
         self._graphs = DecodeGraphs(model, cache)

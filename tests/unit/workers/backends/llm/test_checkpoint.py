@@ -49,6 +49,7 @@ def edit(path: Path, name: str, **fields: Any) -> None:
         ("tokenizer_config.json", {"chat_template": 1}, "chat_template: 1 is not a string, a list"),
         ("special_tokens_map.json", {"pad_token": 5}, "pad_token: 5 is not a string or an object"),
         ("generation_config.json", {"eos_token_id": "2"}, "'2' is not an integer or a list"),
+        ("generation_config.json", {"eos_token_id": [0, "2"]}, "[0, '2'] is not an integer or a"),
         ("generation_config.json", {"max_new_tokens": "5"}, "max_new_tokens: '5' is not an int"),
     ],
 )
@@ -184,12 +185,18 @@ def test_the_error_of_an_empty_folder_names_the_missing_files(tmp_path: Path) ->
     for name in ("adapter_model.safetensors", "tokenizer.model", "config.json/x"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
+    (tmp_path / "tokenizer_config.json").write_text("version https://git-lfs.github.com/spec/v1\n")
+    for name in ("generation_config.json", "chat_template.jinja"):
+        (tmp_path / name).symlink_to("blob")
     with pytest.raises(InvalidArgument) as caught:
         Checkpoint.open(tmp_path)
     for problem in (
+        "invalid: Git LFS has not downloaded tokenizer_config.json; run git lfs pull; config.json",
         "config.json cannot be read: Is a directory",
-        "tokenizer.json is missing (found in another format: tokenizer.model)",
-        "model.safetensors is missing (found in another format: adapter_model.safetensors)",
+        "generation_config.json is a symbolic link to a missing file",
+        "chat_template.jinja is a symbolic link to a missing file",
+        "tokenizer.json is missing (found instead: tokenizer.model)",
+        "model.safetensors is missing (found instead: adapter_model.safetensors)",
     ):
         assert problem in caught.value.message
 

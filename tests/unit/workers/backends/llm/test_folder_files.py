@@ -291,9 +291,14 @@ def test_settings_of_no_effect_are_logged(tmp_path: Path, caplog: pytest.LogCapt
         "suppress_tokens": [7],
     }
     edit(path, "generation_config.json", num_beams=1, top_k=5, **ignored)
+    edit(path, "config.json", rope_parameters={"rope_type": "default", "attn_factor": 1.2})
+    unused = {"model.layers.0.mlp.up_proj.bias": torch.ones(1), "score.weight": torch.ones(1)}
+    save_weights(path, weights(config()) | unused)
     Checkpoint.open(path)
     assert [record.getMessage() for record in caplog.records] == [
         *(f"generation_config.json: {name} has no effect, as in vLLM" for name in ignored),
+        f"the architecture does not use the weights {', '.join(unused)}",
+        "config.json: attn_factor has no effect, as in transformers",
         "adapter_config.json has no effect; the folder's own weights are used",
     ]
 

@@ -150,6 +150,9 @@ def test_a_uuid_has_its_version() -> None:
         (r"^(?=.*[A-Z])(?=.*\d).{3,}$", ["aB1"], ["ab1", "aBc", "B1"]),
         (r"^(?!\s*$).+", [" a"], [" ", ""]),
         (r"^(?![^ab]*$)(?=a|c)\w+$", ["ab", "ca"], ["ba", "c"]),
+        (r"^(?!\.)(?!.*\.\.)([\w+.]*)\w@(\w+\.)+[a-z]{2,}$",
+         ["a@b.co", "a.b.c@d.co"], [".a@b.co", "a..b@c.co", "a.@b.co", "a@b..co"]),
+        (r"^(?!\-)(?!.*\-\-)", ["", "a", "a-b-"], ["-", "a--b"]),
     ],
 )  # fmt: skip
 def test_lookaheads_at_the_beginning_of_a_pattern(
@@ -174,6 +177,11 @@ def test_dates_exist_in_the_calendar(year: str) -> None:
             assert accepts({"type": "string", "format": "date-time"}, time_text) == exists, text
 
 
+def test_the_pattern_of_a_time_takes_precedence_over_its_format() -> None:
+    for key, pattern, text in (("time", r"^\d\d:\d\d$", "12:30"), ("date-time", "^2T1$", "2T1")):
+        assert accepts({"type": "string", "format": key, "pattern": pattern}, text)
+
+
 def test_no_time_is_a_leap_second() -> None:
     assert not accepts({"type": "string", "format": "date-time"}, "2026-06-30T23:59:60Z")
 
@@ -189,6 +197,15 @@ def test_nulls_are_absent_except_in_values() -> None:
     schema |= dict.fromkeys(("enum", "minimum", "format", "pattern", "x-guidance"))
     assert with_patterns(schema, schema) == {"properties": schema["properties"]}
     assert with_patterns({"const": None}, {}) == {"const": None}
+
+
+def test_references_may_have_any_name_and_annotation() -> None:
+    for name in ("List<A | B>", "My Model", "Größe", "a[b]", "a#b", "x^{y}`", "Foo%20-Input.1"):
+        next_node = {"$ref": f"#/$defs/{name}", "deprecated": True, "x-order": 1, "nullable": False}
+        node = {"type": "object", "properties": {"next": next_node}, "additionalProperties": False}
+        schema = {"$ref": f"#/$defs/{name}", "$defs": {name.replace("%20", " "): node}}
+        assert accepts(schema, {"next": {"next": {}}})
+        assert not accepts(schema, {"next": {"other": {}}})
 
 
 def test_values_that_look_like_schemas_are_kept() -> None:

@@ -121,6 +121,21 @@ def test_sampled_tokens_follow_their_probabilities() -> None:
     assert chisquare(frequencies, probabilities * 20_000).pvalue > 1e-4
 
 
+def test_a_draft_token_that_the_grammar_rejects_does_not_change_probabilities() -> None:
+    target, draft = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.5, 0.0, 0.5])
+    rows: list[sampler.SampledRow] = []
+    checks: list[sampler.Check] = []
+    for seed in range(4000):
+        row = new_row(seed=seed)
+        (token,) = sampler.pick(draft.unsqueeze(0), [row.draw(sampler.PROPOSAL)])
+        accepted_tokens = [token] if target[token] else []
+        checks.append(sampler.Check(len(rows), sampler.Proposal(accepted_tokens, [draft])))
+        rows += [row] * (1 + len(accepted_tokens))
+    texts = sampler.verify(target.log().repeat(len(rows), 1), rows, checks)
+    counts = Counter(tokens[0] for tokens in texts)
+    assert chisquare([counts[0], counts[1]]).pvalue > 1e-4
+
+
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
     logits = torch.zeros(3, 50)
     logits[:, 7] = 30.0
