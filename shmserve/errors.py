@@ -167,6 +167,10 @@ class Internal(ShmserveError):
         super().__init__(message)
 
 
+class IllegalEvent(Exception):
+    """An event that the state of an object does not allow: a defect of the server."""
+
+
 # Modules and programs may define further subclasses, which no message of a server refers to.
 KINDS = tuple(ShmserveError.__subclasses__())
 _BY_CODE = {kind.code: kind for kind in KINDS}

@@ -23,7 +23,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shmserve.client.connection import ServerConnection
 from shmserve.client.memory.region import Region, Specs
@@ -549,6 +549,11 @@ class _PendingServer:
     async def __aexit__(self, *error: object) -> None:
         assert self._server is not None
         await self._server.close()
+
+    if not TYPE_CHECKING:  # type checkers report such an attribute by themselves
+
+        def __getattr__(self, name: str) -> None:
+            raise AttributeError(f"await aio.connect(...) before the use of '{name}'")
 
 
 def connect(

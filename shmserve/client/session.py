@@ -374,7 +374,9 @@ class Session:
             reply = None
         if response.status >= http.client.BAD_REQUEST:
             text = reply.get("error") if isinstance(reply, dict) else None
-            raise from_status(response.status, text or f"{response.status} {response.reason}")
+            text = text or f"{response.status} {response.reason}"
+            hint = " (connect(token=...))" if response.status == http.client.UNAUTHORIZED else ""
+            raise from_status(response.status, f"{text}{hint}")
         return reply
 
     def __reduce__(self) -> Any:

@@ -356,6 +356,9 @@ def _check_folder(path: Path, parsed: Parsed) -> None:
         if path.suffix == ".py" and path.is_file():
             raise InvalidArgument(f"'{path}' is a file: name the class to serve, {path}:CLASS")
         if path.is_file():
+            if path.suffix not in (".onnx", ".pt", ".pt2", ".om"):
+                text = f"'{path}' is a file that no backend reads: write a class that loads it"
+                raise InvalidArgument(f"{text} (shmserve guide models), and serve FILE.py:CLASS")
             model = f"FOLDER/{path.stem}/1/model{path.suffix}"
             raise InvalidArgument(f"'{path}' is a file: move it to {model}, and serve FOLDER")
         # A missing folder may be a volume that is mounted later. It is an error of the start, which
@@ -365,7 +368,10 @@ def _check_folder(path: Path, parsed: Parsed) -> None:
             if flag := parsed.boolean_flag_before.get(str(path)):
                 text = f"--{flag}: '{path}' is neither true, false nor a folder of models"
                 raise InvalidArgument(text)
-            raise InvalidArgument(f"--model-repository: '{path}' is not a folder")
+            module, colon, name = str(path).partition(":")
+            is_class = colon and Path(f"{module}.py").is_file()  # as uvicorn names an application
+            hint = f", did you mean {module}.py:{name}?" if is_class else ""
+            raise InvalidArgument(f"--model-repository: '{path}' is not a folder{hint}")
 
 
 def _class_settings(references: list[str], files: list[str]) -> dict[str, str]:

@@ -238,7 +238,7 @@ class Supervisor:
             self.health.has_failed = True
             return False
 
-    # --- deaths
+    # --- exits
 
     def _process_exited(self, child: Child) -> None:
         """Release the resources that a process has in its role, and broadcast its exit.

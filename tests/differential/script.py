@@ -84,17 +84,21 @@ Step = Send | Release | Drain | Cancel | Responded | Elapse
 
 @dataclass(frozen=True)
 class Known:
-    """A difference that is meant: a pattern (fnmatch) of where, and why. differences.md has it."""
+    """A difference that is meant: a pattern (fnmatch) of where, and why. differences.md has it.
+
+    A difference that is not `always` there depends on the order in which models were loaded.
+    """
 
     where: str
     reason: str
+    always: bool = True
 
 
 @dataclass(frozen=True)
 class Script:
     """One scene.
 
-    Each of the `known_differences` must occur; one that does not is to be removed. In `unordered`
+    Each of the `known_differences` must occur (`Known.always`), or is to be removed. In `unordered`
     scenes several executions run at once in random order.
     """
 

@@ -1,6 +1,7 @@
 """Both servers: a group of scripts is played against each in turn."""
 
 import os
+import socket
 import tempfile
 import textwrap
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from tests.differential.calls import Caller
 from tests.differential.player import Player, Record
 from tests.differential.script import Group, Model
 from tests.support.gates import Gate
+from tests.support.waiting import until
 
 PEERS_FOLDER = Path(os.environ.get("SHMSERVE_PEERS", Path.home() / ".cache/shmserve-peers"))
 
@@ -57,6 +59,8 @@ def run_group(product: servers.Product, group: Group) -> dict[str, Record | str]
             watched = Watched(product, {**group.environment, "GATE": str(gate.path)})
             flags = [*group.flags, *_own_flags(product)]
             with servers.running(watched, folders, flags, notes=[]) as server:
+                # Triton starts to listen for HTTP before it does for the metrics.
+                until("metrics", lambda: _is_open(server.ports.metrics))
                 caller = Caller(server.address("grpc"))
                 records: dict[str, Record | str] = {}
                 for script in group.scripts:
@@ -70,6 +74,11 @@ def run_group(product: servers.Product, group: Group) -> dict[str, Record | str]
                         )
                         records[script.name] = f"{product.name}{exit_note}: {error}"
         return records
+
+
+def _is_open(port: int) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _own_flags(product: servers.Product) -> list[str]:

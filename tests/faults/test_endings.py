@@ -39,6 +39,7 @@ def test_kill_the_supervisor(serve: Callable[..., Server]) -> None:
     with Load(server, simple=2, memory=0) as load:
         server.kill()
         assert_nothing_is_left(server, members)
+    assert server.log().count(f"the supervisor (pid {server.pid}) was killed") == 1
     assert not created_since(names_before)
     assert all(answer.is_disconnected for answer in load.troubles())
 

@@ -45,7 +45,10 @@ class Result(Mapping[str, Any]):
     _lease: MemoryLease | None
 
     def __getitem__(self, name: str) -> Any:
-        return self._outputs[name]
+        try:
+            return self._outputs[name]
+        except KeyError:
+            raise KeyError(f"no output {name!r} in {[*self._outputs]}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._outputs)

@@ -87,7 +87,7 @@ async def generate_stream(
 
 async def _start_generation(
     gateway: Gateway, request: HttpRequest, name: str, version: str
-) -> _Generation:
+) -> _FlatJson:
     arrived_ns = time.monotonic_ns()
     model = await resolve_model(gateway, name, version)
     encodings = request.headers.getall(CONTENT_ENCODING, ())
@@ -108,11 +108,11 @@ async def _start_generation(
         raise
     built_request = await build_in_turns(gateway, model, infer_request)
     await reload_model(gateway, built_request)
-    return _Generation(gateway, model, ResponseQueue(gateway, request, built_request, arrived_ns))
+    return _FlatJson(gateway, model, ResponseQueue(gateway, request, built_request, arrived_ns))
 
 
 @dataclass(slots=True, eq=False)
-class _Generation:
+class _FlatJson:
     """A request in flight, and its responses as flat JSON."""
 
     _gateway: Gateway

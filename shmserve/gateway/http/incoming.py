@@ -112,12 +112,9 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._body_stream: StreamReader | None = None  # the stream of an incomplete body
         self._awaits_body = False  # whether a small body is awaited
         # --- the cached head
-        self._cached_head = b""  # the head of the last request with a small body
-        self._cached_body_offset = 0  # the offset of the body in that request
-        self._cached_size = 0  # the size of that request with its body
-        self._cached_request: HttpRequest | None = None
-        # The rules by which the cached request was authorised.
-        self._cached_rules: Authorisation | None = None
+        # The last request, if it had a small body: its head, the sizes of the head and of the whole
+        # request, the request, and the rules by which it was authorised.
+        self._cached: tuple[bytes, int, int, HttpRequest, Authorisation] | None = None
         # The body object is reused, since at most one request with a cached head is queued.
         self._cached_body = WholeBody()
         self._pending_head = b""  # a head that equals the cached one and whose body has not arrived
@@ -211,32 +208,30 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             data = pending_head + data
         # No request is being handled, queued or partly received.
         is_between_requests = not (self._missing_bytes or self._is_handling or self._messages)
+        # Without a waiter, the task has not started, has ended, or is handling a request.
         waiter = self._waiter
-        size = len(data)
-        if waiter is None:
-            pass  # the task has not started, has ended, or is handling a request
-        elif (
-            is_between_requests
-            and size <= self._cached_size
-            and self._cached_rules is self.client.listener.authorisation
-            and data.startswith(self._cached_head)
-        ):
-            if size == self._cached_size:
-                request = self._cached_request
-                assert request is not None
-                body = data[self._cached_body_offset :]
-                if request.repeat is not None and self._start_request(request.repeat, body):
+        if waiter is not None and is_between_requests and self._cached is not None:
+            head, head_size, cached_size, request, rules = self._cached
+            size = len(data)
+            if (
+                size <= cached_size
+                and rules is self.client.listener.authorisation
+                and data.startswith(head)
+            ):
+                if size == cached_size:
+                    body = data[head_size:]
+                    if request.repeat is not None and self._start_request(request.repeat, body):
+                        return
+                    request.content = self._cached_body
+                    request.content.data = body
+                    self._messages.append(request)
+                    self._waiter = None
+                    waiter.set_result(None)
                     return
-                request.content = self._cached_body
-                request.content.data = body
-                self._messages.append(request)
-                self._waiter = None
-                waiter.set_result(None)
-                return
-            if not pending_head:
-                self._pending_head = data
-                self._start_timeout(self._settings.body_timeout_s)
-                return
+                if not pending_head:
+                    self._pending_head = data
+                    self._start_timeout(self._settings.body_timeout_s)
+                    return
         self._parse(data, is_between_requests)
 
     def _parse_buffered(self) -> int:
@@ -334,7 +329,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
         The head of a request that offers another protocol is not cached.
         """
-        self._cached_size, self._missing_bytes, self._offers_upgrade = 0, -1, False
+        self._cached, self._missing_bytes, self._offers_upgrade = None, -1, False
         if len(self._messages) != 1 or self._state is ReadState.FAILED:
             return
         queued_message = self._messages[0]
@@ -349,10 +344,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._missing_bytes, self._offers_upgrade = size - len(data), message.upgrade
         closes = message.should_close or message.upgrade or EXPECT in message.headers
         if not closes and int(length) <= SMALL_BODY_BYTES and head_size <= _MAX_CACHED_HEAD_BYTES:
-            self._cached_head, self._cached_body_offset = data[:head_size], head_size
-            self._cached_size = size
-            self._cached_request = HttpRequest(message, content, self)
-            self._cached_rules = self.client.listener.authorisation
+            request, rules = HttpRequest(message, content, self), self.client.listener.authorisation
+            self._cached = (data[:head_size], head_size, size, request, rules)
 
     def _start_timeout(self, timeout_s: float) -> None:
         """Start the read timeout of the missing bytes."""

@@ -18,7 +18,7 @@ from enum import StrEnum, auto
 from functools import partial
 from typing import Any, NamedTuple
 
-from shmserve.errors import Unavailable
+from shmserve.errors import IllegalEvent, Unavailable
 from shmserve.ipc.credit import SendWindow
 from shmserve.ipc.messages.inference import (
     ExecutionResponded,
@@ -46,7 +46,6 @@ from shmserve.scheduler.requests.request import (
     CACHED,
     NOTHING,
     Client,
-    IllegalEvent,
     Lookup,
     Timing,
 )

@@ -50,7 +50,7 @@ from shmserve.scheduler.tables import GenerationStats
 
 logger = logging.getLogger(__name__)
 
-_MAX_DEATHS = 3  # a request fails after this many of its workers have died
+_MAX_EXITS = 3  # a request fails after this many of its workers have died
 
 
 @dataclass(slots=True, eq=False)
@@ -342,14 +342,15 @@ class GenerativeDispatcher(Dispatcher):
             "utilization": rows / capacity if capacity else 0.0,
         }
 
-    # --- deaths
+    # --- exits
 
     def exclude_continuing(self, lost_work: LostWork) -> LostWork:
         removed_requests: list[ScheduledRequest] = []
         for request in lost_work.open:
             assigned = self._assigned_requests.get(request.key)
-            request.deaths += 1
-            if assigned is None or request.state not in AT_WORK or request.deaths >= _MAX_DEATHS:
+            request.worker_exits += 1
+            has_failed = request.worker_exits >= _MAX_EXITS
+            if assigned is None or request.state not in AT_WORK or has_failed:
                 removed_requests.append(request)
             else:
                 assigned.slot = request.worker = None

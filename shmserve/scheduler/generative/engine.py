@@ -252,7 +252,7 @@ class Engine(Generic[T]):
         max_drafts = min(speculation.num_spec_tokens, sequence.remaining_tokens - 1)
         acceptance = self._acceptance.setdefault(generation.key, Acceptance())
         if speculation.adaptive_length and max_drafts > 0:
-            if not plan.step.step % PROBE_STEPS:
+            if not plan.message.step % PROBE_STEPS:
                 return 0  # a step without drafts measures their benefit
             max_drafts = self.times.draft_length(plan.decoding_count, acceptance.rate, max_drafts)
         return acceptance.length(max(max_drafts, 0), speculation.accept_threshold)
@@ -274,7 +274,7 @@ class Engine(Generic[T]):
             return False
         for index in shared_indices:
             for block in self.pool.allocate(1):
-                plan.step.copies.extend((table[index], block))
+                plan.message.copies.extend((table[index], block))
                 self.pool.release([table[index]])
                 table[index] = block
             self.counts.copied_on_write += 1
@@ -291,7 +291,7 @@ class Engine(Generic[T]):
         if self._can_swap(sequence):
             sequence.host = self.host.allocate(self._filled_blocks(sequence))
             for block_pair in zip(sequence.table, sequence.host, strict=False):
-                plan.step.swap_out.extend(block_pair)
+                plan.message.swap_out.extend(block_pair)
             self.counts.preemptions["swap"] += 1
             self.counts.swapped_out += len(sequence.host)
             self.pool.release(sequence.table)
@@ -397,21 +397,21 @@ class Engine(Generic[T]):
             return False
         sequence.table = self.pool.allocate(len(sequence.host))
         for block_pair in zip(sequence.host, sequence.table, strict=True):
-            plan.step.swap_in.extend(block_pair)
+            plan.message.swap_in.extend(block_pair)
         self.counts.swapped_in += len(sequence.host)
         self.host.release(sequence.host)
         sequence.host = []
         return True
 
     def _finish_plan(self, plan: StepPlan) -> Step:
-        step = plan.step
-        self._step_count = step.step
-        step.new_sequences.extend(self._new_sequences)
-        step.ended.extend(self._ended)
+        message = plan.message
+        self._step_count = message.step
+        message.new_sequences.extend(self._new_sequences)
+        message.ended.extend(self._ended)
         self._new_sequences, self._ended = [], []
-        copies = (len(step.swap_out) + len(step.swap_in)) // 2
-        self.running = RunningStep(step.step, plan.rows, plan.load, copies, plan.draft_count)
-        return step
+        copies = (len(message.swap_out) + len(message.swap_in)) // 2
+        self.running = RunningStep(message.step, plan.rows, plan.load, copies, plan.draft_count)
+        return message
 
     # --- results of steps
 

@@ -241,7 +241,7 @@ class StepPlan:
     """A step while it is planned: its remaining budgets, and its rows so far."""
 
     def __init__(self, number: int, settings: EngineSettings) -> None:
-        self.step = Step(number, [])
+        self.message = Step(number, [])
         self.token_budget = settings.max_tokens_per_batch
         self.prompt_budget = settings.max_prefill_tokens
         self.rows: dict[int, tuple[Sequence[Any], Row]] = {}
@@ -259,7 +259,7 @@ class StepPlan:
         blocks = sequence.table[sequence.sent_blocks :]
         row = Row(sequence.number, start, count, sequence.sent_blocks, blocks, drafts, samples)
         sequence.sent_blocks = len(sequence.table)
-        self.step.rows.append(row)
+        self.message.rows.append(row)
         self.rows[sequence.number] = (sequence, row)
         self.token_budget -= count + drafts
         decodes = samples and count == 1

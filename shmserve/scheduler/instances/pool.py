@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from shmserve.errors import IllegalEvent
 from shmserve.ipc.messages.control_requests import AskTicket, TicketReturned
 from shmserve.scheduler.batchers.dynamic import CloseReason
 from shmserve.scheduler.requests.request import NEVER, ControlLink, ScheduledRequest, Worker
@@ -44,7 +45,7 @@ class SlotState(StrEnum):
     DOOMED = "doomed"  # its exit was requested
 
 
-SLOT_TRANSITIONS: Mapping[SlotState, Mapping[str, SlotState]] = {
+TRANSITIONS: Mapping[SlotState, Mapping[str, SlotState]] = {
     SlotState.GONE: {"expect": SlotState.EXPECTED, "give_up": SlotState.GONE},
     SlotState.EXPECTED: {
         "expect": SlotState.EXPECTED,
@@ -120,8 +121,11 @@ class Slot:
         return self.state is SlotState.IDLE
 
     def transition(self, event: str) -> None:
-        """Apply an event to the state; raise KeyError if the state does not allow it."""
-        self.state = SLOT_TRANSITIONS[self.state][event]
+        """Apply an event to the state; raise IllegalEvent if the state does not allow it."""
+        try:
+            self.state = TRANSITIONS[self.state][event]
+        except KeyError:
+            raise IllegalEvent(f"{event} in state {self.state}") from None
 
 
 class LostWork(NamedTuple):

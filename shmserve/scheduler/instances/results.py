@@ -229,7 +229,7 @@ class Results:
                 self._responses.drop_outputs(request, final_message.data)
             self._responses.close(request, now_ns)
 
-    # --- lost workers -----------------------------------------------------------------------------
+    # --- exits of workers -------------------------------------------------------------------------
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         """Retry or fail the requests of a worker that died.
@@ -264,9 +264,9 @@ class Results:
         if lost_text:
             self._fail_lost(request, lost_text + suffix, now_ns)
             return
-        request.deaths += 1
+        request.worker_exits += 1
         runs_once_only = runs_once(request.submit.schema, request.submit.data)
-        if request.deaths == 1 and not runs_once_only:
+        if request.worker_exits == 1 and not runs_once_only:
             self._statistics.retried += 1
             self._queue.retry(request)
         else:

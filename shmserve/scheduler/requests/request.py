@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum, auto
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from shmserve.errors import IllegalEvent
 from shmserve.ipc.memory.lent import Block
 from shmserve.ipc.messages.inference import BatchFinished, Submit
 from shmserve.ipc.tensors.inference import Packed
@@ -154,10 +155,6 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
 }
 
 
-class IllegalEvent(Exception):
-    """An event that is not allowed in the state of a request: a defect of the scheduler."""
-
-
 # A worker has the request, and its client waits.
 AT_WORK = frozenset((State.EXECUTING, State.RESPONDING))
 
@@ -242,7 +239,7 @@ class ScheduledRequest:
     level: int = 0
     delayed: bool = False
     state: State = State.QUEUED
-    deaths: int = 0
+    worker_exits: int = 0  # the exits of workers that executed the request
     outcome: Outcome | None = None
     worker: Worker | None = None
     responses: int = 0

@@ -444,7 +444,7 @@ class Instances:
             if instance.state is InstanceState.READY:
                 self._send(instance, attach)
 
-    # --- deaths
+    # --- exits
 
     def kill_overdue(self, pid: int, reason: str) -> None:
         """Kill an instance that exceeded its time limit, unless its process has been replaced."""
@@ -493,7 +493,7 @@ class Instances:
         exited_at = time.monotonic()
         pause_s = self._pause_s(instance, exited_child, exited_at - instance.ready_at)
         # A long lifetime also resets the number of consecutive crashes.
-        earlier_crashes = min(instance.crashes, instance.backoff.deaths - 1)
+        earlier_crashes = min(instance.crashes, instance.backoff.exits - 1)
         instance.crashes = earlier_crashes + (not exited_child.was_killed)
         if earlier_crashes < instance.crashes == _MAX_CRASHES and self._is_needed(instance):
             reason = f"its process ended {_MAX_CRASHES} times in a row ({exited_child.reason})"
@@ -535,12 +535,12 @@ class Instances:
         never fails, but the pauses grow.
         """
         pause_s = instance.backoff.pause_s(lifetime_s)
-        excess_deaths = instance.backoff.deaths - _MAX_CRASHES
-        if exited_child is None or not exited_child.was_killed or excess_deaths < 0:
+        excess_exits = instance.backoff.exits - _MAX_CRASHES
+        if exited_child is None or not exited_child.was_killed or excess_exits < 0:
             return pause_s
-        pause_s = min(2.0**excess_deaths, _MAX_PAUSE_S)
+        pause_s = min(2.0**excess_exits, _MAX_PAUSE_S)
         text = "instance '%s' restarts in %g s: its process was killed or ended %d times"
-        logger.warning(text, instance.name, pause_s, instance.backoff.deaths)
+        logger.warning(text, instance.name, pause_s, instance.backoff.exits)
         return pause_s
 
     def _abandon(self, instance: Instance, reason: str) -> None:

@@ -20,7 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from shmserve.errors import Unavailable
+from shmserve.errors import IllegalEvent, Unavailable
 from shmserve.ipc.model_spec import (
     MAX_INSTANCES,
     MIN_INSTANCES,
@@ -104,26 +104,30 @@ class InstanceState(StrEnum):
     STOPPED = "stopped"
 
 
-# {event: {state before: state after}}
-TRANSITIONS: Mapping[str, Mapping[InstanceState, InstanceState]] = {
-    "started": {InstanceState.STARTING: InstanceState.LOADING},
-    "loaded": {InstanceState.LOADING: InstanceState.READY},
-    "retire": {InstanceState.READY: InstanceState.RETIRING},
-    "restart": {InstanceState.WAITING: InstanceState.STARTING},
-    "abandon": {InstanceState.WAITING: InstanceState.FAILED},
-    "stop": dict.fromkeys(InstanceState, InstanceState.STOPPED),
-    "exited": {
-        InstanceState.STARTING: InstanceState.WAITING,
-        InstanceState.LOADING: InstanceState.WAITING,
-        InstanceState.READY: InstanceState.WAITING,
-        InstanceState.RETIRING: InstanceState.STOPPED,
-        InstanceState.STOPPED: InstanceState.STOPPED,
+_STOP = {"stop": InstanceState.STOPPED}
+_FAIL = {"exited": InstanceState.WAITING, "load_failed": InstanceState.WAITING, **_STOP}
+TRANSITIONS: Mapping[InstanceState, Mapping[str, InstanceState]] = {
+    InstanceState.STARTING: {"started": InstanceState.LOADING, **_FAIL},
+    InstanceState.LOADING: {"loaded": InstanceState.READY, **_FAIL},
+    InstanceState.READY: {
+        "retire": InstanceState.RETIRING,
+        "exited": InstanceState.WAITING,
+        **_STOP,
+    },
+    InstanceState.RETIRING: {"exited": InstanceState.STOPPED, **_STOP},
+    InstanceState.WAITING: {
+        "restart": InstanceState.STARTING,
+        "abandon": InstanceState.FAILED,
+        "load_failed": InstanceState.WAITING,  # reported after the exit of the process
+        **_STOP,
+    },
+    InstanceState.FAILED: _STOP,
+    InstanceState.STOPPED: {
+        "exited": InstanceState.STOPPED,
+        "load_failed": InstanceState.STOPPED,
+        **_STOP,
     },
 }
-
-
-class IllegalTransition(Exception):
-    """The error for an event that an instance's state does not allow: a defect of the server."""
 
 
 def create_inbox() -> asyncio.Queue[Any]:
@@ -172,11 +176,11 @@ class Instance:
         return self.kind, self.device_id, self.rate_limit
 
     def transition(self, event: str) -> None:
-        """Apply an event to the state; raise IllegalTransition if the state does not allow it."""
+        """Apply an event to the state; raise IllegalEvent if the state does not allow it."""
         try:
-            self.state = TRANSITIONS[event][self.state]
+            self.state = TRANSITIONS[self.state][event]
         except KeyError:
-            raise IllegalTransition(f"{event} in state {self.state}") from None
+            raise IllegalEvent(f"{event} in state {self.state}") from None
 
     def mark_loaded(self, checks_ready: bool, device_byte_size: int) -> None:
         """Set the state to ready, and store the properties that the worker has reported."""
@@ -193,7 +197,7 @@ class Instance:
             child.kill()
             await child.until_exit()
         self.child = None
-        self.state = InstanceState.WAITING
+        self.transition("load_failed")
         return child
 
 

@@ -24,6 +24,7 @@ from shmserve.supervisor.models.orders import (
     FOLDER,
     UNLOADED,
     UPDATES,
+    Cause,
     LifecycleActions,
     LoadOutcome,
     LoadPlan,
@@ -99,8 +100,8 @@ class Lifecycle:
             source: The configuration and files of a request.
             pins: Whether the model then stays loaded, even if it was loaded on demand before.
         """
-        order = self._load(self._registry.model(name), source)
-        order.pins |= pins
+        cause = Cause.PIN if pins else Cause.CALLER
+        order = self._load(self._registry.model(name), source, cause)
         order.model.is_step_only = False
         self._run()
         return order
@@ -133,16 +134,15 @@ class Lifecycle:
         self._run()
         return order
 
-    def _load(self, model: ModelEntry, source: LoadSource, **properties: Any) -> Order:
-        return self._add_unless_repeated(Order(model, OrderKind.LOAD, source, **properties))
+    def _load(self, model: ModelEntry, source: LoadSource, cause: Cause) -> Order:
+        return self._add_unless_repeated(Order(model, OrderKind.LOAD, source, cause))
 
     def _add_unless_repeated(self, order: Order) -> Order:
         """Add an order, or return the model's last order if that has the same effect."""
         last_order = order.model.orders[-1] if order.model.orders else None
         if last_order is None or not last_order.repeats(order):
             return self._add(order)
-        last_order.is_requested |= order.is_requested
-        last_order.caused_by_step |= order.caused_by_step
+        last_order.causes |= order.causes
         return last_order
 
     def _add(self, order: Order) -> Order:
@@ -154,7 +154,7 @@ class Lifecycle:
     def _unload(
         self, model: ModelEntry, by_model: dict[ModelEntry, Order | None], on_demand: bool = False
     ) -> Order:
-        caused_by_step = bool(by_model)
+        cause = Cause.STEP if by_model else Cause.CALLER
         by_model[model] = None
         model.on_demand = on_demand
         model.is_outdated = False  # the serving versions are not reloaded
@@ -171,8 +171,7 @@ class Lifecycle:
             if user not in by_model:
                 by_model[user] = self._unload(user, by_model, on_demand)
         unloads = [unload for user in users if (unload := by_model[user]) is not None]
-        order = Order(model, OrderKind.UNLOAD, prerequisites=unloads)
-        order.is_requested, order.caused_by_step = not caused_by_step, caused_by_step
+        order = Order(model, OrderKind.UNLOAD, causes=cause, prerequisites=unloads)
         by_model[model] = self._add(order)
         return order
 
@@ -233,7 +232,7 @@ class Lifecycle:
             if load is None and (not step.serving or last_order is not None):
                 step.is_step_only = True
                 step.on_demand |= order.model.on_demand
-                load = self._load(step, FOLDER, is_requested=False)
+                load = self._load(step, FOLDER, Cause.ENSEMBLE)
             if load is not None:
                 order.prerequisites.append(load)
 
@@ -458,7 +457,7 @@ class Lifecycle:
                 continue
             if shape_changed or not (user.serving or loads):
                 source = loads[0].source if loads else user.source
-                order.follow_ups.append(self._load(user, source, caused_by_step=True))
+                order.follow_ups.append(self._load(user, source, Cause.STEP))
 
     def _finish_once_acknowledged(self, order: Order) -> bool:
         model = order.model
@@ -474,7 +473,7 @@ class Lifecycle:
         model.orders.remove(order)
         if error is not None and model.is_expected and not statuses(model):
             model.outcomes[""] = LoadOutcome(error.message)  # no repository has the model
-        if error is not None and order.caused_by_step and order.kind is OrderKind.LOAD:
+        if error is not None and Cause.STEP in order.causes and order.kind is OrderKind.LOAD:
             logger.error("ensemble '%s': %s", model.name, error.message)
             if model.serving:  # otherwise the reason of the failure stays visible
                 unload = self._unload(model, {model: None}, model.on_demand)
@@ -490,13 +489,13 @@ class Lifecycle:
         model = order.model
         if model.is_outdated and model.serving and model.last_order is None:
             model.is_outdated = False
-            order.follow_ups.append(self._load(model, model.source, caused_by_step=True))
+            order.follow_ups.append(self._load(model, model.source, Cause.STEP))
 
     # --- failures
 
     def _cancel(self, order: Order) -> None:
         """Cancel an order because its model is unloaded or no other order needs it."""
-        order.caused_by_step = False
+        order.causes &= ~Cause.STEP
         text = f"failed to load '{order.model.name}', no version is available"
         self._fail(order, InvalidArgument(text), is_cancelled=True)
 
@@ -508,7 +507,7 @@ class Lifecycle:
         steps, order.prerequisites = order.prerequisites, []
         for step in steps:
             is_needed = any(step in user.prerequisites for user in self._open_orders)
-            if not (step.is_requested or is_needed):
+            if step.causes is Cause.ENSEMBLE and not is_needed:
                 self._cancel(step)
         if order.is_planning:
             if phase is OrderPhase.WAITING and order.kind is OrderKind.LOAD and not model.serving:

@@ -10,7 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum, Flag, auto
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -43,6 +43,15 @@ class OrderKind(Enum):
     LOAD = auto()
     UNLOAD = auto()
     MOVE = auto()  # the schedulers move to the process of the model's group
+
+
+class Cause(Flag):
+    """The reasons why an order exists; one that serves several purposes has several causes."""
+
+    CALLER = auto()  # a request, an operator or the poller needs the model
+    PIN = auto()  # as CALLER, and the model stays loaded, even if it was loaded on demand before
+    ENSEMBLE = auto()  # an ensemble needs the model for a step
+    STEP = auto()  # the model of a step of this ensemble has changed or is unloaded
 
 
 class OrderPhase(Enum):
@@ -158,10 +167,6 @@ class Order:
     """An order about one model. The orders of a model are executed in the order of arrival.
 
     Attributes:
-        is_requested: Whether a caller requested this order, and not only an ensemble of the model.
-        caused_by_step: Whether the order reloads or unloads an ensemble because the model of one
-            of its steps has changed or is unloaded.
-        pins: Whether the model stays loaded afterwards, even if it was loaded on demand before.
         prerequisites: Orders that must be completed before this order continues.
         follow_ups: Orders whose results are part of the response to this order.
         starting_versions: The versions that have not started yet. `UPDATES` stands for updates.
@@ -172,9 +177,7 @@ class Order:
     model: ModelEntry
     kind: OrderKind
     source: LoadSource = FOLDER
-    is_requested: bool = True
-    caused_by_step: bool = False
-    pins: bool = False
+    causes: Cause = Cause.CALLER
     prerequisites: list[Order] = field(default_factory=list)
     follow_ups: list[Order] = field(default_factory=list)
     number: int = field(init=False, default_factory=partial(next, _order_numbers))
@@ -289,7 +292,7 @@ class Order:
             incoming[number].commit(update)
         old_versions, model.serving = model.serving, incoming
         model.incoming, model.is_outdated = {}, self.is_outdated
-        model.on_demand &= not self.pins
+        model.on_demand &= Cause.PIN not in self.causes
         # Failures of versions that are no longer configured are removed.
         kept = {n: o for n, o in model.outcomes.items() if n not in incoming and not o.is_failure}
         model.outcomes = kept | dict.fromkeys(old_versions.keys() - incoming.keys(), UNLOADED)

@@ -238,33 +238,33 @@ class ProcessTable:
         self._loop.remove_signal_handler(signal.SIGCHLD)
 
 
-# Pauses before a start after the n-th death in a row.
+# Pauses before a start after the n-th exit in a row.
 _PAUSES_S = (0.0, 0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8)
-_HEALTHY_S = 30.0  # a process that lives longer resets the number of deaths
-_MAX_DEATHS_AFTER_WORK = 4  # useful work lowers the number of consecutive deaths to this
+_HEALTHY_S = 30.0  # a process that lives longer resets the number of exits
+_MAX_EXITS_AFTER_WORK = 4  # useful work lowers the number of consecutive exits to this
 
 
 @dataclass(slots=True)
 class RestartBackoff:
-    """The pauses before restarts, by the number of consecutive deaths.
+    """The pauses before restarts, by the number of consecutive exits.
 
     A lifetime of more than 30 seconds resets the number.
     """
 
-    deaths: int = 0
+    exits: int = 0
 
     def record_work(self) -> None:
         """Record that the process has done useful work, which shortens the next pause."""
-        self.deaths = min(self.deaths, _MAX_DEATHS_AFTER_WORK)
+        self.exits = min(self.exits, _MAX_EXITS_AFTER_WORK)
 
     def pause_s(self, lived_s: float) -> float:
-        """Record a death, and return the seconds to wait before the next start.
+        """Record an exit, and return the seconds to wait before the next start.
 
         Args:
             lived_s: The lifetime in seconds; 0 if the process did not start at all.
         """
-        self.deaths = 1 if lived_s > _HEALTHY_S else self.deaths + 1
-        return _PAUSES_S[min(self.deaths, len(_PAUSES_S)) - 1]
+        self.exits = 1 if lived_s > _HEALTHY_S else self.exits + 1
+        return _PAUSES_S[min(self.exits, len(_PAUSES_S)) - 1]
 
 
 _MAX_FAILED_STARTS = 3
@@ -592,14 +592,21 @@ def worker_preloads(
     modules = [
         module
         for pattern, module in _PRELOADS_BY_PATTERN.items()
-        if any(any(root.glob(pattern)) for root in repositories)
+        if any(_contains(root, [pattern]) for root in repositories)
     ]
     return [*_TORCH_PRELOADS, _WORKER_MODULE, *modules]
 
 
 def _uses_torch(model: Path, patterns: Sequence[str]) -> bool:
-    files = any(any(model.glob(pattern)) for pattern in patterns)
-    return files or any(map(_imports_torch, model.rglob("*.py")))
+    with contextlib.suppress(OSError):
+        return _contains(model, patterns) or any(map(_imports_torch, model.rglob("*.py")))
+    return False
+
+
+def _contains(folder: Path, patterns: Sequence[str]) -> bool:
+    with contextlib.suppress(OSError):  # such as a stale mount; the load reports the error
+        return any(any(folder.glob(pattern)) for pattern in patterns)
+    return False
 
 
 def _imported_files(file: Path) -> set[Path]:

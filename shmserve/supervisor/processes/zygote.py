@@ -79,6 +79,12 @@ def main(argv: list[str]) -> int:
     def supervisor_ended() -> None:
         # The lock protects another zygote that is clearing the directory from being killed.
         with contextlib.suppress(OSError), exclusive(lock_fd):
+            # The first zygote reports the death and removes the directory.
+            if os.getppid() != supervisor_pid and run_dir.exists():
+                text = (
+                    f"shmserve: the supervisor (pid {supervisor_pid}) was killed: the server ends"
+                )
+                print(text, file=sys.stderr, flush=True)
             kill_marked_descendants(supervisor_pid, run_dir)
             clear(run_dir, lock_fd)
         os._exit(0)

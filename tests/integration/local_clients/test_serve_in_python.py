@@ -24,7 +24,7 @@ import pytest
 import shmserve
 from shmserve import client
 from shmserve.client import aio
-from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unauthenticated, Unavailable
+from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.model import FP32
 from shmserve.testing import serve_model
 from tests.support.waiting import until
@@ -234,12 +234,14 @@ def test_both_clients_send_a_token(tmp_path: Path, serve_model) -> None:
             return (await async_client.metadata("double"))["name"]
 
     assert asyncio.run(read_name("M3hP9dJs6gVc1uAe")) == "double"
-    with pytest.raises(Unauthenticated):
+    with pytest.raises(AttributeError, match=r"await aio.connect\(...\) before the use of 'infer'"):
+        aio.connect(server.run_dir).infer  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(client.Unauthenticated, match=r"TOKEN' \(connect\(token=...\)\)"):
         asyncio.run(read_name(""))
     with client.connect(server.run_dir, token="wrong") as wrong_client:
         assert wrong_client.ready("double")
         assert wrong_client.infer("double", x=X)["output"][0, 0] == 2
-        with pytest.raises(Unauthenticated):
+        with pytest.raises(client.Unauthenticated):
             wrong_client.statistics()
 
 

@@ -14,6 +14,7 @@
 12  a version is published as ready exactly if it could serve
 13  unchanged models keep their processes
 14  the folder of an override is removed exactly once
+15  a load fails only with an error for clients; other exceptions are defects
 """
 
 from __future__ import annotations
@@ -63,6 +64,11 @@ class RecordedLifecycle(Lifecycle):
             self._oracles.order_succeeded(order)
         elif dropping:
             self._oracles.order_failed(order)
+
+    def version_started(self, version: ModelVersion, error: BaseException | None) -> None:
+        if not isinstance(error, ShmserveError | None):
+            self._oracles.report_violation(f"15: {version} failed with {error!r}")
+        super().version_started(version, error)
 
     def updates_finished(self, order: Order, errors: Mapping[str, BaseException]) -> None:
         self._oracles.updates_finished(order)

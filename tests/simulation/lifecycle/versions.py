@@ -35,7 +35,7 @@ class ObservedVersion(ModelVersion):
         super().__init__(*parts)
         self.was_ready = self.is_draining = False
         self.step_configs: list[Any] = []
-        self._find_serving = parts[3]
+        self._find_serving = parts[4]
 
     def __repr__(self) -> str:
         return f"{self.spec.name}:{self.spec.version}#{self.scheduler.number}"

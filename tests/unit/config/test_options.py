@@ -280,7 +280,8 @@ def test_errors_of_the_whole_command_line() -> None:
     assert "--model-repository: '/no/where' is not a folder" in refusal("/no/where")
     repositories = settings("/no/where", "--exit-on-error=false").model_repositories
     assert repositories == (ROOT, Path("/no/where"))
-    assert "is a file: move it to FOLDER" in refusal(f"{ROOT}/Makefile", "--exit-on-error=false")
+    assert "is a file that no backend reads" in refusal(f"{ROOT}/Makefile", "--exit-on-error=false")
+    assert f"did you mean {__file__}:Blur?" in refusal(f"{__file__[:-3]}:Blur")
     expected_error = "--strict-readiness: 'maybe' is neither true, false nor a folder of models"
     assert refusal(str(ROOT), "--strict-readiness", "maybe", "--log-info=false") == expected_error
     assert "--model-repository: 'maybe'" in refusal("--strict-readiness", "true", "maybe")

@@ -3,7 +3,7 @@
 import pytest
 
 from shmserve.scheduler.batchers.dynamic import CloseReason
-from shmserve.scheduler.instances.pool import SLOT_TRANSITIONS, Execution, LostWork, Pool, SlotState
+from shmserve.scheduler.instances.pool import TRANSITIONS, Execution, LostWork, Pool, SlotState
 from shmserve.scheduler.requests.request import NEVER, NO_SUBMIT, Client, ScheduledRequest
 
 NOW = 1_000_000
@@ -179,7 +179,7 @@ def test_requests_and_pids_are_found(pool: Pool) -> None:
 
 @pytest.mark.parametrize("state", [SlotState.IDLE, SlotState.BUSY, SlotState.DOOMED])
 def test_an_exit_makes_every_slot_expected(state: SlotState) -> None:
-    assert SLOT_TRANSITIONS[state]["exit"] is SlotState.EXPECTED
+    assert TRANSITIONS[state]["exit"] is SlotState.EXPECTED
 
 
 def test_a_busy_instance_takes_as_many_batches_as_its_credits() -> None:

@@ -2,12 +2,12 @@
 
 import pytest
 
+from shmserve.errors import IllegalEvent
 from shmserve.scheduler.requests.request import (
     NO_SUBMIT,
     TRANSITIONS,
     Client,
     Event,
-    IllegalEvent,
     ScheduledRequest,
     State,
 )

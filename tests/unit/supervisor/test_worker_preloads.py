@@ -1,6 +1,7 @@
 """The imports of the zygote of workers: torch only if a model may import it."""
 
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -50,6 +51,15 @@ def test_a_class_without_torch_costs_none_of_its_memory(tmp_path: Path, text: st
     assert worker_preloads([], [tmp_path / "own.py"], may_add_models=True) == [
         "shmserve.workers.main"
     ]
+
+
+def test_a_folder_that_cannot_be_read_does_not_stop_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system may fail below a model's folder."""
+    (tmp_path / "m").mkdir()
+    monkeypatch.setattr(Path, "rglob", MagicMock(side_effect=OSError("Stale file handle")))
+    assert worker_preloads([tmp_path]) == ["shmserve.workers.main"]
 
 
 def test_torch_is_preloaded_for_a_class_whose_helper_imports_it(tmp_path: Path) -> None:

@@ -316,7 +316,7 @@ class Model(torch.nn.Module):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("class Other: pass", "'model.py' does not define a class 'Model'"),
+        ("class Other: pass", "'model.py' does not define a class 'Model' (it has Other)"),
         ("class Model: pass", "class 'Model' has no method 'predict'"),
         ("class Model:\n    def __init__(self, size): ...",
          "without arguments, but __init__ is missing a required argument: 'size': use default"),

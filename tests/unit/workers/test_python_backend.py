@@ -561,10 +561,14 @@ def test_a_request_has_its_response(model: Model, body: str) -> None:
         ("send()", "must be provided when the response flags is set to zero."),
         ("send(flags=7)", "Unsupported flag provided."),
         ("send(flags=1)", "cannot send complete final before sending a response."),
+        ("send(R()); return [R()]", "cannot send more than one response."),
     ],
 )
 def test_sends_that_are_refused(model: Model, send_call: str, text: str) -> None:
-    model.serve(f"def execute(self, requests): requests[0].get_response_sender().{send_call}")
+    model.serve(f"""
+        def execute(self, requests, R=pb_utils.InferenceResponse):
+            requests[0].get_response_sender().{send_call}
+        """)
     (response,) = model.infer(0)
     assert (
         isinstance(response, str) and response.endswith(text) and "TritonModelException" in response

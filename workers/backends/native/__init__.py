@@ -221,8 +221,9 @@ class NativeBackend(Backend):
             module = import_file(path, f"shmserve_model_{context.model_name}")
             model = getattr(module, name, None)
             if not isinstance(model, type):
-                classes = [key for key, value in vars(module).items() if isinstance(value, type)]
-                hint = suggestion(name, classes)
+                classes = {key: v for key, v in vars(module).items() if isinstance(v, type)}
+                own = [key for key, v in classes.items() if v.__module__ == module.__name__]
+                hint = suggestion(name, classes) or (own and f" (it has {', '.join(own)})") or ""
                 raise InvalidArgument(f"'{file}' does not define a class '{name}'{hint}")
             declaration.adopt_forward(model)
             self._class = model

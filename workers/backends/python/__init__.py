@@ -34,6 +34,7 @@ from shmserve.workers.backends.python import metrics, server
 from shmserve.workers.backends.python.importable import triton_python_backend_utils as pb_utils
 from shmserve.workers.backends.python.importable.triton_python_backend_utils import ModelConfig
 from shmserve.workers.backends.python.request import (
+    MORE_THAN_ONE,
     DecoupledRequest,
     InferenceResponse,
     InferenceResponseSender,
@@ -369,8 +370,13 @@ class PythonExecution:
             if self._iterative and response is None:
                 return Response(rescheduled=True)
             return self._reschedule_error(response)
-        if request.outbox is not None and request.outbox.response is not None:
-            return request.outbox.response
+        outbox = request.outbox
+        if outbox is not None and outbox.response is not None:
+            # As in Triton, a returned response counts unless the last one was sent.
+            if isinstance(response, InferenceResponse) and not outbox.is_closed:
+                problem = f"TritonModelException: {MORE_THAN_ONE}"
+                return Response(error=_misuse_error(self._instance_name, problem))
+            return outbox.response
         if isinstance(response, InferenceResponse):
             return to_response(response)
         problem = (

@@ -157,6 +157,7 @@ class ResponseIterator:
 
 
 RESPONSE_COMPLETE_FINAL = 1
+MORE_THAN_ONE = "Unable to send response. Non-decoupled model cannot send more than one response."
 
 
 class SingleResponse:
@@ -166,6 +167,7 @@ class SingleResponse:
         done: Set when there is a response, or no sender is left.
         error: The exception of the sending thread, or None if it is unknown.
         listener: Called when `done` is set.
+        is_closed: Whether the flag for the last response was sent.
     """
 
     def __init__(self, is_cancelled: Callable[[], bool]) -> None:
@@ -173,7 +175,7 @@ class SingleResponse:
         self.error: BaseException | None = None
         self.done = threading.Event()
         self.listener: Callable[[], None] | None = None
-        self._is_closed = False
+        self.is_closed = False
         self._is_cancelled = is_cancelled
 
     def send(self, response: InferenceResponse | None, final: bool) -> None:
@@ -183,17 +185,15 @@ class SingleResponse:
             TritonModelException: There is a response already, or the end comes before the response.
         """
         if response is not None and self.response is not None:
-            raise TritonModelException(
-                "Unable to send response. Non-decoupled model cannot send more than one response."
-            )
+            raise TritonModelException(MORE_THAN_ONE)
         if response is None and self.response is None:
             raise TritonModelException(
                 "Unable to send response. Non-decoupled model cannot send complete final before "
                 "sending a response."
             )
-        if self._is_closed:
+        if self.is_closed:
             raise _closed_error()
-        self._is_closed = final
+        self.is_closed = final
         if response is not None:
             self.response = _copy_arrays(to_response(response))
             self.abandon()

@@ -369,7 +369,7 @@ def test_a_long_lived_worker_that_cannot_load_again_backs_off() -> None:
         await server.load("s")
         (instance,) = server.registry.model("s").serving["1"].instances._instances
         instance.ready_at -= 3600
-        backoff = MagicMock(deaths=1, **{"pause_s.return_value": 0.0})
+        backoff = MagicMock(exits=1, **{"pause_s.return_value": 0.0})
         instance.backoff = backoff
         server.on_start = lambda child: child.kill(signal.SIGABRT)
         server.worker("s").kill()
