@@ -305,6 +305,8 @@ def test_reasoning_is_returned_by_either_member(returned: str) -> None:
     reduced_item = {name: item[name] for name in ("type", "id", "summary", returned)}
     expected_message = {"role": "assistant", "content": None, "reasoning_content": "hm"}
     assert convert_chat(input=[reduced_item])["messages"] == [expected_message]
+    (message,) = convert_chat(input=[reduced_item, reduced_item])["messages"]
+    assert message["reasoning_content"] == "hm\nhm"
     foreign_item = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"}
     (message,) = convert_chat(input=[foreign_item])["messages"]
     assert not message["reasoning_content"]

@@ -286,6 +286,9 @@ def with_patterns(schema: Any, root: Any) -> Any:
             continue
         if "$ref" in schema and not _VALIDATING.fullmatch(key):
             continue
+        # zod's patterns of times allow neither the offset nor the seconds that llguidance requires.
+        if key == "format" and value in ("time", "date-time") and "pattern" in schema:
+            continue
         if key in SCHEMA_MAPS and isinstance(value, dict):
             members = with_pauses(value.items())
             extended[key] = {name: with_patterns(schema, root) for name, schema in members}
@@ -321,10 +324,12 @@ def with_patterns(schema: Any, root: Any) -> Any:
 
 
 # A lookahead at the beginning of a pattern: (?=...), or (?!^[...]*$), which excludes texts of these
-# characters only, as in pydantic's pattern of decimals.
+# characters only, as in pydantic's pattern of decimals, or (?!\.)(?!.*\.\.) as in zod's pattern of
+# email addresses: a text neither begins with the character, nor contains it twice in a row.
 _CLASS = r"\[(?:[^\]\\]|\\.)+\]"
 _LOOKAHEAD = re.compile(
-    rf"\^\(\?(?:=((?:[^()\\[]|\\.|{_CLASS})+)|!\^?({_CLASS}|\\[sdwSDW])\*\$)\)", re.DOTALL
+    rf"\^\(\?(?:=((?:[^()\\[]|\\.|{_CLASS})+)|!\^?({_CLASS}|\\[sdwSDW])\*\$|!(\\\W)|!\.\*(\\\W)\4)\)",
+    re.DOTALL,
 )
 # A group at the end of a pattern that matches every text, since one alternative may be empty: the
 # digits in pydantic 2.12's pattern of decimals with `max_digits`.
@@ -340,8 +345,11 @@ def _split_lookaheads(pattern: str) -> list[str]:
     if "|" in re.sub(rf"\\.|{_CLASS}|\([^()]*\)", "", pattern):
         return [pattern]  # a lookahead may belong to one of several alternatives
     while match := _LOOKAHEAD.match(pattern):
-        expected, excluded = match.groups()
-        if expected is None and excluded[0] == "[":
+        expected, excluded, first, doubled = match.groups()
+        if first or doubled:
+            twice = f"^(?:{doubled}?[^{doubled}])*{doubled}?$"
+            patterns.append(f"^(?:[^{first}]|$)" if first else twice)
+        elif expected is None and excluded[0] == "[":
             is_negated = excluded[1] == "^"
             patterns.append(f"[{excluded[2:]}" if is_negated else f"[^{excluded[1:]}")
         else:

@@ -70,6 +70,7 @@ class MessageFormat:
         parallel: Whether a message may have several calls.
         kept_tokens: The special tokens that mark calls and reasoning; the parser needs their text.
         has_call_grammar: Whether a grammar restricts the calls.
+        calls_end_reasoning: Whether a call may end the reasoning in place of the closing tag.
     """
 
     family: ToolSyntax
@@ -80,6 +81,7 @@ class MessageFormat:
     hides_reasoning: bool = False
     kept_tokens: frozenset[int] = frozenset()
     has_call_grammar: bool = False
+    calls_end_reasoning: bool = True
 
 
 @dataclass(eq=False)
@@ -328,7 +330,7 @@ class MessageParser:
             self._read_text = ""
 
         while True:
-            markers = () if self.format.has_call_grammar else self.format.family.markers
+            markers = self.format.family.markers if self.format.calls_end_reasoning else ()
             found = tuple(tag for tag in tags if not self.is_reasoning or tag in markers)
             tag = yield from self.read_until(emit, *found, *self._closing_tags)
             if not tag or tag not in self._closing_tags:

@@ -120,7 +120,10 @@ def _resolve_root(parameters: dict[str, Any]) -> dict[str, Any]:
         seen_references.add(reference)
         target = resolve_reference(reference, parameters)
         members = {key: value for key, value in parameters.items() if key != "$ref"}
-        parameters = {**members, **target} if isinstance(target, dict) else members
+        # References begin at the root, even if the target has definitions of its own.
+        names = {"$defs", "definitions"} & members.keys()
+        definitions = {name: members[name] for name in names}
+        parameters = {**members, **target, **definitions} if isinstance(target, dict) else members
     return parameters
 
 
@@ -284,6 +287,7 @@ class MessageFormats:
             hides_reasoning,
             frozenset(self._added_tokens[marker] for marker in markers),
             request is not None and (request.constrained or has_body),
+            request is not None and not (request.required or has_body),
         )
 
     def grammar(self, request: ToolRequest | None, output_format: MessageFormat, body: bool) -> str:
@@ -300,6 +304,7 @@ class MessageFormats:
         markers = {*output_format.family.markers, *output_format.reasoning}
         lark = Lark({name: token for name, token in self._added_tokens.items() if name in markers})
         start = "@body"
+        may_omit_end = False
         if request is not None and has_calls:
             calls = output_format.family.call_grammar(lark, request.tools)
             required = request.required or body
@@ -307,19 +312,21 @@ class MessageFormats:
                 f"{lark.text(begin) if required else lark.any_text(begin)} {call_rule}"
                 for begin, call_rule in calls.heads
             )
+            tags = {begin for begin, _ in calls.heads}
+            may_omit_end = output_format.calls_end_reasoning and tags <= markers
             start = lark.sequence(calls, lark.alternatives(heads), request.parallel)
             if not request.required:
                 if body:
                     start = f"{start} | @body"
                 else:
                     start = f"{start}{'*' if request.parallel else '?'} TEXT"
-        start_rule = f"start: {self._reasoning_rule(lark, output_format)} ({start})"
+        start_rule = f"start: {self._reasoning_rule(lark, output_format, may_omit_end)} ({start})"
         return "\n".join([NO_FORCING, start_rule, *lark.rules, f"TEXT: {_ANY_TEXT}"])
 
-    def _reasoning_rule(self, lark: Lark, output_format: MessageFormat) -> str:
+    def _reasoning_rule(self, lark: Lark, output_format: MessageFormat, may_omit_end: bool) -> str:
         """Return the expression for the reasoning before the content, or ""."""
         if not output_format.reasoning:
             return ""
         begin, end = output_format.reasoning
-        end_rule = f"{lark.any_text(end)} /\\n{{0,2}}/"
+        end_rule = f"({lark.any_text(end)} /\\n{{0,2}}/){'?' * may_omit_end}"
         return end_rule if output_format.starts_reasoning else f"({lark.text(begin)} {end_rule})?"

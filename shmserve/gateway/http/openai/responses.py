@@ -299,10 +299,11 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position:
     elif kind == "reasoning":
         returned = item.get("encrypted_content")
         if not item.get("content") and type(returned) is str and returned.startswith(_PLAIN_PREFIX):
-            last["reasoning_content"] = returned.removeprefix(_PLAIN_PREFIX)
+            text = returned.removeprefix(_PLAIN_PREFIX)
         else:
-            parts = item.get("content") or item.get("summary") or []
-            last["reasoning_content"] = _chat_content(parts, position)
+            text = _chat_content(item.get("content") or item.get("summary") or [], position)
+        earlier = last.get("reasoning_content")
+        last["reasoning_content"] = f"{earlier}\n{text}" if earlier else text
     else:
         raise InvalidArgument(f"{position}: items of type {clip(repr(kind))} are not supported")
 

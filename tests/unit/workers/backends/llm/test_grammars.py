@@ -150,6 +150,9 @@ def test_a_uuid_has_its_version() -> None:
         (r"^(?=.*[A-Z])(?=.*\d).{3,}$", ["aB1"], ["ab1", "aBc", "B1"]),
         (r"^(?!\s*$).+", [" a"], [" ", ""]),
         (r"^(?![^ab]*$)(?=a|c)\w+$", ["ab", "ca"], ["ba", "c"]),
+        (r"^(?!\.)(?!.*\.\.)([\w+.]*)\w@(\w+\.)+[a-z]{2,}$",
+         ["a@b.co", "a.b.c@d.co"], [".a@b.co", "a..b@c.co", "a.@b.co", "a@b..co"]),
+        (r"^(?!\-)(?!.*\-\-)", ["", "a", "a-b-"], ["-", "a--b"]),
     ],
 )  # fmt: skip
 def test_lookaheads_at_the_beginning_of_a_pattern(
@@ -172,6 +175,11 @@ def test_dates_exist_in_the_calendar(year: str) -> None:
             assert accepts({"type": "string", "format": "date"}, text) == exists, text
             time_text = f"{text}T12:30:59.5+01:00"
             assert accepts({"type": "string", "format": "date-time"}, time_text) == exists, text
+
+
+def test_the_pattern_of_a_time_takes_precedence_over_its_format() -> None:
+    for key, pattern, text in (("time", r"^\d\d:\d\d$", "12:30"), ("date-time", "^2T1$", "2T1")):
+        assert accepts({"type": "string", "format": key, "pattern": pattern}, text)
 
 
 def test_no_time_is_a_leap_second() -> None:

@@ -269,8 +269,8 @@ def test_reasoning_may_begin_in_the_prompt_before_calls() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("has_call_grammar", [False, True])
-def test_only_a_valid_call_ends_the_reasoning(has_call_grammar: bool, stream: bool) -> None:
+@pytest.mark.parametrize("calls_end", [False, True])
+def test_only_a_valid_call_ends_the_reasoning(calls_end: bool, stream: bool) -> None:
     draft, call = '<tool_call>{"name": "', f"<tool_call>{JSON}</tool_call>"
     for text in (draft, call):
         for seed in range(5):
@@ -278,9 +278,9 @@ def test_only_a_valid_call_ends_the_reasoning(has_call_grammar: bool, stream: bo
             result = parse_message(
                 *("hermes", chunks, stream),
                 reasoning=REASONING["qwen3"],
-                has_call_grammar=has_call_grammar,
+                calls_end_reasoning=calls_end,
             )
-            if text == draft or has_call_grammar:
+            if text == draft or not calls_end:
                 assert result == ("b", f"a {text}", [])
             else:
                 assert (*result[:2], len(result[2])) == ("\nb", "a ", 1)

@@ -113,6 +113,10 @@ def test_required_calls_parse_and_validate(family: str, special_tokens: tuple[st
 FLAG: dict[str, Any] = {"type": "boolean"}
 DIGIT: dict[str, Any] = {"type": "integer", "minimum": 0, "maximum": 5}
 WHOLE_SCHEMAS: dict[str, dict[str, Any]] = {
+    "a root that is a definition with definitions": {"$ref": "#/$defs/A", "$defs": {"B": FLAG,
+        "A": {"type": "object", "properties": {"b": {"$ref": "#/$defs/B"},
+            "c": {"$ref": "#/$defs/A/$defs/C"}}, "required": ["b", "c"],
+            "additionalProperties": False, "$defs": {"C": DIGIT}}}},
     "a reference to the root's schema": {"$defs": {"Node": {"type": "object",
         "properties": {"flag": FLAG, "next": {"$ref": "#/$defs/Node"}}, "required": ["flag"],
         "additionalProperties": False}}, "$ref": "#/$defs/Node"},
@@ -242,6 +246,23 @@ def test_calls_follow_the_reasoning(special_tokens: tuple[str, ...]) -> None:
         texts = (random_text(matcher.deep_copy(), test_tokenizer, rng) for _ in range(40))
         _, calls = parse_calls(reasoning_text + next(filter(None, texts)), tools)
         assert calls and {name for name, _ in calls} == {"now"}
+
+
+@pytest.mark.parametrize("special_tokens", [(), TAG_TOKENS], ids=["text", "tokens"])
+def test_a_strict_call_may_end_the_reasoning(special_tokens: tuple[str, ...]) -> None:
+    coder, call = tokenizer(*special_tokens), EXAMPLES["hermes"].replace("NAME", "now")
+    matcher, message_format = grammar(
+        "hermes", coder, [function("now", NOW, strict=True)], reasoning="qwen3"
+    )
+    for text, valid in (
+        ("<think>a</think>\n\nb", True),
+        (f"<think>a</think>\n\n{call}", True),
+        (f"<think>a {call}", True),
+        (f"<think>a {call.replace('now', 'other')}", False),
+    ):
+        tokens = [*coder.encode(text, add_special_tokens=False).ids, coder.token_to_id(END)]
+        assert (matcher.deep_copy().try_consume_tokens(tokens) == len(tokens)) == valid, text
+        assert len(parse_calls(text, message_format)[1]) == text.count('{"name"')
 
 
 WRONG_TOOLS: dict[str, tuple[dict[str, Any], str]] = {
