@@ -66,6 +66,12 @@ def test_links_have_targets(page: Path) -> None:
         assert link.startswith("https://") or (page.parent / link).exists(), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=parameter_id)
+def test_each_table_has_a_header(page: Path) -> None:
+    tables = re.findall(r"(?:^\|.*\n)+", page.read_text(), re.MULTILINE)
+    assert [table for table in tables if not re.match(r".*\n\|[-|]+\n", table)] == []
+
+
 def test_the_contents_name_every_page() -> None:
     assert {GUIDE / link for link in links(CONTENTS)} >= set(PAGES[1:]) - {CONTENTS}
 
