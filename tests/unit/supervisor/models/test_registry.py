@@ -124,7 +124,9 @@ def test_the_progress_of_a_load_is_a_view_of_its_statuses(entry: ModelEntry, tex
     assert ModelSummary.of(entry).progress == text
 
 
-def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_start_report_logs_each_change_once(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     caplog.set_level(logging.INFO)
     current_states: dict[str, str] = {}
     observers: list[Callable[[], None]] = []
@@ -138,8 +140,12 @@ def test_the_start_report_logs_each_change_once(caplog: pytest.LogCaptureFixture
         return [(record.levelname, record.getMessage().split(" (")[0]) for record in caplog.records]
 
     assert after(a="loading") == []
+    report._is_terminal = True
     with report:
         assert after(b="loading") == [("INFO", "model a: loading"), ("INFO", "model b: loading")]
+        assert capsys.readouterr().err.endswith(
+            "\r\x1b[K\x1b[?7l[0/2 models] loading a, b\x1b[?7h"  # without automatic wrapping
+        )
         assert after(b="ready") == [("INFO", "model b: ready")]
         assert after(a="failed: no") == [("ERROR", "model a: failed: no")]
         assert after() == []
