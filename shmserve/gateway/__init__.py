@@ -37,6 +37,7 @@ A gRPC request:
                                     families of /metrics
     request_trace.py, tracer.py     traces of requests: the log and the trace file; otel.py:
                                     their export to OpenTelemetry
+    http/openai/, http/generate.py  OpenAI's API, and flat JSON requests, by http/infer.py's queue
     http/dashboard.py               the page of the dashboard, and the feed of api/figures.py
     http/handlers.py, grpc/admin.py the handlers of api/ for HTTP and for gRPC
 """

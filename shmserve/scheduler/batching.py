@@ -137,9 +137,7 @@ class BatchingCore(Core[ScheduledRequest]):
             dispatcher.run(now_ns)
         fits, schema = self._fits, submit.schema
         fit = fits[schema] if schema in fits else self._derive_fit(submit)
-        sequence_key = (
-            dispatcher.identify(client, submit, fit) if dispatcher.tracks_requests else None
-        )
+        sequence_key = dispatcher.admit(client, submit, fit) if dispatcher.tracks_requests else None
         request = queue.enqueue(client, submit, fit, now_ns)
         request.lookup = lookup
         self._responses.register(request)

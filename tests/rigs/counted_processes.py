@@ -356,7 +356,7 @@ def _http(gateway: Gateway) -> Callable[[Acceptor], HttpConnection]:
 def _grpc(gateway: Gateway) -> Callable[[Acceptor], GrpcConnection]:
     context = GrpcContext(
         settings=GrpcSettings(),
-        create_call=Service(gateway, Inferences(gateway)).begin_call,
+        begin_call=Service(gateway, Inferences(gateway)).begin_call,
         budget=gateway.body_budget,
         header_timeout_s=gateway.settings.header_timeout_s,
         body_timeout_s=gateway.settings.body_timeout_s,

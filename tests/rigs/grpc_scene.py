@@ -93,7 +93,7 @@ class Scene:
         deflater = Deflater(settings.pop("deflate", 0)) if "deflate" in settings else None
         context = GrpcContext(
             settings=GrpcSettings(**settings),
-            create_call=self._begin,
+            begin_call=self._begin,
             budget=BodyBudget(1 << 20, MallocTrim()),
             header_timeout_s=PATIENCE_S,
             body_timeout_s=PATIENCE_S,

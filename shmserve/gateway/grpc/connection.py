@@ -180,7 +180,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                     event.stream.call.receive_data(event.piece, event.ended)
             elif type(event) is StreamOpened:
                 if not event.stream.finished:  # a later frame may have reset the stream
-                    self._create_call(event.stream, event.head, new_calls)
+                    self._begin_call(event.stream, event.head, new_calls)
             elif type(event) is StreamReset:
                 if event.stream.call is not None:
                     event.stream.call.handle_disconnect()
@@ -224,9 +224,9 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             self.transport.resume_reading()
             self.buffer_updated(0)
 
-    def _create_call(self, stream: Stream, head: CallHead, new_calls: list[GrpcCall]) -> None:
+    def _begin_call(self, stream: Stream, head: CallHead, new_calls: list[GrpcCall]) -> None:
         try:
-            call = stream.call = self.context.create_call(self, stream, head)
+            call = stream.call = self.context.begin_call(self, stream, head)
         except Exception:
             logger.exception("a call of %s could not be started", head.path)
             self.http2.reset(stream, FaultCode.INTERNAL_ERROR)

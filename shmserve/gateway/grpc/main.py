@@ -55,7 +55,7 @@ class GrpcServer(process.ProtocolServer):
         compression_level = settings.compression_level
         self._context = GrpcContext(
             settings=settings,
-            create_call=Service(gateway, self._inferences).begin_call,
+            begin_call=Service(gateway, self._inferences).begin_call,
             budget=gateway.body_budget,
             header_timeout_s=gateway_settings.header_timeout_s,
             body_timeout_s=gateway_settings.body_timeout_s,

@@ -76,10 +76,10 @@ class Dispatcher(ABC):
     def flush(self) -> None:
         """Stop waiting for further requests: batches run with the requests that are queued."""
 
-    def identify(
+    def admit(
         self, client: Client[ScheduledRequest], submit: Submit, fit: BatchFit
     ) -> SequenceKey | None:
-        """Return the sequence of a request before it is enqueued, or None if it has no sequence.
+        """Admit a request before it is enqueued; return its sequence, or None if it has none.
 
         Raises:
             InvalidArgument, QueueFull: The request is not admitted.

@@ -52,9 +52,7 @@ class SequenceDispatcher(Dispatcher):
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def identify(
-        self, client: Client[ScheduledRequest], submit: Submit, fit: BatchFit
-    ) -> SequenceKey:
+    def admit(self, client: Client[ScheduledRequest], submit: Submit, fit: BatchFit) -> SequenceKey:
         """Return the sequence of a request and its flags there.
 
         Raises:

@@ -117,7 +117,7 @@ class GenerativeDispatcher(Dispatcher):
 
     # --- admission
 
-    def identify(
+    def admit(
         self, client: Client[ScheduledRequest], submit: Submit, fit: BatchFit
     ) -> SequenceKey | None:
         """Return None: no request has a sequence. Raise QueueFull if too many requests wait."""

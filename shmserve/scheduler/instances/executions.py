@@ -145,9 +145,9 @@ class Executions:
             for request in requests:
                 padded_batch.may_join(request.shape_key, request.units)
             self._statistics.executions.count_padding(padded_batch.elements())
-        gaps = len(rows) - len(requests) if rows else 0
-        execution = Execution(next(self._ids), requests, reason, now_ns, now_ns, gaps)
-        slot = self._pool.assign(execution, required_slot)
+        null_rows = len(rows) - len(requests) if rows else 0
+        execution = Execution(next(self._ids), requests, reason, now_ns, now_ns, rows=null_rows)
+        slot = self._pool.assign(execution, required_slot)  # adds the rows of the requests
         works, live_requests = to_works(requests), self._responses.live_requests
         self._workers.post(slot.peer, Execute(execution.id, works, live_requests, list(rows)))
 

@@ -41,7 +41,7 @@ class Group(NamedTuple):
     names: frozenset[str]
 
 
-class HostedHandle:
+class SchedulerHandle:
     """The supervisor's handle of a scheduler for the model `name` in a host process.
 
     `close_future` resolves when the process no longer hosts the scheduler, with the reason if the
@@ -67,7 +67,7 @@ class _Host:
     def __init__(self, child: Child) -> None:
         self.child = child
         self.names: frozenset[str] = frozenset()
-        self.handles: dict[int, HostedHandle] = {}
+        self.handles: dict[int, SchedulerHandle] = {}
         self.ready_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.pending_opens = 0  # number of callers that are about to open a scheduler
 
@@ -86,7 +86,7 @@ class SchedulerHosts:
 
     async def open(
         self, group: Group, start: SchedulerStart, on_message: Callable[[Any], None]
-    ) -> HostedHandle:
+    ) -> SchedulerHandle:
         """Open a scheduler, which serves once `on_message` has received its `SchedulerReady`.
 
         Raises:
@@ -100,16 +100,16 @@ class SchedulerHosts:
             host.pending_opens -= 1
         if not host.child.alive:
             raise Unavailable(f"the scheduler ended while starting ({host.child.reason})")
-        hosted = host.handles[start.number] = HostedHandle(host, start.config.name, start.number)
-        self._context.control.enrol(hosted.address, start.kind, on_message)
+        handle = host.handles[start.number] = SchedulerHandle(host, start.config.name, start.number)
+        self._context.control.enrol(handle.address, start.kind, on_message)
         self._context.control.send(host.child.pid, m.OpenScheduler(encode_start(start)))
-        return hosted
+        return handle
 
-    def must_move(self, hosted: HostedHandle, group: Group) -> bool:
+    def must_move(self, handle: SchedulerHandle, group: Group) -> bool:
         """Return whether a scheduler of this group would be opened in a different process now."""
-        host = hosted._host
+        host = handle._host
         if len(group.names) == 1:
-            return any(hosted.name not in group.names for hosted in host.handles.values())
+            return any(handle.name not in group.names for handle in host.handles.values())
         return self._running_host(group) not in (None, host)
 
     def _running_host(self, group: Group) -> _Host | None:
@@ -141,17 +141,17 @@ class SchedulerHosts:
             case m.Started():
                 resolve_future(host.ready_future, None)
             case m.SchedulerClosed(number, reason):
-                if (hosted := host.handles.get(number)) is not None:
-                    resolve_future(hosted.close_future, reason)
+                if (handle := host.handles.get(number)) is not None:
+                    resolve_future(handle.close_future, reason)
 
-    async def close(self, hosted: HostedHandle, patience_s: float = STOP_PATIENCE_S) -> None:
+    async def close(self, handle: SchedulerHandle, patience_s: float = STOP_PATIENCE_S) -> None:
         """Close a scheduler and, if it is the last one, its process; wait until they have ended."""
-        host, control = hosted._host, self._context.control
-        control.send(hosted.address, m.Stop())
-        await wait_any(hosted.close_future, host.child.exited, timeout_s=patience_s)
-        resolve_future(hosted.close_future, "")
-        host.handles.pop(hosted.address.number, None)
-        control.withdraw(hosted.address)
+        host, control = handle._host, self._context.control
+        control.send(handle.address, m.Stop())
+        await wait_any(handle.close_future, host.child.exited, timeout_s=patience_s)
+        resolve_future(handle.close_future, "")
+        host.handles.pop(handle.address.number, None)
+        control.withdraw(handle.address)
         if host.handles or host.pending_opens:
             return
         if host in self._hosts:
@@ -241,8 +241,8 @@ class VersionScheduler:
     def __post_init__(self) -> None:
         # The number of the serving scheduler, or of the first one.
         self.number = next(self._context.scheduler_ids)
-        self._latest: HostedHandle | None = None  # the scheduler that was started last
-        self._serving_scheduler: HostedHandle | None = None  # the scheduler at `endpoint`
+        self._latest: SchedulerHandle | None = None  # the scheduler that was started last
+        self._serving_scheduler: SchedulerHandle | None = None  # the scheduler at `endpoint`
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = loop.create_future()
         self._drain_future: asyncio.Future[None] = loop.create_future()
@@ -267,7 +267,7 @@ class VersionScheduler:
         return self._serving_scheduler is not None and self._serving_scheduler.alive
 
     @property
-    def serving(self) -> HostedHandle:
+    def serving(self) -> SchedulerHandle:
         """Return the scheduler at `endpoint`, whether it runs or has exited.
 
         A scheduler must have started.
@@ -275,11 +275,13 @@ class VersionScheduler:
         assert self._serving_scheduler is not None
         return self._serving_scheduler
 
-    async def start(self, spec: ModelSpec, worker_pids: list[int], is_first: bool = False) -> None:
+    async def start(
+        self, config: ModelSpec, worker_pids: list[int], is_first: bool = False
+    ) -> None:
         """Start a scheduler in place of the last one.
 
         Args:
-            spec: The configuration of the version.
+            config: The configuration of the version.
             worker_pids: The worker processes that the scheduler may expect.
             is_first: Whether this is the version's first scheduler.
 
@@ -289,29 +291,31 @@ class VersionScheduler:
         context = self._context
         number = self.number if is_first else next(context.scheduler_ids)
         ready_future = self._ready = asyncio.get_running_loop().create_future()
-        start = self._start_record(number, spec, worker_pids)
+        start = self._start_record(number, config, worker_pids)
         on_message = partial(self._on_scheduler_message, self.counters)
-        hosted = self._latest = await self.hosts.open(self._group, start, on_message)
+        handle = self._latest = await self.hosts.open(self._group, start, on_message)
         if self._rate_limited:
-            context.tickets.bind(hosted.address, id(self))
+            context.tickets.bind(handle.address, id(self))
         # A scheduler receives no message before it is ready.
-        await wait_any(ready_future, hosted.close_future, hosted.child.exited)
+        await wait_any(ready_future, handle.close_future, handle.child.exited)
         if self._lifetime.is_stopping:
-            await self.hosts.close(hosted)
+            await self.hosts.close(handle)
             raise Unavailable("the model was unloaded while it was loading")
         if not ready_future.done():
-            await self.hosts.close(hosted)
-            ended = hosted.child.exited
-            reason = hosted.close_future.result() or (ended.result() if ended.done() else "closed")
+            await self.hosts.close(handle)
+            ended = handle.child.exited
+            reason = handle.close_future.result() or (ended.result() if ended.done() else "closed")
             raise Unavailable(f"the scheduler ended while starting ({reason})")
         self.number = number  # the endpoints of the new scheduler exist from now on
-        self._serving_scheduler = hosted
+        self._serving_scheduler = handle
         self.counters.send_base()
-        if spec.cached:  # the share may have changed while the scheduler started
+        if config.cached:  # the share may have changed while the scheduler started
             context.cache_shares.send(id(self))
-        context.tracing.send_settings(hosted.address)
+        context.tracing.send_settings(handle.address)
 
-    def _start_record(self, number: int, spec: ModelSpec, worker_pids: list[int]) -> SchedulerStart:
+    def _start_record(
+        self, number: int, config: ModelSpec, worker_pids: list[int]
+    ) -> SchedulerStart:
         context, server = self._context, self._context.config
         quantiles = server.metrics.summary_quantiles
         limits = replace(server.scheduling, quantiles=quantiles, rate_limited=self._rate_limited)
@@ -319,13 +323,13 @@ class VersionScheduler:
             kind="ensemble" if self._spec.steps else "scheduler",
             number=number,
             version=self._spec.version,
-            config=spec,
+            config=config,
             run_dir=context.run_dir,
             capability_key=context.capabilities.key,
             group=server.shm.group,
             arena_byte_size=server.arena_byte_size,
             limits=limits,
-            cache=self._cache_start(spec),
+            cache=self._cache_start(config),
             snapshot=self.counters.snapshot,
             worker_pids=worker_pids,
         )
@@ -377,22 +381,22 @@ class VersionScheduler:
 
     async def drain(
         self,
-        hosted: HostedHandle | None = None,
+        handle: SchedulerHandle | None = None,
         sequences_only: bool = False,
         losses: Iterable[asyncio.Future[Any]] = (),
     ) -> None:
         """Drain a scheduler; return when it has finished its requests or has ended.
 
         Args:
-            hosted: The scheduler to drain; None is the last one that was started.
+            handle: The scheduler to drain; None is the last one that was started.
             sequences_only: Whether only open sequences are finished; other requests are accepted.
             losses: Futures that end the wait early.
         """
-        hosted = hosted or self._latest
-        assert hosted is not None
+        handle = handle or self._latest
+        assert handle is not None
         self._drain_future = asyncio.get_running_loop().create_future()
-        self._context.control.send(hosted.address, m.Drain(sequences_only))
-        await wait_any(self._drain_future, hosted.close_future, hosted.child.exited, *losses)
+        self._context.control.send(handle.address, m.Drain(sequences_only))
+        await wait_any(self._drain_future, handle.close_future, handle.child.exited, *losses)
 
     def must_move(self, group: Group) -> bool:
         """Check whether the serving scheduler must move to the process of `group`."""

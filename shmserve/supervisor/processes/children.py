@@ -191,7 +191,7 @@ class ProcessTable:
         self._on_continued(child)
         self._reserved_pids.append(pid)
         logger.debug("%s (pid %d) ended: %s", child.title, pid, reason)
-        child.exited.set_result(reason)
+        child.exited.set_result(reason)  # calls its waiters in the loop's next turn
         for on_exit in self._exit_callbacks:
             try:
                 on_exit(child)

@@ -37,7 +37,7 @@ from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
 from shmserve.workers.backends.llm.parameters import parse
 from shmserve.workers.backends.llm.prompts import read_inputs
-from shmserve.workers.backends.llm.texts import Texts
+from shmserve.workers.backends.llm.texts import TextThread
 from shmserve.workers.backends.llm.tool_formats import detect_parsers
 from shmserve.workers.batch.request import Unpacker
 from shmserve.workers.batch.response_stream import ResponseWriter
@@ -95,7 +95,7 @@ def refuse_batches(config: ModelSpec, reason: str) -> None:
 class LlmBackend(Backend):
     """The backend of a generative model."""
 
-    _texts: Texts | None = None
+    _text_thread: TextThread | None = None
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add the inputs and outputs of a generative model and its engine's settings."""
@@ -138,36 +138,37 @@ class LlmBackend(Backend):
 
     def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> HandlerTable:
         """Return the handlers of prompts, steps, and the ends of beam searches."""
-        texts = self._texts = Texts(self._checkpoint, writer.link, self._engine_settings)
+        settings = self._engine_settings
+        text_thread = self._text_thread = TextThread(self._checkpoint, writer.link, settings)
         engine = WorkerEngine(
             self._passes,
             self._propose,
-            texts.prompts,
-            lambda outputs: texts.put(partial(texts.append_outputs, outputs)),
-            texts.fail_requests,
+            text_thread.prompts,
+            lambda outputs: text_thread.put(partial(text_thread.append_outputs, outputs)),
+            text_thread.fail_requests,
         )
 
         def prepare(message: Prepare, requests: list[WorkerRequest]) -> None:
             for open_request in requests:
-                _prepare(texts, writer, unpacker, open_request, message)
+                _prepare(text_thread, writer, unpacker, open_request, message)
 
         def step(message: Step, _: list[WorkerRequest]) -> Stepped:
             try:
-                return replace(engine.step(message), text_ns=texts.spent_ns())
+                return replace(engine.step(message), text_ns=text_thread.spent_ns())
             except Exception as error:
-                texts.fail_requests(engine.request_keys(message), error)
+                text_thread.fail_requests(engine.request_keys(message), error)
                 skipped = [row.sequence for row in message.rows]
                 return Stepped(message.step, [], 0, 0, 0, skipped=skipped)
 
         def choose(message: Choose, _: list[WorkerRequest]) -> None:
-            texts.put(partial(texts.end_beam_search, message))
+            text_thread.put(partial(text_thread.end_beam_search, message))
 
         return {Prepare: prepare, Step: step, Choose: choose}
 
     def unload(self) -> None:
         """End the text thread."""
-        if self._texts is not None:
-            self._texts.close()
+        if self._text_thread is not None:
+            self._text_thread.close()
 
     # --- files
 
@@ -234,7 +235,7 @@ def _version_number(folder: Path) -> int:
 
 
 def _prepare(
-    texts: Texts,
+    text_thread: TextThread,
     writer: ResponseWriter,
     unpacker: Unpacker,
     open_request: WorkerRequest,
@@ -244,9 +245,9 @@ def _prepare(
     try:
         with writer.link.lock:
             request = unpacker.request(open_request.work, copies_text=False)
-            inputs = read_inputs(request, texts.reader.max_bytes)
+            inputs = read_inputs(request, text_thread.reader.max_bytes)
     except Exception as error:
         writer.refuse(open_request, client_error(writer.context, error))
         return
     stream = OutputStream(writer, open_request, request)
-    texts.put(partial(texts.prepare, stream, inputs, message.resumed))
+    text_thread.put(partial(text_thread.prepare, stream, inputs, message.resumed))

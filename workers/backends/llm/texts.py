@@ -393,8 +393,8 @@ class TextResponse:
         return token_entry(token, text, logprob, token_bytes, shows_id)
 
 
-class Texts:
-    """The texts of all running requests, processed in a separate thread.
+class TextThread:
+    """The thread that processes the texts of all running requests.
 
     `put` and `close` may be called in any thread. The engine's thread calls `fail_requests` and
     `spent_ns`. No lock is needed: these methods read single values that the text thread replaces,

@@ -85,7 +85,7 @@ class GrpcContext:
     """The objects that all connections of a gateway share.
 
     Attributes:
-        create_call: Creates a call, given its connection, its stream and its head.
+        begin_call: Begins a call, given its connection, its stream and its head.
         budget: The memory limit of the messages that are arriving.
         body_timeout_s: The time limit for sending a message, and for reading a response.
         header_timeout_s: The time limit for the acknowledgement of the server's settings.
@@ -94,7 +94,7 @@ class GrpcContext:
     """
 
     settings: GrpcSettings
-    create_call: Callable[[Carrier, Stream, CallHead], Any]
+    begin_call: Callable[[Carrier, Stream, CallHead], Any]
     budget: BodyBudget
     header_timeout_s: float
     body_timeout_s: float
