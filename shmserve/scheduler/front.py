@@ -372,7 +372,7 @@ class Front(Generic[R]):
         if isinstance(error, QueueFull):
             self._overload.refuse()
         text, wait_s = self._core.format_error(error.message), self._core.retry_after_s(error)
-        client.post(Failed(submit.id, error.code, text, wait_s, False))
+        client.post(Failed(submit.id, error.code, text, wait_s, False, is_refused=True))
 
     # --- supervisor -------------------------------------------------------------------------------
 
