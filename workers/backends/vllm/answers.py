@@ -97,8 +97,8 @@ class VllmAnswer:
 
     def _encode_usage(self) -> bytes:
         counts = [len(tokens) for _, tokens in sorted(self._tokens.items())]
-        usage = {"prompt_tokens": len(self._prompt_tokens), "completion_tokens": sum(counts)}
-        usage |= {"samples": counts, "cached_tokens": self._cached_tokens}
+        usage: dict[str, Any] = {"samples": counts, "completion_tokens": sum(counts)}
+        usage |= {"prompt_tokens": len(self._prompt_tokens), "cached_tokens": self._cached_tokens}
         if self._call.make_parser is not None:
             counts = [self._parsers[i].count_reasoning_tokens(t) for i, t in self._tokens.items()]
             usage["reasoning_tokens"] = sum(counts)
