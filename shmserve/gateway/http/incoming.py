@@ -176,7 +176,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
                 self._loop.call_later(self._settings.body_timeout_s, transport.abort)
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Return whether the connection accepts further requests."""
         return not self._is_closed
 
@@ -251,7 +251,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         ):
             self._head = b""
         head = None if self._head is None else self._head + data
-        # An incomplete head does not end with an empty line.
+        # An empty line ends a head or a chunked body; an incomplete head cannot contain it.
         self._head, self._ends_request = None, data.endswith(b"\r\n\r\n")
         unparsed = b""
         try:

@@ -529,7 +529,7 @@ async def test_each_request_has_its_own_time_limit() -> None:
     answered_count = len(parse_replies(transport.written))
     connection.data_received(second_request[:10])
     await clock.advance(4.5)
-    is_closed = not connection.open
+    is_closed = not connection.is_open
     connection.connection_lost(None)
     await turn_loop()
     assert (answered_count, is_closed) == (2, True)
