@@ -318,7 +318,7 @@ def test_upgrade_offers_lose_no_request(
 
 
 def test_split_bodies_do_not_shorten_later_pipelines() -> None:
-    """Forty bodies arrive while their requests are handled; then a packet has a hundred requests."""
+    """Forty bodies arrive while their requests are handled; then a hundred requests at once."""
     raw = pack_request("POST", "/a", (), b"{}", "chunked")
     pieces = [(raw[:-9], 3), (raw[-9:], 3)] * 40 + [(raw * 100, 0)]
     answers = asyncio.run(collect_answers(pieces, 140))
