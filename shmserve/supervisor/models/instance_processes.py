@@ -57,6 +57,7 @@ _MAX_FAILED_LOADS = 5
 # about 5 s if the model loads immediately.
 _MAX_CRASHES = 10
 _MAX_PAUSE_S = 30.0  # maximum pause before the restart of a process that is killed repeatedly
+_LOADING_STATES = {InstanceState.STARTING, InstanceState.LOADING}
 _SERVING_STATES = {InstanceState.READY, InstanceState.RETIRING}
 _DOWN_STATES = {InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED}
 
@@ -574,5 +575,9 @@ class Instances:
     # --- end
 
     async def stop(self) -> None:
-        """Finalize the model in every process and wait for their exits."""
+        """Finalize the model in every process that has loaded it, and wait for all exits."""
+        for instance in self._instances:
+            # A restarted process may hang in `load`, and would then outlast any `finalize`.
+            if instance.state in _LOADING_STATES and instance.child is not None:
+                instance.child.kill()
         await asyncio.gather(*(self._end(process) for process in self._instances if process.alive))
