@@ -197,8 +197,11 @@ class OverloadLog:
         """Write the log line with the number of refused requests, and reset it."""
         self.due_ns = NEVER
         if self._refused_count:
-            text = "model '%s' is overloaded: its queue is full, and %d more requests were rejected"
-            logger.warning(text, self._model, self._refused_count)
+            logger.warning(
+                "model '%s' is overloaded: its queue is full, and %d more requests were rejected",
+                self._model,
+                self._refused_count,
+            )
             self._refused_count = 0
 
 
