@@ -59,7 +59,7 @@ class Strategy(StrEnum):
 
     PREFER_BATCH = "prefer_batch"  # wait up to the maximum delay for a fuller batch
     PREFER_LATENCY = "prefer_latency"  # execute queued requests as soon as an instance is free
-    ADAPTIVE = "adaptive"  # wait only if that pays and the target is met
+    ADAPTIVE = "adaptive"  # wait only if waiting pays and the latency target is met
 
 
 def parse_strategy(text: str) -> Strategy | None:

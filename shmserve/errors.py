@@ -217,7 +217,7 @@ def how_to_install(package: str, extra: str) -> str:
 
 
 def missing_package(user: str, error: ImportError, extra: str) -> str:
-    """Return the message that `user`, a part of the server, needs a package of an extra."""
+    """Return the message that `user`, a part of the server, needs the missing package."""
     package = (error.name or extra).partition(".")[0]
     return (
         f"{user} needs the package {package}, which cannot be imported ({error}): "

@@ -159,7 +159,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def shorten_error(text: str) -> str:
-    """Return the text of an error, cut if it is too long for a log or a client."""
+    """Return the text of an error, truncated if it is too long for a log or a client."""
     if len(text) <= _MAX_ERROR_CHARACTERS:
         return text
     return f"{text[:_MAX_ERROR_CHARACTERS]}... ({len(text)} characters)"

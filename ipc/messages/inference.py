@@ -159,6 +159,7 @@ class Failed(Message):
 
     `retry_after_s` is a hint for the client; 0: none. With `early` (its deadline expired at a
     worker), the request's memory remains in use until `Settled`. `spans` are as in `Finished`.
+    `is_refused` means that the scheduler did not admit the request.
     """
 
     id: int
@@ -167,6 +168,7 @@ class Failed(Message):
     retry_after_s: int
     early: bool
     spans: bytes = field(default=b"", compare=False)
+    is_refused: bool = field(default=False, compare=False)
 
 
 class Settled(Message):

@@ -221,23 +221,22 @@ class Router:
                 received_messages += itertools.product((peer,), unpack(frame, self.max_array_len))
             except MalformedMessage as error:
                 connection.malformed_messages += 1
-                self._warn("dropped a malformed frame: %s", error)
+                if self._count_malformed():
+                    logger.warning("dropped a malformed frame: %s", error)
         if decoder.dropped_messages:
             connection.malformed_messages += decoder.dropped_messages
             self.malformed_messages += decoder.dropped_messages
             decoder.dropped_messages = 0
         if frames is None or decoder.violation:
-            if decoder.violation:
-                self._warn("a connection was ended: %s", decoder.violation)
+            if decoder.violation and self._count_malformed():
+                logger.warning("a connection was ended: %s", decoder.violation)
             self._drop(connection)
 
-    def _warn(self, format_string: str, subject: object) -> None:
+    def _count_malformed(self) -> bool:
+        """Count a malformed message; return whether it is logged."""
         # A peer that sends malformed data may send a lot of it, which must not flood the log.
-        self.malformed_messages += 1
-        if self.malformed_messages <= _MAX_CONSECUTIVE_WARNINGS or not self.malformed_messages & (
-            self.malformed_messages - 1
-        ):
-            logger.warning(format_string, subject)
+        self.malformed_messages = count = self.malformed_messages + 1
+        return count <= _MAX_CONSECUTIVE_WARNINGS or count.bit_count() == 1
 
     def _identify(self, connection: Connection, properties: dict[str, bytes]) -> None:
         identity = properties.get("identity") or b"\0%d" % next(self._anonymous_numbers)

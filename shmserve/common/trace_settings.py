@@ -112,7 +112,7 @@ def read_changes(settings: Mapping[str, Sequence[str] | None]) -> dict[str, Any]
         InvalidArgument: A value is invalid.
         Unsupported: A client may not change the setting.
     """
-    if settings.get("trace_file"):
+    if "trace_file" in settings:
         raise Unsupported("trace file location can not be updated through network protocol")
     changes: dict[str, Any] = {}
     for name in ("trace_level", *_RANGES):

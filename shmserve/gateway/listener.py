@@ -266,7 +266,7 @@ class LimitedConnection(asyncio.BaseProtocol, ABC):
 
     @property
     @abstractmethod
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Return whether the connection accepts further requests."""
 
     @property
@@ -421,8 +421,8 @@ class Acceptor:
     def _evict(
         self, newcomer: LimitedConnection, connections: Collection[LimitedConnection], limit: int
     ) -> None:
-        candidates = [c for c in connections if c.open and c is not newcomer]
-        if len(candidates) < limit or not newcomer.open:
+        candidates = [c for c in connections if c.is_open and c is not newcomer]
+        if len(candidates) < limit or not newcomer.is_open:
             return  # connections that are closing already make up for the excess
         # Evicting several connections at a time amortises the cost during a flood of connections.
         evicted = _oldest(candidates, attrgetter("idle_since"), max(1, limit // 64))

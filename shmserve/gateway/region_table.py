@@ -168,8 +168,10 @@ class RegionReferences:
             )
         if not region.written_ranges.has_warned:
             region.written_ranges.has_warned = True
-            text = "requests in flight write to overlapping parts of shared memory region '%s'"
-            logger.warning(text, region.name)
+            logger.warning(
+                "requests in flight write to overlapping parts of shared memory region '%s'",
+                region.name,
+            )
 
     def as_template(self) -> ReferenceTemplate:
         """Return the references for later requests with the same header."""

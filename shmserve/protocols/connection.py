@@ -104,12 +104,12 @@ class ClientConnection:
         self._poller = poller
         self._receiver = receiver
         self._unsent_pieces: deque[memoryview] = deque()
-        self.open = True
+        self.is_open = True
         poller.watch(self._sock.fileno(), self._on_ready)
 
     def write(self, data: bytes) -> None:
         """Send bytes as soon as the peer accepts them."""
-        if self._unsent_pieces or not self.open:
+        if self._unsent_pieces or not self.is_open:
             self._unsent_pieces.append(memoryview(data))
             return
         try:
@@ -128,7 +128,7 @@ class ClientConnection:
     def _on_ready(self, events: int) -> None:
         if events & ~WRITE:
             self._receive_available()
-        if events & WRITE and self.open:
+        if events & WRITE and self.is_open:
             self._write_unsent()
 
     def _write_unsent(self) -> None:
@@ -147,7 +147,7 @@ class ClientConnection:
             self._on_lost(error.strerror or "it failed")
 
     def _receive_available(self) -> None:
-        while self.open:
+        while self.is_open:
             try:
                 data = self._sock.recv(_MAX_READ_BYTES)
             except _WOULD_BLOCK:
@@ -168,8 +168,8 @@ class ClientConnection:
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
-        if self.open:
-            self.open = False
+        if self.is_open:
+            self.is_open = False
             self._poller.unwatch(self._sock.fileno())
             self._sock.close()
 

@@ -257,7 +257,7 @@ class GrpcLaneFactory:
 
     def connection(self, number: int) -> Http2Client:
         """Return a connection by its number, reopened if it was lost."""
-        if not self._connections[number].open:
+        if not self._connections[number].is_open:
             self._connections[number] = Http2Client(self._connect, self.poller)
         return self._connections[number]
 
@@ -372,9 +372,9 @@ class Http2Client:
         self._queue_output(h2.PREFACE + settings + window_update)
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Check whether the connection is open."""
-        return self._connection.open
+        return self._connection.is_open
 
     def start(self, lane: GrpcLane, head: bytes) -> int:
         """Begin a call and return its stream id.

@@ -352,7 +352,7 @@ class HttpLane:
 
     def send(self, request: bytes) -> None:
         """Send a request."""
-        if not self._connection.open:
+        if not self._connection.is_open:
             self._connection = self._lane_factory.connect(self)
         self._is_busy = True
         self._connection.write(request)

@@ -319,8 +319,11 @@ class BatchingCore(Core[ScheduledRequest]):
     def drain(self, sequences: bool) -> None:
         self._awaits_sequences = sequences
         if sequences and self._dispatcher.open_sequences:
-            text = "model '%s': waiting until all open sequences (%d) have ended"
-            logger.info(text, self._name, self._dispatcher.open_sequences)
+            logger.info(
+                "model '%s': waiting until all open sequences (%d) have ended",
+                self._name,
+                self._dispatcher.open_sequences,
+            )
         self._dispatcher.flush()
 
     @property

@@ -197,8 +197,11 @@ class OverloadLog:
         """Write the log line with the number of refused requests, and reset it."""
         self.due_ns = NEVER
         if self._refused_count:
-            text = "model '%s' is overloaded: its queue is full, and %d more requests were rejected"
-            logger.warning(text, self._model, self._refused_count)
+            logger.warning(
+                "model '%s' is overloaded: its queue is full, and %d more requests were rejected",
+                self._model,
+                self._refused_count,
+            )
             self._refused_count = 0
 
 
@@ -372,7 +375,7 @@ class Front(Generic[R]):
         if isinstance(error, QueueFull):
             self._overload.refuse()
         text, wait_s = self._core.format_error(error.message), self._core.retry_after_s(error)
-        client.post(Failed(submit.id, error.code, text, wait_s, False))
+        client.post(Failed(submit.id, error.code, text, wait_s, False, is_refused=True))
 
     # --- supervisor -------------------------------------------------------------------------------
 

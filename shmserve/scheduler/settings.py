@@ -260,6 +260,10 @@ def _execution_limit_s(config: ModelSpec, default: float) -> float:
         seconds = math.nan
     if math.isfinite(seconds) and seconds >= 0:
         return seconds
-    message = "model '%s': parameter '%s' is ignored: '%s' is not a number of seconds"
-    logger.warning(message, config.name, model_spec.EXECUTION_TIMEOUT, text)
+    logger.warning(
+        "model '%s': parameter '%s' is ignored: '%s' is not a number of seconds",
+        config.name,
+        model_spec.EXECUTION_TIMEOUT,
+        text,
+    )
     return default

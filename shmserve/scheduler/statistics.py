@@ -286,7 +286,7 @@ class Statistics(Table):
         self._base = dict(snapshot["base"])
 
     def report(self, now_ns: int, wall_ns: int, gauges: dict[str, Any]) -> dict[str, Any]:
-        """Return the complete report; `gauges` are the current values under `shmserve`."""
+        """Return the complete report; `gauges` are added to its member `shmserve`."""
         self._count_recorded()
         executions = self.executions
         count, executed_count = self.success, self.success - self.cache_hit

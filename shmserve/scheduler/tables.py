@@ -261,13 +261,13 @@ class ResponseStats(Table):
         row[_CANCEL] += 1
         row[_CANCEL + 1] += max(now_ns - request.responded_ns, 0)
 
-    def _row(self, index: int) -> list[int]:
+    def _row(self, response_index: int) -> list[int]:
         rows = self.responses
-        if index >= len(rows):
-            index = min(index, LAST_INDEX)
-            while len(rows) <= index:
+        if response_index >= len(rows):
+            response_index = min(response_index, LAST_INDEX)
+            while len(rows) <= response_index:
                 rows.append([0] * 12)
-        return rows[index]
+        return rows[response_index]
 
     def report(self) -> dict[str, Any]:
         """Return the rows by index, as `response_stats` of GET /v2/models/NAME/stats."""

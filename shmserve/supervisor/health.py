@@ -119,11 +119,12 @@ class Watchdog:
                 async with asyncio.timeout(limit_s / 4):
                     await acknowledgements.until_acknowledged(number)
             except TimeoutError:
-                text = (
+                logger.error(
                     "the service manager is not notified, and ends this server %g s after the "
-                    "last notification, because these processes do not respond: %s"
+                    "last notification, because these processes do not respond: %s",
+                    limit_s,
+                    ", ".join(self._missing_peers(number)),
                 )
-                logger.error(text, limit_s, ", ".join(self._missing_peers(number)))
                 await acknowledgements.until_acknowledged(number)
                 logger.warning("all processes respond again")
             self._service_manager.notify_alive()

@@ -192,8 +192,11 @@ class Executor:
                     except ShmserveError as error:
                         failure = error
                     except MalformedMessage as error:
-                        text = "model '%s': a request is malformed: %s"
-                        logger.error(text, self._context.model_name, error)
+                        logger.error(
+                            "model '%s': a request is malformed: %s",
+                            self._context.model_name,
+                            error,
+                        )
                         failure = Internal()
                     except Exception as error:  # memory is exhausted, or a device fails
                         failure = client_error(self._context, error)
@@ -250,11 +253,18 @@ class Executor:
         except BaseException as error:  # SystemExit, too: a model must not end its worker
             too_large = len(requests) > 1 and is_out_of_memory(error)
             if too_large:
-                text = "model '%s': a batch of %d requests exceeds the memory (%r); it is divided"
-                logger.warning(text, self._context.model_name, len(requests), error)
+                logger.warning(
+                    "model '%s': a batch of %d requests exceeds the memory (%r); it is divided",
+                    self._context.model_name,
+                    len(requests),
+                    error,
+                )
             elif len(requests) > 1:
-                text = "model '%s': a batch failed (%r); its requests are executed one by one"
-                logger.warning(text, self._context.model_name, error)
+                logger.warning(
+                    "model '%s': a batch failed (%r); its requests are executed one by one",
+                    self._context.model_name,
+                    error,
+                )
             elif not (is_models_own(error) and self._should_retry(requests[0])):
                 # Not assigned to a variable: the error's traceback keeps the inputs alive.
                 return [self._close_with_error(open_requests[0], self._explain(error, requests[0]))]

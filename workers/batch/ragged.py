@@ -190,7 +190,7 @@ class Padder:
                 shape = (len(target),)
                 _replace_inputs(requests, inputs, pad.lengths_input, "INT64", lengths, shape)
             if pad.mask_input:
-                mask = _byte_view(_true_mask(inputs, target))
+                mask = _byte_view(_value_mask(inputs, target))
                 _replace_inputs(requests, inputs, pad.mask_input, "BOOL", mask, target)
         return padded
 
@@ -308,7 +308,8 @@ def _padded_batch_on_device(pad: Pad, inputs: Sequence[Input], shape: Shape) -> 
     return batch.reshape(-1).view(torch.uint8)
 
 
-def _true_mask(inputs: Sequence[Input], target_shape: Shape) -> Array:
+def _value_mask(inputs: Sequence[Input], target_shape: Shape) -> Array:
+    """Return a mask of the padded batch that is False at the padding."""
     mask = np.zeros((sum(item.shape[0] for item in inputs), *target_shape), np.bool_)
     for slices in _input_slices(inputs):
         mask[slices] = True

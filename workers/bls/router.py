@@ -231,7 +231,7 @@ class BlsCall(InflightRequest):
         if isinstance(message, Finished):
             self.end(self.router.read(self, message))
         elif isinstance(message, Failed):
-            self.end(from_code(message.code, message.message))
+            self.end(_failure(self, message))
         else:
             self.receive(message)
 
@@ -538,7 +538,7 @@ class CallRouter:
         """
         error: ShmserveError = Unavailable("the scheduler of the model was lost")
         if refusal is not None:
-            error = from_code(refusal.code, refusal.message)
+            error = _failure(call, refusal)
         self._unresolved_calls.append((call, error))
         self.shared_wait.notify()
 
@@ -572,8 +572,13 @@ def decoupled_error(model: str) -> Internal:
     )
 
 
+def _failure(call: BlsCall, message: Failed) -> ShmserveError:
+    error = from_code(message.code, message.message)
+    return unsubmitted_error(call.request.model, error) if message.is_refused else error
+
+
 def unsubmitted_error(model: str, error: ShmserveError) -> ShmserveError:
-    """Return the error, in Triton's words, of a call that reached no scheduler."""
+    """Return the error, in Triton's words, of a call that no scheduler has admitted."""
     reason = error.message
     if isinstance(error, NotFound):
         reason = f"Failed for execute the inference request. Model '{model}' is not ready."

@@ -345,8 +345,9 @@ def _model_families(reports: list[dict[str, Any]], server_names: set[str]) -> st
     unique = {name: family for name, family in families.items() if name not in server_names}
     if len(unique) < len(families):
         names = ", ".join(sorted(families.keys() - unique.keys()))
-        text = "metrics of models that have the names of the server's metrics are not shown: %s"
-        logger.warning(text, names)
+        logger.warning(
+            "metrics of models that have the names of the server's metrics are not shown: %s", names
+        )
     return model_metrics.exposition(unique)
 
 

@@ -105,7 +105,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 stream.call.handle_disconnect()
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Return whether the connection is neither closed nor closing."""
         transport = self.transport
         return transport is not None and not (self._is_closing or transport.is_closing())
@@ -220,7 +220,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             self.loop.call_later(_VIOLATION_DELAY_S, self.force_close)
 
     def _resume_reading(self) -> None:
-        if self.open and self.transport is not None:
+        if self.is_open and self.transport is not None:
             self.transport.resume_reading()
             self.buffer_updated(0)
 

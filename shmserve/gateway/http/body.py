@@ -303,12 +303,12 @@ class Body:
             self.arrival.reserve(len(piece))
         return bytes(start)
 
-    async def read_tensors(self, tensors: ArrivingRequest, start: bytes = b"") -> bool:
-        """Receive tensors, whose first bytes are `start`; return whether they are complete."""
+    async def read_tensors(self, arriving: ArrivingRequest, start: bytes = b"") -> bool:
+        """Receive the tensors, which begin with `start`; return whether they are complete."""
         piece = start
         while True:
-            tensors.feed_across_tensors(memoryview(piece))
-            if tensors.is_complete:
+            arriving.feed_across_tensors(memoryview(piece))
+            if arriving.is_complete:
                 return True
             piece = await self.next()
             if not piece:

@@ -201,7 +201,8 @@ class HttpConnection(Incoming):
             self._refuse(Unsupported(text), os.fsencode(f"{head.method} {head.path} "))
             return None
         self._is_handling = True
-        self._parser.message_consumed()
+        if message[1].is_eof():  # otherwise, the parser counts the request when its body has ended
+            self._parser.message_consumed()
         if self._is_queue_full:
             self._on_dequeued()
         request = HttpRequest(*message, self)

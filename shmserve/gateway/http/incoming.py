@@ -176,7 +176,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
                 self._loop.call_later(self._settings.body_timeout_s, transport.abort)
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Return whether the connection accepts further requests."""
         return not self._is_closed
 
@@ -234,10 +234,6 @@ class Incoming(LimitedConnection, asyncio.Protocol):
                     return
         self._parse(data, is_between_requests)
 
-    def _parse_buffered(self) -> int:
-        self._parse(b"", False)
-        return len(self._messages)
-
     def _parse(self, data: bytes, is_between_requests: bool) -> None:
         """Parse the bytes, and queue the requests or the error that they complete."""
         if self._is_closed or self._state is ReadState.FAILED:
@@ -251,7 +247,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         ):
             self._head = b""
         head = None if self._head is None else self._head + data
-        # An incomplete head does not end with an empty line.
+        # An empty line ends a head or a chunked body; an incomplete head cannot contain it.
         self._head, self._ends_request = None, data.endswith(b"\r\n\r\n")
         unparsed = b""
         try:
@@ -281,7 +277,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if self._messages and waiter is not None:
             self._waiter = None
             waiter.set_result(None)
-        if len(self._messages) >= _MAX_QUEUED_REQUESTS:
+        # The parser also counts the request that is being handled, if its body has just ended.
+        if len(self._messages) >= _MAX_QUEUED_REQUESTS - 1:
             self._is_queue_full = True
             self._set_reading()
         if is_between_requests:
@@ -294,6 +291,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if content is not None:
             if content.is_eof():
                 self._body_stream = None
+                self._parser.message_consumed()
             elif self._messages:
                 # The parser has failed, because the bytes are neither a part of the body nor a
                 # request.
@@ -411,13 +409,14 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         if self._is_stream_full:
             self._is_stream_full = False
             if resume_parser:
-                self._parse_buffered()
+                self._parse(b"", False)
             self._set_reading()
 
     def _on_dequeued(self) -> None:
         """Resume reading if the queue, which was full, is short enough."""
         if len(self._messages) <= _MAX_QUEUED_REQUESTS // 2:
-            self._is_queue_full = self._parse_buffered() >= _MAX_QUEUED_REQUESTS
+            self._is_queue_full = False
+            self._parse(b"", False)
             self._set_reading()
 
     def _set_reading(self) -> None:

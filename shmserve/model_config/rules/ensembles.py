@@ -268,15 +268,15 @@ def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:
 
 
 def _mapped_tensors(
-    config: ModelConfig, index: int, model: ModelConfig
+    config: ModelConfig, step_index: int, model: ModelConfig
 ) -> Iterator[tuple[Key, str, _Tensor]]:
     """Yield the key, the ensemble tensor and the model's tensor of each mapping of a step."""
-    step = config.ensemble_scheduling.step[index]
+    step = config.ensemble_scheduling.step[step_index]
     context = f"in ensemble {config.name}, "
     inputs = {io.name: io for io in model.input}
     outputs = {io.name: io for io in model.output}
     for name, tensor in sorted(step.input_map.items()):
-        key: Key = (*_STEP, index, "input_map", member(name))
+        key: Key = (*_STEP, step_index, "input_map", member(name))
         if name not in inputs:
             raise GraphProblem(
                 f"{context}ensemble tensor {tensor} is mapping to non-existing input {name} in "
@@ -289,10 +289,10 @@ def _mapped_tensors(
             raise GraphProblem(
                 f"{context}input {io.name} in model {model.name} is not mapped to any ensemble "
                 "tensors",
-                (*_STEP, index, "input_map"),
+                (*_STEP, step_index, "input_map"),
             )
     for name, tensor in sorted(step.output_map.items()):
-        key = (*_STEP, index, "output_map", member(name))
+        key = (*_STEP, step_index, "output_map", member(name))
         if name not in outputs:
             raise GraphProblem(
                 f"{context}ensemble tensor {tensor} is mapped from non-existing output {name} in "

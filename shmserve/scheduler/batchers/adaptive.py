@@ -25,8 +25,8 @@ neither the aim nor this sum. Preferred sizes are ignored.
 
 Trials have a budget. The target permits one request in a hundred to miss it, and a fifth of these
 misses may be spent on trials. An account contains the earned and unspent misses. A trial is made if
-it causes no miss even at worst, if the account covers its price, or if the target is being missed
-already. `bench/measured.md` shows the effect of each mechanism.
+it causes no miss even at worst, if the account covers its estimated misses, or if the target is
+being missed already. `bench/measured.md` shows the effect of each mechanism.
 """
 
 from __future__ import annotations
@@ -210,25 +210,25 @@ class Sizes:
         self._idle_share = 1.0
         # The requests that may still be late because of the last trial, and the misses that may
         # still be charged to it.
-        self._delayed_requests = self._price = 0.0
+        self._delayed_requests = self._chargeable_misses = 0.0
 
     def is_due(self, batches: int) -> bool:
         """Check whether a trial is due, given the number of batches executed so far."""
         return batches >= self._next_trial
 
     def start_trial(self, size: int, worst_ns: float, state: TrialState, batches: int) -> bool:
-        """Start a trial that takes at most `worst_ns`; return False if its price is too high."""
+        """Start a trial of at most `worst_ns`; return False if it may cause too many misses."""
         self._state = state
         self._idle_share = max(1 - state.rows_per_ns * state.row_ns, _MIN_IDLE)
-        price = self._estimate_price(size, worst_ns, state.max_in_flight)
-        if price > max(self._account.credit, 0) and not state.is_overloaded:
+        estimated_misses = self._estimate_misses(size, worst_ns, state.max_in_flight)
+        if estimated_misses > max(self._account.credit, 0) and not state.is_overloaded:
             return False
         self._size = size
         is_learning = batches < LEARNING or state.is_overloaded
         self._next_trial = batches + (_LEARNING_INTERVAL if is_learning else _TRIAL_INTERVAL)
         return True
 
-    def _estimate_price(self, size: int, took_ns: float, max_in_flight: float) -> float:
+    def _estimate_misses(self, size: int, took_ns: float, max_in_flight: float) -> float:
         state = self._state
         own_misses = size if took_ns > state.oldest_left_ns else 0
         lost_ns = took_ns - size * state.row_ns - max(state.spare_ns, 0)
@@ -249,12 +249,12 @@ class Sizes:
         """
         if units == self._size:
             self._delayed_requests = count + in_flight / self._idle_share
-            self._price = self._estimate_price(units, took_ns, in_flight)
+            self._chargeable_misses = self._estimate_misses(units, took_ns, in_flight)
             self._size = 0
         if self._delayed_requests > 0:
             self._delayed_requests -= count
-            charged = min(misses, self._price)
-            self._price -= charged
+            charged = min(misses, self._chargeable_misses)
+            self._chargeable_misses -= charged
             self._account.subtract_misses(charged)
 
 

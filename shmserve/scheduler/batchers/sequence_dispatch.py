@@ -86,8 +86,11 @@ class SequenceDispatcher(Dispatcher):
         assert sequence_key is not None
         request.flags = sequence_key.flags
         if self._sequences.enqueue(request, sequence_key.correlation_id):
-            text = "sequence %s of model '%s' was restarted before its END"
-            logger.warning(text, sequence_key.correlation_id, self._name)
+            logger.warning(
+                "sequence %s of model '%s' was restarted before its END",
+                sequence_key.correlation_id,
+                self._name,
+            )
 
     def lost_text(self, request: ScheduledRequest) -> str:
         return _state_lost(request.sequence)
@@ -146,8 +149,9 @@ class SequenceDispatcher(Dispatcher):
             if slots.running_sequences and instance is not None and instance.execution is None:
                 sequences.finish_batch(slots, now_ns)
         for idle in sequences.expire_idle(now_ns):
-            text = "sequence %s of model '%s' is closed: it was idle for too long"
-            logger.info(text, idle.id, self._name)
+            logger.info(
+                "sequence %s of model '%s' is closed: it was idle for too long", idle.id, self._name
+            )
         for slots, ended_slots in sequences.take_unended().items():
             if self._slots.get(slots.peer) is slots:
                 self._executions.post(slots.peer, EndSequences(ended_slots))

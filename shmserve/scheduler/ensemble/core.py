@@ -282,12 +282,14 @@ class EnsembleCore(Core[EnsembleRequest]):
         if blocks:
             self._memory.reserve(blocks)
             on_devices = sum(size for size, device in blocks if device is not None)
-            text = (
-                "ensemble '%s': planned memory of %d tensors between steps: %.1f MB per request%s"
-            )
             devices_text = f", {on_devices / 1e6:.1f} of them on CUDA devices" if on_devices else ""
-            name, megabytes = self._signature.name, self._planned_bytes / 1e6
-            logger.info(text, name, len(blocks), megabytes, devices_text)
+            logger.info(
+                "ensemble '%s': planned memory of %d tensors between steps: %.1f MB per request%s",
+                self._signature.name,
+                len(blocks),
+                self._planned_bytes / 1e6,
+                devices_text,
+            )
 
     def process_exited(self, pid: int, reason: str, now_ns: int) -> None:
         self._memory.process_exited(pid)

@@ -324,8 +324,11 @@ class DeviceBlocks:
             segment = _Segment(self._cuda, device, size)
         except ShmserveError as error:
             self._full_devices.add(device)
-            text = "tensors between ensemble steps use host memory, not device %d: %s"
-            logger.warning(text, device, error.message)
+            logger.warning(
+                "tensors between ensemble steps use host memory, not device %d: %s",
+                device,
+                error.message,
+            )
             return None
         self._segments[segment.memory.id] = segment
         return segment

@@ -197,9 +197,9 @@ class StepRunner:
         if self._messages.step_events:
             self._handle_events(now_ns)
 
-    def _run_waiting(self, index: int, now_ns: int) -> None:
-        waiting_firings = self._waiting_firings[index]
-        while waiting_firings and self._in_flight[index] < self._graph.max_inflight:
+    def _run_waiting(self, step_index: int, now_ns: int) -> None:
+        waiting_firings = self._waiting_firings[step_index]
+        while waiting_firings and self._in_flight[step_index] < self._graph.max_inflight:
             request, firing = waiting_firings.popleft()
             request.waiting_count -= 1
             self.waiting_count -= 1

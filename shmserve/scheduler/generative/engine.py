@@ -66,8 +66,8 @@ class Engine(Generic[T]):
         self._new_sequences: list[NewSequence] = []
         self._ended: list[int] = []
         self._step_count = 0
-        # Prompts are cut at multiples of the chunk if a step has space for a chunk beside all
-        # decoding rows.
+        # The prefill of a prompt is split at multiples of the chunk if a step has space for a chunk
+        # beside all decoding rows.
         prefill_tokens = self.settings.max_tokens_per_batch - self.settings.max_batch_size
         limits = self.settings
         prefill_tokens = min(prefill_tokens, limits.prefill_chunk_size, limits.max_prefill_tokens)

@@ -217,16 +217,16 @@ class Executions:
 
     # --- instances that become ready --------------------------------------------------------------
 
-    def announce(self, index: int, pid: int) -> None:
+    def announce(self, instance_index: int, pid: int) -> None:
         """Announce an instance with `Pool.announce`, and send the releases that are kept for it."""
         early_releases = self._take_unknown(pid)
         if early_releases:
             self._early_releases.setdefault(pid, []).extend(early_releases)
-        self._send_early(self._pool.announce(index, pid))
+        self._send_early(self._pool.announce(instance_index, pid))
 
-    def register_worker(self, index: int, peer: bytes, pid: int) -> None:
+    def register_worker(self, instance_index: int, peer: bytes, pid: int) -> None:
         """Record in the pool that a worker is ready, and send the releases kept for it."""
-        self._send_early(self._pool.register_worker(index, peer, pid))
+        self._send_early(self._pool.register_worker(instance_index, peer, pid))
 
     def _take_unknown(self, pid: int) -> list[ReleaseOutputs]:
         """Remove and return the releases that are kept for an unannounced process."""

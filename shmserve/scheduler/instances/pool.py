@@ -193,10 +193,10 @@ class InstanceTickets:
             self._control.post(TicketReturned(ticket, True))
         self._to_return.clear()
 
-    def return_tickets(self, index: int) -> None:
+    def return_tickets(self, instance_index: int) -> None:
         """Send the tickets of an instance that is gone back to the supervisor."""
         for tickets in (self._requested_tickets, self._granted_tickets, self._used_tickets):
-            ticket = tickets.pop(index, 0)
+            ticket = tickets.pop(instance_index, 0)
             if ticket:
                 self._control.post(TicketReturned(ticket, tickets is self._used_tickets))
 
@@ -237,31 +237,31 @@ class Pool:
 
     # --- registration and exit --------------------------------------------------------------------
 
-    def announce(self, index: int, pid: int) -> Slot | None:
+    def announce(self, instance_index: int, pid: int) -> Slot | None:
         """Announce an instance, for which requests wait from now on.
 
         Args:
-            index: The index of the instance.
+            instance_index: The index of the instance.
             pid: The pid of its process, or 0 if unknown.
 
         Returns:
             Its slot if its worker has registered itself before, otherwise None.
         """
-        slot = self._slot(index)
+        slot = self._slot(instance_index)
         slot.transition("expect")
         slot.awaited_pid = pid or slot.awaited_pid
         self._update_failure()
         return self._accept_registration(slot)
 
-    def register_worker(self, index: int, peer: bytes, pid: int) -> Slot | None:
+    def register_worker(self, instance_index: int, peer: bytes, pid: int) -> Slot | None:
         """Record that a worker is ready.
 
         Returns:
             The slot of its instance, or None if the worker was not announced yet.
         """
-        slot = self._slots.get(index)
+        slot = self._slots.get(instance_index)
         if slot is None:
-            self._registrations[index] = Worker(peer, pid)
+            self._registrations[instance_index] = Worker(peer, pid)
         elif slot.pid != pid:
             slot.registration = Worker(peer, pid)
             return self._accept_registration(slot)
@@ -282,9 +282,9 @@ class Pool:
                 return self._remove(slot)
         return None
 
-    def retire(self, index: int) -> None:
+    def retire(self, instance_index: int) -> None:
         """Mark an instance to be removed when it has nothing to do."""
-        slot = self._slot(index)
+        slot = self._slot(instance_index)
         if not slot.retiring:
             slot.retiring = True
             self.retiring_slots.append(slot)
@@ -305,9 +305,9 @@ class Pool:
                 self._remove(slot)
         return removed_pids
 
-    def instance_failed(self, index: int, reason: str) -> None:
+    def instance_failed(self, instance_index: int, reason: str) -> None:
         """Record that an instance without a process will not come back."""
-        self._slot(index).transition("give_up")
+        self._slot(instance_index).transition("give_up")
         self._last_failure = reason
         self._update_failure()
 
@@ -315,11 +315,11 @@ class Pool:
         all_gone = all(slot.state is SlotState.GONE for slot in self._slots.values())
         self.failure = self._last_failure if all_gone else ""
 
-    def _slot(self, index: int) -> Slot:
-        slot = self._slots.get(index)
+    def _slot(self, instance_index: int) -> Slot:
+        slot = self._slots.get(instance_index)
         if slot is None:
-            slot = self._slots[index] = Slot(index)
-            slot.registration = self._registrations.pop(index, None)
+            slot = self._slots[instance_index] = Slot(instance_index)
+            slot.registration = self._registrations.pop(instance_index, None)
         return slot
 
     def _accept_registration(self, slot: Slot) -> Slot | None:

@@ -132,8 +132,13 @@ def example_command(models: Iterable[ModelSpec], url: str, *, needs_token: bool)
         required = [tensor for tensor in spec.input if not tensor.optional] or list(spec.input[:1])
         if sum(math.prod(map(abs, tensor.dims)) for tensor in required) <= _MAX_ELEMENTS:
             inputs = " ".join(f"--input {shlex.quote(_example_input(item))}" for item in required)
-            return f"shmserve client infer {shlex.quote(spec.name)} {server} {inputs}"
-    return f"shmserve perf {shlex.quote(candidates[0].name)} {server}" if candidates else ""
+            return f"shmserve client infer {_operands(spec, f'{server} {inputs}')}"
+    return f"shmserve perf {_operands(candidates[0], server)}" if candidates else ""
+
+
+def _operands(spec: ModelSpec, options: str) -> str:
+    name = shlex.quote(spec.name)
+    return f"{options} -- {name}" if name.startswith("-") else f"{name} {options}"
 
 
 def _example_input(tensor: TensorSpec) -> str:

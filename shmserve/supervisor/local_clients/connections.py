@@ -302,8 +302,9 @@ class LocalClientConnections:
         """Send a packet now or when the client reads; disconnect it if too many are unread."""
         client.unsent.append(data)
         if len(client.unsent) > _MAX_UNREAD_MESSAGES:
-            text = "disconnected a client program (pid %d) that does not read its messages"
-            logger.warning(text, client.pid)
+            logger.warning(
+                "disconnected a client program (pid %d) that does not read its messages", client.pid
+            )
             self.disconnect(client)
         elif len(client.unsent) == 1:
             self._flush(client)

@@ -143,8 +143,13 @@ class Autoscaler:
         missing = state.capacity.missing_resources(count) if count > before else ""
         if missing:
             state.next_change_s = now_s + _RETRY_S
-            text = "model '%s' keeps %d instances although %s: %s"
-            logger.warning(text, version.spec.name, before, change.reason, missing)
+            logger.warning(
+                "model '%s' keeps %d instances although %s: %s",
+                version.spec.name,
+                before,
+                change.reason,
+                missing,
+            )
             return
         state.is_changing = True
         self._context.background(self._change(version, state, change))
@@ -155,15 +160,17 @@ class Autoscaler:
             await version.instances.resize(change.instance_count)
         except ShmserveError as error:
             state.next_change_s = time.monotonic() + _RETRY_S
-            text = "model '%s' keeps %d instances: %s"
-            logger.error(text, name, version.instances.count, error.message)
+            logger.error(
+                "model '%s' keeps %d instances: %s", name, version.instances.count, error.message
+            )
             return
         finally:
             state.is_changing = False
         after = version.instances.count
         state.policy.record_change(time.monotonic(), before, after)
-        text = "model '%s' has %d instances (before: %d): %s"
-        logger.info(text, name, after, before, change.reason)
+        logger.info(
+            "model '%s' has %d instances (before: %d): %s", name, after, before, change.reason
+        )
         event = InstancesChanged(name, version.spec.version, before, after, change.reason)
         self._context.events.publish(event)
         version.scheduler.send(CountChange(after > before))

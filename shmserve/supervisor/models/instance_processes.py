@@ -57,6 +57,7 @@ _MAX_FAILED_LOADS = 5
 # about 5 s if the model loads immediately.
 _MAX_CRASHES = 10
 _MAX_PAUSE_S = 30.0  # maximum pause before the restart of a process that is killed repeatedly
+_LOADING_STATES = {InstanceState.STARTING, InstanceState.LOADING}
 _SERVING_STATES = {InstanceState.READY, InstanceState.RETIRING}
 _DOWN_STATES = {InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOPPED}
 
@@ -414,8 +415,11 @@ class Instances:
         instance.transition("stop")
         patience_s = max(self._context.config.exit_timeout_s, _MIN_STOP_PATIENCE_S)
         if not await self._context.end(instance.child, patience_s):
-            text = "instance '%s' is killed: its `unload`, `finalize` or execution takes over %g s"
-            logger.error(text, instance.name, patience_s)
+            logger.error(
+                "instance '%s' is killed: its `unload`, `finalize` or execution takes over %g s",
+                instance.name,
+                patience_s,
+            )
 
     # --- schedulers
 
@@ -456,8 +460,9 @@ class Instances:
     @staticmethod
     async def _kill(instance: Instance, child: Child) -> None:
         stacks = format_stacks(await stacks_of(instance))
-        text = "instance '%s' is killed: %s; its stacks: %s"
-        logger.error(text, instance.name, child.kill_reason, stacks)
+        logger.error(
+            "instance '%s' is killed: %s; its stacks: %s", instance.name, child.kill_reason, stacks
+        )
         child.kill()
 
     def _handle_exit(self, instance: Instance, child: Child, _: object) -> None:
@@ -523,8 +528,9 @@ class Instances:
                 return
             pid = instance.child.pid if instance.child is not None else 0
             down_s = time.monotonic() - exited_at
-            text = "%s runs again: pid %d, %.1f s after its exit"
-            logger.info(text, exited_child.title, pid, down_s)
+            logger.info(
+                "%s runs again: pid %d, %.1f s after its exit", exited_child.title, pid, down_s
+            )
             return
 
     @staticmethod
@@ -539,8 +545,12 @@ class Instances:
         if exited_child is None or not exited_child.was_killed or excess_exits < 0:
             return pause_s
         pause_s = min(2.0**excess_exits, _MAX_PAUSE_S)
-        text = "instance '%s' restarts in %g s: its process was killed or ended %d times"
-        logger.warning(text, instance.name, pause_s, instance.backoff.exits)
+        logger.warning(
+            "instance '%s' restarts in %g s: its process was killed or ended %d times",
+            instance.name,
+            pause_s,
+            instance.backoff.exits,
+        )
         return pause_s
 
     def _abandon(self, instance: Instance, reason: str) -> None:
@@ -565,5 +575,9 @@ class Instances:
     # --- end
 
     async def stop(self) -> None:
-        """Finalize the model in every process and wait for their exits."""
+        """Finalize the model in every process that has loaded it, and wait for all exits."""
+        for instance in self._instances:
+            # A restarted process may hang in `load`, and would then outlast any `finalize`.
+            if instance.state in _LOADING_STATES and instance.child is not None:
+                instance.child.kill()
         await asyncio.gather(*(self._end(process) for process in self._instances if process.alive))

@@ -381,8 +381,12 @@ async def wait_for_load(
             return await load
     except TimeoutError:
         stacks = await stacks_of(instance)
-        text = "instance '%s' has not loaded within %g s; its stacks: %s"
-        logger.error(text, instance.name, max_s, format_stacks(stacks))
+        logger.error(
+            "instance '%s' has not loaded within %g s; its stacks: %s",
+            instance.name,
+            max_s,
+            format_stacks(stacks),
+        )
         frame = find_model_frame(stacks, folder)
         raise Unavailable(
             f"the model has not loaded within {max_s:g} s (--load-timeout-secs)"
@@ -399,8 +403,12 @@ async def _report_hang(instance: Instance, on_hang: Callable[[], None]) -> None:
         await asyncio.sleep(pause_s)
         total_s, pause_s = total_s + pause_s, 2 * pause_s
         stacks = format_stacks(await stacks_of(instance))
-        text = "instance '%s' has been loading for %g s; its stacks: %s"
-        logger.warning(text, instance.name, total_s, stacks)
+        logger.warning(
+            "instance '%s' has been loading for %g s; its stacks: %s",
+            instance.name,
+            total_s,
+            stacks,
+        )
         if not instance.hangs:
             instance.hangs = True
             on_hang()

@@ -452,6 +452,10 @@ class Lifecycle:
                 for load in loads:
                     load.is_outdated |= not load.is_planning and name in load.step_models
             is_unloaded = user.on_demand and not (user.serving or loads)
+            steps = [self._registry.models.get(step) for step in user.needed_steps]
+            # An operator has unloaded another step: only a load of that step or of the user
+            # loads it again.
+            is_unloaded |= any(step and step.name != name and step.is_unloaded for step in steps)
             is_needed = name in user.needed_steps and not is_unloaded
             if not is_needed or any(load.is_planning for load in loads):
                 continue

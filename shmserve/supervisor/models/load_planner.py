@@ -130,15 +130,19 @@ class LoadPlanner:
         hint = repository.layout_hint(folder)
         if hint:
             logger.warning("model %s: %s", name, hint)
-        text = "model %s: ignore version directory '%s' which %s"
         for ignored, reason in repository.ignored_folders(folder).items():
-            logger.warning(text, name, ignored, reason)
+            logger.warning(
+                "model %s: ignore version directory '%s' which %s", name, ignored, reason
+            )
         versions = repository.versions_to_load(config, folder.versions)
         for text in repository.incomplete_files(folder.path, versions):
             logger.warning("model %s: %s", name, text)
-        text = "version %d is specified for model '%s', but the version directory is not present"
         for version in repository.missing_versions(config, folder.versions):
-            logger.error(text, version, name)
+            logger.error(
+                "version %d is specified for model '%s', but the version directory is not present",
+                version,
+                name,
+            )
         if not versions:
             text = f"load failed for model '{name}': {repository.missing_version_text(folder)}\n"
             raise InvalidArgument(text)
@@ -239,8 +243,11 @@ class LoadPlanner:
             logger.warning("model %s: %s", folder.name, text)
         ignored = model_config.ignored_fields(merged)
         if ignored:
-            text = "model %s: these settings are accepted and have no effect: %s"
-            logger.info(text, folder.name, ", ".join(ignored))
+            logger.info(
+                "model %s: these settings are accepted and have no effect: %s",
+                folder.name,
+                ", ".join(ignored),
+            )
         return ModelSpec.of(model_config.to_dict(merged))
 
     def _complete_ensemble(

@@ -230,8 +230,10 @@ class LifecycleExecutor(LifecycleActions):
     async def read(self, order: Order) -> None:
         plan = await asyncio.to_thread(self._plan, order)
         if plan.is_ambiguous:
-            text = "failed to poll model '%s': not unique across all model repositories"
-            logger.error(text, order.model.name)
+            logger.error(
+                "failed to poll model '%s': not unique across all model repositories",
+                order.model.name,
+            )
         self.lifecycle.load_planned(order, plan)
 
     def _plan(self, order: Order) -> LoadPlan:
@@ -307,8 +309,9 @@ class LifecycleExecutor(LifecycleActions):
             try:
                 await version.regroup(group, partial(self._publish_move, model))
             except ShmserveError as error:
-                text = "model '%s' cannot be moved to another process: %s"
-                logger.error(text, model.name, error.message)
+                logger.error(
+                    "model '%s' cannot be moved to another process: %s", model.name, error.message
+                )
         self.lifecycle.move_finished(order)
 
     async def _publish_move(self, model: ModelEntry) -> None:

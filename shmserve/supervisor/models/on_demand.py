@@ -241,8 +241,11 @@ class OnDemand:
                         self._status_changed.clear()
                         await self._status_changed.wait()
             except TimeoutError:
-                text = "unloading %s takes longer than %g s; the next model is loaded now"
-                logger.warning(text, ", ".join(map(repr, names)), _UNLOAD_TIMEOUT_S)
+                logger.warning(
+                    "unloading %s takes longer than %g s; the next model is loaded now",
+                    ", ".join(map(repr, names)),
+                    _UNLOAD_TIMEOUT_S,
+                )
 
     async def _due_names(self) -> list[str]:
         max_bytes = self._context.config.max_models_byte_size

@@ -443,6 +443,12 @@ class ModelEntry:
         return next((o for o in reversed(self.orders) if o.kind is not OrderKind.MOVE), None)
 
     @property
+    def is_unloaded(self) -> bool:
+        """Return whether the last order for the model was an operator's unload."""
+        is_idle = not (self.serving or self.orders or self.on_demand)
+        return is_idle and set(self.outcomes.values()) == {UNLOADED}
+
+    @property
     def needed_steps(self) -> list[str]:
         """Return the models that this ensemble needs, or will need after the load in progress."""
         order = self.orders[0] if self.orders else None

@@ -199,8 +199,11 @@ class ProcessTable:
                 logger.exception("the exit of %s could not be handled", child.title)
 
     def _on_stopped(self, child: Child) -> None:
-        text = "%s was stopped by a signal; it is replaced unless it continues within %g s"
-        logger.warning(text, child.title, STOPPED_LIMIT_S)
+        logger.warning(
+            "%s was stopped by a signal; it is replaced unless it continues within %g s",
+            child.title,
+            STOPPED_LIMIT_S,
+        )
         self._on_continued(child)
         child.stop_timer = self._loop.call_later(STOPPED_LIMIT_S, self._kill_stopped, child)
 

@@ -188,8 +188,9 @@ class KeptRegions:
             try:
                 region = _reopen(fds, admit)
             except (ShmserveError, OSError, ValueError, TypeError, KeyError) as error:
-                text = "a registration of the previous server cannot be restored: %s"
-                logger.warning(text, error)
+                logger.warning(
+                    "a registration of the previous server cannot be restored: %s", error
+                )
                 for fd in fds:
                     os.close(fd)
                 self._service_manager.drop(name)

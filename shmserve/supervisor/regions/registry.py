@@ -174,8 +174,10 @@ class RegionRegistry:
         for region in self._kept_regions.restore(registrations, self._opener.readmit):
             self._active_regions[region.name] = region
         if registrations:
-            text = "%d registered regions were taken over from the previous server"
-            logger.info(text, len(self._active_regions))
+            logger.info(
+                "%d registered regions were taken over from the previous server",
+                len(self._active_regions),
+            )
 
     async def apply(self, verb: str, kept_name: str, fds: list[int]) -> None:
         """Apply a change, KEEP or DROP, that the other server of a handover has sent.
@@ -323,8 +325,9 @@ class RegionRegistry:
                     self._active_regions.get(region.name),
                     *self.draining.retired.values(),
                 ):
-                    text = "region '%s' is unregistered because its owner has exited"
-                    logger.warning(text, region.name)
+                    logger.warning(
+                        "region '%s' is unregistered because its owner has exited", region.name
+                    )
                     await self._withdraw(region, "its owner has exited")
 
         in_background(withdraw(), self._tasks)

@@ -188,14 +188,17 @@ class RateLimiter:
         record.instance_by_ticket.clear()
         return self._grant()
 
-    def remove_instance(self, member: Hashable, index: int) -> list[GrantedTicket]:
+    def remove_instance(self, member: Hashable, instance_index: int) -> list[GrantedTicket]:
         """Remove an instance. Its granted ticket is released later by its scheduler.
 
         Returns:
             The tickets that are granted now.
         """
         record = self._members.get(member)
-        if record is None or (removed_instance := record.instances.pop(index, None)) is None:
+        if (
+            record is None
+            or (removed_instance := record.instances.pop(instance_index, None)) is None
+        ):
             return []
         self._pending = [r for r in self._pending if r.instance is not removed_instance]
         self._compute_capacities()
@@ -213,9 +216,9 @@ class RateLimiter:
     # --- tickets ----------------------------------------------------------------------------------
 
     def ask(
-        self, member: Hashable, index: int, ticket: Hashable, pid: int = 0
+        self, member: Hashable, instance_index: int, ticket: Hashable, pid: int = 0
     ) -> list[GrantedTicket]:
-        """Request a ticket for the instance with `index`, whose process is `pid`.
+        """Request a ticket for the instance with `instance_index`, whose process is `pid`.
 
         A request is ignored if the instance is unknown or already holds the ticket.
 
@@ -223,7 +226,7 @@ class RateLimiter:
             The tickets that are granted now.
         """
         record = self._members.get(member)
-        instance = None if record is None else record.instances.get(index)
+        instance = None if record is None else record.instances.get(instance_index)
         if record is None or instance is None or ticket in record.instance_by_ticket:
             return []
         instance.pid = pid
@@ -328,9 +331,9 @@ class Tickets:
         self._limiter.join(member, needs)
         self._log()
 
-    def remove_instance(self, member: int, index: int) -> None:
+    def remove_instance(self, member: int, instance_index: int) -> None:
         """Remove an instance that has ended."""
-        self._send_granted(self._limiter.remove_instance(member, index))
+        self._send_granted(self._limiter.remove_instance(member, instance_index))
         self._log()
 
     def bind(self, scheduler: Address, member: int) -> None:

@@ -182,6 +182,38 @@ def test_the_arguments_limit_all_requests(server: Server, vllm_port: int) -> Non
         assert json.loads(response)["usage"]["completion_tokens"] == 490
 
 
+LONG_MESSAGES = [{"role": "user", "content": "some words " * 600}]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        ("completions", {"prompt": "a " * 999}, "prompt"),
+        ("chat/completions", {"messages": LONG_MESSAGES}, "messages"),
+        ("responses", {"input": "some words " * 600}, "input"),
+        ("completions", {"prompt": "a", "n": 0}, "n"),
+        ("completions", {"prompt": "a", "min_p": 2}, "min_p"),
+        ("completions", {"prompt": "a", "lora_name": ["french"]}, None),
+    ],
+)
+def test_errors_name_the_field(
+    server: Server, path: str, fields: dict[str, Any], name: str | None
+) -> None:
+    status, answer = post_json(server.http_port, f"/v1/{path}", {"model": "tiny", **fields})
+    assert (status, answer["error"]["param"]) == (400 if name else 404, name), answer
+
+
+def test_tokens_of_reasoning_are_counted_as_by_vllm(server: Server, vllm_port: int) -> None:
+    body: dict[str, Any] = {"model": "tiny", "max_tokens": 20, "temperature": 0}
+    body["messages"] = [{"role": "user", "content": "hi"}]
+    counts = [
+        json.loads(post(port, "/v1/chat/completions", body))["usage"]["completion_tokens_details"]
+        for port in (server.http_port, vllm_port)
+    ]
+    assert counts[0] == counts[1]
+    assert counts[0]["reasoning_tokens"] > 0
+
+
 def test_log_probabilities_of_a_repeated_prompt(server: Server, vllm_port: int) -> None:
     request: dict[str, Any] = {"echo": True, "logprobs": 2, "max_tokens": 5, "temperature": 0}
     own, peer = (

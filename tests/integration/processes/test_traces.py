@@ -446,6 +446,7 @@ def test_large_tensors_are_traced_with_all_elements(tmp_path: Path) -> None:
         ({"trace_level": ["TENSORS"], "trace_rate": "0"}, 400, "sample rate must be non-zero"),
         ({"trace_count": "-2"}, 400, "'trace_count'. Expecting value >= -1, got:-2"),
         ({"trace_file": "/x"}, 501, "trace file location can not be updated through network"),
+        ({"trace_file": None}, 501, "trace file location can not be updated through network"),
         ({"trace_rate": {}}, 400, "'trace_rate' must be a string"),
     ],
 )

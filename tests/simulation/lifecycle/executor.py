@@ -152,6 +152,7 @@ class SimulatedExecutor(LifecycleExecutor):
 
     def read(self, order: Order) -> None:
         self._record_action("read", self.oracles.title(order))
+        self.oracles.load_begun(order)
         self.world.after(draw_delay_ns(self.world), self._read, order)
 
     def _read(self, order: Order) -> None:

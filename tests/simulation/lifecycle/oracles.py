@@ -130,6 +130,10 @@ class LifecycleOracles:
         self.orders.append(order)
         self._executor.world.note("entered", self.title(order))
 
+    def load_begun(self, order: Order) -> None:
+        if order.model.unloads_later:
+            self.report_violation(f"8: {self.title(order)} begins, and a later order unloads it")
+
     def order_answered(self, order: Order) -> None:
         self._answers[order] += 1
         if self._answers[order] > 1:

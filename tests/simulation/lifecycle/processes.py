@@ -178,8 +178,15 @@ class SimulatedProcesses:
             if isinstance(message, m.InstanceLoaded):
                 self._starts.instance_ready(self.live_processes[pid_of(address)].instance)
             handler(message)
+            if isinstance(message, m.InstanceRetired):
+                self.world.after(SECOND, self._check_retired, message.process)
         elif address == pid_of(address):
             self._undelivered_messages.setdefault(address, []).append(message)
+
+    def _check_retired(self, pid: int) -> None:
+        child = self.live_processes.get(pid)
+        if child is not None and not child.will_exit:
+            self.executor.oracles.report_violation(f"5: {child} runs on, and has retired")
 
     def _receive_message(self, child: SimulatedChild, address: Address, message: Any) -> None:
         if not child.alive:

@@ -8,6 +8,7 @@ from shmserve.supervisor.models.instances import Instance
 from tests.simulation.lifecycle.executor import SimulatedExecutor
 from tests.simulation.lifecycle.loop import SimulatedLoop
 from tests.simulation.lifecycle.repository import ENSEMBLES, MAX_INSTANCES
+from tests.simulation.lifecycle.versions import ObservedVersion
 from tests.simulation.world import MS, SECOND, TRACED_EVENTS, World
 
 _EVENTS_NS = 6 * SECOND
@@ -103,7 +104,7 @@ class LifecycleRun:
                 self.executor.calls_after_answer.setdefault(order, []).append(call)
 
     def _impede_update(self) -> None:
-        """Change the instances of a model while some are restarted, or while an added one hangs."""
+        """Change the instances of a model while processes restart, or while an added one hangs."""
         executor, world = self.executor, self.world
         idle_models = {m.name for m in executor.registry.models.values() if not m.orders}
         versions = [
@@ -115,11 +116,14 @@ class LifecycleRun:
             return
         version = self._random.choice(versions)
         name, instances = version.spec.name, version.all_instances[:]
-        impediment = self._random.choice(("hang", "failure", "restart"))
+        impediment = self._random.choice(("hang", "failure", "restart", "scheduler"))
         if impediment == "restart" and len(instances) > 1:
             self._end_workers(instances[-1:], "dies")
             delay_ns = world.between(50 * MS, 2 * SECOND)
             world.after(delay_ns, self._resize, name, len(instances) - 1)
+        elif impediment == "scheduler":
+            self._resize(name, min(len(instances) + 1, MAX_INSTANCES))
+            world.after(world.between(50 * MS, SECOND), self._end_scheduler, version)
         elif impediment != "restart":
             executor.processes.fates[name] = "hangs"
             self._resize(name, min(len(instances) + 1, MAX_INSTANCES))
@@ -136,6 +140,11 @@ class LifecycleRun:
             child: Any = instance.child
             if child is not None:
                 processes.end_process(child, "signal 11")
+
+    def _end_scheduler(self, version: ObservedVersion) -> None:
+        if version.scheduler.serves:
+            child: Any = version.scheduler.serving.child
+            self.executor.processes.end_process(child, "signal 11")
 
     def _unload(self, name: str) -> None:
         self.executor.lifecycle.unload(name)

@@ -26,7 +26,7 @@ def test_a_trial_that_cannot_be_late_costs_nothing() -> None:
     assert not Sizes(account).start_trial(9, 100 * MS, TRIAL_STATE, 100)
 
 
-def test_the_price_counts_late_requests_in_and_behind_the_trial() -> None:
+def test_the_estimate_counts_late_requests_in_and_behind_the_trial() -> None:
     """9 late in the trial of 100 ms; 47.5 ms lost, 0.25/ms arrive, 3/8 idle: 32 late after it."""
     for credit, is_allowed in ((40.0, False), (42.0, True)):
         account = Account()
@@ -40,7 +40,7 @@ def test_at_most_all_waiting_clients_are_late() -> None:
     assert Sizes(account).start_trial(9, 100 * MS, replace(TRIAL_STATE, max_in_flight=12.0), 100)
 
 
-def test_a_necessary_trial_runs_at_any_price() -> None:
+def test_a_necessary_trial_runs_at_any_number_of_misses() -> None:
     sizes = Sizes(settled_account())
     assert sizes.start_trial(32, 1000 * MS, replace(TRIAL_STATE, is_overloaded=True), 100)
     assert not sizes.is_due(101) and sizes.is_due(102)

@@ -246,9 +246,10 @@ def test_a_full_queue_reports_when_to_retry() -> None:
     # queued.
     *_, number = rig.submit(6, request_id="mine")
     assert len(rig.take_batches()) == 1
-    assert rig.answers()[1:] == [
-        m.Failed(number, "UNAVAILABLE", "[request id: mine] Exceeds maximum queue size", 8, False)
-    ]
+    (answer,) = rig.answers()[1:]
+    text = "[request id: mine] Exceeds maximum queue size"
+    assert isinstance(answer, m.Failed) and answer.is_refused
+    assert answer == m.Failed(number, "UNAVAILABLE", text, 8, False)
 
 
 def test_expired_requests_are_removed_from_a_full_queue() -> None:

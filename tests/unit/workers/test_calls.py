@@ -158,6 +158,12 @@ def test_errors(router: CallRouter, callees: CalledModels) -> None:
     with pytest.raises(InvalidArgument, match="not these numbers"):
         running_call.result(10)
 
+    running_call = callees.run(call, router, request())
+    submit = scheduler.next(m.Submit)
+    scheduler.send(m.Failed(submit.id, "INVALID_ARG", "no id", 0, False, is_refused=True))
+    with pytest.raises(Internal, match="Model other - Error when running inference: no id"):
+        running_call.result(10)
+
 
 def test_a_malformed_answer_is_an_error(router: CallRouter, callees: CalledModels) -> None:
     scheduler = callees.scheduler("s1")
@@ -316,9 +322,9 @@ def test_an_unavailable_model_is_looked_up_again(router: CallRouter, callees: Ca
     running_call = callees.run(call, router, request())
     callees.answer_find("s1")
     submit = scheduler.next(m.Submit)
-    scheduler.send(m.Failed(submit.id, "UNAVAILABLE", "the queue is full", 1, False))
+    scheduler.send(m.Failed(submit.id, "UNAVAILABLE", "too many", 1, False, is_refused=True))
     callees.answer_find("s1")
-    with pytest.raises(Unavailable, match="the queue is full"):
+    with pytest.raises(Unavailable, match="Model other - Error when running inference: too many"):
         running_call.result(10)
     assert scheduler.is_silent()
 

@@ -102,7 +102,7 @@ class FakeEngine:
         return {"token_ids": ("INT32", [1, 2]), "text_output": text}
 
     @staticmethod
-    def client_error(error: BaseException) -> ShmserveError | None:
+    def client_error(error: BaseException, inputs: Any) -> ShmserveError | None:
         return InvalidArgument(f"{error}: refused") if isinstance(error, RefusedError) else None
 
     def shutdown(self) -> None:
@@ -380,6 +380,15 @@ def test_tokens_are_shown_by_their_ids() -> None:
     assert [likeliest["token"] for likeliest in entry["top_logprobs"]] == ["token_id:4"]
 
 
+def test_tokens_of_reasoning_are_counted() -> None:
+    call = vllm_call(stream=True)
+    call.make_parser = lambda: SimpleNamespace(count_reasoning_tokens=lambda tokens: tokens[-1])
+    answer = VllmAnswer(call, ["usage"], [])
+    samples = sample("a", [1, 2]), sample("b", [3], index=1), sample("c", [4])
+    responses = [*answer.responses(output(*samples, is_finished=True))]
+    assert json.loads(responses[-1][0][0].data[0])["reasoning_tokens"] == 4 + 3
+
+
 def test_only_the_prompt() -> None:
     call = vllm_call(text="ab", echo=True, max_tokens=0)
     answer = VllmAnswer(call, ["text_output", "finish_reason", "usage"], [])
@@ -429,6 +438,16 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Arguments({}, {}, {}).for_vllm()
 
 
+def test_an_argument_that_vllm_rejects_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reject(arguments: Arguments) -> None:
+        raise ValueError("no number")
+
+    monkeypatch.setattr(Arguments, "for_vllm", reject)
+    monkeypatch.setattr(VllmEngine, "client_error", lambda error: f"max_model_len: {error}")
+    with pytest.raises(InvalidArgument, match=r"model\.json: max_model_len: no number"):
+        Arguments({}, {}, {}).max_model_len()
+
+
 def test_arguments_of_repositories_for_triton(tmp_path: Path) -> None:
     folder = tmp_path / "1"
     (folder / "weights").mkdir(parents=True)
@@ -446,6 +465,8 @@ def test_older_names_of_constraints() -> None:
     assert body == {"n": 2, "structured_outputs": {"regex": "a"}}
     parameters = {"guided_decoding": {"choice": ["a"], "regex": None}, "guided_choice": ["b"]}
     assert engine._request_body(parameters) == {"structured_outputs": {"choice": ["b"]}}
+    as_texts = {"structured_outputs": '{"regex": "a"}', "guided_decoding": '{"regex": "a"}'}
+    assert engine._request_body(as_texts) == {"structured_outputs": {"regex": "a"}}
     repeated_fields = {"guided_regex": "a", "structured_outputs": {"regex": "a"}}
     assert engine._request_body(repeated_fields) == {"structured_outputs": {"regex": "a"}}
     with pytest.raises(InvalidArgument, match=r"outputs: .*'a'.* contradicts guided_\*: .*'b'"):

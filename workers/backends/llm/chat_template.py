@@ -344,7 +344,7 @@ def _prepare_message(received: dict[str, Any], template: _CompiledTemplate) -> d
     - The reasoning is stored as `thinking` and as `reasoning_content`, since templates differ.
     - The arguments of calls are objects, or texts if the template writes them as they are. As in
       vLLM, arguments that are no JSON object become an empty object, because clients send
-      back calls that a token limit has cut.
+      back calls that a token limit has truncated.
     - A missing content becomes empty, as in vLLM, unless the message has calls and the template
       checks for a content. It is null if the template checks for null.
     - The parts of a content are joined, unless the template iterates over parts. The content of a

@@ -142,7 +142,7 @@ class MessageParser:
             yield from self._read_opening_tag(*self.format.reasoning)
         yield from self.format.family.parse(self) if self.format.tools else self.read_content()
         if self._leading_space and not self._call_count:
-            self._add_part("content", self._leading_space)
+            self._add_text("content", self._leading_space)
 
     def _read_opening_tag(self, begin: str, end: str) -> Reading[None]:
         """Start the reasoning, which `end` ends, if the message begins with the tag `begin`."""
@@ -158,8 +158,8 @@ class MessageParser:
 
     # --- results
 
-    def _add_part(self, part: str, text: str) -> None:
-        self._parts[part] = self._parts.get(part, "") + text
+    def _add_text(self, member: str, text: str) -> None:
+        self._parts[member] = self._parts.get(member, "") + text
 
     def _add_reasoning(self, text: str) -> None:
         """Pass on reasoning without the line breaks at its beginning and its end."""
@@ -168,7 +168,7 @@ class MessageParser:
         self._line_breaks = text[len(stripped) :]
         if stripped and not self.format.hides_reasoning:
             self._has_reasoning = True
-            self._add_part("reasoning", stripped)
+            self._add_text("reasoning", stripped)
 
     def add_content(self, text: str) -> None:
         """Pass on content. Content of white space only is discarded beside a call.
@@ -184,7 +184,7 @@ class MessageParser:
             self._leading_space = text
         elif text:
             self._is_blank, self._last_characters = False, (self._last_characters + stripped)[-2:]
-            self._add_part("content", text)
+            self._add_text("content", text)
 
     def discard_read(self) -> None:
         """Discard the text that was read, and white space before and after it."""
@@ -198,7 +198,7 @@ class MessageParser:
 
     def set_name(self, name: str) -> None:
         """Set the name of the call, which is passed on with the first part of the arguments."""
-        call = self.call
+        call = self.current_call
         if not NAME.fullmatch(name) or call.name:
             raise MalformedCall
         call.name = name
@@ -207,12 +207,12 @@ class MessageParser:
 
     def add_arguments(self, text: str) -> None:
         """Pass on a part of the call's arguments."""
-        call = self.call
+        call = self.current_call
         call.arguments += text
         self._pass_on_call(call)
 
     @property
-    def call(self) -> _Call:
+    def current_call(self) -> _Call:
         """Return the call that is being read."""
         assert self._call is not None
         return self._call

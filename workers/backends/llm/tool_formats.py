@@ -143,7 +143,7 @@ def _read_json_call(parser: MessageParser, must_exist: bool = False) -> Reading[
         if character == ",":
             parser.pull(1)
             continue
-        if not parser.call.name or (not complete and (character != "}" or has_other_keys)):
+        if not parser.current_call.name or (not complete and (character != "}" or has_other_keys)):
             raise MalformedCall
         if not complete:
             parser.add_arguments("{}")
@@ -231,7 +231,7 @@ def _read_list(
 def _read_mistral_call(parser: MessageParser) -> Reading[None]:
     name, tag = yield from parser.read_text_until("[CALL_ID]", "[ARGS]", "{")
     if tag == "[CALL_ID]":
-        parser.call.id, _ = yield from parser.read_text_until("[ARGS]")
+        parser.current_call.id, _ = yield from parser.read_text_until("[ARGS]")
     elif tag == "{":
         parser.unread(tag)
     parser.set_name(name.strip())

@@ -402,8 +402,13 @@ def warn_of_misspelt_attributes(model: type, prefix_of: PositionPrefix) -> None:
             # Methods are usually helpers of the class.
             similar = nearest(name, _KNOWN_ATTRIBUTES, 0.85 if callable(members[name]) else 0.75)
             if similar:
-                text = "%s'%s.%s' is unknown; did you mean '%s'?"
-                logger.warning(text, prefix_of(name), model.__name__, name, similar)
+                logger.warning(
+                    "%s'%s.%s' is unknown; did you mean '%s'?",
+                    prefix_of(name),
+                    model.__name__,
+                    name,
+                    similar,
+                )
 
 
 def whole_number(model: type, attribute: str, default: int) -> int:

@@ -310,8 +310,9 @@ class PythonExecution:
             if not responses:
                 self._lender.discard_loans()
                 raise
-            text = "model '%s' failed after it had sent its responses"
-            logger.exception(text, self._context.model_name)
+            logger.exception(
+                "model '%s' failed after it had sent its responses", self._context.model_name
+            )
         self._lender.check_loans(responses)
         _detach_kept_inputs(requests, received_requests)
         return responses

@@ -98,8 +98,10 @@ class Lender:
             self._lends_copies = self._trials_left > 0
 
     def _detach_kept(self, kept_inputs: Sequence[Input]) -> None:
-        text = "model '%s' keeps references to its inputs, so each input is copied from now on"
-        logger.warning(text, self._model_name)
+        logger.warning(
+            "model '%s' keeps references to its inputs, so each input is copied from now on",
+            self._model_name,
+        )
         memory_ranges = [s.memory_range for s in kept_inputs if s.memory_range is not None]
         self._mappings.detach(memory_ranges)
         self._copy_counter.inputs += sum(memory_range.byte_size for memory_range in memory_ranges)

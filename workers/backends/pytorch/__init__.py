@@ -168,8 +168,9 @@ class PytorchBackend(Backend):
                     call = self._call_program
                     graphs = Graphs(plan, signature, self._device.torch, call, recorder)
             except Exception as error:  # any error, because not every model can be captured
-                text = "model '%s' runs without CUDA graphs: %s"
-                logger.warning(text, signature.name, describe_error(error))
+                logger.warning(
+                    "model '%s' runs without CUDA graphs: %s", signature.name, describe_error(error)
+                )
             else:
                 plan = replace(plan, workspace=graphs.workspace)
         plan.log(signature.name)

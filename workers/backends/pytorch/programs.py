@@ -213,11 +213,13 @@ def _positions(
 def _warn_of_order(model: str, side: str, names: Sequence[str]) -> None:
     """Log a warning if inputs or outputs are mapped by their order in the configuration."""
     if len(names) > 1 and not all(map(_INDEXED_NAME.fullmatch, names)):
-        text = (
+        logger.warning(
             "model '%s': %ss %s are neither names of the model nor end in __INDEX; they are "
-            "mapped by their order in the configuration"
+            "mapped by their order in the configuration",
+            model,
+            side,
+            _quoted_list(names),
         )
-        logger.warning(text, model, side, _quoted_list(names))
 
 
 def _quoted_list(names: Sequence[str]) -> str:
@@ -423,8 +425,12 @@ def _module_class(module: Any, path: Path) -> type[torch.nn.Module]:
             return module_class
     if len(own_classes) > 1:
         names = ", ".join(c.__name__ for c in own_classes)
-        text = "'%s' defines the modules %s; %s is served. To select a class, name it 'Model'"
-        logger.warning(text, path.name, names, own_classes[0].__name__)
+        logger.warning(
+            "'%s' defines the modules %s; %s is served. To select a class, name it 'Model'",
+            path.name,
+            names,
+            own_classes[0].__name__,
+        )
     return own_classes[0]
 
 

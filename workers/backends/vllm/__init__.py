@@ -88,8 +88,7 @@ class VllmBackend(Backend):
         refuse_batches(config, "vLLM forms the batches")
         if not config.decoupled:
             raise InvalidArgument("model_transaction_policy: backend 'vllm' needs decoupled: true")
-        devices = devices_of(self.context, config, self._arguments.engine)
-        if devices:
+        if devices := devices_of(self.context, config, self._arguments.engine):
             os.environ["CUDA_VISIBLE_DEVICES"] = devices
         self._engine = self._loop.wait(VllmEngine.start(self._arguments))
         self.checks_ready = True
@@ -133,14 +132,14 @@ class VllmBackend(Backend):
         inputs = read_inputs(request, sys.maxsize, sys.maxsize)
         parameters, echoes = merged_parameters(request, inputs)
         requested = {output.name for output in request.schema.outputs}
-        task = parameters.pop("task", None)
-        if task is not None:
+        if (task := parameters.pop("task", None)) is not None:
             values = await self._engine.convert(task, inputs, parameters)
             stream.send(Response(Output.select(values, requested or values)), final=True)
             return
         for name in _UNSUPPORTED_INPUTS & inputs.keys():
-            text = f"{name}: not supported; backend 'vllm' serves requests for text only"
-            raise Unsupported(text)
+            raise Unsupported(
+                f"{name}: not supported; backend 'vllm' serves requests for text only"
+            )
         call = await self._engine.make_call(inputs, parameters, echoes, openai="usage" in requested)
         call.options.setdefault("priority", request.work.priority)
         flags = {name for name in FLAGS if inputs.get(f"return_{name}")}
@@ -171,7 +170,7 @@ class VllmBackend(Backend):
 
     def _fail(self, stream: OutputStream, error: BaseException) -> None:
         if not self._engine.client.errored:  # otherwise the process ends, which fails the request
-            stream.fail_raised(self._engine.client_error(error) or error)
+            stream.fail_raised(self._engine.client_error(error, stream.request.inputs) or error)
 
     def _end_process(self, error: BaseException) -> None:
         """End the process by raising an error in the main loop."""

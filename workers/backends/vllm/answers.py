@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ class VllmAnswer:
         self._flags = flags
         self._prompt_tokens: list[int] = []
         self._cached_tokens = 0
-        self._token_counts = Counter[int]()  # the number of tokens by sample
+        self._tokens = defaultdict[int, list[int]](list)  # the generated tokens by sample
         self._parsers = defaultdict[int, Any](call.make_parser)
 
     def responses(self, result: Any) -> Iterator[tuple[list[Output], bool]]:
@@ -70,8 +70,9 @@ class VllmAnswer:
             yield self._outputs(result, samples, is_last), is_last
 
     def _outputs(self, result: Any, samples: Sequence[Any], is_last: bool) -> list[Output]:
-        is_first = samples[0].index not in self._token_counts
-        self._token_counts.update({sample.index: len(sample.token_ids) for sample in samples})
+        is_first = samples[0].index not in self._tokens
+        for sample in samples:
+            self._tokens[sample.index] += sample.token_ids
         echo = self._call.text if is_first else ""
         no_reason = "None" if "finish_reason" in self._flags else ""
         scores = (result.prompt_logprobs or ()) if is_first else ()
@@ -95,12 +96,12 @@ class VllmAnswer:
         return Output.select(values, self._requested_outputs)
 
     def _encode_usage(self) -> bytes:
-        usage = {
-            "prompt_tokens": len(self._prompt_tokens),
-            "completion_tokens": self._token_counts.total(),
-            "samples": [count for _, count in sorted(self._token_counts.items())],
-            "cached_tokens": self._cached_tokens,
-        }
+        counts = [len(tokens) for _, tokens in sorted(self._tokens.items())]
+        usage: dict[str, Any] = {"samples": counts, "completion_tokens": sum(counts)}
+        usage |= {"prompt_tokens": len(self._prompt_tokens), "cached_tokens": self._cached_tokens}
+        if self._call.make_parser is not None:
+            counts = [self._parsers[i].count_reasoning_tokens(t) for i, t in self._tokens.items()]
+            usage["reasoning_tokens"] = sum(counts)
         return orjson.dumps(usage)
 
     def _parse_message(self, sample: Any) -> dict[str, Any]:

@@ -6,8 +6,9 @@ validate parameters and parse messages.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -102,12 +103,22 @@ class Arguments:
 
     def max_model_len(self) -> int:
         """Return the maximum length of a sequence; errors of vLLM are passed on."""
-        return int(self.for_vllm().create_model_config().max_model_len)
+        with _explained_errors():
+            return int(self.for_vllm().create_model_config().max_model_len)
 
     @property
     def parses_messages(self) -> bool:
         """Return whether texts are parsed for reasoning or tool calls."""
         return bool(self.engine.get("reasoning_parser") or self.server.get(_TOOL_PARSER))
+
+
+@contextlib.contextmanager
+def _explained_errors() -> Iterator[None]:
+    """Raise InvalidArgument if vLLM rejects an argument; other errors of vLLM are passed on."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{FILE}: {VllmEngine.client_error(error)}") from error
 
 
 def _check_known(names: Iterable[str], known_names: Collection[str], problem: str) -> None:
@@ -197,24 +208,15 @@ class VllmEngine:
         self._tokenizer = client.renderer.tokenizer
         self._defaults = self._config.get_diff_sampling_param()
         self._max_tokens = max_tokens_cap(self._config, self._defaults)
-        numbered_adapters = enumerate(arguments.adapters.items(), 1)
-        self._adapters = {
-            name: LoRARequest(name, number, path) for number, (name, path) in numbered_adapters
-        }
-        options = {
-            "chat_template_content_format": "auto",
-            **arguments.server,
-            "request_logger": None,
-            "chat_template": load_chat_template(arguments.server.get("chat_template")),
-        }
+        adapters = enumerate(arguments.adapters.items(), 1)
+        self._adapters = {name: LoRARequest(name, n, path) for n, (name, path) in adapters}
+        options: dict[str, Any] = {"request_logger": None, "chat_template_content_format": "auto"}
+        options |= arguments.server
+        options["chat_template"] = load_chat_template(options.get("chat_template"))
         tool_parser = options.pop(_TOOL_PARSER, None)
-        self._renderer = OnlineRenderer(
-            *(self._config, client.renderer),
-            enable_auto_tools=bool(tool_parser),
-            tool_parser=tool_parser,
-            reasoning_parser=arguments.engine.get("reasoning_parser") or None,
-            **options,
-        )
+        parsers = {"tool_parser": tool_parser, "enable_auto_tools": bool(tool_parser)}
+        parsers["reasoning_parser"] = arguments.engine.get("reasoning_parser") or None
+        self._renderer = OnlineRenderer(self._config, client.renderer, **parsers, **options)
         registry = OpenAIModelRegistry(self._config, [])
         self._tokenization = ServingTokenization(registry, self._renderer, **options)
 
@@ -228,24 +230,34 @@ class VllmEngine:
         engine_args = arguments.for_vllm()
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        return cls(AsyncLLM.from_engine_args(engine_args), arguments)
+        with _explained_errors():
+            return cls(AsyncLLM.from_engine_args(engine_args), arguments)
 
     @staticmethod
-    def client_error(error: BaseException) -> ShmserveError | None:
-        """Return the client's error if vLLM has rejected its request, or None for other errors."""
+    def client_error(error: BaseException, inputs: Any = None) -> ShmserveError | None:
+        """Return the client's error if vLLM has rejected its request, or None for other errors.
+
+        Args:
+            error: The error of vLLM.
+            inputs: The inputs of the request by name; None if vLLM has rejected model.json.
+        """
         from pydantic import ValidationError
         from vllm.exceptions import GracefulHTTPError, VLLMClientError
+        from vllm.sampling_params import SamplingParams
 
         if isinstance(error, GracefulHTTPError):
             return QueueFull(str(error))
         text, name = str(error.args[0] if error.args else error), getattr(error, "parameter", None)
         if isinstance(error, ValidationError):
             problem = error.errors()[0]
-            text, name = problem["msg"], ".".join(map(str, problem["loc"][:1]))
+            text = problem["msg"].removeprefix("Value error, ")
+            name = ".".join(map(str, problem["loc"][:1]))
         elif not isinstance(error, VLLMClientError | ValueError | TypeError | NotImplementedError):
             return None
-        if "maximum context length" in text:
-            return InvalidArgument(f"text_input: {PROMPT_TOO_LONG}: {text}")
+        if inputs and "maximum context length" in text:
+            return InvalidArgument(f"{prompt_input(inputs)}: {PROMPT_TOO_LONG}: {text}")
+        first_word = text.split(" ", 1)[0]
+        name = name or (first_word if first_word in SamplingParams.__annotations__ else "")
         return InvalidArgument(f"{name}: {text}" if name else text)
 
     async def make_call(
@@ -269,7 +281,7 @@ class VllmEngine:
 
         name = prompt_input(inputs)
         adapter = parameters.get("lora_name")
-        if adapter is not None and adapter not in self._adapters:
+        if adapter is not None and adapter not in list(self._adapters):  # it may be unhashable
             raise NotFound(f"lora_name: there is no adapter {clip(repr(adapter))}")
         echo = parameters.pop("echo", False) in (True, "true")
         body = _request_body(parameters)
@@ -290,8 +302,7 @@ class VllmEngine:
         limit = request.max_tokens if limit is None else limit
         prompt_length = len(prompt["prompt_token_ids"])
         cap = self._max_tokens if defaults else None
-        max_length = self._config.max_model_len
-        limit = get_max_tokens(max_length, limit, prompt_length, defaults, cap)
+        limit = get_max_tokens(self._config.max_model_len, limit, prompt_length, defaults, cap)
         sampling = request.to_sampling_params(limit, defaults)
         call = VllmCall(request, prompt, sampling, self._tokenizer.decode)
         if echo:
@@ -356,13 +367,17 @@ def max_tokens_cap(config: Any, defaults: Mapping[str, Any]) -> int | None:
 def _request_body(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters as fields of vLLM's API, with the older names of constraints replaced.
 
+    Clients of Triton's vllm_backend send the constraints as the text of a JSON object.
+
     Raises:
         InvalidArgument: The constraints contradict each other, or are not an object. vLLM would
             fail with an AttributeError in the latter case.
     """
     body = {name: value for name, value in parameters.items() if value is not None}
-    for name in ("structured_outputs", "guided_decoding"):
-        if not isinstance(body.get(name, {}), dict):
+    for name in body.keys() & {"structured_outputs", "guided_decoding"}:
+        with contextlib.suppress(ValueError):
+            body[name] = orjson.loads(body[name]) if isinstance(body[name], str) else body[name]
+        if not isinstance(body[name], dict):
             raise InvalidArgument(f"{name}: {clip(repr(body[name]))} is not an object")
     guided = {key: body.pop(f"guided_{key}") for key in _CONSTRAINTS if f"guided_{key}" in body}
     constraints = {**body.pop("guided_decoding", {}), **guided}
@@ -384,7 +399,6 @@ def _parse_request(request_class: Any, body: dict[str, Any]) -> Any:
 
 def _check_accepted(response: Any) -> Any:
     """Return a response of vLLM's server; raise InvalidArgument if it is an error."""
-    error = getattr(response, "error", None)
-    if error is not None:
+    if (error := getattr(response, "error", None)) is not None:
         raise InvalidArgument(f"{error.param}: {error.message}" if error.param else error.message)
     return response

@@ -67,7 +67,7 @@ class SplitMessage(NamedTuple):
 
 
 def split_message(message: bytes) -> SplitMessage | None:
-    """Cut a small message into its parts; return None if it has no fingerprint."""
+    """Return a small message's fingerprint and the parts cut out; None if it has none."""
     if len(message) > _MAX_MESSAGE_BYTES:
         return None
     contents: list[bytes] = []

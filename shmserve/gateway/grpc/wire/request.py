@@ -276,13 +276,13 @@ class RequestSink:
     """The receiver of one large message, which writes its tensors into their final memory.
 
     Args:
-        create_tensors: Returns the tensors of the request with this head, given the size of
-            the first tensor; None if the message has to be collected as a whole.
+        create_request: Returns the request with this head, given the size of the first tensor;
+            None if the message has to be collected as a whole.
     """
 
-    def __init__(self, create_tensors: Callable[[bytes, int], ArrivingRequest | None]) -> None:
-        self._create_tensors = create_tensors
-        self._tensors: ArrivingRequest | None = None
+    def __init__(self, create_request: Callable[[bytes, int], ArrivingRequest | None]) -> None:
+        self._create_request = create_request
+        self._request: ArrivingRequest | None = None
         self._head = bytearray()  # the head, then the bytes between two tensors
         self._position = 0  # the position of the next field in the head
         self._prefixes: list[bytes] = []  # the bytes before each tensor that has begun
@@ -294,7 +294,7 @@ class RequestSink:
         Returns:
             None if the bytes are not those of a tensor with reserved memory.
         """
-        return None if self._tensors is None else self._tensors.next_buffer(byte_limit)
+        return None if self._request is None else self._request.next_buffer(byte_limit)
 
     def feed(self, piece: memoryview) -> None:
         """Receive the next bytes."""
@@ -303,8 +303,8 @@ class RequestSink:
             if self._whole_message is not None:
                 self._whole_message.append(bytes(piece[position:]))
                 return
-            if self._tensors is not None and self._tensors.missing_bytes:
-                position += self._tensors.feed(piece[position:])
+            if self._request is not None and self._request.missing_bytes:
+                position += self._request.feed(piece[position:])
                 continue
             size = min(piece_size - position, _MAX_HEAD_BYTES)
             self._head += piece[position : position + size]
@@ -337,9 +337,9 @@ class RequestSink:
 
     def _start_tensor(self, size: int) -> None:
         """Begin to receive a tensor of this size."""
-        if self._tensors is None:
-            self._tensors = self._create_tensors(bytes(self._head[: self._position]), size)
-        if self._tensors is None or not self._tensors.start_tensor(size):
+        if self._request is None:
+            self._request = self._create_request(bytes(self._head[: self._position]), size)
+        if self._request is None or not self._request.start_tensor(size):
             self._collect_whole()
             return
         self._prefixes.append(bytes(self._head))
@@ -349,8 +349,8 @@ class RequestSink:
     def _collect_whole(self) -> None:
         """Collect the message as a whole, beginning with the bytes that were received already."""
         pieces: list[bytes] = []
-        if self._tensors is not None:
-            for prefix, data in zip(self._prefixes, self._tensors.received_pieces(), strict=True):
+        if self._request is not None:
+            for prefix, data in zip(self._prefixes, self._request.received_pieces(), strict=True):
                 pieces += (prefix, data)
             self.discard()
         pieces.append(bytes(self._head))
@@ -361,19 +361,19 @@ class RequestSink:
 
         The result is the request with its received tensors, or the collected bytes.
         """
-        tensors = self._tensors
+        request = self._request
         if self._whole_message is None:
-            if tensors is not None and tensors.is_complete and not self._head:
-                return tensors
+            if request is not None and request.is_complete and not self._head:
+                return request
             self._collect_whole()
         assert self._whole_message is not None
         return b"".join(self._whole_message)
 
     def discard(self) -> None:
         """Release the memory of the tensors. The method is idempotent."""
-        tensors, self._tensors = self._tensors, None
-        if tensors is not None:
-            tensors.release()
+        request, self._request = self._request, None
+        if request is not None:
+            request.release()
 
 
 def _decode_length(data: bytearray, position: int) -> tuple[int, int]:

@@ -122,8 +122,11 @@ def _warn_of_misspelt(holder: dict[str, Any]) -> None:
     for name, likely_name in find_misspelt(holder):
         if likely_name not in _warned_names:
             _warned_names.add(likely_name)
-            text = "a request has the unknown field '%s'; did its client mean '%s'?"
-            logger.warning(text, clip(name), likely_name)
+            logger.warning(
+                "a request has the unknown field '%s'; did its client mean '%s'?",
+                clip(name),
+                likely_name,
+            )
 
 
 def decode_data(request: InferRequest) -> None:

@@ -61,7 +61,12 @@ class Fingerprint:
     __slots__ = ("arrays", "identity", "key")
 
     def __init__(self, header: bytes, tail_size: int) -> None:
-        """Cut a JSON header, which `tail_size` bytes of binary data follow."""
+        """Create the fingerprint of a JSON header.
+
+        Args:
+            header: The text of the header.
+            tail_size: The size of the binary data behind it.
+        """
         self.arrays: Sequence[bytes] = ()
         self.identity: RequestIdentity | None = None
         if header[:5] == _ID_START or b'"sequence_id"' in header:

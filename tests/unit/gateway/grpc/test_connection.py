@@ -170,7 +170,7 @@ def test_a_flood_waits_for_its_next_turn() -> None:
             answered_count += len(scene.transport.frames())
             if scene.transport.reading:
                 break
-        assert answered_count == 500 and scene.connection.open
+        assert answered_count == 500 and scene.connection.is_open
 
     run_scenario(scenario)
 
@@ -199,7 +199,7 @@ def test_a_protocol_violation_ends_the_connection() -> None:
         scene.calls[0][1].on_disconnect = lambda: reports.append("gone")
         scene.send(frame(WINDOW, 0, 0, bytes(4)))
         assert scene.transport.frames()[-1][0] == GO_AWAY
-        assert reports == ["gone"] and not scene.connection.open and not scene.transport.closed
+        assert reports == ["gone"] and not scene.connection.is_open and not scene.transport.closed
         await scene.clock.advance(1)
         assert scene.transport.closed
 
@@ -230,7 +230,7 @@ def test_too_many_pings_end_a_connection_if_limited() -> None:
     async def scenario(scene: Scene) -> None:
         for _ in range(3):
             scene.send(frame(PING, 0, 0, bytes(8)))
-        assert scene.connection.open
+        assert scene.connection.is_open
         scene.send(frame(PING, 0, 0, bytes(8)))
         kind, _, _, payload = scene.transport.frames()[-1]
         assert kind == GO_AWAY and payload.endswith(b"too_many_pings")
@@ -344,7 +344,7 @@ def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -
             await scene.clock.advance(PATIENCE_S / 4)
         frames = scene.transport.frames()
         assert (RESET, 1) in [(kind, stream) for kind, _, stream, _ in frames]
-        assert scene.connection.open and not scene.calls[0][1].done
+        assert scene.connection.is_open and not scene.calls[0][1].done
 
     run_scenario(scenario)
 

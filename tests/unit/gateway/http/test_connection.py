@@ -317,6 +317,14 @@ def test_upgrade_offers_lose_no_request(
     assert header or len(answers) == len(expected)
 
 
+def test_split_bodies_do_not_shorten_later_pipelines() -> None:
+    """Forty bodies arrive while their requests are handled; then a hundred requests at once."""
+    raw = pack_request("POST", "/a", (), b"{}", "chunked")
+    pieces = [(raw[:-9], 3), (raw[-9:], 3)] * 40 + [(raw * 100, 0)]
+    answers = asyncio.run(collect_answers(pieces, 140))
+    assert answers == [["POST", "/a", 0, "{}"]] * 140
+
+
 def test_only_an_identical_head_is_reused() -> None:
     """Not for another one behind it, were it of the same length, nor on another connection."""
 
@@ -529,7 +537,7 @@ async def test_each_request_has_its_own_time_limit() -> None:
     answered_count = len(parse_replies(transport.written))
     connection.data_received(second_request[:10])
     await clock.advance(4.5)
-    is_closed = not connection.open
+    is_closed = not connection.is_open
     connection.connection_lost(None)
     await turn_loop()
     assert (answered_count, is_closed) == (2, True)

@@ -193,6 +193,15 @@ def ensemble(*loaded_models: str) -> LifecycleRig:
     return rig
 
 
+def test_a_load_of_a_step_does_not_load_another_step_that_was_unloaded() -> None:
+    rig = LifecycleRig()
+    rig.steps = {"e": ["s", "t"]}
+    for order, name in ("load", "e"), ("unload", "s"), ("load", "t"):
+        getattr(rig.lifecycle, order)(name)
+        rig.execute_pending(*ALL_EVENTS)
+    assert [version.spec.name for version in rig.live_versions] == ["t"]
+
+
 def pending_ends(rig: LifecycleRig) -> list[str]:
     return sorted(kind.split()[1] for kind, _ in rig.pending_actions if kind.startswith("end"))
 

@@ -243,6 +243,16 @@ async def test_a_worker_that_does_not_stop_is_killed_and_named(
     assert "takes over 30 s" in caplog.text, "as long as the whole server has for its end"
 
 
+async def test_an_unload_does_not_wait_for_an_instance_that_hangs_in_its_restart() -> None:
+    processes, model = await start_version()
+    processes.loads_hang = True
+    processes.children[0].kill()
+    await run_loop_turns()
+    await model.stop()
+    await processes.end()
+    assert processes.children[-1].reason == "signal 9", "it has nothing to finalize"
+
+
 async def test_a_cancelled_load_leaves_no_processes() -> None:
     processes = Processes()
     processes.loads_hang = True

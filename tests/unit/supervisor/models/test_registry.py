@@ -236,6 +236,7 @@ LARGE_INPUT = {"name": "large", "data_type": "TYPE_UINT8", "dims": [3, 224, 224]
         ([spec_of("m", WORDS, {**LARGE_INPUT, "optional": True})], "--input 'of words=[\"text\"]'"),
         ([spec_of("big", LARGE_INPUT), spec_of("m", PIXELS)], "client infer m --url URL"),
         ([spec_of("big", LARGE_INPUT)], "shmserve perf big --url URL"),
+        ([spec_of("-m", PIXELS)], "--input 'image=[[1,1]]' -- -m"),
         ([spec_of("none"), spec_of("m", PIXELS, sequence_batching={})], ""),
         ([], ""),
     ],
