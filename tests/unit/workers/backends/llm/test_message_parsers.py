@@ -286,6 +286,15 @@ def test_only_a_valid_call_ends_the_reasoning(calls_end: bool, stream: bool) -> 
                 assert (*result[:2], len(result[2])) == ("\nb", "a ", 1)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_required_call_that_is_cut_off_is_no_content(stream: bool) -> None:
+    call = f"<tool_call>\n{JSON}\n</tool_call>"
+    for size in range(len(call)):
+        content, _, calls = parse_message("hermes", [call[:size]], stream, has_only_calls=True)
+        assert content == ""
+        assert stream or [(name, json.loads(text)) for name, text in calls] in ([], [WEATHER])
+
+
 TEMPLATE_HINTS = {
     "{{ messages }}": ("none", "none"),
     '<tool_call>{"name": <function-name>} <think></think>': ("hermes", "qwen3"),
