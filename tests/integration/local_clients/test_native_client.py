@@ -438,8 +438,9 @@ print(flush=True)
 input()
 """
     command, link = [*prefix, sys.executable, "-c", code], ListenerLink()
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, **pipes) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout
         process.stdout.readline()
         link.connect(tmp_path / "listener", 10)
         assert link.is_in_other_pid_namespace() is is_other
