@@ -105,6 +105,8 @@ class ModelContext(WorkerStart):
 def found_files(version_dir: Path) -> str:
     """Return a hint at a version's files for the error of a missing file, or ""."""
     found = ", ".join(sorted(path.name for path in version_dir.glob("[!._]*") if path.exists()))
+    if version_dir.is_symlink():  # as for a class on the command line, which has no configuration
+        return f" in '{version_dir.resolve()}' (found {clip(found) or 'no file'})"
     return f" (found {clip(found)}: set default_model_filename)" if found else ""
 
 

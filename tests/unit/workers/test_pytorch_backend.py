@@ -380,6 +380,10 @@ def test_a_missing_file(worker: Rig) -> None:
     error = load_error(worker, vectors({"x": 4}, {"y": 1}))
     assert error.endswith(" (found best.jit: set default_model_filename)")
     serve(worker, vectors({"x": 4}, {"y": 1}, default_model_filename="best.jit"))
+    target = folder.rename(folder.parent / "linked")
+    folder.symlink_to(target)
+    error = load_error(worker, vectors({"x": 4}, {"y": 1}))
+    assert error.endswith(f" in '{target}' (found best.jit)")
 
 
 # --- auto-complete
