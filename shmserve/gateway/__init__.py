@@ -29,7 +29,7 @@ A gRPC request:
     grpc/wire/response.py           the response as protobuf
 
     process.py, settings.py         the process of a gateway, and its settings; its state
-                                    (model_table.py, region_table.py), and loading on demand
+                                    (region_table.py; models and loading on demand in context.py)
     compression.py                  gzip and deflate, of HTTP bodies and of gRPC's messages
     listener.py                     the access rules of a listener, the identity of its clients, and
                                     the limits of its connections

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from shmserve.common.auth_tokens import SIGNATURE
 from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import AdminCall, reflect, serving_status
 from shmserve.gateway.grpc.calls.call import (
     Carrier,
@@ -38,7 +39,6 @@ from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.stream_infer import stream_infer
 from shmserve.gateway.http2.outgoing import Stream
 from shmserve.gateway.listener import ClientIdentity
-from shmserve.gateway.process import Gateway
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto.health_pb2 import HealthCheckRequest
 
