@@ -20,7 +20,7 @@ The files that an HTTP request passes through, in order:
 A gRPC request:
 
     grpc/connection.py              passes bytes to the engine in http2/, and its events to
-                                    calls (grpc/calls/)
+                                    calls (grpc/call.py, grpc/framing.py)
     grpc/service.py                 authorises the call; errors become a status
     grpc/infer.py                   inference; stream_infer.py for many requests in a call
     grpc/wire/fingerprint.py        fills a template if the message is known, otherwise

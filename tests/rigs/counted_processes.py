@@ -27,7 +27,7 @@ import uvloop
 from bench.system.servers import BENCH
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.context import Gateway, ModelTable
-from shmserve.gateway.grpc.calls.call import GrpcContext
+from shmserve.gateway.grpc.call import GrpcContext
 from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service

@@ -63,8 +63,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
         *("gateway.api.*", "gateway.http.*")),
     "gateway.grpc.wire": ("ipc.*", "gateway", "gateway.inference", "proto"),
     "gateway.http2": (),
-    "gateway.grpc.calls": (*("common", "gateway", "gateway.inference", "gateway.grpc",
-        "gateway.grpc.wire"), "gateway.http2"),
     "gateway.grpc": (*("ipc.*", "common", "proto", "gateway", "gateway.inference"),
         *("gateway.api", "gateway.grpc.*", "gateway.http2")),
     # the supervisor's process

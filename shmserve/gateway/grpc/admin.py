@@ -18,8 +18,8 @@ from shmserve.gateway.api import management
 from shmserve.gateway.api import shared_memory as memory_api
 from shmserve.gateway.api.management import LOG_FILE, LOG_FORMAT, LOG_LEVEL, LOG_SWITCHES
 from shmserve.gateway.context import Gateway, checked_version
-from shmserve.gateway.grpc.calls.call import StreamingCall
-from shmserve.gateway.grpc.calls.headers import Ending, StatusCode
+from shmserve.gateway.grpc.call import StreamingCall
+from shmserve.gateway.grpc.framing import Ending, StatusCode
 from shmserve.gateway.listener import ClientIdentity
 from shmserve.ipc.tensors.descriptors import CudaHandle, require_integer
 from shmserve.logs import FORMATS

@@ -19,15 +19,16 @@ from google.protobuf.message import DecodeError
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
 from shmserve.gateway.context import UNLIMITED, Gateway, checked_version, needs_load, resolve_model
-from shmserve.gateway.grpc.calls.call import GrpcCall, UnaryCall
-from shmserve.gateway.grpc.calls.headers import (
+from shmserve.gateway.grpc.call import GrpcCall, UnaryCall
+from shmserve.gateway.grpc.framing import (
     DEADLINE_EXPIRED,
     INTERNAL_FAILURE,
     CallHead,
     Ending,
+    MessageContent,
     ending_from_error,
+    release_message,
 )
-from shmserve.gateway.grpc.calls.messages import MessageContent, release_message
 from shmserve.gateway.grpc.wire.fingerprint import SplitMessage, TemplateCache, split_message
 from shmserve.gateway.grpc.wire.request import RequestSink, decode_request
 from shmserve.gateway.grpc.wire.response import GrpcResponseTemplate

@@ -18,7 +18,7 @@ from shmserve.common.auth_tokens import SIGNATURE
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import AdminCall, reflect, serving_status
-from shmserve.gateway.grpc.calls.call import (
+from shmserve.gateway.grpc.call import (
     Carrier,
     GrpcCall,
     StreamHandler,
@@ -26,15 +26,15 @@ from shmserve.gateway.grpc.calls.call import (
     UnaryCall,
     UnaryHandler,
 )
-from shmserve.gateway.grpc.calls.headers import (
+from shmserve.gateway.grpc.framing import (
     INTERNAL_FAILURE,
     MISSING_REQUEST,
     UNKNOWN_METHOD,
     CallHead,
     Ending,
+    Sinks,
     ending_from_error,
 )
-from shmserve.gateway.grpc.calls.messages import Sinks
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.stream_infer import stream_infer
 from shmserve.gateway.http2.outgoing import Stream
