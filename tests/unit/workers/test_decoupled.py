@@ -17,11 +17,11 @@ import pytest
 from shmserve.ipc.credit import FIRST_CREDIT, MAX_UNREAD_BYTES
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Range
+from shmserve.workers import links
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.python import PythonBackend, log_thread_exception
 from shmserve.workers.batch import response_stream
-from shmserve.workers.links import processes
-from shmserve.workers.links.processes import readable
+from shmserve.workers.links import readable
 from shmserve.workers.user_code import EventLoopThread
 from tests.rigs.stream_rig import DECOUPLED_CONFIG, Streams
 from tests.rigs.worker_rig import FunctionBackend, Region, Rig, rig
@@ -606,7 +606,7 @@ def test_waits_for_enough_credit_do_not_spin(model: Model, monkeypatch: pytest.M
         timeouts_s.append(timeout_s)
         readable(*fds, timeout_s=min(timeout_s, 0.05))
 
-    monkeypatch.setattr(processes, "readable", record_timeout)
+    monkeypatch.setattr(links, "readable", record_timeout)
     waiter = threading.Thread(target=lambda: link.wait_for_credit(open_request, 30.0))
     waiter.start()
     until("it waits", lambda: bool(link._waiting_by_eventfd))
