@@ -130,9 +130,7 @@ class Backend(ABC):
         """
 
     def execute_decoupled(self, streams: list[OutputStream]) -> None:
-        """Execute one batch of a decoupled model.
-
-        Only a backend that overrides this method can run decoupled models (`find`).
+        """Execute one batch of a decoupled model; a backend without this method refuses the model.
 
         Args:
             streams: The response stream of each request (`stream.request`). Any thread may send

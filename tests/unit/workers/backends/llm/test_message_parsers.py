@@ -71,6 +71,9 @@ VALID_CALLS: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] =
     "qwen without a function's end": ("qwen3_coder", "<tool_call>\n<function=weather>\n"
         "<parameter=days>\n3\n</parameter>\n</tool_call>\nDone",
         *("\nDone", [("weather", {"days": 3})])),
+    "qwen without a parameter's end": ("qwen3_coder", "<function=weather>\n<parameter=city>\nBonn"
+        "\n<parameter=days>\n3\n<parameter=code>a\n</parameter>\n</function>",
+        *("", [("weather", {"city": "Bonn", "days": 3, "code": "a"})])),
     "qwen without a tag": ("qwen3_coder", f"{XML}\n</tool_call>\n<tool_call>{XML}</tool_call>",
         *("", [WEATHER, WEATHER])),
     "qwen's types": ("qwen3_coder",
