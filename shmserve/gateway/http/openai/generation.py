@@ -515,12 +515,13 @@ class _Generation:
             self._queues.append(queue)
             if len(self._text_request.prompts) > 1:
                 await asyncio.sleep(0)  # other requests are handled in between
-        first_queue = self._queues[0]
-        await first_queue.wait()
-        error = find_error(first_queue.first_response)
-        if error is not None:
-            log_failure(first_queue.inference.built_request, error)
-            raise error
+        await self._queues[0].wait()
+        # The errors of other prompts, if they have arrived, also determine the response's status.
+        for queue in filter(None, self._queues):
+            error = find_error(queue.first_response)
+            if error is not None:
+                log_failure(queue.inference.built_request, error)
+                raise error
 
     async def whole_response(self) -> HttpResponse:
         """Return the whole response once the last text has ended."""
