@@ -360,7 +360,8 @@ async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     variables = {name: fields.pop(name) for name in CONVERSATION_FIELDS & fields.keys()}
     prompt = conversation_input(fields, variables)
     limits = [name for name in _TOKEN_LIMIT_FIELDS if name in fields] or ["max_tokens"]
-    check_member(fields, "logprobs", bool, False)
+    if "logprobs" in fields:
+        check_member(fields, "logprobs", bool, False)
     if "top_logprobs" in fields and fields["top_logprobs"] and not wants_logprobs(fields):
         raise InvalidArgument("top_logprobs: requires logprobs: true")
     parameters = {
