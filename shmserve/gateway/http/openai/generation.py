@@ -515,10 +515,11 @@ class _Generation:
             self._queues.append(queue)
             if len(self._text_request.prompts) > 1:
                 await asyncio.sleep(0)  # other requests are handled in between
-        await self._queues[0].wait()
+        first_queue = self._queues[0]
+        await first_queue.wait()
         # The errors of other prompts, if they have arrived, also determine the response's status.
-        for queue in filter(None, self._queues):
-            error = find_error(queue.first_response)
+        for queue in self._queues:
+            error = find_error(queue.first_response) if queue is first_queue or queue else None
             if error is not None:
                 log_failure(queue.inference.built_request, error)
                 raise error
