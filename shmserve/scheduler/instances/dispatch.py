@@ -61,6 +61,8 @@ _MAX_DEPTH = 4
 _SHORT_BATCH_NS = 20_000_000
 _MIN_OBSERVATIONS = 16  # number of observations before the average is used
 
+_RETRY = Batch(1, CloseReason.RETRY)
+
 
 @dataclass(slots=True, eq=False)
 class ServiceTime:
@@ -437,55 +439,53 @@ class BatchDispatcher(Dispatcher):
         self._batcher.record_arrival(request.enqueued_ns, self._responses.live_requests)
 
     def run(self, now_ns: int) -> int:
-        queue, tickets = self._queue, self._tickets
-        in_order, retries = queue.in_order, queue.retries
-        executions, batcher, pool = self._executions, self._batcher, self._pool
+        queue, pool, tickets = self._queue, self._pool, self._tickets
+        in_order, executions, batcher = queue.in_order, self._executions, self._batcher
         wake_ns = NEVER
-        while in_order.count or retries:
-            slot, send_ahead = None, not pool.free_slots
-            if send_ahead:
-                # A retry runs alone and waits for an instance without other batches.
-                # A model's call that is sent ahead could wait behind the execution that makes it.
-                can_send = in_order.count and not (queue.model_requests and queue.calls())
-                if self._may_send_ahead and can_send:
-                    times = executions.service_time
-                    slot = pool.least_busy(times.pipeline_depth, times.has_short_batches)
-                if slot is None:
-                    break
-            elif tickets is not None:
-                slot = tickets.find(pool.free_slots)
-                if slot is None and self._would_run(now_ns):
-                    tickets.request_tickets(pool.free_slots, len(queue))
-                    break
-            if retries and not send_ahead:
-                executions.start([queue.take_retry()], CloseReason.RETRY, now_ns, slot)
-                continue
-            if self._holds_batches and self._is_held(in_order.count):
+        while pool.free_slots and (in_order.count or queue.retries):
+            if queue.retries:
+                decision: Batch | WaitUntil | None = _RETRY
+            elif self._holds_batches and self._is_held(in_order.count):
                 break
-            reserve_ns = executions.service_time.reserve_ns
-            decision = (
-                batcher.closed_batch(in_order)
-                if send_ahead
-                else batcher.decide(now_ns, in_order, reserve_ns)
-            )
+            else:
+                decision = batcher.decide(now_ns, in_order, executions.service_time.reserve_ns)
             if type(decision) is WaitUntil:
                 wake_ns = decision.ns
+            if type(decision) is not Batch:
                 break
-            if decision is None:
-                break
-            executions.start(queue.take(decision.count), decision.reason, now_ns, slot)
+            slot = None  # the instance that has been free longest
+            if tickets is not None:
+                slot = tickets.find(pool.free_slots)
+                if slot is None:
+                    tickets.request_tickets(pool.free_slots, len(queue))
+                    break
+            is_retry = decision is _RETRY
+            requests = [queue.take_retry()] if is_retry else queue.take(decision.count)
+            executions.start(requests, decision.reason, now_ns, slot)
+        if self._may_send_ahead and in_order.count and not pool.free_slots:
+            self._send_ahead(now_ns)
         if tickets is not None:
             tickets.return_unused()
         return wake_ns
 
-    def _would_run(self, now_ns: int) -> bool:
-        """Check whether a batch is ready for a free instance."""
-        queue, reserve_ns = self._queue, self._executions.service_time.reserve_ns
-        if queue.retries:
-            return True
-        if self._holds_batches and self._is_held(queue.in_order.count):
-            return False
-        return isinstance(self._batcher.decide(now_ns, queue.in_order, reserve_ns), Batch)
+    def _send_ahead(self, now_ns: int) -> None:
+        """Send batches that cannot grow to busy instances.
+
+        Retries are not sent ahead: they run alone, at an instance without other batches.
+        """
+        queue, in_order, executions = self._queue, self._queue.in_order, self._executions
+        times = executions.service_time
+        while in_order.count:
+            # A model's call that is sent ahead could wait behind the execution that makes it.
+            if queue.model_requests and queue.calls():
+                break
+            slot = self._pool.least_busy(times.pipeline_depth, times.has_short_batches)
+            if slot is None or (self._holds_batches and self._is_held(in_order.count)):
+                break
+            batch = self._batcher.closed_batch(in_order)
+            if batch is None:
+                break
+            executions.start(queue.take(batch.count), batch.reason, now_ns, slot)
 
 
 def batcher_of(settings: Settings) -> Batcher:
