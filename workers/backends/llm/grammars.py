@@ -255,6 +255,8 @@ _VALIDATING = re.compile(
     "|dependencies|dependent(Required|Schemas)|definitions|[$].*"
 )
 _POINTER_CHARACTERS = "/~?:@!$&'()*+,;=%"  # those of a URI's fragment that are not percent-encoded
+# The names of llguidance's versions of JSON schemas, and an incorrect scheme, which is common.
+_DRAFT = re.compile("https?(://json-schema.org/draft(?:-0[3467]|/2019-09|/2020-12)/schema#?)")
 _ANNOTATIONS = {"type", "title", "description", "default", "examples", "deprecated"}
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP = "(?:0[48]|[2468][048]|[13579][26])"
@@ -282,10 +284,10 @@ def with_patterns(schema: Any, root: Any) -> Any:
     """Replace keywords that llguidance lacks by other keywords where possible.
 
     The keywords are `propertyNames`, pydantic's formats of UUIDs, patterns that begin with
-    lookaheads, limits that are not float64, and references that are not URIs. Dates receive a
-    pattern that excludes the leap days and leap seconds that Python rejects. Keywords whose value
-    is null are removed. Next to a reference, keywords that allow every value are removed, since
-    llguidance rejects unknown keywords there if the schema is recursive.
+    lookaheads, limits that are not float64, and names that are not URIs. Dates receive a pattern
+    that excludes the leap days and leap seconds that Python rejects. Keywords whose value is null
+    are removed, as are unknown values of `$schema`. Next to a reference, keywords that allow every
+    value are removed, since llguidance rejects unknown keywords there if the schema is recursive.
 
     Args:
         schema: The schema, or a part of it.
@@ -323,9 +325,13 @@ def with_patterns(schema: Any, root: Any) -> Any:
             extended |= {key: value, "pattern": _FORMATS[value]}
         elif key == "x-guidance" and not isinstance(value, dict):
             raise ValueError(f"{key}: {clip(repr(value))} is not an object")
-        elif key == "$ref" and isinstance(value, str):
-            address, mark, pointer = value.partition("#")
-            extended[key] = f"{address}{mark}{quote(pointer, _POINTER_CHARACTERS)}"
+        elif key in ("$ref", "$id") and isinstance(value, str):
+            parts = value.split("#", 1)
+            extended[key] = "#".join(quote(part, _POINTER_CHARACTERS) for part in parts)
+        elif key == "$schema" and isinstance(value, str):
+            if draft := _DRAFT.fullmatch(value):
+                scheme = "https" if "/20" in value else "http"
+                extended[key] = f"{scheme}{draft[1]}"
         elif key == "pattern" and isinstance(value, str):
             *patterns, extended[key] = _split_lookaheads(value)
         else:

@@ -226,6 +226,23 @@ def test_references_may_have_any_name_and_annotation() -> None:
         assert not accepts(schema, {"next": {"other": {}}})
 
 
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"$id": "Output Format"},
+        {"$id": "Output Format", "$ref": "Output Format#/$defs/A"},
+        {"$schema": "https://json-schema.org/draft-07/schema#"},
+        {"$schema": "http://json-schema.org/draft/2020-12/schema"},
+        {"$schema": "http://json-schema.org/schema#"},
+        {"$schema": "my schema"},
+    ],
+)
+def test_a_schema_may_have_any_name_and_version(names: dict[str, Any]) -> None:
+    schema = {"$ref": "#/$defs/A", **names, "$defs": {"A": {"type": "integer"}}}
+    assert accepts(schema, 1)
+    assert not accepts(schema, "a")
+
+
 def test_values_that_look_like_schemas_are_kept() -> None:
     value = {"propertyNames": {"const": "a"}}
     schema = {"const": value, "properties": {"a": {"enum": [value], "default": value}}}
