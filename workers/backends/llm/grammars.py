@@ -74,7 +74,7 @@ class Grammars:
         matcher: Any = llguidance.LLMatcher
         compilers = {
             "json_schema": _compile_json_schema,
-            "regex": matcher.grammar_from_regex,
+            "regex": _compile_regex,
             "grammar": _compile_lark,
         }
         try:
@@ -124,6 +124,25 @@ def _with_body(message_grammar: str, body: str) -> str:
         (content,) = json.loads(body)["grammars"]
     message = {"name": "message", "lark_grammar": message_grammar}
     return json.dumps({"grammars": [message, {**content, "name": "body"}]})
+
+
+# As in vLLM's default grammar library, these classes of a regular expression contain only ASCII
+# characters and the no-break space.
+_CLASSES = {
+    "d": "[0-9]",
+    "w": "[0-9A-Za-z_]",
+    "s": r"[\t-\r \xa0]",
+    "D": "[^0-9]",
+    "W": "[^0-9A-Za-z_]",
+    "S": r"[^\t-\r \xa0]",
+}
+
+
+def _compile_regex(text: str) -> Any:
+    import llguidance
+
+    pattern = re.sub(r"(?s)\\(.)", lambda escape: _CLASSES.get(escape[1], escape[0]), text)
+    return llguidance.LLMatcher.grammar_from_regex(pattern)
 
 
 # White space between the tokens of a JSON text. It is limited, as in llama.cpp, because some models

@@ -17,6 +17,7 @@ import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError, clip
 from shmserve.gateway.compression import BodyTooLarge, UnsupportedEncoding
+from shmserve.gateway.context import Gateway, GatewayModel, resolve_model
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.large_bodies import (
     Convert,
@@ -39,8 +40,6 @@ from shmserve.gateway.http.openai.fields import (
 from shmserve.gateway.http.routing import NoRoute
 from shmserve.gateway.inference.inference import output_bytes
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
-from shmserve.gateway.model_table import GatewayModel
-from shmserve.gateway.process import Gateway, resolve_model
 from shmserve.ipc.engine_settings import ENGINE_PARAMETER, PROMPT_TOO_LONG, EngineSettings
 from shmserve.ipc.messages.control_requests import NameModels
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
@@ -360,6 +359,8 @@ async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     variables = {name: fields.pop(name) for name in CONVERSATION_FIELDS & fields.keys()}
     prompt = conversation_input(fields, variables)
     limits = [name for name in _TOKEN_LIMIT_FIELDS if name in fields] or ["max_tokens"]
+    if "logprobs" in fields:
+        check_member(fields, "logprobs", bool, False)
     if "top_logprobs" in fields and fields["top_logprobs"] and not wants_logprobs(fields):
         raise InvalidArgument("top_logprobs: requires logprobs: true")
     parameters = {
@@ -369,6 +370,7 @@ async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
         **fields,
     }
     for name in limits[1:]:
+        check_member(parameters, name, int, 0)
         del parameters[name]
     text_request = _text_request(model, [prompt], parameters)
     if MESSAGE_OUTPUT in model.signature.outputs and (model.may_reason or "tools" in variables):

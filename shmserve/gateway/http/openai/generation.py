@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import orjson
 
 from shmserve.errors import QueueFull, ShmserveError
+from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.infer import ResponseQueue
 from shmserve.gateway.http.json.large_bodies import Packed
 from shmserve.gateway.http.messages import (
@@ -35,7 +36,6 @@ from shmserve.gateway.http.openai.bodies import (
 )
 from shmserve.gateway.inference.inference import find_error, log_failure, output_bytes
 from shmserve.gateway.inference.prepare import build_in_turns
-from shmserve.gateway.process import Gateway
 from shmserve.ipc.tensors.inference import Inferred
 
 T = TypeVar("T")
@@ -517,10 +517,12 @@ class _Generation:
                 await asyncio.sleep(0)  # other requests are handled in between
         first_queue = self._queues[0]
         await first_queue.wait()
-        error = find_error(first_queue.first_response)
-        if error is not None:
-            log_failure(first_queue.inference.built_request, error)
-            raise error
+        # The errors of other prompts, if they have arrived, also determine the response's status.
+        for queue in self._queues:
+            error = find_error(queue.first_response) if queue is first_queue or queue else None
+            if error is not None:
+                log_failure(queue.inference.built_request, error)
+                raise error
 
     async def whole_response(self) -> HttpResponse:
         """Return the whole response once the last text has ended."""

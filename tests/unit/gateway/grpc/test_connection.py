@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from shmserve.gateway.grpc.calls.call import StreamingCall
-from shmserve.gateway.grpc.calls.headers import Ending, StatusCode
-from shmserve.gateway.grpc.calls.messages import LARGE_MESSAGE_BYTES
+from shmserve.gateway.grpc.call import StreamingCall
+from shmserve.gateway.grpc.framing import LARGE_MESSAGE_BYTES, Ending, StatusCode
 from shmserve.gateway.grpc.wire.request import RequestSink
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 from tests.rigs.grpc_scene import PATIENCE_S, STREAM, UNARY, Scene, run_scenario
@@ -140,6 +139,22 @@ def test_a_late_message_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
         statuses = scene.statuses()
         assert {stream: status[:2] for stream, status in statuses.items()} == {1: b"14", 3: b"14"}
         assert [raw for raw, _ in scene.calls] == [b"abc"] and not scene.calls[0][1].done
+
+    run_scenario(scenario)
+
+
+def test_a_message_that_arrives_after_its_head_has_no_time_limit_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its inference may take longer than the limit."""
+
+    async def scenario(scene: Scene) -> None:
+        monkeypatch.setattr(time, "monotonic", scene.clock.read)
+        scene.send(scene.head(1))
+        scene.send(frame(DATA, END_STREAM, 1, message(b"abc")))
+        for _ in range(6):
+            await scene.clock.advance(PATIENCE_S / 4)
+        assert not scene.statuses() and not scene.calls[0][1].done
 
     run_scenario(scenario)
 

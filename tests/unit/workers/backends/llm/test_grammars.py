@@ -26,6 +26,24 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
 
 
 @pytest.mark.parametrize(
+    ("regex", "valid", "invalid"),
+    [
+        (r"\d[\d-]\\d", ["3-\\d", "12\\d"], ["٣-\\d", "3٣\\d", "1-\\3"]),
+        (r"\w+[^\w]", ["a_1é"], ["é.", "ab"]),
+        (r"\s\S", ["\t\u2003", "\xa0a"], ["\u2003a", " \xa0"]),
+        (r"[\D]\W", ["٣é"], ["3é", "aa"]),
+    ],
+)
+def test_classes_of_a_regular_expression_are_ascii(
+    regex: str, valid: list[str], invalid: list[str]
+) -> None:
+    for text in valid + invalid:
+        matcher, tokens = GRAMMARS.matcher(("regex", regex)), BYTES.encode(text).ids
+        is_accepted = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        assert is_accepted == (text in valid), text
+
+
+@pytest.mark.parametrize(
     ("names", "valid", "invalid"),
     [
         ({"enum": ["x.y", "b c"]}, ["x.y", "b c"], ["xay", "x.yb"]),
