@@ -231,7 +231,7 @@ class BlsCall(InflightRequest):
         if isinstance(message, Finished):
             self.end(self.router.read(self, message))
         elif isinstance(message, Failed):
-            self.end(_failure(self, message))
+            self.end(_to_error(self, message))
         else:
             self.receive(message)
 
@@ -538,7 +538,7 @@ class CallRouter:
         """
         error: ShmserveError = Unavailable("the scheduler of the model was lost")
         if refusal is not None:
-            error = _failure(call, refusal)
+            error = _to_error(call, refusal)
         self._unresolved_calls.append((call, error))
         self.shared_wait.notify()
 
@@ -572,7 +572,7 @@ def decoupled_error(model: str) -> Internal:
     )
 
 
-def _failure(call: BlsCall, message: Failed) -> ShmserveError:
+def _to_error(call: BlsCall, message: Failed) -> ShmserveError:
     error = from_code(message.code, message.message)
     return unsubmitted_error(call.request.model, error) if message.is_refused else error
 

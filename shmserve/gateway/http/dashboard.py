@@ -105,7 +105,7 @@ class LiveFigures:
             raise PermissionDenied("pages of other origins may not open the dashboard's stream")
         if self._viewer_count >= _MAX_VIEWERS:
             raise QueueFull(f"{_MAX_VIEWERS} dashboards (the maximum) are connected to this server")
-        return ChunkedResponse(200, self._events(), _HEADERS)
+        return ChunkedResponse(200, self._stream_events(), _HEADERS)
 
     def end_streams(self) -> None:
         """End the responses to all viewers, since the server exits."""
@@ -114,7 +114,7 @@ class LiveFigures:
         if self._recorder is not None:
             self._recorder.cancel()
 
-    async def _events(self) -> AsyncGenerator[Sequence[bytes], None]:
+    async def _stream_events(self) -> AsyncGenerator[Sequence[bytes], None]:
         seen_number = 0
         self._add_viewer()
         try:

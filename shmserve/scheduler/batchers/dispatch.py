@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from shmserve.ipc.messages.inference import Submit
-from shmserve.ipc.tensors.signature import BatchFit
+from shmserve.ipc.tensors.signature import BatchProperties
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.dynamic import (
     Batch,
@@ -77,7 +77,7 @@ class Dispatcher(ABC):
         """Stop waiting for further requests: batches run with the requests that are queued."""
 
     def admit(
-        self, client: Client[ScheduledRequest], submit: Submit, fit: BatchFit
+        self, client: Client[ScheduledRequest], submit: Submit, properties: BatchProperties
     ) -> SequenceKey | None:
         """Admit a request before it is enqueued; return its sequence, or None if it has none.
 

@@ -114,13 +114,13 @@ class EnsembleCore(Core[EnsembleRequest]):
         if 0 < self._max_waiting <= self.steps.waiting_count:
             raise QueueFull(f"{id_prefix(submit.request_id)}Exceeds maximum queue size")
         try:
-            request = self._request(client, submit, lookup, now_ns)
+            request = self._create_request(client, submit, lookup, now_ns)
         except MalformedMessage as error:
             logger.error("model '%s': a request is malformed: %s", self._signature.name, error)
             raise Internal() from None
         self._requests.add(request)
 
-    def _request(
+    def _create_request(
         self, client: Client[EnsembleRequest], submit: Submit, lookup: Lookup | None, now_ns: int
     ) -> EnsembleRequest:
         """Return the request that a message submits, with its inputs in the data flow.
@@ -163,12 +163,12 @@ class EnsembleCore(Core[EnsembleRequest]):
             flow,
             lookup,
             *times,
-            schema_properties.units,
+            schema_properties.rows,
         )
 
     def _derive(self, packed_schema: bytes) -> RequestProperties:
         schema, graph, signature = RequestSchema(packed_schema), self._graph, self._signature
-        fit = signature.fit(packed_schema)
+        properties = signature.batch_properties(packed_schema)
         batched = signature.max_batch_size > 0
         inputs = tuple(
             (
@@ -190,7 +190,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             placed_outputs,
             schema.parameters,
             packed_schema if placed_outputs or schema.parameters else b"",
-            fit.batch_size or 1,
+            properties.batch_size or 1,
         )
 
     def _plan(self, outputs: tuple[str, ...]) -> Plan:

@@ -143,7 +143,7 @@ class Executions:
         if self._settings.padding is not None:
             padded_batch = self._settings.padding.batch()
             for request in requests:
-                padded_batch.may_join(request.shape_key, request.units)
+                padded_batch.may_join(request.shape_key, request.rows)
             self._statistics.executions.count_padding(padded_batch.elements())
         null_rows = len(rows) - len(requests) if rows else 0
         execution = Execution(next(self._ids), requests, reason, now_ns, now_ns, rows=null_rows)

@@ -343,7 +343,7 @@ def _qwen_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
 
 def _xml_call_rule(lark: Lark, tool: Tool) -> str:
     parts = [lark.text(f"\n<function={tool.name}>\n")]
-    for name, schema, required in _parameters(tool, "[^>\n]+"):
+    for name, schema, required in _separate_parameters(tool, "[^>\n]+"):
         value = _xml_value_rule(lark, name, schema, tool.parameters)
         parts.append(value if required else f"{lark.rule(value)}?")
     return " ".join([*parts, lark.text("</function>\n</tool_call>")])
@@ -434,7 +434,7 @@ _WHOLE_OBJECT = {
 }
 
 
-def _parameters(tool: Tool, name_pattern: str) -> list[tuple[str, dict[str, Any], bool]]:
+def _separate_parameters(tool: Tool, name_pattern: str) -> list[tuple[str, dict[str, Any], bool]]:
     """Return the name and the schema of each parameter of a tool, and whether it is required.
 
     Optional parameters whose names the format cannot write are omitted.
@@ -610,7 +610,7 @@ def _python_arguments(lark: Lark, tool: Tool) -> str:
     the visited parameters at the beginning of the list, `further` after an earlier argument.
     """
     first_member, further = '""', '""'
-    for name, schema, required in reversed(_parameters(tool, NAME.pattern)):
+    for name, schema, required in reversed(_separate_parameters(tool, NAME.pattern)):
         value = f"{lark.text(name + '=')} {lark.json(schema)}"
         rest_rule = lark.rule(further)
         begin = f"{value} {rest_rule}"

@@ -218,11 +218,13 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
         raise Unavailable(f"Python model file '{version_dir.name}/{file}' not found{found}")
     module = _import_model(model_dir, version_dir, file)
     if not hasattr(module, "TritonPythonModel"):
-        raise InvalidArgument(f"'{file}' has no class TritonPythonModel{_hint(module, file)}")
+        raise InvalidArgument(
+            f"'{file}' has no class TritonPythonModel{_missing_class_hint(module, file)}"
+        )
     return module.TritonPythonModel
 
 
-def _hint(module: Any, file: str) -> str:
+def _missing_class_hint(module: Any, file: str) -> str:
     """Return advice for a model file without a `TritonPythonModel`, or ""."""
     torch = sys.modules.get("torch")
     hint = ""
@@ -349,7 +351,7 @@ class PythonExecution:
             if type(response) is InferenceResponse
             and not request.outbox
             and not request.rescheduled
-            else self._response(request, response)
+            else self._convert_response(request, response)
             for request, response in pairs
         ]
 
@@ -366,7 +368,7 @@ class PythonExecution:
             raise _misuse_error(self._instance_name, problem)
         return returned
 
-    def _response(self, request: ReceivedRequest, response: Any) -> Response:
+    def _convert_response(self, request: ReceivedRequest, response: Any) -> Response:
         if request.rescheduled:
             if self._iterative and response is None:
                 return Response(rescheduled=True)
