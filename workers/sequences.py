@@ -372,7 +372,7 @@ class SequenceExecutor(Executor):
                 row_request.request.inputs |= controls
                 shapes = self._states.add_inputs(row_request.request, row)
                 by_shape.setdefault(shapes, []).append(row_request)
-        if self._decoupled:
+        if self._is_decoupled:
             streams = [
                 OutputStream(self._writer, r.open_request, r.request) for r in by_key.values()
             ]

@@ -76,7 +76,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             settings.name, signature, settings.decoupled, memory, statistics, cache
         )
         self.steps = StepRunner(graph, targets, links, memory, requests)
-        self._decoupled = settings.decoupled
+        self._is_decoupled = settings.decoupled
         self._timeout_is_deadline = settings.timeout_is_deadline
         self._plans: dict[tuple[str, ...], Plan] = {}  # plans by the names of the requested outputs
         self._planned_changes = 0  # the value of `Targets.change_count` when the plans were made
@@ -318,7 +318,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         flow, requests = request.flow, self._requests
         if flow.firings:
             self.steps.run(request, now_ns)
-        if not self._decoupled and len(flow.responses) > 1:
+        if not self._is_decoupled and len(flow.responses) > 1:
             text = id_prefix(request.submit.request_id) + _NOT_DECOUPLED
             requests.fail(request, Unsupported.code, text, now_ns)
             self.steps.cancel(request)
@@ -326,12 +326,12 @@ class EnsembleCore(Core[EnsembleRequest]):
             # Release the request's values now: a running step may wait for their memory.
             flow.close()
             self.steps.drop_waiting(request)
-        elif self._decoupled:
+        elif self._is_decoupled:
             requests.relay(request, now_ns)
         if request.running or request.waiting_count:
             return
         if request.state is RUNNING:
-            if self._decoupled:
+            if self._is_decoupled:
                 if flow.responses:
                     return  # sending continues after the client has read some responses
             elif not flow.has_responded:

@@ -214,7 +214,7 @@ class EnsembleRequests:
 
     _name: str
     _signature: Signature
-    _decoupled: bool
+    _is_decoupled: bool
     _memory: EnsembleMemory
     _statistics: Statistics
     _cache: ResponseCache | None
@@ -337,7 +337,7 @@ class EnsembleRequests:
         timing = Timing(request.enqueued_ns, *times_ns)
         self._statistics.count_execution(CloseReason.IDLE, request.rows, timing, now_ns)
         packed_response = NOTHING
-        if self._decoupled:
+        if self._is_decoupled:
             self._count_response(request, b"", final=True, now_ns=now_ns)
         else:
             response = flow.responses.pop()
@@ -346,7 +346,7 @@ class EnsembleRequests:
             self._store(request, packed_response, now_ns)
         self._statistics.count_success(request, timing, now_ns)
         spans = self._encode_spans(request, now_ns) if submit.trace else b""
-        if self._decoupled:
+        if self._is_decoupled:
             end_message = Responded(submit.id, "", "", *packed_response, True, *times_ns, spans)
             request.client.post(end_message)
         else:

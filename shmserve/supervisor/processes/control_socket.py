@@ -144,7 +144,7 @@ class ControlSocket:
         self._early_messages: deque[tuple[Address, bytes, Any]] = deque(maxlen=_MAX_EARLY_MESSAGES)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._router.fd, self._receive)
-        self._flushing = False
+        self._is_flushing = False
 
     # --- peers
 
@@ -248,8 +248,8 @@ class ControlSocket:
         if identity is None:
             return
         self._router.post(identity, message)
-        if not self._flushing:
-            self._flushing = True
+        if not self._is_flushing:
+            self._is_flushing = True
             self._loop.call_soon(self.flush)
 
     def broadcast(self, message: Any, *roles: str) -> None:
@@ -275,7 +275,7 @@ class ControlSocket:
 
     def flush(self) -> None:
         """Send the queued messages now, before the end of the loop's turn."""
-        self._flushing = False
+        self._is_flushing = False
         self._router.flush()
 
     def close(self) -> None:

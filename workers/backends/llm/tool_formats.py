@@ -48,14 +48,14 @@ class CallGrammar(NamedTuple):
     """The expressions of a grammar for tool calls.
 
     Attributes:
-        heads: The alternatives for the first call: its opening text, and an expression for the
-            rest. If calls are optional, other text may precede the opening text.
+        first_calls: The alternatives for the first call: its opening text, and an expression for
+            the rest. If calls are optional, other text may precede the opening text.
         separator: The expression between calls.
         call: The expression for each call after the first.
         end: The expression after the last call.
     """
 
-    heads: list[tuple[str, str]]
+    first_calls: list[tuple[str, str]]
     separator: str
     call: str
     end: str = ""
@@ -598,9 +598,9 @@ def _escape(text: str) -> str:
 
 def _pythonic_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
     rests = {t.name: lark.rule(f"{_python_arguments(lark, t)} {lark.text(')')}") for t in tools}
-    heads = [(f"[{name}(", arguments_rule) for name, arguments_rule in rests.items()]
+    first_calls = [(f"[{name}(", arguments_rule) for name, arguments_rule in rests.items()]
     call = lark.alternatives(f"{lark.text(name + '(')} {rule}" for name, rule in rests.items())
-    return CallGrammar(heads, lark.text(", "), call, lark.text("]"))
+    return CallGrammar(first_calls, lark.text(", "), call, lark.text("]"))
 
 
 def _python_arguments(lark: Lark, tool: Tool) -> str:
