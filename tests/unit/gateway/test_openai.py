@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, Mock
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import numpy as np
 import orjson
@@ -161,9 +161,9 @@ def test_errors_have_a_type_and_the_field() -> None:
     api_error = decode_error(InvalidArgument("[request id: 7] temperature: -1 is not a number"))
     assert (api_error["type"], api_error["param"]) == ("invalid_request_error", "temperature")
     assert api_error["message"] == "temperature: -1 is not a number"
-    long = decode_error(InvalidArgument(f"[request id: 7] text_input: {PROMPT_TOO_LONG}: 9 tokens"))
+    long = decode_error(InvalidArgument(f"[request id: 7] text_input: {PROMPT_TOO_LONG} 9"))
     assert (long["param"], long["code"]) == ("prompt", "context_length_exceeded")
-    assert long["message"] == f"prompt: {PROMPT_TOO_LONG}: 9 tokens"
+    assert long["message"] == f"prompt: {PROMPT_TOO_LONG} 9"
     assert decode_error(InvalidArgument("the body is a list"))["param"] is None
     assert decode_error(NotFound("x: no"))["code"] == "model_not_found"
     assert decode_error(TooManyRequests("full"))["code"] == "rate_limit_exceeded"
@@ -242,6 +242,33 @@ def test_a_chat_without_a_limit_of_tokens_has_that_of_its_model(
     parsed = asyncio.run(bodies.parse_chat(text_gateway(), body))
     limits = ("max_completion_tokens", "max_tokens", "max_new_tokens")
     assert [parsed.parameters[name] for name in limits if name in parsed.parameters] == [max_tokens]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"logprobs": 3}, "logprobs: 3 is not true or false"),
+        ({"max_tokens": "zz", "max_completion_tokens": 5}, "max_tokens: 'zz' is not an integer"),
+    ],
+)
+def test_fields_of_a_chat_have_their_types(given: dict[str, Any], message: str) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **given}
+    with pytest.raises(InvalidArgument, match=message):
+        asyncio.run(bodies.parse_chat(text_gateway(), body))
+
+
+def test_an_error_of_a_later_prompt_determines_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = InvalidArgument("prompt: it is empty")
+    queues = [MagicMock(wait=AsyncMock(), first_response=found) for found in (None, error)]
+    monkeypatch.setattr(generation, "ResponseQueue", MagicMock(side_effect=queues))
+    monkeypatch.setattr(generation, "build_in_turns", AsyncMock())
+    for name, replacement in (("find_error", lambda response: response), ("log_failure", print)):
+        monkeypatch.setattr(generation, name, replacement)
+    body = {"model": "m", "prompt": "a", "stream": True}
+    parsed = asyncio.run(bodies.parse_completion(text_gateway(), body))
+    parsed = parsed._replace(prompts=parsed.prompts * 2)
+    with pytest.raises(InvalidArgument, match="it is empty"):
+        asyncio.run(generation.respond(MagicMock(), MagicMock(), parsed, MagicMock()))
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("identity", bytes)])
