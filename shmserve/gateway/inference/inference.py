@@ -36,12 +36,11 @@ from shmserve.errors import (
     Unavailable,
     from_code,
 )
+from shmserve.gateway.context import UNLIMITED, Gateway, GatewayModel, TimeLimit, resolve_model
 from shmserve.gateway.inference.prepare import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.links import GatewayRequest
 from shmserve.gateway.listener import ClientIdentity
-from shmserve.gateway.model_table import GatewayModel
-from shmserve.gateway.process import UNLIMITED, Gateway, TimeLimit, resolve_model
 from shmserve.gateway.region_table import authorise
 from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.messages import inference as m

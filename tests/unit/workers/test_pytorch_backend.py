@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
+from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable, Unsupported
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
@@ -380,6 +380,10 @@ def test_a_missing_file(worker: Rig) -> None:
     error = load_error(worker, vectors({"x": 4}, {"y": 1}))
     assert error.endswith(" (found best.jit: set default_model_filename)")
     serve(worker, vectors({"x": 4}, {"y": 1}, default_model_filename="best.jit"))
+    target = folder.rename(folder.parent / "linked")
+    folder.symlink_to(target)
+    error = load_error(worker, vectors({"x": 4}, {"y": 1}))
+    assert error.endswith(f" in '{target}' (found best.jit)")
 
 
 # --- auto-complete
@@ -682,6 +686,9 @@ def test_backends_are_found_by_name_and_by_platform() -> None:
     assert backends.find(ModelSpec.of({"platform": "pytorch_libtorch"})) is PytorchBackend
     with pytest.raises(InvalidArgument, match="unable to find backend 'tensorrt'"):
         backends.find(ModelSpec.of({"backend": "tensorrt", "name": "m"}))
+    decoupled = {"backend": "pytorch", "model_transaction_policy": {"decoupled": True}}
+    with pytest.raises(Unsupported, match="backend 'pytorch' does not support the 'decoupled'"):
+        backends.find(ModelSpec.of({**decoupled, "name": "m"}))
 
 
 # --- devices with their own memory
