@@ -237,9 +237,25 @@ def test_a_response_of_a_wrong_type_is_refused() -> None:
     with pytest.raises(TritonModelException, match=r"Output tensor .* should not be empty"):
         pb_utils.InferenceResponse([None])  # type: ignore[list-item]
     tensor = pb_utils.Tensor("OUT", np.zeros(1))
-    for wrong_value in ({"output_tensors": [3]}, {"output_tensors": tensor}, {"error": "e"}):
-        with pytest.raises(TypeError):
-            pb_utils.InferenceResponse(**wrong_value)
+    for name, value, text in (
+        ("output_tensors", [3], "an output must be a Tensor"),
+        ("output_tensors", tensor, "output_tensors must be a list, not Tensor"),
+        (
+            "output_tensors",
+            pb_utils.TritonError("e"),
+            "output_tensors must be a list, not TritonError",
+        ),
+        ("error", "e", "the error must be a TritonError"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            pb_utils.InferenceResponse(**{name: value})
+
+
+def test_a_misspelt_name_is_reported_by_the_name_of_the_module() -> None:
+    with pytest.raises(
+        AttributeError, match=r"^module 'triton_python_backend_utils' .*'Tensor'\?$"
+    ):
+        _ = pb_utils.Tensr
 
 
 @pytest.mark.parametrize(
