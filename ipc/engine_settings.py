@@ -15,9 +15,8 @@ from shmserve.errors import InvalidArgument, suggestion
 
 LLM_BACKEND = "llm"  # the name of the backend for generative models
 ENGINE_PARAMETER = "engine"
-# Part of the error about a prompt that does not fit, for which OpenAI's API has a code. Clients
-# such as LiteLLM recognise the error by these words, which begin OpenAI's message.
-PROMPT_TOO_LONG = "this model's maximum context length is exceeded"
+# Part of the error about a prompt that does not fit, for which OpenAI's API has a code.
+PROMPT_TOO_LONG = "this model's maximum context length is"
 # Parameters of requests that are accepted and do not affect the generated text.
 IGNORED_PARAMETERS = (
     *("user", "metadata", "request_id", "spaces_between_special_tokens", "guided_decoding_backend"),
@@ -253,3 +252,11 @@ def _allowed_values(setting: Field[Any], value: Any) -> str:
 
 def _invalid_value(name: str, value: Any, allowed_text: str) -> _Problem:
     return _Problem(name, f"{value!r} is not {allowed_text}")
+
+
+def prompt_too_long(limit: int, explanation: str) -> str:
+    """Return the error text about a prompt that is longer than `limit` tokens.
+
+    Clients recognise the error by the words and the number with which OpenAI's message begins.
+    """
+    return f"{PROMPT_TOO_LONG} {limit} tokens: {explanation}"

@@ -115,7 +115,10 @@ def serve(
     classes: list[Any] = [models] if single else list(models)  # type: ignore[arg-type]
     sources: Sources = {}
     is_long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR
-    folder = Path(tempfile.mkdtemp(prefix="shmserve-", dir="/tmp" if is_long else None))
+    owner, folder = (
+        os.getpid(),
+        Path(tempfile.mkdtemp("", "shmserve-", "/tmp" if is_long else None)),
+    )
     try:
         arguments = [word for model in classes for word in _arguments(model, folder, sources)]
         run_dir = Path(flags.get("run_dir") or folder / "run")
@@ -134,7 +137,8 @@ def serve(
             finally:
                 server.close()
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if os.getpid() == owner:  # not in a forked process that leaves the block
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _flags(name: str, value: Any) -> list[str]:
@@ -154,7 +158,13 @@ def _process(arguments: Sequence[str], log: Path) -> Iterator[subprocess.Popen[b
     with log.open("wb") as file:
         process = starter.submit(
             lambda: subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=environment,
+                # Jupyter and terminals interrupt the process group of the block, which may go on.
+                start_new_session=True,
             )
         ).result()
     try:

@@ -142,6 +142,9 @@ class _Parser(argparse.ArgumentParser):
     """A parser that reports errors in one line."""
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith("expected one argument"):
+            flag = message.split()[1].rstrip(":")
+            message += f" (write {flag}=VALUE if the value begins with '-')"
         self.exit(_INVALID_USAGE, f"{self.prog}: {message}\n")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -20,6 +21,7 @@ def run(args: argparse.Namespace) -> int:
         0.
 
     Raises:
+        BrokenPipeError: The reader of the output has closed it.
         Disconnected: There is no server, or it has exited.
     """
     format_event = _as_json if args.json else _as_text
@@ -29,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
             if m.TOPICS[type(received_event.event)] in topics:
                 print(format_event(received_event), flush=True)
         if args.follow:
-            for received_event in reader.follow():
+            for received_event in reader.follow(sys.stdout.fileno()):
                 if received_event.lost_count:
                     print(_format_loss(received_event, args.json), flush=True)
                 if received_event.event is not None:

@@ -54,6 +54,13 @@ GONE = "the server is no longer running"
 _MAX_COMPLETED = 1024  # completed requests that remain in the heap until their deadline
 
 
+def _namespace_depth(pid: int) -> int:
+    """Return the number of PID namespaces that contain a process, or 0 if it has exited."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="utf-8") as status:
+        return next((len(line.split()) - 1 for line in status if line.startswith("NSpid:")), 0)
+    return 0
+
+
 class ListenerLink:
     """A SOCK_SEQPACKET unix socket to a server's listener.
 
@@ -81,10 +88,15 @@ class ListenerLink:
         """Remove the timeout, once the server's initial state was received."""
         self._socket.settimeout(None)
 
-    def peer_pid(self) -> int:
-        """Return the pid of the server, or 0 if it is not in this program's PID namespace."""
+    def is_in_other_pid_namespace(self) -> bool:
+        """Check whether the pids of the server's processes are invalid in this program.
+
+        The pid of a server in a container of this program's host is valid here, unlike the pids
+        that the server sends.
+        """
         raw = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        return int.from_bytes(raw[:4], sys.byteorder)
+        pid = int.from_bytes(raw[:4], sys.byteorder)  # 0 in a namespace that is not visible here
+        return not pid or _namespace_depth(pid) > _namespace_depth(os.getpid())
 
     def fileno(self) -> int:
         """Return the descriptor, for polling."""
@@ -218,7 +230,7 @@ class ServerConnection(ServerState):
         self._link = ListenerLink()
         try:
             self._link.connect(run_dir, timeout_s)
-            self.is_in_other_pid_namespace = self._link.peer_pid() == 0
+            self.is_in_other_pid_namespace = self._link.is_in_other_pid_namespace()
             while not self._handle_messages():
                 pass
         except (OSError, MalformedMessage) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from collections.abc import Iterable, Iterator
@@ -88,6 +89,7 @@ class EventReader:
             raise Disconnected(f"no server publishes events for this user at {endpoint}")
         self._topics = tuple(topics)
         self._gaps = GapDetector()
+        self._output_fd: int | None = None
         self._context = zmq.Context(io_threads=1)
         try:
             self._socket = self._context.socket(zmq.SUB)
@@ -121,12 +123,20 @@ class EventReader:
         finally:
             self._socket.unsubscribe(snapshot_topic)
 
-    def follow(self) -> Iterator[ReceivedEvent]:
-        """Yield events as they occur. Raises Disconnected when the server has exited.
+    def follow(self, output_fd: int | None = None) -> Iterator[ReceivedEvent]:
+        """Yield events as they occur.
 
         After a silence the reader requests the server's latest sequence numbers, so that losses at
         the end of a topic are reported too.
+
+        Args:
+            output_fd: The descriptor to which the caller writes the events.
+
+        Raises:
+            BrokenPipeError: The reader of `output_fd` has closed it.
+            Disconnected: The server has exited.
         """
+        self._output_fd = output_fd
         is_silent = False
         while True:
             publication = self._next(None if is_silent else _SILENCE_MS)
@@ -157,8 +167,12 @@ class EventReader:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
+        if self._output_fd is not None:
+            poller.register(self._output_fd, zmq.POLLERR)
         while True:
             ready_sockets = dict(poller.poll(timeout_ms))
+            if self._output_fd in ready_sockets:
+                raise BrokenPipeError(errno.EPIPE, "the reader of the output has closed it")
             if self._socket in ready_sockets:
                 topic, frame = self._socket.recv_multipart()
                 try:

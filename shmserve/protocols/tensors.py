@@ -17,6 +17,7 @@ from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 
 _Array = np.ndarray[Any, Any]
 
+_MAX_STREAM_BYTES = 1 << 30  # of a pipe or a device, which may be endless
 _MAX_DIMENSIONS = 32  # numpy's maximum number of dimensions
 
 # The required type of JSON elements of a datatype, and its name in error texts.
@@ -81,7 +82,11 @@ def _load_array(name: str, path: Path) -> _Array:
     try:
         with path.open("rb") as file:
             if path.suffix not in (".npy", ".npz"):
-                return np.array(file.read(), np.object_)
+                is_regular = path.is_file()
+                content = file.read(-1 if is_regular else _MAX_STREAM_BYTES + 1)
+                if not is_regular and len(content) > _MAX_STREAM_BYTES:
+                    raise ValueError("it is no regular file, and has more than 1 GiB")
+                return np.array(content, np.object_)
             array = np.load(file, allow_pickle=False)
     except Exception as error:  # numpy may raise any exception for an invalid file
         reason = getattr(error, "strerror", None) or error

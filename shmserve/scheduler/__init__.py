@@ -16,11 +16,11 @@ requests/               request.py      the state machine of a request, as a tab
 batchers/               dynamic.py, adaptive.py
                                         (queue, time) -> a batch, or the end of a wait
                         estimates.py    the estimates of the adaptive batcher
-                        dispatch.py     from the queue to the instances
                         sequences.py, sequence_dispatch.py
                                         the sequence batcher: slots, strategies, its dispatcher
 instances/              pool.py         slots: which instances are ready, free, busy; tickets
-                        executions.py   messages to workers, and the recent service time
+                        dispatch.py     from the queue to the instances: dispatchers, messages to
+                                        workers, and the recent service time
                         results.py      messages of workers; retries of requests of lost workers
 response_cache.py       responses of earlier requests
 statistics.py           the counters of a model version and their report

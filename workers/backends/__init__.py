@@ -130,9 +130,7 @@ class Backend(ABC):
         """
 
     def execute_decoupled(self, streams: list[OutputStream]) -> None:
-        """Execute one batch of a decoupled model.
-
-        The default implementation sends one response to each request.
+        """Execute one batch of a decoupled model; a backend without this method refuses the model.
 
         Args:
             streams: The response stream of each request (`stream.request`). Any thread may send
@@ -142,9 +140,7 @@ class Backend(ABC):
         Raises:
             Exception: An exception of the model, which ends the open streams. Nothing is retried.
         """
-        responses = self.execute([stream.request for stream in streams])
-        for stream, response in zip(streams, responses, strict=True):
-            stream.send(response, final=True)
+        raise NotImplementedError
 
     def serve(self, writer: ResponseWriter, unpacker: Unpacker) -> HandlerTable | None:
         """Return the handlers of scheduler messages, for a backend with a protocol of its own.

@@ -101,7 +101,7 @@ class Inferences(ActiveCount):
         except Exception as error:
             if isinstance(error, RequestRefused) and self.needs_load(raw_request):
                 task = asyncio.ensure_future(self._infer_once_loaded(raw_request, call))
-                call.on_disconnect = task.cancel
+                call.on_disconnect = partial(self._cancel_load, task, raw_request)
             else:
                 call.fail(*_ending_from_error(error, call))
             return
@@ -109,6 +109,11 @@ class Inferences(ActiveCount):
             self.active += 1
             call.on_disconnect = inference.cancel
             call.on_ended = self.decrement
+
+    @staticmethod
+    def _cancel_load(task: asyncio.Task[None], raw_request: MessageContent) -> None:
+        task.cancel()
+        release_message(raw_request)  # a task that has not started yet would not release it
 
     async def _infer_once_loaded(self, raw_request: MessageContent, call: UnaryCall) -> None:
         try:
@@ -360,19 +365,19 @@ class Inferences(ActiveCount):
         """Load the model of a request, within the time limits of the request and its call.
 
         Raises:
-            RequestRefused: The load failed, or took too long.
+            RequestRefused: The request is invalid, or the load failed or took too long.
         """
-        if isinstance(raw_request, bytes):
-            message = _parse_message(raw_request)
-            request = decode_request(message)
-            name, version = message.model_name, message.model_version
-        else:
-            model = raw_request.built_request.model
-            request = raw_request.built_request.infer_request
-            name = model.name
-            version = model.version
+        request_id = ""
         self.active += 1
         try:
+            if isinstance(raw_request, bytes):
+                message = _parse_message(raw_request)
+                request_id, name, version = message.id, message.model_name, message.model_version
+                request = decode_request(message)
+            else:
+                model = raw_request.built_request.model
+                request = raw_request.built_request.infer_request
+                request_id, name, version = request.id, model.name, model.version
             is_deadline = self.gateway.settings.request_timeout_is_deadline
             timeout_us = request.timeout_us if is_deadline else 0
             limits = (request.deadline_us, timeout_us, _limit_us(remaining_s))
@@ -380,7 +385,7 @@ class Inferences(ActiveCount):
         except BaseException as error:
             release_message(raw_request)
             if isinstance(error, ShmserveError):
-                raise RequestRefused(error, request.id) from None
+                raise RequestRefused(error, request_id) from None
             raise
         finally:
             self.decrement()

@@ -10,6 +10,7 @@ while the stream of a body is full, or while too many pipelined requests are que
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import re
 from abc import abstractmethod
@@ -255,6 +256,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         except HttpProcessingError as error:
             if head is not None and self._parse_without_length(head):
                 return
+            # The parser has dropped the requests before the malformed one.
+            self._messages += self._parse_complete(head or b"")
             self._messages.append(error)
             self._state, self._head = ReadState.FAILED, head
         else:
@@ -321,6 +324,16 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self.closes_next, self._parser = True, self._new_parser()
         self._parse(chunked, False)
         return True
+
+    def _parse_complete(self, data: bytes) -> list[ParsedMessage]:
+        """Return the complete requests before the first malformed one, with a new parser."""
+        messages: list[ParsedMessage] = []
+        self._parser = self._new_parser()
+        with contextlib.suppress(HttpProcessingError):
+            # Each head ends with an empty line, and is parsed apart from the bytes after it.
+            for part in data.split(b"\r\n\r\n", _MAX_QUEUED_REQUESTS):
+                messages += self._parser.feed_data(part + b"\r\n\r\n")[0]
+        return [message for message in messages if message[1].is_eof()]
 
     def _cache_head(self, data: bytes) -> None:
         """Cache the head if `data` is exactly one request, or the start of one.

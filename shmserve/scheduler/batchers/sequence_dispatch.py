@@ -11,7 +11,6 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.inference import EndSequences, SequenceRow, Submit, correlation_fields
 from shmserve.ipc.tensors.inference import SEQUENCE_START
 from shmserve.ipc.tensors.signature import BatchFit, id_prefix
-from shmserve.scheduler.batchers.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.batchers.dynamic import WaitUntil
 from shmserve.scheduler.batchers.sequences import (
     InstanceSlots,
@@ -20,6 +19,7 @@ from shmserve.scheduler.batchers.sequences import (
     StatefulSequence,
     decide,
 )
+from shmserve.scheduler.instances.dispatch import Dispatcher, SequenceKey
 from shmserve.scheduler.instances.pool import Slot
 from shmserve.scheduler.requests.queue import queue_expired_text
 from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest

@@ -19,6 +19,7 @@ import torch
 
 import shmserve.client
 from shmserve.client import aio
+from shmserve.client.connection import ListenerLink
 from shmserve.client.request.arrays import dtype_of
 from shmserve.ipc.messages.inference import Finished
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
@@ -421,6 +422,30 @@ with shmserve.client.connect({str(rows_server.run_dir)!r}) as server:
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert run.stdout.split("\n")[:2] == ["[1. 1. 1. 1.]", "100000.0"], run.stderr
     assert "in the server's PID namespace" in run.stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can create a PID namespace")
+@pytest.mark.parametrize(
+    ("prefix", "is_other"), [((), False), (("unshare", "--pid", "--fork", "--kill-child"), True)]
+)
+def test_a_server_in_a_container_is_in_another_pid_namespace(tmp_path, prefix, is_other) -> None:
+    code = f"""
+import socket
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+listener.bind({str(tmp_path / "listener")!r})
+listener.listen()
+print(flush=True)
+input()
+"""
+    command, link = [*prefix, sys.executable, "-c", code], ListenerLink()
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        assert process.stdout
+        process.stdout.readline()
+        link.connect(tmp_path / "listener", 10)
+        assert link.is_in_other_pid_namespace() is is_other
+        process.communicate("\n")
+    link.close()
 
 
 def test_a_worker_that_dies_before_its_answer_is_read(client) -> None:

@@ -26,6 +26,7 @@ from shmserve import client
 from shmserve.client import aio
 from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
 from shmserve.model import FP32
+from shmserve.supervisor.checks.access import server_pid
 from shmserve.testing import serve_model
 from tests.support.waiting import until
 
@@ -334,6 +335,18 @@ def test_the_thread_that_starts_a_server_may_end() -> None:
         until("the thread ended", lambda: not Path(f"/proc/self/task/{thread}").exists())
         server.load("double")
         assert server.infer("double", x=X)["output"].sum() == 8.0
+
+
+def test_a_server_outlives_interrupts_and_forked_processes_of_its_block() -> None:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(shmserve.serve(Double))
+        if not (child := os.fork()):
+            with contextlib.suppress(BaseException):
+                stack.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert server.run_dir.exists()
+        assert os.getpgid(server_pid(server.run_dir)) != os.getpgid(0)
 
 
 def test_a_killed_script_leaves_no_files(tmp_path: Path) -> None:

@@ -128,11 +128,13 @@ def test_a_stream_waits_for_the_load_in_order(server: Server) -> None:
 
     with triton_grpc.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(take)
+        client.async_stream_infer("stream", [triton_grpc.InferInput("INPUT0", [1], "INT32")])
         for number, name in enumerate(("stream", "unknown", "stream")):
             client.async_stream_infer(name, grpc_input(), request_id=str(number))
-        until("all are answered", lambda: len(answers) == 3)
+        until("all are answered", lambda: len(answers) == 4)
         client.stop_stream()
-    assert [answer for answer, _ in answers] == ["0", "failed", "2"]
+    assert [answer for answer, _ in answers] == ["failed", "0", "failed", "2"]
+    assert "unable to find data for input tensor 'INPUT0'" in answers[0][1]
 
 
 def test_local_clients_load_the_model(server: Server) -> None:

@@ -70,6 +70,15 @@ def follow_events(
             process.kill()
 
 
+def test_the_reader_of_the_output_ends_the_command(server: Server) -> None:
+    """As `head` does, which reads some lines. No event occurs after the first ones."""
+    with follow_events(server, "--topic=health") as (process, line):
+        line()
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(10) == 1
+
+
 def test_a_load_and_an_unload(server: Server, events: EventReader) -> None:
     with server.http() as http:
         http.load("identity").ok()

@@ -151,7 +151,7 @@ def test_values_are_read_from_json_and_files(tmp_path: Path) -> None:
     shape, raw = encode(tensor("BYTES", -1, 1), load_value("X", f"@{picture}"))
     assert (shape, raw) == ([1, 1], b"\5\0\0\0\x89PNG\0")
     np.save(path, np.array([{}]), allow_pickle=True)
-    for text in (f"@{path}", f"@{tmp_path / 'none'}", "[1", "@"):
+    for text in ("@/dev/zero", f"@{path}", f"@{tmp_path / 'none'}", "[1", "@"):
         with pytest.raises(InvalidArgument, match="input 'X'"):
             load_value("X", text)
 
@@ -281,6 +281,7 @@ def test_an_error_for_an_unready_model_lists_the_states(
             "inputs accept the bytes of a file",
         ),
         (["m", "--input=X=@/dev/none"], 2, "cannot read /dev/none: No such file or directory\n"),
+        (["m", "--input", "-x=1"], 2, "expected one argument (write --input=VALUE if"),
         (["m", "--input=X=1", "--url=ftp://a"], 2, "--url: expected"),
         (["m", "--input=X=1", "--url=http://a:b"], 2, "--url: expected"),
         (["m", "--input=X=1", "--url=127.0.0.1:1"], 1,

@@ -161,9 +161,9 @@ def test_errors_have_a_type_and_the_field() -> None:
     api_error = decode_error(InvalidArgument("[request id: 7] temperature: -1 is not a number"))
     assert (api_error["type"], api_error["param"]) == ("invalid_request_error", "temperature")
     assert api_error["message"] == "temperature: -1 is not a number"
-    long = decode_error(InvalidArgument(f"[request id: 7] text_input: {PROMPT_TOO_LONG}: 9 tokens"))
+    long = decode_error(InvalidArgument(f"[request id: 7] text_input: {PROMPT_TOO_LONG} 9"))
     assert (long["param"], long["code"]) == ("prompt", "context_length_exceeded")
-    assert long["message"] == f"prompt: {PROMPT_TOO_LONG}: 9 tokens"
+    assert long["message"] == f"prompt: {PROMPT_TOO_LONG} 9"
     assert decode_error(InvalidArgument("the body is a list"))["param"] is None
     assert decode_error(NotFound("x: no"))["code"] == "model_not_found"
     assert decode_error(TooManyRequests("full"))["code"] == "rate_limit_exceeded"

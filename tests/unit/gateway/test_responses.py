@@ -156,10 +156,6 @@ def test_defaults_are_left_out_of_chats() -> None:
 
 
 WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
-    "a response": ({"previous_response_id": "r"}, "previous_response_id: 'r': responses are not"),
-    "a conversation": ({"conversation": "c"}, "conversation: .* are not stored"),
-    "background": ({"background": True}, "background: True: only False is supported"),
-    "truncation": ({"truncation": "auto"}, "truncation: 'auto': only 'disabled' is supported"),
     "no input": ({"input": []}, "input: expected a string or a list"),
     "a number": ({"input": [3]}, r"input\[0\]: 3 is not an object"),
     "an image": ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},

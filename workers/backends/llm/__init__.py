@@ -242,10 +242,11 @@ def _prepare(
     message: Prepare,
 ) -> None:
     """Read the inputs of a request from shared memory, and pass the request to the text thread."""
+    reader = text_thread.reader
     try:
         with writer.link.lock:
             request = unpacker.request(open_request.work, copies_text=False)
-            inputs = read_inputs(request, text_thread.reader.max_bytes)
+            inputs = read_inputs(request, reader.max_bytes, max_tokens=reader.max_length)
     except Exception as error:
         writer.refuse(open_request, client_error(writer.context, error))
         return

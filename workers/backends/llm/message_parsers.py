@@ -71,6 +71,8 @@ class MessageFormat:
         kept_tokens: The special tokens that mark calls and reasoning; the parser needs their text.
         has_call_grammar: Whether a grammar restricts the calls.
         calls_end_reasoning: Whether a call may end the reasoning in place of the closing tag.
+        has_only_calls: Whether a grammar allows only calls as content. Other content is then the
+            beginning of a call that the limit of tokens has cut off, and is discarded.
     """
 
     family: ToolSyntax
@@ -82,6 +84,7 @@ class MessageFormat:
     kept_tokens: frozenset[int] = frozenset()
     has_call_grammar: bool = False
     calls_end_reasoning: bool = True
+    has_only_calls: bool = False
 
 
 @dataclass(eq=False)
@@ -177,6 +180,8 @@ class MessageParser:
         """
         if self.is_reasoning:
             self._add_reasoning(text)
+            return
+        if self.format.has_only_calls:
             return
         text, self._leading_space = self._leading_space + text, ""
         stripped = text.strip(self.format.family.separators)

@@ -17,7 +17,7 @@ import orjson
 from tokenizers import Encoding
 
 from shmserve.errors import InvalidArgument, clip
-from shmserve.ipc.engine_settings import PROMPT_TOO_LONG, EngineSettings
+from shmserve.ipc.engine_settings import EngineSettings, prompt_too_long
 from shmserve.ipc.messages.generation import Resumed
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.llm.chat_template import (
@@ -56,7 +56,9 @@ _MAX_TOKENIZED = 1 << 20  # maximum number of tokens of /tokenize, unless the mo
 _SLICE_BYTES = 1 << 17  # number of bytes that are decoded at a time, with the GIL held
 
 
-def read_inputs(request: Request, max_bytes: int, max_objects: int = MAX_OBJECTS) -> dict[str, Any]:
+def read_inputs(
+    request: Request, max_bytes: int, max_objects: int = MAX_OBJECTS, max_tokens: int = 0
+) -> dict[str, Any]:
     """Return copies of the inputs of a request, except that a long text is a view of its memory.
 
     Args:
@@ -64,6 +66,7 @@ def read_inputs(request: Request, max_bytes: int, max_objects: int = MAX_OBJECTS
         max_bytes: The maximum size of a prompt that is not truncated. Texts are copied with the
             GIL held, which delays all streams of the model.
         max_objects: The maximum number of objects in a conversation that is not long.
+        max_tokens: The model's maximum context length, for errors.
 
     Raises:
         InvalidArgument: A text is not UTF-8, or too long.
@@ -84,8 +87,8 @@ def read_inputs(request: Request, max_bytes: int, max_objects: int = MAX_OBJECTS
             inputs[name] = raw[4:]
             continue
         if is_long and not truncates:
-            text = f"{name}: {PROMPT_TOO_LONG}: {size} bytes exceed the limit of {max_bytes}"
-            raise InvalidArgument(text)
+            text = prompt_too_long(max_tokens, f"{size} bytes exceed the limit of {max_bytes}")
+            raise InvalidArgument(f"{name}: {text}")
         if name == "input_ids":
             inputs[name] = tensor.numpy().ravel().copy()
             continue
@@ -187,6 +190,7 @@ class PromptReader:
 
     Attributes:
         max_bytes: The limit of a prompt in bytes, which allows the longest token in each position.
+        max_length: The maximum context length in tokens.
     """
 
     def __init__(self, checkpoint: Checkpoint, settings: EngineSettings, texts: TokenTexts) -> None:
@@ -196,7 +200,7 @@ class PromptReader:
         added_count = (*encoding.special_tokens_mask, 0).index(0)
         self._leading_tokens = encoding.ids[:added_count]  # such as a beginning-of-text token
         self._texts = texts
-        self._max_length = settings.max_model_len
+        self.max_length = settings.max_model_len
         self._chat = ChatTemplate(checkpoint.templates, checkpoint.special_tokens)
         self._vocab_size = checkpoint.architecture.vocab_size
         added_tokens = self._tokenizer.get_added_tokens_decoder().items()
@@ -211,7 +215,7 @@ class PromptReader:
         longest_piece = max(map(len, pieces), default=1)
         # A normaliser may shorten a text; JSON is longer than the messages in it.
         widest_bytes = min(_MAX_CHARACTER_BYTES * longest_piece, _MAX_TOKEN_BYTES)
-        self.max_bytes = max(widest_bytes * self._max_length, _MIN_MAX_BYTES)
+        self.max_bytes = max(widest_bytes * self.max_length, _MIN_MAX_BYTES)
 
     def _start_threads(self) -> None:
         """Start the tokenizer's threads, which inherit the low priority of this thread."""
@@ -244,7 +248,7 @@ class PromptReader:
         max_tokens = parameters.max_tokens
         if max_tokens == UNLIMITED:
             max_tokens = self._checkpoint.defaults.get("max_new_tokens") or max_tokens
-        max_tokens = min(max_tokens, self._max_length - len(tokens))
+        max_tokens = min(max_tokens, self.max_length - len(tokens))
         words = parameters.bad_words
         parameters = replace(
             parameters,
@@ -306,7 +310,7 @@ class PromptReader:
             special = parse(settings, {}, self._vocab_size).add_special_tokens
             text = self._render(inputs[name]).text if name == "messages" else inputs[name]
             text = read_whole("prompt", text)
-            self._check_length("prompt", text, max(self._max_length, _MAX_TOKENIZED))
+            self._check_length("prompt", text, max(self.max_length, _MAX_TOKENIZED))
             ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
             outputs["token_ids"] = "INT32", ids
             if "text_output" in requested:
@@ -356,7 +360,7 @@ class PromptReader:
         special = parameters.add_special_tokens
         if not parameters.truncate_prompt_tokens:
             text = read_whole(name, text)
-            self._check_length(name, text, self._max_length)
+            self._check_length(name, text, self.max_length)
             encoding = self._encode(text, special, has_offsets)
         else:
             encoding = self._encode_suffix(name, text, has_offsets, parameters)
@@ -397,7 +401,7 @@ class PromptReader:
         The suffix begins between two words, where tokenizers divide a text.
         """
         max_tokens, special = parameters.truncate_prompt_tokens, parameters.add_special_tokens
-        max_tokens = self._max_length if max_tokens < 0 else min(max_tokens, self._max_length)
+        max_tokens = self.max_length if max_tokens < 0 else min(max_tokens, self.max_length)
         size = _SUFFIX_CHARACTERS * max_tokens + LONG
         suffix, count = read_ending(name, text, size + 1)
         between = _BETWEEN_WORDS.search(suffix, 1, 1 + LONG) if count - size > LONG else None
@@ -433,11 +437,11 @@ class PromptReader:
         """Return how many of the `count` tokens of a prompt, counted from its end, are used."""
         limit = parameters.truncate_prompt_tokens
         if limit:
-            count = min(count, limit if limit > 0 else max(self._max_length - 1, 1))
+            count = min(count, limit if limit > 0 else max(self.max_length - 1, 1))
         if not count:
             raise InvalidArgument(f"{name}: the prompt is empty; at least one token is required")
-        if count + min(parameters.max_tokens, 1) > self._max_length:
-            raise InvalidArgument(f"{name}: {_too_long(count, self._max_length)}")
+        if count + min(parameters.max_tokens, 1) > self.max_length:
+            raise InvalidArgument(f"{name}: {_too_long(count, self.max_length)}")
         return count
 
     def _check_tokens(self, name: str, tokens: list[int]) -> None:
@@ -455,7 +459,7 @@ class PromptReader:
 
 
 def _too_long(count: int, limit: int) -> str:
-    return f"{PROMPT_TOO_LONG}: {count} tokens and one generated token exceed the limit of {limit}"
+    return prompt_too_long(limit, f"{count} tokens and one generated token exceed this limit")
 
 
 def merged_parameters(request: Request, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:

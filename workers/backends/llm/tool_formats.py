@@ -299,9 +299,14 @@ def _read_xml_call(parser: MessageParser, wrapped: bool) -> Reading[None]:
         yield from _read_xml_value(parser, schema, key)
 
 
+_NEXT_PARAMETER = "\n<parameter="
+
+
 def _read_xml_value(parser: MessageParser, schema: Mapping[str, Any], name: str) -> Reading[None]:
     """Read and pass on the value of a parameter, which is text or JSON, depending on its schema."""
-    ends = ("\n</parameter>", "</parameter>")
+    ends = ["\n</parameter>", "</parameter>"]
+    if not parser.format.has_call_grammar:  # models may omit the closing tag
+        ends.append(_NEXT_PARAMETER)
     if (yield from parser.peek()) == "\n":
         parser.pull(1)
     is_text = is_xml_text(schema, name, parser.format.has_call_grammar)
@@ -312,13 +317,20 @@ def _read_xml_value(parser: MessageParser, schema: Mapping[str, Any], name: str)
         if not tag:
             raise MalformedCall
         parser.add_arguments('"')
-        return
-    text, _ = yield from parser.read_text_until(*ends)
+    else:
+        text, tag = yield from parser.read_text_until(*ends)
+        parser.add_arguments(_typed_json(text, types, is_text))
+    if tag == _NEXT_PARAMETER:
+        parser.unread(tag)
+
+
+def _typed_json(text: str, types: set[str], is_text: bool) -> str:
+    """Return the JSON text of a parameter's value, a string if it does not have another type."""
     value, json_text = _parse_literal(text)
     matches = type_name(value) in types and (not is_text or value is None)
     if not json_text or ("string" in types and not matches):
-        json_text = json.dumps(text, ensure_ascii=False)
-    parser.add_arguments(json_text)
+        return json.dumps(text, ensure_ascii=False)
+    return json_text
 
 
 def _parse_literal(text: str) -> tuple[Any, str]:

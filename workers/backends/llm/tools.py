@@ -288,6 +288,7 @@ class MessageFormats:
             frozenset(self._added_tokens[marker] for marker in markers),
             request is not None and (request.constrained or has_body),
             request is not None and not (request.required or has_body),
+            request is not None and request.required,
         )
 
     def grammar(self, request: ToolRequest | None, output_format: MessageFormat, body: bool) -> str:

@@ -254,8 +254,8 @@ class VllmEngine:
             name = ".".join(map(str, problem["loc"][:1]))
         elif not isinstance(error, VLLMClientError | ValueError | TypeError | NotImplementedError):
             return None
-        if inputs and "maximum context length" in text:
-            return InvalidArgument(f"{prompt_input(inputs)}: {PROMPT_TOO_LONG}: {text}")
+        if inputs and PROMPT_TOO_LONG in text.lower():
+            return InvalidArgument(f"{prompt_input(inputs)}: {text[:1].lower()}{text[1:]}")
         first_word = text.split(" ", 1)[0]
         name = name or (first_word if first_word in SamplingParams.__annotations__ else "")
         return InvalidArgument(f"{name}: {text}" if name else text)

@@ -151,7 +151,8 @@ class GrpcCall(ABC):
     Attributes:
         delays_drain: Whether a drain waits for the end of the call.
         done: Whether the status is queued or sent.
-        on_disconnect: Called when the client disconnects or the deadline expires.
+        on_disconnect: Called when the client disconnects, sends malformed data or sends too slowly,
+            or when the deadline expires.
         on_ended: Called once all frames are sent.
     """
 
@@ -229,12 +230,12 @@ class GrpcCall(ABC):
             if ended and not self.done:
                 self._handle_half_close()
         except BrokenMessage as broken:
-            self.fail(*broken.ending)
+            self._abort(*broken.ending)
         except ShmserveError as error:  # the memory for messages is exhausted
-            self.fail(StatusCode.UNAVAILABLE, error.message)
+            self._abort(StatusCode.UNAVAILABLE, error.message)
         except Exception:
             logger.exception("the message of a call of %s could not be handled", self.head.path)
-            self.fail(*INTERNAL_FAILURE)
+            self._abort(*INTERNAL_FAILURE)
 
     def _assemble(self, piece: memoryview) -> None:
         assembly = self._assembly
@@ -265,9 +266,8 @@ class GrpcCall(ABC):
         received = assembly.received_bytes if self._arriving_message is None else size
         arriving = self.start_time_limit()
         arriving.received_bytes += received
-        if assembly.sink is None:
-            arriving.reserve(received)
-        else:
+        arriving.reserve(assembly.heap_bytes - arriving.heap_bytes)
+        if assembly.sink is not None:
             arriving.register_block(assembly.sink.discard)
         self._enlarge_window(assembly)
 
@@ -295,7 +295,7 @@ class GrpcCall(ABC):
 
     def on_timeout(self) -> None:
         """End the call, since its message was not received in time."""
-        self.fail(*REQUEST_TIMEOUT)
+        self._abort(*REQUEST_TIMEOUT)
 
     def handle_disconnect(self) -> None:
         """End the call, since the client has disconnected or violated the protocol."""
@@ -306,10 +306,14 @@ class GrpcCall(ABC):
 
     def _on_deadline(self) -> None:
         """End the call, since its deadline has expired."""
+        self._abort(*DEADLINE_EXPIRED)
+
+    def _abort(self, code: StatusCode, details: str, metadata: _Metadata = ()) -> None:
+        """End the call with an error status, and cancel its requests in flight."""
         if not self.done:
             self._mark_done()
             self._notify_disconnected()
-            self._send_status(*DEADLINE_EXPIRED)
+            self._send_status(code, details, metadata)
 
     def _notify_disconnected(self) -> None:
         on_disconnect, self.on_disconnect = self.on_disconnect, None
@@ -437,7 +441,7 @@ class UnaryCall(GrpcCall):
     def _handle_message(self, message: ReceivedMessage) -> None:
         if self._has_message:
             release_message(message.data)
-            self.fail(StatusCode.INTERNAL, "more than one message in a unary call")
+            self._abort(StatusCode.INTERNAL, "more than one message in a unary call")
             return
         self._has_message = True
         if message.compressed:
@@ -520,8 +524,6 @@ class StreamingCall(GrpcCall):
         self._has_unparsed_data = False
         while self._queue:
             release_message(self._queue.popleft().data)
-        self._wake(self._message_waiter)
-        self._wake(self._write_waiter)
 
     async def read_messages(self) -> AsyncIterator[Any]:
         """Yield the messages. The consumer releases them.

@@ -119,6 +119,11 @@ class Assembly:
             return PREFIX.size + self._size - self.missing_bytes
         return len(self._prefix)
 
+    @property
+    def heap_bytes(self) -> int:
+        """Return the number of `received_bytes` outside of the arena."""
+        return self.received_bytes if self.sink is None else self.sink.collected_bytes
+
     def next_buffer(self, byte_limit: int) -> memoryview | None:
         """Return the memory for the next bytes, at most `byte_limit` bytes.
 

@@ -287,6 +287,7 @@ class RequestSink:
         self._position = 0  # the position of the next field in the head
         self._prefixes: list[bytes] = []  # the bytes before each tensor that has begun
         self._whole_message: list[bytes] | None = None  # the message, if it is collected as a whole
+        self.collected_bytes = 0  # the received bytes of `_whole_message`
 
     def next_buffer(self, byte_limit: int) -> memoryview | None:
         """Return the memory that the next bytes are received into, at most `byte_limit` bytes.
@@ -302,6 +303,7 @@ class RequestSink:
         while position < piece_size:
             if self._whole_message is not None:
                 self._whole_message.append(bytes(piece[position:]))
+                self.collected_bytes += piece_size - position
                 return
             if self._request is not None and self._request.missing_bytes:
                 position += self._request.feed(piece[position:])
@@ -355,6 +357,7 @@ class RequestSink:
             self.discard()
         pieces.append(bytes(self._head))
         self._whole_message = pieces
+        self.collected_bytes = sum(map(len, pieces))
 
     def finish(self) -> bytes | ArrivingRequest:
         """Return the complete message.

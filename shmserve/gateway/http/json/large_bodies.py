@@ -29,7 +29,7 @@ from shmserve.errors import Internal, InvalidArgument, ShmserveError, clip
 from shmserve.gateway.http.json.parser import LARGE, JsonFault, loads, loads_checked
 from shmserve.gateway.http.json.tensors import decode
 from shmserve.gateway.inference.request import check_member_count
-from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
+from shmserve.ipc.engine_settings import prompt_too_long
 from shmserve.logs import warn_once
 
 logger = logging.getLogger(__name__)
@@ -210,7 +210,8 @@ def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
             size = len(measured) if isinstance(measured, bytes | list | dict) else 0
             if size > limit:
                 unit = "bytes" if text else "tokens"
-                return f"{name}: {PROMPT_TOO_LONG}: {size} {unit} exceed the limit of {limit}"
+                problem = prompt_too_long(token_limit, f"{size} {unit} exceed the limit of {limit}")
+                return f"{name}: {problem}"
     return ""
 
 

@@ -98,9 +98,7 @@ TOKENIZE_FIELDS = CONVERSATION_FIELDS | _split_names(
 DETOKENIZE_FIELDS = _COMMON_FIELDS | {"tokens"}
 _RESPONSE_ONLY_FIELDS = _split_names(
     "input instructions include max_output_tokens max_tool_calls parallel_tool_calls reasoning "
-    "store stream stream_options temperature text tool_choice tools top_logprobs top_p truncation "
-    # Each field of this line has one permitted value, which responses.py checks.
-    "background conversation previous_response_id prompt "
+    "store stream stream_options temperature text tool_choice tools top_logprobs top_p "
     "seed stop top_k min_p priority presence_penalty frequency_penalty chat_template_kwargs "
     "logit_bias include_reasoning skip_special_tokens include_stop_str_in_output ignore_eos "
     "structured_outputs repetition_penalty stop_token_ids min_tokens bad_words allowed_token_ids "
@@ -117,6 +115,7 @@ _NAMES_IN_RESPONSES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
+_NOT_STORED = "are not stored; the input must contain the conversation"
 # The fields that are refused, by route.
 _REFUSED_BY_ROUTE: Mapping[frozenset[str], Mapping[str, AllowedValues]] = {
     EMBEDDING_FIELDS: {
@@ -135,6 +134,11 @@ _REFUSED_BY_ROUTE: Mapping[frozenset[str], Mapping[str, AllowedValues]] = {
     },
     RESPONSE_FIELDS: {
         **_REFUSED_FIELDS,
+        "background": _ONLY_FALSE,
+        "conversation": AllowedValues((), f"conversations {_NOT_STORED}"),
+        "previous_response_id": AllowedValues((), f"responses {_NOT_STORED}"),
+        "prompt": _UNSUPPORTED,
+        "truncation": AllowedValues(("disabled",), "only 'disabled' is supported"),
         **_refuse(AllowedValues((1,), "only 1 is supported"), "n best_of"),
         **{
             name: AllowedValues((False, 0, {"type": "text"}), f"use {own_name} instead of {name}")

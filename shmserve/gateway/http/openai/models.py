@@ -53,7 +53,7 @@ from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
 from shmserve.gateway.model_table import GatewayModel
 from shmserve.gateway.process import Gateway, needs_load, resolve_model
-from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
+from shmserve.ipc.engine_settings import prompt_too_long
 
 _ENCODING_FORMATS = ("float", "base64")
 _FLOAT_DATATYPES = ("FP32", "FP16", "FP64")
@@ -252,8 +252,8 @@ async def detokenize(gateway: Gateway, request: HttpRequest) -> HttpResponse:
     ids = bodies.prompt_input(tokens, "tokens")
     limit = model.max_model_len
     if limit and ids.count > limit:
-        text = f"tokens: {PROMPT_TOO_LONG}: {ids.count} tokens exceed the limit of {limit}"
-        raise InvalidArgument(text)
+        text = prompt_too_long(limit, f"{ids.count} tokens exceed this limit")
+        raise InvalidArgument(f"tokens: {text}")
     parameters = {"task": "detokenize"}
     values = await infer_once(gateway, request, model, ids, (TEXT_OUTPUT,), parameters)
     return json_response({"prompt": values[TEXT_OUTPUT][0].decode()})

@@ -33,7 +33,6 @@ from shmserve.gateway.http.openai.bodies import response_name
 from shmserve.gateway.http.openai.fields import (
     CHAT_FIELDS,
     RESPONSE_FIELDS,
-    AllowedValues,
     select_supported_fields,
 )
 from shmserve.gateway.http.openai.generation import Delta, custom_input, respond
@@ -49,15 +48,6 @@ _CHAT_MEMBERS = {
         name: name for name in RESPONSE_FIELDS & CHAT_FIELDS if name not in ("tools", "tool_choice")
     },
     "max_output_tokens": "max_completion_tokens",
-}
-# Members that are refused, unless they have one of these values.
-_NOT_STORED = "are not stored; the input must contain the conversation"
-_ALLOWED_VALUES: Mapping[str, AllowedValues] = {
-    "background": AllowedValues((False,), "only False is supported"),
-    "conversation": AllowedValues((), f"conversations {_NOT_STORED}"),
-    "previous_response_id": AllowedValues((), f"responses {_NOT_STORED}"),
-    "prompt": AllowedValues((), "only null is supported"),
-    "truncation": AllowedValues(("disabled",), "only 'disabled' is supported"),
 }
 # Members of a response that repeat the request, with their defaults.
 _REPEATED_MEMBERS: Mapping[str, Any] = {
@@ -158,10 +148,6 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidArgument: A member is wrong, or not supported.
     """
-    for name, allowed in _ALLOWED_VALUES.items():
-        value = body.get(name)
-        if value is not None and value not in allowed.values:
-            raise InvalidArgument(f"{name}: {clip(repr(value))}: {allowed.explanation}")
     bodies.check_member(body, "store", bool, False)
     bodies.check_member(body, "max_tool_calls", int, 0)
     reasoning = bodies.check_member(body, "reasoning", dict, {})

@@ -12,6 +12,8 @@ import pytest
 from shmserve.gateway.grpc.calls.call import StreamingCall
 from shmserve.gateway.grpc.calls.headers import Ending, StatusCode
 from shmserve.gateway.grpc.calls.messages import LARGE_MESSAGE_BYTES
+from shmserve.gateway.grpc.wire.request import RequestSink
+from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 from tests.rigs.grpc_scene import PATIENCE_S, STREAM, UNARY, Scene, run_scenario
 from tests.support.wire.http2 import (
     ACK,
@@ -51,7 +53,7 @@ class TensorSink:
     def __init__(self, size: int) -> None:
         self.data = bytearray(size)
         self.remaining = memoryview(self.data)
-        self.copied = 0
+        self.copied = self.collected_bytes = 0
 
     def next_buffer(self, max_size: int) -> memoryview:
         return self.remaining[:max_size]
@@ -154,6 +156,46 @@ def test_a_malformed_message_ends_its_call(data: bytes, status: bytes) -> None:
         scene.send(scene.head(1) + frame(DATA, END_STREAM, 1, data))
         await scene.clock.advance(0)
         assert scene.statuses()[1].startswith(status)
+
+    run_scenario(scenario)
+
+
+@pytest.mark.parametrize("path", [UNARY, STREAM])
+@pytest.mark.parametrize("data", [b"\2\0\0\0\1x", message(bytes(100))[:50]])
+def test_a_broken_second_message_cancels_the_requests_of_its_call(
+    path: str, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client receives no further response, so that the requests would run for nothing."""
+
+    async def scenario(scene: Scene) -> None:
+        monkeypatch.setattr(time, "monotonic", scene.clock.read)
+        reports: list[str] = []
+        scene.send(scene.head(1, path) + frame(DATA, 0, 1, message(b"one")))
+        await scene.clock.advance(0)
+        scene.begun_calls[0].on_disconnect = lambda: reports.append("gone")
+        scene.send(frame(DATA, 0, 1, data))
+        for _ in range(6):
+            await scene.clock.advance(PATIENCE_S / 4)
+        assert scene.statuses()[1][:2] in (b"13", b"14") and reports == ["gone"]
+
+    run_scenario(scenario)
+
+
+def test_a_collected_message_counts_in_the_memory_limit() -> None:
+    """A large request whose tensors have no place in the arena, for example of an unknown model."""
+
+    async def scenario(scene: Scene) -> None:
+        scene.sinks = lambda *_: RequestSink(lambda head, size: None)
+        request = ModelInferRequest(model_name="m", raw_input_contents=[bytes(2 << 20)])
+        framed = message(request.SerializeToString())
+        for stream in (1, 3):
+            scene.send(scene.head(stream))
+        for start in range(0, 800_000, 16_000):
+            for stream in (1, 3):
+                scene.send(frame(DATA, 0, stream, framed[start : start + 16_000]))
+        budget = scene.connection.context.budget
+        assert [call.done for call in scene.begun_calls].count(True) == 1
+        assert 790_000 < budget._used_bytes < 1 << 20
 
     run_scenario(scenario)
 
@@ -427,15 +469,17 @@ def test_reading_messages_enlarges_the_window() -> None:
 
 
 def test_an_ended_stream_ends_its_handler() -> None:
-    """A handler that waits for a message, or for the client to read, continues with an error."""
+    """A handler that waits for a message, or for the client to read, is cancelled."""
 
     async def scenario(scene: Scene) -> None:
         endings: list[int] = []
 
         async def serve(call: StreamingCall) -> Ending | None:
-            async for request in call.read_messages():
-                await call.write_all([request])
-            endings.append(1)
+            try:
+                async for request in call.read_messages():
+                    await call.write_all([request])
+            finally:
+                endings.append(1)
             return None
 
         scene.serve = serve

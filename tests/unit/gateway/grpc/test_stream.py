@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.grpc.infer import RequestRefused
+from shmserve.gateway.grpc.infer import Inferences, RequestRefused
 from shmserve.gateway.grpc.stream_infer import stream_infer
 from shmserve.gateway.inference.inference import UnaryInference
+from shmserve.gateway.inference.prepare import ArrivingRequest
 from shmserve.gateway.listener import ActiveCount
 from shmserve.ipc.messages import inference as m
 
@@ -166,6 +167,26 @@ def test_memory_is_trimmed_when_the_call_ends() -> None:
     call.on_ended()
     (byte_size,) = inferences.trimmed_sizes
     assert byte_size >= 3000
+
+
+async def test_a_disconnect_before_a_load_begins_releases_the_request() -> None:
+    """The client resets its call in the packet that completes a large request."""
+    releases: list[int] = []
+    built: Any = SimpleNamespace(
+        release=lambda: releases.append(1),
+        infer_request=SimpleNamespace(id=""),
+        model=SimpleNamespace(name="m", version="1", is_published=False),
+    )
+    gateway: Any = SimpleNamespace(
+        malloc_trim=SimpleNamespace(schedule=lambda _: None),
+        models=SimpleNamespace(on_demand={"m"}, find=lambda *_: None),
+        settings=SimpleNamespace(grpc_header_forward_pattern=""),
+    )
+    call: Any = SimpleNamespace()
+    Inferences(gateway).infer(ArrivingRequest(built, [], 0), call)
+    call.on_disconnect()
+    await asyncio.sleep(0)
+    assert releases
 
 
 def test_an_error_of_the_reader_fails_the_call() -> None:

@@ -26,7 +26,7 @@ LONG_PROMPT = "a" * (LARGE + 1)
         ({"model": "m", "prompt": [5] * 101}, "101 tokens exceed the limit of 100"),
         ({"model": "m", "prompt": [[5], [5] * 101]}, "101 tokens exceed the limit of 100"),
         ({"model": "m", "messages": [{"role": "user", "content": LONG_PROMPT}]},
-         "messages: this model's maximum context"),
+         "messages: this model's maximum context length is 100 tokens"),
         ({"model": "m", "input": LONG_PROMPT}, "input: this model's maximum context"),
         ({"model": "m", "input": [{"role": "user", "content": LONG_PROMPT}]},
          "input: this model's maximum context"),

@@ -60,7 +60,7 @@ def test_each_field_is_known() -> None:
         COMPLETION_FIELDS
         | CHAT_FIELDS
         | RESPONSE_FIELDS
-        | fields._REFUSED_FIELDS.keys()
+        | set().union(*fields._REFUSED_BY_ROUTE.values())
         | fields._IGNORED_FIELDS
     )
     assert not set(NAMES.split()) - known_fields
@@ -80,7 +80,7 @@ def test_null_is_absent_for_every_field() -> None:
     names = (
         COMPLETION_FIELDS
         | CHAT_FIELDS
-        | fields._REFUSED_FIELDS.keys()
+        | set().union(*fields._REFUSED_BY_ROUTE.values())
         | fields._IGNORED_FIELDS
         | {"nobody_knows"}
     )
@@ -132,6 +132,10 @@ def test_vllms_benchmark_of_embeddings_requests_no_truncation() -> None:
         ({"embed_dtype": "float16"}, EMBEDDING_FIELDS, "only 'float32' is supported"),
         ({"tools": [{}]}, COMPLETION_FIELDS, "tools: [{}] is refused: only supported by chats"),
         ({"n": 2}, RESPONSE_FIELDS, "n: 2 is refused: only 1 is supported"),
+        ({"previous_response_id": "r"}, RESPONSE_FIELDS, "'r' is refused: responses are"),
+        ({"conversation": "c"}, RESPONSE_FIELDS, "refused: conversations are not stored"),
+        ({"background": True}, RESPONSE_FIELDS, "background: True is refused: only false is"),
+        ({"truncation": "auto"}, RESPONSE_FIELDS, "truncation: 'auto' is refused: only 'disabled'"),
         ({"max_tokens": 5}, RESPONSE_FIELDS, "5 is refused: use max_output_tokens instead of"),
         ({"audio": {}, "cache_salt": "s"}, CHAT_FIELDS,
          "audio: {} is refused: not supported; cache_salt: 's' is refused"),

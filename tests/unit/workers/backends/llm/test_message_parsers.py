@@ -71,6 +71,9 @@ VALID_CALLS: dict[str, tuple[str, str, str, list[tuple[str, dict[str, Any]]]]] =
     "qwen without a function's end": ("qwen3_coder", "<tool_call>\n<function=weather>\n"
         "<parameter=days>\n3\n</parameter>\n</tool_call>\nDone",
         *("\nDone", [("weather", {"days": 3})])),
+    "qwen without a parameter's end": ("qwen3_coder", "<function=weather>\n<parameter=city>\nBonn"
+        "\n<parameter=days>\n3\n<parameter=code>a\n</parameter>\n</function>",
+        *("", [("weather", {"city": "Bonn", "days": 3, "code": "a"})])),
     "qwen without a tag": ("qwen3_coder", f"{XML}\n</tool_call>\n<tool_call>{XML}</tool_call>",
         *("", [WEATHER, WEATHER])),
     "qwen's types": ("qwen3_coder",
@@ -284,6 +287,15 @@ def test_only_a_valid_call_ends_the_reasoning(calls_end: bool, stream: bool) -> 
                 assert result == ("b", f"a {text}", [])
             else:
                 assert (*result[:2], len(result[2])) == ("\nb", "a ", 1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_required_call_that_is_cut_off_is_no_content(stream: bool) -> None:
+    call = f"<tool_call>\n{JSON}\n</tool_call>"
+    for size in range(len(call)):
+        content, _, calls = parse_message("hermes", [call[:size]], stream, has_only_calls=True)
+        assert content == ""
+        assert stream or [(name, json.loads(text)) for name, text in calls] in ([], [WEATHER])
 
 
 TEMPLATE_HINTS = {
