@@ -81,6 +81,8 @@ def test_tensors_of_other_types_are_refused(array: Any) -> None:
 
 
 def test_a_tensor_of_a_wrong_type_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"not torch.Tensor \(Tensor.from_dlpack takes one\)"):
+        pb_utils.Tensor("X", torch.zeros(1))  # type: ignore[arg-type]
     with pytest.raises(TritonModelException, match="Tensor name cannot be an empty string"):
         Tensor("", np.zeros(1))
     with pytest.raises(TypeError):
