@@ -105,7 +105,11 @@ class ModelContext(WorkerStart):
 def found_files(version_dir: Path) -> str:
     """Return a hint at a version's files for the error of a missing file, or ""."""
     found = ", ".join(sorted(path.name for path in version_dir.glob("[!._]*") if path.exists()))
-    return f" (found {clip(found)}: set default_model_filename)" if found else ""
+    if found:
+        return f" (found {clip(found)}: set default_model_filename)"
+    for path in version_dir.parent.glob("model.*"):
+        return f" (found {path.name} beside the folder '{version_dir.name}': move it into it)"
+    return ""
 
 
 logger = logging.getLogger(__name__)
