@@ -56,8 +56,21 @@ def test_concurrent_tokens_equal_those_of_transformers(
     # All prompts together need more blocks than the model "crowded" has, even with those on the
     # host.
     count = 4 * COUNT
+    worker = generative.find_one(f"worker {model}")
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        # All requests have arrived before the first step. Otherwise, a request may have become too
+        # long for the blocks on the host when the blocks of the model run out.
+        worker.suspend()
         made = pool.map(lambda p: token_ids(generative, model, p, max_tokens=count), PROMPTS)
+        try:
+            until(
+                "all requests have arrived",
+                lambda: (
+                    generative.metric("shmserve_executing_requests", model=model) == len(PROMPTS)
+                ),
+            )
+        finally:
+            worker.resume()
     for p, tokens in zip(PROMPTS, made, strict=True):
         assert tokens == greedy(p, count), p
     for mode in modes:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock, Mock
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import numpy as np
 import orjson
@@ -242,6 +242,33 @@ def test_a_chat_without_a_limit_of_tokens_has_that_of_its_model(
     parsed = asyncio.run(bodies.parse_chat(text_gateway(), body))
     limits = ("max_completion_tokens", "max_tokens", "max_new_tokens")
     assert [parsed.parameters[name] for name in limits if name in parsed.parameters] == [max_tokens]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"logprobs": 3}, "logprobs: 3 is not true or false"),
+        ({"max_tokens": "zz", "max_completion_tokens": 5}, "max_tokens: 'zz' is not an integer"),
+    ],
+)
+def test_fields_of_a_chat_have_their_types(given: dict[str, Any], message: str) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **given}
+    with pytest.raises(InvalidArgument, match=message):
+        asyncio.run(bodies.parse_chat(text_gateway(), body))
+
+
+def test_an_error_of_a_later_prompt_determines_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = InvalidArgument("prompt: it is empty")
+    queues = [MagicMock(wait=AsyncMock(), first_response=found) for found in (None, error)]
+    monkeypatch.setattr(generation, "ResponseQueue", MagicMock(side_effect=queues))
+    monkeypatch.setattr(generation, "build_in_turns", AsyncMock())
+    for name, replacement in (("find_error", lambda response: response), ("log_failure", print)):
+        monkeypatch.setattr(generation, name, replacement)
+    body = {"model": "m", "prompt": "a", "stream": True}
+    parsed = asyncio.run(bodies.parse_completion(text_gateway(), body))
+    parsed = parsed._replace(prompts=parsed.prompts * 2)
+    with pytest.raises(InvalidArgument, match="it is empty"):
+        asyncio.run(generation.respond(MagicMock(), MagicMock(), parsed, MagicMock()))
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("identity", bytes)])

@@ -163,7 +163,9 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "an item": ({"input": [{"type": "web_search_call"}]}, r"input\[0\]: items of type"),
     "no type": ({"input": [{"type": [], "role": "user"}]}, r"input\[0\]: items of type"),
     "a reference": ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: item 'x' is"),
-    "no role": ({"input": [{"content": "x"}]}, r"input\[0\]: role None is not a string"),
+    "no role": ({"input": [{"content": "x"}]}, r"input\[0\]: role None is not one of user, assis"),
+    "an unknown role": ({"input": [{"role": "zz", "content": "x"}]}, r"role 'zz' is not one of"),
+    "a summary": ({"reasoning": {"summary": "long"}}, "reasoning.summary: 'long' is not one of au"),
     "no text": ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]},
         r"input\[0\]: the text 3 is not a string"),
     "no list of members": ({"include": 3}, "include: 3 is not a list"),
@@ -256,7 +258,13 @@ def test_items_are_ordered_and_stored() -> None:
             Delta(0, "", message={"reasoning": "hm"}),
             Delta(0, "", message={"content": "Loo"}),
             Delta(0, "", message={"content": "k", "tool_calls": [call]}),
-            Delta(0, "", message={"content": "!", "tool_calls": [{**rest, "arguments": '": 1}'}]}),
+            Delta(
+                0,
+                "",
+                message={
+                    "parts": [{"tool_calls": [{**rest, "arguments": '": 1}'}]}, {"content": "!"}]
+                },
+            ),
             Delta(0, "", "stop", usage=USAGE, message={}),
         ],
     )

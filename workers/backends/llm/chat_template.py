@@ -428,16 +428,19 @@ def _merge_system_messages(
 def _prepare_call(call: Any, is_text: bool) -> Any:
     """Return a tool call whose arguments are an object, or a string if `is_text`."""
     function = call.get("function", {}) if isinstance(call, dict) else None
-    if not (isinstance(function, dict) and isinstance(function.get("name", ""), str)):
+    if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
         raise InvalidArgument(
             f"messages: the tool call {clip(repr(call))} is not an object with a function and its "
             "name"
         )
+    if not isinstance(call.get("id"), str | None):
+        raise InvalidArgument(f"messages: the call id {clip(repr(call['id']))} is not a string")
+    if call.get("type") not in (None, "function"):
+        text = f"the type {clip(repr(call['type']))} of a tool call is not 'function' or 'custom'"
+        raise InvalidArgument(f"messages: {text}")
     arguments = function.get("arguments")
     if not isinstance(arguments, str | dict | None):
         raise InvalidArgument(f"messages: the arguments {clip(repr(arguments))} are not a string")
-    if not function:
-        return call
     if is_text:
         if not (arguments and isinstance(arguments, str)):
             arguments = _to_json(arguments or {})

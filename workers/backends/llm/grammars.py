@@ -74,7 +74,7 @@ class Grammars:
         matcher: Any = llguidance.LLMatcher
         compilers = {
             "json_schema": _compile_json_schema,
-            "regex": matcher.grammar_from_regex,
+            "regex": _compile_regex,
             "grammar": _compile_lark,
         }
         try:
@@ -124,6 +124,25 @@ def _with_body(message_grammar: str, body: str) -> str:
         (content,) = json.loads(body)["grammars"]
     message = {"name": "message", "lark_grammar": message_grammar}
     return json.dumps({"grammars": [message, {**content, "name": "body"}]})
+
+
+# As in vLLM's default grammar library, these classes of a regular expression contain only ASCII
+# characters and the no-break space.
+_CLASSES = {
+    "d": "[0-9]",
+    "w": "[0-9A-Za-z_]",
+    "s": r"[\t-\r \xa0]",
+    "D": "[^0-9]",
+    "W": "[^0-9A-Za-z_]",
+    "S": r"[^\t-\r \xa0]",
+}
+
+
+def _compile_regex(text: str) -> Any:
+    import llguidance
+
+    pattern = re.sub(r"(?s)\\(.)", lambda escape: _CLASSES.get(escape[1], escape[0]), text)
+    return llguidance.LLMatcher.grammar_from_regex(pattern)
 
 
 # White space between the tokens of a JSON text. It is limited, as in llama.cpp, because some models
@@ -236,6 +255,8 @@ _VALIDATING = re.compile(
     "|dependencies|dependent(Required|Schemas)|definitions|[$].*"
 )
 _POINTER_CHARACTERS = "/~?:@!$&'()*+,;=%"  # those of a URI's fragment that are not percent-encoded
+# The names of llguidance's versions of JSON schemas, and an incorrect scheme, which is common.
+_DRAFT = re.compile("https?(://json-schema.org/draft(?:-0[3467]|/2019-09|/2020-12)/schema#?)")
 _ANNOTATIONS = {"type", "title", "description", "default", "examples", "deprecated"}
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
 _LEAP = "(?:0[48]|[2468][048]|[13579][26])"
@@ -263,10 +284,10 @@ def with_patterns(schema: Any, root: Any) -> Any:
     """Replace keywords that llguidance lacks by other keywords where possible.
 
     The keywords are `propertyNames`, pydantic's formats of UUIDs, patterns that begin with
-    lookaheads, limits that are not float64, and references that are not URIs. Dates receive a
-    pattern that excludes the leap days and leap seconds that Python rejects. Keywords whose value
-    is null are removed. Next to a reference, keywords that allow every value are removed, since
-    llguidance rejects unknown keywords there if the schema is recursive.
+    lookaheads, limits that are not float64, and names that are not URIs. Dates receive a pattern
+    that excludes the leap days and leap seconds that Python rejects. Keywords whose value is null
+    are removed, as are unknown values of `$schema`. Next to a reference, keywords that allow every
+    value are removed, since llguidance rejects unknown keywords there if the schema is recursive.
 
     Args:
         schema: The schema, or a part of it.
@@ -304,9 +325,13 @@ def with_patterns(schema: Any, root: Any) -> Any:
             extended |= {key: value, "pattern": _FORMATS[value]}
         elif key == "x-guidance" and not isinstance(value, dict):
             raise ValueError(f"{key}: {clip(repr(value))} is not an object")
-        elif key == "$ref" and isinstance(value, str):
-            address, mark, pointer = value.partition("#")
-            extended[key] = f"{address}{mark}{quote(pointer, _POINTER_CHARACTERS)}"
+        elif key in ("$ref", "$id") and isinstance(value, str):
+            parts = value.split("#", 1)
+            extended[key] = "#".join(quote(part, _POINTER_CHARACTERS) for part in parts)
+        elif key == "$schema" and isinstance(value, str):
+            if draft := _DRAFT.fullmatch(value):
+                scheme = "https" if "/20" in value else "http"
+                extended[key] = f"{scheme}{draft[1]}"
         elif key == "pattern" and isinstance(value, str):
             *patterns, extended[key] = _split_lookaheads(value)
         else:

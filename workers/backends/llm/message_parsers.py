@@ -8,6 +8,7 @@ A malformed call becomes content, except for arguments that a stream has already
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import secrets
@@ -23,6 +24,7 @@ Reading = Generator[None, None, T]
 Emit = Callable[[str], Any]  # receives text as soon as it was read
 
 _JSON_PLAIN = frozenset(string.digits + string.whitespace + "+-.,:eE" + "truefalsn")
+_MEMBERS = ("reasoning", "content", "tool_calls")  # of a message, in their usual order
 CLOSING = {"{": "}", "[": "]", "(": ")"}
 NAME = re.compile(r"[\w.:/-]+")
 
@@ -102,8 +104,7 @@ class MessageParser:
     _buffer: str = ""  # text that was not read yet
     _read_text: str = ""  # text that was read, but not passed on
     _is_ended: bool = False
-    _parts: dict[str, str] = field(default_factory=dict)
-    _calls: list[dict[str, Any]] = field(default_factory=list)
+    _parts: list[dict[str, Any]] = field(default_factory=list)  # messages with one member, in order
     _call_count: int = 0
     _leading_space: str = ""  # white space before content; discarded if a call follows
     _is_blank: bool = True  # whether the content since the last call is white space
@@ -127,18 +128,24 @@ class MessageParser:
     @property
     def has_parts(self) -> bool:
         """Return whether `take` has parts to return."""
-        return bool(self._parts or self._calls)
+        return bool(self._parts)
 
     def take(self) -> dict[str, Any]:
         """Return and clear the parts of the message that were passed on.
 
-        The members are `content`, `reasoning` and `tool_calls`. Each call has its `index`; only its
-        first part has its `id` and `name`.
+        The members are `reasoning`, `content` and `tool_calls`. Each call has its `index`; only its
+        first part has its `id` and `name`. If the parts were passed on in a different order, the
+        member `parts` is the list of parts in that order.
         """
-        calls = {"tool_calls": self._calls} if self._calls else {}
-        parts: dict[str, Any] = {**self._parts, **calls}
-        self._parts, self._calls = {}, []
-        return parts
+        parts, self._parts = self._parts, []
+        names = [name for part in parts for name in part]
+        message: dict[str, Any] = {}
+        for name in _MEMBERS:
+            values = [part[name] for part in parts if name in part]
+            if values:
+                is_text = name != "tool_calls"
+                message[name] = "".join(values) if is_text else list(itertools.chain(*values))
+        return message if names == [*message] else {**message, "parts": parts}
 
     def _read_message(self) -> Reading[None]:
         if self.format.reasoning:
@@ -162,7 +169,13 @@ class MessageParser:
     # --- results
 
     def _add_text(self, member: str, text: str) -> None:
-        self._parts[member] = self._parts.get(member, "") + text
+        self._last_part(member, "")[member] += text
+
+    def _last_part(self, member: str, empty: Any) -> dict[str, Any]:
+        """Return the last part, which has this member; add a part if necessary."""
+        if not self._parts or member not in self._parts[-1]:
+            self._parts.append({member: empty})
+        return self._parts[-1]
 
     def _add_reasoning(self, text: str) -> None:
         """Pass on reasoning without the line breaks at its beginning and its end."""
@@ -238,11 +251,11 @@ class MessageParser:
         elif call.sent_length == len(call.arguments):
             return
         new_arguments, call.sent_length = call.arguments[call.sent_length :], len(call.arguments)
-        last_part = self._calls[-1] if self._calls else {}
-        if last_part.get("index") == call.index:
-            last_part["arguments"] += new_arguments
+        calls = self._last_part("tool_calls", [])["tool_calls"]
+        if calls and calls[-1]["index"] == call.index:
+            calls[-1]["arguments"] += new_arguments
         else:
-            self._calls.append({"index": call.index, **opening, "arguments": new_arguments})
+            calls.append({"index": call.index, **opening, "arguments": new_arguments})
 
     def read_call(self, body: Reading[None]) -> Reading[bool]:
         """Read a call with `body`; return False if it is malformed.

@@ -404,7 +404,12 @@ def _parse_response_format(name: str, value: Any) -> dict[str, Any]:
             return _parse_schema(name, next(schemas, _OBJECT_SCHEMA))
         case "json_schema":
             content = spec.get("json_schema")
-            return _parse_schema(name, content.get("schema") if isinstance(content, dict) else None)
+            content = content if isinstance(content, dict) else {}
+            for member, kind in (("name", str), ("description", str), ("strict", bool)):
+                described = "a string" if kind is str else "true or false"
+                is_valid = isinstance(content.get(member), kind | None)
+                _check(is_valid, f"a format in which json_schema.{member} is {described}")
+            return _parse_schema(name, content.get("schema"))
         case "regex":
             return _parse_regex(name, spec.get("regex", spec.get("pattern", spec.get("value"))))
         case "grammar":
@@ -417,20 +422,20 @@ def _parse_structured_outputs(name: str, value: Any) -> dict[str, Any]:
     allowed_text = f"an object with one of {', '.join(_CONSTRAINTS)}"
     members = _decode_json(value, allowed_text)
     _check(isinstance(members, dict), allowed_text)
-    enabled = {key: option for key, option in members.items() if option not in (None, False)}
+    given = {key: option for key, option in members.items() if option is not None}
+    enabled = {key: given[key] for key in given if key not in _FLAGS or given[key] is not False}
     kinds = [key for key in enabled if key in _CONSTRAINTS]
     unknown = [key for key in enabled if key not in _CONSTRAINTS and key not in _OPTIONS]
     options_text = f"{allowed_text}, and optionally {', '.join(_OPTIONS)}"
     _check(len(kinds) == 1 and not unknown, options_text)
     kind = kinds[0]
     grammar: tuple[str, str] = _CONSTRAINTS[kind](name, enabled[kind])["grammar"]
-    for key in ("disable_any_whitespace", "disable_fallback"):
-        is_flag = isinstance(members.get(key), bool | None)
-        _check(is_flag, f"an object in which {key} is true or false")
+    for key in _FLAGS:
+        _check(isinstance(given.get(key, True), bool), f"an object in which {key} is true or false")
     options: dict[str, Any] = {}
     if enabled.get("disable_any_whitespace"):
         options["whitespace_flexible"] = False
-    if enabled.get("whitespace_pattern"):
+    if enabled.get("whitespace_pattern", "") != "":
         options |= _parse_text("whitespace_pattern", enabled["whitespace_pattern"])
     if options and grammar[0] == "json_schema":
         grammar = _with_options(grammar[1], options)
@@ -497,6 +502,7 @@ _CONSTRAINTS: Mapping[str, Callable[[str, Any], dict[str, Any]]] = {
 }
 # The options of structured_outputs. `disable_fallback` is about vLLM's other grammar libraries.
 _OPTIONS = ("disable_any_whitespace", "whitespace_pattern", "disable_fallback")
+_FLAGS = ("json_object", "disable_any_whitespace", "disable_fallback")
 _RANGES = {
     number.name: number.metadata["range"]
     for number in fields(GenerationParameters)

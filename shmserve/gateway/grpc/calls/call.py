@@ -411,6 +411,8 @@ class UnaryCall(GrpcCall):
             flag, length = PREFIX.unpack_from(piece)
             if not flag and length == size - PREFIX.size and not self.done:
                 self._has_message = True
+                if self._arriving_message is not None:
+                    self._message_complete()
                 self.on_message(bytes(piece[PREFIX.size :]), self)
                 return
         super().receive_data(piece, ended)

@@ -360,6 +360,8 @@ async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     variables = {name: fields.pop(name) for name in CONVERSATION_FIELDS & fields.keys()}
     prompt = conversation_input(fields, variables)
     limits = [name for name in _TOKEN_LIMIT_FIELDS if name in fields] or ["max_tokens"]
+    if "logprobs" in fields:
+        check_member(fields, "logprobs", bool, False)
     if "top_logprobs" in fields and fields["top_logprobs"] and not wants_logprobs(fields):
         raise InvalidArgument("top_logprobs: requires logprobs: true")
     parameters = {
@@ -369,6 +371,7 @@ async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
         **fields,
     }
     for name in limits[1:]:
+        check_member(parameters, name, int, 0)
         del parameters[name]
     text_request = _text_request(model, [prompt], parameters)
     if MESSAGE_OUTPUT in model.signature.outputs and (model.may_reason or "tools" in variables):

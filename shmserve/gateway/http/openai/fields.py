@@ -67,6 +67,15 @@ _IGNORED_FIELDS = frozenset(IGNORED_PARAMETERS) | _split_names(
     "return_token_offsets return_mm_kwargs mm_payload routed_experts_prompt_start"
 )
 
+# The types of some ignored fields; other fields may have any value.
+_IGNORED_TYPES: Mapping[str, tuple[type[Any], str]] = {
+    **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), (str, "a string")),
+    **dict.fromkeys(("request_id", "session_id", "service_tier"), (str, "a string")),
+    "spaces_between_special_tokens": (bool, "true or false"),
+    "stream_interval": (int, "an integer"),
+    "metadata": (dict, "an object"),
+}
+
 # --- fields that are refused, unless the value has no effect
 
 _UNSUPPORTED = AllowedValues((), "not supported")
@@ -182,6 +191,8 @@ def select_supported_fields(
             problems += _check_refused(name, value, refused_fields[name])
         elif name not in _IGNORED_FIELDS:
             unknown.append(name)
+        elif name in _IGNORED_TYPES and type(value) is not _IGNORED_TYPES[name][0]:
+            problems.append(f"{name}: {clip(repr(value))} is not {_IGNORED_TYPES[name][1]}")
     options = fields.get("stream_options")
     if type(options) is dict:
         unknown += [f"stream_options.{name}" for name in options if name not in _STREAM_OPTIONS]

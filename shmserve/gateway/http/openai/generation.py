@@ -517,10 +517,12 @@ class _Generation:
                 await asyncio.sleep(0)  # other requests are handled in between
         first_queue = self._queues[0]
         await first_queue.wait()
-        error = find_error(first_queue.first_response)
-        if error is not None:
-            log_failure(first_queue.inference.built_request, error)
-            raise error
+        # The errors of other prompts, if they have arrived, also determine the response's status.
+        for queue in self._queues:
+            error = find_error(queue.first_response) if queue is first_queue or queue else None
+            if error is not None:
+                log_failure(queue.inference.built_request, error)
+                raise error
 
     async def whole_response(self) -> HttpResponse:
         """Return the whole response once the last text has ended."""

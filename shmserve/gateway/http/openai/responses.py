@@ -84,6 +84,8 @@ _HOSTED_TOOLS = (
     *("web_search", "web_search_preview", "file_search", "code_interpreter", "image_generation"),
     *("computer_use_preview", "computer", "mcp", "tool_search"),
 )
+_SUMMARIES = ("auto", "concise", "detailed")
+_ROLES = ("user", "assistant", "system", "developer")
 # The values of `include`. All but the first two are members of items that no response here has.
 _INCLUDED_MEMBERS = (
     *("message.output_text.logprobs", "reasoning.encrypted_content"),
@@ -151,6 +153,10 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
     bodies.check_member(body, "store", bool, False)
     bodies.check_member(body, "max_tool_calls", int, 0)
     reasoning = bodies.check_member(body, "reasoning", dict, {})
+    for name in ("summary", "generate_summary"):
+        if reasoning.get(name) not in (None, *_SUMMARIES):
+            text = f"{clip(repr(reasoning[name]))} is not one of {', '.join(_SUMMARIES)}"
+            raise InvalidArgument(f"reasoning.{name}: {text}")
     chat = {_CHAT_MEMBERS[name]: value for name, value in body.items() if name in _CHAT_MEMBERS}
     chat["messages"] = _chat_messages(body)
     chat["tools"] = _chat_tools(body) or None
@@ -260,8 +266,9 @@ def _is_reference(item: Any) -> bool:
 def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position: str) -> None:
     """Add an item to the messages of a chat. Calls are parts of the assistant's message."""
     kind = "message" if item.get("type") is None else item["type"]
-    if kind == "message" and type(item.get("role")) is not str:
-        raise InvalidArgument(f"{position}: role {clip(repr(item.get('role')))} is not a string")
+    if kind == "message" and item.get("role") not in _ROLES:
+        text = f"role {clip(repr(item.get('role')))} is not one of {', '.join(_ROLES)}"
+        raise InvalidArgument(f"{position}: {text}")
     if kind in ("function_call_output", "custom_tool_call_output"):
         output = _chat_content(item.get("output"), f"{position}.output")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
@@ -366,6 +373,15 @@ class ResponseObject:
         message: dict[str, Any] = delta.message or {"content": delta.text}
         events = [] if self._event_count else self._start_events()
         self._next_logprobs += (delta.logprobs or {}).get("content", [])
+        for part in message.get("parts", [message]):
+            events += self._add_part(part)
+        self._finish_reason = delta.finish_reason
+        self._usage = delta.usage or self._usage
+        return events
+
+    def _add_part(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """Add reasoning, content and calls in this order."""
+        events: list[dict[str, Any]] = []
         calls = list(message.get("tool_calls", ()))
         while calls and "id" not in calls[0]:  # the end of a call, before other items begin
             kind = self._items[-1]["type"]
@@ -386,8 +402,6 @@ class ResponseObject:
             else:
                 call_kind = self._items[-1]["type"]
             events += self._extend_item(call_kind, call["arguments"], head)
-        self._finish_reason = delta.finish_reason
-        self._usage = delta.usage or self._usage
         return events
 
     @cached_property

@@ -144,6 +144,22 @@ def test_a_late_message_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     run_scenario(scenario)
 
 
+def test_a_message_that_arrives_after_its_head_has_no_time_limit_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its inference may take longer than the limit."""
+
+    async def scenario(scene: Scene) -> None:
+        monkeypatch.setattr(time, "monotonic", scene.clock.read)
+        scene.send(scene.head(1))
+        scene.send(frame(DATA, END_STREAM, 1, message(b"abc")))
+        for _ in range(6):
+            await scene.clock.advance(PATIENCE_S / 4)
+        assert not scene.statuses() and not scene.calls[0][1].done
+
+    run_scenario(scenario)
+
+
 @pytest.mark.parametrize(
     ("data", "status"),
     [

@@ -144,6 +144,8 @@ def test_vllms_benchmark_of_embeddings_requests_no_truncation() -> None:
             "temperature: nan is not a finite number",
         ),
         ({"top_p": float("inf")}, CHAT_FIELDS, "top_p: inf is not a finite number"),
+        ({"user": 5}, RESPONSE_FIELDS, "user: 5 is not a string"),
+        ({"metadata": []}, CHAT_FIELDS, "metadata: [] is not an object"),
     ],
 )  # fmt: skip
 def test_refusals_contain_the_supported_values(

@@ -68,6 +68,22 @@ def test_arguments_that_are_no_object_do_not_end_a_conversation(arguments: str) 
     assert render(f"{{{{ {function}.arguments }}}}", messages=messages) == arguments
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"id": "c"}, "is not an object with a function and its name"),
+        ({"id": ["c"], "function": {"name": "f"}}, r"the call id \['c'\] is not a string"),
+        (
+            {"type": "code", "function": {"name": "f"}},
+            "type 'code' of a tool call is not 'function'",
+        ),
+    ],
+)
+def test_a_malformed_call_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        render(ROLES, messages=[{"role": "assistant", "tool_calls": [call]}])
+
+
 @pytest.mark.parametrize("name", ["reasoning_effort", "documents"])
 def test_a_variable_that_a_template_does_not_use_is_refused(name: str) -> None:
     value = "low" if name == "reasoning_effort" else [{"text": "x"}]
@@ -100,12 +116,13 @@ def test_a_message_without_content_and_calls_is_empty() -> None:
         "{% for m in messages %}{% if m['content'] is defined %}{{ '[' + m['content'] + ']' }}"
         "{% else %}<{{ m.tool_calls[0].id }}>{% endif %}{% endfor %}"
     )
+    c, d, e = ([{"id": text, "function": {"name": "f"}}] for text in "cde")
     messages: list[dict[str, Any]] = [
         {"role": "user", "content": None},
         {"role": "assistant", "refusal": None, "tool_calls": []},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]},
-        {"role": "assistant", "tool_calls": [{"id": "d"}]},
-        {"role": "assistant", "content": "", "tool_calls": [{"id": "e"}]},
+        {"role": "assistant", "content": None, "tool_calls": c},
+        {"role": "assistant", "tool_calls": d},
+        {"role": "assistant", "content": "", "tool_calls": e},
     ]
     assert render(source, messages=messages) == "[][]<c><d>[]"
 

@@ -26,6 +26,24 @@ def accepts(schema: dict[str, Any], value: Any) -> bool:
 
 
 @pytest.mark.parametrize(
+    ("regex", "valid", "invalid"),
+    [
+        (r"\d[\d-]\\d", ["3-\\d", "12\\d"], ["٣-\\d", "3٣\\d", "1-\\3"]),
+        (r"\w+[^\w]", ["a_1é"], ["é.", "ab"]),
+        (r"\s\S", ["\t\u2003", "\xa0a"], ["\u2003a", " \xa0"]),
+        (r"[\D]\W", ["٣é"], ["3é", "aa"]),
+    ],
+)
+def test_classes_of_a_regular_expression_are_ascii(
+    regex: str, valid: list[str], invalid: list[str]
+) -> None:
+    for text in valid + invalid:
+        matcher, tokens = GRAMMARS.matcher(("regex", regex)), BYTES.encode(text).ids
+        is_accepted = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        assert is_accepted == (text in valid), text
+
+
+@pytest.mark.parametrize(
     ("names", "valid", "invalid"),
     [
         ({"enum": ["x.y", "b c"]}, ["x.y", "b c"], ["xay", "x.yb"]),
@@ -206,6 +224,23 @@ def test_references_may_have_any_name_and_annotation() -> None:
         schema = {"$ref": f"#/$defs/{name}", "$defs": {name.replace("%20", " "): node}}
         assert accepts(schema, {"next": {"next": {}}})
         assert not accepts(schema, {"next": {"other": {}}})
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"$id": "Output Format"},
+        {"$id": "Output Format", "$ref": "Output Format#/$defs/A"},
+        {"$schema": "https://json-schema.org/draft-07/schema#"},
+        {"$schema": "http://json-schema.org/draft/2020-12/schema"},
+        {"$schema": "http://json-schema.org/schema#"},
+        {"$schema": "my schema"},
+    ],
+)
+def test_a_schema_may_have_any_name_and_version(names: dict[str, Any]) -> None:
+    schema = {"$ref": "#/$defs/A", **names, "$defs": {"A": {"type": "integer"}}}
+    assert accepts(schema, 1)
+    assert not accepts(schema, "a")
 
 
 def test_values_that_look_like_schemas_are_kept() -> None:

@@ -206,6 +206,16 @@ def test_any_split_of_a_text_is_parsed_to_the_same(family: str) -> None:
             assert len(results) == 1, text
 
 
+def test_parts_of_a_whole_message_are_in_order() -> None:
+    call = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    parser = MessageParser(MessageFormat(FAMILIES["hermes"], TOOLS), stream=False)
+    parser.feed(f"a{call}b{call}", is_end=True)
+    message = parser.take()
+    assert message["content"] == "ab"
+    assert [*map(list, message["parts"])] == [["content"], ["tool_calls"]] * 2
+    assert message["tool_calls"] == [part["tool_calls"][0] for part in message["parts"][1::2]]
+
+
 def test_arguments_are_streamed() -> None:
     parser = MessageParser(MessageFormat(FAMILIES["hermes"], TOOLS), stream=True)
     parser.feed('<tool_call>{"name": "weather", "arguments": ')
