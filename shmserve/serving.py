@@ -115,10 +115,8 @@ def serve(
     classes: list[Any] = [models] if single else list(models)  # type: ignore[arg-type]
     sources: Sources = {}
     is_long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_TMPDIR
-    owner, folder = (
-        os.getpid(),
-        Path(tempfile.mkdtemp("", "shmserve-", "/tmp" if is_long else None)),
-    )
+    folder = Path(tempfile.mkdtemp(prefix="shmserve-", dir="/tmp" if is_long else None))
+    owner = os.getpid()
     try:
         arguments = [word for model in classes for word in _arguments(model, folder, sources)]
         run_dir = Path(flags.get("run_dir") or folder / "run")

@@ -15,8 +15,7 @@ from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.messages.supervision import ModelWarned, WorkerStart
 from shmserve.ipc.trace import TraceContext
 from shmserve.workers.batch.request import CopyCounter
-from shmserve.workers.links.processes import SupervisorLink
-from shmserve.workers.links.workspace import Workspace
+from shmserve.workers.links import SupervisorLink
 from shmserve.workers.memory.device_memory import (
     DeviceMemory,
     free_cached_memory,
@@ -24,6 +23,7 @@ from shmserve.workers.memory.device_memory import (
     is_out_of_memory,
 )
 from shmserve.workers.memory.outputs import OutputMemory
+from shmserve.workers.memory.workspace import Workspace
 from shmserve.workers.user_code import describe_error, format_error
 
 
@@ -105,6 +105,8 @@ class ModelContext(WorkerStart):
 def found_files(version_dir: Path) -> str:
     """Return a hint at a version's files for the error of a missing file, or ""."""
     found = ", ".join(sorted(path.name for path in version_dir.glob("[!._]*") if path.exists()))
+    if version_dir.is_symlink():  # as for a class on the command line, which has no configuration
+        return f" in '{version_dir.resolve()}' (found {clip(found) or 'no file'})"
     if found:
         return f" (found {clip(found)}: set default_model_filename)"
     for path in version_dir.parent.glob("model.*"):

@@ -59,10 +59,10 @@ from shmserve.workers.batch.request import Input, Request, Unpacker
 from shmserve.workers.batch.response_stream import MetricsReports, ResponseWriter
 from shmserve.workers.batch.scatter import Scatterer
 from shmserve.workers.context import ModelContext
-from shmserve.workers.links.processes import InstanceLink, SupervisorLink, WorkerRequest
-from shmserve.workers.links.workspace import Workspace
+from shmserve.workers.links import InstanceLink, SupervisorLink, WorkerRequest
 from shmserve.workers.memory.device_memory import DeviceMemory
 from shmserve.workers.memory.outputs import OutputMemory
+from shmserve.workers.memory.workspace import Workspace
 from shmserve.workers.sequences import SequenceExecutor, read_states
 from shmserve.workers.user_code import (
     describe_error,

@@ -51,7 +51,7 @@ from shmserve.ipc.transport.frames import Record
 from shmserve.workers.batch.execute import Executor
 from shmserve.workers.batch.request import Input, Output, Request, Response
 from shmserve.workers.batch.response_stream import OutputStream
-from shmserve.workers.links.processes import HandlerTable, WorkerRequest
+from shmserve.workers.links import HandlerTable, WorkerRequest
 
 _START, _READY = "CONTROL_SEQUENCE_START", "CONTROL_SEQUENCE_READY"
 _END = "CONTROL_SEQUENCE_END"

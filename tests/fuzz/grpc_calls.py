@@ -10,8 +10,8 @@ import logging
 import struct
 from typing import Any
 
-from shmserve.gateway.grpc.calls.call import StreamingCall
-from shmserve.gateway.grpc.calls.headers import StatusCode
+from shmserve.gateway.grpc.call import StreamingCall
+from shmserve.gateway.grpc.framing import StatusCode
 from tests.rigs.grpc_scene import STREAM, UNARY, Scene
 from tests.support.wire.http2 import (
     DATA,

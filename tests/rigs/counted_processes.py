@@ -26,7 +26,8 @@ import uvloop
 
 from bench.system.servers import BENCH
 from shmserve.common.auth_tokens import Authorisation
-from shmserve.gateway.grpc.calls.call import GrpcContext
+from shmserve.gateway.context import Gateway, ModelTable
+from shmserve.gateway.grpc.call import GrpcContext
 from shmserve.gateway.grpc.connection import GrpcConnection
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
@@ -36,8 +37,6 @@ from shmserve.gateway.http.routing import App
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.links import GatewaySchedulers
 from shmserve.gateway.listener import Acceptor, ListenerKind, ListenerRules
-from shmserve.gateway.model_table import ModelTable
-from shmserve.gateway.process import Gateway
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewaySettings, GrpcSettings
 from shmserve.ipc import endpoints

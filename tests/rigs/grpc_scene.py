@@ -6,10 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from shmserve.common.auth_tokens import Authorisation
-from shmserve.gateway.grpc.calls.call import GrpcCall, GrpcContext, StreamingCall, UnaryCall
-from shmserve.gateway.grpc.calls.headers import CallHead, Ending
-from shmserve.gateway.grpc.calls.messages import Deflater, Sinks
+from shmserve.gateway.grpc.call import GrpcCall, GrpcContext, StreamingCall, UnaryCall
 from shmserve.gateway.grpc.connection import GrpcConnection
+from shmserve.gateway.grpc.framing import CallHead, Deflater, Ending, Sinks
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.listener import ListenerKind, ListenerRules
 from shmserve.gateway.settings import GrpcSettings

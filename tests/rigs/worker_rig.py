@@ -36,10 +36,10 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.transport.router import Router
 from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
-from shmserve.workers.links.processes import InstanceLink, SupervisorLink, Timer
-from shmserve.workers.links.workspace import Workspace
+from shmserve.workers.links import InstanceLink, SupervisorLink, Timer
 from shmserve.workers.main import WorkerInstance
 from shmserve.workers.memory.outputs import OutputMemory
+from shmserve.workers.memory.workspace import Workspace
 from tests.rigs.arrivals import receive_arrived
 from tests.support.messages import inferred_of
 

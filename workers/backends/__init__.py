@@ -13,7 +13,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.batch.request import Input, Output, Request, Response, Unpacker
 from shmserve.workers.batch.response_stream import OutputStream, ResponseWriter
 from shmserve.workers.context import ModelContext, Stopwatch
-from shmserve.workers.links.processes import HandlerTable
+from shmserve.workers.links import HandlerTable
 
 __all__ = [
     "Backend",

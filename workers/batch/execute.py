@@ -26,7 +26,7 @@ from shmserve.workers.batch.ragged import Padder
 from shmserve.workers.batch.request import Request, Response, Unpacker
 from shmserve.workers.batch.response_stream import OutputStream, ResponseWriter, WarmupStream
 from shmserve.workers.context import WrongCount, client_error, is_models_own
-from shmserve.workers.links.processes import HandlerTable, WorkerRequest
+from shmserve.workers.links import HandlerTable, WorkerRequest
 from shmserve.workers.memory.device_memory import free_cached_memory, is_out_of_memory
 
 logger = logging.getLogger(__name__)

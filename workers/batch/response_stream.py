@@ -25,7 +25,7 @@ from shmserve.ipc.tensors.inference import Packed, byte_size_of
 from shmserve.workers.batch.request import Request, Response
 from shmserve.workers.batch.scatter import MAX_TRACED_CHARS, Scatterer
 from shmserve.workers.context import ModelContext, client_error
-from shmserve.workers.links.processes import InstanceLink, Timer, WorkerRequest
+from shmserve.workers.links import InstanceLink, Timer, WorkerRequest
 
 _REPORT_INTERVAL_S = 0.1
 _REPORT_DELAY_NS = 1_000_000

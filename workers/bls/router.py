@@ -63,7 +63,7 @@ from shmserve.workers.bls.request import (
     copy_response,
     place_inputs,
 )
-from shmserve.workers.links.processes import SupervisorLink, readable
+from shmserve.workers.links import SupervisorLink, readable
 
 
 class SharedWait:

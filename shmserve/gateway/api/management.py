@@ -24,9 +24,14 @@ from shmserve.errors import (
     Unavailable,
     Unsupported,
 )
+from shmserve.gateway.context import (
+    Gateway,
+    GatewayModel,
+    canonical_version,
+    describe_model,
+    resolve_model,
+)
 from shmserve.gateway.listener import ClientIdentity
-from shmserve.gateway.model_table import GatewayModel, canonical_version, describe_model
-from shmserve.gateway.process import Gateway, resolve_model
 from shmserve.ipc.messages.control_requests import (
     AskReady,
     ChangeLogging,

@@ -23,7 +23,7 @@ from shmserve.common import model_metrics
 from shmserve.common.host import CpuUtilization, Process, memory_bytes, processes
 from shmserve.common.tasks import collect
 from shmserve.gateway.api import management
-from shmserve.gateway.process import Gateway
+from shmserve.gateway.context import Gateway
 from shmserve.ipc.model_spec import FIRST_RESPONSE_FAMILY
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from typing import Any
 from shmserve.common.host import CUDA_INVALID, cuda_not_supported
 from shmserve.common.peers import NOBODY, Peer
 from shmserve.errors import InvalidArgument
+from shmserve.gateway.context import Gateway
 from shmserve.gateway.listener import ClientIdentity
-from shmserve.gateway.process import Gateway
 from shmserve.gateway.region_table import GatewayRegion
 from shmserve.ipc.memory.cuda_ipc import HANDLE_SIZE
 from shmserve.ipc.messages.control_requests import (

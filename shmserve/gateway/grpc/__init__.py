@@ -3,7 +3,9 @@
     main.py                  the server
     connection.py            a client's connection, on the engine without IO in gateway/http2, and
                              its lifetime: pings, age, drain
-    calls/                   calls, their messages and their responses' heads
+    call.py                  unary calls and streaming calls, and the interface of connections
+    framing.py               the head and the status of a call; messages: assembled and inflated,
+                             framed and deflated
     service.py               the table of RPCs: authorise, handle, errors to a status
     infer.py                 inference requests: decoded, submitted, and their responses encoded
     stream_infer.py          ModelStreamInfer: many requests in one call, and many responses

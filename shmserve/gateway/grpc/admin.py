@@ -17,11 +17,10 @@ from shmserve.errors import InvalidArgument, clip, suggestion
 from shmserve.gateway.api import management
 from shmserve.gateway.api import shared_memory as memory_api
 from shmserve.gateway.api.management import LOG_FILE, LOG_FORMAT, LOG_LEVEL, LOG_SWITCHES
-from shmserve.gateway.grpc.calls.call import StreamingCall
-from shmserve.gateway.grpc.calls.headers import Ending, StatusCode
+from shmserve.gateway.context import Gateway, checked_version
+from shmserve.gateway.grpc.call import StreamingCall
+from shmserve.gateway.grpc.framing import Ending, StatusCode
 from shmserve.gateway.listener import ClientIdentity
-from shmserve.gateway.model_table import checked_version
-from shmserve.gateway.process import Gateway
 from shmserve.ipc.tensors.descriptors import CudaHandle, require_integer
 from shmserve.logs import FORMATS
 from shmserve.proto import grpc_service_pb2, health_pb2, reflection_pb2

@@ -19,9 +19,8 @@ import ssl
 import time
 from collections.abc import Callable
 
-from shmserve.gateway.grpc.calls.call import GrpcCall, GrpcContext
-from shmserve.gateway.grpc.calls.headers import CallHead
-from shmserve.gateway.grpc.calls.messages import ArrivingMessage
+from shmserve.gateway.grpc.call import GrpcCall, GrpcContext
+from shmserve.gateway.grpc.framing import ArrivingMessage, CallHead
 from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.frames import FaultCode
 from shmserve.gateway.http2.incoming import Bytes, Data, StreamOpened, StreamReset

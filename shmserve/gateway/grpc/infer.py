@@ -18,15 +18,17 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from shmserve.errors import InvalidArgument, ShmserveError, Unavailable, Unsupported
-from shmserve.gateway.grpc.calls.call import GrpcCall, UnaryCall
-from shmserve.gateway.grpc.calls.headers import (
+from shmserve.gateway.context import UNLIMITED, Gateway, checked_version, needs_load, resolve_model
+from shmserve.gateway.grpc.call import GrpcCall, UnaryCall
+from shmserve.gateway.grpc.framing import (
     DEADLINE_EXPIRED,
     INTERNAL_FAILURE,
     CallHead,
     Ending,
+    MessageContent,
     ending_from_error,
+    release_message,
 )
-from shmserve.gateway.grpc.calls.messages import MessageContent, release_message
 from shmserve.gateway.grpc.wire.fingerprint import SplitMessage, TemplateCache, split_message
 from shmserve.gateway.grpc.wire.request import RequestSink, decode_request
 from shmserve.gateway.grpc.wire.response import GrpcResponseTemplate
@@ -48,8 +50,6 @@ from shmserve.gateway.inference.prepare import (
 )
 from shmserve.gateway.inference.request import InferInput, select_forwarded_headers
 from shmserve.gateway.listener import ActiveCount
-from shmserve.gateway.model_table import checked_version
-from shmserve.gateway.process import UNLIMITED, Gateway, needs_load, resolve_model
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
 from shmserve.ipc.tensors.inference import BoundedCache, Inferred

@@ -12,13 +12,13 @@ import uvloop
 from shmserve.common import fd_limits
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway import process
-from shmserve.gateway.grpc.calls.call import GrpcContext
-from shmserve.gateway.grpc.calls.messages import Deflater
+from shmserve.gateway.context import Gateway
+from shmserve.gateway.grpc.call import GrpcContext
 from shmserve.gateway.grpc.connection import GrpcConnection
+from shmserve.gateway.grpc.framing import Deflater
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
 from shmserve.gateway.listener import Acceptor, ActiveCount, ListenerRules, listener_kind
-from shmserve.gateway.process import Gateway
 from shmserve.gateway.settings import GatewayStart, GrpcSettings
 from shmserve.ipc import processes
 from shmserve.ipc.messages.supervision import decode_start

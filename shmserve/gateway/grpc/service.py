@@ -16,8 +16,9 @@ from google.protobuf.message import DecodeError, Message
 
 from shmserve.common.auth_tokens import SIGNATURE
 from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.admin import AdminCall, reflect, serving_status
-from shmserve.gateway.grpc.calls.call import (
+from shmserve.gateway.grpc.call import (
     Carrier,
     GrpcCall,
     StreamHandler,
@@ -25,20 +26,19 @@ from shmserve.gateway.grpc.calls.call import (
     UnaryCall,
     UnaryHandler,
 )
-from shmserve.gateway.grpc.calls.headers import (
+from shmserve.gateway.grpc.framing import (
     INTERNAL_FAILURE,
     MISSING_REQUEST,
     UNKNOWN_METHOD,
     CallHead,
     Ending,
+    Sinks,
     ending_from_error,
 )
-from shmserve.gateway.grpc.calls.messages import Sinks
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.stream_infer import stream_infer
 from shmserve.gateway.http2.outgoing import Stream
 from shmserve.gateway.listener import ClientIdentity
-from shmserve.gateway.process import Gateway
 from shmserve.proto import grpc_service_pb2 as pb
 from shmserve.proto.health_pb2 import HealthCheckRequest
 

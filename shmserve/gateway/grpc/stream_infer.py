@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shmserve.errors import ShmserveError, Unavailable
-from shmserve.gateway.grpc.calls.call import StreamingCall
-from shmserve.gateway.grpc.calls.messages import MessageContent, release_message
+from shmserve.gateway.grpc.call import StreamingCall
+from shmserve.gateway.grpc.framing import MessageContent, release_message
 from shmserve.gateway.grpc.infer import Inferences, RequestRefused
 from shmserve.gateway.grpc.wire.response import (
     encode_stream_end,

@@ -25,6 +25,7 @@ from aiohttp import StreamReader
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.compression import BodyTooLarge, Inflater, UnsupportedEncoding, check_encoding
+from shmserve.gateway.context import Gateway, GatewayModel
 from shmserve.gateway.http.incoming import MalformedBody
 from shmserve.gateway.http.json import tensors
 from shmserve.gateway.http.json.codec import TOO_LARGE, decode_data, parse_request
@@ -62,8 +63,6 @@ from shmserve.gateway.inference.prepare import (
     reserve_tensors,
 )
 from shmserve.gateway.inference.request import InferInput, InferRequest, select_forwarded_headers
-from shmserve.gateway.model_table import GatewayModel
-from shmserve.gateway.process import Gateway
 from shmserve.gateway.region_table import authorise
 from shmserve.gateway.settings import GatewaySettings
 from shmserve.ipc.tensors.descriptors import MAX_INT64

@@ -36,6 +36,7 @@ from shmserve.common.tasks import collect
 from shmserve.errors import PermissionDenied, QueueFull, Unauthenticated
 from shmserve.gateway.api import management
 from shmserve.gateway.api.figures import HISTORY_EVERY_S, Figures, History, Row
+from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.messages import (
     FETCH_SITE,
     SERVER_SENT_EVENTS,
@@ -43,7 +44,6 @@ from shmserve.gateway.http.messages import (
     HttpRequest,
     HttpResponse,
 )
-from shmserve.gateway.process import Gateway
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages import publications as m
 from shmserve.ipc.transport.frames import unpack

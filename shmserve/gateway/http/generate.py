@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 
 from shmserve.errors import InvalidArgument, QueueFull, ShmserveError
+from shmserve.gateway.context import Gateway, GatewayModel, resolve_model
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.infer import ResponseQueue, streaming_response
 from shmserve.gateway.http.json.codec import (
@@ -42,8 +43,6 @@ from shmserve.gateway.http.openai.bodies import generates_text, packed_tensor, p
 from shmserve.gateway.inference.inference import find_error, output_bytes, reload_model
 from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.gateway.inference.request import InferInput, InferRequest, check_member_count
-from shmserve.gateway.model_table import GatewayModel
-from shmserve.gateway.process import Gateway, resolve_model
 from shmserve.ipc.tensors.datatypes import element_count
 from shmserve.ipc.tensors.descriptors import TensorRef
 from shmserve.ipc.tensors.inference import Inferred

@@ -17,11 +17,11 @@ from shmserve.gateway.api import management
 from shmserve.gateway.api import shared_memory as memory_api
 from shmserve.gateway.api.management import LOG_FILE, LOG_FORMAT, LOG_LEVEL, LOG_SWITCHES
 from shmserve.gateway.api.metrics import MetricsExporter
+from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.parser import JsonFault, loads_members, mistyped_value_error
 from shmserve.gateway.http.messages import JSON_HEADER, HttpRequest, HttpResponse, json_response
 from shmserve.gateway.http.openai.models import find_embedder
-from shmserve.gateway.process import Gateway
 from shmserve.ipc.tensors.descriptors import MAX_UINT64, CudaHandle, require_integer
 from shmserve.logs import FORMATS, MAX_LOG_LEVEL
 

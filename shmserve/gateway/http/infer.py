@@ -26,6 +26,7 @@ from functools import partial
 from shmserve.common.tasks import resolve_future
 from shmserve.errors import ShmserveError, Unsupported
 from shmserve.gateway.compression import compress_pieces, preferred_encoding
+from shmserve.gateway.context import Gateway, GatewayModel, needs_load, resolve_model
 from shmserve.gateway.http.body import body_limit_us, header_size, read_request
 from shmserve.gateway.http.json.codec import JsonResponseTemplate
 from shmserve.gateway.http.json.fingerprint import Fingerprint, fill_known_template
@@ -63,8 +64,6 @@ from shmserve.gateway.inference.inference import (
 )
 from shmserve.gateway.inference.prepare import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
-from shmserve.gateway.model_table import GatewayModel
-from shmserve.gateway.process import Gateway, needs_load, resolve_model
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import Inferred
 

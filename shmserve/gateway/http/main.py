@@ -12,12 +12,12 @@ from shmserve.common import fd_limits
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway import process
 from shmserve.gateway.api.metrics import MetricsExporter
+from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.connection import HttpConnection
 from shmserve.gateway.http.dashboard import LiveFigures
 from shmserve.gateway.http.routes import ROUTES, metrics_routes
 from shmserve.gateway.http.routing import App, Cors
 from shmserve.gateway.listener import Acceptor, ListenerRules, listener_kind
-from shmserve.gateway.process import Gateway
 from shmserve.gateway.settings import GatewayStart
 from shmserve.ipc import processes
 from shmserve.ipc.messages.supervision import decode_start

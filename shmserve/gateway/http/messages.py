@@ -20,8 +20,8 @@ from aiohttp.http import HttpVersion10, RawRequestMessage
 from multidict import CIMultiDictProxy, istr
 
 from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.gateway.context import UNLIMITED, TimeLimit
 from shmserve.gateway.listener import ClientIdentity
-from shmserve.gateway.process import UNLIMITED, TimeLimit
 
 ACCEPT = istr("Accept")
 ACCEPT_ENCODING = istr("Accept-Encoding")

@@ -18,6 +18,7 @@ import orjson
 import shmserve
 from shmserve.common.auth_tokens import METRICS, SIGNATURE
 from shmserve.gateway.api.metrics import MetricsExporter
+from shmserve.gateway.context import Gateway
 from shmserve.gateway.http import generate, handlers, infer
 from shmserve.gateway.http.dashboard import LiveFigures, show_page
 from shmserve.gateway.http.messages import (
@@ -29,7 +30,6 @@ from shmserve.gateway.http.messages import (
 from shmserve.gateway.http.openai import generation, models, responses
 from shmserve.gateway.http.openai.bodies import encode_openai_error
 from shmserve.gateway.http.routing import ANY_PATH, Handler, Route, RouteTable, optional_parts
-from shmserve.gateway.process import Gateway
 
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]")  # the host without its port
 _PAGES = Path(__file__).with_name("pages")

@@ -25,6 +25,7 @@ from shmserve.errors import (
     Unauthenticated,
 )
 from shmserve.gateway.compression import UnsupportedEncoding
+from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.body import BrokenBody
 from shmserve.gateway.http.messages import (
     FETCH_SITE,
@@ -38,7 +39,6 @@ from shmserve.gateway.http.messages import (
 )
 from shmserve.gateway.inference.body_arrival import BodyTimeout
 from shmserve.gateway.listener import ActiveCount, ListenerKind
-from shmserve.gateway.process import Gateway
 from shmserve.ipc.trace import TraceContext
 
 logger = logging.getLogger(__name__)

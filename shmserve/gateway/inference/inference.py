@@ -36,12 +36,11 @@ from shmserve.errors import (
     Unavailable,
     from_code,
 )
+from shmserve.gateway.context import UNLIMITED, Gateway, GatewayModel, TimeLimit, resolve_model
 from shmserve.gateway.inference.prepare import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
 from shmserve.gateway.links import GatewayRequest
 from shmserve.gateway.listener import ClientIdentity
-from shmserve.gateway.model_table import GatewayModel
-from shmserve.gateway.process import UNLIMITED, Gateway, TimeLimit, resolve_model
 from shmserve.gateway.region_table import authorise
 from shmserve.ipc.credit import ReadWindow
 from shmserve.ipc.messages import inference as m
@@ -419,6 +418,7 @@ def output_bytes(gateway: Gateway, tensor: TensorRef) -> bytes | memoryview:
 
 
 _MAX_CLASSIFIED_ELEMENTS = 1_000_000
+_MAX_CLASSES = 100_000  # these are formatted in 0.1 s, during which no other request is handled
 # Triton does not classify these datatypes, either.
 _UNSORTABLE_DATATYPES = frozenset(("BOOL", "FP16", "BF16", "BYTES"))
 
@@ -468,6 +468,11 @@ def _classify_tensor(
     values = np.frombuffer(data, NUMPY_DTYPES[datatype])
     rows = values.reshape(batch[0], -1) if element_total and batch else values.reshape(1, -1)
     class_count = min(count, rows.shape[1])
+    if len(rows) * class_count > _MAX_CLASSES:
+        raise InvalidArgument(
+            f"output '{tensor.name}': {len(rows) * class_count} classes are too many for a "
+            f"response (maximum: {_MAX_CLASSES})"
+        )
     texts = [text for row in rows for text in _class_texts(row, class_count, labels)]
     packed = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
     return TensorRef(tensor.name, "BYTES", (*batch, class_count), packed)

@@ -28,10 +28,9 @@ from struct import Struct
 from typing import Any, final
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable
+from shmserve.gateway.context import Gateway, GatewayModel
 from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.request import InferInput, InferRequest, RequestIdentity
-from shmserve.gateway.model_table import GatewayModel
-from shmserve.gateway.process import Gateway
 from shmserve.gateway.region_table import GatewayRegion, RegionReferences, RegionTable
 from shmserve.gateway.request_trace import RequestTrace
 from shmserve.ipc.memory.arena import Arena

@@ -65,7 +65,7 @@ _DOWN_STATES = {InstanceState.FAILED, InstanceState.RETIRING, InstanceState.STOP
 T = TypeVar("T")
 
 # Returns the final configuration of a spec, given the properties that its model has reported.
-ConfigCompleter = Callable[[VersionSpec, dict[str, Any]], ModelSpec]
+ConfigFinaliser = Callable[[VersionSpec, dict[str, Any]], ModelSpec]
 
 
 def first_error(error: BaseException) -> BaseException:
@@ -96,7 +96,7 @@ class Instances:
     _scheduler: VersionScheduler
     _lifetime: Lifetime
     _on_change: Callable[[], None]  # called when an instance becomes ready, dies or has failed
-    _complete_config: ConfigCompleter
+    _finalise_config: ConfigFinaliser
     config: ModelSpec = field(init=False)
     labels: dict[str, list[str]] = field(init=False)
     reported_config: dict[str, Any] = field(init=False, default_factory=dict)
@@ -189,7 +189,7 @@ class Instances:
         await self._spawn(first, self._spec.config, len(self._instances))
         self._send(first, m.CompleteConfig(self._spec.config))
         self.reported_config = (await self._loaded_response(first, m.ConfigCompleted)).config
-        self.config = self._complete_config(self._spec, self.reported_config)
+        self.config = self._finalise_config(self._spec, self.reported_config)
         instances = expand_instances(self.config, self._replaced_count)
         if [i.device for i in instances] == [i.device for i in self._instances]:
             first.rate_limit = instances[0].rate_limit

@@ -236,7 +236,7 @@ class Lifecycle:
             if load is not None:
                 order.prerequisites.append(load)
 
-    def complete_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+    def finalise_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
         """Handle the configuration that the first worker of a version has completed.
 
         An ensemble has no worker: its configuration is completed with the models that serve.
@@ -252,12 +252,13 @@ class Lifecycle:
             InvalidArgument: The configuration is invalid.
         """
         if not spec.steps:
-            return self._actions.complete(spec, completed)
+            return self._actions.finalise_config(spec, completed)
         find_serving = self._registry.serving
         models = [find_serving(*step) for step in spec.steps]
         has_any_version = [find_serving(step.name, "") is not None for step in spec.steps]
         configs = [None if model is None else model.config for model in models]
-        return self._actions.complete(spec, {"steps": configs, "has_any_version": has_any_version})
+        reported = {"steps": configs, "has_any_version": has_any_version}
+        return self._actions.finalise_config(spec, reported)
 
     def version_started(self, version: ModelVersion, error: BaseException | None) -> None:
         """Handle a version that has started, or that has failed and ended."""

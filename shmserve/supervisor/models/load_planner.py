@@ -215,7 +215,7 @@ class LoadPlanner:
             config, gpu_count=gpu_count, complete=complete, model_dir=model_dir, source=source
         )
 
-    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+    def finalise_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
         """Return the final configuration of a version.
 
         Args:

@@ -267,13 +267,13 @@ class LifecycleExecutor(LifecycleActions):
     async def _remove_environments(self) -> None:
         await asyncio.to_thread(self.planner.remove_unused_environments)
 
-    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
-        return self.planner.complete(spec, completed)
+    def finalise_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+        return self.planner.finalise_config(spec, completed)
 
     # --- processes
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
-        events = self.lifecycle.version_changed, self.lifecycle.complete_config
+        events = self.lifecycle.version_changed, self.lifecycle.finalise_config
         return ModelVersion(self.context, spec, group, self._hosts, self.registry.serving, *events)
 
     def start(self, version: ModelVersion) -> None:

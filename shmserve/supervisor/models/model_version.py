@@ -23,7 +23,7 @@ from shmserve.ipc.messages import supervision as m
 from shmserve.ipc.messages.publications import MemoryDropped, ModelPublished, SchedulerLost
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.supervisor.context import LOCAL_CLIENT, SupervisorContext
-from shmserve.supervisor.models.instance_processes import ConfigCompleter, Instances, first_error
+from shmserve.supervisor.models.instance_processes import ConfigFinaliser, Instances, first_error
 from shmserve.supervisor.models.instances import InstanceUpdate, Lifetime, VersionSpec
 from shmserve.supervisor.models.repository import incomplete_files
 from shmserve.supervisor.models.scheduler_process import Group, SchedulerHosts, VersionScheduler
@@ -58,7 +58,7 @@ class ModelVersion:
         hosts: The processes that host schedulers.
         find: Returns the serving version of a model, by name and version.
         _on_change: Called when readiness, endpoint or failure changes.
-        _complete_config: Returns the final configuration when the first worker has completed it.
+        _finalise_config: Returns the final configuration when the first worker has completed it.
         loaded: Whether the version has become ready; later failures do not reset it.
         loaded_ns: When the version became ready, on the monotonic clock.
     """
@@ -69,7 +69,7 @@ class ModelVersion:
     hosts: InitVar[SchedulerHosts]
     find: InitVar[Callable[[str, str], ModelVersion | None]]
     _on_change: Callable[[ModelVersion], None]
-    _complete_config: ConfigCompleter
+    _finalise_config: ConfigFinaliser
     loaded: bool = field(init=False, default=False)
     load_seconds: float = field(init=False, default=0.0)
     loaded_ns: int = field(init=False, default=0)
@@ -80,11 +80,11 @@ class ModelVersion:
         hosts: SchedulerHosts,
         find: Callable[[str, str], ModelVersion | None],
     ) -> None:
-        context, spec, complete = self._context, self.spec, self._complete_config
+        context, spec, finalise_config = self._context, self.spec, self._finalise_config
         self._state_changed = asyncio.Event()
         self._lifetime = lifetime = Lifetime()
         self.scheduler = VersionScheduler(context, hosts, spec, group, lifetime, self._on_message)
-        parts = (context, spec, self.scheduler, lifetime, self.report_change, complete)
+        parts = (context, spec, self.scheduler, lifetime, self.report_change, finalise_config)
         self.instances = EnsembleInstances(*parts, find=find) if spec.steps else Instances(*parts)
         self._backoff = RestartBackoff()
         self._failed_starts = 0
@@ -199,7 +199,7 @@ class ModelVersion:
         if not differ_in_instances_only(self.spec, spec):
             return None
         try:
-            config = self._complete_config(spec, self.instances.reported_config)
+            config = self._finalise_config(spec, self.instances.reported_config)
         except ShmserveError:
             return None  # the load of the new version reports the error
         if config.immutable_config != self.config.immutable_config:
@@ -397,7 +397,7 @@ class EnsembleInstances(Instances):
         Raises:
             InvalidArgument: The ensemble does not fit the models of its steps.
         """
-        self.config = self._complete_config(self._spec, {})
+        self.config = self._finalise_config(self._spec, {})
         self.labels = {**_inherited_labels(self.config, self._models), **self._spec.labels}
 
     def introduce(self, worker_pids: list[int]) -> None:

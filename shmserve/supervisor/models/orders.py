@@ -120,9 +120,9 @@ class LifecycleActions(Protocol):
         """Create a version without processes; its changes call `Lifecycle.version_changed`."""
 
     def start(self, version: ModelVersion) -> None:
-        """Start a version; `Lifecycle.complete_config` and `Lifecycle.version_started` follow."""
+        """Start a version; `Lifecycle.finalise_config` and `Lifecycle.version_started` follow."""
 
-    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+    def finalise_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
         """Return the final configuration of a version; raise InvalidArgument if it is invalid."""
 
     def update(self, order: Order) -> None:

@@ -140,7 +140,7 @@ class DrawnRepository:
             for version, files in versions.items()
         ]
 
-    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+    def finalise_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
         if None in completed.get("steps", ()):
             raise InvalidArgument("a model of its steps is not available")
         return spec.config

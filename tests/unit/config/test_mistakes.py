@@ -108,7 +108,7 @@ def check_pbtxt(tmp_path: Path, text: str) -> None:
     (folder.parent / "config.pbtxt").write_text(PYTHON_CONFIG + TENSORS + text + "\n")
     plans = planner(tmp_path)
     (spec,) = plans.plan("m", "", {})
-    plans.complete(spec, spec.config.source)
+    plans.finalise_config(spec, spec.config.source)
 
 
 def check_engine(tmp_path: Path, text: str) -> None:
@@ -140,7 +140,7 @@ def check_class(tmp_path: Path, text: str) -> None:
             raise InvalidArgument(
                 describe_error(error) + source_location(error, model_rig.context.version_dir)
             ) from None
-        plans.complete(spec, completed)
+        plans.finalise_config(spec, completed)
 
 
 MISTAKE_TABLES: tuple[tuple[Callable, dict], ...] = (

@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from shmserve.common import auth_tokens
 from shmserve.errors import Internal
 from shmserve.gateway.api import management
+from shmserve.gateway.context import GatewayModel
 from shmserve.gateway.http import routing
 from shmserve.gateway.http.routes import ROUTES
-from shmserve.gateway.model_table import GatewayModel
 from shmserve.ipc.messages import control_requests as m
 from shmserve.ipc.messages.control_requests import RegionReleased, RegisterRegion, UnregisterRegion
 from shmserve.ipc.messages.publications import (

@@ -117,6 +117,10 @@ def test_too_many_values_are_refused() -> None:
     answer = Inferred((TensorRef("OUT", "UINT8", (1_000_001,), bytes(1_000_001)),))
     with pytest.raises(InvalidArgument, match="elements are too many for classification"):
         classify_response(answer, 1)
+    answer = Inferred((TensorRef("OUT", "UINT8", (100_001,), bytes(100_001)),))
+    assert classify_response(answer, 100_000)
+    with pytest.raises(InvalidArgument, match="100001 classes are too many for a response"):
+        classify_response(answer, 100_001)
 
 
 @given(

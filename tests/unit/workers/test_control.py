@@ -13,7 +13,7 @@ from shmserve.ipc.messages.control_requests import Answered, FindModel, Refused
 from shmserve.ipc.messages.publications import Loss, MemoryDropped, ModelWithdrawn
 from shmserve.ipc.transport.router import Router
 from shmserve.ipc.transport.zmtp import Dealer
-from shmserve.workers.links.processes import SupervisorLink
+from shmserve.workers.links import SupervisorLink
 from tests.rigs.arrivals import receive_arrived
 
 NAME = b"worker.1.0.1"

@@ -17,14 +17,13 @@ import pytest
 from shmserve.ipc.credit import FIRST_CREDIT, MAX_UNREAD_BYTES
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.descriptors import Range
-from shmserve.workers.backends import Output, Request, Response
+from shmserve.workers import links
 from shmserve.workers.backends.python import PythonBackend, log_thread_exception
 from shmserve.workers.batch import response_stream
-from shmserve.workers.links import processes
-from shmserve.workers.links.processes import readable
+from shmserve.workers.links import readable
 from shmserve.workers.user_code import EventLoopThread
 from tests.rigs.stream_rig import DECOUPLED_CONFIG, Streams
-from tests.rigs.worker_rig import FunctionBackend, Region, Rig, rig
+from tests.rigs.worker_rig import Region, Rig, rig
 from tests.support.messages import inferred_of
 from tests.support.waiting import until
 
@@ -117,18 +116,6 @@ def test_responses_in_order(model: Model, send_statements: str, expected: list[A
     model.begin(0)
     assert model.responses(1) == expected
     assert model.rig.finished.replies == [] and model.rig.finished.executed
-
-
-def test_a_backend_without_streams_sends_one_response_per_request(model: Model) -> None:
-    """For example, a `pytorch` model that is configured as decoupled."""
-
-    def double_inputs(requests: list[Request]) -> list[Response]:
-        arrays = [request.inputs["X"].numpy() * 2 for request in requests]
-        return [Response([Output("Y", "FP32", array)]) for array in arrays]
-
-    model.rig.serve(FunctionBackend(model.rig.context, double_inputs), DECOUPLED_CONFIG)
-    model.begin(1, 2)
-    assert model.responses(1) == [[2], "end"] and model.responses(2) == [[4], "end"]
 
 
 def test_a_thread_responds_after_execute_has_returned(model: Model) -> None:
@@ -606,7 +593,7 @@ def test_waits_for_enough_credit_do_not_spin(model: Model, monkeypatch: pytest.M
         timeouts_s.append(timeout_s)
         readable(*fds, timeout_s=min(timeout_s, 0.05))
 
-    monkeypatch.setattr(processes, "readable", record_timeout)
+    monkeypatch.setattr(links, "readable", record_timeout)
     waiter = threading.Thread(target=lambda: link.wait_for_credit(open_request, 30.0))
     waiter.start()
     until("it waits", lambda: bool(link._waiting_by_eventfd))

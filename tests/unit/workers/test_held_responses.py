@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.ipc.credit import FIRST_CREDIT
+from shmserve.workers import links
 from shmserve.workers.backends import Output, OutputStream, Response
-from shmserve.workers.links import processes
-from shmserve.workers.links.processes import HOLD_NS, InstanceLink, Timer
+from shmserve.workers.links import HOLD_NS, InstanceLink, Timer
 from tests.rigs.stream_rig import DECOUPLED_CONFIG, Streams
 from tests.rigs.worker_rig import FunctionBackend, rig
 from tests.support.waiting import until
@@ -31,10 +31,10 @@ class Clock:
         self._flush = link._timer._on_expiry
         link._timer = cast("Timer", self)
         stands_in = SimpleNamespace(monotonic_ns=lambda: self.now_ns, monotonic=time.monotonic)
-        monkeypatch.setattr(processes, "time", stands_in)
+        monkeypatch.setattr(links, "time", stands_in)
 
     def start(self) -> None:
-        self.due_ns = self.now_ns + processes._MAX_HOLD_NS
+        self.due_ns = self.now_ns + links._MAX_HOLD_NS
 
     def close(self) -> None:
         pass
@@ -84,7 +84,7 @@ def test_held_responses_are_sent_in_order_and_in_time(steps: list[tuple[int, boo
         for number, (pause_ns, at_once) in enumerate(steps):
             clock.advance(pause_ns)
             assert all(
-                clock.now_ns - posted_ns[queued_message] < processes._MAX_HOLD_NS
+                clock.now_ns - posted_ns[queued_message] < links._MAX_HOLD_NS
                 for queued_message in wire.queued
             )
             frames, flushed_ns = len(wire.frames), link._last_flush_ns
@@ -94,7 +94,7 @@ def test_held_responses_are_sent_in_order_and_in_time(steps: list[tuple[int, boo
             if at_once or clock.now_ns - flushed_ns >= HOLD_NS:
                 assert not wire.queued
             assert len(wire.frames) - frames <= 1
-        clock.advance(processes._MAX_HOLD_NS)
+        clock.advance(links._MAX_HOLD_NS)
         assert list(chain(*wire.frames)) == list(range(len(steps)))
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable
+from shmserve.errors import Internal, InvalidArgument, ShmserveError, Unavailable, Unsupported
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.arrays import decode_bytes
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
@@ -383,6 +383,10 @@ def test_a_missing_file(worker: Rig) -> None:
     (folder / "best.jit").rename(folder.parent / "model.pt")
     error = load_error(worker, vectors({"x": 4}, {"y": 1}))
     assert error.endswith(" (found model.pt beside the folder '1': move it into it)")
+    target = folder.rename(folder.parent / "linked")
+    folder.symlink_to(target)
+    error = load_error(worker, vectors({"x": 4}, {"y": 1}))
+    assert error.endswith(f" in '{target}' (found no file)")
 
 
 # --- auto-complete
@@ -685,6 +689,9 @@ def test_backends_are_found_by_name_and_by_platform() -> None:
     assert backends.find(ModelSpec.of({"platform": "pytorch_libtorch"})) is PytorchBackend
     with pytest.raises(InvalidArgument, match="unable to find backend 'tensorrt'"):
         backends.find(ModelSpec.of({"backend": "tensorrt", "name": "m"}))
+    decoupled = {"backend": "pytorch", "model_transaction_policy": {"decoupled": True}}
+    with pytest.raises(Unsupported, match="backend 'pytorch' does not support the 'decoupled'"):
+        backends.find(ModelSpec.of({**decoupled, "name": "m"}))
 
 
 # --- devices with their own memory

@@ -10,7 +10,7 @@ import pytest
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.tensors.inference import pack_inference
 from shmserve.workers.backends import Output, OutputStream, Request, Response
-from shmserve.workers.links.processes import HandlerTable, WorkerRequest
+from shmserve.workers.links import HandlerTable, WorkerRequest
 from tests.rigs.worker_rig import (
     CLIENT_PID,
     FunctionBackend,

@@ -18,9 +18,9 @@ from shmserve.ipc.tensors.descriptors import Memory
 from shmserve.ipc.transport.router import Router
 from shmserve.ipc.transport.zmtp import Dealer
 from shmserve.supervisor.resources.workspaces import Workspaces
-from shmserve.workers.links.processes import SupervisorLink
-from shmserve.workers.links.workspace import Workspace
+from shmserve.workers.links import SupervisorLink
 from shmserve.workers.memory.device_memory import DeviceLost
+from shmserve.workers.memory.workspace import Workspace
 from tests.rigs.arrivals import receive_arrived
 from tests.rigs.fake_cuda import Exported, FakeCuda
 

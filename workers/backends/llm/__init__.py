@@ -42,7 +42,7 @@ from shmserve.workers.backends.llm.tool_formats import detect_parsers
 from shmserve.workers.batch.request import Unpacker
 from shmserve.workers.batch.response_stream import ResponseWriter
 from shmserve.workers.context import client_error
-from shmserve.workers.links.processes import HandlerTable, WorkerRequest
+from shmserve.workers.links import HandlerTable, WorkerRequest
 
 
 def tensor(name: str, data_type: str, size: int, **options: Any) -> dict[str, Any]:

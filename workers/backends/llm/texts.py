@@ -45,7 +45,7 @@ from shmserve.workers.backends.llm.token_texts import (
     with_pauses,
 )
 from shmserve.workers.batch.response_stream import MAX_CREDIT_WAIT_S, unread_responses
-from shmserve.workers.links.processes import InstanceLink
+from shmserve.workers.links import InstanceLink
 
 logger = logging.getLogger(__name__)
 

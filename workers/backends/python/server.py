@@ -25,7 +25,7 @@ from shmserve.workers.backends import ModelContext
 from shmserve.workers.backends.python.errors import TritonModelException, as_text
 from shmserve.workers.batch.request import Request
 from shmserve.workers.bls.router import C, CallRouter, unsubmitted_error
-from shmserve.workers.links.workspace import LeasedWorkspace
+from shmserve.workers.memory.workspace import LeasedWorkspace
 
 logger = logging.getLogger(__name__)
 

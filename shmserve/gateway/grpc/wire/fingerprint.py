@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from struct import Struct
 from typing import NamedTuple
 
+from shmserve.gateway.context import GatewayModel, ModelTable
 from shmserve.gateway.grpc.wire.response import encode_varint
 from shmserve.gateway.inference.prepare import BuiltRequest, RequestTemplate
 from shmserve.gateway.inference.request import ANONYMOUS, InferRequest, RequestIdentity
-from shmserve.gateway.model_table import GatewayModel, ModelTable
 from shmserve.ipc.tensors.inference import (
     INLINE_LIMIT,
     LONGEST_CORRELATION_ID,

@@ -12,7 +12,7 @@ from collections.abc import Container, Sequence
 from typing import Any
 
 from shmserve.errors import Internal
-from shmserve.gateway.model_table import GatewayModel
+from shmserve.gateway.context import GatewayModel
 from shmserve.ipc.tensors.inference import Inferred, tensor_schema
 from shmserve.proto.grpc_service_pb2 import (
     InferParameter,

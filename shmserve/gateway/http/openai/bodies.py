@@ -17,6 +17,7 @@ import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, ShmserveError, clip
 from shmserve.gateway.compression import BodyTooLarge, UnsupportedEncoding
+from shmserve.gateway.context import Gateway, GatewayModel, resolve_model
 from shmserve.gateway.http.body import read_json
 from shmserve.gateway.http.json.large_bodies import (
     Convert,
@@ -39,8 +40,6 @@ from shmserve.gateway.http.openai.fields import (
 from shmserve.gateway.http.routing import NoRoute
 from shmserve.gateway.inference.inference import output_bytes
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
-from shmserve.gateway.model_table import GatewayModel
-from shmserve.gateway.process import Gateway, resolve_model
 from shmserve.ipc.engine_settings import ENGINE_PARAMETER, PROMPT_TOO_LONG, EngineSettings
 from shmserve.ipc.messages.control_requests import NameModels
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import orjson
 
 from shmserve.errors import QueueFull, ShmserveError
+from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.infer import ResponseQueue
 from shmserve.gateway.http.json.large_bodies import Packed
 from shmserve.gateway.http.messages import (
@@ -35,7 +36,6 @@ from shmserve.gateway.http.openai.bodies import (
 )
 from shmserve.gateway.inference.inference import find_error, log_failure, output_bytes
 from shmserve.gateway.inference.prepare import build_in_turns
-from shmserve.gateway.process import Gateway
 from shmserve.ipc.tensors.inference import Inferred
 
 T = TypeVar("T")

@@ -23,6 +23,7 @@ import numpy as np
 import orjson
 
 from shmserve.errors import InvalidArgument, NotFound, QueueFull, Unsupported, clip
+from shmserve.gateway.context import Gateway, GatewayModel, needs_load, resolve_model
 from shmserve.gateway.http.infer import ResponseQueue
 from shmserve.gateway.http.json.large_bodies import Packed, are_tokens, check_count
 from shmserve.gateway.http.messages import (
@@ -51,8 +52,6 @@ from shmserve.gateway.http.openai.fields import (
 from shmserve.gateway.inference.inference import find_error
 from shmserve.gateway.inference.prepare import build_in_turns
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
-from shmserve.gateway.model_table import GatewayModel
-from shmserve.gateway.process import Gateway, needs_load, resolve_model
 from shmserve.ipc.engine_settings import prompt_too_long
 
 _ENCODING_FORMATS = ("float", "base64")

@@ -21,6 +21,7 @@ from typing import Any
 import orjson
 
 from shmserve.errors import InvalidArgument, ShmserveError, clip
+from shmserve.gateway.context import Gateway
 from shmserve.gateway.http.json.large_bodies import Packed
 from shmserve.gateway.http.messages import (
     SERVER_SENT_EVENTS,
@@ -37,7 +38,6 @@ from shmserve.gateway.http.openai.fields import (
 )
 from shmserve.gateway.http.openai.generation import Delta, custom_input, respond
 from shmserve.gateway.http.openai.models import infer_once
-from shmserve.gateway.process import Gateway
 from shmserve.logs import warn_once
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from shmserve.gateway.grpc.calls.call import StreamingCall
-from shmserve.gateway.grpc.calls.headers import Ending, StatusCode
-from shmserve.gateway.grpc.calls.messages import LARGE_MESSAGE_BYTES
+from shmserve.gateway.grpc.call import StreamingCall
+from shmserve.gateway.grpc.framing import LARGE_MESSAGE_BYTES, Ending, StatusCode
 from shmserve.gateway.grpc.wire.request import RequestSink
 from shmserve.proto.grpc_service_pb2 import ModelInferRequest
 from tests.rigs.grpc_scene import PATIENCE_S, STREAM, UNARY, Scene, run_scenario

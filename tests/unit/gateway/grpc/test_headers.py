@@ -8,8 +8,8 @@ from hpack import Decoder
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.gateway.grpc.calls import call
-from shmserve.gateway.grpc.calls.headers import ENCODINGS, CallHead, StatusCode
+from shmserve.gateway.grpc import call
+from shmserve.gateway.grpc.framing import ENCODINGS, CallHead, StatusCode
 from shmserve.gateway.http2.frames import StreamFault
 from shmserve.gateway.http2.header_blocks import check_trailers, validate_request
 

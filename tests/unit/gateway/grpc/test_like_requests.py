@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shmserve.gateway.context import GatewayModel
 from shmserve.gateway.http import body as http
 from shmserve.gateway.http.messages import HEADER_LENGTH, WholeBody
 from shmserve.gateway.inference.prepare import BuiltRequest
 from shmserve.gateway.inference.request import InferRequest
-from shmserve.gateway.model_table import GatewayModel
 from tests.rigs.gateway_rig import SIMPLE_CONFIG, Rig, add_sub, identity_config, publication, rig
 
 pytest.importorskip("grpc")

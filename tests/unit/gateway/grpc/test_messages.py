@@ -11,15 +11,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shmserve.gateway.grpc.calls.headers import CallHead, StatusCode
-from shmserve.gateway.grpc.calls.messages import (
+from shmserve.gateway.grpc.framing import (
     LARGE_MESSAGE_BYTES,
     PREFIX,
     ArrivingMessage,
     Assembly,
     BrokenMessage,
+    CallHead,
     Deflater,
     ReceivedMessage,
+    StatusCode,
     frame_message,
     inflate_message,
 )

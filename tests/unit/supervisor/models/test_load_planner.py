@@ -103,7 +103,7 @@ def test_errors_in_completed_fields_have_no_position(tmp_path: Path) -> None:
     plans = planner(tmp_path, 'input { name: "A" data_type: TYPE_FP32 }')
     (spec,) = plans.plan("m", "", {})
     with pytest.raises(InvalidArgument) as caught:
-        plans.complete(
+        plans.finalise_config(
             spec,
             {
                 "input": [
@@ -121,7 +121,7 @@ def test_errors_in_completed_fields_have_no_position(tmp_path: Path) -> None:
         "input[1].dims: model input 'B' must specify 'dims' for m",
     ]
     with pytest.raises(InvalidArgument) as caught:
-        plans.complete(spec, {})
+        plans.finalise_config(spec, {})
     assert caught.value.message == (
         "m/config.pbtxt:1:1: input[0].dims: model input 'A' must specify 'dims' for m"
     )

@@ -77,7 +77,7 @@ class Repository:
             for version in self.versions
         ]
 
-    def complete(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+    def finalise_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
         if None in completed.get("steps", ()):
             raise InvalidArgument("a step's model is not available")
         return spec.config

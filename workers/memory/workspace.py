@@ -19,7 +19,7 @@ from shmserve.errors import Internal, InvalidArgument
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages.control_requests import LeaseWorkspace, ReturnWorkspace
 from shmserve.ipc.tensors.descriptors import Range, unpack_range
-from shmserve.workers.links.processes import SupervisorLink
+from shmserve.workers.links import SupervisorLink
 
 # Whether the current execution (of a thread or a coroutine) has a workspace.
 _HAS_WORKSPACE: ContextVar[bool] = ContextVar("holds_workspace", default=False)

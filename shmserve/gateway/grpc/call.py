@@ -21,29 +21,27 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from shmserve.errors import ShmserveError
-from shmserve.gateway.grpc.calls.headers import (
+from shmserve.gateway.grpc.framing import (
     DEADLINE_EXPIRED,
     ENCODINGS,
     INTERNAL_FAILURE,
+    LARGE_MESSAGE_BYTES,
     MISSING_REQUEST,
+    PREFIX,
     REQUEST_TIMEOUT,
     SUCCEEDED,
-    CallHead,
-    Ending,
-    StatusCode,
-    percent_encode,
-)
-from shmserve.gateway.grpc.calls.messages import (
-    LARGE_MESSAGE_BYTES,
-    PREFIX,
     ArrivingMessage,
     Assembly,
     BrokenMessage,
+    CallHead,
     Deflater,
+    Ending,
     ReceivedMessage,
     Sinks,
+    StatusCode,
     frame_message,
     inflate_message,
+    percent_encode,
     release_message,
 )
 from shmserve.gateway.http2.connection import Http2Connection

@@ -9,8 +9,8 @@ from unittest.mock import AsyncMock, MagicMock
 import pytest
 
 from shmserve.errors import NotFound, Unavailable
+from shmserve.gateway.context import ModelTable
 from shmserve.gateway.http.openai import bodies
-from shmserve.gateway.model_table import ModelTable
 from shmserve.gateway.settings import GatewaySettings
 from tests.rigs.gateway_rig import SIMPLE_CONFIG, publication
 
