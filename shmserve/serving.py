@@ -118,11 +118,11 @@ def serve(
     folder = Path(tempfile.mkdtemp(prefix="shmserve-", dir="/tmp" if is_long else None))
     owner = os.getpid()
     try:
-        arguments = [word for model in classes for word in _arguments(model, folder, sources)]
+        arguments = [word for model in classes for word in _model_arguments(model, folder, sources)]
         run_dir = Path(flags.get("run_dir") or folder / "run")
         options = {"allow_grpc": False, "allow_metrics": False, "http_port": port, **flags}
         options["run_dir"] = run_dir
-        arguments += [word for name, value in options.items() for word in _flags(name, value)]
+        arguments += [word for name, value in options.items() for word in _format_flag(name, value)]
         with _process(arguments, folder / "log") as process:
             server = _ready_client(process, run_dir, folder / "log", timeout, token, sources)
             try:
@@ -139,7 +139,7 @@ def serve(
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _flags(name: str, value: Any) -> list[str]:
+def _format_flag(name: str, value: Any) -> list[str]:
     """Return the arguments for a flag: none for None, one for each element of a list."""
     values = value if isinstance(value, list | tuple) else [] if value is None else [value]
     texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in values]
@@ -200,7 +200,7 @@ def _ready_client(
         time.sleep(_PAUSE_S)
     if session is not None:
         session.close()
-    raise _failure(user_log(log, sources), process.poll(), timeout)
+    raise _start_error(user_log(log, sources), process.poll(), timeout)
 
 
 def user_log(log: Path, sources: Sources) -> str:
@@ -218,7 +218,7 @@ _ERROR_LINE = re.compile(r"(?m)^E \S+ \S+ (.*(?:\n(?![A-Z] \d{4}-).*)*)")
 _FAILED = re.compile(r"(?s)failed to load '[^']*' version \d+: ([A-Z][a-z ]+): (.*)")
 
 
-def _failure(log: str, status: int | None, timeout: float) -> ShmserveError:
+def _start_error(log: str, status: int | None, timeout: float) -> ShmserveError:
     """Return the error of a server that has ended, or that is not ready in time."""
     lines = [line.strip() for line in _ERROR_LINE.findall(log)]
     kinds = {kind.title: kind for kind in KINDS}
@@ -235,7 +235,9 @@ def _failure(log: str, status: int | None, timeout: float) -> ShmserveError:
 # --- models
 
 
-def _arguments(model: type | str | os.PathLike[str], folder: Path, sources: Sources) -> list[str]:
+def _model_arguments(
+    model: type | str | os.PathLike[str], folder: Path, sources: Sources
+) -> list[str]:
     """Return the arguments of `shmserve serve` for a model."""
     if isinstance(model, type):
         return [f"{_file_of(model, folder, sources)}:{model.__name__}"]
@@ -299,7 +301,7 @@ def _source_of(cls: type) -> str:
         InvalidArgument: The source cannot be found, or uses a name that is not at the top level.
     """
     try:
-        class_line, class_text = _class_source(cls)
+        class_line, class_text = _read_class_source(cls)
         class_tree = ast.parse(class_text)
     except (OSError, TypeError, SyntaxError) as error:
         message = (
@@ -308,24 +310,24 @@ def _source_of(cls: type) -> str:
         )
         raise InvalidArgument(message) from error
     statements = list(_statements(cls))
-    used_names = {"*", *_names(class_tree), *_annotation_names(class_tree)}
+    used_names = {"*", *_used_names(class_tree), *_annotation_names(class_tree)}
     # In a class, `scale = scale` reads the module's value.
     for node in getattr(class_tree.body[0], "body", ()):
-        used_names |= _names(node.value) if isinstance(node, ast.Assign) else set()
+        used_names |= _used_names(node.value) if isinstance(node, ast.Assign) else set()
     used_statements: list[ast.stmt] = []
     while True:
         definitions = [
             node
             for node, _ in statements
-            if node not in used_statements and not used_names.isdisjoint(_binds(node))
+            if node not in used_statements and not used_names.isdisjoint(_bound_names(node))
         ]
         if not definitions:
             break
         used_statements += definitions
-        used_names |= {name for node in definitions for name in _names(node)}
+        used_names |= {name for node in definitions for name in _used_names(node)}
         used_names |= {name for node in definitions for name in _annotation_names(node)}
     known_names = {*vars(sys.modules[cls.__module__]), *vars(builtins), cls.__name__}
-    if unknown_names := _names(class_tree) - known_names:
+    if unknown_names := _used_names(class_tree) - known_names:
         raise InvalidArgument(
             f"class '{cls.__name__}' uses names that its module does not define: "
             f"{', '.join(sorted(unknown_names))}; define them at the top level or in the class"
@@ -333,7 +335,7 @@ def _source_of(cls: type) -> str:
     sources = [
         _statement_source(node, lines)
         for node, lines in statements
-        if node in used_statements and cls.__name__ not in _binds(node)
+        if node in used_statements and cls.__name__ not in _bound_names(node)
     ]
     sources.append((class_line, class_text))
     if "<locals>" not in cls.__qualname__ and _cells(cls) is None:
@@ -352,7 +354,7 @@ def _source_of(cls: type) -> str:
     return text
 
 
-def _class_source(cls: type) -> tuple[int, str]:
+def _read_class_source(cls: type) -> tuple[int, str]:
     """Return the number of the first line of a class in its file or cell, and its lines.
 
     Raises:
@@ -426,7 +428,7 @@ def _statement_source(node: ast.stmt, lines: list[str]) -> tuple[int, str]:
     return first_line, "\n".join(lines[first_line - 1 : node.end_lineno])
 
 
-def _names(tree: ast.AST) -> set[str]:
+def _used_names(tree: ast.AST) -> set[str]:
     """Return the global names that a statement uses."""
     names: set[str] = set()
     tables = [symtable.symtable(ast.unparse(tree), "<definition>", "exec")]
@@ -449,7 +451,7 @@ def _annotation_names(tree: ast.AST) -> set[str]:
     return {word for node in annotations for word in re.findall(r"[^\W\d]\w*", ast.unparse(node))}
 
 
-def _binds(statement: ast.AST) -> set[str]:
+def _bound_names(statement: ast.AST) -> set[str]:
     """Return the names that a definition, an import or an assignment binds.
 
     Statements inside a compound statement count, except inside `if __name__ == "__main__"`.
@@ -465,5 +467,5 @@ def _binds(statement: ast.AST) -> set[str]:
     targets += [item.optional_vars for item in getattr(statement, "items", [])]
     targets = [node for target in targets if target for node in ast.walk(target)]
     parts = ast.iter_child_nodes(statement)
-    inner = [_binds(node) for node in parts if isinstance(node, ast.stmt | ast.ExceptHandler)]
+    inner = [_bound_names(node) for node in parts if isinstance(node, ast.stmt | ast.ExceptHandler)]
     return {node.id for node in targets if isinstance(node, ast.Name)}.union(*inner)

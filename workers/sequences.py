@@ -179,11 +179,11 @@ class States:
             if value is None:
                 raw = memoryview(bytearray(spec.initial_value))
                 value = values[spec.input_name] = _StateValue(spec.datatype, spec.shape, raw)
-            request.inputs[spec.input_name] = self._input(spec, value)
+            request.inputs[spec.input_name] = self._create_input(spec, value)
         request.states = self.outputs
         return tuple(values[spec.input_name].shape for spec in self._specs)
 
-    def _input(self, spec: StateSpec, value: _StateValue) -> Input:
+    def _create_input(self, spec: StateSpec, value: _StateValue) -> Input:
         raw = value.raw
         if self._copy_states and not spec.same_buffer:
             raw = memoryview(bytearray(raw)) if isinstance(raw, memoryview) else raw.clone()
@@ -372,7 +372,7 @@ class SequenceExecutor(Executor):
                 row_request.request.inputs |= controls
                 shapes = self._states.add_inputs(row_request.request, row)
                 by_shape.setdefault(shapes, []).append(row_request)
-        if self._decoupled:
+        if self._is_decoupled:
             streams = [
                 OutputStream(self._writer, r.open_request, r.request) for r in by_key.values()
             ]

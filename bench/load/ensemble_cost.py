@@ -169,7 +169,7 @@ class Chain:
         config = self._config(name, input_size, output_size)
         clients, workers, control = _Outbox(name, self._in_process_links), _Outbox(), _Outbox()
         settings = Settings.read(ModelSpec.of(config), "1", SchedulingLimits())
-        fits = Schemas(Signature(ModelSpec.of(config), "1").fit)
+        fits = Schemas(Signature(ModelSpec.of(config), "1").batch_properties)
         core = BatchingCore(settings, fits, workers, control, time.perf_counter_ns)
         front = Front(core, clients, control, time.time_ns, name)
 

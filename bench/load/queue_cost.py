@@ -14,7 +14,7 @@ from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import InstanceExpected, SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import Schemas
-from shmserve.ipc.tensors.signature import BatchFit
+from shmserve.ipc.tensors.signature import BatchProperties
 from shmserve.scheduler.batching import BatchingCore
 from shmserve.scheduler.front import Front
 from shmserve.scheduler.settings import Settings
@@ -60,8 +60,8 @@ class _Outbox:
         return partial(self.post, peer)
 
 
-def _one_row(schema: bytes) -> BatchFit:
-    return BatchFit(1, b"")
+def _one_row(schema: bytes) -> BatchProperties:
+    return BatchProperties(1, b"")
 
 
 class BusyQueue:

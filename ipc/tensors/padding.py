@@ -130,7 +130,7 @@ class PaddedBatch:
         self._true_elements = [0] * len(self._pads)
         self._elements_if_alone = [0] * len(self._pads)
 
-    def may_join(self, key: bytes, units: int) -> bool:
+    def may_join(self, key: bytes, rows: int) -> bool:
         """Add a request to the batch if it may join.
 
         The first request always joins. A later request joins if the constant part of its key is
@@ -139,7 +139,7 @@ class PaddedBatch:
 
         Args:
             key: The shape key of the request.
-            units: The rows of the request.
+            rows: The rows of the request.
 
         Returns:
             Whether the request has joined.
@@ -152,24 +152,24 @@ class PaddedBatch:
         else:
             pairs = zip(self._largest_shapes, shapes, strict=True)
             largest = [tuple(map(max, first, second)) for first, second in pairs]
-        rows = self._rows + units
+        total_rows = self._rows + rows
         true_elements = self._true_elements.copy()
         elements_if_alone = self._elements_if_alone.copy()
         for index, (pad, shape, limit) in enumerate(zip(self._pads, shapes, largest, strict=True)):
-            true_elements[index] += units * element_count(shape)
-            elements_if_alone[index] += units * element_count(pad.padded_shape(shape) or shape)
+            true_elements[index] += rows * element_count(shape)
+            elements_if_alone[index] += rows * element_count(pad.padded_shape(shape) or shape)
             padded_shape = pad.padded_shape(limit)
             if self._constant_part is None:
                 continue
             if padded_shape is None:
                 return False
-            padded_elements = rows * element_count(padded_shape)
+            padded_elements = total_rows * element_count(padded_shape)
             is_wasteful = padded_elements - true_elements[index] > pad.max_waste * padded_elements
             if padded_elements > elements_if_alone[index] and (
                 is_wasteful or padded_elements > _MAX_PADDED_ELEMENTS
             ):
                 return False
-        self._constant_part, self._largest_shapes, self._rows = constant_part, largest, rows
+        self._constant_part, self._largest_shapes, self._rows = constant_part, largest, total_rows
         self._true_elements, self._elements_if_alone = true_elements, elements_if_alone
         return True
 

@@ -31,7 +31,7 @@ _BATCH_NOTE = (
 )
 
 
-class BatchFit(Record):
+class BatchProperties(Record):
     """The batching properties of a request that fits its model.
 
     Attributes:
@@ -62,7 +62,7 @@ class Signature:
 
     def check(
         self, request_id: str, inputs: Sequence[TensorRef], outputs: Iterable[RequestedOutput]
-    ) -> BatchFit:
+    ) -> BatchProperties:
         """Check a request against the model.
 
         Input byte sizes must already match `data`. The elements of BYTES inputs are checked by the
@@ -79,7 +79,7 @@ class Signature:
         except InvalidArgument as error:
             raise InvalidArgument(id_prefix(request_id) + error.message) from None
 
-    def fit(self, schema: bytes) -> BatchFit:
+    def batch_properties(self, schema: bytes) -> BatchProperties:
         """Return the batching properties of requests with a packed schema.
 
         The sizes of their data are not checked.
@@ -109,7 +109,7 @@ class Signature:
         outputs: Iterable[RequestedOutput | OutputSchema],
         *,
         check_sizes: bool,
-    ) -> BatchFit:
+    ) -> BatchProperties:
         names: set[str] = set()
         for tensor in inputs:
             if tensor.name in names:
@@ -154,7 +154,7 @@ class Signature:
         shape_key = repr(sorted(key_parts, key=repr)).encode() if key_parts else b""
         if self.padding is not None:
             shape_key = self.padding.key(shape_key, padded_shapes)
-        return BatchFit(batch_size, shape_key)
+        return BatchProperties(batch_size, shape_key)
 
     def _batch_size(self, inputs: Sequence[Any]) -> int:
         # Checked before the shapes: a wrong or missing batch dimension needs an error of its own.

@@ -68,8 +68,8 @@ class Decoder:
     dropped_messages: int = 0
     _buffer: bytearray = field(default_factory=bytearray)
     _needed_bytes: int = 0  # minimum size of the buffer that contains a complete frame
-    _greeted: bool = False
-    _skipping: bool = False  # whether the current frame belongs to a multipart message
+    _is_greeted: bool = False
+    _is_skipping: bool = False  # whether the current frame belongs to a multipart message
 
     @property
     def buffered_bytes(self) -> int:
@@ -79,7 +79,7 @@ class Decoder:
     def feed(self, data: bytes) -> list[bytes]:
         """Return the messages that are complete with `data`."""
         buffer = self._buffer
-        is_ready = self.properties is not None and not (self._skipping or self.violation)
+        is_ready = self.properties is not None and not (self._is_skipping or self.violation)
         if is_ready and data and not buffer:
             # Most reads return exactly one frame.
             size = len(data)
@@ -96,9 +96,9 @@ class Decoder:
             buffer.clear()
         messages: list[bytes] = []
         offset = 0
-        if not self._greeted:
+        if not self._is_greeted:
             offset = self._decode_greeting(data)
-        if self._greeted:
+        if self._is_greeted:
             offset = self._decode_frames(data, offset, messages)
         if offset < len(data):
             buffer += data[offset:]
@@ -112,7 +112,7 @@ class Decoder:
         elif data[10] < 3 or data[12:32] != GREETING[12:32]:
             self.violation = "an unsupported version or mechanism of ZMTP"
         else:
-            self._greeted = True
+            self._is_greeted = True
             return len(GREETING)
         return 0
 
@@ -137,7 +137,7 @@ class Decoder:
             elif end > size:
                 self._needed_bytes = end - offset
                 break
-            elif not flags & ~_LONG_FLAG and not self._skipping:
+            elif not flags & ~_LONG_FLAG and not self._is_skipping:
                 if self.properties is None:
                     self.violation = "a message before the handshake"
                 else:
@@ -155,8 +155,8 @@ class Decoder:
             if self.properties is None:
                 self._decode_ready_command(body)
         else:
-            self._skipping = bool(flags & _MORE_FLAG)
-            self.dropped_messages += not self._skipping
+            self._is_skipping = bool(flags & _MORE_FLAG)
+            self.dropped_messages += not self._is_skipping
 
     def _decode_ready_command(self, body: bytes) -> None:
         if not body.startswith(b"\x05READY"):

@@ -202,16 +202,16 @@ def client_reference() -> str:
     return "\n".join(lines)
 
 
-def _describe(module: ModuleType, documented: Any) -> Iterator[str]:
+def _describe(module: ModuleType, member_object: Any) -> Iterator[str]:
     module_name = module.__name__
-    if not inspect.isclass(documented):
-        yield from _describe_function(f"{module_name}.{documented.__name__}", documented)
+    if not inspect.isclass(member_object):
+        yield from _describe_function(f"{module_name}.{member_object.__name__}", member_object)
         return
-    heading = f"## {module_name}.{documented.__name__}"
-    yield from (heading, "", *_indented(inspect.getdoc(documented)), "")
-    for name, member in vars(documented).items():
+    heading = f"## {module_name}.{member_object.__name__}"
+    yield from (heading, "", *_indented(inspect.getdoc(member_object)), "")
+    for name, member in vars(member_object).items():
         if not name.startswith("_") and name not in _INTERNAL_METHODS:
-            yield from _describe_function(f"{documented.__name__}.{name}", member)
+            yield from _describe_function(f"{member_object.__name__}.{name}", member)
 
 
 def _describe_function(name: str, function: Any) -> Iterator[str]:

@@ -49,7 +49,7 @@ class _LoopChannel:
     def __init__(self, connection: ServerConnection) -> None:
         self.connection = connection
         self.loop = asyncio.get_running_loop()
-        self._flushing = False
+        self._is_flushing = False
         self.requests = RequestChannel(connection, self._watch, self._unwatch)
 
     def _watch(self, fd: int) -> None:
@@ -64,12 +64,12 @@ class _LoopChannel:
 
     def flush_soon(self) -> None:
         """Send the queued requests at the end of this iteration of the loop."""
-        if not self._flushing:
-            self._flushing = True
+        if not self._is_flushing:
+            self._is_flushing = True
             self.loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._flushing = False
+        self._is_flushing = False
         self.requests.flush()  # a closed channel has no links, so that nothing is sent
 
     def cancel(self, pending: ClientRequest) -> None:

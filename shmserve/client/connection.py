@@ -168,7 +168,7 @@ class ListenerLink:
         self._socket.close()
 
 
-def _connect(listener: socket.socket, path: str, timeout_s: float) -> None:
+def _connect(client_socket: socket.socket, path: str, timeout_s: float) -> None:
     """Connect within a timeout, waiting if the listener's backlog is full.
 
     SO_SNDTIMEO is used because connect() fails immediately with EAGAIN on a socket with a Python
@@ -176,9 +176,9 @@ def _connect(listener: socket.socket, path: str, timeout_s: float) -> None:
     """
     seconds, fraction = divmod(timeout_s, 1)
     limit = struct.pack("ll", int(seconds), int(fraction * 1e6))
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-    listener.connect(path)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bytes(len(limit)))
+    client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    client_socket.connect(path)
+    client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bytes(len(limit)))
 
 
 class Timeouts:
@@ -292,7 +292,7 @@ class ServerConnection(ServerState):
 
     # --- control requests
 
-    def _request(self, build: Callable[[int], tuple[Any, tuple[int, ...]]]) -> dict[str, Any]:
+    def _send_request(self, build: Callable[[int], tuple[Any, tuple[int, ...]]]) -> dict[str, Any]:
         """Send a control request and wait for its response.
 
         Args:
@@ -316,11 +316,11 @@ class ServerConnection(ServerState):
             Unavailable: The load takes longer than `timeout_s` seconds (0: unlimited).
             ShmserveError: The load failed.
         """
-        self._request(lambda number: (WantModel(number, model, timeout_s), ()))
+        self._send_request(lambda number: (WantModel(number, model, timeout_s), ()))
 
     def share(self, segment: AnySegment) -> None:
         """Share a segment with the server and wait for its confirmation."""
-        segment.on_shared(self._request(segment.make_share_request)["memory"])
+        segment.on_shared(self._send_request(segment.make_share_request)["memory"])
 
     def _read_until(self, response: Future[Any]) -> None:
         try:

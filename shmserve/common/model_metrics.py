@@ -58,7 +58,7 @@ def parse(raw: list[Any]) -> Families:
     try:
         return {
             str(name): Family(
-                str(description), kind, {_labels(v[0]): _value(kind, v) for v in rows}
+                str(description), kind, {_decode_labels(v[0]): _decode_value(kind, v) for v in rows}
             )
             for name, description, kind, rows in raw
         }
@@ -66,11 +66,11 @@ def parse(raw: list[Any]) -> Families:
         raise ValueError(f"malformed families: {error}") from None
 
 
-def _labels(raw: list[Any]) -> Labels:
+def _decode_labels(raw: list[Any]) -> Labels:
     return tuple((str(name), str(value)) for name, value in raw)
 
 
-def _value(kind: str, row: list[Any]) -> Series:
+def _decode_value(kind: str, row: list[Any]) -> Series:
     _, state, buckets = row
     size = {"COUNTER": 1, "GAUGE": 3, "HISTOGRAM": len(buckets) + 2}[kind]
     if len(state) != size or not all(type(n) in (int, float) for n in (*state, *buckets)):
@@ -166,11 +166,11 @@ def exposition(families: Families) -> str:
         if family.values:
             lines += head_lines(name, family.description, family.kind.lower())
             for labels, value in family.values.items():
-                lines += _samples(name, family.kind, labels, value)
+                lines += _sample_lines(name, family.kind, labels, value)
     return "".join(f"{line}\n" for line in lines)
 
 
-def _samples(name: str, kind: str, labels: Labels, value: Series) -> Iterable[str]:
+def _sample_lines(name: str, kind: str, labels: Labels, value: Series) -> Iterable[str]:
     state = value.state
     if kind == "HISTOGRAM":
         total, *counts = state

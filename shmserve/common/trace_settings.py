@@ -248,28 +248,30 @@ class Sampler:
 class Samplers:
     """The samplers by model; "" is the sampler of all other models."""
 
-    _by_model: dict[str, Sampler] = field(default_factory=lambda: {"": Sampler(TraceSettings())})
+    _samplers_by_model: dict[str, Sampler] = field(
+        default_factory=lambda: {"": Sampler(TraceSettings())}
+    )
 
     def of(self, model: str) -> Sampler:
         """Return the sampler of a model."""
-        return self._by_model.get(model) or self._by_model[""]
+        return self._samplers_by_model.get(model) or self._samplers_by_model[""]
 
     @property
     def on(self) -> bool:
         """Return whether any model is traced."""
-        return any(sampler.settings.on for sampler in self._by_model.values())
+        return any(sampler.settings.on for sampler in self._samplers_by_model.values())
 
     @property
     def all(self) -> list[Sampler]:
         """Return all samplers."""
-        return list(self._by_model.values())
+        return list(self._samplers_by_model.values())
 
     def set(self, settings: dict[str, dict[str, Any]]) -> None:
         """Replace the settings. Samplers whose settings do not change keep their counts."""
-        previous_samplers, self._by_model = self._by_model, {}
+        previous_samplers, self._samplers_by_model = self._samplers_by_model, {}
         for model, settings_of_model in settings.items():
             sampler = Sampler(TraceSettings(**settings_of_model))
             previous = previous_samplers.get(model)
-            self._by_model[model] = (
+            self._samplers_by_model[model] = (
                 previous if previous and previous.settings == sampler.settings else sampler
             )

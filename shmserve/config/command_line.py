@@ -101,7 +101,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
             continue
         flag = flags[0]
         count = len(remaining_words)
-        value = collected(_value, flag, text if equals else None, remaining_words)
+        value = collected(_parse_value, flag, text if equals else None, remaining_words)
         bare_flag = flag.name if not equals and len(remaining_words) == count else ""
         if value is not None:
             flag_values.add(flag, value)
@@ -118,7 +118,7 @@ def parse(arguments: Sequence[str]) -> Parsed:
     return Parsed(values, repeated, without_effect, positions, positional, boolean_flag_before)
 
 
-def _value(flag: Flag, text: str | None, remaining_words: list[str]) -> Value:
+def _parse_value(flag: Flag, text: str | None, remaining_words: list[str]) -> Value:
     return flag.parse(flag.take_value(remaining_words) if text is None else text)
 
 

@@ -129,11 +129,11 @@ def parse_flag_table(text: str) -> dict[str, tuple[Flag, ...]]:
         elif line.startswith(" "):
             group[-1] = replace(group[-1], help=f"{group[-1].help} {line.strip()}".lstrip())
         else:
-            group.append(_flag(line))
+            group.append(_parse_flag(line))
     return {name: tuple(flags) for name, flags in groups.items() if flags}
 
 
-def _flag(line: str) -> Flag:
+def _parse_flag(line: str) -> Flag:
     row = _ROW.fullmatch(line)
     assert row, line
     kind = _KINDS.get(row["kind"], str)

@@ -163,14 +163,14 @@ def _from_flags(
     value: dict[str, Any] = parsed.values
     if value["reload"]:
         value = {**value, "model-control-mode": "poll", "repository-poll-secs": 1}
-    repositories, files = _models(parsed, needs_models, collected)
+    repositories, files = _find_models(parsed, needs_models, collected)
     repeated = parsed.repeated
 
     def parse_all(parse: Callable[[str], T], flag: str) -> tuple[T, ...]:
         return tuple(collected(parse, text) for text in repeated[flag])
 
     return ServerConfig(
-        **_fields(value, *_SAME_NAMED),
+        **_select_values(value, *_SAME_NAMED),
         model_repositories=tuple(dict.fromkeys(repositories)),
         model_files=tuple(files),
         class_settings=collected(_class_settings, repeated["set"], files),
@@ -182,7 +182,7 @@ def _from_flags(
         model_config_name=collected(_config_name, value["model-config-name"] or ""),
         backend_config=parse_all(_backend_setting, "backend-config"),
         model_defaults=ModelDefaults(
-            **_fields(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
+            **_select_values(value, "dynamic-batching", "max-batch-size", "max-queue-delay-us")
         ),
         load_timeout_s=value["load-timeout-secs"],
         http=HttpConfig(
@@ -194,8 +194,8 @@ def _from_flags(
         metrics=collected(parse_metrics_config, repeated["metrics-config"]),
         tokens=collected(_tokens, value["auth-token-file"]),
         gateway=GatewaySettings(
-            **_fields(value, "id", "slow-request-ms", "arena-byte-size", "http-address"),
-            **_fields(value, "request-timeout-us", "request-timeout-is-deadline"),
+            **_select_values(value, "id", "slow-request-ms", "arena-byte-size", "http-address"),
+            **_select_values(value, "request-timeout-us", "request-timeout-is-deadline"),
             max_input_size=value["http-max-input-size"],
             body_timeout_s=value["http-body-timeout-secs"],
             http_restricted=collected(
@@ -221,7 +221,9 @@ def _from_flags(
             served_names=parse_all(served_name, "served-model-name"),
         ),
         scheduling=SchedulingLimits(
-            **_fields(value, "max-queue-size", "request-timeout-us", "request-timeout-is-deadline"),
+            **_select_values(
+                value, "max-queue-size", "request-timeout-us", "request-timeout-is-deadline"
+            ),
             execution_timeout_s=value["execution-timeout-secs"],
             delay_scheduler=collected(_count, environment, "TRITONSERVER_DELAY_SCHEDULER"),
             backlog_delay_scheduler=collected(
@@ -237,7 +239,7 @@ def _from_flags(
         workspace_byte_sizes=collected(workspace_byte_sizes, repeated["workspace-byte-size"]),
         exit_timeout_s=value["exit-timeout-secs"],
         log=LogSettings(
-            **_fields(value, "log-info", "log-warning", "log-error", "log-format"),
+            **_select_values(value, "log-info", "log-warning", "log-error", "log-format"),
             log_file=value["log-file"] or "",
             log_verbose_level=value["log-verbose"],
         ),
@@ -248,7 +250,7 @@ def _from_flags(
     )
 
 
-def _fields(value: Mapping[str, Any], *flags: str) -> dict[str, Any]:
+def _select_values(value: Mapping[str, Any], *flags: str) -> dict[str, Any]:
     return {flag.replace("-", "_"): value[flag] for flag in flags}
 
 
@@ -292,7 +294,7 @@ def _shm_policy(value: Mapping[str, Any]) -> ShmPolicy:
     uid_limit = value["shm-max-byte-size-per-uid"]
     return ShmPolicy(
         allow=value["allow-client-shm"],
-        group=_group(value["shm-group"]),
+        group=_resolve_group(value["shm-group"]),
         max_regions=value["shm-max-regions"],
         max_regions_per_uid=value["shm-max-regions-per-uid"],
         max_byte_size=byte_limit,
@@ -302,7 +304,7 @@ def _shm_policy(value: Mapping[str, Any]) -> ShmPolicy:
     )
 
 
-def _group(name: str | None) -> int:
+def _resolve_group(name: str | None) -> int:
     if name is None:
         return NO_GROUP
     if name.isdecimal() and len(name) < 10:
@@ -313,7 +315,9 @@ def _group(name: str | None) -> int:
         raise InvalidArgument(f"--shm-group: this host has no group '{name}'") from None
 
 
-def _models(parsed: Parsed, are_needed: bool, collected: Collector) -> tuple[list[Path], list[str]]:
+def _find_models(
+    parsed: Parsed, are_needed: bool, collected: Collector
+) -> tuple[list[Path], list[str]]:
     for text in (*parsed.repeated["model-repository"], *parsed.positional):
         collected(_check_local, text)
     repositories = [Path(text) for text in parsed.repeated["model-repository"]]
@@ -463,16 +467,16 @@ def _tls(value: Mapping[str, Any]) -> Tls | None:
     if not (value["grpc-use-ssl"] or mutual):
         return None
     tls = Tls(
-        server_cert=_file(value, "grpc-server-cert"),
-        server_key=_file(value, "grpc-server-key"),
-        root_cert=_file(value, "grpc-root-cert") if mutual else None,
+        server_cert=_resolve_file(value, "grpc-server-cert"),
+        server_key=_resolve_file(value, "grpc-server-key"),
+        root_cert=_resolve_file(value, "grpc-root-cert") if mutual else None,
     )
     # Checked here because a gateway with a wrong file would be restarted forever.
     tls.context()
     return tls
 
 
-def _file(value: Mapping[str, Any], flag: str) -> str:
+def _resolve_file(value: Mapping[str, Any], flag: str) -> str:
     path: str = value[flag] or ""
     check_file(flag, path)
     return str(Path(path).absolute())

@@ -208,7 +208,7 @@ class ClientIdentity:
     def _find_user(self) -> Peer | None:
         """Return the user of a client on this host, or None; raise OSError after a disconnect."""
         local, remote = self._sock.getsockname(), self._sock.getpeername()
-        return loopback_peer(_address(local), _address(remote))
+        return loopback_peer(_parse_address(local), _parse_address(remote))
 
     def administrator_peer(self) -> Peer:
         """Return the client's user, or EVERYONE (access to all regions) if it runs the server."""
@@ -216,7 +216,7 @@ class ClientIdentity:
         return Peer(EVERYONE) if self.is_server_user else peer
 
 
-def _address(name: tuple[Any, ...]) -> Address:
+def _parse_address(name: tuple[Any, ...]) -> Address:
     return str(name[0]), int(name[1])
 
 

@@ -109,7 +109,7 @@ class Exporter:
         """Queue the spans of a finished request for export."""
         # All times are monotonic, whereas OpenTelemetry has the time since the epoch.
         epoch_ns = time.time_ns() - time.monotonic_ns()
-        for span in self._spans(trace, epoch_ns):
+        for span in self._convert_spans(trace, epoch_ns):
             self._processor.on_end(span)
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class Exporter:
         shutdown_thread.start()
         shutdown_thread.join(_SHUTDOWN_TIMEOUT_S)
 
-    def _spans(self, trace: RequestTrace, epoch_ns: int) -> Iterator[_ExportedSpan]:
+    def _convert_spans(self, trace: RequestTrace, epoch_ns: int) -> Iterator[_ExportedSpan]:
         trace_id = int(trace.context.trace_id, 16)
         attributes = _attributes(trace.model, trace.version, trace.request_id)
         yield self._span(

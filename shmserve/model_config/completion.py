@@ -269,7 +269,7 @@ def merge_autocomplete(
     fields["parameters"] = {name: parameters[name] for name in _PARAMETERS if name in parameters}
     model = from_json(fields, "auto-completed configuration")
     merged_config = copy.deepcopy(config)
-    conflicts = _merge_batching(merged_config, model, has_size="max_batch_size" in fields)
+    conflicts = _merge_batching(merged_config, model, is_size_written="max_batch_size" in fields)
     for name in model.parameters:
         if name not in merged_config.parameters:
             merged_config.parameters[name].CopyFrom(model.parameters[name])
@@ -300,10 +300,12 @@ def merge_autocomplete(
     return merged_config
 
 
-def _merge_batching(merged: ModelConfig, model: ModelConfig, *, has_size: bool) -> list[Problem]:
+def _merge_batching(
+    merged: ModelConfig, model: ModelConfig, *, is_size_written: bool
+) -> list[Problem]:
     conflicts = []
     name = merged.name
-    if has_size and merged.max_batch_size > model.max_batch_size:
+    if is_size_written and merged.max_batch_size > model.max_batch_size:
         text = (
             f"configuration specified max_batch_size {merged.max_batch_size}, but in "
             f"auto-complete-config function for model '{name}' specified max_batch_size "

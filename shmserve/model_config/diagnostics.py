@@ -82,7 +82,7 @@ class Source:
             raise kind("\n".join(dict.fromkeys(rows)))
 
     def _prefix(self, key: Key, config: ModelConfig) -> str:
-        at = self._position(key, config)
+        at = self._find_position(key, config)
         if at is not None:
             return f"{position_text(self.origin, at)} "
         class_positions = self.python_class_source.positions if self.python_class_source else {}
@@ -91,7 +91,7 @@ class Source:
             return ""
         return f"{position_text(self.python_class_source.origin, class_positions[class_keys[0]])} "
 
-    def _position(self, key: Key, config: ModelConfig) -> str | None:
+    def _find_position(self, key: Key, config: ModelConfig) -> str | None:
         """Return the position of `key` or of the message that lacks it; None if not in the text."""
         for end in range(len(key), 0, -1):
             if key[:end] in self.positions:

@@ -84,17 +84,19 @@ class Builder:
         for entry in block.entries:
             target = self._find(descriptor, entry)
             if target is None:
-                self._problem(entry.at, (*path, entry.name), _unknown_field(descriptor, entry.name))
+                self._add_problem(
+                    entry.at, (*path, entry.name), _unknown_field(descriptor, entry.name)
+                )
                 continue
             field_path = (*path, target.name)
             self.positions.setdefault(field_path, entry.at)
             clash = _describe_clash(target, set_fields)
             if clash:
-                self._problem(entry.at, field_path, clash)
+                self._add_problem(entry.at, field_path, clash)
                 continue
             self._set(message, target, entry, field_path)
 
-    def _problem(self, at: str, key: Key, text: str) -> None:
+    def _add_problem(self, at: str, key: Key, text: str) -> None:
         self.problems.append(Problem(key, text, at=at))
 
     def _find(self, descriptor: Descriptor, entry: Entry) -> FieldDescriptor | None:
@@ -106,14 +108,14 @@ class Builder:
     def _set(self, message: Message, target: FieldDescriptor, entry: Entry, path: Key) -> None:
         is_message = target.message_type is not None
         if not is_message and not entry.has_colon:
-            self._problem(entry.at, path, 'expected ":" between the name and its value')
+            self._add_problem(entry.at, path, 'expected ":" between the name and its value')
             return
         if is_map(target):
             self._set_map(message, target, entry, path)
             return
         repeated = is_repeated(target)
         if entry.is_list and not repeated:
-            self._problem(entry.at, path, "takes one value, found a list")
+            self._add_problem(entry.at, path, "takes one value, found a list")
             return
         for value in entry.values:
             position = path
@@ -126,7 +128,7 @@ class Builder:
                 else:
                     _assign(message, target, self._scalar(target, value))
             except _Misfit as wrong:
-                self._problem(value.at, position, str(wrong))
+                self._add_problem(value.at, position, str(wrong))
                 if repeated:
                     _add_empty(getattr(message, target.name), target)
 
@@ -144,12 +146,12 @@ class Builder:
 
     def _set_map(self, message: Message, target: FieldDescriptor, entry: Entry, path: Key) -> None:
         if self.json and entry.is_list:
-            self._problem(entry.at, path, "expected { ... }, found a list")
+            self._add_problem(entry.at, path, "expected { ... }, found a list")
             return
         container: Any = getattr(message, target.name)
         for value in entry.values:
             if isinstance(value, Scalar):
-                self._problem(value.at, path, f"expected {{ ... }}, found {clip(value.source)}")
+                self._add_problem(value.at, path, f"expected {{ ... }}, found {clip(value.source)}")
                 continue
             at = value.at if entry.is_list else entry.at
             pairs = map(_pair, value.entries) if self.json else [MessageValue(at, value.entries)]
@@ -166,13 +168,13 @@ class Builder:
             raise _Misfit(f"expected {_describe_kind(target)}, found {{ ... }}")
         kind = target.cpp_type
         if kind in _INT_RANGES:
-            return self._integer(target, value)
+            return self._convert_integer(target, value)
         if kind in FLOATS:
-            return self._float(target, value)
+            return self._convert_float(target, value)
         if kind == FieldDescriptor.CPPTYPE_BOOL:
-            return self._bool(value)
+            return self._convert_bool(value)
         if kind == FieldDescriptor.CPPTYPE_ENUM:
-            return self._enum(target, value)
+            return self._convert_enum(target, value)
         if value.kind != "string" or not isinstance(value.value, bytes):
             raise _Misfit(f"expected a string, found {clip(value.source)}")
         try:
@@ -180,8 +182,8 @@ class Builder:
         except UnicodeDecodeError:
             raise _Misfit("the string is not valid UTF-8") from None
 
-    def _integer(self, target: FieldDescriptor, value: Scalar) -> int:
-        number = self._numeric(value)
+    def _convert_integer(self, target: FieldDescriptor, value: Scalar) -> int:
+        number = self._find_number(value)
         if self.json and isinstance(number, float) and number.is_integer():
             number = int(number)
         if not isinstance(number, int):
@@ -191,8 +193,8 @@ class Builder:
             raise _Misfit(f"{clip(value.source)} is out of range [{low}, {high}]")
         return number
 
-    def _float(self, target: FieldDescriptor, value: Scalar) -> float:
-        number = self._numeric(value)
+    def _convert_float(self, target: FieldDescriptor, value: Scalar) -> float:
+        number = self._find_number(value)
         if number is None and value.kind == "word":
             number = _FLOAT_WORDS.get(str(value.value).lower())
         if number is None:
@@ -202,14 +204,14 @@ class Builder:
         except OverflowError:
             return math.inf if number > 0 else -math.inf
 
-    def _numeric(self, value: Scalar) -> int | float | None:
+    def _find_number(self, value: Scalar) -> int | float | None:
         if value.kind == "number" and isinstance(value.value, int | float):
             return value.value
         if self.json and value.kind == "string" and isinstance(value.value, bytes):
             return _number_in_string(value.value)
         return None
 
-    def _bool(self, value: Scalar) -> bool:
+    def _convert_bool(self, value: Scalar) -> bool:
         if isinstance(value.value, bool):
             return value.value
         if self.json:
@@ -222,7 +224,7 @@ class Builder:
                 return bool(value.value)
         raise _Misfit(f"expected true or false, found {clip(value.source)}")
 
-    def _enum(self, target: FieldDescriptor, value: Scalar) -> int:
+    def _convert_enum(self, target: FieldDescriptor, value: Scalar) -> int:
         enum = target.enum_type
         assert enum is not None
         if isinstance(value.value, bytes):
@@ -231,7 +233,7 @@ class Builder:
             name = str(value.value) if value.kind == "word" else ""
         if name in enum.values_by_name:
             return int(enum.values_by_name[name].number)
-        number = self._numeric(value)
+        number = self._find_number(value)
         if isinstance(number, int) and number in enum.values_by_number:
             return number
         raise _Misfit(f"unknown value {clip(value.source)}{_enum_hint(enum, name or value.source)}")

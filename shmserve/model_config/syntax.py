@@ -133,7 +133,7 @@ class _Parser:
     def run(self) -> MessageValue:
         root = MessageValue("1:1")
         while self._peek().kind != "end":
-            root.entries.append(self._entry(1))
+            root.entries.append(self._parse_entry(1))
         return root
 
     def _tokenise(self, text: str) -> list[_Token]:
@@ -167,7 +167,7 @@ class _Parser:
         token_text = token.text if token.kind == "end" else f'"{clip(token.text)}"'
         return Malformed(self._at(token.offset), f"expected {expected}, found {token_text}")
 
-    def _entry(self, depth: int) -> Entry:
+    def _parse_entry(self, depth: int) -> Entry:
         name = self._peek()
         if name.kind != "word":
             raise self._expected_error("a field name")
@@ -178,27 +178,27 @@ class _Parser:
         elif not self._is_mark("{", "<", "["):
             raise self._expected_error(f'":" or "{{" after "{clip(name.text)}"')
         is_list = self._is_mark("[")
-        values = self._list(depth) if is_list else [self._value(depth)]
+        values = self._parse_list(depth) if is_list else [self._parse_value(depth)]
         if self._is_mark(",", ";"):
             self._take()
         return Entry(name.text, values, is_list, has_colon, self._at(name.offset))
 
-    def _list(self, depth: int) -> list[Scalar | MessageValue]:
+    def _parse_list(self, depth: int) -> list[Scalar | MessageValue]:
         self._take()
         values: list[Scalar | MessageValue] = []
         if not self._is_mark("]"):
-            values.append(self._value(depth))
+            values.append(self._parse_value(depth))
             while self._is_mark(","):
                 self._take()
-                values.append(self._value(depth))
+                values.append(self._parse_value(depth))
         if not self._is_mark("]"):
             raise self._expected_error('"," or "]" in the list')
         self._take()
         return values
 
-    def _value(self, depth: int) -> Scalar | MessageValue:
+    def _parse_value(self, depth: int) -> Scalar | MessageValue:
         if self._is_mark("{", "<"):
-            return self._block(depth)
+            return self._parse_block(depth)
         token = self._peek()
         if token.kind == "string":
             return self._strings()
@@ -216,7 +216,7 @@ class _Parser:
         self._next_index -= value.kind != "end"
         raise self._expected_error("a value")
 
-    def _block(self, depth: int) -> MessageValue:
+    def _parse_block(self, depth: int) -> MessageValue:
         opening = self._take()
         if depth >= MAX_DEPTH:
             raise Malformed(self._at(opening.offset), f"nested deeper than {MAX_DEPTH}")
@@ -226,7 +226,7 @@ class _Parser:
             if self._peek().kind != "word":
                 expected_text = f'"{closing}" (for "{opening.text}" at {block.at}) or a field name'
                 raise self._expected_error(expected_text)
-            block.entries.append(self._entry(depth + 1))
+            block.entries.append(self._parse_entry(depth + 1))
         self._take()
         return block
 

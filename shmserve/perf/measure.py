@@ -296,12 +296,12 @@ def statistics_of(transport: Any, models: Sequence[str], version: str) -> dict[s
     Raises:
         TransportError: The server is unreachable or rejects the request.
     """
-    by_model: dict[str, Statistics] = {}
+    statistics_by_model: dict[str, Statistics] = {}
     for number, model in enumerate(models):
         rows = transport.stats(model, "" if number else version)
         if rows:  # requests without a version use the latest one
-            by_model[model] = max(rows, key=lambda row: int(row.get("version") or 0))
-    return by_model
+            statistics_by_model[model] = max(rows, key=lambda row: int(row.get("version") or 0))
+    return statistics_by_model
 
 
 def current_time() -> str:

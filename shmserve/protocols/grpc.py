@@ -301,11 +301,11 @@ class GrpcLane:
             next_position = content_start + size
             if next_position > received_size:
                 break
-            self._response(bytes(messages[content_start:next_position]))
+            self._handle_response(bytes(messages[content_start:next_position]))
             position = next_position
         del messages[:position]
 
-    def _response(self, message: bytes) -> None:
+    def _handle_response(self, message: bytes) -> None:
         if not self._is_busy:
             return
         if message[:1] == _ERROR_TAG:

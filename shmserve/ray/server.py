@@ -82,7 +82,7 @@ class NodeServer:
 
     async def wait_ready(self) -> None:
         """Wait until the server is ready. Raises RuntimeError if it exits before."""
-        while not await self._answers("/v2/health/ready"):
+        while not await self._is_answered("/v2/health/ready"):
             self._check_process()
             await asyncio.sleep(_ASKED_EACH_S)
 
@@ -93,7 +93,7 @@ class NodeServer:
             RuntimeError: The server has exited, or does not respond.
         """
         self._check_process()
-        if not await self._answers("/v2/health/live"):
+        if not await self._is_answered("/v2/health/live"):
             raise RuntimeError(f"no server responds at {self._socket}")
 
     async def request(
@@ -124,7 +124,7 @@ class NodeServer:
             text = f"shmserve serve exited with status {status}; see the log of this replica"
             raise RuntimeError(text)
 
-    async def _answers(self, path: str) -> bool:
+    async def _is_answered(self, path: str) -> bool:
         timeout = aiohttp.ClientTimeout(_CHECK_S)
         try:
             async with self._session.get(f"http://localhost{path}", timeout=timeout) as response:
@@ -163,7 +163,7 @@ class Node:
         except aiohttp.ClientConnectionError:
             return JSONResponse({"error": "the server of this node has exited"}, 503)
         headers = dict(end_to_end_headers(response.headers.items()))
-        return StreamingResponse(_parts(response), response.status, headers)
+        return StreamingResponse(_read_parts(response), response.status, headers)
 
     def __del__(self) -> None:
         """Stop the server. Ray calls this when no request is in flight any more."""
@@ -171,7 +171,7 @@ class Node:
             server.stop()
 
 
-async def _parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _read_parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     # If the client disconnects, the connection to the server is closed, which cancels the request.
     async with response:
         async for part in response.content.iter_any():

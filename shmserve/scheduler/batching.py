@@ -31,7 +31,7 @@ from shmserve.ipc.messages.supervision import (
 )
 from shmserve.ipc.messages.unions import SupervisorToBatching
 from shmserve.ipc.tensors.inference import Schemas
-from shmserve.ipc.tensors.signature import BatchFit, id_prefix, stopping_text
+from shmserve.ipc.tensors.signature import BatchProperties, id_prefix, stopping_text
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.batchers.sequence_dispatch import SequenceDispatcher
 from shmserve.scheduler.front import Core
@@ -70,14 +70,14 @@ _CALL_REPORT_NS = 200_000_000  # time until a waiting call is reported, and betw
 class BatchingCore(Core[ScheduledRequest]):
     """The core of a model version with instances.
 
-    `executions` sends batches to workers, `results` handles their messages. `fits` maps each
-    request schema to its `BatchFit`, the batching properties of its requests.
+    `executions` sends batches to workers, `results` handles their messages. `properties_by_schema`
+    has the batching properties of the requests of each schema.
     """
 
     def __init__(
         self,
         settings: Settings,
-        fits: Schemas[BatchFit],
+        properties_by_schema: Schemas[BatchProperties],
         workers: Peers,
         control: ControlLink,
         clock: Callable[[], int],
@@ -86,7 +86,7 @@ class BatchingCore(Core[ScheduledRequest]):
         self._workers = workers
         self._control = control
         self._name = settings.name
-        self._fits = fits
+        self._properties_by_schema = properties_by_schema
         self._preserves_order = settings.preserve_ordering
         self.statistics = Statistics(settings)
         self._responses = Responses(workers, self.statistics, self._preserves_order, cache)
@@ -139,10 +139,12 @@ class BatchingCore(Core[ScheduledRequest]):
         if may_be_full and self._pool.free_slots and queue.is_full(submit.priority):
             self._expire(now_ns)
             dispatcher.run(now_ns)
-        fits, schema = self._fits, submit.schema
-        fit = fits[schema] if schema in fits else self._derive_fit(submit)
-        sequence_key = dispatcher.admit(client, submit, fit) if dispatcher.tracks_requests else None
-        request = queue.enqueue(client, submit, fit, now_ns)
+        known, schema = self._properties_by_schema, submit.schema
+        properties = known[schema] if schema in known else self._derive_properties(submit)
+        sequence_key = (
+            dispatcher.admit(client, submit, properties) if dispatcher.tracks_requests else None
+        )
+        request = queue.enqueue(client, submit, properties, now_ns)
         request.lookup = lookup
         self._responses.register(request)
         if dispatcher.tracks_requests:
@@ -202,14 +204,14 @@ class BatchingCore(Core[ScheduledRequest]):
         self._withdraw(request, now_ns)
         self._responses.fail(request, "INTERNAL", text, Reason.OTHER, now_ns)
 
-    def _derive_fit(self, submit: Submit) -> BatchFit:
+    def _derive_properties(self, submit: Submit) -> BatchProperties:
         """Return the batching properties of the requests of a new schema.
 
         Raises:
             InvalidArgument, Internal: The schema does not fit the model.
         """
         try:
-            return self._fits[submit.schema]
+            return self._properties_by_schema[submit.schema]
         except InvalidArgument as error:
             raise InvalidArgument(id_prefix(submit.request_id) + error.message) from None
         except MalformedMessage as error:
@@ -220,9 +222,9 @@ class BatchingCore(Core[ScheduledRequest]):
         self, client: Client[ScheduledRequest], submit: Submit, lookup: Lookup, now_ns: int
     ) -> None:
         # The response may still have to wait for its turn.
-        fits, schema = self._fits, submit.schema
-        fit = fits[schema] if schema in fits else self._derive_fit(submit)
-        request = self._queue.enqueue(client, submit, fit, now_ns, cached=True)
+        known, schema = self._properties_by_schema, submit.schema
+        properties = known[schema] if schema in known else self._derive_properties(submit)
+        request = self._queue.enqueue(client, submit, properties, now_ns, cached=True)
         request.lookup = lookup
         self._responses.register(request)
         timing = Timing(now_ns, 0, 0, 0, closed=CACHED)

@@ -304,7 +304,7 @@ class Front(Generic[R]):
 
     def __post_init__(self) -> None:
         self._clients: ClientTable[R] = ClientTable(self._links)
-        self._overload = OverloadLog(self._model)
+        self._overload_log = OverloadLog(self._model)
         statistics = self._core.statistics
         self._reports = Reports(statistics, self._control, self._wall_clock, self._collect_gauges)
 
@@ -373,7 +373,7 @@ class Front(Generic[R]):
             arrived_ns = plausible_arrival_ns(submit.arrived_ns, now_ns)
             self._core.statistics.count_failure(arrived_ns, Reason.REJECTED, now_ns)
         if isinstance(error, QueueFull):
-            self._overload.refuse()
+            self._overload_log.refuse()
         text, wait_s = self._core.format_error(error.message), self._core.retry_after_s(error)
         client.post(Failed(submit.id, error.code, text, wait_s, False, is_refused=True))
 
@@ -415,7 +415,7 @@ class Front(Generic[R]):
 
     def _stop(self, now_ns: int) -> None:
         self.stopped = True
-        self._overload.write()
+        self._overload_log.write()
         for client in self._clients.values():
             for request in list(client.requests.values()):
                 self._core.stop(request, now_ns)
@@ -437,11 +437,11 @@ class Front(Generic[R]):
             The time (monotonic ns) of the next call unless a message arrives before, or `NEVER`.
         """
         wake_ns = self._core.tick(now_ns)
-        overload = self._overload
-        if overload.due_ns != NEVER:
-            if now_ns >= overload.due_ns:
-                overload.tick(now_ns)
-            wake_ns = min(wake_ns, overload.due_ns)
+        overload_log = self._overload_log
+        if overload_log.due_ns != NEVER:
+            if now_ns >= overload_log.due_ns:
+                overload_log.tick(now_ns)
+            wake_ns = min(wake_ns, overload_log.due_ns)
         if self._is_draining and not self._is_drained and not self._core.unfinished:
             self._is_drained = True
             self._reports.snapshot()

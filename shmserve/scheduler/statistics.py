@@ -77,13 +77,13 @@ from shmserve.scheduler.tables import (
 )
 
 # Ended requests and executions are recorded first, and counted together when the statistics are
-# read, or when an execution ends and this many units are recorded. This takes half the time and
+# read, or when an execution ends and this many rows are recorded. This takes half the time and
 # delays no request.
-MAX_RECORDED_UNITS = 64
+MAX_RECORDED_ROWS = 64
 
 _NS_PER_MS = 1_000_000
 _NS_PER_US = 1_000
-# A success: the times of its end and its arrival, its units, the time of its enqueueing, and the
+# A success: the times of its end and its arrival, its rows, the time of its enqueueing, and the
 # phases of its execution. The phases are None if the execution has not returned. Its return then
 # records `_RecordedTimes`: the times of the return and of the enqueueing, and the phases.
 _RecordedSuccess = tuple[int, int, int, int, Timing | None]
@@ -139,7 +139,7 @@ class Statistics(Table):
         self._base: dict[str, Any] = {}
         self._successes: list[_RecordedSuccess] = []
         self._recorded_executions: list[Execution] = []
-        self._recorded_units = 0
+        self._recorded_rows = 0
         self._late_times: list[_RecordedTimes] = []
 
     @property
@@ -170,22 +170,22 @@ class Statistics(Table):
             executions.batch_sizes[size] = list(map(add, moved_row, row))
 
     def count_execution(
-        self, reason: CloseReason | None, units: int, timing: Timing, now_ns: int
+        self, reason: CloseReason | None, rows: int, timing: Timing, now_ns: int
     ) -> None:
-        """Count an execution whose requests are about to end; `units` is their total batch size."""
-        self._recorded_units += units or 1
-        if self._recorded_units > MAX_RECORDED_UNITS:
+        """Count an execution whose requests are about to end; `rows` is their total batch size."""
+        self._recorded_rows += rows or 1
+        if self._recorded_rows > MAX_RECORDED_ROWS:
             self._count_recorded()
-            self._recorded_units = units
+            self._recorded_rows = rows
         self.executions.last_ns = now_ns
-        self._recorded_executions.append((reason, units, timing))
+        self._recorded_executions.append((reason, rows, timing))
 
     def count_success(self, request: CountedRequest, timing: Timing | None, now_ns: int) -> None:
         """Count a success; without `timing`, `count_times` follows after its execution."""
         if timing is None:
             request.succeeded_early = True
         self._successes.append(
-            (now_ns, request.arrived_ns, request.units, request.enqueued_ns, timing)
+            (now_ns, request.arrived_ns, request.rows, request.enqueued_ns, timing)
         )
 
     def count_times(self, request: CountedRequest, timing: Timing, now_ns: int) -> None:
@@ -200,11 +200,11 @@ class Statistics(Table):
         successes, self._successes = self._successes, []
         late_times, self._late_times = self._late_times, []
         if successes:
-            end_times, arrival_times, units, _, _ = zip(*successes, strict=True)
+            end_times, arrival_times, rows, _, _ = zip(*successes, strict=True)
             totals = list(map(sub, end_times, arrival_times))
             self.success += len(successes)
             self.success_ns += sum(totals)
-            self.inference_count += sum(units)
+            self.inference_count += sum(rows)
             self.request_seconds.observe(*totals)
         times = [(ns, enqueued_ns, t) for ns, _, _, enqueued_ns, t in successes if t is not None]
         times += late_times

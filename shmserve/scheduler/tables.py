@@ -35,7 +35,7 @@ SECONDS = (
 )
 # A request may have any number of responses; the responses from this index on share a row.
 LAST_INDEX = 1000
-# The reason why a batch was closed (None: it was no batch), its units, and its phases.
+# The reason why a batch was closed (None: it was no batch), its size, and its phases.
 Execution = tuple[CloseReason | None, int, Timing]
 
 _WINDOW_NS = 60 * NS_PER_S
@@ -196,7 +196,7 @@ def _to_integers(stored_value: Any) -> Any:
 class CountedRequest(Protocol):
     """The counted attributes of a request of a model or an ensemble; times are monotonic ns.
 
-    `units` is its batch size, `responses` the number of its responses so far, `responded_ns` the
+    `rows` is its batch size, `responses` the number of its responses so far, `responded_ns` the
     time of the last one. `succeeded_early`: it succeeded before its execution returned.
     """
 
@@ -204,7 +204,7 @@ class CountedRequest(Protocol):
     enqueued_ns: int
     responded_ns: int
     responses: int
-    units: int
+    rows: int
     succeeded_early: bool
 
 
@@ -296,13 +296,13 @@ class ExecutionStats(Table):
 
     def count(self, executions: list[Execution]) -> None:
         """Count the recorded executions."""
-        reasons, units, timings = zip(*executions, strict=True)
+        reasons, rows, timings = zip(*executions, strict=True)
         _, *phases, _, _, _ = zip(*timings, strict=True)
         self.execution_count += len(executions)
         for reason, count in Counter(reasons).items():
             if reason is not None:
                 self.batches_closed[reason] += count
-        for size, input_ns, infer_ns, output_ns in zip(units, *phases, strict=True):
+        for size, input_ns, infer_ns, output_ns in zip(rows, *phases, strict=True):
             row = self.batch_sizes.get(size)
             if row is None:
                 row = self.batch_sizes[size] = [0, 0, 0, 0]
@@ -311,7 +311,7 @@ class ExecutionStats(Table):
             row[2] += infer_ns
             row[3] += output_ns
         self.compute_seconds.observe(*map(sum, zip(*phases, strict=True)))
-        self.batch_size.observe(*units)
+        self.batch_size.observe(*rows)
 
     def count_copied(self, in_bytes: int, out_bytes: int) -> None:
         """Count the bytes of tensors that a worker copied into and out of the model."""

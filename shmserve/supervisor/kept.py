@@ -61,7 +61,7 @@ class PermanentProcesses(ABC):
         loop = asyncio.get_running_loop()
         self._context = context
         self._processes = [PermanentProcess(name, loop.create_future()) for name in names]
-        self._stopping = False
+        self._is_stopping = False
 
     @abstractmethod
     async def _spawn(self, name: str, title: str) -> Child:
@@ -92,7 +92,7 @@ class PermanentProcesses(ABC):
 
     def _handle_exit(self, process: PermanentProcess, child: Child, _: object) -> None:
         """Restart a process that has exited."""
-        if self._stopping:
+        if self._is_stopping:
             return
         if not process.connected.done() and self._would_fail_again(child):
             process.connected.set_exception(Unavailable(f"{child.title} ended during its start"))
@@ -104,7 +104,7 @@ class PermanentProcesses(ABC):
 
     async def _restart(self, process: PermanentProcess) -> None:
         await asyncio.sleep(process.backoff.pause_s(time.monotonic() - process.started_at))
-        if self._stopping:
+        if self._is_stopping:
             return
         try:
             await self._start(process)
@@ -114,7 +114,7 @@ class PermanentProcesses(ABC):
 
     def retire(self) -> None:
         """Stop restarting processes, because the server exits."""
-        self._stopping = True
+        self._is_stopping = True
 
 
 class Gateways(PermanentProcesses):
@@ -206,7 +206,7 @@ class Gateways(PermanentProcesses):
             has_successor: Whether another server serves at the sockets, now or soon.
             names: The prefix of the names of the gateways to drain.
         """
-        self._stopping = True
+        self._is_stopping = True
         # Each gateway closes its own copies of the sockets.
         self._listeners.close(grpc_only=names == GRPC)
         for process in self._processes:
@@ -226,7 +226,7 @@ class Gateways(PermanentProcesses):
 
     async def stop(self) -> None:
         """Stop all gateways and close the sockets."""
-        self._stopping = True
+        self._is_stopping = True
         self._listeners.close()
         for child in self._children():
             if self._context.control.connected(child.pid):
@@ -260,7 +260,7 @@ class WorkspaceHolders(PermanentProcesses):
                 resolve_future(process.connected, None)
 
     def _handle_exit(self, process: PermanentProcess, child: Child, _: object) -> None:
-        if not self._stopping:
+        if not self._is_stopping:
             self._context.workspaces.holder_exited(process.name)
         super()._handle_exit(process, child, _)
 

@@ -390,7 +390,7 @@ def _check_local_request(submit: Submit) -> None:
             assert checked.id == submit.id
             assert checked.schema == submit.schema
             assert checked.data == submit.data
-            assert 0 <= signature.fit(checked.schema).batch_size <= 4
+            assert 0 <= signature.batch_properties(checked.schema).batch_size <= 4
             inference = unpack_inference(checked.schema, checked.data)
             for tensor in inference.inputs:
                 _check_place(tensor.data)

@@ -21,7 +21,7 @@ class Item:
     """A request of one row."""
 
     enqueued_ns: int
-    units: int = 1
+    rows: int = 1
     shape_key: bytes = b""
     flush_by_ns: int = NEVER
 

@@ -22,7 +22,7 @@ from shmserve.ipc.tensors.inference import (
     pack_inference,
     pack_inferred,
 )
-from shmserve.ipc.tensors.signature import BatchFit
+from shmserve.ipc.tensors.signature import BatchProperties
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.batching import BatchingCore
@@ -95,7 +95,7 @@ class Rig:
         self.clients, self.workers, self.control = Outbox(), Outbox(), ControlOutbox()
         self.core = BatchingCore(
             Settings.read(ModelSpec.of(config), "1", SchedulingLimits(**server)),
-            Schemas(partial(fit_of, max_batch_size)),
+            Schemas(partial(batch_properties_of, max_batch_size)),
             self.workers,
             self.control,
             itertools.count(0, PLANNING_NS).__next__,
@@ -241,17 +241,17 @@ def schema_of(batch_size: int = 1, shape_key: bytes = b"") -> bytes:
     return schema
 
 
-def fit_of(max_batch_size: int, schema: bytes) -> BatchFit:
+def batch_properties_of(max_batch_size: int, schema: bytes) -> BatchProperties:
     try:
         kind = msgpack.unpackb(schema)
     except ValueError as error:
         raise MalformedMessage("the schema is not MessagePack") from error
     if len(kind) != 2:
-        return BatchFit(1, b"")
-    fit = BatchFit(*kind)
-    if not 0 <= fit.batch_size <= max_batch_size:
+        return BatchProperties(1, b"")
+    properties = BatchProperties(*kind)
+    if not 0 <= properties.batch_size <= max_batch_size:
         raise InvalidArgument(f"inference request batch-size must be <= {max_batch_size} for 'm'")
-    return fit
+    return properties
 
 
 def pack_response(response: bytes | Packed) -> Packed:

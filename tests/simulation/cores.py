@@ -100,8 +100,10 @@ class Scheduler:
             core = EnsembleCore(settings, spec, peers, control, ensemble_memory, cache)
             self.from_peer: Any = core.steps.receive
         else:
-            fits = Schemas(model.fit)
-            core = BatchingCore(settings, fits, peers, control, lambda: world.now_ns, cache)
+            properties_by_schema = Schemas(model.batch_properties)
+            core = BatchingCore(
+                settings, properties_by_schema, peers, control, lambda: world.now_ns, cache
+            )
             self.from_peer = core.results.handle
             if model.is_generative:
                 _check_stopped(core._dispatcher)

@@ -17,7 +17,7 @@ from shmserve.ipc.messages.supervision import SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.inference import RequestSchema
 from shmserve.ipc.tensors.padding import Padding
-from shmserve.ipc.tensors.signature import BatchFit, Signature
+from shmserve.ipc.tensors.signature import BatchProperties, Signature
 
 IN = {"name": "IN", "data_type": "TYPE_UINT8", "dims": [-1]}
 IN2 = {**IN, "name": "IN2"}
@@ -62,10 +62,14 @@ class Model:
     def batches(self) -> int:
         return int(self.config["max_batch_size"])
 
-    def fit(self, schema: bytes) -> BatchFit:
+    def batch_properties(self, schema: bytes) -> BatchProperties:
         """Return how requests of a schema are batched: the drawn value, or the real one."""
         parameter = RequestSchema(schema).parameters.get(self.name)
-        return self._signature.fit(schema) if parameter is None else BatchFit(*parameter)
+        return (
+            self._signature.batch_properties(schema)
+            if parameter is None
+            else BatchProperties(*parameter)
+        )
 
     @cached_property
     def _signature(self) -> Signature:

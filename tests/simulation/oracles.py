@@ -305,9 +305,9 @@ class SchedulerTrace:
             self._may_begin(entry)
             if entry.lost_workers and len(message.requests) > 1:
                 self._fail(f"request {work.request_id} runs again, and not alone")
-            fit = self.model.fit(entry.submit.schema)
-            shapes.add(fit.shape_key)
-            units += fit.batch_size or 1
+            properties = self.model.batch_properties(entry.submit.schema)
+            shapes.add(properties.shape_key)
+            units += properties.batch_size or 1
             entry.begin_count += 1
             entry.worker = peer
             begun_entries.append(entry)
@@ -343,7 +343,7 @@ class SchedulerTrace:
         """Check a batch whose requests are padded to the same length."""
         assert self.settings.padding is not None
         pad = self.settings.padding.pads["IN"]
-        fits = [self.model.fit(submit.schema) for submit in batch]
+        fits = [self.model.batch_properties(submit.schema) for submit in batch]
         shapes = {fit.shape_key[:-8] for fit in fits}
         lengths = [int.from_bytes(fit.shape_key[-8:], "little") for fit in fits]
         rows = [fit.batch_size for fit in fits]
@@ -433,7 +433,9 @@ class SchedulerTrace:
             return
         self.counts["succeeded"] += 1
         if entry.begin_count:
-            self.counts["inferences"] += self.model.fit(entry.submit.schema).batch_size or 1
+            self.counts["inferences"] += (
+                self.model.batch_properties(entry.submit.schema).batch_size or 1
+            )
         if self.model.preserves_order:
             for other_entry in self.entries.values():
                 if other_entry is entry:

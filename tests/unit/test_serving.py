@@ -207,7 +207,7 @@ def test_the_error_of_a_failed_load_keeps_its_lines() -> None:
         '    two: raise RuntimeError("one\\ntwo")\n'
         "I 2026-01-31T12:00:00.124Z supervisor[7] exited\n"
     )
-    error = serving._failure(log, 1, 1.0)
+    error = serving._start_error(log, 1, 1.0)
     assert str(error) == 'one\n    two: raise RuntimeError("one\\ntwo")'
 
 
@@ -237,6 +237,6 @@ def test_another_model_than_a_class_or_a_path_is_refused(models: object, message
 
 
 def test_a_list_repeats_a_flag_and_none_omits_it() -> None:
-    assert serving._flags("load_model", ["a", "b"]) == ["--load-model=a", "--load-model=b"]
-    assert serving._flags("load_model", None) == []
-    assert serving._flags("allow_grpc", True) == ["--allow-grpc=true"]
+    assert serving._format_flag("load_model", ["a", "b"]) == ["--load-model=a", "--load-model=b"]
+    assert serving._format_flag("load_model", None) == []
+    assert serving._format_flag("allow_grpc", True) == ["--allow-grpc=true"]

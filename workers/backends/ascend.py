@@ -154,16 +154,16 @@ class OfflineModel:
         description = acl.mdl.create_desc()
         self._defer_release(stack, "acl.mdl.destroy_desc", acl.mdl.destroy_desc, description)
         self._check("acl.mdl.get_desc", acl.mdl.get_desc(description, self._model))
-        self.inputs = self._tensors(description, "input")
-        self.outputs = self._tensors(description, "output")
+        self.inputs = self._read_tensors(description, "input")
+        self.outputs = self._read_tensors(description, "output")
         sizes = [tensor.byte_size for tensor in (*self.inputs, *self.outputs)]
         offsets, size = layout(sizes)
         base = self._allocate(stack, size)
         count = len(self.inputs)
         self._input_addresses = [base + offset for offset in offsets[:count]]
         self._output_addresses = [base + offset for offset in offsets[count:]]
-        self._input_set = self._dataset(stack, self.inputs, self._input_addresses)
-        self._output_set = self._dataset(stack, self.outputs, self._output_addresses)
+        self._input_set = self._create_dataset(stack, self.inputs, self._input_addresses)
+        self._output_set = self._create_dataset(stack, self.outputs, self._output_addresses)
         parts = {"weights": weights, "workspace": workspace}
         parts |= {"inputs": sum(sizes[:count]), "outputs": sum(sizes[count:])}
         logger.info("device memory of the model: %s", summary(parts))
@@ -174,11 +174,11 @@ class OfflineModel:
         self._defer_release(stack, "acl.rt.free", self._acl.rt.free, base)
         return base
 
-    def _tensors(self, description: Any, side: str) -> tuple[OfflineTensor, ...]:
+    def _read_tensors(self, description: Any, side: str) -> tuple[OfflineTensor, ...]:
         count = getattr(self._acl.mdl, f"get_num_{side}s")(description)
-        return tuple(self._tensor(description, side, index) for index in range(count))
+        return tuple(self._read_tensor(description, side, index) for index in range(count))
 
-    def _tensor(self, description: Any, side: str, index: int) -> OfflineTensor:
+    def _read_tensor(self, description: Any, side: str, index: int) -> OfflineTensor:
         mdl = self._acl.mdl
         name = getattr(mdl, f"get_{side}_name_by_index")(description, index)
         number = getattr(mdl, f"get_{side}_data_type")(description, index)
@@ -196,7 +196,7 @@ class OfflineModel:
             )
         return OfflineTensor(name, _DATATYPES[number], dims, size)
 
-    def _dataset(
+    def _create_dataset(
         self, stack: contextlib.ExitStack, tensors: Sequence[OfflineTensor], addresses: list[int]
     ) -> Any:
         acl = self._acl

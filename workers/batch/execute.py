@@ -73,14 +73,14 @@ class InputPolicy:
 class Executor:
     """The executor of one model's batches.
 
-    Requests of a `_decoupled` model have streams, and may outlast their batch.
+    Requests of a decoupled model have streams, and may outlast their batch.
     """
 
     _context: ModelContext
     _backend: Backend
     _unpacker: Unpacker
     _writer: ResponseWriter
-    _decoupled: bool
+    _is_decoupled: bool
     _padder: Padder | None
 
     _skips_cancelled: ClassVar[bool] = True  # whether cancelled requests are not executed
@@ -114,7 +114,7 @@ class Executor:
             if unpacked:
                 replies += self._run(open_requests, unpacked)
                 has_run = True
-        if not self._decoupled:  # in a decoupled model, the streams close the requests
+        if not self._is_decoupled:  # in a decoupled model, the streams close the requests
             self._link.close(*requests)
         input_end_ns = stopwatch.input_end_ns or start_ns
         output_start_ns = stopwatch.output_start_ns
@@ -133,7 +133,7 @@ class Executor:
 
     def run_warmup(self, requests: list[Request]) -> list[ShmserveError]:
         """Run warm-up requests in one execution; return the errors of those that failed."""
-        if self._decoupled:
+        if self._is_decoupled:
             streams = [WarmupStream(self._writer, request) for request in requests]
             self._run_streams(list(streams))
             for stream in streams:
@@ -184,7 +184,7 @@ class Executor:
                         if copy_inputs:
                             for item in request.inputs.values():
                                 self._context.copy_counter.inputs += item.detach()
-                        if open_request.work.trace and not self._decoupled:
+                        if open_request.work.trace and not self._is_decoupled:
                             self._writer.scatterer.trace(request, request.inputs.values())
                         part.append(open_request)
                         unpacked.append(request)
@@ -242,7 +242,7 @@ class Executor:
         cannot execute fail. A single request that fails with views of shared memory is run again
         with copies. A batch that is too large for the memory is run again in halves.
         """
-        if self._decoupled:
+        if self._is_decoupled:
             pairs = zip(open_requests, requests, strict=True)
             return self._run_streams([OutputStream(self._writer, *pair) for pair in pairs])
         replies: list[Reply] = []

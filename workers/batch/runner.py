@@ -66,7 +66,7 @@ class Gatherer:
 
     def __post_init__(self) -> None:
         self._max_rows = max(1, self._signature.max_batch_size)
-        self._ragged = {spec.name for spec in self._signature.inputs.values() if spec.ragged}
+        self._ragged_inputs = {spec.name for spec in self._signature.inputs.values() if spec.ragged}
 
     def reserve(self, name: str, byte_size: int) -> None:
         """Allocate the buffer of an input for batches of at most `byte_size` bytes."""
@@ -111,13 +111,13 @@ class Gatherer:
     def gather_strings(self, name: str, requests: Sequence[Request]) -> np.ndarray[Any, Any]:
         """Return a BYTES input of a batch as an object array of `bytes`, shaped as by `gather`."""
         arrays = [request.inputs[name].numpy() for request in requests]
-        if name in self._ragged:
+        if name in self._ragged_inputs:
             arrays = [array.reshape(-1) for array in arrays]
         return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
     def _batch_shape(self, name: str, inputs: list[Input]) -> tuple[int, ...]:
         first_shape = inputs[0].shape
-        if name in self._ragged:
+        if name in self._ragged_inputs:
             return (sum(element_count(item.shape) for item in inputs),)
         if len(inputs) == 1:
             return first_shape
@@ -231,14 +231,14 @@ class Runner:
         _signature: The model's inputs and outputs.
         _device: The instance's device.
         _numpy_inputs: The inputs that become numpy arrays.
-        _ragged: The rules for generated inputs of a batch and for splitting flat outputs.
+        _ragged_rules: The rules for generated inputs of a batch and for splitting flat outputs.
     """
 
     _context: ModelContext
     _signature: Signature
     _device: Device
     _numpy_inputs: frozenset[str] = frozenset()
-    _ragged: Ragged | None = None
+    _ragged_rules: Ragged | None = None
     _passes_views: bool = False
     _is_learning: bool = True
     _watched_tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
@@ -290,9 +290,9 @@ class Runner:
         return batch
 
     def _add_ragged(self, batch: dict[str, Any], requests: Sequence[Request]) -> None:
-        if self._ragged is None:
+        if self._ragged_rules is None:
             return
-        for name, array in self._ragged.inputs(requests).items():
+        for name, array in self._ragged_rules.inputs(requests).items():
             if name in self._numpy_inputs:
                 batch[name] = array
             else:
@@ -469,7 +469,7 @@ class Runner:
     def _split(self, output: BatchOutput, requests: Sequence[Request]) -> list[Output]:
         """Return the parts of an output for the requests."""
         shape = output.shape
-        shapes = self._ragged and self._ragged.part_shapes(output.name, requests, shape)
+        shapes = self._ragged_rules and self._ragged_rules.part_shapes(output.name, requests, shape)
         if shapes:
             elements = _adjacent_slices(map(element_count, shapes))
             return list(map(output.part, requests, elements, shapes))

@@ -90,7 +90,7 @@ class SharedWait:
         # Not in the epoll set: an event loop that read it would take the sleeping thread's wake-up.
         self._recheck_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._notification_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._notified = False
+        self._is_notified = False
         self._loops: Counter[asyncio.AbstractEventLoop] = Counter()
         self.add(self._notification_fd)
 
@@ -147,8 +147,8 @@ class SharedWait:
             loop.remove_reader(self._epoll.fileno())
 
     def _handle_messages(self) -> None:
-        if self._notified:
-            self._notified = False
+        if self._is_notified:
+            self._is_notified = False
             reset_eventfd(self._notification_fd)
         self._handle_received()
 
@@ -163,7 +163,7 @@ class SharedWait:
     def notify(self) -> None:
         """Wake a waiting thread or event loop, or the next one that waits, to handle messages."""
         os.eventfd_write(self._notification_fd, 1)
-        self._notified = True  # set after the write: otherwise the eventfd could remain unread
+        self._is_notified = True  # set after the write: otherwise the eventfd could remain unread
 
 
 def complete_soon(future: asyncio.Future[Any], outcome: object) -> None:
@@ -231,7 +231,7 @@ class BlsCall(InflightRequest):
         if isinstance(message, Finished):
             self.end(self.router.read(self, message))
         elif isinstance(message, Failed):
-            self.end(_failure(self, message))
+            self.end(_to_error(self, message))
         else:
             self.receive(message)
 
@@ -538,7 +538,7 @@ class CallRouter:
         """
         error: ShmserveError = Unavailable("the scheduler of the model was lost")
         if refusal is not None:
-            error = _failure(call, refusal)
+            error = _to_error(call, refusal)
         self._unresolved_calls.append((call, error))
         self.shared_wait.notify()
 
@@ -572,7 +572,7 @@ def decoupled_error(model: str) -> Internal:
     )
 
 
-def _failure(call: BlsCall, message: Failed) -> ShmserveError:
+def _to_error(call: BlsCall, message: Failed) -> ShmserveError:
     error = from_code(message.code, message.message)
     return unsubmitted_error(call.request.model, error) if message.is_refused else error
 

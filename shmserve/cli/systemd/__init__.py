@@ -117,31 +117,33 @@ def files(installation: Installation) -> list[File]:
 
 
 def _file_contents(installation: Installation) -> Iterator[tuple[Path, str, str | None]]:
-    user = installation.xdg_dirs is not None
+    is_user = installation.xdg_dirs is not None
     models = json.dumps(str(installation.models), ensure_ascii=False)
-    group = "" if user else "# Its members may share memory with the server.\nshm-group: shmclients"
+    group = (
+        "" if is_user else "# Its members may share memory with the server.\nshm-group: shmclients"
+    )
     config = _render("config.yaml", models=models, group=group)
     yield installation.settings / "shmserve.yaml", "the server's flags", config
-    yield installation.units / SERVICES[0], "the server", _service(installation, instance=False)
+    yield installation.units / SERVICES[0], "the server", _service(installation, is_instance=False)
     purpose = f"further servers: shmserve@NAME has the flags of {installation.settings}/NAME.yaml"
-    yield installation.units / SERVICES[1], purpose, _service(installation, instance=True)
+    yield installation.units / SERVICES[1], purpose, _service(installation, is_instance=True)
     for unit, (name, port, path) in _SOCKETS.items():
-        listen = _listen_lines(f"127.0.0.1:{port}" if port else "", path, user)
+        listen = _listen_lines(f"127.0.0.1:{port}" if port else "", path, is_user)
         yield installation.units / unit, f"the {name} listener", _socket(name, listen, "")
         purpose = f"the {name} listener of shmserve@NAME, if it is enabled; a drop-in adds ports"
-        listen = _listen_lines("", f"%i-{name}.sock", user)
+        listen = _listen_lines("", f"%i-{name}.sock", is_user)
         yield installation.units / _TEMPLATES[unit], purpose, _socket(name, listen, "@%i")
     limits = "the resource limits of all servers together"
     yield installation.units / UNITS[-1], limits, _render("slice.conf")
     for service in SERVICES:
         folder = installation.units / f"{service}.d"
         for device in DEVICES:
-            text = None if user or device != installation.device else _render(f"{device}.conf")
+            text = None if is_user or device != installation.device else _render(f"{device}.conf")
             yield folder / f"10-{device}.conf", f"the devices of a host ({device})", text
         has_token = installation.has_token
-        text = _render("token.conf", credential=_credential_lines(user)) if has_token else None
+        text = _render("token.conf", credential=_credential_lines(is_user)) if has_token else None
         yield folder / "20-token.conf", "the tokens that clients must send", text
-    if user:
+    if is_user:
         text = _render("user-tmpfiles.conf", models=quote(str(installation.models)))
     else:
         text = _render("tmpfiles.conf")
@@ -149,33 +151,33 @@ def _file_contents(installation: Installation) -> Iterator[tuple[Path, str, str 
     yield installation.tmpfiles, "the required folders", text
 
 
-def _service(installation: Installation, instance: bool) -> str:
-    user = installation.xdg_dirs is not None
+def _service(installation: Installation, is_instance: bool) -> str:
+    is_user = installation.xdg_dirs is not None
     sockets = " ".join(_SOCKETS)
-    name = "shmserve" if user else "shmserve/server"
+    name = "shmserve" if is_user else "shmserve/server"
     return _render(
         "service.conf",
-        title=" %i" if instance else "",
+        title=" %i" if is_instance else "",
         type=_TYPE_RELOAD if installation.systemd_version >= _MIN_RELOAD_VERSION else _TYPE_SIGNAL,
         program=" ".join(map(quote, installation.program)),
-        config="%i" if instance else "shmserve",
-        run_dir=f"{name}-%i" if instance else name,
+        config="%i" if is_instance else "shmserve",
+        run_dir=f"{name}-%i" if is_instance else name,
         stop_timeout_s=installation.exit_timeout_s + _STOP_MARGIN_S,
-        system="" if user else _render("system.conf"),
-        sockets="" if instance else f"Sockets={sockets}\n",
-        target="default.target" if user else "multi-user.target",
-        also="" if instance else f"Also={sockets}",
+        system="" if is_user else _render("system.conf"),
+        sockets="" if is_instance else f"Sockets={sockets}\n",
+        target="default.target" if is_user else "multi-user.target",
+        also="" if is_instance else f"Also={sockets}",
     )
 
 
-def _listen_lines(address: str, path: str, user: bool) -> list[str]:
+def _listen_lines(address: str, path: str, is_user: bool) -> list[str]:
     lines = [f"ListenStream={address}"] if address else []
     kind = "ListenSequentialPacket" if path.endswith(_LOCAL_SOCKET) else "ListenStream"
-    if path and user:
+    if path and is_user:
         lines += [f"{kind}=%t/shmserve-{path}", "SocketMode=0600"]
     elif path:
         lines += [f"{kind}=%t/shmserve/{path}", "SocketMode=0660", "SocketGroup=shmclients"]
-    if not user:
+    if not is_user:
         lines += ["IPAddressDeny=any", "IPAddressAllow=localhost"]
     return lines
 
@@ -185,9 +187,9 @@ def _socket(name: str, listen: list[str], instance: str) -> str:
     return _render("socket.conf", listen="\n".join(listen), **fields)
 
 
-def _credential_lines(user: bool) -> str:
+def _credential_lines(is_user: bool) -> str:
     file = "%E/shmserve/token"
-    if user:  # only the user's own systemd manager reads the file
+    if is_user:  # only the user's own systemd manager reads the file
         return f"Environment=SHMSERVE_FLAGS=--auth-token-file={file}"
     flags = "Environment=SHMSERVE_FLAGS=--auth-token-file=%d/token"
     return f"LoadCredential=token:{file}\n{flags}"

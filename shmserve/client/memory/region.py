@@ -229,7 +229,7 @@ def attach_region(
     """Return a region over memory that exists; see `sync.Server.attach`."""
     if not isinstance(offset, int) or offset < 0:
         raise InvalidArgument(f"offset must be an integer >= 0 (bytes), got {offset!r}")
-    fd = _descriptor(source)
+    fd = _open_descriptor(source)
     try:
         if isinstance(source, Region):
             offset += source._start_offset
@@ -243,7 +243,7 @@ def attach_region(
         os.close(fd)
 
 
-def _descriptor(source: Any) -> int:
+def _open_descriptor(source: Any) -> int:
     """Duplicate the descriptor of a memory object, or open the memory by its name."""
     if isinstance(source, str | os.PathLike):
         name = os.fspath(source).removeprefix(_FOLDER).lstrip("/")

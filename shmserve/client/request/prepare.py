@@ -387,7 +387,7 @@ class _UntemplatedRequest:
     def prepare(self, outputs: Sequence[str] | Mapping[str, Any] | None) -> PackedRequest:
         """Return the packed request; `outputs` as for the function `prepare`."""
         signature = self._model.signature
-        requested = [self._output(name, outputs) for name in outputs or ()]
+        requested = [self._request_output(name, outputs) for name in outputs or ()]
         tensors = list(zip(self._templates, self._arrays, self._memory_ranges, strict=True))
         sizes = [array.nbytes for _, array, memory_range in tensors if memory_range is None]
         block: MemoryBlock | None = None
@@ -423,7 +423,7 @@ class _UntemplatedRequest:
             holders=tuple(self._holders),
         )
 
-    def _output(
+    def _request_output(
         self, name: str, outputs: Sequence[str] | Mapping[str, Any] | None
     ) -> RequestedOutput:
         if type(outputs) is Region:

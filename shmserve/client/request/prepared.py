@@ -94,10 +94,10 @@ class ClientTemplate:
         self._templates = templates
         self._memories = memories
         refs = [template.ref(Range(_NO_MEMORY, 0, template.byte_size)) for template in templates]
-        fit = signature.check("", refs, [RequestedOutput(name) for name in outputs])
+        properties = signature.check("", refs, [RequestedOutput(name) for name in outputs])
         self._is_inline = sum(template.byte_size for template in templates) <= INLINE_LIMIT
         requested = outputs or tuple(signature.outputs)
-        sizes = {name: signature.output_size(name, fit.batch_size) for name in requested}
+        sizes = {name: signature.output_size(name, properties.batch_size) for name in requested}
         uses_slot = with_outputs and sum(filter(None, sizes.values())) > INLINE_LIMIT
         self._output_sizes = {n: s for n, s in sizes.items() if s is not None and uses_slot}
         self._refs, self._requested_names = refs, tuple(sizes if uses_slot else outputs)

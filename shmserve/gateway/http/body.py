@@ -228,28 +228,28 @@ class Body:
 
     # --- the whole body
 
-    async def read(self, limit: int, too_large: str) -> bytes:
+    async def read(self, limit: int, error_text: str) -> bytes:
         """Return the whole body, as `read_pieces` does."""
         try:
-            return b"".join((await self.read_pieces(limit, too_large))[0])
+            return b"".join((await self.read_pieces(limit, error_text))[0])
         finally:
             self.arrival.release_budget()
 
-    async def read_pieces(self, limit: int, too_large: str) -> tuple[list[bytes], int]:
+    async def read_pieces(self, limit: int, error_text: str) -> tuple[list[bytes], int]:
         """Return the pieces of the body, and their total size.
 
         The pieces count in the budget until `arrival.release_budget`.
 
         Args:
             limit: The largest size in bytes.
-            too_large: The message of the error about a larger body, with {size} and {limit}.
+            error_text: The message of the error about a larger body, with {size} and {limit}.
 
         Raises:
             BodyTooLarge: The body is larger than `limit`.
             Unavailable: The memory for the bodies that are arriving is full.
         """
         if self.declared_size > limit:
-            raise BodyTooLarge(too_large.format(size=self.declared_size, limit=limit))
+            raise BodyTooLarge(error_text.format(size=self.declared_size, limit=limit))
         content = self.received_whole()
         pieces: list[bytes] = [] if content is None else [content]
         size = len(content or b"")
@@ -258,7 +258,7 @@ class Body:
             size += len(piece)
             self.arrival.reserve(len(piece))
         if size > limit:
-            raise BodyTooLarge(too_large.format(size=size, limit=limit))
+            raise BodyTooLarge(error_text.format(size=size, limit=limit))
         return pieces, size
 
     async def inflate(self) -> bytes:

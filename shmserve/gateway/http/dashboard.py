@@ -76,7 +76,7 @@ class LiveFigures:
         self._is_ended = False
         self._snapshot_number = 0  # the number of the last snapshot
         self._full_event = self._change_event = b""
-        self._snapshot_taken = asyncio.Event()
+        self._has_snapshot = asyncio.Event()
 
     def start_recording(self) -> None:
         """Record the history until the server exits."""
@@ -105,22 +105,22 @@ class LiveFigures:
             raise PermissionDenied("pages of other origins may not open the dashboard's stream")
         if self._viewer_count >= _MAX_VIEWERS:
             raise QueueFull(f"{_MAX_VIEWERS} dashboards (the maximum) are connected to this server")
-        return ChunkedResponse(200, self._events(), _HEADERS)
+        return ChunkedResponse(200, self._stream_events(), _HEADERS)
 
     def end_streams(self) -> None:
         """End the responses to all viewers, since the server exits."""
         self._is_ended = True
-        self._snapshot_taken.set()
+        self._has_snapshot.set()
         if self._recorder is not None:
             self._recorder.cancel()
 
-    async def _events(self) -> AsyncGenerator[Sequence[bytes], None]:
+    async def _stream_events(self) -> AsyncGenerator[Sequence[bytes], None]:
         seen_number = 0
         self._add_viewer()
         try:
             while not self._is_ended:
                 if self._snapshot_number == seen_number:
-                    await self._snapshot_taken.wait()
+                    await self._has_snapshot.wait()
                     continue
                 is_next = seen_number == self._snapshot_number - 1
                 frame = self._change_event if is_next else self._full_event
@@ -168,7 +168,7 @@ class LiveFigures:
             SERVER_SENT_EVENTS.frame(orjson.dumps(event)) for event in (figures, change)
         )
         self._snapshot_number += 1
-        taken_event, self._snapshot_taken = self._snapshot_taken, asyncio.Event()
+        taken_event, self._has_snapshot = self._has_snapshot, asyncio.Event()
         taken_event.set()
 
 

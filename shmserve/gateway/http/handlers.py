@@ -28,7 +28,7 @@ from shmserve.logs import FORMATS, MAX_LOG_LEVEL
 _TEXT_HEADER = b"Content-Type: text/plain; charset=utf-8\r\n"
 
 
-def _members(body: Any) -> dict[str, Any]:
+def _object_members(body: Any) -> dict[str, Any]:
     """Return the members of a JSON object; other values have none, as in Triton."""
     return body if type(body) is dict else {}
 
@@ -123,7 +123,7 @@ async def handle_trace_settings(gateway: Gateway, request: HttpRequest, name: st
     A POST applies all changes or none.
     """
     body = await read_json(gateway, request, required=True) if request.method == "POST" else {}
-    changes = {key: _trace_values(key, value) for key, value in _members(body).items()}
+    changes = {key: _trace_values(key, value) for key, value in _object_members(body).items()}
     settings = await management.change_trace_settings(gateway, name, changes)
     response = {key: v if key == "trace_level" else v[0] for key, v in settings.items()}
     return json_response(response)
@@ -151,7 +151,7 @@ async def handle_log_settings(gateway: Gateway, request: HttpRequest) -> HttpRes
 
 
 def _read_log_changes(body: Any) -> dict[str, Any]:
-    names, members = (*LOG_SWITCHES, LOG_LEVEL, LOG_FORMAT, LOG_FILE), _members(body)
+    names, members = (*LOG_SWITCHES, LOG_LEVEL, LOG_FORMAT, LOG_FILE), _object_members(body)
     changes = {key: members[key] for key in names if members.get(key) is not None}
     for key, value in changes.items():
         if key == LOG_FILE:
@@ -170,7 +170,7 @@ def _read_log_changes(body: Any) -> dict[str, Any]:
 async def post_index(gateway: Gateway, request: HttpRequest, repository: str) -> HttpResponse:
     """Handle POST /v2/repository/index. Triton accepts the name of any repository here."""
     body = await read_json(gateway, request, parse=loads_members)
-    only_ready = _members(body).get("ready", False)
+    only_ready = _object_members(body).get("ready", False)
     if type(only_ready) is not bool:
         raise InvalidArgument("Invalid value for 'ready': expected a boolean")
     return json_response(await management.repository_index(gateway, only_ready=only_ready))
@@ -204,7 +204,7 @@ async def post_unload(
 
 
 def _read_parameters(body: Any) -> dict[str, Any]:
-    parameters = _members(body).get("parameters", {})
+    parameters = _object_members(body).get("parameters", {})
     if type(parameters) is not dict:
         raise JsonFault("attempt to get members for non-object")
     return parameters
@@ -242,7 +242,7 @@ async def post_register(gateway: Gateway, request: HttpRequest, name: str) -> Ht
     client = request.connection.client
     peer = client.peer()
     memory_api.check_region_name(name)
-    members = _members(await read_json(gateway, request))
+    members = _object_members(await read_json(gateway, request))
     key, offset, size, is_leased, pin_pages = decode_registration(members)
     region = (name, key, offset, size)
     registration = memory_api.register_system(
@@ -318,7 +318,7 @@ async def post_register_cuda(gateway: Gateway, request: HttpRequest, name: str) 
     if not name:
         raise InvalidArgument("'region name' is necessary to register cuda shared memory region")
     peer = request.connection.client.peer()
-    body = _members(await read_json(gateway, request))
+    body = _object_members(await read_json(gateway, request))
     raw_handle = _require_member(body, "raw_handle")
     encoded = _typed_member(raw_handle if type(raw_handle) is dict else {}, "b64", str)
     byte_size = _typed_member(body, "byte_size", int)

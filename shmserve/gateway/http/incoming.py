@@ -109,7 +109,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._read_timer: asyncio.TimerHandle | None = None
         self._deadline = 0.0  # the time limit of the missing bytes, by the loop's clock
         self._is_handling = False  # whether a request is being handled
-        self._head_incomplete = False  # whether the head of the next request is incomplete
+        self._is_head_incomplete = False  # whether the head of the next request is incomplete
         self._body_stream: StreamReader | None = None  # the stream of an incomplete body
         self._awaits_body = False  # whether a small body is awaited
         # --- the cached head
@@ -130,7 +130,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._drain_waiter: asyncio.Future[None] | None = None
         self._is_stream_full = False
         self._is_queue_full = False  # whether too many requests are queued
-        self._reading_paused = False
+        self._is_reading_paused = False
 
     def _new_parser(self) -> HttpRequestParser:
         # The parser calls `connected`, `pause_reading` and `resume_reading` of its protocol, which
@@ -300,9 +300,9 @@ class Incoming(LimitedConnection, asyncio.Protocol):
                 # request.
                 content.set_exception(MalformedBody("malformed body"))
         if self._is_handling or self._messages:
-            self._head_incomplete = False
-        elif data and not self._head_incomplete:
-            self._head_incomplete = True
+            self._is_head_incomplete = False
+        elif data and not self._is_head_incomplete:
+            self._is_head_incomplete = True
             self._start_timeout(self._settings.header_timeout_s)
 
     def _parse_without_length(self, head: bytes) -> bool:
@@ -315,7 +315,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             return False
         if b"\r\n\r\n" not in head:
             self._state, self._head = ReadState.CONFLICTING_HEAD, head
-            self._head_incomplete = True
+            self._is_head_incomplete = True
             self._start_timeout(self._settings.header_timeout_s)
             return True
         chunked = remove_length(head)
@@ -370,7 +370,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     def _check_timeout(self) -> None:
         self._read_timer = None
-        if not (self._pending_head or self._head_incomplete or self._awaits_body):
+        if not (self._pending_head or self._is_head_incomplete or self._awaits_body):
             return
         if self._loop.time() < self._deadline:
             self._read_timer = self._loop.call_at(self._deadline, self._check_timeout)
@@ -380,7 +380,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
             for message in self._messages:
                 if isinstance(message, tuple):
                     message[1].set_exception(TimeoutError())
-        elif self._head_incomplete:
+        elif self._is_head_incomplete:
             self.force_close()
         elif self._body_stream is not None:
             self._body_stream.set_exception(TimeoutError())
@@ -434,8 +434,8 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     def _set_reading(self) -> None:
         paused = self._is_stream_full or self._is_queue_full
-        if paused is not self._reading_paused and self.transport is not None:
-            self._reading_paused = paused
+        if paused is not self._is_reading_paused and self.transport is not None:
+            self._is_reading_paused = paused
             if paused:
                 self.transport.pause_reading()
             else:

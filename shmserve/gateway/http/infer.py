@@ -89,7 +89,7 @@ async def infer(gateway: Gateway, request: HttpRequest, name: str, version: str)
         await reload_model(gateway, built_request)
         built_request.responses = None  # a stream has JSON for outputs that are binary otherwise
         queue = ResponseQueue(gateway, request, built_request, arrived_ns)
-        return await _stream(gateway, queue, framing)
+        return await _stream_responses(gateway, queue, framing)
     try:
         await reload_model(gateway, built_request)
         inference = submit_inference(
@@ -309,7 +309,9 @@ def _response_headers(json: bytes, binary: Sequence[bytes | memoryview]) -> byte
 # --- clients that accept a stream
 
 
-async def _stream(gateway: Gateway, queue: ResponseQueue, framing: Framing) -> HttpResponse:
+async def _stream_responses(
+    gateway: Gateway, queue: ResponseQueue, framing: Framing
+) -> HttpResponse:
     """Return the stream of the responses: JSON texts without binary data, in events or lines.
 
     Raises:

@@ -207,11 +207,11 @@ class HttpResponse:
         elif size <= _MAX_JOINED_BYTES:
             transport.write(b"".join((head, *self.pieces)))
         else:
-            await self._stream(request, transport, head, stall_timeout_s)
+            await self._write_pieces(request, transport, head, stall_timeout_s)
         if request.connection.writing_paused:
             await drain_or_abort(request.connection, transport, stall_timeout_s)
 
-    async def _stream(
+    async def _write_pieces(
         self,
         request: HttpRequest,
         transport: asyncio.Transport,
@@ -253,7 +253,7 @@ class ChunkedResponse(HttpResponse):
         transport = _open_transport(request)
         chunked = not request.is_http10
         self.close = self.close or not chunked
-        transport.write(self._head(chunked=chunked))
+        transport.write(self._encode_head(chunked=chunked))
         async with contextlib.aclosing(self._batches) as batches:
             if request.method == "HEAD":
                 return
@@ -265,7 +265,7 @@ class ChunkedResponse(HttpResponse):
         if chunked:
             transport.write(b"0\r\n\r\n")
 
-    def _head(self, *, chunked: bool) -> bytes:
+    def _encode_head(self, *, chunked: bool) -> bytes:
         phrase = http.HTTPStatus(self.status).phrase.encode()
         lines = [b"HTTP/1.1 %d %b\r\n" % (self.status, phrase)]
         if chunked:

@@ -91,7 +91,7 @@ class Http2Connection(FrameReader[HeadT]):
         self._credited_output = 0, 0  # frames and bytes of data already credited to the budget
         self._saved_control_frames = 0  # earned control frames that are not needed yet
         self.ping_count = 0  # total number of PINGs from the client
-        self._refusing = False  # whether GOAWAY was sent, so that new streams are refused
+        self._is_refusing = False  # whether GOAWAY was sent, so that new streams are refused
         self._goaway_stream_id = STREAM_BITS  # the last stream id in the server's GOAWAY
         # The streams that the server has reset before the client ended them.
         self._reset_streams: dict[int, None] = {}
@@ -212,7 +212,7 @@ class Http2Connection(FrameReader[HeadT]):
             return
         self.last_stream_id = stream_id
         has_ended = bool(flags & END_STREAM)
-        if self._refusing or len(self.streams) >= self._limits.streams:
+        if self._is_refusing or len(self.streams) >= self._limits.streams:
             self._headers.skip_block(block)
             raise StreamFault(FaultCode.REFUSED_STREAM)
         head = self._headers.decode_request(block)
@@ -392,8 +392,8 @@ class Http2Connection(FrameReader[HeadT]):
         The first GOAWAY permits new streams, which may be in flight. A `final` GOAWAY permits no
         stream above the last one that was received.
         """
-        if final and not self._refusing:
-            self._refusing = True
+        if final and not self._is_refusing:
+            self._is_refusing = True
             self._goaway_stream_id = self.last_stream_id
         self.sending.ready.append(frames.encode_goaway(self._goaway_stream_id, FaultCode.NO_ERROR))
 

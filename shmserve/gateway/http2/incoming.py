@@ -186,7 +186,7 @@ class FrameReader(ABC, Generic[HeadT]):
         self.received_frames = 0
         self._buffer = bytearray()  # the start of an incomplete frame
         self._needed_bytes = 0  # bytes that the buffer needs before parsing continues
-        self._preface_received = False  # whether the connection preface has arrived
+        self._has_preface = False  # whether the connection preface has arrived
         self._block: bytearray | None = None  # an incomplete header block
         self._block_stream = 0
         self._block_flags = 0
@@ -235,9 +235,9 @@ class FrameReader(ABC, Generic[HeadT]):
     def _process_frames(self, data: Bytes) -> int:
         """Process the frames in `data`, up to the limit per call; return the offset reached."""
         position, data_size = 0, len(data)
-        if not self._preface_received:
+        if not self._has_preface:
             position = self._read_preface(data)
-            if not self._preface_received:
+            if not self._has_preface:
                 return position
         view = memoryview(data)
         remaining_work = self._limits.frames
@@ -293,7 +293,7 @@ class FrameReader(ABC, Generic[HeadT]):
         if len(data) < len(PREFACE):
             self._needed_bytes = len(PREFACE)
             return 0
-        self._preface_received = True
+        self._has_preface = True
         return len(PREFACE)
 
     def _check_size(self, frame_type: int, size: int) -> None:

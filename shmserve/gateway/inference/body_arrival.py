@@ -136,7 +136,7 @@ class Arrival:
         self._wait_started_at = 0.0  # the start of the current wait
         self._earlier_waits_s = 0.0  # the total time of the earlier waits
         self._release_block: Callable[[], None] | None = None
-        self._evicted = False
+        self._is_evicted = False
         self.received_bytes = 0
         self.heap_bytes = 0
 
@@ -214,7 +214,7 @@ class Arrival:
 
     def evict(self) -> None:
         """Release the memory of the body, and end the wait for it with BodyTimeout."""
-        self._evicted = True
+        self._is_evicted = True
         self._body_budget.release(self)
         if self._release_block is not None:
             self._release_block()
@@ -223,6 +223,6 @@ class Arrival:
 
     def check(self) -> None:
         """Raise BodyTimeout if the body was evicted."""
-        if self._evicted:
+        if self._is_evicted:
             text = "arrived at less than 1 MiB/s while the memory for request bodies was full"
             raise BodyTimeout(f"the request body {text}")

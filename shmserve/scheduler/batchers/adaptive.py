@@ -130,7 +130,7 @@ class WaitingChoice:
         self._start()
 
     def _start(self) -> None:
-        self._batch_count = self._request_count = self._sum_ns = self._miss_count = 0
+        self._batch_count = self._request_count = self._total_latency_ns = self._miss_count = 0
 
     def record_batch(self, latencies_ns: Sequence[int], misses: int) -> None:
         """Record the latencies of a batch and the number of its misses."""
@@ -140,12 +140,12 @@ class WaitingChoice:
             self._account.subtract_misses(misses)
         if self._batch_count > _SETTLING_BATCHES:
             self._request_count += len(latencies_ns)
-            self._sum_ns += sum(latencies_ns)
+            self._total_latency_ns += sum(latencies_ns)
         if self._batch_count >= _EPOCH_BATCHES:
             self._end_epoch()
 
     def _end_epoch(self) -> None:
-        mean_ns = self._sum_ns / max(1, self._request_count)
+        mean_ns = self._total_latency_ns / max(1, self._request_count)
         before_ns = self._mean_ns.get(self.waits, mean_ns)
         self._mean_ns[self.waits] = before_ns + (mean_ns - before_ns) * _EPOCH_WEIGHT
         if self.waits is not self._waiting_is_better:
@@ -236,20 +236,20 @@ class Sizes:
         return own_misses + min(lost_rows, max_in_flight)
 
     def record_batch(
-        self, units: int, took_ns: int, count: int, in_flight: int, misses: int
+        self, rows: int, took_ns: int, count: int, in_flight: int, misses: int
     ) -> None:
         """Record a batch of `count` requests, of which `misses` were late.
 
         Args:
-            units: The size of the batch in rows.
+            rows: The size of the batch.
             took_ns: The duration of its execution.
             count: The number of its requests.
             in_flight: The number of requests that are not completed.
             misses: The number of its requests that missed the target.
         """
-        if units == self._size:
+        if rows == self._size:
             self._delayed_requests = count + in_flight / self._idle_share
-            self._chargeable_misses = self._estimate_misses(units, took_ns, in_flight)
+            self._chargeable_misses = self._estimate_misses(rows, took_ns, in_flight)
             self._size = 0
         if self._delayed_requests > 0:
             self._delayed_requests -= count
@@ -285,18 +285,18 @@ class AdaptiveBatcher(Batcher):
         self._load.in_flight = in_flight
 
     def record_batch(
-        self, now_ns: int, in_flight: int, units: int, took_ns: int, latencies_ns: Sequence[int]
+        self, now_ns: int, in_flight: int, rows: int, took_ns: int, latencies_ns: Sequence[int]
     ) -> None:
         count, target = len(latencies_ns), self._rules.target_ns
         self._arrivals.record_batch(now_ns, in_flight, self._size_times.setup_ns)
-        self._load.record_batch(now_ns, in_flight, count, units, took_ns)
+        self._load.record_batch(now_ns, in_flight, count, rows, took_ns)
         misses = 0
         for latency_ns in latencies_ns:
             if latency_ns > target:
                 misses += 1
         out_of_reach = self._is_out_of_reach and self._load.is_steady and misses > 0
-        self._size_times.observe(units, took_ns, out_of_reach=out_of_reach)
-        self._sizes.record_batch(units, took_ns, count, in_flight, misses)
+        self._size_times.observe(rows, took_ns, out_of_reach=out_of_reach)
+        self._sizes.record_batch(rows, took_ns, count, in_flight, misses)
         if self._load.batch_count > LEARNING:
             self._waiting_choice.record_batch(latencies_ns, misses)
         elif self._load.batch_count == LEARNING:
@@ -352,7 +352,7 @@ class AdaptiveBatcher(Batcher):
         """Return the time to wait for further requests, or the batch to run."""
         count = len(head.requests)
         burst_end_ns, ends_sooner = self._burst_end(head)
-        end_ns = self._start_by(head.oldest_ns, head.units)
+        end_ns = self._start_by(head.oldest_ns, head.rows)
         if (
             ends_sooner
             or (self._waiting_choice.waits and self._waiting_choice.waiting_clearly_pays)
@@ -377,13 +377,13 @@ class AdaptiveBatcher(Batcher):
         """Return whether so many requests have missed the target that it cannot be met."""
         return self._excess_misses > _HOPELESS_MISSES
 
-    def _best_size(self, units: int) -> int:
-        return self._size_times.best_size(units, out_of_reach=self._is_out_of_reach)
+    def _best_size(self, rows: int) -> int:
+        return self._size_times.best_size(rows, out_of_reach=self._is_out_of_reach)
 
     def _shrink_to_best(self, head: QueueHead, batch: Batch) -> Batch:
         """Return the batch, or its first requests if a smaller batch has a higher rate."""
-        best_size = self._best_size(head.units)
-        if best_size >= head.units:
+        best_size = self._best_size(head.rows)
+        if best_size >= head.rows:
             return batch
         return Batch(_count_fitting(head.requests, best_size), CloseReason.PREFERRED)
 
@@ -393,17 +393,18 @@ class AdaptiveBatcher(Batcher):
         Returns:
             The time, and whether the larger batch would end sooner than a batch without the wait.
         """
-        time, units, count = self._size_times, head.units, len(head.requests)
-        best_size = time.best_size(units)
+        time, rows, count = self._size_times, head.rows, len(head.requests)
+        best_size = time.best_size(rows)
         now_ns = time.expected_ns(best_size)
-        rows_per_request = units / count
-        capacity = int((self._rules.max_batch_size - units) / rows_per_request)
+        rows_per_request = rows / count
+        capacity = int((self._rules.max_batch_size - rows) / rows_per_request)
         for requests, wait_ns in self._arrivals.burst(capacity):
-            rows = units + requests * rows_per_request
-            longer_ns = wait_ns + time.expected_ns(round(rows)) - now_ns
+            larger_rows = rows + requests * rows_per_request
+            longer_ns = wait_ns + time.expected_ns(round(larger_rows)) - now_ns
             ends_sooner = longer_ns < -_CLEAR_DIFFERENCE * now_ns
             if ends_sooner or (
-                self._waiting_choice.waits and longer_ns < (rows - best_size) * self._load.row_ns
+                self._waiting_choice.waits
+                and longer_ns < (larger_rows - best_size) * self._load.row_ns
             ):
                 return self._arrivals.wait_until_ns, ends_sooner
         return 0, False
@@ -413,7 +414,7 @@ class AdaptiveBatcher(Batcher):
         batches = self._load.batch_count
         if not self._sizes.is_due(batches):
             return 0
-        size, worst_ns = self._size_times.find_trial(head.units)
+        size, worst_ns = self._size_times.find_trial(head.rows)
         if not size:
             return 0
         state = self._trial_state(now_ns, head.oldest_ns)
@@ -436,14 +437,14 @@ class AdaptiveBatcher(Batcher):
             oldest_left_ns, spare_ns, row_ns, load.rows_per_ns, load.max_in_flight, is_overloaded
         )
 
-    def _start_by(self, oldest_ns: int, units: int) -> int:
+    def _start_by(self, oldest_ns: int, rows: int) -> int:
         """Return the latest start (monotonic ns) at which a batch's oldest request is in time.
 
         Args:
             oldest_ns: The time at which the oldest request was enqueued.
-            units: The size of the batch in rows.
+            rows: The size of the batch.
         """
-        return int(oldest_ns + self._aim_ns - self._size_times.p99_ns(units))
+        return int(oldest_ns + self._aim_ns - self._size_times.p99_ns(rows))
 
     def _count_on_time(self, now_ns: int, requests: list[Pending]) -> int:
         """Return how many requests at the head of the queue to run now so that all meet the target.
@@ -454,11 +455,11 @@ class AdaptiveBatcher(Batcher):
         # Rows, and oldest enqueue time, of the first n requests.
         prefixes: list[tuple[int, int]] = []
         for request in requests:
-            rows, oldest = rows + request.units, min(oldest, request.enqueued_ns)
+            rows, oldest = rows + request.rows, min(oldest, request.enqueued_ns)
             prefixes.append((rows, oldest))
         later_rows, later_oldest = 0, NEVER
         for count in range(len(requests) - 1, 0, -1):
-            later_rows += requests[count].units
+            later_rows += requests[count].rows
             later_oldest = min(later_oldest, requests[count].enqueued_ns)
             rows, oldest = prefixes[count - 1]
             if now_ns > self._start_by(oldest, rows):
@@ -468,10 +469,10 @@ class AdaptiveBatcher(Batcher):
         return 0
 
 
-def _count_fitting(requests: list[Pending], units: int) -> int:
-    """Return how many requests at the head of the queue fit a batch of `units` rows, at least 1."""
+def _count_fitting(requests: list[Pending], rows: int) -> int:
+    """Return how many requests at the head of the queue fit a batch of `rows` rows, at least 1."""
     for count, request in enumerate(requests):
-        units -= request.units
-        if units < 0:
+        rows -= request.rows
+        if rows < 0:
             return max(count, 1)
     return len(requests)

@@ -45,7 +45,7 @@ class CloseReason(StrEnum):
 class Pending(Protocol):
     """A batcher's view of a queued request."""
 
-    units: int
+    rows: int
     shape_key: bytes
     enqueued_ns: int
     flush_by_ns: int
@@ -104,14 +104,14 @@ class Batcher:
         """
 
     def record_batch(
-        self, now_ns: int, in_flight: int, units: int, took_ns: int, latencies_ns: Sequence[int]
+        self, now_ns: int, in_flight: int, rows: int, took_ns: int, latencies_ns: Sequence[int]
     ) -> None:
         """Record the execution of a batch.
 
         Args:
             now_ns: The time.
             in_flight: The number of requests that are not completed.
-            units: The size of the batch.
+            rows: The size of the batch.
             took_ns: The duration of the execution.
             latencies_ns: The times from the arrival of each of its requests to now.
         """
@@ -142,7 +142,7 @@ class QueueHead(Record):
     """The first requests of the queue that may run together.
 
     Attributes:
-        units: Their total size.
+        rows: Their total size.
         preferred_count: The number of first requests that reach, or come closest to, the largest
             preferred size; 0: none.
         is_full: Whether the batch is full, or the next request does not fit.
@@ -151,7 +151,7 @@ class QueueHead(Record):
     """
 
     requests: list[Pending]
-    units: int
+    rows: int
     preferred_count: int
     is_full: bool
     has_other_shape: bool
@@ -174,7 +174,7 @@ def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
     padded_batch = None if rules.padding is None else rules.padding.batch()
     oldest = flush_by = NEVER
     for request in pending:
-        new_total = total + request.units
+        new_total = total + request.rows
         if requests:
             if new_total > largest_preferred and not preferred_count:
                 preferred_count = len(requests)
@@ -184,14 +184,14 @@ def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
             if (
                 request.shape_key != shape_key
                 if padded_batch is None
-                else not padded_batch.may_join(request.shape_key, request.units)
+                else not padded_batch.may_join(request.shape_key, request.rows)
             ):
                 has_other_shape = True
                 break
         else:
             shape_key = request.shape_key
             if padded_batch is not None:
-                padded_batch.may_join(shape_key, request.units)
+                padded_batch.may_join(shape_key, request.rows)
         total = new_total
         requests.append(request)
         if request.enqueued_ns < oldest:
@@ -241,7 +241,7 @@ def decide(
         return Batch(count, CloseReason.SHAPE)
     if waited_enough:
         return Batch(count, CloseReason.DELAY)
-    if head.units >= rules.largest_preferred:
+    if head.rows >= rules.largest_preferred:
         return Batch(count, CloseReason.PREFERRED)
     if not delay:
         return Batch(count, CloseReason.IDLE)

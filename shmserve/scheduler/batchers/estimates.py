@@ -113,35 +113,35 @@ class SizeTimes:
             self._refresh()
         return self._setup_ns * self._time_scale
 
-    def expected_ns(self, units: int) -> float:
+    def expected_ns(self, rows: int) -> float:
         """Return the mean duration of a batch of this size."""
         if self._is_stale:
             self._refresh()
-        return self._times[min(_index(units), self._last_index)] * self._time_scale
+        return self._times[min(_index(rows), self._last_index)] * self._time_scale
 
-    def p99_ns(self, units: int) -> float:
+    def p99_ns(self, rows: int) -> float:
         """Return the duration of a batch at about the 99th percentile."""
-        return self.expected_ns(units) * (1 + 3 * self._spread)
+        return self.expected_ns(rows) * (1 + 3 * self._spread)
 
-    def best_size(self, units: int, *, out_of_reach: bool = False) -> int:
-        """Return the size up to `units` with the highest row rate; if uncertain, the larger one.
+    def best_size(self, rows: int, *, out_of_reach: bool = False) -> int:
+        """Return the size up to `rows` with the highest row rate; if uncertain, the larger one.
 
         If the target is `out_of_reach`, the result is the size with the highest possible rate, so
         that the uncertainty ends (a bandit problem, as solved by UCB1: Auer et al., 2002).
         """
         if self._is_stale:
             self._refresh()
-        index = min(_index(units), self._last_index)
+        index = min(_index(rows), self._last_index)
         best_index = (self._optimistic_index if out_of_reach else self._best_index)[index]
-        return units if best_index == index else _size(best_index)
+        return rows if best_index == index else _size(best_index)
 
     # --- learning -----------------------------------------------------------------------------
 
-    def observe(self, units: int, took_ns: float, *, out_of_reach: bool = False) -> None:
+    def observe(self, rows: int, took_ns: float, *, out_of_reach: bool = False) -> None:
         """Record the duration of a batch.
 
         Args:
-            units: The size of the batch.
+            rows: The size of the batch.
             took_ns: The duration.
             out_of_reach: Whether the target is out of reach and the arrivals do not decrease.
         """
@@ -149,7 +149,7 @@ class SizeTimes:
         self._observation_count += 1
         if not self._observation_count:
             return
-        index = min(_index(units), self._last_index)
+        index = min(_index(rows), self._last_index)
         duration = max(took_ns, 1.0) / self._time_scale
         size = self._sizes.get(index)
         if size is None:
@@ -209,15 +209,15 @@ class SizeTimes:
 
     # --- decisions -------------------------------------------------------------------------
 
-    def find_trial(self, units: int) -> tuple[int, float]:
-        """Return a size up to `units` to try, because its rate might exceed the best known rate.
+    def find_trial(self, rows: int) -> tuple[int, float]:
+        """Return a size up to `rows` to try, because its rate might exceed the best known rate.
 
         Returns:
             The size and its duration at worst; (0, 0.0) if there is none.
         """
         if self._is_stale:
             self._refresh()
-        last_index = min(_index(units), self._last_index)
+        last_index = min(_index(rows), self._last_index)
         candidate = self._candidates.get(last_index)
         if candidate is None:
             candidate = self._candidates[last_index] = self._find_candidate(last_index)
@@ -368,9 +368,9 @@ class SizeTimes:
             times[upper_index] = times[lower] + end_slope * (_size(upper_index) - _size(lower))
 
 
-def _index(units: int) -> int:
-    shift = max(units.bit_length() - _EXACT_BITS, 0)
-    return (shift << (_EXACT_BITS - 1)) + (units >> shift)
+def _index(rows: int) -> int:
+    shift = max(rows.bit_length() - _EXACT_BITS, 0)
+    return (shift << (_EXACT_BITS - 1)) + (rows >> shift)
 
 
 def _size(index: int) -> int:
@@ -509,7 +509,7 @@ class Load:
         self._max_in_flight = 0.0
 
     def record_batch(
-        self, now_ns: int, in_flight: int, count: int, units: int, took_ns: int
+        self, now_ns: int, in_flight: int, count: int, rows: int, took_ns: int
     ) -> None:
         """Record the completion of a batch.
 
@@ -517,17 +517,17 @@ class Load:
             now_ns: The time.
             in_flight: The number of requests that are not completed.
             count: The number of requests in the batch.
-            units: The number of rows in the batch.
+            rows: The size of the batch.
             took_ns: The duration of its execution.
         """
         if self.batch_count:
             gain = max(_RATE_GAIN, 1 / self.batch_count)
-            self._rows_per_request += (units / count - self._rows_per_request) * gain
+            self._rows_per_request += (rows / count - self._rows_per_request) * gain
             self._arrived_rows += (
                 max(in_flight - self._in_flight_before + count, 0) * self._rows_per_request
                 - self._arrived_rows
             ) * gain
-            self._completed_rows += (units - self._completed_rows) * gain
+            self._completed_rows += (rows - self._completed_rows) * gain
             self._execution_ns += (took_ns - self._execution_ns) * gain
             self._interval_ns += (now_ns - self._returned_ns - self._interval_ns) * gain
             busy_instances = self._execution_ns / max(self._interval_ns, 1.0)

@@ -10,7 +10,7 @@ from operator import attrgetter
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.messages.inference import EndSequences, SequenceRow, Submit, correlation_fields
 from shmserve.ipc.tensors.inference import SEQUENCE_START
-from shmserve.ipc.tensors.signature import BatchFit, id_prefix
+from shmserve.ipc.tensors.signature import BatchProperties, id_prefix
 from shmserve.scheduler.batchers.dynamic import WaitUntil
 from shmserve.scheduler.batchers.sequences import (
     InstanceSlots,
@@ -52,7 +52,9 @@ class SequenceDispatcher(Dispatcher):
 
     # --- requests ---------------------------------------------------------------------------------
 
-    def admit(self, client: Client[ScheduledRequest], submit: Submit, fit: BatchFit) -> SequenceKey:
+    def admit(
+        self, client: Client[ScheduledRequest], submit: Submit, properties: BatchProperties
+    ) -> SequenceKey:
         """Return the sequence of a request and its flags there.
 
         Raises:
@@ -65,7 +67,7 @@ class SequenceDispatcher(Dispatcher):
         if not correlation_id and self._rules.spec.iterative_sequence:
             correlation_id = next(i for i in self._generated_ids if not self._sequences.is_open(i))
             flags |= SEQUENCE_START
-        if fit.batch_size != self._rows:
+        if properties.batch_size != self._rows:
             text = f"{model} must specify batch-size 1 due to requirements of sequence batcher"
             raise InvalidArgument(text)
         if not correlation_id:

@@ -76,7 +76,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             settings.name, signature, settings.decoupled, memory, statistics, cache
         )
         self.steps = StepRunner(graph, targets, links, memory, requests)
-        self._decoupled = settings.decoupled
+        self._is_decoupled = settings.decoupled
         self._timeout_is_deadline = settings.timeout_is_deadline
         self._plans: dict[tuple[str, ...], Plan] = {}  # plans by the names of the requested outputs
         self._planned_changes = 0  # the value of `Targets.change_count` when the plans were made
@@ -114,13 +114,13 @@ class EnsembleCore(Core[EnsembleRequest]):
         if 0 < self._max_waiting <= self.steps.waiting_count:
             raise QueueFull(f"{id_prefix(submit.request_id)}Exceeds maximum queue size")
         try:
-            request = self._request(client, submit, lookup, now_ns)
+            request = self._create_request(client, submit, lookup, now_ns)
         except MalformedMessage as error:
             logger.error("model '%s': a request is malformed: %s", self._signature.name, error)
             raise Internal() from None
         self._requests.add(request)
 
-    def _request(
+    def _create_request(
         self, client: Client[EnsembleRequest], submit: Submit, lookup: Lookup | None, now_ns: int
     ) -> EnsembleRequest:
         """Return the request that a message submits, with its inputs in the data flow.
@@ -163,12 +163,12 @@ class EnsembleCore(Core[EnsembleRequest]):
             flow,
             lookup,
             *times,
-            schema_properties.units,
+            schema_properties.rows,
         )
 
     def _derive(self, packed_schema: bytes) -> RequestProperties:
         schema, graph, signature = RequestSchema(packed_schema), self._graph, self._signature
-        fit = signature.fit(packed_schema)
+        properties = signature.batch_properties(packed_schema)
         batched = signature.max_batch_size > 0
         inputs = tuple(
             (
@@ -190,7 +190,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             placed_outputs,
             schema.parameters,
             packed_schema if placed_outputs or schema.parameters else b"",
-            fit.batch_size or 1,
+            properties.batch_size or 1,
         )
 
     def _plan(self, outputs: tuple[str, ...]) -> Plan:
@@ -318,7 +318,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         flow, requests = request.flow, self._requests
         if flow.firings:
             self.steps.run(request, now_ns)
-        if not self._decoupled and len(flow.responses) > 1:
+        if not self._is_decoupled and len(flow.responses) > 1:
             text = id_prefix(request.submit.request_id) + _NOT_DECOUPLED
             requests.fail(request, Unsupported.code, text, now_ns)
             self.steps.cancel(request)
@@ -326,12 +326,12 @@ class EnsembleCore(Core[EnsembleRequest]):
             # Release the request's values now: a running step may wait for their memory.
             flow.close()
             self.steps.drop_waiting(request)
-        elif self._decoupled:
+        elif self._is_decoupled:
             requests.relay(request, now_ns)
         if request.running or request.waiting_count:
             return
         if request.state is RUNNING:
-            if self._decoupled:
+            if self._is_decoupled:
                 if flow.responses:
                     return  # sending continues after the client has read some responses
             elif not flow.has_responded:

@@ -103,7 +103,7 @@ class RequestProperties(NamedTuple):
         placed_outputs: The outputs with ranges of the client's memory.
         parameters: The parameters that the request passes to its steps.
         own_schema: The schema if the ranges or parameters affect the steps' requests; else empty.
-        units: The batch size.
+        rows: The batch size.
     """
 
     entries: int
@@ -113,7 +113,7 @@ class RequestProperties(NamedTuple):
     placed_outputs: tuple[str, ...]
     parameters: dict[str, Any]
     own_schema: bytes
-    units: int
+    rows: int
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +145,7 @@ class EnsembleRequest:
     enqueued_ns: int
     deadline_ns: int
     responded_ns: int
-    units: int
+    rows: int
     running: set[int] = field(default_factory=set)
     state: EnsembleState = RUNNING
     waiting_count: int = 0
@@ -214,7 +214,7 @@ class EnsembleRequests:
 
     _name: str
     _signature: Signature
-    _decoupled: bool
+    _is_decoupled: bool
     _memory: EnsembleMemory
     _statistics: Statistics
     _cache: ResponseCache | None
@@ -319,7 +319,7 @@ class EnsembleRequests:
                 self._succeed(request, now_ns)
             case EnsembleState.FAILED:
                 assert request.failure is not None
-                spans = self._spans(request, now_ns) if request.submit.trace else b""
+                spans = self._encode_spans(request, now_ns) if request.submit.trace else b""
                 request.client.post(replace(request.failure, spans=spans))
             case EnsembleState.REPORTED:
                 request.client.post(Settled(request.submit.id))
@@ -335,9 +335,9 @@ class EnsembleRequests:
             self._warn_absent(flow.absent_outputs)
         times_ns = (request.input_ns, request.infer_ns, request.output_ns)
         timing = Timing(request.enqueued_ns, *times_ns)
-        self._statistics.count_execution(CloseReason.IDLE, request.units, timing, now_ns)
+        self._statistics.count_execution(CloseReason.IDLE, request.rows, timing, now_ns)
         packed_response = NOTHING
-        if self._decoupled:
+        if self._is_decoupled:
             self._count_response(request, b"", final=True, now_ns=now_ns)
         else:
             response = flow.responses.pop()
@@ -345,15 +345,15 @@ class EnsembleRequests:
             _release(response.values())
             self._store(request, packed_response, now_ns)
         self._statistics.count_success(request, timing, now_ns)
-        spans = self._spans(request, now_ns) if submit.trace else b""
-        if self._decoupled:
+        spans = self._encode_spans(request, now_ns) if submit.trace else b""
+        if self._is_decoupled:
             end_message = Responded(submit.id, "", "", *packed_response, True, *times_ns, spans)
             request.client.post(end_message)
         else:
             request.client.post(Finished(submit.id, *packed_response, *times_ns, spans))
 
-    def _spans(self, request: EnsembleRequest, now_ns: int) -> bytes:
-        steps = Timing(0, 0, 0, 0, request.units, spans=request.spans)
+    def _encode_spans(self, request: EnsembleRequest, now_ns: int) -> bytes:
+        steps = Timing(0, 0, 0, 0, request.rows, spans=request.spans)
         times = (request.arrived_ns, request.enqueued_ns, steps, now_ns)
         return spans_of(self._statistics, request.submit, *times)
 

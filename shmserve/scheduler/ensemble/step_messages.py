@@ -231,8 +231,10 @@ class StepMessages:
             assert kind is not None
             shape = kind.shape if spec is None else kind.shape_for(spec.dims, batched)
             inputs.append(TensorRef(name, kind.datatype, shape, value.data))
-        fit = signature.check(request.submit.request_id, inputs, used_outputs)
-        sizes = placed_sizes(firing.step.node, target, self._graph, fit.batch_size, used_outputs)
+        properties = signature.check(request.submit.request_id, inputs, used_outputs)
+        sizes = placed_sizes(
+            firing.step.node, target, self._graph, properties.batch_size, used_outputs
+        )
         to_client = frozenset(item.name for item in used_outputs if item.memory_range is not None)
         names = [output.name for output in used_outputs]
         placed_names = [name for name in names if name in sizes or name in to_client]

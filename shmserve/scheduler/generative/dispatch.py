@@ -31,7 +31,7 @@ from shmserve.ipc.messages.generation import (
 )
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.messages.unions import GenerationReport
-from shmserve.ipc.tensors.signature import BatchFit, id_prefix
+from shmserve.ipc.tensors.signature import BatchProperties, id_prefix
 from shmserve.scheduler.generative.engine import Engine
 from shmserve.scheduler.generative.sequences import Beams, Generation, Sequence, SequenceStatus
 from shmserve.scheduler.instances.dispatch import Dispatcher, SequenceKey, to_works
@@ -117,7 +117,7 @@ class GenerativeDispatcher(Dispatcher):
     # --- admission
 
     def admit(
-        self, client: Client[ScheduledRequest], submit: Submit, fit: BatchFit
+        self, client: Client[ScheduledRequest], submit: Submit, properties: BatchProperties
     ) -> SequenceKey | None:
         """Return None: no request has a sequence. Raise QueueFull if too many requests wait."""
         if self._waiting_count >= self._engine_settings.max_waiting_requests:

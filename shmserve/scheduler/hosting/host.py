@@ -280,9 +280,11 @@ class BatchingScheduler(HostedScheduler):
     def _create_parts(self) -> SchedulerParts:
         endpoint = endpoints.instances(self._start.run_dir, self._start.number)
         workers = PeerCredRouter(endpoint, trailing_pid)
-        fits = Schemas(self._signature.fit)
+        properties_by_schema = Schemas(self._signature.batch_properties)
         clock = time.perf_counter_ns
-        core = BatchingCore(self._settings, fits, workers, self._control, clock, self._cache)
+        core = BatchingCore(
+            self._settings, properties_by_schema, workers, self._control, clock, self._cache
+        )
 
         def read_workers() -> None:
             self._active_schedulers[self] = None

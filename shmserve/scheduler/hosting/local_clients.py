@@ -1,7 +1,7 @@
 """Validation of requests of local clients, which no gateway has validated.
 
 A gateway belongs to the server and is trusted; a local client is not. The identity of a client must
-contain its token, and the memory that a request refers to must be the client's own. The units of a
+contain its token, and the memory that a request refers to must be the client's own. The rows of a
 request in a batch are computed from the request itself.
 
 No gateway measures these requests either. They are sampled for traces. If there is a limit for
@@ -191,7 +191,7 @@ class LocalClientRules:
                 text = f"parameter '{name}' must be a string, an integer, a float or a bool, got "
                 raise MalformedMessage(text + type(value).__name__)
         try:
-            self._signature.fit(packed_schema)
+            self._signature.batch_properties(packed_schema)
         except InvalidArgument:
             return _LocalSchema(schema, fits_model=False)
         return _LocalSchema(schema, fits_model=True)

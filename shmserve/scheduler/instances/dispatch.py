@@ -28,7 +28,7 @@ from shmserve.ipc.messages.inference import (
     Work,
 )
 from shmserve.ipc.messages.supervision import InstanceServed
-from shmserve.ipc.tensors.signature import BatchFit
+from shmserve.ipc.tensors.signature import BatchProperties
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.dynamic import (
     Batch,
@@ -165,7 +165,7 @@ class Executions:
         if self._settings.padding is not None:
             padded_batch = self._settings.padding.batch()
             for request in requests:
-                padded_batch.may_join(request.shape_key, request.units)
+                padded_batch.may_join(request.shape_key, request.rows)
             self._statistics.executions.count_padding(padded_batch.elements())
         null_rows = len(rows) - len(requests) if rows else 0
         execution = Execution(next(self._ids), requests, reason, now_ns, now_ns, rows=null_rows)
@@ -345,7 +345,7 @@ class Dispatcher(ABC):
         """Stop waiting for further requests: batches run with the requests that are queued."""
 
     def admit(
-        self, client: Client[ScheduledRequest], submit: Submit, fit: BatchFit
+        self, client: Client[ScheduledRequest], submit: Submit, properties: BatchProperties
     ) -> SequenceKey | None:
         """Admit a request before it is enqueued; return its sequence, or None if it has none.
 

@@ -409,7 +409,7 @@ class Pool:
             self.due_ns = execution.started_ns + self._limit_ns
         worker, requests = slot.worker, slot.requests
         for request in execution.requests:
-            execution.rows += request.units
+            execution.rows += request.rows
             requests[request.key] = request
             request.worker = worker
             request.responded_ns = execution.sent_ns

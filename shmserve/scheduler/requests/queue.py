@@ -29,7 +29,7 @@ from typing import Generic, TypeVar
 from shmserve.errors import QueueFull, Unavailable
 from shmserve.ipc.messages.inference import MAX_TIMEOUT_US, Submit
 from shmserve.ipc.model_spec import LevelPolicy
-from shmserve.ipc.tensors.signature import BatchFit, id_prefix
+from shmserve.ipc.tensors.signature import BatchProperties, id_prefix
 from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest, State
 from shmserve.scheduler.settings import Settings
 
@@ -245,7 +245,7 @@ class RequestQueue:
         self,
         client: Client[ScheduledRequest],
         submit: Submit,
-        fit: BatchFit,
+        properties: BatchProperties,
         now_ns: int,
         *,
         cached: bool = False,
@@ -265,8 +265,8 @@ class RequestQueue:
             self._next_key(),
             client,
             submit.id,
-            fit.batch_size or 1,
-            fit.shape_key,
+            properties.batch_size or 1,
+            properties.shape_key,
             arrived_ns,
             now_ns,
             deadline_ns,

@@ -206,7 +206,7 @@ class Outcome(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ScheduledRequest:
-    """An inference, which counts for `units` in a batch. Times are monotonic ns; 0: none.
+    """An inference, which counts for `rows` in a batch. Times are monotonic ns; 0: none.
 
     Attributes:
         submit: The message that submitted the request.
@@ -228,7 +228,7 @@ class ScheduledRequest:
     key: int
     client: Client[ScheduledRequest]
     id: int
-    units: int
+    rows: int
     shape_key: bytes
     arrived_ns: int
     enqueued_ns: int

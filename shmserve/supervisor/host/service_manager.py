@@ -41,7 +41,7 @@ class ServiceManager:
     def __init__(self, address: str | None, watchdog_s: float = 0.0) -> None:
         self._socket: socket.socket | None = None
         self._state = ""
-        self._stopping = False
+        self._is_stopping = False
         self._unsent_messages: deque[tuple[bytes, list[int]]] = deque()
         self._all_sent = asyncio.Event()
         self._all_sent.set()
@@ -85,12 +85,12 @@ class ServiceManager:
 
     def report_stopping(self, state: str) -> None:
         """Report that the server ends; `state` is its last status line."""
-        self._stopping = True
+        self._is_stopping = True
         self._notify("STOPPING=1", f"STATUS={state}")
 
     def notify_status(self, state: str) -> None:
         """Report the status line for `systemctl status` if it has changed."""
-        if state != self._state and not self._stopping:
+        if state != self._state and not self._is_stopping:
             self._state = state
             self._notify(f"STATUS={state}")
 

@@ -188,7 +188,9 @@ class Instances:
         first = self._instances[0]
         await self._spawn(first, self._spec.config, len(self._instances))
         self._send(first, m.CompleteConfig(self._spec.config))
-        self.reported_config = (await self._loaded_response(first, m.ConfigCompleted)).config
+        self.reported_config = (
+            await self._receive_loaded_response(first, m.ConfigCompleted)
+        ).config
         self.config = self._finalise_config(self._spec, self.reported_config)
         instances = expand_instances(self.config, self._replaced_count)
         if [i.device for i in instances] == [i.device for i in self._instances]:
@@ -223,7 +225,7 @@ class Instances:
         self._announce(instance)
         endpoint = self._scheduler.instances_endpoint
         self._send(instance, m.LoadInstance(config, endpoint))
-        message = await self._loaded_response(instance, m.InstanceLoaded)
+        message = await self._receive_loaded_response(instance, m.InstanceLoaded)
         instance.mark_loaded(message.checks_ready, message.device_byte_size)
         current = self._scheduler.instances_endpoint
         # The scheduler may have been replaced while the model loaded.
@@ -272,17 +274,17 @@ class Instances:
 
         self._context.enrol(child.pid, "worker", receive)
         self._check_needed(instance)
-        instance.stacks_fd = (await self._response(instance, m.WorkerStarted)).stacks_fd
+        instance.stacks_fd = (await self._receive_response(instance, m.WorkerStarted)).stacks_fd
         instance.transition("started")
 
-    async def _loaded_response(self, instance: Instance, kind: type[T]) -> T:
+    async def _receive_loaded_response(self, instance: Instance, kind: type[T]) -> T:
         """Wait for the response of a step that runs the model's code, which may hang."""
         limit_s = self._context.config.load_timeout_s
-        response = self._response(instance, kind)
+        response = self._receive_response(instance, kind)
         folder = self._spec.model_dir
         return await wait_for_load(response, instance, folder, limit_s, self._on_change)
 
-    async def _response(self, instance: Instance, kind: type[T]) -> T:
+    async def _receive_response(self, instance: Instance, kind: type[T]) -> T:
         """Return the worker's next message, which must be of this kind.
 
         Raises:

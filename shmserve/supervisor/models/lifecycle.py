@@ -152,10 +152,13 @@ class Lifecycle:
         return order
 
     def _unload(
-        self, model: ModelEntry, by_model: dict[ModelEntry, Order | None], on_demand: bool = False
+        self,
+        model: ModelEntry,
+        orders_by_model: dict[ModelEntry, Order | None],
+        on_demand: bool = False,
     ) -> Order:
-        cause = Cause.STEP if by_model else Cause.CALLER
-        by_model[model] = None
+        cause = Cause.STEP if orders_by_model else Cause.CALLER
+        orders_by_model[model] = None
         model.on_demand = on_demand
         model.is_outdated = False  # the serving versions are not reloaded
         users = dict.fromkeys(self._registry.users_of(model))
@@ -168,11 +171,11 @@ class Lifecycle:
             elif order.model is not model:
                 users[order.model] = None  # the ensemble is unloaded once it has been loaded
         for user in users:
-            if user not in by_model:
-                by_model[user] = self._unload(user, by_model, on_demand)
-        unloads = [unload for user in users if (unload := by_model[user]) is not None]
+            if user not in orders_by_model:
+                orders_by_model[user] = self._unload(user, orders_by_model, on_demand)
+        unloads = [unload for user in users if (unload := orders_by_model[user]) is not None]
         order = Order(model, OrderKind.UNLOAD, causes=cause, prerequisites=unloads)
-        by_model[model] = self._add(order)
+        orders_by_model[model] = self._add(order)
         return order
 
     def _group(self, name: str) -> Group:

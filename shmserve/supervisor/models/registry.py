@@ -209,9 +209,11 @@ class ModelRegistry:
             folders: The models of the repositories.
             ready_only: Whether only ready versions are listed.
         """
-        by_model = {name: statuses(model) for name, model in self.models.items()}
-        names = sorted({*folders, *(name for name, versions in by_model.items() if versions)})
-        parts = (index_rows(n, by_model.get(n), folders.get(n), ready_only) for n in names)
+        statuses_by_model = {name: statuses(model) for name, model in self.models.items()}
+        names = sorted(
+            {*folders, *(name for name, versions in statuses_by_model.items() if versions)}
+        )
+        parts = (index_rows(n, statuses_by_model.get(n), folders.get(n), ready_only) for n in names)
         return [row for rows in parts for row in rows]
 
     def states(self) -> dict[tuple[str, str], Status]:

@@ -48,7 +48,7 @@ class SchedulerHandle:
     scheduler was never opened.
     """
 
-    def __init__(self, host: _Host, name: str, number: int) -> None:
+    def __init__(self, host: _SchedulerHost, name: str, number: int) -> None:
         self.name = name
         self.child = host.child
         self.address = SchedulerAddress(host.child.pid, number)
@@ -61,7 +61,7 @@ class SchedulerHandle:
         return self.child.alive and not self.close_future.done()
 
 
-class _Host:
+class _SchedulerHost:
     """A host process, its schedulers by number, and the `names` of models that may share it."""
 
     def __init__(self, child: Child) -> None:
@@ -81,7 +81,7 @@ class SchedulerHosts:
     """
 
     _context: SupervisorContext
-    _hosts: list[_Host] = field(init=False, default_factory=list)
+    _hosts: list[_SchedulerHost] = field(init=False, default_factory=list)
     _spawn_lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     async def open(
@@ -92,7 +92,7 @@ class SchedulerHosts:
         Raises:
             Unavailable: No process can host it.
         """
-        host = await self._host(group)
+        host = await self._find_or_start_host(group)
         host.pending_opens += 1
         try:
             await wait_any(host.ready_future, host.child.exited)
@@ -112,14 +112,14 @@ class SchedulerHosts:
             return any(handle.name not in group.names for handle in host.handles.values())
         return self._running_host(group) not in (None, host)
 
-    def _running_host(self, group: Group) -> _Host | None:
+    def _running_host(self, group: Group) -> _SchedulerHost | None:
         if len(group.names) > 1:
             for host in self._hosts:
                 if host.child.alive and host.names & group.names:
                     return host
         return None
 
-    async def _host(self, group: Group) -> _Host:
+    async def _find_or_start_host(self, group: Group) -> _SchedulerHost:
         """Return the process that hosts a group, or start one."""
         async with self._spawn_lock:
             self._hosts = [host for host in self._hosts if host.child.alive]
@@ -129,14 +129,14 @@ class SchedulerHosts:
                 return existing_host
             start = HostStart(group.title, self._context.run_dir, self._context.log)
             child = await self._context.front_zygote.spawn(group.title, _ENTRY, encode_start(start))
-            host = _Host(child)
+            host = _SchedulerHost(child)
             if len(group.names) > 1:
                 host.names = group.names
             self._hosts.append(host)
             self._context.enrol(child.pid, "host", partial(self._handle_host_message, host))
             return host
 
-    def _handle_host_message(self, host: _Host, message: Any) -> None:
+    def _handle_host_message(self, host: _SchedulerHost, message: Any) -> None:
         match message:
             case m.Started():
                 resolve_future(host.ready_future, None)
@@ -249,7 +249,7 @@ class VersionScheduler:
         self.counters = CarriedCounters(self.send)
         self._publish_counters = False
         self._snapshot: asyncio.Future[dict[str, Any]] | None = None
-        self._rate_limited = False
+        self._is_rate_limited = False
 
     @property
     def endpoint(self) -> str:
@@ -294,7 +294,7 @@ class VersionScheduler:
         start = self._start_record(number, config, worker_pids)
         on_message = partial(self._on_scheduler_message, self.counters)
         handle = self._latest = await self.hosts.open(self._group, start, on_message)
-        if self._rate_limited:
+        if self._is_rate_limited:
             context.tickets.bind(handle.address, id(self))
         # A scheduler receives no message before it is ready.
         await wait_any(ready_future, handle.close_future, handle.child.exited)
@@ -318,7 +318,7 @@ class VersionScheduler:
     ) -> SchedulerStart:
         context, server = self._context, self._context.config
         quantiles = server.metrics.summary_quantiles
-        limits = replace(server.scheduling, quantiles=quantiles, rate_limited=self._rate_limited)
+        limits = replace(server.scheduling, quantiles=quantiles, rate_limited=self._is_rate_limited)
         return SchedulerStart(
             kind="ensemble" if self._spec.steps else "scheduler",
             number=number,
@@ -435,7 +435,7 @@ class VersionScheduler:
         if self.is_limited(config):
             needs = {i.index: Needs.of(i.rate_limit, i.device_id) for i in instances}
             self._context.tickets.join(id(self), needs)
-            self._rate_limited = True
+            self._is_rate_limited = True
 
     def release(self, instance: Instance) -> None:
         """Release the rate-limiter resources of an instance that has ended."""

@@ -348,7 +348,7 @@ class Zygote:
         self._forking_spare: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._stopping = False
+        self._is_stopping = False
         self._failed_starts = 0
 
     def start(self) -> None:
@@ -431,7 +431,7 @@ class Zygote:
         self._read_responses()
         self._loop.remove_reader(self._serving_zygote.link.fileno())
         self._serving_zygote.link.close()
-        if self._stopping:
+        if self._is_stopping:
             return
         logger.error("%s ended (%s)", self._title, exited.result())
         spare, self._spare = self._spare, None
@@ -464,7 +464,7 @@ class Zygote:
     def _fork_spare(self) -> None:
         is_forking = self._forking_spare is not None and not self._forking_spare.done()
         broken = self._ready.done() and self._ready.exception() is not None
-        if not (self._stopping or self._spare or is_forking or broken):
+        if not (self._is_stopping or self._spare or is_forking or broken):
             self._forking_spare = self._loop.create_task(self._start_spare())
 
     async def _start_spare(self) -> None:
@@ -485,7 +485,7 @@ class Zygote:
         if self._spare is spare:
             self._spare = None
             spare.link.close()
-            if not self._stopping:
+            if not self._is_stopping:
                 logger.error("%s ended (%s)", spare.child.title, exited.result())
                 pause_s = self._backoff.pause_s(time.monotonic() - spare.started_at)
                 self._loop.call_later(pause_s, self._fork_spare)
@@ -493,7 +493,7 @@ class Zygote:
     # --- requests
 
     def _restart(self) -> None:
-        if self._stopping:
+        if self._is_stopping:
             return
         try:
             self.start()
@@ -516,7 +516,7 @@ class Zygote:
         Raises:
             Unavailable: There is no zygote, or the host has no resources for another process.
         """
-        while not self._stopping:
+        while not self._is_stopping:
             await asyncio.shield(self._ready)
             assert self._serving_zygote is not None
             zygote = self._serving_zygote.child
@@ -556,7 +556,7 @@ class Zygote:
 
     def stop(self) -> None:
         """Close the links; the zygote then removes the run directory and exits."""
-        self._stopping = True
+        self._is_stopping = True
         if self._forking_spare is not None:
             self._forking_spare.cancel()
         for process in (self._serving_zygote, self._spare):

@@ -144,7 +144,7 @@ class ControlSocket:
         self._early_messages: deque[tuple[Address, bytes, Any]] = deque(maxlen=_MAX_EARLY_MESSAGES)
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._router.fd, self._receive)
-        self._flushing = False
+        self._is_flushing = False
 
     # --- peers
 
@@ -214,7 +214,7 @@ class ControlSocket:
 
     def _receive(self) -> None:
         for identity, message in self._router.receive():
-            address = _address(identity)
+            address = _parse_address(identity)
             if address in self._enrolled_peers:
                 self._handle_enrolled(address, identity, message)
             elif sum(item[0] == address for item in self._early_messages) < _MAX_EARLY_PER_ADDRESS:
@@ -248,8 +248,8 @@ class ControlSocket:
         if identity is None:
             return
         self._router.post(identity, message)
-        if not self._flushing:
-            self._flushing = True
+        if not self._is_flushing:
+            self._is_flushing = True
             self._loop.call_soon(self.flush)
 
     def broadcast(self, message: Any, *roles: str) -> None:
@@ -275,7 +275,7 @@ class ControlSocket:
 
     def flush(self) -> None:
         """Send the queued messages now, before the end of the loop's turn."""
-        self._flushing = False
+        self._is_flushing = False
         self._router.flush()
 
     def close(self) -> None:
@@ -285,7 +285,7 @@ class ControlSocket:
         self._router.close()
 
 
-def _address(identity: bytes) -> Address:
+def _parse_address(identity: bytes) -> Address:
     role, _, remainder = identity.partition(b".")
     pid, number = trailing_pid(identity), leading_pid(remainder)
     return SchedulerAddress(pid, number) if role in _HOSTED_ROLES and number else pid
@@ -350,14 +350,14 @@ class TraceControl:
                 self._changes[model] = previous_changes or {}
                 raise InvalidArgument(f"Attempting to set invalid trace setting :{problem}")
             logger.info("trace settings of %s: %s", model or "all models", changes)
-            self._control.broadcast(self._message(), "gateway", "scheduler", "ensemble")
+            self._control.broadcast(self._tracing_message(), "gateway", "scheduler", "ensemble")
         return self._settings_of(model).as_string_lists()
 
     def _settings_of(self, model: str) -> TraceSettings:
         common = self._start.with_changes(self._changes.get("", {}))
         return common.with_changes(self._changes.get(model, {})) if model else common
 
-    def _message(self) -> SetTracing:
+    def _tracing_message(self) -> SetTracing:
         settings = {name: asdict(self._settings_of(name)) for name in ("", *self._changes)}
         return SetTracing(settings, self._slow_request_ms)
 
@@ -369,7 +369,7 @@ class TraceControl:
     def send_settings(self, address: Address) -> None:
         """Send the settings to a gateway or scheduler, unless they are the defaults."""
         if self._start.on or self._changes or self._slow_request_ms:
-            self._control.send(address, self._message())
+            self._control.send(address, self._tracing_message())
 
     def on_traced(self, _: Address, message: RequestTraced) -> None:
         """Forward the trace of a local client's request to a gateway, which writes traces."""

@@ -282,7 +282,7 @@ def batcher_states(draw: st.DrawFn) -> tuple[Batcher, int, list[Item]]:
     item = st.builds(
         Item,
         enqueued_ns=st.integers(now_ns - 40 * MS, now_ns),
-        units=st.integers(1, max_batch_size),
+        rows=st.integers(1, max_batch_size),
         shape_key=st.sampled_from([b"a", b"a", b"a", b"b"]),
     )
     return batcher, now_ns, draw(st.lists(item, min_size=1, max_size=14))
@@ -303,7 +303,7 @@ def test_decisions_are_legal_and_waits_end(drawn_case: tuple[Batcher, int, list[
             continue
         batch_items = queue[: decision.count]
         assert 1 <= decision.count <= len(queue)
-        assert sum(item.units for item in batch_items) <= max_batch_size
+        assert sum(item.rows for item in batch_items) <= max_batch_size
         assert len({item.shape_key for item in batch_items}) == 1
         del queue[: decision.count]
     pytest.fail("it waits for ever")

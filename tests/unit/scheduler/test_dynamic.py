@@ -19,7 +19,7 @@ DELAY_NS = 100_000
 class Item:
     """A request with the attributes that the batcher reads."""
 
-    units: int = 1
+    rows: int = 1
     shape_key: bytes = b""
     enqueued_ns: int = NOW
     flush_by_ns: int = NEVER
@@ -72,14 +72,14 @@ def test_padded_shapes_share_a_batch_up_to_their_bound(
     assert isinstance(decision, Batch)
     batch_items = queued_items[: decision.count]
     batch = padding.batch()
-    assert all(batch.may_join(item.shape_key, item.units) for item in batch_items)
-    total = sum(item.units for item in batch_items)
+    assert all(batch.may_join(item.shape_key, item.rows) for item in batch_items)
+    total = sum(item.rows for item in batch_items)
     if decision.count < len(queued_items):
         next_item = queued_items[decision.count]
-        next_fits = total + next_item.units <= max_batch_size
+        next_fits = total + next_item.rows <= max_batch_size
         assert (
             not next_fits
-            or not batch.may_join(next_item.shape_key, next_item.units)
+            or not batch.may_join(next_item.shape_key, next_item.rows)
             or total == max_batch_size
         )
         assert (decision.reason is CloseReason.SHAPE) == (next_fits and total < max_batch_size)
@@ -107,7 +107,7 @@ def queue_states(draw: st.DrawFn) -> tuple[list[Item], Batching, int]:
     )
     item = st.builds(
         Item,
-        units=st.integers(1, max_batch_size),
+        rows=st.integers(1, max_batch_size),
         shape_key=st.sampled_from([b"a", b"b"]) if draw(st.booleans()) else st.just(b"a"),
         enqueued_ns=st.integers(NOW - 1500, NOW),
         flush_by_ns=st.one_of(st.just(NEVER), st.integers(NOW, NOW + 2000)),
@@ -118,7 +118,7 @@ def queue_states(draw: st.DrawFn) -> tuple[list[Item], Batching, int]:
 def fits(queue: list[Item], count: int, batching: Batching) -> bool:
     """Return whether the first `count` requests may run together."""
     batch_items = queue[:count]
-    return sum(item.units for item in batch_items) <= batching.max_batch_size and all(
+    return sum(item.rows for item in batch_items) <= batching.max_batch_size and all(
         item.shape_key == batch_items[0].shape_key for item in batch_items
     )
 
@@ -137,7 +137,7 @@ def test_a_batch_is_legal_and_its_reason_true(drawn_case: tuple[list[Item], Batc
     decision = decide(NOW, queue, batching, reserve_ns)
     if not isinstance(decision, Batch):
         return
-    count, total = decision.count, sum(item.units for item in queue[: decision.count])
+    count, total = decision.count, sum(item.rows for item in queue[: decision.count])
     limit = max_batch(queue, batching)
     next_item = queue[count] if count < len(queue) else None
     oldest = min(item.enqueued_ns for item in queue[:limit])
@@ -147,7 +147,7 @@ def test_a_batch_is_legal_and_its_reason_true(drawn_case: tuple[list[Item], Batc
     match decision.reason:
         case CloseReason.FULL:
             assert total == batching.max_batch_size or (
-                next_item is not None and total + next_item.units > batching.max_batch_size
+                next_item is not None and total + next_item.rows > batching.max_batch_size
             )
         case CloseReason.SHAPE:
             assert next_item is not None and next_item.shape_key != queue[0].shape_key
@@ -155,7 +155,7 @@ def test_a_batch_is_legal_and_its_reason_true(drawn_case: tuple[list[Item], Batc
         case CloseReason.PREFERRED:
             assert not waited_enough
             assert total in batching.preferred or (
-                next_item is None or total + next_item.units > max(batching.preferred)
+                next_item is None or total + next_item.rows > max(batching.preferred)
             )
         case CloseReason.DELAY:
             assert waited_enough and count == limit
@@ -177,7 +177,7 @@ def test_waits_are_bounded_and_end_in_batches(drawn_case: tuple[list[Item], Batc
         assert NOW < decision.ns <= min(item.enqueued_ns for item in queue) + batching.delay_ns
         # The batcher waits only if all queued requests fit into one batch that can still grow.
         assert fits(queue, len(queue), batching)
-        assert sum(item.units for item in queue) < max(batching.preferred)
+        assert sum(item.rows for item in queue) < max(batching.preferred)
         at_the_end = decide(decision.ns, queue, batching, reserve_ns)
         assert isinstance(at_the_end, Batch) and at_the_end.count == len(queue)
 

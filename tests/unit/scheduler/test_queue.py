@@ -8,7 +8,7 @@ from shmserve.errors import QueueFull, Unavailable
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.messages.supervision import SchedulingLimits
 from shmserve.ipc.model_spec import ModelSpec
-from shmserve.ipc.tensors.signature import BatchFit
+from shmserve.ipc.tensors.signature import BatchProperties
 from shmserve.scheduler.requests.queue import RequestQueue
 from shmserve.scheduler.requests.request import NEVER, Client, Event, ScheduledRequest
 from shmserve.scheduler.settings import Settings
@@ -37,8 +37,8 @@ def submit(**fields: Any) -> Submit:
 
 
 def admit(queue: RequestQueue, now_ns: int = NOW, **fields: Any) -> ScheduledRequest:
-    batch_fit = BatchFit(fields.pop("batch_size", 1), b"")
-    return queue.enqueue(CLIENT, submit(**fields), batch_fit, now_ns)
+    properties = BatchProperties(fields.pop("batch_size", 1), b"")
+    return queue.enqueue(CLIENT, submit(**fields), properties, now_ns)
 
 
 def test_the_policys_bound_overrides_the_servers() -> None:

@@ -31,7 +31,7 @@ from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends import Backend, OutputStream, Request, Response
 from shmserve.workers.backends.llm import engine_file
 from shmserve.workers.backends.llm.engine import DraftModel, Propose, WorkerEngine, propose_ngrams
-from shmserve.workers.backends.llm.engine_file import max_instances_per_device, with_sizes
+from shmserve.workers.backends.llm.engine_file import max_instances_per_device, with_default_sizes
 from shmserve.workers.backends.llm.model.attention import KvCache
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.model.transformer import Passes, Transformer
@@ -187,7 +187,7 @@ class LlmBackend(Backend):
         reasoning_parser = settings.reasoning_parser or reasoning_parser
         settings = replace(settings, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
         instances = max_instances_per_device(config.instance_group)
-        return with_sizes(settings, checkpoint.architecture, self.context.device, instances)
+        return with_default_sizes(settings, checkpoint.architecture, self.context.device, instances)
 
     def _find_proposer(self, settings: EngineSettings) -> Propose | None:
         speculation = settings.speculative_decoding

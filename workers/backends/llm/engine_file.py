@@ -84,7 +84,7 @@ _FLOAT_BYTES = 4
 _HOST_DEVICE = -1  # represents the host among the numbers of GPUs
 
 
-def with_sizes(
+def with_default_sizes(
     settings: EngineSettings, model: Architecture, device: str, instances: int
 ) -> EngineSettings:
     """Return the settings with defaults for sizes that are not set.

@@ -297,7 +297,7 @@ class TextResponse:
         with self._link.lock:
             if not self.output_stream.may_send:
                 return False
-            response = Response(self._outputs(samples, final))
+            response = Response(self._encode_outputs(samples, final))
             for sample in samples:
                 sample.is_open = not sample.finish_reason
                 if not final:
@@ -306,7 +306,7 @@ class TextResponse:
             self.output_stream.send(response, final)
         return True
 
-    def _outputs(self, samples: list[SampleText], final: bool) -> list[Output]:
+    def _encode_outputs(self, samples: list[SampleText], final: bool) -> list[Output]:
         texts, tokens, logprobs = zip(*(sample.take() for sample in samples), strict=True)
         values: dict[str, tuple[str, Iterable[Any]]] = {
             "text_output": ("BYTES", map(str.encode, texts)),
@@ -345,7 +345,7 @@ class TextResponse:
         is about the prompt, and present if `prompt_logprobs` is set.
         """
         prompt = self.prompt
-        content = with_pauses(itertools.starmap(self._entry, tokens))
+        content = with_pauses(itertools.starmap(self._score_entry, tokens))
         members: dict[str, Iterable[Any]] = {"content": content}
         if prompt.top_logprobs >= 0 and not sample.was_sent:
             self.encode_prompt()
@@ -370,17 +370,17 @@ class TextResponse:
             if prompt.offsets:
                 echo_entry = self._echo_entry(score, token, prompt.offsets[position])
             if score is not None and parameters.prompt_logprobs >= 0:
-                prompt_entry = self._entry(score, top=parameters.prompt_logprobs)
+                prompt_entry = self._score_entry(score, top=parameters.prompt_logprobs)
             parts = orjson.dumps(echo_entry), orjson.dumps(prompt_entry)
             self._prompt_entries.append((orjson.Fragment(parts[0]), orjson.Fragment(parts[1])))
 
     def _echo_entry(self, score: TokenLogprobs | None, token: int, offset: int) -> dict[str, Any]:
         if score is not None:
-            return self._entry(score, offset, self.prompt.parameters.logprobs)
+            return self._score_entry(score, offset, self.prompt.parameters.logprobs)
         entry = {**self._token_entry(token, 0.0), "logprob": None, "top_logprobs": None}
         return {**entry, "text_offset": offset}
 
-    def _entry(
+    def _score_entry(
         self, score: TokenLogprobs, offset: int = 0, top: int | None = None
     ) -> dict[str, Any]:
         likeliest = [self._token_entry(token, value) for token, value in score.top[:top]]

@@ -270,7 +270,10 @@ class Detokenizer:
         self, texts: TokenTexts, skip_special_tokens: bool, prompt: Sequence[int] = ()
     ) -> None:
         self._decode = functools.partial(texts.decode, skip_special_tokens=skip_special_tokens)
-        self._ends_word, self._begins_inside = texts.ends_word, texts.begins_inside_character
+        self._ends_word, self._begins_inside_character = (
+            texts.ends_word,
+            texts.begins_inside_character,
+        )
         self._skipped = texts.special if skip_special_tokens else frozenset()
         context = [token for token in prompt[-4 * _MAX_HELD_TOKENS :] if token not in self._skipped]
         context = context[-_MAX_HELD_TOKENS:]
@@ -288,7 +291,7 @@ class Detokenizer:
         character that the token does not continue, since it is replaced by U+FFFD.
         """
         delayed_spaces = bool(self._tokens) and self._ends_word(self._tokens[-1])
-        replaced = 0 if self._begins_inside(token) else self._replaced_length
+        replaced = 0 if self._begins_inside_character(token) else self._replaced_length
         return self._emitted_length + self._held_length + delayed_spaces + replaced
 
     def add(self, token: int) -> str:

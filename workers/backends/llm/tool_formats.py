@@ -48,14 +48,14 @@ class CallGrammar(NamedTuple):
     """The expressions of a grammar for tool calls.
 
     Attributes:
-        heads: The alternatives for the first call: its opening text, and an expression for the
-            rest. If calls are optional, other text may precede the opening text.
+        first_calls: The alternatives for the first call: its opening text, and an expression for
+            the rest. If calls are optional, other text may precede the opening text.
         separator: The expression between calls.
         call: The expression for each call after the first.
         end: The expression after the last call.
     """
 
-    heads: list[tuple[str, str]]
+    first_calls: list[tuple[str, str]]
     separator: str
     call: str
     end: str = ""
@@ -355,7 +355,7 @@ def _qwen_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
 
 def _xml_call_rule(lark: Lark, tool: Tool) -> str:
     parts = [lark.text(f"\n<function={tool.name}>\n")]
-    for name, schema, required in _parameters(tool, "[^>\n]+"):
+    for name, schema, required in _separate_parameters(tool, "[^>\n]+"):
         value = _xml_value_rule(lark, name, schema, tool.parameters)
         parts.append(value if required else f"{lark.rule(value)}?")
     return " ".join([*parts, lark.text("</function>\n</tool_call>")])
@@ -446,7 +446,7 @@ _WHOLE_OBJECT = {
 }
 
 
-def _parameters(tool: Tool, name_pattern: str) -> list[tuple[str, dict[str, Any], bool]]:
+def _separate_parameters(tool: Tool, name_pattern: str) -> list[tuple[str, dict[str, Any], bool]]:
     """Return the name and the schema of each parameter of a tool, and whether it is required.
 
     Optional parameters whose names the format cannot write are omitted.
@@ -610,9 +610,9 @@ def _escape(text: str) -> str:
 
 def _pythonic_grammar(lark: Lark, tools: tuple[Tool, ...]) -> CallGrammar:
     rests = {t.name: lark.rule(f"{_python_arguments(lark, t)} {lark.text(')')}") for t in tools}
-    heads = [(f"[{name}(", arguments_rule) for name, arguments_rule in rests.items()]
+    first_calls = [(f"[{name}(", arguments_rule) for name, arguments_rule in rests.items()]
     call = lark.alternatives(f"{lark.text(name + '(')} {rule}" for name, rule in rests.items())
-    return CallGrammar(heads, lark.text(", "), call, lark.text("]"))
+    return CallGrammar(first_calls, lark.text(", "), call, lark.text("]"))
 
 
 def _python_arguments(lark: Lark, tool: Tool) -> str:
@@ -622,7 +622,7 @@ def _python_arguments(lark: Lark, tool: Tool) -> str:
     the visited parameters at the beginning of the list, `further` after an earlier argument.
     """
     first_member, further = '""', '""'
-    for name, schema, required in reversed(_parameters(tool, NAME.pattern)):
+    for name, schema, required in reversed(_separate_parameters(tool, NAME.pattern)):
         value = f"{lark.text(name + '=')} {lark.json(schema)}"
         rest_rule = lark.rule(further)
         begin = f"{value} {rest_rule}"

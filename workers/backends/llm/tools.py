@@ -291,16 +291,18 @@ class MessageFormats:
             request is not None and request.required,
         )
 
-    def grammar(self, request: ToolRequest | None, output_format: MessageFormat, body: bool) -> str:
+    def grammar(
+        self, request: ToolRequest | None, output_format: MessageFormat, has_body_grammar: bool
+    ) -> str:
         """Return a grammar of the message; "" if the message is not restricted.
 
         Args:
             request: The tools of the request, if any.
             output_format: The format of the message.
-            body: Whether the content has a grammar, which the rule `body` refers to.
+            has_body_grammar: Whether the content has a grammar, which the rule `body` refers to.
         """
         has_calls = output_format.has_call_grammar
-        if not has_calls and not (body and output_format.reasoning):
+        if not has_calls and not (has_body_grammar and output_format.reasoning):
             return ""
         markers = {*output_format.family.markers, *output_format.reasoning}
         lark = Lark({name: token for name, token in self._added_tokens.items() if name in markers})
@@ -308,16 +310,16 @@ class MessageFormats:
         may_omit_end = False
         if request is not None and has_calls:
             calls = output_format.family.call_grammar(lark, request.tools)
-            required = request.required or body
+            required = request.required or has_body_grammar
             heads = (
                 f"{lark.text(begin) if required else lark.any_text(begin)} {call_rule}"
-                for begin, call_rule in calls.heads
+                for begin, call_rule in calls.first_calls
             )
-            tags = {begin for begin, _ in calls.heads}
+            tags = {begin for begin, _ in calls.first_calls}
             may_omit_end = output_format.calls_end_reasoning and tags <= markers
             start = lark.sequence(calls, lark.alternatives(heads), request.parallel)
             if not request.required:
-                if body:
+                if has_body_grammar:
                     start = f"{start} | @body"
                 else:
                     start = f"{start}{'*' if request.parallel else '?'} TEXT"

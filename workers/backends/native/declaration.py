@@ -195,7 +195,7 @@ def _declared_result(
             f"'{model.__name__}.predict' yields: annotate it with '-> {kind}[...]', and "
             f"{_ANNOTATION_ADVICE}"
         )
-    return *_outputs(model.__name__, result), streams
+    return *_convert_result_hint(model.__name__, result), streams
 
 
 def _predict_method(model: type) -> Callable[..., Any]:
@@ -240,7 +240,7 @@ def _parameter(owner: str, parameter: inspect.Parameter, hint: Any) -> Parameter
     return Parameter(parameter.name, tensor, is_numpy or tensor.datatype == "BYTES", optional)
 
 
-def _outputs(
+def _convert_result_hint(
     owner: str, hint: Any
 ) -> tuple[dict[str, TensorType], Callable[[Any], Mapping[str, Any]]]:
     subject = f"the result of '{owner}.predict'"

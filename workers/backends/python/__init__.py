@@ -75,7 +75,7 @@ class PythonBackend(Backend):
         self._server = server.ServerApi(context)
         server.install(self._server)
         self._execution: PythonExecution | None = None
-        self._decoupled: DecoupledExecution | None = None
+        self._decoupled_execution: DecoupledExecution | None = None
         self._class: Any = None
         self._model: Any = None
 
@@ -129,7 +129,7 @@ class PythonBackend(Backend):
         sequences = config.sequence_batching
         is_iterative = sequences is not None and sequences.iterative_sequence
         if config.decoupled:
-            self._decoupled = DecoupledExecution(context, self._model, is_iterative)
+            self._decoupled_execution = DecoupledExecution(context, self._model, is_iterative)
         else:
             self._execution = PythonExecution(context, self._model, is_iterative)
         self.checks_ready = hasattr(self._model, "is_ready")
@@ -152,9 +152,9 @@ class PythonBackend(Backend):
 
         Errors of the model are passed on.
         """
-        assert self._decoupled is not None
+        assert self._decoupled_execution is not None
         with self._server.decoupled_execution([stream.request for stream in streams]):
-            self._decoupled.execute(streams)
+            self._decoupled_execution.execute(streams)
 
     def is_ready(self) -> bool:
         """Return the result of the model's `is_ready`, which may be a coroutine function.
@@ -164,7 +164,9 @@ class PythonBackend(Backend):
         Raises:
             Internal: The result is not a bool.
         """
-        return check_ready(self._model, self._decoupled.run if self._decoupled else asyncio.run)
+        return check_ready(
+            self._model, self._decoupled_execution.run if self._decoupled_execution else asyncio.run
+        )
 
     def _metrics_changed(self, at_once: bool) -> None:
         self.context.control.wake()
@@ -178,7 +180,7 @@ class PythonBackend(Backend):
                 self._model.finalize()
         finally:
             self._model = None
-            for execution in (self._execution, self._decoupled):
+            for execution in (self._execution, self._decoupled_execution):
                 if execution is not None:
                     execution.close()
             self._server.calls.close()
@@ -218,11 +220,13 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
         raise Unavailable(f"Python model file '{version_dir.name}/{file}' not found{found}")
     module = _import_model(model_dir, version_dir, file)
     if not hasattr(module, "TritonPythonModel"):
-        raise InvalidArgument(f"'{file}' has no class TritonPythonModel{_hint(module, file)}")
+        raise InvalidArgument(
+            f"'{file}' has no class TritonPythonModel{_missing_class_hint(module, file)}"
+        )
     return module.TritonPythonModel
 
 
-def _hint(module: Any, file: str) -> str:
+def _missing_class_hint(module: Any, file: str) -> str:
     """Return advice for a model file without a `TritonPythonModel`, or ""."""
     torch = sys.modules.get("torch")
     hint = ""
@@ -349,7 +353,7 @@ class PythonExecution:
             if type(response) is InferenceResponse
             and not request.outbox
             and not request.rescheduled
-            else self._response(request, response)
+            else self._convert_response(request, response)
             for request, response in pairs
         ]
 
@@ -366,7 +370,7 @@ class PythonExecution:
             raise _misuse_error(self._instance_name, problem)
         return returned
 
-    def _response(self, request: ReceivedRequest, response: Any) -> Response:
+    def _convert_response(self, request: ReceivedRequest, response: Any) -> Response:
         if request.rescheduled:
             if self._iterative and response is None:
                 return Response(rescheduled=True)

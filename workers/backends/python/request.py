@@ -495,13 +495,13 @@ class InferenceRequest:
             request = self._call_request()
             if not decoupled:
                 api.submit(UnaryBlsCall(api.calls, request, future), future)
-                return loop.create_task(_response(future))
+                return loop.create_task(_await_response(future))
             call = api.submit(StreamBlsCall(api.calls, request, future), future)
         except ShmserveError as error:
             response = from_error(error)
             future.set_result(ResponseIterator(None, response) if decoupled else response)
             return future
-        task = loop.create_task(_iterator(call, future))
+        task = loop.create_task(_await_iterator(call, future))
 
         def on_done(task: asyncio.Future[Any]) -> None:
             if task.cancelled():
@@ -559,14 +559,16 @@ def _correlation_id(value: Any) -> int | str:
     return number
 
 
-async def _response(reply: asyncio.Future[CallResponse]) -> InferenceResponse | ResponseIterator:
+async def _await_response(
+    reply: asyncio.Future[CallResponse],
+) -> InferenceResponse | ResponseIterator:
     try:
         return from_call(await reply)
     except ShmserveError as error:
         return from_error(error)
 
 
-async def _iterator(
+async def _await_iterator(
     call: StreamBlsCall, first_response: asyncio.Future[None]
 ) -> InferenceResponse | ResponseIterator:
     await first_response
@@ -584,17 +586,17 @@ class ReceivedRequest(InferenceRequest):
     _sender: weakref.ref[InferenceResponseSender] | None = None
     outbox: SingleResponse | None = None
 
-    def __init__(self, origin: Request, lender: Lender | None) -> None:
-        work = origin.work
-        self._origin = origin
+    def __init__(self, batch_request: Request, lender: Lender | None) -> None:
+        work = batch_request.work
+        self._batch_request = batch_request
         self._request_id = work.request_id
         self._correlation_id = work.correlation_text or work.correlation_id
         self._flags = work.flags
         self._timeout = work.timeout_us
         self._priority = work.priority
-        self._parameters = origin.schema.parameters
-        self._outputs = origin.requested
-        inputs = origin.inputs
+        self._parameters = batch_request.schema.parameters
+        self._outputs = batch_request.requested
+        inputs = batch_request.inputs
         tensors = map(ReceivedTensor, inputs.values(), repeat(lender))
         self.tensors = dict(zip(inputs, tensors, strict=True))
 
@@ -609,17 +611,17 @@ class ReceivedRequest(InferenceRequest):
         return json.dumps(self._parameters, separators=(",", ":"))
 
     def trace(self) -> InferenceTrace:
-        trace = self._origin.work.trace
+        trace = self._batch_request.work.trace
         return InferenceTrace(trace) if trace else _NO_TRACE
 
     def is_cancelled(self) -> bool:
-        return self._origin.is_cancelled()
+        return self._batch_request.is_cancelled()
 
     def get_response_sender(self) -> InferenceResponseSender:
         sender = self._sender() if self._sender is not None else None
         if sender is None:
             if self.outbox is None:
-                self.outbox = SingleResponse(self._origin.is_cancelled)
+                self.outbox = SingleResponse(self._batch_request.is_cancelled)
             # The outbox detects when the model has released its sender, so nothing else may refer
             # to it.
             sender = InferenceResponseSender(self.outbox)

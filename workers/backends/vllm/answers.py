@@ -67,9 +67,9 @@ class VllmAnswer:
         groups = [[sample] for sample in result.outputs] if request.stream else [result.outputs]
         for count, samples in enumerate(groups, 1):
             is_last = result.finished and count == len(groups)
-            yield self._outputs(result, samples, is_last), is_last
+            yield self._encode_outputs(result, samples, is_last), is_last
 
-    def _outputs(self, result: Any, samples: Sequence[Any], is_last: bool) -> list[Output]:
+    def _encode_outputs(self, result: Any, samples: Sequence[Any], is_last: bool) -> list[Output]:
         is_first = samples[0].index not in self._tokens
         for sample in samples:
             self._tokens[sample.index] += sample.token_ids
@@ -120,13 +120,17 @@ class VllmAnswer:
         request, top = self._call.request, self._call.parameters.logprobs or 0
         generated = zip(sample.token_ids, sample.logprobs or (), strict=False)
         tokens = [*(prompt if request.echo else ()), *generated]
-        encoded = {"content": [self._entry(token, scores, top) for token, scores in tokens]}
+        encoded = {"content": [self._score_entry(token, scores, top) for token, scores in tokens]}
         if prompt and request.prompt_logprobs is not None:
             top = request.prompt_logprobs
-            encoded["prompt"] = [scores and self._entry(t, scores, top) for t, scores in prompt]
+            encoded["prompt"] = [
+                scores and self._score_entry(t, scores, top) for t, scores in prompt
+            ]
         return encode_logprobs(encoded)
 
-    def _entry(self, token: int, scores: Mapping[int, Any] | None, top: int) -> dict[str, Any]:
+    def _score_entry(
+        self, token: int, scores: Mapping[int, Any] | None, top: int
+    ) -> dict[str, Any]:
         """Return a token's entry of log probabilities, with the `top` likeliest tokens.
 
         vLLM's `scores`, by token, are None for the first token of a prompt. If `top` is negative,

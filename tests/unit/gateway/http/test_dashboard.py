@@ -100,12 +100,12 @@ def run(run_dir: Path, scenario: Callable[[live.LiveFigures], Any]) -> None:
 
 def test_two_viewers_share_the_snapshots(run_dir: Path, snapshots: list[float]) -> None:
     async def scenario(feed: live.LiveFigures) -> None:
-        async with contextlib.aclosing(feed._events()) as first_viewer:
+        async with contextlib.aclosing(feed._stream_events()) as first_viewer:
             first_event = await next_event(first_viewer)
             assert first_event["whole"] and set(first_event["models"]) == {"a/1", "still/1", "b/2"}
             assert first_event["models"]["b/2"]["because"] == "no such file"
             assert "ProcessEnded" in [event["event"] for event in first_event["events"]]
-            async with contextlib.aclosing(feed._events()) as second_viewer:
+            async with contextlib.aclosing(feed._stream_events()) as second_viewer:
                 assert (await next_event(second_viewer))["whole"]
                 snapshots_before = len(snapshots)
                 next_events = [await next_event(first_viewer), await next_event(second_viewer)]
@@ -127,7 +127,7 @@ def test_requests_are_handled_between_the_processes_whose_memory_is_read(
             assert handled[-1] == number
 
     async def scenario(feed: live.LiveFigures) -> None:
-        async with contextlib.aclosing(feed._events()) as viewer:
+        async with contextlib.aclosing(feed._stream_events()) as viewer:
             server = (await next_event(viewer))["server"]
             assert (server["processes"], server["pss_bytes"]) == (3, 6)
 
@@ -137,7 +137,7 @@ def test_requests_are_handled_between_the_processes_whose_memory_is_read(
 
 def test_unchanged_models_are_not_sent_again(run_dir: Path, snapshots: list[float]) -> None:
     async def scenario(feed: live.LiveFigures) -> None:
-        async with contextlib.aclosing(feed._events()) as viewer:
+        async with contextlib.aclosing(feed._stream_events()) as viewer:
             await next_event(viewer)
             await next_event(viewer)
             third_event = await next_event(viewer)
@@ -150,8 +150,8 @@ def test_unchanged_models_are_not_sent_again(run_dir: Path, snapshots: list[floa
 def test_a_viewer_that_missed_one_receives_all(run_dir: Path, snapshots: list[float]) -> None:
     async def scenario(feed: live.LiveFigures) -> None:
         async with (
-            contextlib.aclosing(feed._events()) as slow_viewer,
-            contextlib.aclosing(feed._events()) as fast_viewer,
+            contextlib.aclosing(feed._stream_events()) as slow_viewer,
+            contextlib.aclosing(feed._stream_events()) as fast_viewer,
         ):
             await next_event(slow_viewer)
             for _ in range(4):
@@ -165,7 +165,7 @@ def test_no_snapshots_are_taken_without_viewers(run_dir: Path, snapshots: list[f
     async def scenario(feed: live.LiveFigures) -> None:
         assert feed._task is None and not snapshots
         for _ in range(2):
-            async with contextlib.aclosing(feed._events()) as viewer:
+            async with contextlib.aclosing(feed._stream_events()) as viewer:
                 await next_event(viewer)
             assert feed._task is None
 
@@ -174,7 +174,7 @@ def test_no_snapshots_are_taken_without_viewers(run_dir: Path, snapshots: list[f
 
 def test_the_exit_of_the_server_ends_the_feed(run_dir: Path, snapshots: list[float]) -> None:
     async def scenario(feed: live.LiveFigures) -> None:
-        async with contextlib.aclosing(feed._events()) as viewer:
+        async with contextlib.aclosing(feed._stream_events()) as viewer:
             await next_event(viewer)
             feed.end_streams()
             async for _ in viewer:

@@ -210,14 +210,14 @@ class Transformer:
         self._dtype = dtype
         self._rotary_heads = model.heads + model.kv_heads
         with moved_to_huge_pages() if device == "cpu" else contextlib.nullcontext():
-            table = self._weight("model.embed_tokens.weight")
+            table = self._load_weight("model.embed_tokens.weight")
             embedding = self._embedding = functional.pad(table, (0, _EXTRA_COLUMNS))
             embedding[:, model.hidden] = math.sqrt(model.epsilon * model.hidden)  # see `_normalise`
-            self.layers = [self._layer(layer) for layer in range(model.layers)]
-            self._norm = self._norm_gain("model.norm")
+            self.layers = [self._load_layer(layer) for layer in range(model.layers)]
+            self._norm = self._load_norm_gain("model.norm")
             head = embedding[:, : model.hidden]
             if checkpoint.has("lm_head.weight"):
-                lm_head = self._weight("lm_head.weight")
+                lm_head = self._load_weight("lm_head.weight")
                 is_tied = model.tied_embeddings and torch.equal(lm_head, table)
                 head = head if is_tied else lm_head
             self.head = make_linear(head, None, dtype)
@@ -318,44 +318,44 @@ class Transformer:
 
     # --- weights
 
-    def _weight(self, name: str) -> Tensor:
+    def _load_weight(self, name: str) -> Tensor:
         weight = self._checkpoint.weight(name).to(self.device)
         is_rotary = name.split(".")[-2] in _ROTARY_WEIGHTS
         return _pair_rotary_rows(weight, self.architecture.head_dim) if is_rotary else weight
 
-    def _norm_gain(self, name: str) -> Tensor:
-        return self._weight(f"{name}.weight") * math.sqrt(self.architecture.hidden)
+    def _load_norm_gain(self, name: str) -> Tensor:
+        return self._load_weight(f"{name}.weight") * math.sqrt(self.architecture.hidden)
 
-    def _linear(self, prefix: str, *names: str, gain: Tensor | None = None) -> Linear:
-        weights = [self._weight(f"{prefix}.{name}.weight") for name in names]
+    def _create_linear(self, prefix: str, *names: str, gain: Tensor | None = None) -> Linear:
+        weights = [self._load_weight(f"{prefix}.{name}.weight") for name in names]
         has_bias = f"{prefix}.{names[0]}.bias" in self.architecture.weights()
         bias = None
         if has_bias:
-            bias = torch.cat([self._weight(f"{prefix}.{name}.bias") for name in names])
+            bias = torch.cat([self._load_weight(f"{prefix}.{name}.bias") for name in names])
         weight = torch.cat(weights)
         return make_linear(weight if gain is None else weight * gain, bias, self._dtype)
 
-    def _layer(self, layer: int) -> Layer:
+    def _load_layer(self, layer: int) -> Layer:
         model, prefix = self.architecture, f"model.layers.{layer}"
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         head_norms = None
         if model.head_norms:
-            q_norm = self._weight(f"{attention}.q_norm.weight").expand(model.heads, -1)
-            k_norm = self._weight(f"{attention}.k_norm.weight").expand(model.kv_heads, -1)
+            q_norm = self._load_weight(f"{attention}.q_norm.weight").expand(model.heads, -1)
+            k_norm = self._load_weight(f"{attention}.k_norm.weight").expand(model.kv_heads, -1)
             head_norms = torch.cat([q_norm, k_norm])
-        input_norm = self._norm_gain(f"{prefix}.input_layernorm")
-        post_attention_norm = self._norm_gain(f"{prefix}.post_attention_layernorm")
+        input_norm = self._load_norm_gain(f"{prefix}.input_layernorm")
+        post_attention_norm = self._load_norm_gain(f"{prefix}.post_attention_layernorm")
         # Large gains would reduce the precision of weights with fewer bits.
         is_folded = self._dtype == "fp32"
         qkv_gain, mlp_gain = (input_norm, post_attention_norm) if is_folded else (None, None)
         return Layer(
             None if is_folded else input_norm,
-            self._linear(attention, "q_proj", "k_proj", "v_proj", gain=qkv_gain),
+            self._create_linear(attention, "q_proj", "k_proj", "v_proj", gain=qkv_gain),
             head_norms,
-            self._linear(attention, "o_proj"),
+            self._create_linear(attention, "o_proj"),
             None if is_folded else post_attention_norm,
-            self._linear(mlp, "gate_proj", "up_proj", gain=mlp_gain),
-            self._linear(mlp, "down_proj"),
+            self._create_linear(mlp, "gate_proj", "up_proj", gain=mlp_gain),
+            self._create_linear(mlp, "down_proj"),
         )
 
 

@@ -16,7 +16,7 @@ from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.model_spec import InstanceGroup, ModelSpec
 from shmserve.workers.backends.llm import LlmBackend, engine_file
 from shmserve.workers.backends.llm.chat_template import ChatTemplate
-from shmserve.workers.backends.llm.engine_file import max_instances_per_device, with_sizes
+from shmserve.workers.backends.llm.engine_file import max_instances_per_device, with_default_sizes
 from shmserve.workers.backends.llm.model.architecture import Architecture
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
 from shmserve.workers.backends.llm.parameters import parse
@@ -257,14 +257,19 @@ def test_a_configuration_is_completed(folder: Folder, tmp_path: Path) -> None:
 def test_sizes_that_contradict_are_refused(folder: Folder) -> None:
     architecture = Checkpoint.open(folder()).architecture
     with pytest.raises(InvalidArgument, match="max_model_len: 513 is more than the 512"):
-        with_sizes(EngineSettings(max_model_len=513), architecture, "cpu", 1)
-    assert with_sizes(EngineSettings(kv_cache_blocks=3), architecture, "cpu", 1).max_model_len == 48
+        with_default_sizes(EngineSettings(max_model_len=513), architecture, "cpu", 1)
+    assert (
+        with_default_sizes(EngineSettings(kv_cache_blocks=3), architecture, "cpu", 1).max_model_len
+        == 48
+    )
     windowed = replace(architecture, window=64)
     with pytest.raises(
         InvalidArgument, match=r"max_model_len: 512 is .* sliding_window .* most 64"
     ):
-        with_sizes(EngineSettings(), windowed, "cpu", 1)
-    assert with_sizes(EngineSettings(max_model_len=64), windowed, "cpu", 1).max_model_len == 64
+        with_default_sizes(EngineSettings(), windowed, "cpu", 1)
+    assert (
+        with_default_sizes(EngineSettings(max_model_len=64), windowed, "cpu", 1).max_model_len == 64
+    )
 
 
 def test_instances_on_a_device_share_it(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +281,7 @@ def test_instances_on_a_device_share_it(folder: Folder, monkeypatch: pytest.Monk
     gpus = InstanceGroup(kind="KIND_GPU", count=2, gpus=(0, 1))
     groups = (InstanceGroup(count=2), InstanceGroup(), gpus)
     assert max_instances_per_device(groups) == 3
-    assert with_sizes(EngineSettings(), architecture, "cpu", 3).kv_cache_blocks == 100
+    assert with_default_sizes(EngineSettings(), architecture, "cpu", 3).kv_cache_blocks == 100
     assert max_instances_per_device(groups[2:]) == 2
     assert max_instances_per_device([]) == 1
 
