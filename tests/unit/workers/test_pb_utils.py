@@ -239,18 +239,18 @@ def test_a_response_of_a_wrong_type_is_refused() -> None:
     with pytest.raises(TritonModelException, match=r"Output tensor .* should not be empty"):
         pb_utils.InferenceResponse([None])  # type: ignore[list-item]
     tensor = pb_utils.Tensor("OUT", np.zeros(1))
-    for name, value, text in (
-        ("output_tensors", [3], "an output must be a Tensor"),
-        ("output_tensors", tensor, "output_tensors must be a list, not Tensor"),
+    wrong_values: list[tuple[dict[str, Any], str]] = [
+        ({"output_tensors": [3]}, "an output must be a Tensor"),
+        ({"output_tensors": tensor}, "output_tensors must be a list, not Tensor"),
         (
-            "output_tensors",
-            pb_utils.TritonError("e"),
+            {"output_tensors": pb_utils.TritonError("e")},
             "output_tensors must be a list, not TritonError",
         ),
-        ("error", "e", "the error must be a TritonError"),
-    ):
+        ({"error": "e"}, "the error must be a TritonError"),
+    ]
+    for wrong_value, text in wrong_values:
         with pytest.raises(TypeError, match=text):
-            pb_utils.InferenceResponse(**{name: value})
+            pb_utils.InferenceResponse(**wrong_value)
 
 
 def test_a_misspelt_name_is_reported_by_the_name_of_the_module() -> None:
