@@ -257,6 +257,7 @@ def _invalid_value(name: str, value: Any, allowed_text: str) -> _Problem:
 def prompt_too_long(limit: int, explanation: str) -> str:
     """Return the error text about a prompt that is longer than `limit` tokens.
 
-    Clients recognise the error by the words and the number with which OpenAI's message begins.
+    Clients recognise the error by the words and the number with which OpenAI's message begins, or
+    by "prompt is too long" (LangChain).
     """
-    return f"{PROMPT_TOO_LONG} {limit} tokens: {explanation}"
+    return f"{PROMPT_TOO_LONG} {limit} tokens, and the prompt is too long: {explanation}"

@@ -14,17 +14,17 @@ import http.client
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
 import time
+import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[2]
+import shmserve
+
 _READY_WITHIN_S = 90.0
 _TRAINING_S = float(os.environ.get("TRAINING_SECONDS", "120"))
 _CLIENTS = (1, 8, 32)
@@ -52,7 +52,6 @@ class Measured:
 def main() -> None:
     """Train, serve, ask, measure, print."""
     argparse.ArgumentParser(description=__doc__).parse_args()
-    ports = free_ports(2)
     # Exits through the clean-up that stops the server.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="shmserve-demo-") as folder:
@@ -63,7 +62,8 @@ def main() -> None:
         model = Path(folder) / "reference"
         print("training a small language model on Python's reference ...", flush=True)
         train.write(model, _TRAINING_S, draft=False)
-        with server(model, Path(folder), ports) as port:
+        with shmserve.serve(model, timeout=_READY_WITHIN_S) as server:
+            port = urllib.parse.urlsplit(server.url).port or 0
             print("\nit writes:\n")
             for prompt in _PROMPTS[:2]:
                 text = "".join(piece for piece, _ in stream(port, prompt, 40))
@@ -131,51 +131,6 @@ def stream(port: int, prompt: str, tokens: int) -> Iterator[tuple[str, float]]:
             if line.startswith(b"data: {"):
                 choice = json.loads(line[6:])["choices"][0]
                 yield choice["text"], time.monotonic()
-
-
-@contextlib.contextmanager
-def server(model: Path, scratch: Path, ports: list[int]) -> Iterator[int]:
-    """Run a server of this folder on these ports; print its log if it fails."""
-    port, metrics_port = ports
-    command = [
-        *(sys.executable, "-m", "shmserve", "serve", str(model)),
-        *("--http-address=127.0.0.1", f"--http-port={port}", "--allow-grpc=false"),
-        *("--metrics-address=127.0.0.1", f"--metrics-port={metrics_port}"),
-        f"--run-dir={scratch / 'run'}",
-    ]
-    log = scratch / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, cwd=_ROOT, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        _wait_ready(process, port, log)
-        yield port
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _wait_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    deadline = time.monotonic() + _READY_WITHIN_S
-    while time.monotonic() < deadline and process.poll() is None:
-        with contextlib.suppress(OSError):
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-            with contextlib.closing(connection):
-                connection.request("GET", "/v2/health/ready")
-                if connection.getresponse().status == 200:
-                    return
-        time.sleep(0.1)
-    raise SystemExit(f"the server did not become ready:\n{log.read_text()}")
-
-
-def free_ports(count: int) -> list[int]:
-    """Return unused ports."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 if __name__ == "__main__":

@@ -10,17 +10,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import tritonclient.http as triton
+
+import shmserve
 
 HERE = Path(__file__).resolve().parent
 TEXTS = [
@@ -31,37 +29,6 @@ TEXTS = [
 ]
 LABELS = ["sport", "food", "weather", "computers"]
 _READY_WITHIN_S = 120.0
-
-
-@contextlib.contextmanager
-def serving() -> Iterator[str]:
-    """Run a server of the models beside this file, and yield its address."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    command = [
-        *(sys.executable, "-m", "shmserve", "serve", f"--model-repository={HERE / 'models'}"),
-        *("--http-address=127.0.0.1", f"--http-port={port}"),
-        *("--allow-grpc=false", "--allow-metrics=false", "--log-info=false"),
-    ]
-    server = subprocess.Popen(command)
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def connect(url: str) -> triton.InferenceServerClient:
-    """Return a client of the server once that is ready."""
-    client = triton.InferenceServerClient(url)
-    deadline = time.monotonic() + _READY_WITHIN_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            if client.is_server_ready():
-                return client
-        time.sleep(0.1)
-    raise SystemExit("the server was not ready in time")
 
 
 def classify(client: triton.InferenceServerClient, text: str) -> triton.InferResult:
@@ -128,7 +95,9 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="shmserve-demo-"))
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = scratch  # otherwise torch leaves a folder behind
-        client = stack.enter_context(contextlib.closing(connect(stack.enter_context(serving()))))
+        server = stack.enter_context(shmserve.serve(HERE / "models", timeout=_READY_WITHIN_S))
+        address = server.url.removeprefix("http://")
+        client = stack.enter_context(contextlib.closing(triton.InferenceServerClient(address)))
         check(client)
         measure(client, 20)
         ensemble, separate = measure(client, requests)

@@ -36,7 +36,8 @@ def find(run_dir: str | os.PathLike[str] | None, latest: Path | None = None) -> 
                 "use tritonclient or `shmserve client --url`"
             )
         if not os.path.lexists(path):
-            raise Disconnected(f"no server is running: there is no run directory {path}")
+            origin = "" if run_dir else f" (from {VARIABLE}; a server needs --run-dir)"
+            raise Disconnected(f"no server is running: there is no run directory {path}{origin}")
         if os.path.lexists(path / "lock") and not _is_locked(path):
             raise _server_exited(path)
         return path

@@ -285,7 +285,8 @@ def test_client_infer_finds_this_users_server(server: Server) -> None:
     done = run_command(*arguments, env={**environment, "SHMSERVE_RUN_DIR": "/nowhere"})
     assert done.returncode == 1
     assert done.stderr == (
-        "shmserve client infer: no server is running: there is no run directory /nowhere\n"
+        "shmserve client infer: no server is running: there is no run directory /nowhere "
+        "(from SHMSERVE_RUN_DIR; a server needs --run-dir)\n"
     )
 
 

@@ -24,13 +24,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from shmserve.errors import Internal, InvalidArgument, clip
 
-# Variables that a request may set only if the template uses them, and their default values in
-# OpenAI's API. The defaults are always permitted, because agents send them. The names after a
-# default are variables of templates with the same purpose.
-_CHECKED_VARIABLES: Mapping[str, tuple[Any, ...]] = {
-    "documents": ([],),
-    "reasoning_effort": ("medium", "enable_thinking"),
-}
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 # The member with the text, by the type of a part of a content. vLLM also accepts these types.
@@ -200,10 +193,13 @@ class _CompiledTemplate(NamedTuple):
 
 def _check_variables(chat: Mapping[str, Any], template: _CompiledTemplate) -> None:
     """Raise InvalidArgument if a request has variables that the template would ignore."""
-    for name, (default, *other_names) in _CHECKED_VARIABLES.items():
-        is_used = not template.variables.isdisjoint((name, *other_names))
-        defaults = (default,) if template.names_thinking else (default, "none")
-        if chat.get(name) and chat[name] not in defaults and not is_used:
+    # Agents send other efforts by default, and a model without such a variable has one effort.
+    forbids_reasoning = chat.get("reasoning_effort") == "none" and template.names_thinking
+    for name, is_set, other_name in (
+        ("documents", bool(chat.get("documents")), ""),
+        ("reasoning_effort", forbids_reasoning, "enable_thinking"),
+    ):
+        if is_set and template.variables.isdisjoint((name, other_name)):
             raise InvalidArgument(f"{name}: the model's chat template does not use it")
 
 

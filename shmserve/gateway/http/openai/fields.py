@@ -67,6 +67,7 @@ _IGNORED_FIELDS = frozenset(IGNORED_PARAMETERS) | _split_names(
     "return_token_offsets return_mm_kwargs mm_payload routed_experts_prompt_start"
 )
 
+_JSON_TYPES = {str, int, float, bool, list, dict}
 # The types of some ignored fields; other fields may have any value.
 _IGNORED_TYPES: Mapping[str, tuple[type[Any], str]] = {
     **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), (str, "a string")),
@@ -191,7 +192,8 @@ def select_supported_fields(
             problems += _check_refused(name, value, refused_fields[name])
         elif name not in _IGNORED_FIELDS:
             unknown.append(name)
-        elif name in _IGNORED_TYPES and type(value) is not _IGNORED_TYPES[name][0]:
+        # A value of another type is a part of a large body that was not parsed.
+        elif name in _IGNORED_TYPES and type(value) in _JSON_TYPES - {_IGNORED_TYPES[name][0]}:
             problems.append(f"{name}: {clip(repr(value))} is not {_IGNORED_TYPES[name][1]}")
     options = fields.get("stream_options")
     if type(options) is dict:

@@ -444,7 +444,7 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
         ({"text_input": ""}, "text_input: the prompt is empty"),
         ({"input_ids": [1, 320]}, "input_ids: 320 is not a token; allowed are 0 to 319"),
         ({"input_ids": [1] * 512},
-         "length is 512 tokens: 512 tokens and one generated token exceed this limit"),
+         "length is 512 tokens, and the prompt is too long: 512 tokens and one generated"),
         ({"messages": "[1]"}, "messages: [1] is not a JSON list of messages"),
         ({"messages": '[{"role": "u", "content": [{"type": "image"}]}]'}, "'image' is not 'text'"),
         ({"text_input": "a", "regex": "[a"}, "regex: cannot be compiled"),
@@ -456,7 +456,7 @@ def test_chats_go_through_the_template(scheduler: Scheduler) -> None:
         ({"text_input": "a", "json_schema": {"$ref": "#"}}, "it matches no text"),
         ({"text_input": "a", "json_schema": {"not": {"type": "null"}}}, 'keys: ["not"]'),
         ({"text_input": "a", "max_tokens": 0}, "max_tokens: 0 generates nothing"),
-        ({"text_input": "a" * (2 << 20)}, "length is 512 tokens: 2097156 bytes exceed the"),
+        ({"text_input": "a" * (2 << 20)}, "the prompt is too long: 2097156 bytes exceed the"),
         ({"text_input": "a " * 20_000}, "tokens and one generated token exceed this limit"),
     ],
 )  # fmt: skip

@@ -84,17 +84,22 @@ def test_a_malformed_call_is_refused(call: Any, message: str) -> None:
         render(ROLES, messages=[{"role": "assistant", "tool_calls": [call]}])
 
 
-@pytest.mark.parametrize("name", ["reasoning_effort", "documents"])
-def test_a_variable_that_a_template_does_not_use_is_refused(name: str) -> None:
-    value = "low" if name == "reasoning_effort" else [{"text": "x"}]
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("reasoning_effort", "none", [None, "minimal", "medium", "high"]),
+        ("documents", [{"text": "x"}], [None, []]),
+    ],
+)
+def test_a_variable_that_a_template_does_not_use_is_refused(
+    name: str, value: Any, allowed: list[Any]
+) -> None:
     assert render("{{ %s | string | length > 0 }}" % name, **{name: value}) == "True"  # noqa: UP031
     with pytest.raises(InvalidArgument, match=f"{name}: the model's chat template does not use"):
-        render(ROLES, **{name: value})
-    defaults: list[Any] = ["medium", "none"] if name == "reasoning_effort" else [[]]
-    for default in (None, *defaults):
-        assert render(ROLES, **{name: default}) == "user:Hi;"
-    with pytest.raises(InvalidArgument, match="reasoning_effort: the model's chat template"):
-        render("{{ messages }}</think>", reasoning_effort="none")
+        render(f"{ROLES}</think>", **{name: value})
+    for each in allowed:
+        assert render(f"{ROLES}</think>", **{name: each}) == "user:Hi;</think>"
+    assert render(ROLES, reasoning_effort="none") == "user:Hi;"
 
 
 @pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("low", True), ("medium", True)])
