@@ -107,7 +107,11 @@ def found_files(version_dir: Path) -> str:
     found = ", ".join(sorted(path.name for path in version_dir.glob("[!._]*") if path.exists()))
     if version_dir.is_symlink():  # as for a class on the command line, which has no configuration
         return f" in '{version_dir.resolve()}' (found {clip(found) or 'no file'})"
-    return f" (found {clip(found)}: set default_model_filename)" if found else ""
+    if found:
+        return f" (found {clip(found)}: set default_model_filename)"
+    for path in version_dir.parent.glob("model.*"):
+        return f" (found {path.name} beside the folder '{version_dir.name}': move it into it)"
+    return ""
 
 
 logger = logging.getLogger(__name__)

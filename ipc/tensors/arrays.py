@@ -81,7 +81,8 @@ def decode_bytes(
         if length > size - offset:
             raise InvalidArgument(
                 f"incomplete string data for inference input '{name}' for model '{model}', "
-                f"expecting string of length {length} but only {size - offset} bytes available"
+                f"expecting string of length {length} but only {size - offset} bytes available "
+                "(before each element is its length in 4 bytes, little-endian)"
             )
         if count == expected_count:
             raise InvalidArgument(

@@ -409,18 +409,18 @@ class LinkTable:
     _unwatch: Callable[[int], None]
     _on_queued: Callable[[], None] = lambda: None  # default: the owner calls `flush`
     _on_deferred: Callable[[], None] = lambda: None
-    _by_endpoint: dict[str, Dealer] = field(default_factory=dict)
-    _by_fd: dict[int, Dealer] = field(default_factory=dict)
+    _links_by_endpoint: dict[str, Dealer] = field(default_factory=dict)
+    _links_by_fd: dict[int, Dealer] = field(default_factory=dict)
     pending: list[Dealer] = field(default_factory=list)
     unsent: int = 0
     _unsent_bytes: int = 0
 
     def __iter__(self) -> Iterator[Dealer]:
-        return iter(self._by_endpoint.values())
+        return iter(self._links_by_endpoint.values())
 
     def by_fd(self, fd: int) -> Dealer | None:
         """Return the link with this descriptor, or None."""
-        return self._by_fd.get(fd)
+        return self._links_by_fd.get(fd)
 
     def open(self, endpoint: str) -> Dealer:
         """Return the link to a scheduler; open it if needed.
@@ -428,7 +428,7 @@ class LinkTable:
         Raises:
             Unavailable: The process is out of file descriptors.
         """
-        return self._by_endpoint.get(endpoint) or self.add(self.connect(endpoint))
+        return self._links_by_endpoint.get(endpoint) or self.add(self.connect(endpoint))
 
     def connect(self, endpoint: str) -> Dealer:
         """Open a link without adding it to the table (see `add`).
@@ -443,8 +443,8 @@ class LinkTable:
 
     def add(self, link: Dealer) -> Dealer:
         """Add a link to the table, and return it."""
-        self._by_endpoint[link.endpoint] = link
-        self._by_fd[link.fd] = link
+        self._links_by_endpoint[link.endpoint] = link
+        self._links_by_fd[link.fd] = link
         self._watch(link.fd)
         return link
 
@@ -460,7 +460,7 @@ class LinkTable:
             Unavailable: The process is out of file descriptors.
         """
         try:
-            link = self._by_endpoint[endpoint]
+            link = self._links_by_endpoint[endpoint]
         except KeyError:
             link = self.open(endpoint)
         link.post(message)
@@ -475,12 +475,12 @@ class LinkTable:
 
     def post(self, endpoint: str, message: Any) -> None:
         """Queue a message for a scheduler; do nothing if there is no link to it."""
-        if endpoint in self._by_endpoint:
+        if endpoint in self._links_by_endpoint:
             self.queue(endpoint, message)
 
     def defer(self, endpoint: str, message: Any) -> None:
         """Queue a message that may be delayed until other messages go to the same scheduler."""
-        link = self._by_endpoint.get(endpoint)
+        link = self._links_by_endpoint.get(endpoint)
         if link is not None:
             link.post(message)
             if link not in self.pending:
@@ -501,7 +501,7 @@ class LinkTable:
             endpoint: The endpoint of the scheduler.
             on_message: Called with the endpoint and each message that has not been received yet.
         """
-        link = self._by_endpoint.get(endpoint)
+        link = self._links_by_endpoint.get(endpoint)
         if link is None:
             return
         while link.connected and link.wait(0):
@@ -512,18 +512,18 @@ class LinkTable:
 
     def remove(self, link: Dealer) -> None:
         """Close a link and remove it from the table."""
-        del self._by_endpoint[link.endpoint]
+        del self._links_by_endpoint[link.endpoint]
         self._close(link)
 
     def _close(self, link: Dealer) -> None:
         if link in self.pending:
             self.pending.remove(link)
-        del self._by_fd[link.fd]
+        del self._links_by_fd[link.fd]
         self._unwatch(link.fd)
         link.close()
 
     def close_all(self) -> None:
         """Close every link."""
-        for link in self._by_endpoint.values():
+        for link in self._links_by_endpoint.values():
             self._close(link)
-        self._by_endpoint.clear()
+        self._links_by_endpoint.clear()

@@ -155,15 +155,6 @@ def _read_table(name: str) -> dict[str, tuple[Flag, ...]]:
 GROUPS = _read_table("flags.txt")
 ACTED_ON: tuple[Flag, ...] = tuple(flag for flags in GROUPS.values() for flag in flags)
 
-# Triton's settings of --backend-config that no backend here reads.
-IDLE_BACKEND_SETTINGS = frozenset(
-    [
-        *("shm-default-byte-size", "shm-growth-byte-size", "shm-region-prefix-name"),
-        *("stub-timeout-seconds", "python-runtime", "version", "gpu-memory-fraction"),
-        *("allow-soft-placement", "coalesce-request-input", "plugins", "version-compatible"),
-        "enable-global-threadpool",
-    ]
-)
 # Flags of tritonserver without a counterpart, by the reason or the alternative.
 IDLE: dict[str, tuple[Flag, ...]] = {
     alternative: tuple(replace(flag, help=alternative, has_effect=False) for flag in flags)

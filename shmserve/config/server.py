@@ -5,7 +5,7 @@ from __future__ import annotations
 import grp
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ from shmserve.errors import Collector, InvalidArgument, Problems, convert_os_err
 from shmserve.gateway.settings import GatewaySettings, GrpcSettings, Tls, check_file
 from shmserve.ipc.messages.supervision import SchedulingLimits
 from shmserve.logs import LogSettings
-from shmserve.model_config import ModelDefaults
+from shmserve.model_config import ModelDefaults, plugin_backends
 
 T = TypeVar("T")
 
@@ -389,11 +389,36 @@ def _class_settings(references: list[str], files: list[str]) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
+# The settings of --backend-config that built-in backends read, by backend ("": of all backends).
+_MAX_BATCH_SIZE = "default-max-batch-size"
+_BACKEND_SETTINGS = {
+    "": {_MAX_BATCH_SIZE},
+    "onnxruntime": {_MAX_BATCH_SIZE, "intra_op_thread_count", "inter_op_thread_count"},
+    "pytorch": {_MAX_BATCH_SIZE},
+}
+
+
+def idle_backend_settings(settings: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Return the settings of --backend-config that no backend reads, as they were given.
+
+    The backends of other packages may read any setting.
+    """
+    plugins = plugin_backends()
+    return [
+        f"{backend},{name}={value}" if backend else f"{name}={value}"
+        for backend, name, value in settings
+        if name not in _BACKEND_SETTINGS.get(backend, ())
+        and not (backend in plugins if backend else plugins)
+    ]
+
+
 def _backend_setting(text: str) -> tuple[str, str, str]:
     name, equals, value = text.partition("=")
     backend, comma, setting = name.partition(",")
     if not equals or not name:
         raise InvalidArgument(f"--backend-config: '{text}' is not BACKEND,SETTING=VALUE")
+    if (setting or backend) == _MAX_BATCH_SIZE and not value.isdecimal():
+        raise InvalidArgument(f"--backend-config: {_MAX_BATCH_SIZE}: '{value}' is not an integer")
     return (backend, setting, value) if comma else ("", backend, value)
 
 

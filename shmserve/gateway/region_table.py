@@ -248,10 +248,10 @@ class RegionTable:
         self.version = 0
         # The written ranges by the shared memory object.
         self._written_ranges: dict[int | bytes, WrittenRanges] = {}
-        self._by_name: dict[str, GatewayRegion] = {}
+        self._regions_by_name: dict[str, GatewayRegion] = {}
         # Regions without a name: withdrawn ones that requests still use, and local clients' memory.
         self._draining_regions: dict[int, GatewayRegion] = {}
-        self._by_id: dict[int, GatewayRegion] = {}
+        self._regions_by_id: dict[int, GatewayRegion] = {}
 
     def publish(self, message: RegionPublished) -> None:
         """Register a region under its name, or list a region that only requests in flight use."""
@@ -259,18 +259,18 @@ class RegionTable:
         memory_id = region.memory.id
         if message.draining:
             self._draining_regions[memory_id] = region
-        elif memory_id not in self._by_id:
-            self._by_id[memory_id] = region
+        elif memory_id not in self._regions_by_id:
+            self._regions_by_id[memory_id] = region
             # Two names of one object share the ranges written to it.
             ranges = self._written_ranges.setdefault(region.memory.object, region.written_ranges)
             region.written_ranges = ranges
             ranges.region_count += 1
-            self._by_name[message.name] = region
+            self._regions_by_name[message.name] = region
             self.version += 1
 
     def retire(self, memory_id: int) -> None:
         """Mark an unregistered region as retired, and report it if requests use it."""
-        region = self._by_id.get(memory_id)
+        region = self._regions_by_id.get(memory_id)
         if region is not None:
             region.retired = True
             if region.request_count:
@@ -283,14 +283,14 @@ class RegionTable:
 
     def withdraw(self, memory_id: int) -> None:
         """Remove a region's name; requests in flight may still use the region."""
-        region = self._by_id.get(memory_id)
+        region = self._regions_by_id.get(memory_id)
         if region is None:
             self._report(RegionReleased(memory_id))
             return
         region.withdrawn = True
         self.version += 1
-        if self._by_name.get(region.name) is region:
-            del self._by_name[region.name]
+        if self._regions_by_name.get(region.name) is region:
+            del self._regions_by_name[region.name]
         if not region.request_count:
             self.report_unused(region)
 
@@ -303,7 +303,7 @@ class RegionTable:
         if not region.withdrawn:
             self._report(RegionInUse(region.memory.id, False))
             return
-        if self._by_id.pop(region.memory.id, None) is not None:
+        if self._regions_by_id.pop(region.memory.id, None) is not None:
             region.written_ranges.region_count -= 1
             if not region.written_ranges.region_count:
                 del self._written_ranges[region.memory.object]
@@ -315,11 +315,11 @@ class RegionTable:
         Raises:
             NotFound: No region has this name.
         """
-        region = self._by_name.get(name)
+        region = self._regions_by_name.get(name)
         if region is None:
             raise NotFound(
                 f"Unable to find shared memory region: '{name}' "
-                f"({len(self._by_name)} are registered; "
+                f"({len(self._regions_by_name)} are registered; "
                 "register it before the request, and again after a restart of the server)"
             )
         return region
@@ -331,7 +331,7 @@ class RegionTable:
             NotFound: No region of this kind has the name; the message is Triton's.
         """
         regions_by_name = {region.name: region for region in self._draining_regions.values()}
-        regions_by_name |= self._by_name
+        regions_by_name |= self._regions_by_name
         if not name:
             regions = (region for _, region in sorted(regions_by_name.items()))
             return [r for r in regions if r.admits(peer) and (r.memory.cuda is not None) == cuda]
@@ -348,7 +348,7 @@ class RegionTable:
 
     def named_regions(self) -> Iterable[GatewayRegion]:
         """Return the regions that have a name, sorted by name."""
-        return [region for _, region in sorted(self._by_name.items())]
+        return [region for _, region in sorted(self._regions_by_name.items())]
 
     def unnamed_regions(self) -> Iterable[GatewayRegion]:
         """Return the regions that no request can name: withdrawn ones and local clients' memory."""

@@ -19,6 +19,7 @@ from shmserve.model_config.completion import (
     merge_autocomplete,
     merge_duplicates,
     normalise,
+    plugin_backends,
     unknown_backend,
 )
 from shmserve.model_config.diagnostics import UNWRITTEN, Source
@@ -50,6 +51,7 @@ __all__ = [
     "merge_duplicates",
     "normalise",
     "parse_pbtxt",
+    "plugin_backends",
     "read_json",
     "read_labels",
     "read_pbtxt",

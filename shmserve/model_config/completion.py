@@ -151,12 +151,17 @@ def _backend_name(config: ModelConfig, files: Collection[str]) -> str:
     return foreign[0] if foreign else ""
 
 
+def plugin_backends() -> set[str]:
+    """Return the names of the backends that other packages register by entry points."""
+    return {entry.name for entry in entry_points(group=_PLUGINS)} - BACKENDS
+
+
 def unknown_backend(config: ModelConfig) -> str:
     """Return the error text for a backend that this server does not have, or ""."""
     name = config.backend
     if not name or name in BACKENDS:
         return ""
-    backend_names = BACKENDS | {entry.name for entry in entry_points(group=_PLUGINS)}
+    backend_names = BACKENDS | plugin_backends()
     if name in backend_names:
         return ""
     hint = f", use platform: '{ENSEMBLE}'" if name == ENSEMBLE else suggestion(name, backend_names)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shmserve.common.tasks import end_all, wait_any
-from shmserve.config.flags import FLAGS, IDLE_BACKEND_SETTINGS
+from shmserve.config.flags import FLAGS
+from shmserve.config.server import idle_backend_settings
 from shmserve.errors import ShmserveError
 from shmserve.ipc import endpoints
 from shmserve.ipc.messages.publications import ProcessEnded, ProcessExited
@@ -154,10 +155,8 @@ class Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         for name in context.config.without_effect:
             logger.warning("--%s has no effect: %s", name, FLAGS[name].help)
-        for backend, setting, value in context.config.backend_config:
-            if setting in IDLE_BACKEND_SETTINGS:
-                setting_text = f"{backend},{setting}={value}"
-                logger.warning("--backend-config=%s has no effect", setting_text)
+        for setting in idle_backend_settings(context.config.backend_config):
+            logger.warning("--backend-config=%s has no effect", setting)
         if context.config.trace.problem:
             logger.warning("requests are not traced: %s", context.config.trace.problem)
         # Before other processes, because the import of torch takes longest.

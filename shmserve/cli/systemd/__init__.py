@@ -182,8 +182,8 @@ def _listen_lines(address: str, path: str, is_user: bool) -> list[str]:
     return lines
 
 
-def _socket(name: str, listen: list[str], instance: str) -> str:
-    fields = {"name": name, "title": instance.replace("@", " "), "instance": instance}
+def _socket(name: str, listen: list[str], instance_suffix: str) -> str:
+    fields = {"name": name, "title": instance_suffix.replace("@", " "), "instance": instance_suffix}
     return _render("socket.conf", listen="\n".join(listen), **fields)
 
 

@@ -256,46 +256,48 @@ class Backlog:
     """
 
     def __init__(self) -> None:
-        self._by_owner: OrderedDict[Hashable, OrderedDict[StatefulSequence, None]] = OrderedDict()
+        self._sequences_by_owner: OrderedDict[Hashable, OrderedDict[StatefulSequence, None]] = (
+            OrderedDict()
+        )
 
     def __bool__(self) -> bool:
-        return bool(self._by_owner)
+        return bool(self._sequences_by_owner)
 
     def __iter__(self) -> Iterator[StatefulSequence]:
-        return (sequence for line in self._by_owner.values() for sequence in line)
+        return (sequence for line in self._sequences_by_owner.values() for sequence in line)
 
     def count(self, owner: Hashable) -> int:
         """Return the number of an owner's waiting sequences."""
-        return len(self._by_owner.get(owner, ()))
+        return len(self._sequences_by_owner.get(owner, ()))
 
     def append(self, sequence: StatefulSequence) -> None:
         """Queue a sequence after all others of its owner."""
-        self._by_owner.setdefault(sequence.owner, OrderedDict())[sequence] = None
+        self._sequences_by_owner.setdefault(sequence.owner, OrderedDict())[sequence] = None
 
     def put_back(self, sequence: StatefulSequence) -> None:
         """Queue a sequence before all others."""
         self.append(sequence)
-        self._by_owner[sequence.owner].move_to_end(sequence, last=False)
-        self._by_owner.move_to_end(sequence.owner, last=False)
+        self._sequences_by_owner[sequence.owner].move_to_end(sequence, last=False)
+        self._sequences_by_owner.move_to_end(sequence.owner, last=False)
 
     def pop(self) -> StatefulSequence:
         """Remove and return the next sequence; its owner's next turn comes after all others'."""
-        owner, line = next(iter(self._by_owner.items()))
+        owner, line = next(iter(self._sequences_by_owner.items()))
         sequence, _ = line.popitem(last=False)
-        self._by_owner.move_to_end(owner)
+        self._sequences_by_owner.move_to_end(owner)
         self._drop_empty(owner, line)
         return sequence
 
     def discard(self, sequence: StatefulSequence) -> None:
         """Remove a sequence if it waits in the backlog."""
-        line = self._by_owner.get(sequence.owner)
+        line = self._sequences_by_owner.get(sequence.owner)
         if line is not None:
             line.pop(sequence, None)
             self._drop_empty(sequence.owner, line)
 
     def _drop_empty(self, owner: Hashable, line: OrderedDict[StatefulSequence, None]) -> None:
         if not line:
-            del self._by_owner[owner]
+            del self._sequences_by_owner[owner]
 
 
 class Sequences:

@@ -469,14 +469,16 @@ class Targets:
         self._names = frozenset(step.model for step in graph.steps)
         self._versions: dict[str, dict[str, Target]] = {}
         self._latest_versions: dict[str, str] = {}
-        self._by_step: dict[int, Target] = {}  # a cache by step, cleared by each publication
+        self._targets_by_step: dict[
+            int, Target
+        ] = {}  # a cache by step, cleared by each publication
         self.change_count = 0
 
     def publish(self, message: ModelPublished) -> None:
         """Register a version that is served, or its new endpoint."""
         if message.name not in self._names:
             return
-        self._by_step.clear()
+        self._targets_by_step.clear()
         versions = self._versions.setdefault(message.name, {})
         target = versions.get(message.version)
         if target is None or target.config != message.config:
@@ -493,7 +495,7 @@ class Targets:
 
         A version that was withdrawn stays until then, for requests that have begun.
         """
-        self._by_step.clear()
+        self._targets_by_step.clear()
         for versions in self._versions.values():
             for version, target in list(versions.items()):
                 if target.endpoint != endpoint:
@@ -510,9 +512,9 @@ class Targets:
         Raises:
             Unavailable: The step's model is not served.
         """
-        target = self._by_step.get(step.index)
+        target = self._targets_by_step.get(step.index)
         if target is None:
-            target = self._by_step[step.index] = self._find(step)
+            target = self._targets_by_step[step.index] = self._find(step)
         return target
 
     def _find(self, step: StepNode) -> Target:

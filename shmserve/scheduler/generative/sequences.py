@@ -52,7 +52,7 @@ class BlockPool:
         self._start_by_end: dict[int, int] = {block_count - 1: 0} if block_count else {}
         self.free_count = block_count
         self._keys: dict[int, bytes] = {}
-        self._by_key: dict[bytes, int] = {}
+        self._blocks_by_key: dict[bytes, int] = {}
         # Cached blocks without references, least recently used first.
         self._cached_blocks: OrderedDict[int, None] = OrderedDict()
 
@@ -169,17 +169,17 @@ class BlockPool:
 
     def seal(self, block: int, key: bytes) -> None:
         """Register the key of a full block, unless another block has it."""
-        if key not in self._by_key and block not in self._keys:
-            self._by_key[key] = block
+        if key not in self._blocks_by_key and block not in self._keys:
+            self._blocks_by_key[key] = block
             self._keys[block] = key
 
     def find(self, key: bytes) -> int | None:
         """Return the block with this content, or None."""
-        return self._by_key.get(key)
+        return self._blocks_by_key.get(key)
 
     def _evict(self, block: int) -> None:
         del self._cached_blocks[block]
-        del self._by_key[self._keys.pop(block)]
+        del self._blocks_by_key[self._keys.pop(block)]
         self._free_block(block)
 
 

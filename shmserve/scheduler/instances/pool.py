@@ -221,7 +221,7 @@ class Pool:
     _tickets: InstanceTickets | None = None
     _max_open: int = 0
     _slots: dict[int, Slot] = field(default_factory=dict)
-    _by_peer: dict[bytes, Slot] = field(default_factory=dict)
+    _slots_by_peer: dict[bytes, Slot] = field(default_factory=dict)
     # Registrations of unannounced processes by pid.
     _registrations: dict[int, Worker] = field(default_factory=dict)
     free_slots: deque[Slot] = field(default_factory=deque)
@@ -233,7 +233,7 @@ class Pool:
 
     def __post_init__(self) -> None:
         # Returns the instance with this address, or None.
-        self.by_peer: Callable[[bytes], Slot | None] = self._by_peer.get
+        self.by_peer: Callable[[bytes], Slot | None] = self._slots_by_peer.get
 
     # --- registration and exit --------------------------------------------------------------------
 
@@ -333,7 +333,7 @@ class Pool:
         slot.transition("register")
         slot.peer, slot.pid = slot.worker = registration
         slot.registration = None
-        self._by_peer[slot.peer] = slot
+        self._slots_by_peer[slot.peer] = slot
         if not slot.retiring:
             self.free_slots.append(slot)
         self.membership_changes += 1
@@ -350,7 +350,7 @@ class Pool:
         lost_work = LostWork(executions, open_requests)
         slot.executions.clear()
         slot.requests.clear()
-        self._by_peer.pop(slot.peer, None)
+        self._slots_by_peer.pop(slot.peer, None)
         self.membership_changes += 1
         if slot in self.free_slots:
             self.free_slots.remove(slot)
@@ -372,10 +372,10 @@ class Pool:
         With `has_short_batches`, the depth is at least two if the model has only one instance.
         """
         least_busy: Slot | None = None
-        if depth == 1 and has_short_batches and len(self._by_peer) == 1:
+        if depth == 1 and has_short_batches and len(self._slots_by_peer) == 1:
             depth = 2  # no other instance could run a batch that is sent ahead
         if depth > 1:
-            for slot in self._by_peer.values():
+            for slot in self._slots_by_peer.values():
                 batches = len(slot.executions)
                 if (
                     batches < depth
@@ -479,11 +479,11 @@ class Pool:
 
     def ready(self) -> list[Slot]:
         """Return the instances with a worker."""
-        return list(self._by_peer.values())
+        return list(self._slots_by_peer.values())
 
     def by_pid(self, pid: int) -> Slot | None:
         """Return the instance with this process, or None."""
-        return next((slot for slot in self._by_peer.values() if slot.pid == pid), None)
+        return next((slot for slot in self._slots_by_peer.values() if slot.pid == pid), None)
 
     def awaited_pids(self) -> list[int]:
         """Return the pids of announced processes that have not registered yet."""
@@ -500,7 +500,7 @@ class Pool:
         """
         overdue_slots: list[Slot] = []
         self.due_ns = NEVER
-        for slot in self._by_peer.values():
+        for slot in self._slots_by_peer.values():
             if slot.state is SlotState.BUSY:
                 limit_ns = slot.executions[0].started_ns + self._limit_ns
                 if limit_ns <= now_ns:
@@ -512,12 +512,12 @@ class Pool:
     @property
     def ready_count(self) -> int:
         """Return the number of instances with a worker."""
-        return len(self._by_peer)
+        return len(self._slots_by_peer)
 
     @property
     def executing_count(self) -> int:
         """Return the number of requests that were sent to instances and have not ended there."""
-        return sum(len(slot.requests) for slot in self._by_peer.values())
+        return sum(len(slot.requests) for slot in self._slots_by_peer.values())
 
     def counts(self) -> dict[str, int]:
         """Return the number of instances in each state."""

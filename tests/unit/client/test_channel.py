@@ -294,7 +294,7 @@ def test_a_schedulers_credit_is_not_exceeded(connection: ServerConnection, tmp_p
         for number in range(count):
             channel._links.queue(router.endpoint, Cancel(number))
         channel.flush()
-        (link,) = channel._links._by_endpoint.values()
+        (link,) = channel._links._links_by_endpoint.values()
         numbers: list[int] = []
 
         def all_arrived() -> bool:

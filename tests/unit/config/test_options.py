@@ -183,6 +183,20 @@ def test_flags_without_effect_are_named_once() -> None:
     assert options.without_effect == ("vertex-ai-port", "host-policy", "allow-vertex-ai")
 
 
+def test_backend_settings_that_no_backend_reads_are_found() -> None:
+    idle = [
+        "python,python-runtime=p",
+        "python,shm-default-byte-sze=1",
+        "tensorrt,version=lean",
+        "a=b",
+    ]
+    read = ["onnxruntime,intra_op_thread_count=2", "default-max-batch-size=8"]
+    options = settings(*(f"--backend-config={text}" for text in idle + read))
+    assert server.idle_backend_settings(options.backend_config) == idle
+    with pytest.raises(InvalidArgument, match="default-max-batch-size: 'many' is not an integer"):
+        settings("--backend-config=pytorch,default-max-batch-size=many")
+
+
 @pytest.mark.parametrize(
     ("flags", "completes"),
     [

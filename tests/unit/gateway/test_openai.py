@@ -75,14 +75,16 @@ def test_a_completion_in_chunks_and_whole() -> None:
         "total_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 1},
     }
-    chunk = json.loads(choices.chunk([first]))
+    chunk = json.loads(choices.encode_chunk([first]))
     assert (chunk["id"], chunk["choices"]) == (completion["id"], [first])
-    usage, done_event = choices.ending(usage=True)
+    usage, done_event = choices.encode_end(shows_usage=True)
     assert json.loads(usage.removeprefix(b"data: "))["choices"] == []
-    assert [done_event] == choices.ending(usage=False) == [b"data: [DONE]\n\n"]
+    assert [done_event] == choices.encode_end(shows_usage=False) == [b"data: [DONE]\n\n"]
     assert "usage" not in chunk
     assert (
-        json.loads(Choices(COMPLETION_FORMAT, "m", 1, shows_usage=True).chunk([first]))["usage"]
+        json.loads(Choices(COMPLETION_FORMAT, "m", 1, shows_usage=True).encode_chunk([first]))[
+            "usage"
+        ]
         is None
     )
 
@@ -101,7 +103,7 @@ def test_chunks_count_the_tokens_of_their_sample(choices_format: Any) -> None:
     ):
         choice = choices.add(0, Delta(sample, "a", extra_members={"token_ids": tokens, **more}))
         assert not choice.keys() & {"token_ids", "prompt_token_ids"}
-        chunk = json.loads(choices.chunk([choice]))
+        chunk = json.loads(choices.encode_chunk([choice]))
         assert "prompt_token_ids" not in chunk
         usages.append(chunk["usage"])
     counts = [(usage["prompt_tokens"], usage["completion_tokens"]) for usage in usages]

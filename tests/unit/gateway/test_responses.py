@@ -32,7 +32,9 @@ def parse_large(body: dict[str, Any]) -> Any:
 
 
 def events(response: ResponseObject, deltas: list[Delta]) -> list[dict[str, Any]]:
-    frames = response.frames([[response.add(0, d)] for d in deltas]) + response.ending(usage=False)
+    frames = response.encode_frames([[response.add(0, d)] for d in deltas]) + response.encode_end(
+        shows_usage=False
+    )
     events = []
     for frame in frames:
         name, data = frame.decode().rstrip("\n").split("\n")
@@ -330,7 +332,7 @@ def test_a_text_that_is_too_long_is_incomplete() -> None:
 def test_a_failed_stream_ends_with_an_error() -> None:
     response_object = ResponseObject({"model": "m"})
     response_object.add(0, Delta(0, "a"))
-    error_event, failed_event = response_object.failure(Unavailable("gone"))
+    error_event, failed_event = response_object.encode_failure(Unavailable("gone"))
     assert b"event: error\n" in error_event and b'"message":"gone"' in error_event
     assert b"event: response.failed\n" in failed_event and b'"status":"failed"' in failed_event
 

@@ -499,6 +499,7 @@ def test_bytes_that_do_not_add_up_fail_their_request_alone(worker: Rig) -> None:
     assert second.code == "INVALID_ARG"
     assert second.message.startswith("[request id: id-1] incomplete string data for inference")
     assert "inference input 'X' for model 'm'" in second.message
+    assert "its length in 4 bytes" in second.message
     assert worker.finished.executed
     worker.batch(inference(bad_tensor))
     assert not worker.finished.executed

@@ -81,6 +81,8 @@ def test_tensors_of_other_types_are_refused(array: Any) -> None:
 
 
 def test_a_tensor_of_a_wrong_type_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"not torch.Tensor \(Tensor.from_dlpack takes one\)"):
+        pb_utils.Tensor("X", torch.zeros(1))  # type: ignore[arg-type]
     with pytest.raises(TritonModelException, match="Tensor name cannot be an empty string"):
         Tensor("", np.zeros(1))
     with pytest.raises(TypeError):
@@ -237,9 +239,25 @@ def test_a_response_of_a_wrong_type_is_refused() -> None:
     with pytest.raises(TritonModelException, match=r"Output tensor .* should not be empty"):
         pb_utils.InferenceResponse([None])  # type: ignore[list-item]
     tensor = pb_utils.Tensor("OUT", np.zeros(1))
-    for wrong_value in ({"output_tensors": [3]}, {"output_tensors": tensor}, {"error": "e"}):
-        with pytest.raises(TypeError):
+    wrong_values: list[tuple[dict[str, Any], str]] = [
+        ({"output_tensors": [3]}, "an output must be a Tensor"),
+        ({"output_tensors": tensor}, "output_tensors must be a list, not Tensor"),
+        (
+            {"output_tensors": pb_utils.TritonError("e")},
+            "output_tensors must be a list, not TritonError",
+        ),
+        ({"error": "e"}, "the error must be a TritonError"),
+    ]
+    for wrong_value, text in wrong_values:
+        with pytest.raises(TypeError, match=text):
             pb_utils.InferenceResponse(**wrong_value)
+
+
+def test_a_misspelt_name_is_reported_by_the_name_of_the_module() -> None:
+    with pytest.raises(
+        AttributeError, match=r"^module 'triton_python_backend_utils' .*'Tensor'\?$"
+    ):
+        _ = pb_utils.Tensr
 
 
 @pytest.mark.parametrize(

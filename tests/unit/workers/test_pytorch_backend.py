@@ -380,10 +380,13 @@ def test_a_missing_file(worker: Rig) -> None:
     error = load_error(worker, vectors({"x": 4}, {"y": 1}))
     assert error.endswith(" (found best.jit: set default_model_filename)")
     serve(worker, vectors({"x": 4}, {"y": 1}, default_model_filename="best.jit"))
+    (folder / "best.jit").rename(folder.parent / "model.pt")
+    error = load_error(worker, vectors({"x": 4}, {"y": 1}))
+    assert error.endswith(" (found model.pt beside the folder '1': move it into it)")
     target = folder.rename(folder.parent / "linked")
     folder.symlink_to(target)
     error = load_error(worker, vectors({"x": 4}, {"y": 1}))
-    assert error.endswith(f" in '{target}' (found best.jit)")
+    assert error.endswith(f" in '{target}' (found no file)")
 
 
 # --- auto-complete

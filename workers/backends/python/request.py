@@ -53,7 +53,10 @@ class InferenceResponse:
         error: TritonError | None = None,
         parameters: dict[str, bool | int | str] | None = None,
     ) -> None:
-        outputs = list(output_tensors)
+        try:
+            outputs = list(output_tensors)
+        except TypeError:
+            outputs = as_list(output_tensors, "output_tensors")
         for tensor in outputs:
             if tensor is None:
                 text = "Output tensor for inference response should not be empty."

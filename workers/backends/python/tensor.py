@@ -162,7 +162,10 @@ class Tensor:
         if type(name) is not str:
             name = as_text(name, "the name of a Tensor")
         if type(numpy_array) is not np.ndarray and not isinstance(numpy_array, np.ndarray):
-            raise TypeError(f"Tensor: expected a numpy.ndarray, not {type(numpy_array).__name__}")
+            found = type(numpy_array)
+            hint = " (Tensor.from_dlpack takes one)" if hasattr(found, "__dlpack__") else ""
+            text = f"{found.__module__}.{found.__qualname__}{hint}"
+            raise TypeError(f"Tensor: expected a numpy.ndarray, not {text}")
         if not name:
             raise TritonModelException("Tensor name cannot be an empty string.")
         try:

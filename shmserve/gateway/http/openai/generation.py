@@ -317,7 +317,7 @@ class Choices:
     def _count_tokens(self, prompt: int, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
         """Count the tokens of a sample, and return the further members of its choice.
 
-        `chunk` moves the member `usage` from the choice to the chunk.
+        `encode_chunk` moves the member `usage` from the choice to the chunk.
         """
         sample.tokens += len(fields.get("token_ids", ()))
         if "prompt_token_ids" in fields:
@@ -362,11 +362,11 @@ class Choices:
         head = {**self._head(self.format.object_name), **self._prompt_members}
         return {**head, "choices": choices, "usage": self.usage()}
 
-    def frames(self, results: list[list[dict[str, Any]]]) -> list[bytes]:
+    def encode_frames(self, results: list[list[dict[str, Any]]]) -> list[bytes]:
         """Return a chunk of a stream for each list of choices."""
-        return [SERVER_SENT_EVENTS.frame(self.chunk(choices)) for choices in results]
+        return [SERVER_SENT_EVENTS.frame(self.encode_chunk(choices)) for choices in results]
 
-    def chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
+    def encode_chunk(self, choices: Iterable[dict[str, Any]]) -> bytes:
         """Return a chunk of a stream as JSON."""
         head = {**self._head(self.format.chunk_name), **self._prompt_members}
         entries = list(choices)
@@ -375,14 +375,14 @@ class Choices:
         self._prompt_members = {}
         return orjson.dumps({**head, "choices": entries})
 
-    def ending(self, usage: bool) -> list[bytes]:
+    def encode_end(self, shows_usage: bool) -> list[bytes]:
         """Return the end of a stream, with the numbers of tokens if they are requested."""
-        if not usage:
+        if not shows_usage:
             return [_DONE_EVENT]
         usage_chunk = {**self._head(self.format.chunk_name), "choices": [], "usage": self.usage()}
         return [SERVER_SENT_EVENTS.frame(orjson.dumps(usage_chunk)), _DONE_EVENT]
 
-    def failure(self, error: ShmserveError) -> list[bytes]:
+    def encode_failure(self, error: ShmserveError) -> list[bytes]:
         """Return the end of a stream that fails."""
         return [SERVER_SENT_EVENTS.frame(encode_openai_error(error)), _DONE_EVENT]
 
@@ -437,18 +437,18 @@ class Rendering(Protocol):
     """The format of a response to a request for text, complete or as a stream."""
 
     def add(self, prompt: int, delta: Delta) -> Any:
-        """Add a part of a sample's text, and return a result for `frames`."""
+        """Add a part of a sample's text, and return a result for `encode_frames`."""
 
     def whole_response(self) -> dict[str, Any]:
         """Return the whole response."""
 
-    def frames(self, results: list[list[Any]]) -> list[bytes]:
+    def encode_frames(self, results: list[list[Any]]) -> list[bytes]:
         """Return server-sent events, given a list of results of `add` for each response."""
 
-    def ending(self, usage: bool) -> list[bytes]:
+    def encode_end(self, shows_usage: bool) -> list[bytes]:
         """Return the end of a stream, with the numbers of tokens if they are requested."""
 
-    def failure(self, error: ShmserveError) -> list[bytes]:
+    def encode_failure(self, error: ShmserveError) -> list[bytes]:
         """Return the end of a stream that fails."""
 
 
@@ -538,17 +538,17 @@ class _Generation:
         try:
             async for results in self._receive_parts():
                 if self._byte_size:
-                    encode = partial(self._rendering.frames, results)
+                    encode = partial(self._rendering.encode_frames, results)
                     frames = await _convert(self._byte_size, encode)
                     self._byte_size = 0
                 else:
-                    frames = self._rendering.frames(results)
+                    frames = self._rendering.encode_frames(results)
                 if frames:
                     yield frames
         except ShmserveError as error:
-            yield self._rendering.failure(error)
+            yield self._rendering.encode_failure(error)
             return
-        yield self._rendering.ending(self._text_request.shows_usage)
+        yield self._rendering.encode_end(self._text_request.shows_usage)
 
     async def _receive_parts(self) -> AsyncGenerator[list[list[Any]], None]:
         """Yield the parts of the stream for received responses to all prompts, in order of arrival.

@@ -514,19 +514,19 @@ class ResponseObject:
         self._close_item()
         return self._object("incomplete" if self._finish_reason == "length" else "completed")
 
-    def frames(self, results: list[list[list[dict[str, Any]]]]) -> list[bytes]:
+    def encode_frames(self, results: list[list[list[dict[str, Any]]]]) -> list[bytes]:
         """Return events as server-sent events."""
         return [_encode_event(event) for parts in results for events in parts for event in events]
 
-    def ending(self, usage: bool) -> list[bytes]:
+    def encode_end(self, shows_usage: bool) -> list[bytes]:
         """Return the last events of a stream."""
         events = [] if self._event_count else self._start_events()
         events += self._close_item()
         response = self.whole_response()
         last_event = self._event(f"response.{response['status']}", response=response)
-        return self.frames([[[*events, last_event]]])
+        return self.encode_frames([[[*events, last_event]]])
 
-    def failure(self, error: ShmserveError) -> list[bytes]:
+    def encode_failure(self, error: ShmserveError) -> list[bytes]:
         """Return the last events of a stream that fails."""
         fault = orjson.loads(response_error(error))["error"]
         code = fault["code"] or "server_error"
@@ -537,7 +537,7 @@ class ResponseObject:
             self._event("error", **details),
             self._event("response.failed", response=failed_object),
         ]
-        return self.frames([[events]])
+        return self.encode_frames([[events]])
 
     def _object(self, status: str) -> dict[str, Any]:
         body = self.body

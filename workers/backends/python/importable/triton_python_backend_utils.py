@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from shmserve.errors import suggestion
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES, encode_bytes
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG
 from shmserve.workers.backends.python.errors import TritonError, TritonModelException
@@ -84,6 +85,13 @@ TRITONSERVER_REQUEST_RELEASE_ALL = RELEASE_ALL
 TRITONSERVER_REQUEST_RELEASE_RESCHEDULE = RELEASE_RESCHEDULE
 TRITONSERVER_MEMORY_GPU = MemoryType.TRITONSERVER_MEMORY_GPU
 TRITONSERVER_MEMORY_CPU = MemoryType.TRITONSERVER_MEMORY_CPU
+
+
+def __getattr__(name: str) -> Any:
+    """Raise AttributeError with the name by which models import this module."""
+    text = f"module 'triton_python_backend_utils' has no attribute '{name}'"
+    raise AttributeError(text + suggestion(name, __all__))
+
 
 _NUMPY_TYPES: dict[str, Any] = {name: dtype.type for name, dtype in NUMPY_DTYPES.items()}
 TRITON_STRING_TO_NUMPY: dict[str, Any] = {
