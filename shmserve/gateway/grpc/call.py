@@ -255,7 +255,7 @@ class GrpcCall(ABC):
     def _take_messages(self, assembly: Assembly, size: int) -> None:
         """Take the messages that are complete with the last `size` bytes."""
         while (message := assembly.take_message()) is not None:
-            self._message_complete()
+            self._end_arrival()
             self._handle_message(message)
             if self.done or self._is_queue_full():
                 return
@@ -285,7 +285,8 @@ class GrpcCall(ABC):
             self._connection.watch(self, self._arriving_message)
         return self._arriving_message
 
-    def _message_complete(self) -> None:
+    def _end_arrival(self) -> None:
+        """End the time limit of the message, which is complete or is not awaited any more."""
         if self._arriving_message is not None:
             self._arriving_message.release_budget()
             self._arriving_message = None
@@ -321,7 +322,7 @@ class GrpcCall(ABC):
     def _mark_done(self) -> None:
         self.done = True
         if self._arriving_message is not None:
-            self._message_complete()
+            self._end_arrival()
         if self._assembly is not None:
             self._assembly.discard()
             self._assembly = None
@@ -410,7 +411,7 @@ class UnaryCall(GrpcCall):
             if not flag and length == size - PREFIX.size and not self.done:
                 self._has_message = True
                 if self._arriving_message is not None:
-                    self._message_complete()
+                    self._end_arrival()
                 self.on_message(bytes(piece[PREFIX.size :]), self)
                 return
         super().receive_data(piece, ended)

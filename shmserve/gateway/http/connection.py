@@ -39,7 +39,7 @@ from shmserve.gateway.http.messages import (
     TRANSFER_ENCODING,
     BegunRequest,
     HttpRequest,
-    StartRepeatedRequest,
+    BeginRepeatedRequest,
     WholeBody,
     drain_or_abort,
 )
@@ -66,8 +66,9 @@ class HttpConnection(Incoming):
         self._task: asyncio.Task[None] | None = None
         # The request that the receiving callback has begun. The task may have to send its response.
         self._begun_request: BegunRequest | None = None
-        # A future that the task awaits while a request is handled without the task.
-        self._idle_waiter: asyncio.Future[None] | None = None
+        # The task's `_waiter` while a request is handled without the task: further bytes must not
+        # wake the task.
+        self._withheld_waiter: asyncio.Future[None] | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_s = _IDLE_TIMEOUT_S
 
@@ -113,13 +114,13 @@ class HttpConnection(Incoming):
 
     # --- requests without the task
 
-    def _start_request(self, repeat: StartRepeatedRequest, body: bytes) -> bool:
-        # The request may fail before `repeat` returns; the task then handles it.
-        waiter = self._idle_waiter = self._waiter
+    def _begin_request(self, begin: BeginRepeatedRequest, body: bytes) -> bool:
+        # The request may fail before `begin` returns; the task then handles it.
+        waiter = self._withheld_waiter = self._waiter
         self._waiter = None
-        begun_request = repeat(body, self._write_response)
+        begun_request = begin(body, self._write_response)
         if begun_request is None:
-            self._idle_waiter, self._waiter = None, waiter
+            self._withheld_waiter, self._waiter = None, waiter
             return False
         self._begun_request = begun_request
         self._is_handling = True
@@ -127,7 +128,7 @@ class HttpConnection(Incoming):
         return True
 
     def _write_response(self, body: bytes | None, headers: bytes = JSON_HEADER) -> None:
-        waiter, self._idle_waiter = self._idle_waiter, None
+        waiter, self._withheld_waiter = self._withheld_waiter, None
         assert waiter is not None
         if body is None:
             waiter.set_result(None)  # the task handles the request from now on

@@ -25,7 +25,7 @@ from shmserve.gateway.http.messages import (
     CONTENT_LENGTH,
     EXPECT,
     HttpRequest,
-    StartRepeatedRequest,
+    BeginRepeatedRequest,
     WholeBody,
 )
 from shmserve.gateway.listener import ClientIdentity, LimitedConnection
@@ -114,7 +114,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._awaits_body = False  # whether a small body is awaited
         # --- the cached head
         # The last request, if it had a small body: its head, the sizes of the head and of the whole
-        # request, the request, and the rules by which it was authorised.
+        # request, the request, and the authorisation that it has passed.
         self._cached: tuple[bytes, int, int, HttpRequest, Authorisation] | None = None
         # The body object is reused, since at most one request with a cached head is queued.
         self._cached_body = WholeBody()
@@ -197,7 +197,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         return self._idle_start if is_sending else None
 
     @abstractmethod
-    def _start_request(self, repeat: StartRepeatedRequest, body: bytes) -> bool:
+    def _begin_request(self, begin: BeginRepeatedRequest, body: bytes) -> bool:
         """Begin a request with the cached head without the task; return whether it was begun."""
 
     # --- bytes
@@ -212,16 +212,17 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # Without a waiter, the task has not started, has ended, or is handling a request.
         waiter = self._waiter
         if waiter is not None and is_between_requests and self._cached is not None:
-            head, head_size, cached_size, request, rules = self._cached
+            head, head_size, cached_size, request, authorisation = self._cached
             size = len(data)
             if (
                 size <= cached_size
-                and rules is self.client.listener.authorisation
+                and authorisation is self.client.listener.authorisation
                 and data.startswith(head)
             ):
                 if size == cached_size:
                     body = data[head_size:]
-                    if request.repeat is not None and self._start_request(request.repeat, body):
+                    begin = request.begin_repeated
+                    if begin is not None and self._begin_request(begin, body):
                         return
                     request.content = self._cached_body
                     request.content.data = body
@@ -355,8 +356,9 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         self._missing_bytes, self._offers_upgrade = size - len(data), message.upgrade
         closes = message.should_close or message.upgrade or EXPECT in message.headers
         if not closes and int(length) <= SMALL_BODY_BYTES and head_size <= _MAX_CACHED_HEAD_BYTES:
-            request, rules = HttpRequest(message, content, self), self.client.listener.authorisation
-            self._cached = (data[:head_size], head_size, size, request, rules)
+            authorisation = self.client.listener.authorisation
+            request = HttpRequest(message, content, self)
+            self._cached = (data[:head_size], head_size, size, request, authorisation)
 
     def _start_timeout(self, timeout_s: float) -> None:
         """Start the read timeout of the missing bytes."""

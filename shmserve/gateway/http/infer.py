@@ -110,10 +110,10 @@ async def infer(gateway: Gateway, request: HttpRequest, name: str, version: str)
     except ShmserveError as error:
         record_failure(built_request, error)
         raise
-    request.repeat = None
+    request.begin_repeated = None
     if built_request.responses is not None and _is_plain(request):
         head_key = (gateway.models.revision, headers.get(HEADER_LENGTH))
-        request.repeat = partial(_infer_repeated, gateway, request, model, *head_key)
+        request.begin_repeated = partial(_infer_repeated, gateway, request, model, *head_key)
     return await inference.response()
 
 

@@ -119,9 +119,9 @@ class WriteResponse(Protocol):
         """
 
 
-# Starts a request with this body, or returns None if a handler is needed. `WriteResponse` is called
+# Begins a request with this body, or returns None if a handler is needed. `WriteResponse` is called
 # once: after the return, or, if the request fails at once, before the return and without a body.
-StartRepeatedRequest = Callable[[bytes, WriteResponse], BegunRequest | None]
+BeginRepeatedRequest = Callable[[bytes, WriteResponse], BegunRequest | None]
 
 
 @final
@@ -132,15 +132,15 @@ class HttpRequest:
 
     Attributes:
         route_match: The route and the parts of the path, once the client was authorised.
-        repeat: Begins the next request with the same head, without a task.
-        begun_request: The request that `repeat` has begun, if a task must send the response.
+        begin_repeated: Begins the next request with the same head, without a task.
+        begun_request: The request that `begin_repeated` has begun, if a task must send the response.
         is_http10: Whether the client uses HTTP/1.0, without chunks or keep-alive by default.
         closes_connection: Whether the connection ends with this request.
     """
 
     __slots__ = (
         *("begun_request", "closes_connection", "connection", "content", "headers", "is_http10"),
-        *("route_match", "method", "repeat", "target"),
+        *("route_match", "method", "begin_repeated", "target"),
     )
 
     def __init__(
@@ -154,7 +154,7 @@ class HttpRequest:
         self.content = content
         self.connection = connection
         self.route_match: Any = None
-        self.repeat: StartRepeatedRequest | None = None
+        self.begin_repeated: BeginRepeatedRequest | None = None
         self.begun_request: BegunRequest | None = None
 
 

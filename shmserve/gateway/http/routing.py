@@ -274,7 +274,7 @@ class Cors:
             origin = "*" if self._allows_all else request.headers[_ORIGIN]
             allow_origin = b"Access-Control-Allow-Origin: %b\r\n" % origin.encode()
             response.headers += allow_origin + self._EXPOSED
-            request.repeat = None  # a repeated request's response would lack these headers
+            request.begin_repeated = None  # a repeated request's response would lack these headers
 
 
 class App(ActiveCount):

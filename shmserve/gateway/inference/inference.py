@@ -118,8 +118,9 @@ def submit_inference(
         limit_us, limit_origin = request.deadline_us, "the request's parameter 'deadline_us'"
     if server_limit_us and not 0 < limit_us <= server_limit_us:
         limit_us, limit_origin = server_limit_us, "--request-timeout-us"
+    schedulers = gateway.schedulers
     message = make_submit(
-        gateway.schedulers.next_number(),
+        schedulers.next_number(),
         built_request.schema,
         built_request.data,
         arrived_ns,
@@ -133,9 +134,8 @@ def submit_inference(
         source=client.connection_id if request.correlation_id else 0,
         trace=trace,
     )
-    schedulers, on_release = gateway.schedulers, built_request.on_release
-    inference = create_inference(message, schedulers, on_release, built_request)
-    gateway.schedulers.submit(inference, model.endpoint)
+    inference = create_inference(message, schedulers, built_request.on_release, built_request)
+    schedulers.submit(inference, model.endpoint)
     return inference
 
 

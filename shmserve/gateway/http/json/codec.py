@@ -233,9 +233,9 @@ def _read_output(member: Any) -> InferOutput:
     region_range = None
     if "shared_memory_region" in parameters:
         region_range = _read_range(parameters)
-        for member, is_set in (("classification", classes), ("binary_data", is_binary)):
+        for key, is_set in (("classification", classes), ("binary_data", is_binary)):
             if is_set:
-                text = f"Output can't set both 'shared_memory_region' and '{member}'"
+                text = f"Output can't set both 'shared_memory_region' and '{key}'"
                 raise InvalidArgument(text)
     else:
         for key in ("shared_memory_offset", "shared_memory_byte_size"):

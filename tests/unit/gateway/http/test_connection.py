@@ -156,7 +156,7 @@ class RepeatingHandler:
             )
             return self.begun[-1]
 
-        request.repeat = begin
+        request.begin_repeated = begin
         return await repeat(request)
 
 

@@ -60,7 +60,7 @@ class Request(SimpleNamespace):
         super().__init__(
             method=method, target=target, headers=fields, route_match=None, begun_request=None
         )
-        self.connection, self.repeat = SimpleNamespace(client=client), succeed
+        self.connection, self.begin_repeated = SimpleNamespace(client=client), succeed
 
 
 async def fail(gateway: Any, request: Any, cause: str) -> HttpResponse:
@@ -183,7 +183,7 @@ def test_pages_of_allowed_origins_may_use_it(origins: tuple[str, ...], is_allowe
     assert response.status == (400 if is_allowed else 403)
     assert headers.get("access-control-allow-origin", "") == is_allowed
     assert ("x-request-id" in headers.get("access-control-expose-headers", "")) is bool(is_allowed)
-    assert (post.repeat is None) is bool(is_allowed)
+    assert (post.begin_repeated is None) is bool(is_allowed)
 
 
 def test_other_origins_have_no_permission() -> None:
