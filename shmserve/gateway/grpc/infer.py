@@ -304,7 +304,7 @@ class Inferences(ActiveCount):
         built = inference.built_request
         inferred = inference.outputs(result)
         try:
-            encoded = self.encode(built, built.responses, result.schema, inferred)
+            encoded = self.encode(built, built.response_templates, result.schema, inferred)
         finally:
             # The encoded response is a copy, so the outputs are no longer needed.
             inference.release_outputs(inferred)

@@ -104,7 +104,7 @@ class StreamEntry:
                 return end if infer_request.empty_final else None, None
             trace = built_request.trace
             is_explained = trace is not None and trace.explained
-            templates = None if is_explained else self.inference.templates
+            templates = None if is_explained else self.inference.response_templates
             response = self._inferences.encode(built_request, templates, schema, inferred)
         except ShmserveError as error:
             if strict:

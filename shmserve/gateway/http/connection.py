@@ -37,9 +37,9 @@ from shmserve.gateway.http.messages import (
     JSON_HEADER,
     STATUS_LINES,
     TRANSFER_ENCODING,
+    BeginRepeatedRequest,
     BegunRequest,
     HttpRequest,
-    BeginRepeatedRequest,
     WholeBody,
     drain_or_abort,
 )

@@ -24,8 +24,8 @@ from shmserve.common.tasks import resolve_future
 from shmserve.gateway.http.messages import (
     CONTENT_LENGTH,
     EXPECT,
-    HttpRequest,
     BeginRepeatedRequest,
+    HttpRequest,
     WholeBody,
 )
 from shmserve.gateway.listener import ClientIdentity, LimitedConnection

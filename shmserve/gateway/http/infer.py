@@ -87,7 +87,8 @@ async def infer(gateway: Gateway, request: HttpRequest, name: str, version: str)
     built_request = await read_request(gateway, model, request)
     if framing is not None:
         await reload_model(gateway, built_request)
-        built_request.responses = None  # a stream has JSON for outputs that are binary otherwise
+        # A stream has JSON for outputs that are binary otherwise.
+        built_request.response_templates = None
         queue = ResponseQueue(gateway, request, built_request, arrived_ns)
         return await _stream_responses(gateway, queue, framing)
     try:
@@ -111,7 +112,7 @@ async def infer(gateway: Gateway, request: HttpRequest, name: str, version: str)
         record_failure(built_request, error)
         raise
     request.begin_repeated = None
-    if built_request.responses is not None and _is_plain(request):
+    if built_request.response_templates is not None and _is_plain(request):
         head_key = (gateway.models.revision, headers.get(HEADER_LENGTH))
         request.begin_repeated = partial(_infer_repeated, gateway, request, model, *head_key)
     return await inference.response()
@@ -242,14 +243,14 @@ class HttpInference(UnaryInference):
         try:
             classified = classify_outputs(gateway, model, infer_request, inferred)
             template = None
-            if built_request.responses is not None:
-                template = built_request.responses.find(message.schema)
+            if built_request.response_templates is not None:
+                template = built_request.response_templates.find(message.schema)
             if template is None:
                 template = JsonResponseTemplate(
                     infer_request, model.name, model.version, classified
                 )
-                if built_request.responses is not None and classified is inferred:
-                    built_request.responses.store(message.schema, template)
+                if built_request.response_templates is not None and classified is inferred:
+                    built_request.response_templates.store(message.schema, template)
             response = await _encode_response(
                 gateway, self.http_request, infer_request.id, template, classified
             )
@@ -345,7 +346,7 @@ class _StreamEncoder:
         template = JsonResponseTemplate(self._infer_request, model.name, model.version, classified)
         message = self._queue.first_response
         if classified is inferred and isinstance(message, m.Responded) and not message.final:
-            self._queue.inference.templates.store(message.schema, template)
+            self._queue.inference.response_templates.store(message.schema, template)
         arrays: list[bytes] = []
         for output in template.outputs:
             data = output_bytes(gateway, classified.outputs[output.position])

@@ -133,7 +133,7 @@ class HttpRequest:
     Attributes:
         route_match: The route and the parts of the path, once the client was authorised.
         begin_repeated: Begins the next request with the same head, without a task.
-        begun_request: The request that `begin_repeated` has begun, if a task must send the response.
+        begun_request: The request that was begun without a task, if a task must send its response.
         is_http10: Whether the client uses HTTP/1.0, without chunks or keep-alive by default.
         closes_connection: Whether the connection ends with this request.
     """

@@ -151,7 +151,7 @@ def _begin_trace(gateway: Gateway, built: BuiltRequest, arrived_ns: int, tracepa
         return ""
     if trace.explained:
         # No templates, because each response contains the durations of its own request.
-        built.responses = None
+        built.response_templates = None
     return trace.scheduler.message
 
 
@@ -228,10 +228,10 @@ class UnaryInference(GatewayRequest):
             built_request.trace.on_response(message)
         if (
             self.is_templated
-            and built_request.responses is not None
+            and built_request.response_templates is not None
             and type(message) is m.Finished
         ):
-            template = built_request.responses.find(message.schema)
+            template = built_request.response_templates.find(message.schema)
             if template is not None:
                 try:
                     self.encoded = template.fill(built_request.infer_request.id, message.data)
@@ -278,12 +278,12 @@ class StreamingInference(GatewayRequest):
     Attributes:
         built_request: The request.
         on_response: The callback for each response, including the last.
-        templates: The templates of responses by their schemas.
+        response_templates: The templates of responses by their schemas.
     """
 
     built_request: BuiltRequest
     on_response: Callable[[StreamingInference, StreamedResponse], None]
-    templates: BoundedCache[bytes, Any] = field(init=False)
+    response_templates: BoundedCache[bytes, Any] = field(init=False)
     _window: ReadWindow = field(init=False)
     _unsent_count: int = field(init=False, default=0)
 
@@ -291,8 +291,8 @@ class StreamingInference(GatewayRequest):
         # Each response in a region overwrites the previous one, so only one may be unread.
         outputs = self.built_request.infer_request.outputs
         self._window = ReadWindow(any(output.memory_range is not None for output in outputs))
-        responses = self.built_request.responses
-        self.templates = BoundedCache(_MAX_TEMPLATES) if responses is None else responses
+        templates = self.built_request.response_templates
+        self.response_templates = BoundedCache(_MAX_TEMPLATES) if templates is None else templates
 
     def handle_response(self, message: Response) -> None:
         if isinstance(message, m.Finished):
@@ -311,7 +311,7 @@ class StreamingInference(GatewayRequest):
         """
         if not isinstance(message, m.Responded) or message.final:
             return None
-        template = self.templates.find(message.schema)
+        template = self.response_templates.find(message.schema)
         return template and template.fill(self.built_request.infer_request.id, message.data)
 
     def outputs(self, message: StreamedResponse) -> Inferred | None:

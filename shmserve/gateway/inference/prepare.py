@@ -60,8 +60,8 @@ class BuiltRequest:
         data: The data for `Submit`.
         on_release: Releases the resources of the request; None if it has none.
         regions: The regions that the request uses.
-        responses: The templates of responses by their schemas, shared by all requests with this
-            header. None: the response is encoded without a template.
+        response_templates: The templates of responses by their schemas, shared by all requests with
+            this header. None: the response is encoded without a template.
         trace: The trace of a submitted request, if it is recorded.
     """
 
@@ -71,7 +71,7 @@ class BuiltRequest:
     data: list[Any]
     on_release: Callable[[], None] | None
     regions: Sequence[GatewayRegion] = ()
-    responses: BoundedCache[bytes, Any] | None = None
+    response_templates: BoundedCache[bytes, Any] | None = None
     trace: RequestTrace | None = None
 
     def release(self) -> None:
@@ -170,8 +170,8 @@ class RequestTemplate:
     """
 
     __slots__ = (
-        *("_unpack_tensors", "_data", "_model", "_request", "_create_resources", "_responses"),
-        *("_schema", "_sizes", "_body_indices", "_references"),
+        *("_unpack_tensors", "_data", "_model", "_request", "_create_resources"),
+        *("_schema", "_sizes", "_body_indices", "_references", "_response_templates"),
     )
 
     def __init__(
@@ -202,7 +202,7 @@ class RequestTemplate:
         self._unpack_tensors: Callable[[bytes, int], tuple[bytes, ...]] = tensor_layout.unpack_from
         self._references = references.as_template() if references is not None else None
         self._create_resources = create_resources
-        self._responses: BoundedCache[bytes, Any] = BoundedCache(_MAX_RESPONSE_TEMPLATES)
+        self._response_templates: BoundedCache[bytes, Any] = BoundedCache(_MAX_RESPONSE_TEMPLATES)
 
     def fill_from(self, body: bytes, offset: int) -> BuiltRequest | None:
         """Return the request whose tensors are in `body` from `offset`, as `fill` does."""
@@ -242,7 +242,7 @@ class RequestTemplate:
                 data[index] = tensor_data
         return BuiltRequest(
             *(self._model, self._request, self._schema, data),
-            *(on_release, regions, self._responses),
+            *(on_release, regions, self._response_templates),
         )
 
 
@@ -326,7 +326,7 @@ def _place_and_check(
         locations: Sequence[bytes | Range | None] = input_bytes
         if total_bytes > INLINE_LIMIT:
             locations = _store(resources, input_bytes)
-        return check_request(model, request, locations, resources), resources, input_bytes
+        return check_and_pack(model, request, locations, resources), resources, input_bytes
     except BaseException:
         resources.release()
         raise
@@ -340,13 +340,13 @@ def _store(resources: Resources, input_bytes: Sequence[bytes | None]) -> Sequenc
     return [None if data is None else r for data, r in zip(input_bytes, ranges, strict=True)]
 
 
-def check_request(
+def check_and_pack(
     model: GatewayModel,
     request: InferRequest,
     locations: Sequence[bytes | Range | None],
     resources: Resources,
 ) -> BuiltRequest:
-    """Check a request against its model, and against the regions of its inputs and outputs.
+    """Check a request against its model and regions; return it packed for `Submit`.
 
     Args:
         model: The model.
@@ -535,7 +535,7 @@ def reserve_tensors(
         ranges = resources.allocate(sizes)
         pairs = zip(inputs, ranges, strict=True)
         locations = [None if t.memory_range is not None else r for t, r in pairs]
-        built_request = check_request(model, request, locations, resources)
+        built_request = check_and_pack(model, request, locations, resources)
         views: list[memoryview] = []
         for tensor, memory_range in zip(inputs, ranges, strict=True):
             if tensor.data is not None:

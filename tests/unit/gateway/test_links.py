@@ -97,7 +97,7 @@ def test_an_unread_response_is_released(tmp_path: Path, kind: Any, answer_time: 
     """The response is released once, whether it arrived before or after the cancellation."""
 
     async def cancel(rig: Rig) -> None:
-        built_request: Any = SimpleNamespace(trace=None, responses=None)
+        built_request: Any = SimpleNamespace(trace=None, response_templates=None)
         message = m.Submit(1, b"", [], 0, 0, 0, 0, "")
         notified_requests: list[Any] = []
         arguments = (
