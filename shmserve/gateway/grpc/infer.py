@@ -90,18 +90,18 @@ class Inferences(ActiveCount):
 
     # --- ModelInfer
 
-    def infer(self, raw_request: MessageContent, call: UnaryCall) -> None:
-        """Handle a ModelInfer without a task; `raw_request` is the encoded request."""
+    def infer(self, received_message: MessageContent, call: UnaryCall) -> None:
+        """Handle a ModelInfer without a task; its message may be in the arena already."""
         try:
             pattern = self.gateway.settings.grpc_header_forward_pattern
             headers = self.select_headers(call.head) if pattern else _NO_HEADERS
             inference = self.submit_request(
-                raw_request, call, headers, partial(self._respond, call)
+                received_message, call, headers, partial(self._respond, call)
             )
         except Exception as error:
-            if isinstance(error, RequestRefused) and self.needs_load(raw_request):
-                task = asyncio.ensure_future(self._infer_once_loaded(raw_request, call))
-                call.on_disconnect = partial(self._cancel_load, task, raw_request)
+            if isinstance(error, RequestRefused) and self.needs_load(received_message):
+                task = asyncio.ensure_future(self._infer_once_loaded(received_message, call))
+                call.on_disconnect = partial(self._cancel_load, task, received_message)
             else:
                 call.fail(*_ending_from_error(error, call))
             return
@@ -111,18 +111,18 @@ class Inferences(ActiveCount):
             call.on_ended = self.decrement
 
     @staticmethod
-    def _cancel_load(task: asyncio.Task[None], raw_request: MessageContent) -> None:
+    def _cancel_load(task: asyncio.Task[None], received_message: MessageContent) -> None:
         task.cancel()
-        release_message(raw_request)  # a task that has not started yet would not release it
+        release_message(received_message)  # a task that has not started yet would not release it
 
-    async def _infer_once_loaded(self, raw_request: MessageContent, call: UnaryCall) -> None:
+    async def _infer_once_loaded(self, received_message: MessageContent, call: UnaryCall) -> None:
         try:
-            await self.load_model(raw_request, call.time_remaining())
+            await self.load_model(received_message, call.time_remaining())
         except Exception as error:
             call.fail(*_ending_from_error(error, call))
         else:
             call.on_disconnect = None
-            self.infer(raw_request, call)
+            self.infer(received_message, call)
 
     def _respond(self, call: UnaryCall, inference: UnaryInference) -> None:
         try:
@@ -152,7 +152,7 @@ class Inferences(ActiveCount):
 
     def submit_request(
         self,
-        raw_request: MessageContent,
+        received_message: MessageContent,
         call: GrpcCall,
         headers: Mapping[str, str],
         on_response: Callable[[UnaryInference], None],
@@ -161,7 +161,7 @@ class Inferences(ActiveCount):
         """Submit a request.
 
         Args:
-            raw_request: The serialized ModelInferRequest, or the request in the arena.
+            received_message: The serialized ModelInferRequest, or the request in the arena.
             call: The call of the client.
             headers: The metadata that becomes parameters.
             on_response: The callback for the response of an `UnaryInference`.
@@ -172,7 +172,7 @@ class Inferences(ActiveCount):
             RequestRefused: The request is refused.
         """
         arrived_ns = time.monotonic_ns()
-        built = self._decode(raw_request, headers, streamed=on_streamed is not None)
+        built = self._decode(received_message, headers, streamed=on_streamed is not None)
         create_inference: Any = partial(UnaryInference, on_response=on_response)
         if built.model.decoupled:
             if on_streamed is None:
@@ -193,37 +193,37 @@ class Inferences(ActiveCount):
             raise RequestRefused(error, built.infer_request.id) from None
 
     def _decode(
-        self, raw_request: MessageContent, headers: Mapping[str, str], *, streamed: bool
+        self, received_message: MessageContent, headers: Mapping[str, str], *, streamed: bool
     ) -> BuiltRequest:
-        if type(raw_request) is ArrivingRequest:
-            self.gateway.malloc_trim.schedule(len(raw_request))
-            if not raw_request.built_request.model.is_published and self.needs_load(raw_request):
-                request_id = raw_request.built_request.infer_request.id
-                raise RequestRefused(Unavailable(_MODEL_UNLOADED), request_id)
-            return raw_request.built_request
+        if type(received_message) is ArrivingRequest:
+            self.gateway.malloc_trim.schedule(len(received_message))
+            arrived = received_message.built_request
+            if not arrived.model.is_published and self.needs_load(received_message):
+                raise RequestRefused(Unavailable(_MODEL_UNLOADED), arrived.infer_request.id)
+            return arrived
         if headers:  # metadata become parameters that the message does not contain
-            return self._parse(raw_request, None, headers, streamed=streamed)
+            return self._parse(received_message, None, headers, streamed=streamed)
         try:
-            built_request = self._template_cache.find_by_layout(raw_request)
-            parts = split_message(raw_request) if built_request is None else None
+            built_request = self._template_cache.find_by_layout(received_message)
+            parts = split_message(received_message) if built_request is None else None
             if parts is not None:
-                built_request = self._template_cache.find_by_fingerprint(raw_request, parts)
+                built_request = self._template_cache.find_by_fingerprint(received_message, parts)
         except ShmserveError as error:
-            raise RequestRefused(error, _request_id(raw_request)) from None
-        return built_request or self._parse(raw_request, parts, headers, streamed=streamed)
+            raise RequestRefused(error, _request_id(received_message)) from None
+        return built_request or self._parse(received_message, parts, headers, streamed=streamed)
 
     def _parse(
         self,
-        raw_request: bytes,
+        encoded_request: bytes,
         parts: SplitMessage | None,
         headers: Mapping[str, str],
         *,
         streamed: bool,
     ) -> BuiltRequest:
         request_id = ""
-        self.gateway.malloc_trim.schedule(len(raw_request))
+        self.gateway.malloc_trim.schedule(len(encoded_request))
         try:
-            message = _parse_message(raw_request)
+            message = _parse_message(encoded_request)
             request_id = message.id
             version = checked_version(message.model_version)
             model = self.gateway.models.resolve(message.model_name, version)
@@ -349,19 +349,19 @@ class Inferences(ActiveCount):
 
     # --- models that are loaded on demand
 
-    def needs_load(self, raw_request: MessageContent) -> bool:
+    def needs_load(self, received_message: MessageContent) -> bool:
         """Return whether the model of a refused request is on demand, and not loaded."""
-        if not isinstance(raw_request, bytes):
-            model = raw_request.built_request.model
+        if not isinstance(received_message, bytes):
+            model = received_message.built_request.model
             return needs_load(self.gateway, model.name, model.version)
         try:
-            message = _parse_message(raw_request)
+            message = _parse_message(received_message)
             version = checked_version(message.model_version)
         except ShmserveError:
             return False
         return needs_load(self.gateway, message.model_name, version)
 
-    async def load_model(self, raw_request: MessageContent, remaining_s: float | None) -> None:
+    async def load_model(self, received_message: MessageContent, remaining_s: float | None) -> None:
         """Load the model of a request, within the time limits of the request and its call.
 
         Raises:
@@ -370,20 +370,20 @@ class Inferences(ActiveCount):
         request_id = ""
         self.active += 1
         try:
-            if isinstance(raw_request, bytes):
-                message = _parse_message(raw_request)
+            if isinstance(received_message, bytes):
+                message = _parse_message(received_message)
                 request_id, name, version = message.id, message.model_name, message.model_version
                 request = decode_request(message)
             else:
-                model = raw_request.built_request.model
-                request = raw_request.built_request.infer_request
+                model = received_message.built_request.model
+                request = received_message.built_request.infer_request
                 request_id, name, version = request.id, model.name, model.version
             is_deadline = self.gateway.settings.request_timeout_is_deadline
             timeout_us = request.timeout_us if is_deadline else 0
             limits = (request.deadline_us, timeout_us, _limit_us(remaining_s))
             await resolve_model(self.gateway, name, version, *limits)
         except BaseException as error:
-            release_message(raw_request)
+            release_message(received_message)
             if isinstance(error, ShmserveError):
                 raise RequestRefused(error, request_id) from None
             raise
@@ -417,15 +417,15 @@ def _input_size(tensor: InferInput) -> int:
     return tensor.count * item_size if item_size > 0 else -1
 
 
-def _request_id(raw_request: bytes) -> str:
+def _request_id(encoded_request: bytes) -> str:
     try:
-        return _parse_message(raw_request).id
+        return _parse_message(encoded_request).id
     except InvalidArgument:
         return ""
 
 
-def _parse_message(raw_request: bytes) -> ModelInferRequest:
+def _parse_message(encoded_request: bytes) -> ModelInferRequest:
     try:
-        return ModelInferRequest.FromString(raw_request)
+        return ModelInferRequest.FromString(encoded_request)
     except DecodeError:
         raise InvalidArgument("malformed ModelInferRequest") from None

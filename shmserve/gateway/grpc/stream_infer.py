@@ -162,29 +162,29 @@ class _Stream:
     async def read_requests(self) -> None:
         """Submit requests while the window is open."""
         try:
-            async for raw_request in self._call.read_messages():
-                size = max(len(raw_request), _MIN_REQUEST_BYTES)
+            async for received_message in self._call.read_messages():
+                size = max(len(received_message), _MIN_REQUEST_BYTES)
                 try:
                     await self._window.reserve(size)
                 except BaseException:
-                    release_message(raw_request)
+                    release_message(received_message)
                     raise
-                await self._submit_entry(raw_request, size)
-                self.total_bytes += len(raw_request)
-                self.malloc_trim.schedule(len(raw_request))
+                await self._submit_entry(received_message, size)
+                self.total_bytes += len(received_message)
+                self.malloc_trim.schedule(len(received_message))
         finally:
             self._is_half_closed = True
             self._progress.set()
 
-    async def _submit_entry(self, raw_request: MessageContent, size: int) -> None:
-        inferences, entry = self._inferences, self._submit(raw_request)
-        if isinstance(entry, RequestRefused) and inferences.needs_load(raw_request):
+    async def _submit_entry(self, received_message: MessageContent, size: int) -> None:
+        inferences, entry = self._inferences, self._submit(received_message)
+        if isinstance(entry, RequestRefused) and inferences.needs_load(received_message):
             try:
-                await inferences.load_model(raw_request, self._call.time_remaining())
+                await inferences.load_model(received_message, self._call.time_remaining())
             except RequestRefused as refused:
                 entry = refused.without_traceback()
             else:
-                entry = self._submit(raw_request)
+                entry = self._submit(received_message)
         if not isinstance(entry, RequestRefused):
             inferences.active += 1
         if isinstance(entry, StreamingInference):
@@ -195,11 +195,11 @@ class _Stream:
             self._progress.set()
 
     def _submit(
-        self, raw_request: MessageContent
+        self, received_message: MessageContent
     ) -> UnaryInference | StreamingInference | RequestRefused:
         callbacks = (self._headers, self._on_response, self._on_streamed)
         try:
-            return self._inferences.submit_request(raw_request, self._call, *callbacks)
+            return self._inferences.submit_request(received_message, self._call, *callbacks)
         except RequestRefused as refused:
             return refused.without_traceback()
 
