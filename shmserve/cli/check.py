@@ -135,7 +135,7 @@ async def _report(supervisor: Supervisor, values: dict[str, Any], as_json: bool)
         if not failure:
             start_s = time.monotonic()
             try:
-                published = supervisor.registry.find(row["name"], row["version"])
+                published = supervisor.registry.describe_published(row["name"], row["version"])
                 version = supervisor.registry.models[row["name"]].published[published["version"]]
                 model = _Model(published, version.spec.model_dir, values)
                 unused_inputs -= model.signature.inputs.keys()

@@ -136,7 +136,7 @@ class LifecycleRig:
     def update(self, order: Order) -> None:
         pass
 
-    def finalize(self, order: Order) -> None:
+    def await_ends(self, order: Order) -> None:
         pass
 
     def move(self, order: Order, group: Group) -> None:

@@ -188,9 +188,7 @@ class Instances:
         first = self._instances[0]
         await self._spawn(first, self._spec.config, len(self._instances))
         self._send(first, m.CompleteConfig(self._spec.config))
-        self.reported_config = (
-            await self._receive_loaded_response(first, m.ConfigCompleted)
-        ).config
+        self.reported_config = (await self._receive_in_time(first, m.ConfigCompleted)).config
         self.config = self._finalise_config(self._spec, self.reported_config)
         instances = expand_instances(self.config, self._replaced_count)
         if [i.device for i in instances] == [i.device for i in self._instances]:
@@ -225,7 +223,7 @@ class Instances:
         self._announce(instance)
         endpoint = self._scheduler.instances_endpoint
         self._send(instance, m.LoadInstance(config, endpoint))
-        message = await self._receive_loaded_response(instance, m.InstanceLoaded)
+        message = await self._receive_in_time(instance, m.InstanceLoaded)
         instance.mark_loaded(message.checks_ready, message.device_byte_size)
         current = self._scheduler.instances_endpoint
         # The scheduler may have been replaced while the model loaded.
@@ -277,8 +275,8 @@ class Instances:
         instance.stacks_fd = (await self._receive_response(instance, m.WorkerStarted)).stacks_fd
         instance.transition("started")
 
-    async def _receive_loaded_response(self, instance: Instance, kind: type[T]) -> T:
-        """Wait for the response of a step that runs the model's code, which may hang."""
+    async def _receive_in_time(self, instance: Instance, kind: type[T]) -> T:
+        """Receive the response to a step that runs the model's code, which may hang."""
         limit_s = self._context.config.load_timeout_s
         response = self._receive_response(instance, kind)
         folder = self._spec.model_dir
@@ -582,4 +580,4 @@ class Instances:
             # A restarted process may hang in `load`, and would then outlast any `finalize`.
             if instance.state in _LOADING_STATES and instance.child is not None:
                 instance.child.kill()
-        await asyncio.gather(*(self._end(process) for process in self._instances if process.alive))
+        await asyncio.gather(*(self._end(i) for i in self._instances if i.alive))

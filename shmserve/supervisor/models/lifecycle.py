@@ -4,7 +4,7 @@ The state machine decides; `LifecycleActions` executes the decisions and reports
 
 load:    read -> the step models are loaded -> versions that differ start, or instances are added ->
          published -> every client has acknowledged them as ready -> they serve, old versions
-         retire -> ensembles with the model reload if its shape (immutable configuration) changed
+         retire -> ensembles with the model reload if its immutable configuration changed
 unload:  loads that have begun end, unless they hang -> ensembles with the model are unloaded ->
          every client has acknowledged the withdrawal -> the versions retire, and are finalized
 """
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 # Phases that only an event or a later order of the model ends. They are skipped, because most
 # orders of a start are in such a phase.
-_WAITING_PHASES = (OrderPhase.READING, OrderPhase.STARTING, OrderPhase.MOVING)
+_EVENT_PHASES = (OrderPhase.READING, OrderPhase.STARTING, OrderPhase.MOVING)
 
 
 class Lifecycle:
@@ -256,9 +256,9 @@ class Lifecycle:
         """
         if not spec.steps:
             return self._actions.finalise_config(spec, completed)
-        find_serving = self._registry.serving
-        models = [find_serving(*step) for step in spec.steps]
-        has_any_version = [find_serving(step.name, "") is not None for step in spec.steps]
+        find_published = self._registry.find_published
+        models = [find_published(*step) for step in spec.steps]
+        has_any_version = [find_published(step.name, "") is not None for step in spec.steps]
         configs = [None if model is None else model.config for model in models]
         reported = {"steps": configs, "has_any_version": has_any_version}
         return self._actions.finalise_config(spec, reported)
@@ -310,7 +310,7 @@ class Lifecycle:
         self._publish(model)
         self._run()
 
-    def order_finalized(self, order: Order) -> None:
+    def ends_awaited(self, order: Order) -> None:
         """End an order's wait for removed instances, and for versions with long requests."""
         order.awaited_ends = {e for e in order.awaited_ends if not isinstance(e, str) and e.drained}
         self._run()
@@ -357,7 +357,7 @@ class Lifecycle:
     def _advance_all(self) -> None:
         for model in list(self._registry.models.values()):
             orders = model.orders
-            has_step = orders and (orders[0].phase not in _WAITING_PHASES or len(orders) > 1)
+            has_step = orders and (orders[0].phase not in _EVENT_PHASES or len(orders) > 1)
             if model.retiring or has_step:
                 self._advance(model)
         finished_orders = [o for o in self._open_orders if o.phase is OrderPhase.FINISHED]
@@ -422,7 +422,7 @@ class Lifecycle:
         model.retiring += withdrawn.values()
         order.awaited_ends.update(withdrawn.values())
         if withdrawn:
-            self._actions.finalize(order)
+            self._actions.await_ends(order)
         order.phase = OrderPhase.PUBLISHING
 
     def _take_over(self, order: Order) -> bool:
@@ -433,17 +433,17 @@ class Lifecycle:
             self._load_users(order, order.take_over())
             if any(update.removed for update in order.updates.values()):
                 order.awaited_ends.add(UPDATES)
-                self._actions.finalize(order)
+                self._actions.await_ends(order)
             self._regroup(self._group(order.model.name))
         else:
             return False
         return True
 
-    def _load_users(self, order: Order, shape_changed: bool) -> None:
-        """Reload the ensembles that lacked a model or use it in another shape.
+    def _load_users(self, order: Order, config_changed: bool) -> None:
+        """Reload the ensembles that lacked a model or use another immutable configuration of it.
 
-        Loads that have not read the model's shape yet are not changed. No ensemble is reloaded if
-        the model is to be unloaded.
+        Loads that have not read the model's configuration yet are not changed. No ensemble is
+        reloaded if the model is to be unloaded.
         """
         name = order.model.name
         if order.model.unloads_later:
@@ -451,7 +451,7 @@ class Lifecycle:
         models = self._registry.models.values()
         for user in [model for model in models if model.has_steps or model.needed_steps]:
             loads = [load for load in user.orders if load.kind is OrderKind.LOAD]
-            if shape_changed and loads:
+            if config_changed and loads:
                 user.is_outdated |= any(version.uses(name) for version in user.serving.values())
                 for load in loads:
                     load.is_outdated |= not load.is_planning and name in load.step_models
@@ -463,7 +463,7 @@ class Lifecycle:
             is_needed = name in user.needed_steps and not is_unloaded
             if not is_needed or any(load.is_planning for load in loads):
                 continue
-            if shape_changed or not (user.serving or loads):
+            if config_changed or not (user.serving or loads):
                 source = loads[0].source if loads else user.source
                 order.follow_ups.append(self._load(user, source, Cause.STEP))
 
@@ -493,7 +493,7 @@ class Lifecycle:
         self._changed_models.add(model.name)
 
     def _load_outdated(self, order: Order) -> None:
-        """Reload a serving ensemble whose load has failed, if a step's model has a new shape."""
+        """Reload a serving ensemble whose load has failed, if it is outdated."""
         model = order.model
         if model.is_outdated and model.serving and model.last_order is None:
             model.is_outdated = False

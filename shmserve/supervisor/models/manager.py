@@ -274,7 +274,9 @@ class LifecycleExecutor(LifecycleActions):
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
         events = self.lifecycle.version_changed, self.lifecycle.finalise_config
-        return ModelVersion(self.context, spec, group, self._hosts, self.registry.serving, *events)
+        return ModelVersion(
+            self.context, spec, group, self._hosts, self.registry.find_published, *events
+        )
 
     def start(self, version: ModelVersion) -> None:
         self._start_tasks[version] = self.context.background(self._start(version))
@@ -334,13 +336,13 @@ class LifecycleExecutor(LifecycleActions):
         self.lifecycle.version_ended(version)
 
     @_in_background
-    async def finalize(self, order: Order) -> None:
+    async def await_ends(self, order: Order) -> None:
         if order.updates:
             removed_instances = [i for update in order.updates.values() for i in update.removed]
             await Instances.await_exits(removed_instances)
         else:
             await asyncio.sleep(REQUEST_PATIENCE_S)
-        self.lifecycle.order_finalized(order)
+        self.lifecycle.ends_awaited(order)
 
 
 def _plan_error(name: str, error: Exception) -> ShmserveError:
@@ -417,7 +419,7 @@ class ModelManager:
             case m.FindModel(name=name, version=version, timeout_s=timeout_s):
                 self._context.control.add_caller(pid)
                 await self.on_demand.load(name, timeout_s)
-                return self._registry.find(name, version)
+                return self._registry.describe_published(name, version)
         return None
 
     async def load_on_request(self, name: str, config: str, files: dict[str, bytes]) -> None:

@@ -56,7 +56,7 @@ class ModelVersion:
         spec: The version to load.
         group: The models whose schedulers share a process with this version's.
         hosts: The processes that host schedulers.
-        find: Returns the serving version of a model, by name and version.
+        find: Returns the published version of a model, by name and version.
         _on_change: Called when readiness, endpoint or failure changes.
         _finalise_config: Returns the final configuration when the first worker has completed it.
         loaded: Whether the version has become ready; later failures do not reset it.
@@ -133,7 +133,7 @@ class ModelVersion:
 
     def pids(self) -> list[int]:
         """Return the running processes; the scheduler's may also run for other models."""
-        scheduler_pids = [self.scheduler.serving.child.pid] if self.scheduler.serves else []
+        scheduler_pids = [self.scheduler.current.child.pid] if self.scheduler.serves else []
         return [*self.instances.pids(), *scheduler_pids]
 
     def uses(self, name: str) -> bool:
@@ -239,7 +239,7 @@ class ModelVersion:
             Unavailable: The new scheduler did not start; nothing is changed.
         """
         scheduler, instances = self.scheduler, self.instances
-        old_scheduler, old_endpoint = scheduler.serving, scheduler.endpoint
+        old_scheduler, old_endpoint = scheduler.current, scheduler.endpoint
         old_counters = scheduler.counters
         exits = instances.serving_exits()
         instances.defers_attach = True
@@ -248,7 +248,7 @@ class ModelVersion:
             self._supervision.cancel()
         try:
             await scheduler.start_successor(group, instances.config)
-            losses.append(scheduler.serving.child.exited)
+            losses.append(scheduler.current.child.exited)
             await publish()
             await scheduler.drain(old_scheduler, losses=losses)
             instances.introduce([])
@@ -279,7 +279,7 @@ class ModelVersion:
     async def _supervise(self) -> None:
         """Replace each scheduler that exits, until the version retires."""
         while not self._lifetime.is_retiring:
-            scheduler, started_at = self.scheduler.serving, time.monotonic()
+            scheduler, started_at = self.scheduler.current, time.monotonic()
             child = scheduler.child
             await wait_any(scheduler.close_future, child.exited)
             if not self._lifetime.is_retiring:

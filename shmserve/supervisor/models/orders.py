@@ -137,8 +137,8 @@ class LifecycleActions(Protocol):
     def retire(self, version: ModelVersion) -> None:
         """Drain a version and end it; `Lifecycle.version_ended` follows."""
 
-    def finalize(self, order: Order) -> None:
-        """Wait for `order.awaited_ends`, but not for long requests; `order_finalized` follows."""
+    def await_ends(self, order: Order) -> None:
+        """Wait for `order.awaited_ends`, but not for long requests; `ends_awaited` follows."""
 
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
         """Redirect requests for a version that has ended to its successor."""
@@ -170,7 +170,8 @@ class Order:
         prerequisites: Orders that must be completed before this order continues.
         follow_ups: Orders whose results are part of the response to this order.
         starting_versions: The versions that have not started yet. `UPDATES` stands for updates.
-        is_outdated: Whether a step's model has changed its shape since the order was planned.
+        is_outdated: Whether the immutable configuration of a step's model has changed since the
+            order was planned.
         awaited_ends: The versions (and updates) that must end before the order is answered.
     """
 
@@ -377,8 +378,8 @@ class ModelEntry:
         is_expected: Whether the model is loaded at the start and required for readiness.
         on_demand: Whether the model is loaded by its first request and unloaded to free memory.
             An operator's load or unload ends this.
-        is_outdated: Whether a step of the serving ensemble has another shape, and an open load was
-            expected to adopt it.
+        is_outdated: Whether a step's model has another immutable configuration than the serving
+            ensemble uses, and an open load was expected to adopt it.
         failure_is_temporary: Whether the last load failed for a reason that may be temporary.
     """
 

@@ -66,12 +66,12 @@ class ModelRegistry:
         """Return the worker processes that serve on a GPU."""
         return [pid for v in self.live_versions for pid in v.instances.pids_on(device_id)]
 
-    def serving(self, name: str, version: str) -> ModelVersion | None:
+    def find_published(self, name: str, version: str) -> ModelVersion | None:
         """Return the published version of a model, or None; version "" is the latest."""
         model = self.models.get(name)
         return None if model is None else model.published.get(version or model.latest)
 
-    def find(self, name: str, version: str) -> dict[str, Any]:
+    def describe_published(self, name: str, version: str) -> dict[str, Any]:
         """Return the endpoint and the properties of a model, for the models that call it.
 
         Raises:
@@ -82,7 +82,7 @@ class ModelRegistry:
             raise NotFound(f"Request for unknown model: '{name}' is not found")
         if not model.published:
             raise NotFound(f"Request for unknown model: '{name}' has no available versions")
-        model_version = self.serving(name, version)
+        model_version = self.find_published(name, version)
         if model_version is None:
             raise NotFound(f"Request for unknown model: '{name}' version {version} is not found")
         return {
@@ -107,7 +107,7 @@ class ModelRegistry:
 
     def readiness_worker_pids(self, name: str, version: str) -> list[int]:
         """Return the workers that check the readiness of a version; empty if it is not ready."""
-        model_version = self.serving(name, version)
+        model_version = self.find_published(name, version)
         if model_version is None or not model_version.ready:
             return []
         return model_version.instances.readiness_worker_pids()

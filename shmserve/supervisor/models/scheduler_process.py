@@ -242,7 +242,7 @@ class VersionScheduler:
         # The number of the serving scheduler, or of the first one.
         self.number = next(self._context.scheduler_ids)
         self._latest: SchedulerHandle | None = None  # the scheduler that was started last
-        self._serving_scheduler: SchedulerHandle | None = None  # the scheduler at `endpoint`
+        self._current: SchedulerHandle | None = None  # the scheduler at `endpoint`
         loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = loop.create_future()
         self._drain_future: asyncio.Future[None] = loop.create_future()
@@ -264,16 +264,16 @@ class VersionScheduler:
     @property
     def serves(self) -> bool:
         """Return whether a scheduler accepts requests."""
-        return self._serving_scheduler is not None and self._serving_scheduler.alive
+        return self._current is not None and self._current.alive
 
     @property
-    def serving(self) -> SchedulerHandle:
+    def current(self) -> SchedulerHandle:
         """Return the scheduler at `endpoint`, whether it runs or has exited.
 
         A scheduler must have started.
         """
-        assert self._serving_scheduler is not None
-        return self._serving_scheduler
+        assert self._current is not None
+        return self._current
 
     async def start(
         self, config: ModelSpec, worker_pids: list[int], is_first: bool = False
@@ -307,7 +307,7 @@ class VersionScheduler:
             reason = handle.close_future.result() or (ended.result() if ended.done() else "closed")
             raise Unavailable(f"the scheduler ended while starting ({reason})")
         self.number = number  # the endpoints of the new scheduler exist from now on
-        self._serving_scheduler = handle
+        self._current = handle
         self.counters.send_base()
         if config.cached:  # the share may have changed while the scheduler started
             context.cache_shares.send(id(self))
@@ -399,9 +399,8 @@ class VersionScheduler:
         await wait_any(self._drain_future, handle.close_future, handle.child.exited, *losses)
 
     def must_move(self, group: Group) -> bool:
-        """Check whether the serving scheduler must move to the process of `group`."""
-        serving = self._serving_scheduler
-        return serving is not None and self.hosts.must_move(serving, group)
+        """Check whether the scheduler at `endpoint` must move to the process of `group`."""
+        return self._current is not None and self.hosts.must_move(self._current, group)
 
     async def start_successor(self, group: Group, config: ModelSpec) -> None:
         """Start a successor in a group's process; `endpoint` is the successor's from now on.
@@ -417,7 +416,7 @@ class VersionScheduler:
         try:
             await self.start(config, [])
         except Unavailable:
-            self._latest = self._serving_scheduler
+            self._latest = self._current
             self._group, self.counters = old_group, old_counters
             raise
         old_counters.pass_to(new_counters)

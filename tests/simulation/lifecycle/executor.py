@@ -162,7 +162,7 @@ class SimulatedExecutor(LifecycleExecutor):
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
         events = self.lifecycle.version_changed, self.lifecycle.finalise_config
         version = ObservedVersion(
-            self.context, spec, group, self._hosts, self.registry.serving, *events
+            self.context, spec, group, self._hosts, self.registry.find_published, *events
         )
         self.live_versions.append(version)
         return version

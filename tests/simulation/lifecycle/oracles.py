@@ -415,7 +415,7 @@ class LifecycleOracles:
         workers = {i.child for v in serving for i in v.all_instances if i.alive}
         if workers != set(processes.workers):
             self.report_violation(f"7: {processes.workers} run, and {workers} serve")
-        hosts = {v.scheduler.serving.child for v in serving}
+        hosts = {v.scheduler.current.child for v in serving}
         if hosts != set(processes.hosts):
             self.report_violation(f"7: {processes.hosts} run, and {hosts} serve")
         for v in serving:

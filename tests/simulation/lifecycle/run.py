@@ -143,7 +143,7 @@ class LifecycleRun:
 
     def _end_scheduler(self, version: ObservedVersion) -> None:
         if version.scheduler.serves:
-            child: Any = version.scheduler.serving.child
+            child: Any = version.scheduler.current.child
             self.executor.processes.end_process(child, "signal 11")
 
     def _unload(self, name: str) -> None:

@@ -35,7 +35,7 @@ class ObservedVersion(ModelVersion):
         super().__init__(*parts)
         self.was_ready = self.is_draining = False
         self.step_configs: list[Any] = []
-        self._find_serving = parts[4]
+        self._find_published = parts[4]
 
     def __repr__(self) -> str:
         return f"{self.spec.name}:{self.spec.version}#{self.scheduler.number}"
@@ -51,7 +51,7 @@ class ObservedVersion(ModelVersion):
         await super().start()
 
     def published_step_configs(self) -> list[Any]:
-        versions = [self._find_serving(*step) for step in self.spec.steps]
+        versions = [self._find_published(*step) for step in self.spec.steps]
         return [None if v is None else v.config.immutable_config for v in versions]
 
     @property
@@ -65,8 +65,8 @@ class ObservedVersion(ModelVersion):
 
     def expects(self, index: int, child: SimulatedChild) -> bool:
         """Check whether the scheduler expects a process that has attached to it."""
-        serving: Any = self.scheduler.serving
-        expected = serving.child.expected_pids.get((self.scheduler.number, index))
+        current: Any = self.scheduler.current
+        expected = current.child.expected_pids.get((self.scheduler.number, index))
         return (
             expected == child.pid and child.scheduler_endpoint == self.scheduler.instances_endpoint
         )

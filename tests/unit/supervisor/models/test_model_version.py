@@ -176,7 +176,7 @@ async def test_a_scheduler_that_executed_a_request_restarts_without_backoff(
     for _ in range(8):
         if serves:
             model._on_message(m.InstanceServed(processes.children[0].pid))
-        model.scheduler.serving.child.kill()
+        model.scheduler.current.child.kill()
         await run_loop_turns(40)
     is_ready = model.ready
     await processes.end()
@@ -207,7 +207,7 @@ async def test_a_new_scheduler_knows_its_instances_before_the_first_request(
     monkeypatch.setattr(processes, "flush", lambda: order.append("flushed"))
     monkeypatch.setattr(processes.context.local_clients, "broadcast", order.append)
     lost_endpoint = model.endpoint
-    model.scheduler.serving.child.kill()
+    model.scheduler.current.child.kill()
     await run_loop_turns(40)
     await processes.end()
     expected = m.InstanceExpected(0, processes.children[0].pid)
