@@ -94,7 +94,7 @@ class Span(NamedTuple):
         compute_end_ns: The end of its execution.
         responded_ns: The time when its response was sent.
         batch_size: The size of its batch.
-        closed: The reason why the batch was closed; "" for an ensemble, "cached" for a cached
+        close_reason: The reason why the batch was closed; "" for an ensemble, "cached" for a cached
             response.
     """
 
@@ -111,7 +111,7 @@ class Span(NamedTuple):
     compute_end_ns: int
     responded_ns: int
     batch_size: int
-    closed: str
+    close_reason: str
 
     def packed(self) -> bytes:
         """Return the encoding for `Finished.spans`, in which spans are concatenated."""
@@ -213,7 +213,7 @@ def phase_durations(
 def _inner_durations(span: Span, children: dict[str, list[Span]], since_ns: int) -> dict[str, Any]:
     durations: dict[str, Any] = {"batch_size": span.batch_size}
     if span.compute_start_ns:
-        durations["batch_closed"] = span.closed
+        durations["batch_closed"] = span.close_reason
         durations["queue_us"] = _microseconds(since_ns, span.compute_start_ns)
         durations["compute_input_us"] = _microseconds(span.compute_start_ns, span.input_end_ns)
         durations["compute_infer_us"] = _microseconds(span.input_end_ns, span.output_start_ns)

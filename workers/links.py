@@ -284,6 +284,7 @@ class WorkerRequest:
         work: The scheduler's message with the request.
         cancelled: Whether the model should end the request.
         reader_gone: Whether the client reads no further responses, not even before the end.
+        on_cancel: Called when the request is cancelled.
         on_credit: Called when its `window` may have grown.
     """
 
@@ -461,7 +462,7 @@ class InstanceLink:
     def _dispatch(self, message: Any) -> None:
         match message:
             case _ if type(message) in self.loop_messages:
-                self.commands.append(self.open_requests(message))
+                self.commands.append(self.register_requests(message))
             case CancelExecution(key=key, keeps_reading=keeps_reading):
                 request = self._open_requests.get(key)
                 if request is not None:
@@ -497,7 +498,7 @@ class InstanceLink:
         """Return whether a request has not ended."""
         return bool(self._open_requests)
 
-    def open_requests(self, message: Any) -> Command:
+    def register_requests(self, message: Any) -> Command:
         """Return a message together with its requests, which are open until `close`.
 
         Must be called with the lock.

@@ -247,7 +247,7 @@ class WorkerInstance:
         self._output_memory = context.output_memory
         self._handlers: dict[type[Any], Callable[[Any, list[WorkerRequest]], Any]] = {}
         link_arguments = (context.control, context.index, os.getpid(), self._handle_released)
-        # The handlers need the link; the view will contain the types that are added below.
+        # The table is filled below, because its handlers need the link; the view follows the table.
         self.link = InstanceLink(*link_arguments, loop_messages=self._handlers.keys())
         self._metrics = MetricsReports(backend.metrics, self.link)
         backend.report_metrics_by(self._metrics.report_change)

@@ -162,7 +162,7 @@ class BatchingCore(Core[ScheduledRequest]):
         instance_slots = getattr(request.sequence, "instance_slots", None)
         slot = None if instance_slots is None else self._pool.by_peer(instance_slots.peer)
         if self._pool.are_blocked(callers, [] if slot is None else [slot], self._preserves_order):
-            self._fail_held_call(request, "its instances", now_ns)
+            self._fail_blocked_call(request, "its instances", now_ns)
             return
         if self._report_calls_ns == NEVER:
             self._report_calls_ns = now_ns + _CALL_REPORT_NS
@@ -194,7 +194,7 @@ class BatchingCore(Core[ScheduledRequest]):
             self._control.post(CallsWaiting(self._name, waits))
         self._calls_reported = bool(waits)
 
-    def _fail_held_call(self, request: ScheduledRequest, reason: str, now_ns: int) -> None:
+    def _fail_blocked_call(self, request: ScheduledRequest, reason: str, now_ns: int) -> None:
         callers = [caller.model for caller in Caller.parse(request.submit.callers)]
         chain = " -> ".join([*callers, self._name])
         self._fail_call(request, f"{reason}, which its callers hold ({chain})", now_ns)
@@ -227,7 +227,7 @@ class BatchingCore(Core[ScheduledRequest]):
         request = self._queue.enqueue(client, submit, properties, now_ns, cached=True)
         request.lookup = lookup
         self._responses.register(request)
-        timing = Timing(now_ns, 0, 0, 0, closed=CACHED)
+        timing = Timing(now_ns, 0, 0, 0, close_reason=CACHED)
         self._responses.finish(request, "", "", lookup.response, timing, now_ns)
 
     def retry_after_s(self, error: ShmserveError) -> int:
@@ -307,7 +307,7 @@ class BatchingCore(Core[ScheduledRequest]):
                         continue
                     if isinstance(message, ResourcesHeld):
                         reason = "resources of the rate limiter"
-                        self._fail_held_call(request, reason, now_ns)
+                        self._fail_blocked_call(request, reason, now_ns)
                     else:
                         reason = f"requests that wait for its callers ({message.chain})"
                         self._fail_call(request, reason, now_ns)

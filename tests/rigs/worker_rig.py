@@ -210,7 +210,7 @@ class Rig:
     def execute(self, work_items: Sequence[Work]) -> None:
         """Run a batch of these requests in the worker, without sending its replies."""
         self._batches += 1
-        command = self.instance.link.open_requests(Execute(self._batches, list(work_items)))
+        command = self.instance.link.register_requests(Execute(self._batches, list(work_items)))
         self.finished = self.instance._executor.execute(*command)
         assert self.finished.batch == self._batches
 

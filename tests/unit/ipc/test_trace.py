@@ -118,7 +118,7 @@ def test_an_explanation_has_the_times_of_all_calls() -> None:
 
 
 def test_an_explanation_of_an_ensemble_has_steps() -> None:
-    ensemble = span("a", "g", compute_start_ns=0, compute_end_ns=0, closed="")
+    ensemble = span("a", "g", compute_start_ns=0, compute_end_ns=0, close_reason="")
     explanation = phase_durations([ensemble, span("b", "a", model="step")], "a", 0, 0, 100_000)
     assert [step["model"] for step in explanation["steps"]] == ["step"]
     assert "queue_us" not in explanation
