@@ -55,7 +55,7 @@ class Engine(Generic[T]):
     on_sequence_end: Callable[[Sequence[T], str], None]
     on_search_end: Callable[[Generation[T], Beams[T]], None]
     times: StepTimes = field(default_factory=StepTimes)
-    running: RunningStep | None = None
+    running_step: RunningStep | None = None
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.settings.kv_cache_blocks)
@@ -116,7 +116,7 @@ class Engine(Generic[T]):
 
     def is_running(self, generation: Generation[T]) -> bool:
         """Check whether the running step has rows of a generation."""
-        rows = {} if self.running is None else self.running.rows
+        rows = {} if self.running_step is None else self.running_step.rows
         return any(sequence.number in rows for sequence in generation.sequences)
 
     def cancel(self, generation: Generation[T]) -> None:
@@ -132,7 +132,7 @@ class Engine(Generic[T]):
         if sequence is None:
             return
         sequence.stopped = True
-        if self.running is None or number not in self.running.rows:
+        if self.running_step is None or number not in self.running_step.rows:
             self._end_sequence(sequence, "stop")
 
     def drop(self, sequence: Sequence[T]) -> None:
@@ -175,35 +175,35 @@ class Engine(Generic[T]):
         plan = StepPlan(self._step_count + 1, self.settings)
         # The order is made once per step, so that it stays the same while the step is planned.
         rank = ranking(self.settings, now_ns)
-        admitted, waiting_sequences = [], []
+        running, waiting_sequences = [], []
         for sequence in self._sequences.values():
             if sequence.status is SequenceStatus.RUNNING:
-                admitted.append(sequence)
+                running.append(sequence)
             elif not sequence.is_held:
                 waiting_sequences.append(sequence)
-        admitted.sort(key=rank)
-        decoding = [sequence for sequence in admitted if sequence.missing_tokens == 1]
+        running.sort(key=rank)
+        decoding = [sequence for sequence in running if sequence.missing_tokens == 1]
         plan.decoding_count = max(len(decoding), 1)
-        self._add_rows(plan, decoding, admitted)
-        self._add_rows(plan, [s for s in admitted if s.missing_tokens > 1], admitted)
+        self._add_rows(plan, decoding, running)
+        self._add_rows(plan, [s for s in running if s.missing_tokens > 1], running)
         waiting_sequences.sort(key=rank)
         if waiting_sequences and not plan.preempted:
-            self._admit(plan, waiting_sequences, admitted)
-        admitted = [sequence for sequence in admitted if sequence.status is SequenceStatus.RUNNING]
-        while waiting_sequences and admitted and not plan.rows:
+            self._admit(plan, waiting_sequences, running)
+        running = [sequence for sequence in running if sequence.status is SequenceStatus.RUNNING]
+        while waiting_sequences and running and not plan.rows:
             # All running sequences wait for further beams of their search that do not fit.
-            self._preempt(plan, admitted.pop())
-            self._admit(plan, waiting_sequences, admitted)
+            self._preempt(plan, running.pop())
+            self._admit(plan, waiting_sequences, running)
         if not (plan.rows or self._ended):
             return None
         return self._finish_plan(plan)
 
     def _add_rows(
-        self, plan: StepPlan, sequences: list[Sequence[T]], admitted: list[Sequence[T]]
+        self, plan: StepPlan, sequences: list[Sequence[T]], running: list[Sequence[T]]
     ) -> None:
         """Add rows to the plan for sequences that have blocks.
 
-        Preempt the last of the sequences `admitted` if blocks are short.
+        Preempt the last of the sequences `running` if blocks are short.
         """
         for sequence in sequences:
             if sequence.status is not SequenceStatus.RUNNING or sequence.is_held:
@@ -215,7 +215,7 @@ class Engine(Generic[T]):
                     continue
                 victim = next(
                     candidate
-                    for candidate in reversed(admitted)
+                    for candidate in reversed(running)
                     if candidate.status is SequenceStatus.RUNNING
                     and candidate.number not in plan.rows
                 )
@@ -319,17 +319,17 @@ class Engine(Generic[T]):
     # --- admission
 
     def _admit(
-        self, plan: StepPlan, waiting_sequences: list[Sequence[T]], admitted: list[Sequence[T]]
+        self, plan: StepPlan, waiting_sequences: list[Sequence[T]], running: list[Sequence[T]]
     ) -> None:
         """Start or resume waiting sequences in order, until one does not fit."""
-        free_rows = self._free_rows(admitted)
-        reserved = sum(self._blocks_needed(sequence) for sequence in admitted)
+        free_rows = self._free_rows(running)
+        reserved = sum(self._blocks_needed(sequence) for sequence in running)
         while waiting_sequences:
             sequence = waiting_sequences[0]
             free_rows -= sequence.row_count
             if free_rows < 0 or plan.token_budget < 1:
                 return
-            headroom = self.pool.block_count // 64 if admitted else 0
+            headroom = self.pool.block_count // 64 if running else 0
             free_blocks = self.pool.available_count - reserved - headroom
             if sequence.status is SequenceStatus.SWAPPED:
                 is_admitted = self._swap_in(plan, sequence, free_blocks)
@@ -337,7 +337,7 @@ class Engine(Generic[T]):
                 is_admitted = self._begin_prompt(sequence, free_blocks)
             if not is_admitted:
                 return
-            admitted.append(waiting_sequences.pop(0))
+            running.append(waiting_sequences.pop(0))
             sequence.status = SequenceStatus.RUNNING
             blocks_needed, old_available = self._blocks_needed(sequence), self.pool.available_count
             if sequence.forks and sequence.missing_tokens == 1:
@@ -410,25 +410,27 @@ class Engine(Generic[T]):
         message.ended.extend(self._ended)
         self._new_sequences, self._ended = [], []
         copies = (len(message.swap_out) + len(message.swap_in)) // 2
-        self.running = RunningStep(message.step, plan.rows, plan.load, copies, plan.draft_count)
+        self.running_step = RunningStep(
+            message.step, plan.rows, plan.load, copies, plan.draft_count
+        )
         return message
 
     # --- results of steps
 
     def finish_step(self, message: Stepped) -> None:
         """Handle the results of the running step; raise ValueError for results of another step."""
-        running = self.running
-        if running is None or message.step != running.step:
+        running_step = self.running_step
+        if running_step is None or message.step != running_step.step:
             raise ValueError(f"step {message.step} is not the running step")
         results = {result.sequence: result for result in message.results}
-        sampled = {number for number, (_, row) in running.rows.items() if row.samples}
+        sampled = {number for number, (_, row) in running_step.rows.items() if row.samples}
         if results.keys() != sampled - {*message.skipped}:
             raise ValueError("the results are not those of the step's rows")
-        self.running = None
-        running.observe(message, self.times, self.counts)
-        for number in running.rows.keys() & message.skipped:
-            self.cancel(running.rows[number][0].generation)
-        for number, (sequence, row) in running.rows.items():
+        self.running_step = None
+        running_step.observe(message, self.times, self.counts)
+        for number in running_step.rows.keys() & message.skipped:
+            self.cancel(running_step.rows[number][0].generation)
+        for number, (sequence, row) in running_step.rows.items():
             if sequence.status is SequenceStatus.RUNNING:
                 self._handle_row(sequence, row, results.get(number))
 
