@@ -124,7 +124,7 @@ class Chain:
 
         def from_step(endpoint: str, message: Any) -> None:
             self._active[self._ensemble] = None
-            core.steps.receive(endpoint, message, time.monotonic_ns())
+            core.step_runner.receive(endpoint, message, time.monotonic_ns())
 
         waiter = DescriptorWaiter()
         steps = StepLinks(waiter.watch, waiter.unwatch, links, _IDENTITY, from_step)

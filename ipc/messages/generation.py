@@ -2,7 +2,7 @@
 
     Prepare ──> tokenize a prompt, in parallel to the engine ──> Prepared
     Step    ──> a pass over all rows, with a token for each  ──> Stepped
-    ResponseSent    <── a response was sent          Ended <── a stop string was found
+    ResponseSent <── a response was sent             StopStringFound <── a stop string was found
 
 The scheduler identifies sequences by its own numbers. It decides when tokens are computed, and
 which blocks contain their keys and values. The worker stores the texts: it samples, detects the end
@@ -208,7 +208,7 @@ class ResponseSent(Message):
     tokens: int = 0
 
 
-class Ended(Message):
+class StopStringFound(Message):
     """Sent by a worker to the scheduler when a stop string has ended a sequence.
 
     The scheduler plans no more tokens for the sequence.

@@ -36,12 +36,12 @@ from shmserve.ipc.messages.control_requests import (
 )
 from shmserve.ipc.messages.generation import (
     Choose,
-    Ended,
     Prepare,
     Prepared,
     ResponseSent,
     Step,
     Stepped,
+    StopStringFound,
 )
 from shmserve.ipc.messages.inference import (
     BatchFinished,
@@ -113,7 +113,7 @@ ClientToScheduler = Submit | Cancel | Credit | Release | ReportStatistics
 SchedulerToWorker = (Execute | EndSequences | Prepare | Step | Choose) | (
     CancelExecution | CreditExecution | ReleaseOutputs | ReaderExited
 )
-GenerationReport = Prepared | Stepped | ResponseSent | Ended
+GenerationReport = Prepared | Stepped | ResponseSent | StopStringFound
 WorkerToScheduler = (
     InstanceReady | BatchFinished | ExecutionResponded | MetricsReported | GenerationReport
 )

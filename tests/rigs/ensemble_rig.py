@@ -152,7 +152,7 @@ class EnsembleRig:
         self.ensemble.tick(self.now_ns)
 
     def from_step(self, endpoint: str, message: Any) -> None:
-        self.core.steps.receive(endpoint, message, self.now_ns)
+        self.core.step_runner.receive(endpoint, message, self.now_ns)
         self.ensemble.tick(self.now_ns)
 
     def pass_ms(self, ms: int) -> None:

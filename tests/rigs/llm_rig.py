@@ -116,7 +116,7 @@ class Scheduler:
                     self.prepared[key] = message
                 case g.ResponseSent():
                     self.responses_sent.append(message)
-                case g.Ended(sequence=number):
+                case g.StopStringFound(sequence=number):
                     if number in self.running:
                         self.release(number)
                 case g.Stepped():

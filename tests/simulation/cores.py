@@ -98,7 +98,7 @@ class Scheduler:
         if model.steps:
             ensemble_memory = _EnsembleMemory(lent, memory)
             core = EnsembleCore(settings, spec, peers, control, ensemble_memory, cache)
-            self.from_peer: Any = core.steps.receive
+            self.from_peer: Any = core.step_runner.receive
         else:
             properties_by_schema = Schemas(model.batch_properties)
             core = BatchingCore(

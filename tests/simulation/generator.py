@@ -192,7 +192,7 @@ class Generator(Worker):
             if isinstance(answer, Answer) and not result.candidates:
                 sample = answer.samples[slots.sample]
                 if not sample.finish_reason and sample.add(result.tokens, result.finish_reason):
-                    self._post(g.Ended(result.sequence))
+                    self._post(g.StopStringFound(result.sequence))
                 self._send_new_tokens(slots.key)
 
     def _choose(self, message: g.Choose) -> None:

@@ -1,7 +1,7 @@
 """The core of an ensemble, a scheduler to its clients and a client of its steps' schedulers.
 
 admit, cancel, ...       a client's message, from the front
-handle_control_message   a message of the supervisor (`steps` handles those of steps' schedulers)
+handle_control_message   a message of the supervisor (`step_runner` handles those of steps' schedulers)
 tick                     run steps, respond, expire
 """
 
@@ -75,7 +75,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         requests = self._requests = EnsembleRequests(
             settings.name, signature, settings.decoupled, memory, statistics, cache
         )
-        self.steps = StepRunner(graph, targets, links, memory, requests)
+        self.step_runner = StepRunner(graph, targets, links, memory, requests)
         self._is_decoupled = settings.decoupled
         self._timeout_is_deadline = settings.timeout_is_deadline
         self._plans: dict[tuple[str, ...], Plan] = {}  # plans by the names of the requested outputs
@@ -111,7 +111,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         self, client: Client[EnsembleRequest], submit: Submit, lookup: Lookup | None, now_ns: int
     ) -> None:
         self.check(submit, now_ns)
-        if 0 < self._max_waiting <= self.steps.waiting_count:
+        if 0 < self._max_waiting <= self.step_runner.waiting_count:
             raise QueueFull(f"{id_prefix(submit.request_id)}Exceeds maximum queue size")
         try:
             request = self._create_request(client, submit, lookup, now_ns)
@@ -217,7 +217,7 @@ class EnsembleCore(Core[EnsembleRequest]):
 
     def cancel(self, request: EnsembleRequest, now_ns: int, keeps_reading: bool = False) -> None:
         self._requests.fail(request, "CANCELLED", "request cancelled", now_ns)
-        self.steps.cancel(request)
+        self.step_runner.cancel(request)
 
     def credit(self, request: EnsembleRequest, responses: int, now_ns: int) -> None:
         self._requests.credit(request, responses)
@@ -228,7 +228,7 @@ class EnsembleCore(Core[EnsembleRequest]):
     def disconnect(self, client: Client[EnsembleRequest], now_ns: int) -> None:
         for request in list(client.requests.values()):
             self._requests.abandon(request, now_ns)
-            self.steps.cancel(request)
+            self.step_runner.cancel(request)
 
     def stop(self, request: EnsembleRequest, now_ns: int) -> None:
         self._requests.stop(request, stopping_text(request.submit.request_id), now_ns)
@@ -242,7 +242,7 @@ class EnsembleCore(Core[EnsembleRequest]):
                 if message.ack_number:
                     self._control.post(Acknowledged(message.ack_number))
             case SchedulerLost():
-                self.steps.resubmit(message.endpoint, message.successor, now_ns)
+                self.step_runner.resubmit(message.endpoint, message.successor, now_ns)
                 for key, endpoint in list(self._endpoints.items()):
                     if endpoint == message.endpoint:
                         del self._endpoints[key]
@@ -305,7 +305,7 @@ class EnsembleCore(Core[EnsembleRequest]):
         requests = self._requests
         if now_ns >= requests.timers.due_ns:
             for request in requests.expire(now_ns):
-                self.steps.cancel(request)
+                self.step_runner.cancel(request)
         while requests.changed_requests:
             changed_requests, requests.changed_requests = requests.changed_requests, {}
             for request in changed_requests:
@@ -317,15 +317,15 @@ class EnsembleCore(Core[EnsembleRequest]):
         """Submit the steps of a request that can run, send its responses, or end it."""
         flow, requests = request.flow, self._requests
         if flow.firings:
-            self.steps.run(request, now_ns)
+            self.step_runner.run(request, now_ns)
         if not self._is_decoupled and len(flow.responses) > 1:
             text = id_prefix(request.submit.request_id) + _NOT_DECOUPLED
             requests.fail(request, Unsupported.code, text, now_ns)
-            self.steps.cancel(request)
+            self.step_runner.cancel(request)
         if request.state is not RUNNING:
             # Release the request's values now: a running step may wait for their memory.
             flow.close()
-            self.steps.drop_waiting(request)
+            self.step_runner.drop_waiting(request)
         elif self._is_decoupled:
             requests.relay(request, now_ns)
         if request.running or request.waiting_count:
@@ -345,7 +345,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             "executing": self._requests.count,
             "instances": {},
             "open_sequences": 0,
-            "malformed": self.steps.malformed_messages,
+            "malformed": self.step_runner.malformed_messages,
             "is_ensemble": True,
         }
 

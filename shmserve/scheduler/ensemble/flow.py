@@ -298,7 +298,7 @@ class Flow:
         self._values: dict[tuple[str, int], Value] = {}
         # Remaining uses of values with more than one use.
         self._remaining_uses: dict[tuple[str, int], int] = {}
-        self._fired_steps: set[tuple[int, int]] = set()
+        self._fired_readers: set[tuple[int, int]] = set()  # by index and response index
         self._counts: dict[int, int] = {}  # responses so far, by the index of a decoupled step
         self.firings: list[Firing] = []
         self.responses: list[dict[str, Value]] = []
@@ -366,7 +366,7 @@ class Flow:
         The reader is started at most once for each index.
         """
         fired = (reader.index, response_index)
-        if fired in self._fired_steps:
+        if fired in self._fired_readers:
             return
         values = self._values
         keys: Sequence[tuple[str, int]] = reader.first_keys
@@ -375,7 +375,7 @@ class Flow:
         for key in keys:
             if key not in values:
                 return
-        self._fired_steps.add(fired)
+        self._fired_readers.add(fired)
         reader_values: dict[str, Value] = {}  # by name; the reader must release each value once
         for key in keys:
             remaining_uses = self._remaining_uses.get(key)
@@ -469,9 +469,8 @@ class Targets:
         self._names = frozenset(step.model for step in graph.steps)
         self._versions: dict[str, dict[str, Target]] = {}
         self._latest_versions: dict[str, str] = {}
-        self._targets_by_step: dict[
-            int, Target
-        ] = {}  # a cache by step, cleared by each publication
+        # A cache by the index of a step, which each publication clears.
+        self._targets_by_step: dict[int, Target] = {}
         self.change_count = 0
 
     def publish(self, message: ModelPublished) -> None:

@@ -21,13 +21,13 @@ from shmserve.errors import QueueFull
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import (
     Choose,
-    Ended,
     Hypothesis,
     Prepare,
     Prepared,
     ResponseSent,
     Resumed,
     Stepped,
+    StopStringFound,
 )
 from shmserve.ipc.messages.inference import Submit
 from shmserve.ipc.messages.unions import GenerationReport
@@ -222,7 +222,7 @@ class GenerativeDispatcher(Dispatcher):
                 assigned = self._assigned_requests.get(report.key)
                 if assigned is not None and assigned.slot is slot:
                     assigned.last_reports[report.sample] = report
-            case Ended():
+            case StopStringFound():
                 engine.stop_sequence(report.sequence)
             case _:
                 assert_never(report)

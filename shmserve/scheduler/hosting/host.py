@@ -316,7 +316,7 @@ class EnsembleScheduler(HostedScheduler):
         def handle_step_message(endpoint: str, message: Any) -> None:
             self._active_schedulers[self] = None
             if type(message) in _FROM_STEP:
-                core.steps.receive(endpoint, message, time.monotonic_ns())
+                core.step_runner.receive(endpoint, message, time.monotonic_ns())
             else:
                 self.front.count_unexpected()
 

@@ -25,10 +25,10 @@ import orjson
 from shmserve.ipc.engine_settings import EngineSettings
 from shmserve.ipc.messages.generation import (
     Choose,
-    Ended,
     Hypothesis,
     ResponseSent,
     Resumed,
+    StopStringFound,
 )
 from shmserve.workers.backends import Output, OutputStream, Response
 from shmserve.workers.backends.llm.engine import Prompt, SequenceOutput
@@ -227,7 +227,7 @@ def _mean_logprob(sample: SampleText) -> float:
     return sum(values) / max(len(values), 1)
 
 
-class TextResponse:
+class RequestSamples:
     """The samples of one request, and the responses that contain them."""
 
     def __init__(
@@ -415,7 +415,7 @@ class TextThread:
         self._slow_jobs = ThreadPoolExecutor(1, "long prompts")
         # A long conversation waits seconds for the process that renders it.
         self._renderings = ThreadPoolExecutor(1, "long conversations")
-        self._responses: dict[int, TextResponse] = {}
+        self._requests: dict[int, RequestSamples] = {}
         # The time (monotonic ns) since which a request waits for credit, by key, oldest first.
         self._unread_since_ns: dict[int, int] = {}
         self._cpu_ns = self._reported_cpu_ns = 0
@@ -502,12 +502,12 @@ class TextThread:
         self, stream: OutputStream, prompt: Prompt, echo: str, resumed: list[Resumed]
     ) -> None:
         key = prompt.key
-        response = TextResponse(prompt, self._texts, stream, self._link, echo)
+        request = RequestSamples(prompt, self._texts, stream, self._link, echo)
         if not prompt.parameters.beams:
             for earlier in resumed:
                 tokens = prompt.resumed_tokens.get(earlier.sample, [])
-                response.samples[earlier.sample].resume(earlier, tokens)
-        self._responses[key] = response
+                request.samples[earlier.sample].resume(earlier, tokens)
+        self._requests[key] = request
         self._unread_since_ns.pop(key, None)
         self.prompts[key] = prompt
         stream.on_credit(partial(self.put, partial(self._respond, key)))
@@ -525,26 +525,26 @@ class TextThread:
         for output in outputs:
             sequence = output.sequence
             key = sequence.prompt.key
-            response = self._responses.get(key)
-            if response is None or response.prompt is not sequence.prompt:
+            request = self._requests.get(key)
+            if request is None or request.prompt is not sequence.prompt:
                 continue
             if not output.tokens:
-                response.encode_prompt()
+                request.encode_prompt()
                 continue
-            sample = response.samples[sequence.sample]
+            sample = request.samples[sequence.sample]
             if sample.finish_reason:
                 continue
             if sample.add(output.tokens, output.finish_reason, output.logprobs):
-                self._link.send(Ended(sequence.number))
+                self._link.send(StopStringFound(sequence.number))
             updated_keys[key] = None
         for key in updated_keys:
             self._respond(key)
 
     def end_beam_search(self, message: Choose) -> None:
         """Respond with the best hypotheses of a beam search."""
-        response = self._responses.get(message.key)
-        if response is not None:
-            response.add_hypotheses(message.hypotheses)
+        request = self._requests.get(message.key)
+        if request is not None:
+            request.add_hypotheses(message.hypotheses)
             self._respond(message.key)
 
     def fail_requests(self, keys: set[int], error: BaseException) -> None:
@@ -553,18 +553,18 @@ class TextThread:
         The engine's thread calls this method, so that the requests end before the step does.
         """
         for key in keys:
-            response = self._responses.get(key)
-            if response is not None:
-                response.output_stream.fail_raised(error)
-                self.put(partial(self._remove, response))
+            request = self._requests.get(key)
+            if request is not None:
+                request.output_stream.fail_raised(error)
+                self.put(partial(self._remove, request))
 
     def _respond(self, key: int) -> None:
-        response = self._responses.get(key)
-        if response is None:
+        request = self._requests.get(key)
+        if request is None:
             return
-        if response.respond():
-            self._remove(response)
-        elif response.output_stream.may_send:
+        if request.respond():
+            self._remove(request)
+        elif request.output_stream.may_send:
             self._unread_since_ns.pop(key, None)
         else:
             self._unread_since_ns.setdefault(key, time.monotonic_ns())
@@ -576,19 +576,19 @@ class TextThread:
             key, unread_since_ns = next(iter(self._unread_since_ns.items()))
             if unread_since_ns >= deadline_ns:
                 return
-            response = self._responses[key]
-            self._remove(response)
-            response.output_stream.fail(unread_responses())
+            request = self._requests[key]
+            self._remove(request)
+            request.output_stream.fail(unread_responses())
 
     def _cancel(self, key: int) -> None:
-        response = self._responses.get(key)
-        if response is not None and response.output_stream.is_cancelled():
-            self._remove(response)  # before the scheduler plans another step with the request
-            response.output_stream.send(final=True)
+        request = self._requests.get(key)
+        if request is not None and request.output_stream.is_cancelled():
+            self._remove(request)  # before the scheduler plans another step with the request
+            request.output_stream.send(final=True)
 
-    def _remove(self, response: TextResponse) -> None:
-        key = response.prompt.key
-        if self._responses.get(key) is response:
+    def _remove(self, request: RequestSamples) -> None:
+        key = request.prompt.key
+        if self._requests.get(key) is request:
             self._unread_since_ns.pop(key, None)
-            del self._responses[key]
+            del self._requests[key]
             del self.prompts[key]
