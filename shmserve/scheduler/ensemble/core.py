@@ -1,7 +1,7 @@
 """The core of an ensemble, a scheduler to its clients and a client of its steps' schedulers.
 
 admit, cancel, ...       a client's message, from the front
-handle_control_message   a message of the supervisor (`step_runner` handles those of steps' schedulers)
+handle_control_message   a message of the supervisor (`step_runner` handles those of the steps)
 tick                     run steps, respond, expire
 """
 

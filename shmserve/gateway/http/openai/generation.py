@@ -275,9 +275,9 @@ class Choices:
         tools = self.tools.value() if type(self.tools) is Packed else self.tools or []
         return [tool["custom"]["name"] for tool in tools if tool.get("type") == "custom"]
 
-    def add(self, prompt: int, delta: Delta) -> dict[str, Any]:
+    def add(self, prompt_index: int, delta: Delta) -> dict[str, Any]:
         """Add a part of a sample's text, and return the choice for a chunk of the stream."""
-        index = prompt * self.sample_count + delta.sample
+        index = prompt_index * self.sample_count + delta.sample
         sample = self._samples.setdefault(index, _Sample())
         content = None if delta.logprobs is None else delta.logprobs.get("content", [])
         extra_members: dict[str, Any] = {}
@@ -301,7 +301,7 @@ class Choices:
         sample.finish_reason, sample.stop_reason = choice["finish_reason"], delta.stop_reason
         sample.first_logprobs = None if sample.is_begun else choice["logprobs"]
         if self.shows_running_usage:
-            members = self._count_tokens(prompt, sample, delta.extra_members)
+            members = self._count_tokens(prompt_index, sample, delta.extra_members)
             choice |= self._add_members(sample, members)
         elif delta.extra_members:
             choice |= self._add_members(sample, delta.extra_members)
@@ -314,16 +314,18 @@ class Choices:
             self._count_usage(delta.usage)
         return choice
 
-    def _count_tokens(self, prompt: int, sample: _Sample, fields: dict[str, Any]) -> dict[str, Any]:
+    def _count_tokens(
+        self, prompt_index: int, sample: _Sample, fields: dict[str, Any]
+    ) -> dict[str, Any]:
         """Count the tokens of a sample, and return the further members of its choice.
 
         `encode_chunk` moves the member `usage` from the choice to the chunk.
         """
         sample.tokens += len(fields.get("token_ids", ()))
         if "prompt_token_ids" in fields:
-            self._prompt_sizes[prompt] = len(fields["prompt_token_ids"])
+            self._prompt_sizes[prompt_index] = len(fields["prompt_token_ids"])
         ids = () if self.shows_tokens else ("token_ids", "prompt_token_ids")
-        size, new_tokens = self._prompt_sizes.get(prompt, 0), sample.tokens
+        size, new_tokens = self._prompt_sizes.get(prompt_index, 0), sample.tokens
         usage = {"prompt_tokens": size, "completion_tokens": new_tokens}
         usage["total_tokens"] = size + new_tokens
         return {**{name: fields[name] for name in fields if name not in ids}, "usage": usage}
@@ -436,7 +438,7 @@ def _create_choices(
 class Rendering(Protocol):
     """The format of a response to a request for text, complete or as a stream."""
 
-    def add(self, prompt: int, delta: Delta) -> Any:
+    def add(self, prompt_index: int, delta: Delta) -> Any:
         """Add a part of a sample's text, and return a result for `encode_frames`."""
 
     def whole_response(self) -> dict[str, Any]:
@@ -561,25 +563,27 @@ class _Generation:
                 self._response_event.clear()
                 await self._response_event.wait()
             results: list[list[Any]] = []
-            for prompt, queue in list(unfinished.items()):
-                while queue and prompt in unfinished:
+            for prompt_index, queue in list(unfinished.items()):
+                while queue and prompt_index in unfinished:
                     inferred = queue.inference.outputs(queue.first_response)
                     if self._has_logprobs and inferred is not None:
                         sizes = (len(output_bytes(self._gateway, t)) for t in inferred.outputs)
                         byte_size = sum(sizes)
                         self._byte_size += byte_size
-                        choices = await _convert(byte_size, partial(self._add, prompt, inferred))
+                        choices = await _convert(
+                            byte_size, partial(self._add, prompt_index, inferred)
+                        )
                     else:
-                        choices = self._add(prompt, inferred)
+                        choices = self._add(prompt_index, inferred)
                     if choices:
                         results.append(choices)
                     if queue.remove_first(inferred):
-                        del unfinished[prompt]
+                        del unfinished[prompt_index]
             yield results
 
-    def _add(self, prompt: int, inferred: Inferred | None) -> list[Any]:
+    def _add(self, prompt_index: int, inferred: Inferred | None) -> list[Any]:
         deltas = [] if inferred is None else self._decode_deltas(inferred)
-        return [self._rendering.add(prompt, delta) for delta in deltas]
+        return [self._rendering.add(prompt_index, delta) for delta in deltas]
 
     def _decode_deltas(self, inferred: Inferred) -> list[Delta]:
         model = self._text_request.model.name

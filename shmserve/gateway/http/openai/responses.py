@@ -368,7 +368,7 @@ class ResponseObject:
         self._id = f"resp_{secrets.token_hex(24)}"
         self._created = int(time.time())
 
-    def add(self, prompt: int, delta: Delta) -> list[dict[str, Any]]:
+    def add(self, prompt_index: int, delta: Delta) -> list[dict[str, Any]]:
         """Add a part of the text, and return the events that describe it."""
         message: dict[str, Any] = delta.message or {"content": delta.text}
         events = [] if self._event_count else self._start_events()
