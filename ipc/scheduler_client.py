@@ -119,12 +119,12 @@ class InflightRequest(ABC):
     Attributes:
         submit: The message that submits the request.
         endpoint: The endpoint of the scheduler that processes the request.
-        responses: The number of responses received, without failures.
+        response_count: The number of responses received, without failures.
     """
 
     submit: Submit
     endpoint: str = field(init=False, default="")
-    responses: int = field(init=False, default=0)
+    response_count: int = field(init=False, default=0)
 
     @abstractmethod
     def is_awaited(self) -> bool:
@@ -289,7 +289,7 @@ class SchedulerClient(Generic[R]):
             self._handle_late(endpoint, message)
             return
         if message_type is Responded:
-            request.responses += 1
+            request.response_count += 1
             if not message.final:  # type: ignore[union-attr]
                 request.handle(message)  # type: ignore[arg-type]
                 return
@@ -330,7 +330,7 @@ class SchedulerClient(Generic[R]):
             del self.pending[number]
             request.handle(failure)
             return True
-        if failure.code != Unavailable.code or request.responses or not request.is_awaited():
+        if failure.code != Unavailable.code or request.response_count or not request.is_awaited():
             return False
         del self.pending[number]
         endpoint = self._find_scheduler(request, failure)
@@ -398,7 +398,7 @@ class SchedulerClient(Generic[R]):
             del self.pending[number]
             if not request.is_awaited():
                 request.free()
-            elif request.responses:
+            elif request.response_count:
                 request.fail(LOST_AFTER_RESPONSE)
             elif runs_once(request.submit.schema, request.submit.data):
                 request.fail(CANNOT_RUN_AGAIN)

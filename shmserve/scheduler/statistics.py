@@ -255,7 +255,7 @@ class Statistics(Table):
         self, request: CountedRequest, response: ExecutionResponded | Reply, now_ns: int
     ) -> None:
         """Count a response of a decoupled model, or the end of its responses."""
-        if not request.responses and (response.schema or response.code):
+        if not request.response_count and (response.schema or response.code):
             # The first-response time in whole ms, as Triton observes it.
             whole_ms = (now_ns - request.arrived_ns) // _NS_PER_MS
             self._first_responses.observe(whole_ms * _NS_PER_MS)

@@ -196,14 +196,14 @@ def _to_integers(stored_value: Any) -> Any:
 class CountedRequest(Protocol):
     """The counted attributes of a request of a model or an ensemble; times are monotonic ns.
 
-    `rows` is its batch size, `responses` the number of its responses so far, `responded_ns` the
+    `rows` is its batch size, `response_count` the number of responses so far, `responded_ns` the
     time of the last one. `succeeded_early`: it succeeded before its execution returned.
     """
 
     arrived_ns: int
     enqueued_ns: int
     responded_ns: int
-    responses: int
+    response_count: int
     rows: int
     succeeded_early: bool
 
@@ -227,7 +227,7 @@ class ResponseStats(Table):
     def count_response(
         self, request: CountedRequest, response: ExecutionResponded | Reply, now_ns: int
     ) -> None:
-        """Count the response with index `request.responses`, or the end without a response.
+        """Count the response with index `request.response_count`, or the end without a response.
 
         Times are clamped to the possible range.
         """
@@ -235,7 +235,7 @@ class ResponseStats(Table):
             self.count_cancelled(request, now_ns)
             request.responded_ns = now_ns
             return
-        row = self._row(request.responses)
+        row = self._row(request.response_count)
         began_ns = request.responded_ns
         computed_ns = written_ns = now_ns
         if type(response) is ExecutionResponded:
@@ -257,7 +257,7 @@ class ResponseStats(Table):
 
     def count_cancelled(self, request: CountedRequest, now_ns: int) -> None:
         """Count the end of a cancelled request."""
-        row = self._row(request.responses)
+        row = self._row(request.response_count)
         row[_CANCEL] += 1
         row[_CANCEL + 1] += max(now_ns - request.responded_ns, 0)
 

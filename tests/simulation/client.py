@@ -45,8 +45,8 @@ class ClientRequest(InflightRequest):
         else:
             # A generation may run on several workers, and each worker has its own credit.
             workers = MAX_STARTS if self.request.model.is_generative else 1
-            if self.responses - self.read > FIRST_CREDIT * workers + 1:
-                self.request.fail(f"{self.responses} responses came, and {self.read} were read")
+            if self.response_count - self.read > FIRST_CREDIT * workers + 1:
+                self.request.fail(f"{self.response_count} responses came, {self.read} were read")
             self.client.world_ledger.record_response(self.request, message)
             self.client.read_soon(self, message)
 
@@ -248,7 +248,7 @@ class Client(Process):
             wait_ns = self.world.between(100 * US, 40 * MS)
         else:
             wait_ns = self.world.between(US, 100 * US)
-        self.world.after(wait_ns, self._read, pending, message, pending.responses)
+        self.world.after(wait_ns, self._read, pending, message, pending.response_count)
 
     def _read(self, pending: ClientRequest, message: Any, count: int) -> None:
         if not self.alive:

@@ -210,7 +210,7 @@ class BlsCall(InflightRequest):
         self.arrived_ns = time.monotonic_ns()
         self.inputs = PlacedInputs((), [])
         self.endpoint = ""
-        self.responses = 0
+        self.response_count = 0
 
     @property
     def key(self) -> Key:

@@ -79,7 +79,7 @@ class ClientRequest(InflightRequest):
         on_done: Callable[[ClientRequest], None] | None,
     ) -> None:
         self.endpoint = ""
-        self.responses = 0
+        self.response_count = 0
         self.channel = channel
         self.packed_request = packed_request
         self.release_memory = packed_request.release_memory

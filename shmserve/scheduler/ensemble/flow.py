@@ -177,7 +177,7 @@ class PlannedStep(TensorReader):
         repeated_tensors: The tensors that several inputs read, once for each further input.
         kinds: A cache that step_messages.py uses: the `StepKind` of earlier requests by the kinds
             of their inputs.
-        responses: A cache that step_messages.py uses: the unpacked schemas of earlier responses.
+        response_schemas: A cache that step_messages.py uses: the unpacked schemas of responses.
     """
 
     def __init__(self, step: StepNode, model: ModelProperties, origins: Mapping[str, int]) -> None:
@@ -191,7 +191,7 @@ class PlannedStep(TensorReader):
         tensors = list(step.inputs.values())
         self.repeated_tensors = tuple(t for i, t in enumerate(tensors) if t in tensors[:i])
         self.kinds: BoundedCache[Any, Any] = BoundedCache(_MAX_KINDS)
-        self.responses: dict[bool, Schemas[Any]] = {}
+        self.response_schemas: dict[bool, Schemas[Any]] = {}
 
 
 class TensorRoute(NamedTuple):

@@ -130,7 +130,7 @@ class EnsembleRequest:
         input_ns: The sum of the steps' input phases; `infer_ns` and `output_ns` likewise.
         spans: The spans of the steps.
         unread: The responses of a stream that the client has not read.
-        responses: The number of responses of a stream that were sent.
+        response_count: The number of responses of a stream that were sent.
         responded_ns: The time of the last of these responses.
         succeeded_early: Unused; `Statistics` sets it for other kinds of requests.
     """
@@ -155,7 +155,7 @@ class EnsembleRequest:
     output_ns: int = 0
     spans: bytes = b""
     unread: UnreadResponses | None = None
-    responses: int = 0
+    response_count: int = 0
     succeeded_early: bool = False
 
     def transition(self, event: EnsembleEvent) -> EnsembleState:
@@ -303,7 +303,7 @@ class EnsembleRequests:
             schema, data = self._pack_response(request, response)
             unread.add(response.values(), len(schema) + inline_size_of(data))
             self._count_response(request, schema, final=False, now_ns=now_ns)
-            request.responses += 1
+            request.response_count += 1
             request.client.post(Responded(request.submit.id, "", "", schema, data, final=False))
 
     def credit(self, request: EnsembleRequest, responses: int) -> None:

@@ -83,7 +83,7 @@ class StepKind(NamedTuple):
         placed: The outputs that have memory ranges: their names in the model and the ensemble.
         allocations: The byte size of each output that the ensemble allocates, and its CUDA device.
         to_client: The outputs that are written to the client's memory.
-        responses: The unpacked schemas of the responses.
+        response_schemas: The unpacked schemas of the responses.
     """
 
     schema: bytes
@@ -91,7 +91,7 @@ class StepKind(NamedTuple):
     placed: tuple[tuple[str, str], ...]
     allocations: dict[str, tuple[int, int | None]]
     to_client: frozenset[str]
-    responses: Schemas[StepResponse]
+    response_schemas: Schemas[StepResponse]
 
 
 class StepOutput(NamedTuple):
@@ -247,7 +247,7 @@ class StepMessages:
             tuple((name, outputs[name]) for name in placed_names),
             {name: (size, plan.devices.get(outputs[name])) for name, size in sizes.items()},
             to_client,
-            firing.step.responses.setdefault(batched, Schemas(derive)),
+            firing.step.response_schemas.setdefault(batched, Schemas(derive)),
         )
 
     def _allocate(self, kind: StepKind) -> dict[str, Block]:
@@ -279,7 +279,7 @@ class StepMessages:
             InvalidArgument: A condition lies in memory that cannot be read.
         """
         request, planned_step = step.request, step.firing.step
-        response = step.kind.responses[message.schema]
+        response = step.kind.response_schemas[message.schema]
         packed_data = message.data
         if len(packed_data) != len(response.outputs):
             raise MalformedMessage(

@@ -208,7 +208,7 @@ class Executions:
 
         The credit is at most the number of responses sent.
         """
-        newly_read = min(responses, request.responses - request.credited_responses)
+        newly_read = min(responses, request.response_count - request.credited_responses)
         if newly_read > 0 and request.worker is not None:
             request.credited_responses += newly_read
             self._workers.post(request.worker.peer, CreditExecution(request.key, newly_read))

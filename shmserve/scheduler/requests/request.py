@@ -217,7 +217,7 @@ class ScheduledRequest:
         level: The priority level; 1 is the highest.
         delayed: Whether its timeout has moved it behind the others of its level.
         worker: The last worker.
-        responses: The number of responses that a decoupled model has sent.
+        response_count: The number of responses that a decoupled model has sent.
         credited_responses: The number of responses that the client has read.
         responded_ns: The time of the last response.
         sequence: The sequence, if any.
@@ -242,7 +242,7 @@ class ScheduledRequest:
     worker_exits: int = 0  # the exits of workers that executed the request
     outcome: Outcome | None = None
     worker: Worker | None = None
-    responses: int = 0
+    response_count: int = 0
     responded_ns: int = 0
     credited_responses: int = 0
     timing: Timing | None = None  # the phases of the execution, once it has returned

@@ -73,7 +73,7 @@ class Responses:
         """Send a response that is not the last."""
         if request.state is State.EXECUTING:
             request.transition(Event.RESPOND)
-        request.responses += 1
+        request.response_count += 1
         request.client.post(
             Responded(
                 request.id, message.code, message.message, message.schema, message.data, False

@@ -144,7 +144,7 @@ def test_responses_before_the_last_free_nothing(client: Client) -> None:
     request = Request(client)
     client.receive(response_message())
     client.receive(response_message())
-    assert (len(request.received), request.freed, request.responses) == (2, 0, 2)
+    assert (len(request.received), request.freed, request.response_count) == (2, 0, 2)
     client.receive(response_message(final=True))
     assert (len(request.received), request.freed) == (3, 1)
 

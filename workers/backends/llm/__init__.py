@@ -80,8 +80,8 @@ def complete(config: _Json, inputs: list[_Json], outputs: list[_Json], parameter
         "parameters": {**config.get("parameters", {}), **parameters},
     }
     for field, tensors in (("input", inputs), ("output", outputs)):
-        written_tensors = {tensor["name"]: tensor for tensor in config.get(field) or ()}
-        by_name = {tensor["name"]: tensor for tensor in tensors}
+        written_tensors = {entry["name"]: entry for entry in config.get(field) or ()}
+        by_name = {entry["name"]: entry for entry in tensors}
         completed[field] = list((by_name | written_tensors).values())
     return completed
 
