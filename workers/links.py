@@ -349,7 +349,7 @@ class InstanceLink:
         lock: Guards the link and other state that a model's threads share with the loop.
         commands: The received messages for the loop, in order.
         loop_messages: The message types that are passed to the loop, which has handlers for them.
-        loop_reads: Whether the loop waits and reads the socket.
+        loop_reads: Whether the loop waits and reads the socket; `loop_stops_reading` clears it.
         _on_released: Called for outputs that readers have released.
         _waiting_by_eventfd: The requests for whose credit a thread waits, by its eventfd.
         _reader_eventfd: The eventfd of the thread that reads the socket; 0 for none.

@@ -328,9 +328,8 @@ class GenerativeDispatcher(Dispatcher):
     def gauges(self) -> dict[str, Any]:
         engines = [self._engine(slot) for slot in self._pool.ready()]
         by_status = {str(s): sum(engine.count(s) for engine in engines) for s in SequenceStatus}
-        rows = sum(
-            len(engine.running_step.rows) for engine in engines if engine.running_step is not None
-        )
+        steps = (engine.running_step for engine in engines)
+        rows = sum(len(step.rows) for step in steps if step is not None)
         capacity = len(engines) * self._engine_settings.max_batch_size
         return {
             "sequences": by_status,

@@ -410,9 +410,8 @@ class Engine(Generic[T]):
         message.ended.extend(self._ended)
         self._new_sequences, self._ended = [], []
         copies = (len(message.swap_out) + len(message.swap_in)) // 2
-        self.running_step = RunningStep(
-            message.step, plan.rows, plan.load, copies, plan.draft_count
-        )
+        fields = (message.step, plan.rows, plan.load, copies, plan.draft_count)
+        self.running_step = RunningStep(*fields)
         return message
 
     # --- results of steps

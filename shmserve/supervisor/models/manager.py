@@ -273,10 +273,9 @@ class LifecycleExecutor(LifecycleActions):
     # --- processes
 
     def create(self, spec: VersionSpec, group: Group) -> ModelVersion:
-        events = self.lifecycle.version_changed, self.lifecycle.finalise_config
-        return ModelVersion(
-            self.context, spec, group, self._hosts, self.registry.find_published, *events
-        )
+        find, lifecycle = self.registry.find_published, self.lifecycle
+        events = lifecycle.version_changed, lifecycle.finalise_config
+        return ModelVersion(self.context, spec, group, self._hosts, find, *events)
 
     def start(self, version: ModelVersion) -> None:
         self._start_tasks[version] = self.context.background(self._start(version))
