@@ -302,7 +302,7 @@ class Inferences(ActiveCount):
 
     def _encode_outputs(self, inference: UnaryInference, result: m.Finished | m.Responded) -> bytes:
         built = inference.built_request
-        inferred = inference.outputs(result)
+        inferred = inference.unpack_outputs(result)
         try:
             encoded = self.encode(built, built.response_templates, result.schema, inferred)
         finally:

@@ -98,7 +98,7 @@ class StreamEntry:
         schema = b"" if isinstance(message, m.Failed) else message.schema
         inferred: Inferred | None = None
         try:
-            inferred = self.inference.outputs(message)
+            inferred = self.inference.unpack_outputs(message)
             if inferred is None:
                 end = encode_stream_end(model.name, infer_request.version, infer_request.id)
                 return end if infer_request.empty_final else None, None

@@ -238,7 +238,7 @@ class HttpInference(UnaryInference):
             return _assemble_response(*self.encoded)
         built_request, gateway = self.built_request, self.gateway
         infer_request, model = built_request.infer_request, built_request.model
-        inferred = self.outputs(message)
+        inferred = self.unpack_outputs(message)
         uses_worker_memory = _has_worker_memory(infer_request, inferred)
         try:
             classified = classify_outputs(gateway, model, infer_request, inferred)
@@ -441,7 +441,7 @@ class ResponseQueue:
         try:
             if (encoded := self.inference.from_template(self._messages[0])) is not None:
                 return encoded[0], None
-            inferred = self.inference.outputs(self._messages[0])
+            inferred = self.inference.unpack_outputs(self._messages[0])
             return None if inferred is None else await encode(inferred), inferred
         except ShmserveError as error:
             return encode_error_json(error.message), inferred

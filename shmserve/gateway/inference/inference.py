@@ -247,7 +247,7 @@ class UnaryInference(GatewayRequest):
             raise error_from_failed(message)
         return message
 
-    def outputs(self, message: m.Finished | m.Responded) -> Inferred:
+    def unpack_outputs(self, message: m.Finished | m.Responded) -> Inferred:
         """Unpack the outputs of the response, with an explanation if the request asks for one.
 
         Raises:
@@ -314,7 +314,7 @@ class StreamingInference(GatewayRequest):
         template = self.response_templates.find(message.schema)
         return template and template.fill(self.built_request.infer_request.id, message.data)
 
-    def outputs(self, message: StreamedResponse) -> Inferred | None:
+    def unpack_outputs(self, message: StreamedResponse) -> Inferred | None:
         """Unpack the outputs of a response, which occupy memory until `release_outputs`.
 
         Returns:

@@ -114,7 +114,7 @@ class Results:
             copied = (message.copied_input_bytes, message.copied_output_bytes)
             self._statistics.executions.count_copied(*copied)
         if self._settings.decoupled:
-            self._handle_returned(slot, execution, message.replies, timing, now_ns)
+            self._handle_decoupled(slot, execution, message.replies, timing, now_ns)
             return
         if message.executed and not slot.has_served:
             self._executions.report_served(slot)
@@ -161,7 +161,7 @@ class Results:
             latencies = [now_ns - request.arrived_ns for request in execution.requests]
             self._batcher.record_batch(now_ns, live_requests, execution.rows, took_ns, latencies)
 
-    def _handle_returned(
+    def _handle_decoupled(
         self, slot: Slot, execution: Execution, replies: list[Reply], timing: Timing, now_ns: int
     ) -> None:
         """Handle the return of a decoupled model's `execute`.

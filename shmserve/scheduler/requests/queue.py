@@ -354,14 +354,14 @@ class RequestQueue:
 
     def retry(self, request: ScheduledRequest) -> None:
         """Requeue a request whose worker died; it runs alone and before all others."""
-        request.transition(Event.RETURN)
+        request.transition(Event.REQUEUE)
         # A retried request has no queue limit, because it has waited before.
         request.queue_limit_ns = 0
         self.retries[request.key] = request
 
     def put_back(self, request: ScheduledRequest) -> None:
         """Requeue a dispatched request that was not begun, before all others."""
-        request.transition(Event.RETURN)
+        request.transition(Event.REQUEUE)
         self.in_order.prepend(request)
 
     def remove(self, request: ScheduledRequest) -> None:

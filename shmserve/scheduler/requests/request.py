@@ -115,7 +115,7 @@ class Event(StrEnum):
     """An event that changes the state of a request."""
 
     DISPATCH = auto()
-    RETURN = auto()
+    REQUEUE = auto()
     RESPOND = auto()
     HOLD = auto()
     FINISH = auto()
@@ -132,7 +132,7 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
         Event.ABANDON: State.DONE,
     },
     State.EXECUTING: {
-        Event.RETURN: State.QUEUED,
+        Event.REQUEUE: State.QUEUED,
         Event.RESPOND: State.RESPONDING,
         Event.HOLD: State.HELD,
         Event.FINISH: State.DONE,
@@ -141,7 +141,7 @@ TRANSITIONS: Mapping[State, Mapping[Event, State]] = {
         Event.ABANDON: State.ORPHANED,
     },
     State.RESPONDING: {
-        Event.RETURN: State.QUEUED,  # the model reschedules the request
+        Event.REQUEUE: State.QUEUED,  # the model reschedules the request
         Event.FINISH: State.DONE,
         Event.FAIL_EARLY: State.FAILED_EARLY,
         Event.CANCEL: State.CANCELLED,

@@ -565,7 +565,7 @@ class _Generation:
             results: list[list[Any]] = []
             for prompt_index, queue in list(unfinished.items()):
                 while queue and prompt_index in unfinished:
-                    inferred = queue.inference.outputs(queue.first_response)
+                    inferred = queue.inference.unpack_outputs(queue.first_response)
                     if self._has_logprobs and inferred is not None:
                         sizes = (len(output_bytes(self._gateway, t)) for t in inferred.outputs)
                         byte_size = sum(sizes)

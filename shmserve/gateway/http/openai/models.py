@@ -285,7 +285,7 @@ async def infer_once(
         error = find_error(queue.first_response)
         if isinstance(error, QueueFull):
             raise TooManyRequests(error.message, error.retry_after_s)
-        inferred = queue.inference.outputs(queue.first_response)
+        inferred = queue.inference.unpack_outputs(queue.first_response)
         tensors = () if inferred is None else inferred.outputs
         values = {t.name: bodies.decode_output(gateway, t, model.name) for t in tensors}
         queue.remove_first(inferred)
