@@ -420,7 +420,7 @@ class SequenceExecutor(Executor):
     def _respond(self, row_request: _RowRequest, response: Response) -> Reply:
         open_request, request = row_request.open_request, row_request.request
         self._states.store(row_request.row, response, self._client_outputs)
-        if response.rescheduled:
+        if response.is_rescheduled:
             reply: Reply | None = Reply(open_request.key, RESCHEDULED, "")
         else:
             reply = self._scatter(open_request, request, response)

@@ -203,7 +203,7 @@ class NativeLane:
             if credit:
                 self._lane_factory.channel.schedulers.credit(pending, credit)
                 self._lane_factory.flush_soon()
-        if pending.finished:
+        if pending.has_finished:
             pending.on_item = _ignore_item
             pending.abandon()
             self._observer.on_end(self._stream_error)

@@ -322,9 +322,9 @@ class BatchingCore(Core[ScheduledRequest]):
         self.results.process_exited(pid, reason, now_ns)
         self.executions.process_exited(pid)
 
-    def drain(self, sequences: bool) -> None:
-        self._awaits_sequences = sequences
-        if sequences and self._dispatcher.open_sequences:
+    def drain(self, awaits_sequences: bool) -> None:
+        self._awaits_sequences = awaits_sequences
+        if awaits_sequences and self._dispatcher.open_sequences:
             logger.info(
                 "model '%s': waiting until all open sequences (%d) have ended",
                 self._name,

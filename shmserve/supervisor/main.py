@@ -237,7 +237,7 @@ def compose(
     def refusal_reason() -> str:
         if service_manager.is_present:
             return "a service manager started the server and must restart it (systemctl restart)"
-        if health.exiting or not health.has_started:
+        if health.is_exiting or not health.has_started:
             return "the server is starting or stopping"
         return ""
 

@@ -299,7 +299,7 @@ class Supervisor:
         self.service_manager.report_stopping("finishing requests in flight")
         timeout_extension = asyncio.ensure_future(self.service_manager.keep_waiting())
         if not self.handover.has_successor:  # otherwise its clients use the successor
-            self.health.exiting = True
+            self.health.is_exiting = True
         self.gateways.retire()
         self.workspace_holders.retire()
         limit_s = context.config.exit_timeout_s

@@ -186,14 +186,14 @@ class Response:
         outputs: The outputs.
         parameters: The parameters.
         error: The error for the client instead of outputs, or None.
-        rescheduled: Whether the model asks to execute the request again instead of a response.
+        is_rescheduled: Whether the model asks to execute the request again instead of a response.
         states: Outputs for the next request of the sequence.
     """
 
     outputs: list[Output] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
     error: ShmserveError | None = None
-    rescheduled: bool = False
+    is_rescheduled: bool = False
     states: list[Output] = field(default_factory=list)
 
 

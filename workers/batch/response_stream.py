@@ -127,7 +127,7 @@ class ResponseWriter:
     """The shared parts of the response streams of an instance, used under the link's lock.
 
     Attributes:
-        abandoned: The streams that the model has dropped without a final response, with the
+        abandoned_streams: The streams that the model has dropped without a final response, with the
             exception that was raised, if it is known. The loop ends these streams.
     """
 
@@ -135,7 +135,9 @@ class ResponseWriter:
     scatterer: Scatterer
     metrics: MetricsReports
     context: ModelContext
-    abandoned: deque[tuple[OutputStream, BaseException | None]] = field(default_factory=deque)
+    abandoned_streams: deque[tuple[OutputStream, BaseException | None]] = field(
+        default_factory=deque
+    )
 
     def refuse(self, open_request: WorkerRequest, error: ShmserveError) -> None:
         """Fail a request that cannot be read."""
@@ -159,8 +161,8 @@ class ResponseWriter:
 
     def end_abandoned(self) -> None:
         """End the streams that the model has dropped."""
-        while self.abandoned:
-            stream, error = self.abandoned.popleft()
+        while self.abandoned_streams:
+            stream, error = self.abandoned_streams.popleft()
             stream.end_abandoned(error)
 
 
@@ -172,7 +174,7 @@ class OutputStream:
 
     __slots__ = (
         *("_is_closed", "_open_request", "_timed_out", "_has_sent", "_traced_tensors", "_writer"),
-        *("request", "rescheduled"),
+        *("request", "is_rescheduled"),
     )
 
     def __init__(
@@ -185,7 +187,7 @@ class OutputStream:
         self._is_closed = False
         self._traced_tensors = b""  # packed tensors of a traced request
         self._timed_out = False
-        self.rescheduled = False
+        self.is_rescheduled = False
         open_request.open_window(bool(request.memory_ranges))
 
     @property
@@ -278,7 +280,7 @@ class OutputStream:
         """
         with self._writer.link.lock:
             if not self._is_closed:
-                self.rescheduled = True
+                self.is_rescheduled = True
                 self._end()
 
     def abandon(self, error: BaseException | None = None) -> None:
@@ -290,8 +292,8 @@ class OutputStream:
             error: The exception that the sending thread has raised, if known.
         """
         if not self._is_closed:
-            self._writer.abandoned.append((self, error))
-            self._writer.context.control.wake(always=True)
+            self._writer.abandoned_streams.append((self, error))
+            self._writer.context.control.wake(includes_loop_thread=True)
 
     def end_abandoned(self, error: BaseException | None) -> None:
         """Fail a stream that the model has dropped; a cancelled stream just ends."""
@@ -372,7 +374,7 @@ class OutputStream:
         except BaseException as device_error:
             # The loop ends the process when it receives the error.
             self._writer.context.control.inbox.append(device_error)
-            self._writer.context.control.wake(always=True)
+            self._writer.context.control.wake(includes_loop_thread=True)
             return Unavailable("the device of the model was lost")
 
     def _end(self) -> None:

@@ -73,7 +73,7 @@ class Gatherer:
         self._buffer(name, byte_size, byte_size)
 
     def gather(
-        self, name: str, requests: Sequence[Request], copy: bool = False
+        self, name: str, requests: Sequence[Request], copies_views: bool = False
     ) -> tuple[Any, tuple[int, ...], bool]:
         """Gather an input that all `requests` have; not for BYTES.
 
@@ -82,7 +82,7 @@ class Gatherer:
         Args:
             name: The input.
             requests: The requests of the batch.
-            copy: Whether to copy the bytes even if a view is possible.
+            copies_views: Whether to copy the bytes even if a view is possible.
 
         Returns:
             The bytes, which are valid until the next call for the same input, the shape of the
@@ -90,7 +90,7 @@ class Gatherer:
         """
         inputs = [request.inputs[name] for request in requests]
         shape = self._batch_shape(name, inputs)
-        if not copy:
+        if not copies_views:
             raw = inputs[0].raw if len(inputs) == 1 else self._adjacent_bytes(inputs)
             if raw is not None:
                 return raw, shape, inputs[0].memory_range is not None or inputs[0].kept

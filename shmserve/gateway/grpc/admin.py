@@ -129,13 +129,13 @@ class AdminCall:
 
     async def repository_model_unload(self, request: pb.RepositoryModelUnloadRequest) -> None:
         """Handle RepositoryModelUnload."""
-        management.check_names(request.repository_name, request.model_name, unload=True)
+        management.check_names(request.repository_name, request.model_name, for_unload=True)
         dependents = False
         for key, parameter in request.parameters.items():
             if key == "unload_dependents":
                 _check_kind(parameter.WhichOneof("parameter_choice"), "bool_param", "", key)
                 dependents = parameter.bool_param
-        await management.unload_model(self.gateway, request.model_name, dependents=dependents)
+        await management.unload_model(self.gateway, request.model_name, with_dependents=dependents)
 
     async def trace_setting(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
         """Handle TraceSetting: apply all changes or none, and return all settings."""

@@ -105,7 +105,7 @@ class Inferences(ActiveCount):
             else:
                 call.fail(*_ending_from_error(error, call))
             return
-        if not call.done:
+        if not call.is_done:
             self.active += 1
             call.on_disconnect = inference.cancel
             call.on_ended = self.decrement

@@ -190,7 +190,7 @@ async def post_unload(
     gateway: Gateway, request: HttpRequest, repository: str, name: str
 ) -> HttpResponse:
     """Handle POST /v2/repository/models/NAME/unload, whose body Triton does not check."""
-    management.check_names(repository, name, unload=True)
+    management.check_names(repository, name, for_unload=True)
     try:
         parameters = _read_parameters(await read_json(gateway, request))
     except JsonFault as fault:
@@ -199,7 +199,7 @@ async def post_unload(
     if type(dependents) is not bool:
         text = "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean"
         raise InvalidArgument(text)
-    await management.unload_model(gateway, name, dependents=dependents)
+    await management.unload_model(gateway, name, with_dependents=dependents)
     return HttpResponse()
 
 

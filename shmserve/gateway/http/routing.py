@@ -335,7 +335,7 @@ class App(ActiveCount):
             cors.add_headers(request, response)
         if route.has_request_id:
             response.headers += _request_id_header(request.headers.get(_REQUEST_ID, ""))
-        if self._gateway.draining:
+        if self._gateway.is_draining:
             response.close = True
         on_sent = response.on_sent
         response.on_sent = (

@@ -99,7 +99,7 @@ def submit_inference(
         is_continuation = (
             model.stateful and request.correlation_id and not request.flags & SEQUENCE_START
         )
-        if gateway.refusing and not is_continuation:
+        if gateway.refuses_requests and not is_continuation:
             text = stopping_text(request.id, of_sequence=model.stateful)
             raise Unavailable(model.error_prefix + text)
         if built_request.regions:
@@ -219,7 +219,7 @@ class UnaryInference(GatewayRequest):
     encoded: Any = field(init=False, default=None)
 
     def handle_response(self, message: Response) -> None:
-        if not self.ended:
+        if not self.has_ended:
             self.discard(message)  # surplus response: the model has exactly one response
             return
         self.message = message
@@ -299,7 +299,7 @@ class StreamingInference(GatewayRequest):
             packed = (message.schema, message.data)
             message = m.Responded(message.id, "", "", *packed, True, spans=message.spans)
         self._unsent_count += 1
-        if self.ended and self.built_request.trace is not None:
+        if self.has_ended and self.built_request.trace is not None:
             self.built_request.trace.on_response(message)
         self.on_response(self, message)
 
@@ -340,7 +340,7 @@ class StreamingInference(GatewayRequest):
     def credit(self, inferred: Inferred | None) -> None:
         """Record that the response with these outputs was sent, and return its credit."""
         self._unsent_count -= 1
-        if self.ended:
+        if self.has_ended:
             if not self._unsent_count and self.built_request.trace is not None:
                 self.built_request.trace.finish()
             return
@@ -351,7 +351,7 @@ class StreamingInference(GatewayRequest):
 
     def cancel(self) -> None:
         """Cancel the request."""
-        if not self.ended:
+        if not self.has_ended:
             self.abandon()
         if self.built_request.trace is not None:
             self.built_request.trace.on_disconnect()

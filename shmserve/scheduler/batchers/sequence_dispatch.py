@@ -180,7 +180,7 @@ class SequenceDispatcher(Dispatcher):
                 order = (instance.index, next(self._order_numbers))
                 self._slots[peer] = InstanceSlots(peer, order, self._rules.slots)
                 self._sequences.join(self._slots[peer])
-            if instance.retiring:
+            if instance.is_retiring:
                 self._sequences.close(self._slots[peer])
 
     def has_work(self, slot: Slot) -> bool:

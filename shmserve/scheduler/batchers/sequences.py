@@ -169,7 +169,7 @@ class InstanceSlots:
         self.order = order
         self.sequences: list[StatefulSequence | None] = [None] * slots
         self.running_sequences: list[StatefulSequence] = []
-        self.closed = False  # whether new sequences are rejected
+        self.is_closed = False  # whether new sequences are rejected
         # Sequences that may run, by slot, in the order in which they became ready.
         self.ready_sequences: OrderedDict[int, StatefulSequence] = OrderedDict()
 
@@ -364,13 +364,13 @@ class Sequences:
         Its begun sequences continue there. The other sequences wait for another slot, ahead of the
         backlog.
         """
-        if slots.closed:
+        if slots.is_closed:
             return
-        slots.closed = True
+        slots.is_closed = True
         self._stale_slots += slots.sequences.count(None)
         # Rebuilding the heap is amortised by the entries that it drops.
         if 2 * self._stale_slots > len(self._free_slots):
-            self._free_slots = [entry for entry in self._free_slots if not entry[2].closed]
+            self._free_slots = [entry for entry in self._free_slots if not entry[2].is_closed]
             heapq.heapify(self._free_slots)
             self._stale_slots = 0
         unstarted = [s for s in slots.sequences if s is not None and not s.has_state]
@@ -481,7 +481,7 @@ class Sequences:
         """Assign free slots to waiting sequences."""
         while self.backlog and self._free_slots:
             slot, _, slots = heapq.heappop(self._free_slots)
-            if slots.closed:
+            if slots.is_closed:
                 self._stale_slots -= 1
                 continue
             sequence = self.backlog.pop()
@@ -511,7 +511,7 @@ class Sequences:
         slots.sequences[sequence.slot] = None
         sequence.instance_slots = None
         self._idle_sequences.pop(sequence, None)
-        if not slots.closed:
+        if not slots.is_closed:
             heapq.heappush(self._free_slots, (sequence.slot, slots.order, slots))
             self._fill()
 

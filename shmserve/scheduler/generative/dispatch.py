@@ -191,7 +191,7 @@ class GenerativeDispatcher(Dispatcher):
 
     def _assign(self, now_ns: int) -> None:
         """Assign requests without an instance; requests whose instance died come first."""
-        slots = [slot for slot in self._pool.ready() if not slot.retiring]
+        slots = [slot for slot in self._pool.ready() if not slot.is_retiring]
         if not slots:
             return
         unassigned, self._unassigned_requests = self._unassigned_requests, []

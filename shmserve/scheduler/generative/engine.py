@@ -131,7 +131,7 @@ class Engine(Generic[T]):
         sequence = self._sequences.get(number)
         if sequence is None:
             return
-        sequence.stopped = True
+        sequence.has_stopped = True
         if self.running is None or number not in self.running.rows:
             self._end_sequence(sequence, "stop")
 
@@ -442,7 +442,7 @@ class Engine(Generic[T]):
             self._add_tokens(sequence, row, result)
         else:
             self._search_step(sequence, result)
-        if sequence.stopped and sequence.status is SequenceStatus.RUNNING:
+        if sequence.has_stopped and sequence.status is SequenceStatus.RUNNING:
             self._end_sequence(sequence, "stop")
 
     def _seal(self, sequence: Sequence[T]) -> None:

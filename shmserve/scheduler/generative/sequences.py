@@ -246,7 +246,7 @@ class Sequence(Generic[T]):
         forks: The number of further samples that begin from this sequence once its prompt is
             computed except for the last token.
         is_held: Whether the sequence waits for the other beams of its search.
-        stopped: Whether its text has ended; the sequence then ends with the running step.
+        has_stopped: Whether its text has ended; the sequence then ends with the running step.
     """
 
     number: int
@@ -260,7 +260,7 @@ class Sequence(Generic[T]):
     sent_blocks: int = 0
     forks: int = 0
     is_held: bool = False
-    stopped: bool = False
+    has_stopped: bool = False
     sampled_ns: int = 0  # the time at which the last token was sampled
     score: float = 0.0
     keys: list[bytes] = field(default_factory=list)  # prefix-cache keys of the full blocks

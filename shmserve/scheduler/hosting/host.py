@@ -119,8 +119,7 @@ class HostedScheduler(ABC):
 
     The scheduler adds itself to `active` when it has received messages, and the host then runs its
     turn. After each turn, `wake_ns` is the time of the next turn (monotonic ns), and
-    `live_requests` the number of requests. Once the scheduler has `stopped`, the host only closes
-    it.
+    `live_requests` the number of requests. If it `has_stopped`, the host only closes it.
     """
 
     allowed: ClassVar[frozenset[type]]  # the messages that the supervisor may send
@@ -137,7 +136,7 @@ class HostedScheduler(ABC):
         self.endpoint = endpoints.scheduler(run_dir, number)
         self.wake_ns = NEVER
         self.live_requests = 0
-        self.stopped = False
+        self.has_stopped = False
         self._active_schedulers = active
         self._start = start
         self._waiter = waiter
@@ -190,7 +189,7 @@ class HostedScheduler(ABC):
                 front.handle_control_message(message, now_ns)
             else:
                 front.count_unexpected()
-        self.stopped = front.stopped
+        self.has_stopped = front.has_stopped
 
     def _catch_up(self) -> None:
         """Handle the messages that clients sent before they received the successor's endpoint."""
@@ -497,7 +496,7 @@ class Host:
                 if outbox.pending:
                     outbox.flush()
         for scheduler in turned_schedulers:
-            if scheduler.stopped and scheduler in self._schedulers:
+            if scheduler.has_stopped and scheduler in self._schedulers:
                 self._schedulers.remove(scheduler)
                 scheduler.close()
                 self._control.send(SchedulerClosed(scheduler.number, ""))

@@ -106,7 +106,7 @@ class _Level:
 
     def requests_like(self, request: ScheduledRequest) -> OrderedDict[int, ScheduledRequest]:
         """Return the level's delayed requests if a request is delayed, else those in time."""
-        return self.delayed_requests if request.delayed else self.in_time
+        return self.delayed_requests if request.is_delayed else self.in_time
 
 
 class _Levels(dict[int, _Level]):
@@ -167,7 +167,7 @@ class PriorityQueue:
         """Move a request behind all requests of its level that are in time."""
         level = self._levels[request.level]
         level.delayed_requests[request.key] = level.in_time.pop(request.key)
-        request.delayed = True
+        request.is_delayed = True
 
     def remove(self, request: ScheduledRequest) -> bool:
         """Remove a request; return False if it is not in the queue."""

@@ -114,7 +114,7 @@ class LoadPlanner:
             if not fault:
                 repository.check_agents(folder, config)
                 _add_environment(config, folder)
-                self._validate(config, folder, source, complete=False)
+                self._validate(config, folder, source, is_complete=False)
                 labels = model_config.read_labels(config, folder.path)
         except model_config.LoadProblem as error:
             fault = error.message
@@ -208,11 +208,11 @@ class LoadPlanner:
         return model_config.normalise(config, folder.name, self._accelerators.count)
 
     def _validate(
-        self, config: ModelConfig, folder: ModelFolder, source: Source, *, complete: bool
+        self, config: ModelConfig, folder: ModelFolder, source: Source, *, is_complete: bool
     ) -> None:
         gpu_count, model_dir = self._accelerators.count, folder.path
         model_config.validate(
-            config, gpu_count=gpu_count, complete=complete, model_dir=model_dir, source=source
+            config, gpu_count=gpu_count, is_complete=is_complete, model_dir=model_dir, source=source
         )
 
     def finalise_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
@@ -238,7 +238,7 @@ class LoadPlanner:
         if self._config.auto_complete or config.backend == "native":
             merged = model_config.merge_autocomplete(config, completed, source)
         merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)
-        self._validate(merged, folder, source, complete=True)
+        self._validate(merged, folder, source, is_complete=True)
         for text in model_config.warnings_of(written_config, merged):
             logger.warning("model %s: %s", folder.name, text)
         ignored = model_config.ignored_fields(merged)
@@ -253,7 +253,7 @@ class LoadPlanner:
     def _complete_ensemble(
         self, config: ModelConfig, folder: ModelFolder, source: Source, completed: dict[str, Any]
     ) -> ModelSpec:
-        self._validate(config, folder, source, complete=True)
+        self._validate(config, folder, source, is_complete=True)
         steps = [step and model_config.from_json(step.source) for step in completed["steps"]]
         try:
             composed = model_config.compose(config, steps, completed["has_any_version"])

@@ -76,11 +76,11 @@ class SampleText:
     """
 
     def __init__(
-        self, prompt: Prompt, texts: TokenTexts, index: int, echo: str, message: bool = False
+        self, prompt: Prompt, texts: TokenTexts, index: int, echo: str, parses_message: bool = False
     ) -> None:
         parameters = prompt.parameters
         self.parser = None
-        if message and prompt.message_format:
+        if parses_message and prompt.message_format:
             self.parser = MessageParser(prompt.message_format, parameters.stream)
         self.reasoning_tokens = 0
         self.index = index
@@ -255,7 +255,7 @@ class TextResponse:
         return SampleText(self.prompt, self._texts, index, self._echo, message)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return whether all samples have ended."""
         return bool(self.samples) and all(sample.finish_reason for sample in self.samples)
 
@@ -270,7 +270,7 @@ class TextResponse:
     def respond(self) -> bool:
         """Send the responses that credit allows; return whether the request is complete."""
         if not self.prompt.parameters.stream:
-            return self.finished and self._send(self._best_samples(), True)
+            return self.is_finished and self._send(self._best_samples(), True)
         for sample in self.samples:
             if not (sample.is_open and sample.has_unsent):
                 continue

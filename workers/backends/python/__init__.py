@@ -352,7 +352,7 @@ class PythonExecution:
             to_response(response)
             if type(response) is InferenceResponse
             and not request.outbox
-            and not request.rescheduled
+            and not request.is_rescheduled
             else self._convert_response(request, response)
             for request, response in pairs
         ]
@@ -362,7 +362,7 @@ class PythonExecution:
         if isinstance(returned, Coroutine):
             returned = self.run(returned)
         if returned is None and all(
-            request.outbox is not None or request.rescheduled for request in received_requests
+            request.outbox is not None or request.is_rescheduled for request in received_requests
         ):
             return [None] * len(received_requests)
         if not isinstance(returned, list):
@@ -371,9 +371,9 @@ class PythonExecution:
         return returned
 
     def _convert_response(self, request: ReceivedRequest, response: Any) -> Response:
-        if request.rescheduled:
+        if request.is_rescheduled:
             if self._iterative and response is None:
-                return Response(rescheduled=True)
+                return Response(is_rescheduled=True)
             return self._reschedule_error(response)
         outbox = request.outbox
         if outbox is not None and outbox.response is not None:
@@ -453,9 +453,9 @@ class DecoupledExecution:
                 "must return None.",
             )
         for request, stream in zip(received_requests, streams, strict=True):
-            if request.rescheduled and self._iterative:
+            if request.is_rescheduled and self._iterative:
                 stream.reschedule()
-            elif request.rescheduled:
+            elif request.is_rescheduled:
                 stream.fail(Internal(_NOT_ITERATIVE))
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:

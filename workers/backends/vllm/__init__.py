@@ -176,7 +176,7 @@ class VllmBackend(Backend):
         """End the process by raising an error in the main loop."""
         logger.error("model '%s': %s", self.context.model_name, error, exc_info=error)
         self.context.control.inbox.append(Internal(str(error)))
-        self.context.control.wake(always=True)
+        self.context.control.wake(includes_loop_thread=True)
 
 
 async def _wait_for_credit(stream: OutputStream, credit: asyncio.Event) -> None:

@@ -59,7 +59,7 @@ def gateway(model: GatewayModel) -> Any:
     settings = SimpleNamespace(max_input_size=1 << 20, http_header_forward_pattern="")
     no_services: dict[str, Any] = {"arena": None, "body_budget": None, "regions": None}
     no_services["malloc_trim"] = SimpleNamespace(schedule=lambda size: None)
-    return SimpleNamespace(models=models, settings=settings, draining=False, **no_services)
+    return SimpleNamespace(models=models, settings=settings, is_draining=False, **no_services)
 
 
 def check_distinct(build_request: Callable[[Any], BuiltRequest]) -> None:

@@ -259,7 +259,7 @@ def test_incomplete_frames_are_bounded() -> None:
 def test_a_client_that_does_not_read_is_bounded() -> None:
     """The queued bytes are bounded for any number of calls that are answered at once."""
     engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING)
-    engine.http2.sending.paused = True
+    engine.http2.sending.is_paused = True
     sent_before = len(engine.sent)
     for number in range(1, 1000, 2):
         engine.take(begin(number, end=True))
@@ -277,7 +277,7 @@ def _frames_per_turn(engine: Engine, sent_data: bytes) -> Iterator[int]:
     engine.http2.receive(sent_data)
     while True:
         yield engine.http2.received_frames - frames_before
-        if not engine.http2.pending:
+        if not engine.http2.has_pending_frames:
             break
         frames_before = engine.http2.received_frames
         engine.http2.receive(b"")
@@ -323,7 +323,7 @@ def test_frames_received_meanwhile_stay_in_order() -> None:
     pings = [frame(PING, 0, 0, struct.pack(">Q", number)) for number in range(40)]
     for offset in range(0, 40, 8):
         engine.http2.receive(b"".join(pings[offset : offset + 8]))
-    while engine.http2.pending:
+    while engine.http2.has_pending_frames:
         engine.http2.receive(b"")
     answers = [sent_frame.payload for sent_frame in engine.flush()]
     assert answers == [struct.pack(">Q", number) for number in range(40)]
@@ -332,7 +332,7 @@ def test_frames_received_meanwhile_stay_in_order() -> None:
 def test_nothing_is_pending_after_the_connection_failed() -> None:
     engine = Engine(Limits(frames=10))
     engine.http2.receive(CLIENT_OPENING + frame(PING, 0, 0) + frame(PING, 0, 0, bytes(8)) * 50)
-    assert engine.http2.closing and not engine.http2.pending
+    assert engine.http2.is_closing and not engine.http2.has_pending_frames
     assert not engine.http2._buffer
 
 

@@ -517,10 +517,10 @@ def test_outputs_overlap_in_one_allocation_only() -> None:
     for number, handle in enumerate((HANDLE, HANDLE, OTHER)):
         table.publish(region_published(f"r{number}", number + 1, handle=handle))
     references = RegionReferences(table)
-    references.reference_range(RegionRange("r0", 0, 16), write=True)
-    references.reference_range(RegionRange("r2", 0, 16), write=True)
+    references.reference_range(RegionRange("r0", 0, 16), is_output=True)
+    references.reference_range(RegionRange("r2", 0, 16), is_output=True)
     with pytest.raises(AlreadyExists, match="'r1' overlaps"):
-        RegionReferences(table).reference_range(RegionRange("r1", 8, 16), write=True)
+        RegionReferences(table).reference_range(RegionRange("r1", 8, 16), is_output=True)
     references.release()
     for number in range(3):
         table.withdraw(number + 1)
