@@ -263,10 +263,10 @@ class AscendBackend(Backend):
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add the inputs and outputs of the file to the configuration."""
         model = self._open(ModelSpec.of(config))
-        batched = config.get("max_batch_size", 0) > 0
+        is_batched = config.get("max_batch_size", 0) > 0
         completed = dict(config)
-        completed["input"] = config.get("input") or _as_config(model.inputs, batched)
-        completed["output"] = config.get("output") or _as_config(model.outputs, batched)
+        completed["input"] = config.get("input") or _as_config(model.inputs, is_batched)
+        completed["output"] = config.get("output") or _as_config(model.outputs, is_batched)
         return completed
 
     def load(self, config: ModelSpec) -> None:
@@ -339,12 +339,12 @@ class AscendBackend(Backend):
         return int(value)
 
 
-def _as_config(tensors: Sequence[OfflineTensor], batched: bool) -> list[dict[str, Any]]:
+def _as_config(tensors: Sequence[OfflineTensor], is_batched: bool) -> list[dict[str, Any]]:
     return [
         {
             "name": tensor.name,
             "data_type": TO_CONFIG[tensor.datatype],
-            "dims": list(tensor.dims[1:] if batched else tensor.dims) or [1],
+            "dims": list(tensor.dims[1:] if is_batched else tensor.dims) or [1],
         }
         for tensor in tensors
     ]

@@ -73,7 +73,7 @@ class StreamBlsCall(BlsCall):
         window: The flow-control window of the reader.
     """
 
-    __slots__ = ("is_abandoned", "first_response", "outcomes", "received_all", "window")
+    __slots__ = ("first_response", "is_abandoned", "outcomes", "received_all", "window")
     accepts_stream = True
 
     def __init__(

@@ -109,7 +109,7 @@ class Http2Connection(FrameReader[HeadT]):
     def receive(self, data: Bytes) -> Sequence[Event[HeadT]]:
         """Process these bytes and any pending frames.
 
-        A client that violates the protocol receives a GOAWAY, and the connection is `is_closing`.
+        A client that violates the protocol receives a GOAWAY, and the connection `is_closing`.
         """
         events = super().receive(data)
         if self.sending.window_grown:

@@ -201,7 +201,7 @@ class FrameReader(ABC, Generic[HeadT]):
     def receive(self, data: Bytes) -> Sequence[Event[HeadT]]:
         """Process these bytes and any pending frames.
 
-        A client that violates the protocol receives a GOAWAY, and the connection is `is_closing`. The
+        A client that violates the protocol receives a GOAWAY, and the connection `is_closing`. The
         reader keeps no reference to `data`; events refer to it.
         """
         if self.is_closing:

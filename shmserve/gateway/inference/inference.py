@@ -436,7 +436,7 @@ def classify_outputs(
     classes = request.classes
     if not classes:
         return inferred
-    batched = bool(model.signature.max_batch_size)
+    is_batched = bool(model.signature.max_batch_size)
 
     def classify(tensor: TensorRef) -> TensorRef:
         count = classes.get(tensor.name, 0)
@@ -445,13 +445,18 @@ def classify_outputs(
         location = tensor.data
         data = location if isinstance(location, bytes) else gateway.mappings.view(location)
         labels = model.labels.get(tensor.name, ())
-        return _classify_tensor(tensor, data, count, labels, batched=batched)
+        return _classify_tensor(tensor, data, count, labels, is_batched=is_batched)
 
     return replace(inferred, outputs=tuple(map(classify, inferred.outputs)))
 
 
 def _classify_tensor(
-    tensor: TensorRef, data: bytes | memoryview, count: int, labels: Sequence[str], *, batched: bool
+    tensor: TensorRef,
+    data: bytes | memoryview,
+    count: int,
+    labels: Sequence[str],
+    *,
+    is_batched: bool,
 ) -> TensorRef:
     datatype, element_total = tensor.datatype, element_count(tensor.shape)
     if datatype in _UNSORTABLE_DATATYPES:
@@ -464,7 +469,7 @@ def _classify_tensor(
         )
     if len(data) != element_total * ITEM_SIZE[datatype]:
         return tensor  # `output_bytes` reports the wrong size later
-    batch = tensor.shape[:1] if batched else ()
+    batch = tensor.shape[:1] if is_batched else ()
     values = np.frombuffer(data, NUMPY_DTYPES[datatype])
     rows = values.reshape(batch[0], -1) if element_total and batch else values.reshape(1, -1)
     class_count = min(count, rows.shape[1])

@@ -169,12 +169,12 @@ class EnsembleCore(Core[EnsembleRequest]):
     def _derive(self, packed_schema: bytes) -> RequestProperties:
         schema, graph, signature = RequestSchema(packed_schema), self._graph, self._signature
         properties = signature.batch_properties(packed_schema)
-        batched = signature.max_batch_size > 0
+        is_batched = signature.max_batch_size > 0
         inputs = tuple(
             (
                 name,
                 TensorKind.shared(
-                    datatype, model_shape(signature.inputs[name], shape, batched), batched
+                    datatype, model_shape(signature.inputs[name], shape, is_batched), is_batched
                 ),
                 name in graph.conditions,
             )
