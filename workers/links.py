@@ -308,13 +308,13 @@ class WorkerRequest:
             self._window = SendWindow()
         return self._window
 
-    def open_window(self, placed: bool) -> None:
+    def open_window(self, in_client_memory: bool) -> None:
         """Create the send window before the first response.
 
         Args:
-            placed: Whether outputs are written to the client's memory.
+            in_client_memory: Whether outputs are written to the client's memory.
         """
-        self._window = SendWindow(placed)
+        self._window = SendWindow(in_client_memory)
 
     def cancel(self, keeps_reading: bool = False) -> None:
         """Cancel the request and call `on_cancel`, once.

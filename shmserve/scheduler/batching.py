@@ -224,7 +224,7 @@ class BatchingCore(Core[ScheduledRequest]):
         # The response may still have to wait for its turn.
         known, schema = self._properties_by_schema, submit.schema
         properties = known[schema] if schema in known else self._derive_properties(submit)
-        request = self._queue.enqueue(client, submit, properties, now_ns, cached=True)
+        request = self._queue.enqueue(client, submit, properties, now_ns, is_cached=True)
         request.lookup = lookup
         self._responses.register(request)
         timing = Timing(now_ns, 0, 0, 0, closed=CACHED)

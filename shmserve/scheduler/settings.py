@@ -132,7 +132,7 @@ class Settings:
     first_response_buckets_ms: tuple[float, ...] = model_spec.FIRST_RESPONSE_BUCKETS_MS
     padding: Padding | None = None
     rate_limited: bool = False  # instances execute only with a ticket
-    cached: bool = False  # its responses may be cached
+    caches_responses: bool = False  # its responses may be cached
     engine: EngineSettings | None = None  # settings of a model that generates text
 
     @property
@@ -168,7 +168,7 @@ class Settings:
             first_response_buckets_ms=_buckets(config),
             padding=padding,
             rate_limited=limits.rate_limited,
-            cached=config.cached,
+            caches_responses=config.caches_responses,
             engine=EngineSettings.read(engine) if engine else None,
         )
 

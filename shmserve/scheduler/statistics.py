@@ -127,7 +127,7 @@ class Statistics(Table):
             self.generation = GenerationStats()
         self._responses = ResponseStats()
         self._reported_quantiles = settings.quantiles
-        names = (*_QUANTILE_TIMES, *(_CACHE_QUANTILE_TIMES if settings.cached else ()))
+        names = (*_QUANTILE_TIMES, *(_CACHE_QUANTILE_TIMES if settings.caches_responses else ()))
         self._quantiles = {name: Quantiles() for name in names} if settings.quantiles else {}
         self.instance_changes = {"more": 0, "fewer": 0}
         self.workers_lost = 0

@@ -377,9 +377,9 @@ class Unpacker:
         requested = self._all_outputs
         if schema.outputs:
             requested = {output.name: output for output in schema.outputs}
-        placed = [output.name for output in schema.outputs if output.placed]
+        placed_outputs = [output.name for output in schema.outputs if output.has_range]
         string_inputs = [tensor.name for tensor in inputs if tensor.datatype == "BYTES"]
-        return _RequestProperties(schema, inputs, batch_size, requested, placed, string_inputs)
+        return _RequestProperties(schema, inputs, batch_size, requested, placed_outputs, string_inputs)
 
     def _model_schema(self, tensor: TensorSchema) -> TensorSchema:
         """Return an input with the shape that the model receives.

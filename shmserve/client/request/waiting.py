@@ -41,7 +41,7 @@ class ClientStream(ClientRequest):
         self.on_item = on_item
         self.has_finished = False
         self._read_size = -1  # byte size of the response that the program reads; -1: none
-        self._window = ReadWindow(placed=_is_placed(packed))
+        self._window = ReadWindow(in_client_memory=_is_placed(packed))
 
     def ready(self) -> bool:
         return bool(self.items) or self.has_finished or self.is_abandoned
@@ -166,7 +166,7 @@ def _is_placed(packed: PackedRequest) -> bool:
     """Return whether every response is written to the same ranges of the client's memory."""
     if not packed.segments:
         return False
-    return any(output.placed for output in RequestSchema(packed.schema).outputs)
+    return any(output.has_range for output in RequestSchema(packed.schema).outputs)
 
 
 class Waiter(Protocol):

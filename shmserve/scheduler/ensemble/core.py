@@ -181,7 +181,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             for name, datatype, shape, _ in schema.inputs
         )
         input_names = {name for name, _, _ in inputs}
-        placed_outputs = tuple(output.name for output in schema.outputs if output.placed)
+        placed_outputs = tuple(output.name for output in schema.outputs if output.has_range)
         return RequestProperties(
             schema.data_count,
             inputs,

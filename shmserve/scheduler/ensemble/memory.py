@@ -56,17 +56,17 @@ class TensorKind:
         key = (datatype, shape, is_batched)
         return _KINDS.find(key) or _KINDS.store_if_absent(key, cls(*key))
 
-    def shape_for(self, dims: Sequence[int], is_model_batched: bool) -> tuple[int, ...]:
+    def shape_for(self, dims: Sequence[int], for_batched: bool) -> tuple[int, ...]:
         """Return the shape as another model takes it: a batch dimension of 1 is added or removed.
 
         Args:
             dims: The dimensions in that model's configuration.
-            is_model_batched: Whether that model has a batch dimension.
+            for_batched: Whether that model has a batch dimension.
         """
         shape, is_batched = self.shape, self.is_batched
-        if is_model_batched and not is_batched and shapes_match(dims, shape):
+        if for_batched and not is_batched and shapes_match(dims, shape):
             return (1, *shape)
-        if is_batched and not is_model_batched and shape[:1] == (1,) and shapes_match(dims, shape[1:]):
+        if is_batched and not for_batched and shape[:1] == (1,) and shapes_match(dims, shape[1:]):
             return shape if shapes_match(dims, shape) else shape[1:]
         return shape
 

@@ -177,8 +177,8 @@ class UnreadResponses:
 
     __slots__ = ("_values", "_window")
 
-    def __init__(self, placed: bool) -> None:
-        self._window = SendWindow(placed)
+    def __init__(self, in_client_memory: bool) -> None:
+        self._window = SendWindow(in_client_memory)
         self._values: deque[list[Value]] = deque()
 
     @property

@@ -240,7 +240,8 @@ class StepMessages:
         placed_names = [name for name in names if name in sizes or name in to_client]
         outputs = firing.step.outputs
         parameters, plan = request.properties.parameters, request.flow.plan
-        derive = partial(StepResponse, firing.step, is_batched, self._graph.conditions, plan.outputs)
+        args = (firing.step, is_batched, self._graph.conditions, plan.outputs)
+        derive = partial(StepResponse, *args)
         return StepKind(
             pack_request_schema(inputs, names, placed_names, (), parameters),
             pack_request_schema(inputs, names, placed_names, sizes, parameters),

@@ -338,7 +338,7 @@ class EnsembleScheduler(HostedScheduler):
 
 
 def _create_cache(start: CacheStart, settings: Settings, lent: LentMemory) -> ResponseCache | None:
-    if not settings.cached or not start.byte_size:
+    if not settings.caches_responses or not start.byte_size:
         return None
     return ResponseCache(settings.name, settings.version, start, lent)
 

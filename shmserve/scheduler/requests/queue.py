@@ -248,16 +248,16 @@ class RequestQueue:
         properties: BatchProperties,
         now_ns: int,
         *,
-        cached: bool = False,
+        is_cached: bool = False,
     ) -> ScheduledRequest:
-        """Queue a request and return it; a `cached` request is not queued, but may expire.
+        """Queue a request and return it; a `is_cached` request is not queued, but may expire.
 
         Raises:
             Unavailable: Its deadline has passed.
             QueueFull: Its level is full.
         """
         level, policy, arrived_ns, deadline_ns, own_timeout_us = self._limits(submit, now_ns)
-        may_be_full = not cached and self.in_order.count >= self.min_bound
+        may_be_full = not is_cached and self.in_order.count >= self.min_bound
         if may_be_full and self._is_full(level, policy):
             raise QueueFull(f"{id_prefix(submit.request_id)}Exceeds maximum queue size")
         timeout_ns = (own_timeout_us or policy.default_timeout_microseconds) * _NS_PER_US
@@ -279,7 +279,7 @@ class RequestQueue:
         )
         if deadline_ns:
             self.timers.add(deadline_ns, request)
-        if cached:
+        if is_cached:
             request.transition(Event.DISPATCH)
             return request
         self.in_order.append(request)
