@@ -313,11 +313,11 @@ class TicketGranted(Message):
 class TicketReturned(Message):
     """Sent by a scheduler to the supervisor when it no longer needs a granted or pending ticket.
 
-    `executed` is true if the ticket was used. The supervisor releases the ticket's resources.
+    `was_used` is true if the ticket was used. The supervisor releases the ticket's resources.
     """
 
     ticket: int
-    executed: bool
+    was_used: bool
 
 
 # --- local clients: programs of users on this host

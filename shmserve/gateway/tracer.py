@@ -106,21 +106,21 @@ class Tracer:
         request_id: str,
         arrived_ns: int,
         traceparent: str,
-        explained: bool,
+        has_explanation: bool,
     ) -> RequestTrace | None:
         """Return the trace of a request before it is submitted; None if it is not traced."""
         caller = TraceContext.of_header(traceparent) if traceparent else None
         sampler = self._samplers.of(model)
         sampled = sampler.samples(None if caller is None else caller.sampled)
-        if not (explained or sampled or caller or self._slow_request_ns):
+        if not (has_explanation or sampled or caller or self._slow_request_ns):
             return None
         if caller is None:
             context = TraceContext.new(sampled)
         else:
             context = caller.child(sampled or caller.sampled)
         context = context._replace(tensors=sampled and sampler.settings.with_tensors)
-        request_fields = (model, version, request_id)
-        return RequestTrace(self.finish, *request_fields, context, arrived_ns, explained, sampled)
+        request_fields = (model, version, request_id, context, arrived_ns)
+        return RequestTrace(self.finish, *request_fields, has_explanation, sampled)
 
     def record_local_request(self, message: RequestTraced) -> None:
         """Record the trace of a local client's request, which no gateway has received."""

@@ -123,14 +123,14 @@ class Reports:
         self._statistics.malformed = gauges.pop("malformed") + self.unexpected_count
         return gauges
 
-    def snapshot(self, brief: bool = False) -> None:
+    def snapshot(self, omits_responses: bool = False) -> None:
         """Send the counts to the supervisor, which passes them to a successor.
 
-        A published count must never decrease. `brief` is passed to `Statistics.snapshot`.
+        A published count must never decrease. `omits_responses` is passed to `Statistics.snapshot`.
         """
         gauges = self._count_malformed()
         gauge_values = {name: gauges[name] for name in _GAUGE_KEYS}
-        statistics = {**self._statistics.snapshot(brief), **gauge_values}
+        statistics = {**self._statistics.snapshot(omits_responses), **gauge_values}
         self._control.post(StatisticsSnapshot(statistics, self._metrics.snapshot()))
 
     def set_base(self, message: BaseCounters) -> None:
@@ -387,7 +387,7 @@ class Front(Generic[R]):
             case BaseCounters():
                 self._reports.set_base(message)
             case SnapshotStatistics():
-                self._reports.snapshot(brief=True)
+                self._reports.snapshot(omits_responses=True)
             case ResizeCache():
                 if self._cache is not None:
                     self._cache.resize(message.byte_size)

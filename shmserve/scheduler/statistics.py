@@ -275,9 +275,9 @@ class Statistics(Table):
         self._count_recorded()
         return super().table()
 
-    def snapshot(self, brief: bool = False) -> dict[str, Any]:
-        """Return the table for a successor; `brief` omits the up to 1,000 rows of responses."""
-        responses = {} if brief else self._responses.table()
+    def snapshot(self, omits_responses: bool = False) -> dict[str, Any]:
+        """Return the table for a successor; `omits_responses` saves up to 1,000 rows."""
+        responses = {} if omits_responses else self._responses.table()
         return {**self.table(), **responses, "base": self._base}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -310,7 +310,7 @@ class Statistics(Table):
             "batch_stats": executions.by_size(),
             "memory_usage": [],
             "shmserve": {
-                **sum_counters(self.snapshot(brief=True)),
+                **sum_counters(self.snapshot(omits_responses=True)),
                 "quantiles": {
                     name: sketch.report(self._reported_quantiles, now_ns)
                     for name, sketch in self._quantiles.items()

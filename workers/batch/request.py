@@ -379,7 +379,8 @@ class Unpacker:
             requested = {output.name: output for output in schema.outputs}
         placed_outputs = [output.name for output in schema.outputs if output.has_range]
         string_inputs = [tensor.name for tensor in inputs if tensor.datatype == "BYTES"]
-        return _RequestProperties(schema, inputs, batch_size, requested, placed_outputs, string_inputs)
+        outputs = (requested, placed_outputs)
+        return _RequestProperties(schema, inputs, batch_size, *outputs, string_inputs)
 
     def _model_schema(self, tensor: TensorSchema) -> TensorSchema:
         """Return an input with the shape that the model receives.

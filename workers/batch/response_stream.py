@@ -155,7 +155,7 @@ class ResponseWriter:
                         final=True,
                         computed_ns=now_ns,
                         written_ns=now_ns,
-                        failed=True,
+                        request_failed=True,
                     )
                 )
 
@@ -223,7 +223,7 @@ class OutputStream:
                 if response is None or open_request.window.is_open:
                     is_first = not self._has_sent
                     if response is not None or final:
-                        self._post(response, final, computed_ns, failed=False)
+                        self._post(response, final, computed_ns, request_failed=False)
                     break
             if not link.wait_for_credit(open_request, MAX_CREDIT_WAIT_S):
                 self._time_out()
@@ -254,7 +254,7 @@ class OutputStream:
         """Fail the request with an error, unless it has ended."""
         with self._writer.link.lock:
             if not self._is_closed:
-                self._post(Response(error=error), True, time.monotonic_ns(), failed=True)
+                self._post(Response(error=error), True, time.monotonic_ns(), request_failed=True)
 
     def fail_raised(self, error: BaseException) -> None:
         """Fail the request with an exception of the model or the server."""
@@ -309,7 +309,7 @@ class OutputStream:
                 self._timed_out = True
                 self._open_request.cancel()
 
-    def _post(self, response: Response | None, final: bool, computed_ns: int, failed: bool) -> None:
+    def _post(self, response: Response | None, final: bool, computed_ns: int, request_failed: bool) -> None:
         """Write a response and send it, with the lock held."""
         writer = self._writer
         copied, memory = writer.context.copy_counter, writer.context.output_memory
@@ -326,7 +326,7 @@ class OutputStream:
             except BaseException as error:
                 explained = self.explain(error)
                 code, message = explained.code, explained.message
-                failed = final
+                request_failed = final
         copied_bytes = copied.outputs - copied_before
         copied.outputs = copied_before
         if self.request.work.trace and len(self._traced_tensors) < MAX_TRACED_CHARS:
@@ -345,7 +345,7 @@ class OutputStream:
                     computed_ns,
                     time.monotonic_ns(),
                     copied_bytes,
-                    failed,
+                    request_failed,
                     self._traced_tensors if final else b"",
                 )
             )
@@ -405,7 +405,7 @@ class WarmupStream(OutputStream):
         super().abandon(error)
         self._end_event.set()
 
-    def _post(self, response: Response | None, final: bool, computed_ns: int, failed: bool) -> None:
+    def _post(self, response: Response | None, final: bool, computed_ns: int, request_failed: bool) -> None:
         if response is not None and response.error is not None:
             self.error = self.error or response.error
         if final:

@@ -444,7 +444,7 @@ class UnaryCall(GrpcCall):
             self._abort(StatusCode.INTERNAL, "more than one message in a unary call")
             return
         self._has_message = True
-        if message.compressed:
+        if message.is_compressed:
             self._task = asyncio.ensure_future(self._inflate(message))
         else:
             self.on_message(message.data, self)
@@ -545,7 +545,7 @@ class StreamingCall(GrpcCall):
             message = self._queue.popleft()
             self._consumed += len(message.data) + PREFIX.size - message.beyond_window
             self._update_window()
-            yield (await self._inflate_message(message) if message.compressed else message.data)
+            yield (await self._inflate_message(message) if message.is_compressed else message.data)
 
     def _update_window(self) -> None:
         if self._consumed > self._connection.context.limits.window // 4:

@@ -120,7 +120,7 @@ async def read_json(
     body = Body(request, gateway.settings, gateway.body_budget)
     limit = gateway.settings.max_input_size
     try:
-        if body.compressed():
+        if body.is_compressed():
             pieces, size = await body.inflate_pieces()
         else:
             pieces, size = await body.read_pieces(limit, JSON_TOO_LARGE)
@@ -166,7 +166,7 @@ class Body:
             raise BrokenBody("malformed HTTP request body")
         return self._content.read_nowait() if self._content.is_eof() else None
 
-    def compressed(self) -> bool:
+    def is_compressed(self) -> bool:
         """Return whether the body is compressed.
 
         Raises:
@@ -408,7 +408,7 @@ async def _read(
     The request is built while the body arrives if its tensors exceed `INLINE_LIMIT`.
     """
     body = Body(request, gateway.settings, gateway.body_budget)
-    if CONTENT_ENCODING in request.headers and body.compressed():
+    if CONTENT_ENCODING in request.headers and body.is_compressed():
         return await body.inflate()
     content = body.received_whole()
     if content is not None:

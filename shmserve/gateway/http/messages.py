@@ -251,24 +251,24 @@ class ChunkedResponse(HttpResponse):
     async def send(self, request: HttpRequest, stall_timeout_s: float) -> None:
         """Write the chunks. An exception of `batches` ends the connection."""
         transport = _open_transport(request)
-        chunked = not request.is_http10
-        self.close = self.close or not chunked
-        transport.write(self._encode_head(chunked=chunked))
+        is_chunked = not request.is_http10
+        self.close = self.close or not is_chunked
+        transport.write(self._encode_head(is_chunked=is_chunked))
         async with contextlib.aclosing(self._batches) as batches:
             if request.method == "HEAD":
                 return
             async for chunks in batches:
-                encoded = map(_encode_chunk, filter(None, chunks)) if chunked else chunks
+                encoded = map(_encode_chunk, filter(None, chunks)) if is_chunked else chunks
                 transport.write(b"".join(encoded))
                 if request.connection.writing_paused:
                     await drain_or_abort(request.connection, transport, stall_timeout_s)
-        if chunked:
+        if is_chunked:
             transport.write(b"0\r\n\r\n")
 
-    def _encode_head(self, *, chunked: bool) -> bytes:
+    def _encode_head(self, *, is_chunked: bool) -> bytes:
         phrase = http.HTTPStatus(self.status).phrase.encode()
         lines = [b"HTTP/1.1 %d %b\r\n" % (self.status, phrase)]
-        if chunked:
+        if is_chunked:
             lines.append(b"Transfer-Encoding: chunked\r\n")
         if self.close:
             lines.append(b"Connection: close\r\n")

@@ -142,14 +142,14 @@ def submit_inference(
 def _begin_trace(gateway: Gateway, built: BuiltRequest, arrived_ns: int, traceparent: str) -> str:
     """Begin the trace of a request, and return its context for the scheduler, or ""."""
     request, model = built.infer_request, built.model
-    explained = request.parameters.get("explain") is True
+    has_explanation = request.parameters.get("explain") is True
     request_fields = (model.name, model.version, request.id)
     trace = built.trace = gateway.tracer.begin_trace(
-        *request_fields, arrived_ns, traceparent, explained
+        *request_fields, arrived_ns, traceparent, has_explanation
     )
     if trace is None:
         return ""
-    if trace.explained:
+    if trace.has_explanation:
         # No templates, because each response contains the durations of its own request.
         built.responses = None
     return trace.scheduler.message
@@ -330,7 +330,7 @@ class StreamingInference(GatewayRequest):
             inferred: Inferred | None = None
             if not isinstance(message, m.Failed) and message.schema:
                 inferred = unpack_response(message.schema, message.data)
-            if trace is not None and trace.explained and is_last_response(message):
+            if trace is not None and trace.has_explanation and is_last_response(message):
                 inferred = trace.explain(inferred or Inferred(()))
             return inferred
         except ShmserveError as error:
