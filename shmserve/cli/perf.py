@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             interrupted = True
     if not points:
         return 130
-    print(f"{args.model} at {target.title}\n{report.table(points)}")
+    print(f"{args.model} at {target.title}\n{report.format_table(points)}")
     if old_report is not None:
         print(f"\n{report.comparison(old_report, points)}")
     _write_files(args, target.title, points)

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgument(f"--seconds: must be more than 0, got {args.seconds:g}")
     token = read_token(args.token_file) if args.token_file else ""
     profile = watch(args.metrics_url, token, args.model, args.seconds)
-    print(table(args.model, profile))
+    print(format_table(args.model, profile))
     if args.plot and profile.steps:
         plot(args.plot, args.model, profile)
     return 130 if profile.interrupted else 0
@@ -132,7 +132,7 @@ def _scrape(url: str, token: str, model: str) -> dict[str, float]:
     return samples
 
 
-def table(model: str, profile: Profile) -> str:
+def format_table(model: str, profile: Profile) -> str:
     """Return the profile as a table with a bar for each phase, or one line if no step ran."""
     if not profile.steps:
         return (

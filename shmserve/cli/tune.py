@@ -97,7 +97,7 @@ def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStac
         title = f"{args.model} at {target.title}, p99 within {target_ms:g} ms"
         write_file("plot", args.plot, report.draw_trials(title, trials, target_ms))
     if best_trial is None:
-        print(search.table(trials, target_ms))
+        print(search.format_table(trials, target_ms))
         print(f"no tested configuration has a p99 within {target_ms:g} ms", file=sys.stderr)
         return 130 if interrupted else 1
     if args.apply and not interrupted:

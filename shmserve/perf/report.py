@@ -28,7 +28,7 @@ _COLOURS |= {"within": "#2e8b57", "above": "#c0392b", "target": "#777777"}
 _TICKS = (1, 2, 5)
 
 
-def table(points: Sequence[Point]) -> str:
+def format_table(points: Sequence[Point]) -> str:
     """Return a table with a row for each load, followed by notes."""
     lines = [
         f"{'load':<18}{'requests/s':>12}{'±':>8}{'mean ms':>9}{'p50':>9}{'p90':>9}{'p95':>9}"

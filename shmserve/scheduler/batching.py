@@ -160,7 +160,7 @@ class BatchingCore(Core[ScheduledRequest]):
         calls = [Caller.parse(call.submit.callers) for call in self._queue.calls()]
         callers = {(caller.pid, caller.key) for chain in calls for caller in chain}
         instance_slots = getattr(request.sequence, "instance_slots", None)
-        slot = None if instance_slots is None else self._pool.by_peer(instance_slots.peer)
+        slot = None if instance_slots is None else self._pool.find_by_peer(instance_slots.peer)
         if self._pool.are_blocked(callers, [] if slot is None else [slot], self._preserves_order):
             self._fail_held_call(request, "its instances", now_ns)
             return

@@ -245,7 +245,7 @@ class Supervisor:
         The waiters of `child.exited` are called afterwards.
         """
         context, pid, reason = self.context, child.pid, child.reason_for_clients
-        match context.control.dismiss(pid):
+        match context.control.remove_process(pid):
             case "gateway":
                 self.regions.draining.gateway_exited(pid)
                 context.background(self.regions.withdraw_leased(pid))

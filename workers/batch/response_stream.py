@@ -309,7 +309,9 @@ class OutputStream:
                 self._timed_out = True
                 self._open_request.cancel()
 
-    def _post(self, response: Response | None, final: bool, computed_ns: int, request_failed: bool) -> None:
+    def _post(
+        self, response: Response | None, final: bool, computed_ns: int, request_failed: bool
+    ) -> None:
         """Write a response and send it, with the lock held."""
         writer = self._writer
         copied, memory = writer.context.copy_counter, writer.context.output_memory
@@ -405,7 +407,9 @@ class WarmupStream(OutputStream):
         super().abandon(error)
         self._end_event.set()
 
-    def _post(self, response: Response | None, final: bool, computed_ns: int, request_failed: bool) -> None:
+    def _post(
+        self, response: Response | None, final: bool, computed_ns: int, request_failed: bool
+    ) -> None:
         if response is not None and response.error is not None:
             self.error = self.error or response.error
         if final:

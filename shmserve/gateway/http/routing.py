@@ -119,7 +119,7 @@ class RouteTable:
             first_match = first_match or route_match
         return first_match
 
-    def methods(self, target: str) -> str:
+    def allowed_methods(self, target: str) -> str:
         """Return the methods of a request's target, separated by commas."""
         path = _target_path(target)
         matches = (route for route, pattern in self._patterns if pattern.fullmatch(path))
@@ -315,7 +315,8 @@ class App(ActiveCount):
             if request.route_match is None and route_match is not None:
                 check_authorised(route, request, cors)
                 if route.method not in (method, ""):
-                    raise MethodNotAllowed("Method Not Allowed", routes.methods(request.target))
+                    allowed_methods = routes.allowed_methods(request.target)
+                    raise MethodNotAllowed("Method Not Allowed", allowed_methods)
                 request.route_match = route_match
             if begun_request is None:
                 response: HttpResponse = await route.handler(self._gateway, request, *path_parts)

@@ -146,7 +146,7 @@ class SequenceDispatcher(Dispatcher):
         if self._checked_changes != self._pool.membership_changes:
             self._checked_changes = self._pool.membership_changes
             self._update_slots(now_ns)
-        instances = [(slots, self._pool.by_peer(peer)) for peer, slots in self._slots.items()]
+        instances = [(slots, self._pool.find_by_peer(peer)) for peer, slots in self._slots.items()]
         for slots, instance in instances:
             if slots.running_sequences and instance is not None and instance.execution is None:
                 sequences.finish_batch(slots, now_ns)

@@ -255,7 +255,7 @@ class Engine(Generic[T]):
             if not plan.message.step % PROBE_STEPS:
                 return 0  # a step without drafts measures their benefit
             max_drafts = self.times.draft_length(plan.decoding_count, acceptance.rate, max_drafts)
-        return acceptance.length(max(max_drafts, 0), speculation.accept_threshold)
+        return acceptance.draft_count(max(max_drafts, 0), speculation.accept_threshold)
 
     def _reserve(self, plan: StepPlan, sequence: Sequence[T], count: int) -> bool:
         """Provide a writable block for each of the next `count` positions.

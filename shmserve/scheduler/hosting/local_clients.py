@@ -90,7 +90,7 @@ class LocalClientListener:
         self._exited_numbers.append(client_number)
         for peer in self.link.peers():
             if _client_number(peer) == client_number:
-                self.link.dismiss(peer)
+                self.link.disconnect(peer)
         self._rules.process_exited(client_number)
 
 

@@ -233,7 +233,7 @@ class Pool:
 
     def __post_init__(self) -> None:
         # Returns the instance with this address, or None.
-        self.by_peer: Callable[[bytes], Slot | None] = self._slots_by_peer.get
+        self.find_by_peer: Callable[[bytes], Slot | None] = self._slots_by_peer.get
 
     # --- registration and exit --------------------------------------------------------------------
 

@@ -272,7 +272,7 @@ class Instances:
             elif instance.child is child and not instance.inbox.full():
                 instance.inbox.put_nowait(message)
 
-        self._context.enrol(child.pid, "worker", receive)
+        self._context.register_peer(child.pid, "worker", receive)
         self._check_needed(instance)
         instance.stacks_fd = (await self._receive_response(instance, m.WorkerStarted)).stacks_fd
         instance.transition("started")
@@ -425,7 +425,7 @@ class Instances:
 
     # --- schedulers
 
-    def introduce(self, worker_pids: list[int]) -> None:
+    def notify_new_scheduler(self, worker_pids: list[int]) -> None:
         """Notify a new scheduler of its instances, and of the exits since it was started.
 
         Args:

@@ -251,7 +251,7 @@ class ModelVersion:
             losses.append(scheduler.serving.child.exited)
             await publish()
             await scheduler.drain(old_scheduler, losses=losses)
-            instances.introduce([])
+            instances.notify_new_scheduler([])
             self._broadcast_lost(old_endpoint, scheduler.endpoint, *_CLIENT_ROLES)
             await publish()
             # The second drain releases outputs that clients have read through the old scheduler.
@@ -274,7 +274,7 @@ class ModelVersion:
         worker_pids = self.instances.pids()
         await self.scheduler.start(self.config, worker_pids, is_first)
         self._failed_starts = 0
-        self.instances.introduce(worker_pids)
+        self.instances.notify_new_scheduler(worker_pids)
 
     async def _supervise(self) -> None:
         """Replace each scheduler that exits, until the version retires."""
@@ -400,7 +400,7 @@ class EnsembleInstances(Instances):
         self.config = self._finalise_config(self._spec, {})
         self.labels = {**_inherited_labels(self.config, self._models), **self._spec.labels}
 
-    def introduce(self, worker_pids: list[int]) -> None:
+    def notify_new_scheduler(self, worker_pids: list[int]) -> None:
         """Send the ensemble's scheduler the endpoints of the steps' models."""
         for step, model in zip(self._spec.steps, self._models, strict=True):
             if model is not None:

@@ -101,7 +101,7 @@ class SchedulerHosts:
         if not host.child.alive:
             raise Unavailable(f"the scheduler ended while starting ({host.child.reason})")
         handle = host.handles[start.number] = SchedulerHandle(host, start.config.name, start.number)
-        self._context.control.enrol(handle.address, start.kind, on_message)
+        self._context.control.register_peer(handle.address, start.kind, on_message)
         self._context.control.send(host.child.pid, m.OpenScheduler(encode_start(start)))
         return handle
 
@@ -133,7 +133,7 @@ class SchedulerHosts:
             if len(group.names) > 1:
                 host.names = group.names
             self._hosts.append(host)
-            self._context.enrol(child.pid, "host", partial(self._handle_host_message, host))
+            self._context.register_peer(child.pid, "host", partial(self._handle_host_message, host))
             return host
 
     def _handle_host_message(self, host: _SchedulerHost, message: Any) -> None:

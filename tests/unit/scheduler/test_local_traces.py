@@ -83,7 +83,7 @@ def test_slow_requests_are_reported_at_their_last_response() -> None:
     local_traces.end_trace(PEER, Responded(2, "", "", b"x", [b"x"], final=False))
     assert not control_link
     local_traces.end_trace(PEER, Responded(2, "", "", b"", [], final=True))
-    local_traces.end_trace(PEER, Failed(3, "INTERNAL", "boom", 0, early=True))
+    local_traces.end_trace(PEER, Failed(3, "INTERNAL", "boom", 0, is_early=True))
     local_traces.end_trace(PEER, Settled(3))
     assert [(r.sampled, r.error) for r in control_link] == [(False, ""), (False, "boom")]
     local_traces.process_exited(901)

@@ -112,10 +112,10 @@ class PytorchBackend(Backend):
         _check_strings(signature, self._arguments.string_inputs)
         self._results = ResultBinding(signature.name, list(signature.outputs), program.result_count)
         if description is not None:
-            check(signature, description, self._arguments.by_position)
+            check(signature, description, self._arguments.positioned_inputs)
         self._scalar_inputs = {
             name
-            for position, name in (self._arguments.by_position if description else ())
+            for position, name in (self._arguments.positioned_inputs if description else ())
             if not description.inputs[position].dims  # type: ignore[union-attr]
         }
         self._signature = signature

@@ -97,10 +97,10 @@ class ArgumentBinding:
                     "its configuration has no input of this name; the inputs are "
                     f"{_quoted_list(inputs)}"
                 )
-        self.by_position = sorted(zip(positions, inputs, strict=True))
+        self.positioned_inputs = sorted(zip(positions, inputs, strict=True))
         self.string_inputs = frozenset(
             name
-            for position, name in self.by_position
+            for position, name in self.positioned_inputs
             if arguments is not None and arguments[position].is_text
         )
 
@@ -112,7 +112,7 @@ class ArgumentBinding:
         """
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for position, name in self.by_position:
+        for position, name in self.positioned_inputs:
             if name not in inputs:
                 continue
             argument = None if self._arguments is None else self._arguments[position]
@@ -532,7 +532,7 @@ def _largest_batch(exported: torch.export.ExportedProgram, tensors: Sequence[Fil
 
 
 def check(
-    signature: Signature, description: FileDescription, by_position: Sequence[tuple[int, str]]
+    signature: Signature, description: FileDescription, positioned_inputs: Sequence[tuple[int, str]]
 ) -> None:
     """Check a configuration against an exported program.
 
@@ -552,7 +552,7 @@ def check(
             f"model '{signature.name}' has max_batch_size {max_batch_size}, but its program was "
             f"exported for {description.largest_batch} at most"
         )
-    for position, name in by_position:
+    for position, name in positioned_inputs:
         spec, tensor = signature.inputs[name], description.inputs[position]
         if spec.datatype != tensor.datatype:
             raise InvalidArgument(
