@@ -189,7 +189,7 @@ class States:
             raw = memoryview(bytearray(raw)) if isinstance(raw, memoryview) else raw.clone()
         fields, same_buffer = (spec.input_name, value.datatype, value.shape, raw), spec.same_buffer
         on_device = not isinstance(raw, memoryview)
-        return Input(*fields, on_device=on_device, kept=not same_buffer, writable=same_buffer)
+        return Input(*fields, on_device=on_device, is_state=not same_buffer, is_writable=same_buffer)
 
     def __len__(self) -> int:
         """Return the number of sequences with state."""

@@ -251,7 +251,7 @@ class RequestTraced(Message):
     version: str
     request_id: str
     trace: str
-    sampled: bool
+    is_sampled: bool
     arrived_ns: int
     ended_ns: int
     spans: bytes

@@ -139,8 +139,8 @@ class Exporter:
                 parent_id = trace.context.span_id
             attributes = _attributes(span.model, span.version, span.request_id)
             attributes["shmserve.batch_size"] = span.batch_size
-            if span.closed:
-                attributes["shmserve.batch_closed"] = span.closed
+            if span.close_reason:
+                attributes["shmserve.batch_closed"] = span.close_reason
             yield self._span(span.model, trace_id, span.span_id, parent_id, *times, attributes)
             yield from self._phases(trace_id, span, epoch_ns)
 

@@ -40,7 +40,7 @@ class RequestTrace:
         spans: The scheduler's span and the spans within it, once the response has arrived.
         tensors: The traced inputs and outputs of these spans.
         has_explanation: Whether the response contains an explanation.
-        sampled: Whether the trace is written to the file or sent to the collector.
+        is_sampled: Whether the trace is written to the file or sent to the collector.
         local: Whether a local client sent the request to the scheduler, without a gateway.
         error: The message of the error, if the request failed.
     """
@@ -52,7 +52,7 @@ class RequestTrace:
     context: TraceContext
     arrived_ns: int
     has_explanation: bool
-    sampled: bool
+    is_sampled: bool
     local: bool = False
     scheduler: TraceContext = field(init=False)
     submitted_ns: int = field(default_factory=time.monotonic_ns)

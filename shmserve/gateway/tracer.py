@@ -111,24 +111,24 @@ class Tracer:
         """Return the trace of a request before it is submitted; None if it is not traced."""
         caller = TraceContext.of_header(traceparent) if traceparent else None
         sampler = self._samplers.of(model)
-        sampled = sampler.samples(None if caller is None else caller.sampled)
-        if not (has_explanation or sampled or caller or self._slow_request_ns):
+        is_sampled = sampler.samples(None if caller is None else caller.is_sampled)
+        if not (has_explanation or is_sampled or caller or self._slow_request_ns):
             return None
         if caller is None:
-            context = TraceContext.new(sampled)
+            context = TraceContext.new(is_sampled)
         else:
-            context = caller.child(sampled or caller.sampled)
-        context = context._replace(tensors=sampled and sampler.settings.with_tensors)
+            context = caller.child(is_sampled or caller.is_sampled)
+        context = context._replace(with_tensors=is_sampled and sampler.settings.with_tensors)
         request_fields = (model, version, request_id, context, arrived_ns)
-        return RequestTrace(self.finish, *request_fields, has_explanation, sampled)
+        return RequestTrace(self.finish, *request_fields, has_explanation, is_sampled)
 
     def record_local_request(self, message: RequestTraced) -> None:
         """Record the trace of a local client's request, which no gateway has received."""
         scheduler_context = TraceContext.of(message.trace)
         context = scheduler_context._replace(span_id=os.urandom(8).hex())
-        request_fields = (message.model, message.version, message.request_id)
+        request_fields = (message.model, message.version, message.request_id, context)
         trace = RequestTrace(
-            self.finish, *request_fields, context, message.arrived_ns, False, message.sampled, True
+            self.finish, *request_fields, message.arrived_ns, False, message.is_sampled, True
         )
         trace.scheduler, trace.submitted_ns = scheduler_context, message.arrived_ns
         trace.ended_ns, trace.error = message.ended_ns, message.error
@@ -139,9 +139,9 @@ class Tracer:
         """Log, export or write the trace of a request that has ended."""
         if self._slow_request_ns and trace.ended_ns - trace.arrived_ns > self._slow_request_ns:
             _log_slow(trace)
-        if trace.sampled and self._exporter is not None:
+        if trace.is_sampled and self._exporter is not None:
             self._exporter.export(trace)
-        elif trace.sampled:
+        elif trace.is_sampled:
             sampler = self._samplers.of(trace.model)
             sampler.pending.append(trace)
             if len(sampler.pending) == sampler.settings.log_frequency:

@@ -227,7 +227,7 @@ class BatchingCore(Core[ScheduledRequest]):
         request = self._queue.enqueue(client, submit, properties, now_ns, is_cached=True)
         request.lookup = lookup
         self._responses.register(request)
-        timing = Timing(now_ns, 0, 0, 0, closed=CACHED)
+        timing = Timing(now_ns, 0, 0, 0, close_reason=CACHED)
         self._responses.finish(request, "", "", lookup.response, timing, now_ns)
 
     def retry_after_s(self, error: ShmserveError) -> int:

@@ -54,7 +54,7 @@ class InputPolicy:
 
     def should_retry(self, request: Request) -> bool:
         """Check whether a failed request should be retried with copies of its inputs."""
-        if not any(item.shared for item in request.inputs.values()):
+        if not any(item.is_shared for item in request.inputs.values()):
             return False
         if self._skips_left:
             self._skips_left -= 1

@@ -69,9 +69,9 @@ class Input:
         memory_range: The range of the bytes, if `raw` is a view of an arena or of a region.
         model: The name of the model, for error texts.
         on_device: Whether the bytes are in device memory.
-        shared: Whether the bytes are shared, so that the model must not write into them.
-        kept: Whether the bytes are a sequence's state that the model must not change.
-        writable: Whether the bytes are private, so that the model may change them.
+        is_shared: Whether the bytes are shared, so that the model must not write into them.
+        is_state: Whether the bytes are a sequence's state that the model must not change.
+        is_writable: Whether the bytes are private, so that the model may change them.
         batch: The bytes of the whole batch if `raw` is a part of them. The other parts belong to
             the other requests of the batch.
         array: The array that `numpy` has returned.
@@ -84,9 +84,9 @@ class Input:
     memory_range: Range | None = None
     model: str = ""
     on_device: bool = False
-    shared: bool = False
-    kept: bool = False
-    writable: bool = False
+    is_shared: bool = False
+    is_state: bool = False
+    is_writable: bool = False
     batch: Any = None
     array: Array | None = None
 
@@ -96,11 +96,11 @@ class Input:
         Returns:
             The number of copied bytes.
         """
-        if not self.shared:
+        if not self.is_shared:
             return 0
         self.raw = self.raw.clone() if self.on_device else memoryview(bytearray(self.raw))
         self.memory_range = None
-        self.shared = False
+        self.is_shared = False
         self.array = None
         return len(self.raw)
 
@@ -221,7 +221,7 @@ class Request:
             (see scatter.py). Requests with equal schemas share this cache.
         is_aliased: Whether an output is written over an input.
         byte_size: The total bytes of the inputs.
-        shared: Whether an input may be in shared memory.
+        has_shared_inputs: Whether an input may be in shared memory.
         states: The names of the outputs that the model keeps for the next request of its sequence.
     """
 
@@ -235,7 +235,7 @@ class Request:
     response_kinds: dict[Any, Any] = field(default_factory=dict)
     is_aliased: bool = False
     byte_size: int = 0
-    shared: bool = False
+    has_shared_inputs: bool = False
     states: tuple[str, ...] = ()
 
     def range_of_input(self, array: Array) -> Range | None:
@@ -408,23 +408,23 @@ class Unpacker:
     ) -> Input:
         """Return the input in a memory range."""
         memory_range: Range | None = None
-        on_device = shared = False
+        on_device = is_shared = False
         if client_range.memory.copied:
             raw = self._mappings.read(client_range)
             self._copy_counter.inputs += len(raw)
         else:
             memory_range = client_range
             raw = self._mappings.view(client_range)
-            shared = datatype != "BYTES"
+            is_shared = datatype != "BYTES"
             on_device = client_range.memory.cuda is not None
-            if on_device and not (shared and self._device_inputs):
+            if on_device and not (is_shared and self._device_inputs):
                 from shmserve.workers.memory.tensors import to_host
 
                 self._copy_counter.inputs += len(raw)
                 raw, memory_range = to_host(raw), None
-                on_device = shared = False
+                on_device = is_shared = False
         model = self._signature.name
-        return Input(name, datatype, shape, raw, memory_range, model, on_device, shared)
+        return Input(name, datatype, shape, raw, memory_range, model, on_device, is_shared)
 
 
 def _check_elements(inputs: dict[str, Input], names: Sequence[str], request_id: str) -> None:

@@ -93,7 +93,7 @@ class Gatherer:
         if not copies_views:
             raw = inputs[0].raw if len(inputs) == 1 else self._adjacent_bytes(inputs)
             if raw is not None:
-                return raw, shape, inputs[0].memory_range is not None or inputs[0].kept
+                return raw, shape, inputs[0].memory_range is not None or inputs[0].is_state
         byte_size = sum(len(item.raw) for item in inputs)
         rows = sum(request.batch_size for request in requests)
         self._copy_counter.inputs += byte_size
@@ -318,7 +318,7 @@ class Runner:
         # Inputs in host memory are copied to a device anyway.
         first_input = requests[0].inputs[name]
         in_place = not self._device.needs_copies or first_input.on_device
-        is_aliased = in_place and not first_input.writable
+        is_aliased = in_place and not first_input.is_writable
         may_view = is_aliased and not self._passes_views
         raw, shape, is_view = self._gatherer.gather(name, requests, may_view)
         from shmserve.workers.memory.tensors import as_torch
@@ -334,7 +334,7 @@ class Runner:
             # The input is in the memory of another device.
             self._copy_counter.inputs += tensor.nbytes
             return tensor.to(self._device.torch)
-        if (is_view or self._is_learning) and not first_input.writable:
+        if (is_view or self._is_learning) and not first_input.is_writable:
             self._watched_tensors.append((tensor, tensor._version))
         return tensor
 

@@ -169,7 +169,7 @@ class Scatterer:
     def trace(self, request: Request, tensors: Iterable[Input | Output]) -> None:
         """Record tensors of a request whose trace includes tensors; long tensors without data."""
         context = TraceContext.of(request.work.trace)
-        if not context.tensors:
+        if not context.with_tensors:
             return
         spans = self._context.spans
         budget = MAX_TRACED_CHARS - sum(map(len, spans))
@@ -403,7 +403,7 @@ def _detach(item: ReadyOutput, request: Request) -> ReadyOutput:
         return item
     if not isinstance(data, np.ndarray):
         return item._replace(data=data.clone())
-    views = [source.raw for source in request.inputs.values() if source.shared]
+    views = [source.raw for source in request.inputs.values() if source.is_shared]
     if any(np.may_share_memory(data, raw) for raw in views if isinstance(raw, memoryview)):
         return item._replace(data=data.copy())
     return item

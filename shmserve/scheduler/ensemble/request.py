@@ -370,7 +370,7 @@ class EnsembleRequests:
         self._cache.lend(client.pid, lookup)
         arrived_ns = plausible_arrival_ns(submit.arrived_ns, now_ns)
         self._statistics.count_hit(arrived_ns, 0, lookup.ns, now_ns)
-        times = (arrived_ns, now_ns, Timing(now_ns, 0, 0, 0, closed=CACHED), now_ns)
+        times = (arrived_ns, now_ns, Timing(now_ns, 0, 0, 0, close_reason=CACHED), now_ns)
         spans = spans_of(self._statistics, submit, *times)
         client.post(Finished(submit.id, *lookup.response, spans=spans))
 

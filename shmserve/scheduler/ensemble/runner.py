@@ -142,7 +142,7 @@ class StepRunner:
             return
         request.spans += spans
         context = TraceContext.of(step.submit.trace)
-        if not context.tensors:
+        if not context.with_tensors:
             return
         traced: list[TracedTensor] = []
         unpack_spans(spans, traced)

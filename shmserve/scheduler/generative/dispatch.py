@@ -90,7 +90,7 @@ class AssignedRequest:
                 tokens.tobytes(),
                 report.characters,
                 finish_reason,
-                report.closed,
+                report.is_end_sent,
                 report.tokens,
             )
             for sample, (tokens, finish_reason) in samples.items()

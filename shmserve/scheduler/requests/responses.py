@@ -259,7 +259,7 @@ def spans_of(
     """
     if not submit.trace:
         return b""
-    start_ns, input_ns, infer_ns, output_ns, rows, closed, spans = timing or _NOT_EXECUTED
+    start_ns, input_ns, infer_ns, output_ns, rows, close_reason, spans = timing or _NOT_EXECUTED
     context = TraceContext.of(submit.trace)
     span = Span(
         context.span_id,
@@ -274,6 +274,6 @@ def spans_of(
         start_ns + input_ns + infer_ns + output_ns,
         now_ns,
         rows,
-        closed,
+        close_reason,
     )
     return span.packed() + spans

@@ -107,7 +107,7 @@ class SampleText:
 
         Text and tokens that the client has received are not sent again.
         """
-        self.is_open = not earlier.closed
+        self.is_open = not earlier.is_end_sent
         self.was_sent = earlier.sent_tokens > 0 or earlier.sent_characters > 0
         self._skip_characters, self._skip_tokens = earlier.sent_characters, earlier.sent_tokens
         self._skip_sent()

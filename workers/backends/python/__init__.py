@@ -496,7 +496,7 @@ async def _wait_for_senders(outboxes: Sequence[SingleResponse]) -> None:
 def _detach_kept_inputs(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -> None:
     """Copy the inputs that the model keeps, because their memory is reused."""
     for index, request in enumerate(requests):
-        if not request.shared:
+        if not request.has_shared_inputs:
             continue
         is_referenced = sys.getrefcount(received[index]) > _LIST_REFCOUNT
         tensors = received[index].tensors
