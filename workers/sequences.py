@@ -187,9 +187,9 @@ class States:
         raw = value.raw
         if self._copy_states and not spec.same_buffer:
             raw = memoryview(bytearray(raw)) if isinstance(raw, memoryview) else raw.clone()
-        fields, same_buffer = (spec.input_name, value.datatype, value.shape, raw), spec.same_buffer
+        fields, in_place = (spec.input_name, value.datatype, value.shape, raw), spec.same_buffer
         on_device = not isinstance(raw, memoryview)
-        return Input(*fields, on_device=on_device, is_state=not same_buffer, is_writable=same_buffer)
+        return Input(*fields, on_device=on_device, is_state=not in_place, is_writable=in_place)
 
     def __len__(self) -> int:
         """Return the number of sequences with state."""
