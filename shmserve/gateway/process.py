@@ -151,7 +151,8 @@ class _Process:
             self._accept_received.set()
         schedulers = GatewaySchedulers()
         malloc_trim = MallocTrim()
-        address, identity = endpoints.control(start.run_dir), f"gateway.{start.name}.{os.getpid()}"
+        identity = f"gateway.{start.gateway_name}.{os.getpid()}"
+        address = endpoints.control(start.run_dir)
         supervisor = GatewaySupervisorLink(address, identity, self._handle_message)
         self._gateway = Gateway(
             settings=settings,

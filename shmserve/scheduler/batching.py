@@ -324,17 +324,17 @@ class BatchingCore(Core[ScheduledRequest]):
 
     def drain(self, awaits_sequences: bool) -> None:
         self._awaits_sequences = awaits_sequences
-        if awaits_sequences and self._dispatcher.open_sequences:
+        if awaits_sequences and self._dispatcher.open_sequence_count:
             logger.info(
                 "model '%s': waiting until all open sequences (%d) have ended",
                 self._name,
-                self._dispatcher.open_sequences,
+                self._dispatcher.open_sequence_count,
             )
         self._dispatcher.flush()
 
     @property
     def unfinished(self) -> int:
-        sequences = self._dispatcher.open_sequences if self._awaits_sequences else 0
+        sequences = self._dispatcher.open_sequence_count if self._awaits_sequences else 0
         return self._responses.live_requests or sequences
 
     @property
@@ -400,7 +400,7 @@ class BatchingCore(Core[ScheduledRequest]):
             "pending": len(self._queue),
             "executing": self._pool.executing_count,
             "instances": self._pool.counts(),
-            "open_sequences": self._dispatcher.open_sequences,
+            "open_sequences": self._dispatcher.open_sequence_count,
             "generation": self._dispatcher.gauges(),
             "malformed": self._workers.malformed_messages + self.results.unexpected_messages,
         }

@@ -148,7 +148,7 @@ class Gateways(PermanentProcesses):
         is_grpc = name.startswith(GRPC)
         sockets = listeners.grpc if is_grpc else [*listeners.http, *listeners.metrics]
         start = GatewayStart(
-            name=name,
+            gateway_name=name,
             run_dir=self._context.run_dir,
             settings=replace(
                 config.gateway,

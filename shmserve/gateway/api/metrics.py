@@ -77,18 +77,18 @@ class ReportFamily(NamedTuple):
 
     kind: str
     name: str
-    path: str
+    value_path: str
     key: str
     help_text: str
 
     @property
     def is_latency(self) -> bool:
         """Return whether the family measures a latency; settings can disable these families."""
-        return self.path.endswith("_ns")
+        return self.value_path.endswith("_ns")
 
     def find(self, report: dict[str, Any]) -> Any:
         """Return the family's value in a report: a number, numbers by label, or a histogram."""
-        paths = [path.split(".") for path in self.path.split("+")]
+        paths = [path.split(".") for path in self.value_path.split("+")]
         found: list[Any] = [reduce(getitem, path, report) for path in paths]
         return found[0] if len(found) == 1 else sum(found)
 
@@ -202,7 +202,8 @@ def _select_cached(reports: Reports) -> Reports:
 
 
 def _summary_family(summary: ReportFamily, reports: Reports) -> ExpositionFamily:
-    family, counter = ExpositionFamily(summary.name, summary.help_text, "summary"), summary.path
+    family = ExpositionFamily(summary.name, summary.help_text, "summary")
+    counter = summary.value_path
     for labels, report in reports:
         count = report["success"]
         if counter in _CACHE_COUNTERS:

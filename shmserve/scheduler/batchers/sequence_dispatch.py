@@ -77,7 +77,7 @@ class SequenceDispatcher(Dispatcher):
         return SequenceKey(correlation_id, flags)
 
     @property
-    def open_sequences(self) -> int:
+    def open_sequence_count(self) -> int:
         return self._sequences.open_count
 
     def accepts_while_draining(self, submit: Submit) -> bool:

@@ -406,7 +406,7 @@ class Dispatcher(ABC):
         return False
 
     @property
-    def open_sequences(self) -> int:
+    def open_sequence_count(self) -> int:
         """Return the number of sequences that have begun and not ended."""
         return 0
 

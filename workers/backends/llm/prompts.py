@@ -23,8 +23,8 @@ from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.llm.chat_template import (
     NICE,
     ChatTemplate,
-    conversation,
     decode,
+    parse_conversation,
     render_in_process,
 )
 from shmserve.workers.backends.llm.engine import Prompt
@@ -336,7 +336,7 @@ class PromptReader:
             options, prompt = render_in_process(self._chat, text, _take_options)
             tools, hides_reasoning = options
             return RenderedChat(tools, hides_reasoning, prompt)
-        chat = conversation(text)
+        chat = parse_conversation(text)
         tools, hides_reasoning = _take_options(chat)
         return RenderedChat(tools, hides_reasoning, self._chat.render(chat))
 

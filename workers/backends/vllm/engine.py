@@ -27,7 +27,7 @@ from shmserve.errors import (
     suggestion,
 )
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
-from shmserve.workers.backends.llm.chat_template import conversation
+from shmserve.workers.backends.llm.chat_template import parse_conversation
 from shmserve.workers.backends.llm.model.checkpoint import read_json
 from shmserve.workers.backends.llm.prompts import UNLIMITED, prompt_input, task_input
 
@@ -289,7 +289,8 @@ class VllmEngine:
             source, defaults = "", self._defaults
             if body.get("max_tokens") == UNLIMITED:
                 del body["max_tokens"]
-            request = _parse_request(ChatCompletionRequest, {**body, **conversation(inputs[name])})
+            body |= parse_conversation(inputs[name])
+            request = _parse_request(ChatCompletionRequest, body)
             if request.tool_choice not in (None, "none") and not self._renderer.enable_auto_tools:
                 raise InvalidArgument(f"tools: {_TOOL_PARSER} is not set in the model's {FILE}")
             _, (prompt,) = _check_accepted(await self._renderer.render_chat(request))
@@ -349,7 +350,7 @@ class VllmEngine:
             return {"text_output": ("BYTES", [result.prompt])}
         request_class, body = protocol.TokenizeCompletionRequest, {"prompt": inputs[name]}
         if name == "messages":
-            request_class, body = protocol.TokenizeChatRequest, conversation(inputs[name])
+            request_class, body = protocol.TokenizeChatRequest, parse_conversation(inputs[name])
         special = {key: parameters[key] for key in parameters if key == "add_special_tokens"}
         tokenize = request_class.model_validate({**body, **special, "return_token_strs": True})
         result = _check_accepted(await self._tokenization.create_tokenize(tokenize, None))
