@@ -294,7 +294,8 @@ class AscendBackend(Backend):
         model.run()
         self.context.stopwatch.output_start_ns = time.monotonic_ns()
         rows = sum(request.batch_size for request in requests)
-        needed = {name for request in requests for name in (*request.requested, *request.states)}
+        names = ((*request.requested_outputs, *request.states) for request in requests)
+        needed = set[str]().union(*names)
         outputs: dict[str, Output] = {}
         for index, tensor in enumerate(model.outputs):
             if tensor.name in needed:
@@ -318,7 +319,7 @@ class AscendBackend(Backend):
             rows, end = batch, start + request.batch_size
             if self._supports_batching:
                 rows = {n: o._replace(data=o.data[start:end]) for n, o in batch.items()}
-            outputs = [output for name, output in rows.items() if name in request.requested]
+            outputs = [output for name, output in rows.items() if name in request.requested_outputs]
             responses.append(Response(outputs, states=[rows[name] for name in request.states]))
             start = end
         return responses

@@ -164,13 +164,13 @@ class Output(NamedTuple):
 
     @classmethod
     def select(
-        cls, values: Mapping[str, tuple[str, Iterable[Any]]], requested: Collection[str]
+        cls, values: Mapping[str, tuple[str, Iterable[Any]]], requested_outputs: Collection[str]
     ) -> list[Output]:
         """Return the requested outputs of a response, given the datatype and values of each name.
 
         Values of other outputs are not iterated over, so generators compute requested values only.
         """
-        return [cls.of_values(name, *values[name]) for name in values if name in requested]
+        return [cls.of_values(name, *values[name]) for name in values if name in requested_outputs]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -212,8 +212,8 @@ class Request:
         schema: The unpacked schema of the request.
         batch_size: The rows of each input; 0 if the model does not batch.
         inputs: The inputs by name.
-        requested: The requested outputs by name, or all outputs of the model if the client named
-            none. Requests with equal schemas share this dictionary.
+        requested_outputs: The requested outputs by name, or all outputs of the model if the client
+            named none. Requests with equal schemas share this dictionary.
         memory_ranges: The ranges of the outputs that are written to clients' memory, by name.
         is_cancelled: Reads pending messages and returns whether the request was cancelled; safe in
             any thread.
@@ -229,7 +229,7 @@ class Request:
     schema: RequestSchema
     batch_size: int
     inputs: dict[str, Input]
-    requested: dict[str, OutputSchema]
+    requested_outputs: dict[str, OutputSchema]
     memory_ranges: dict[str, Range] = field(default_factory=dict)
     is_cancelled: Callable[[], bool] = never_cancelled
     response_kinds: dict[Any, Any] = field(default_factory=dict)
@@ -374,12 +374,12 @@ class Unpacker:
             inputs.append(self._model_schema(tensor))
             if self._supports_batching:
                 batch_size = tensor.shape[0]
-        requested = self._all_outputs
+        requested_outputs = self._all_outputs
         if schema.outputs:
-            requested = {output.name: output for output in schema.outputs}
+            requested_outputs = {output.name: output for output in schema.outputs}
         placed_outputs = [output.name for output in schema.outputs if output.has_range]
         string_inputs = [tensor.name for tensor in inputs if tensor.datatype == "BYTES"]
-        outputs = (requested, placed_outputs)
+        outputs = (requested_outputs, placed_outputs)
         return _RequestProperties(schema, inputs, batch_size, *outputs, string_inputs)
 
     def _model_schema(self, tensor: TensorSchema) -> TensorSchema:

@@ -359,7 +359,7 @@ class Runner:
         Raises:
             Internal: An output is no array, or has a wrong number of rows.
         """
-        requested = {name for request in requests for name in request.requested}
+        requested = {name for request in requests for name in request.requested_outputs}
         batch_outputs: list[BatchOutput] = []
         for name, output in outputs.items():
             if name in requested:
@@ -403,7 +403,7 @@ class Runner:
         Raises:
             Internal: An output is no array.
         """
-        names = [name for name in outputs if name in request.requested]
+        names = [name for name in outputs if name in request.requested_outputs]
         fetched = [self._fetch(name, outputs[name], [request]) for name in names]
         if self._device.needs_copies:
             self._device.synchronize()
@@ -415,7 +415,7 @@ class Runner:
             and is_tensor(output)
             and (datatype := _protocol_datatype(output))
         ):
-            readers = [request for request in requests if name in request.requested]
+            readers = [request for request in requests if name in request.requested_outputs]
             host_batch: torch.Tensor | None = None
             if not all(requires_device_memory(request, name) for request in readers):
                 self._copy_counter.outputs += output.nbytes

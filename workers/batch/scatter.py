@@ -68,7 +68,7 @@ def _is_repeatable(ready_outputs: list[ReadyOutput], request: Request, response:
     """
     if len(ready_outputs) != len(response.outputs):
         return False
-    if request.memory_ranges and len(ready_outputs) < len(request.requested):
+    if request.memory_ranges and len(ready_outputs) < len(request.requested_outputs):
         return False
     pairs = zip(ready_outputs, response.outputs, strict=True)
     return all(
@@ -189,9 +189,9 @@ class Scatterer:
         ready_outputs = [
             self._prepare(output, self._signature.outputs[output.name], request)
             for output in response.outputs
-            if output.name in request.requested and output.name in self._signature.outputs
+            if output.name in request.requested_outputs and output.name in self._signature.outputs
         ]
-        if len(ready_outputs) < len(request.requested):
+        if len(ready_outputs) < len(request.requested_outputs):
             self._handle_missing(request, {item.name for item in ready_outputs})
         if request.is_aliased and len(ready_outputs) > 1:
             ready_outputs = [_detach(item, request) for item in ready_outputs]
@@ -232,7 +232,7 @@ class Scatterer:
 
         Log a warning, once, unless the model may omit outputs as in Triton's Python backend.
         """
-        missing_outputs = [name for name in request.requested if name not in returned]
+        missing_outputs = [name for name in request.requested_outputs if name not in returned]
         for name in missing_outputs:
             if name in request.memory_ranges:
                 memory_range = request.memory_ranges[name]
@@ -246,7 +246,7 @@ class Scatterer:
     def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> ReadyOutput:
         memory_range, returned_range = request.memory_ranges.get(output.name), None
         array = _host_or_device_array(output, memory_range)
-        if request.requested[output.name].may_reuse_input and isinstance(array, np.ndarray):
+        if request.requested_outputs[output.name].may_reuse_input and isinstance(array, np.ndarray):
             returned_range = request.range_of_input(array)
         shape = tuple(array.shape)
         if self._strict:

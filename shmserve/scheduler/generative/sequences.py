@@ -413,33 +413,33 @@ class Beams(Generic[T]):
         by_score = sorted(self._candidates, key=attrgetter("score"), reverse=True)
         best_candidates = by_score[: 2 * search.width]
         self._candidates = []
-        generated = best_candidates[0].parent.generated_tokens + 1
+        length = best_candidates[0].parent.generated_tokens + 1
         continuing: list[BeamCandidate[T]] = []
         for rank, candidate in enumerate(best_candidates):
             if candidate.token in search.end_tokens:
                 if rank < search.width:
-                    self._add_hypothesis(candidate, generated, "stop")
+                    self._add_hypothesis(candidate, length, "stop")
             elif len(continuing) < search.width:
                 continuing.append(candidate)
-        if generated >= self.generation.max_tokens:
-            if not self._is_settled(continuing[0].score if continuing else -math.inf, generated):
+        if length >= self.generation.max_tokens:
+            if not self._is_settled(continuing[0].score if continuing else -math.inf, length):
                 for candidate in continuing:
-                    self._add_hypothesis(candidate, generated, "length")
+                    self._add_hypothesis(candidate, length, "length")
             self.is_finished = True
         else:
-            self.is_finished = not continuing or self._is_settled(continuing[0].score, generated)
+            self.is_finished = not continuing or self._is_settled(continuing[0].score, length)
         return [] if self.is_finished else continuing
 
-    def _add_hypothesis(self, candidate: BeamCandidate[T], generated: int, reason: str) -> None:
+    def _add_hypothesis(self, candidate: BeamCandidate[T], length: int, reason: str) -> None:
         search = self.generation.beams
         assert search is not None
         tokens = [*candidate.parent.tokens[len(self.generation.prompt) :], candidate.token]
-        score = candidate.score / generated**search.length_penalty
+        score = candidate.score / length**search.length_penalty
         self.hypotheses.append(FinishedBeam(tokens, reason, score))
         self.hypotheses.sort(key=attrgetter("score"), reverse=True)
         del self.hypotheses[search.width :]
 
-    def _is_settled(self, best_score: float, generated: int) -> bool:
+    def _is_settled(self, best_score: float, length: int) -> bool:
         """Check whether the search has found its hypotheses.
 
         Unless `early_stopping` is "true", a beam that could become better than the worst hypothesis
@@ -452,5 +452,5 @@ class Beams(Generic[T]):
         if search.early_stopping == "true":
             return True
         longest = search.early_stopping == "never" and search.length_penalty > 0
-        max_length = self.generation.max_tokens if longest else generated
+        max_length = self.generation.max_tokens if longest else length
         return bool(self.hypotheses[-1].score >= best_score / max_length**search.length_penalty)

@@ -374,18 +374,20 @@ class TextResponse:
             parts = orjson.dumps(echo_entry), orjson.dumps(prompt_entry)
             self._prompt_entries.append((orjson.Fragment(parts[0]), orjson.Fragment(parts[1])))
 
-    def _echo_entry(self, score: TokenLogprobs | None, token: int, offset: int) -> dict[str, Any]:
+    def _echo_entry(
+        self, score: TokenLogprobs | None, token: int, text_offset: int
+    ) -> dict[str, Any]:
         if score is not None:
-            return self._score_entry(score, offset, self.prompt.parameters.logprobs)
+            return self._score_entry(score, text_offset, self.prompt.parameters.logprobs)
         entry = {**self._token_entry(token, 0.0), "logprob": None, "top_logprobs": None}
-        return {**entry, "text_offset": offset}
+        return {**entry, "text_offset": text_offset}
 
     def _score_entry(
-        self, score: TokenLogprobs, offset: int = 0, top: int | None = None
+        self, score: TokenLogprobs, text_offset: int = 0, top: int | None = None
     ) -> dict[str, Any]:
         likeliest = [self._token_entry(token, value) for token, value in score.top[:top]]
         entry = {**self._token_entry(score.token, score.logprob), "rank": score.rank}
-        return {**entry, "top_logprobs": likeliest, "text_offset": offset}
+        return {**entry, "top_logprobs": likeliest, "text_offset": text_offset}
 
     def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
         shows_id = self.prompt.parameters.return_tokens_as_token_ids

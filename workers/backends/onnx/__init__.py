@@ -410,7 +410,7 @@ class OnnxBackend(Backend):
     def execute(self, requests: list[Request]) -> list[Response]:
         """Run the session once for the whole batch."""
         inputs = as_scalars(self._runner.inputs(requests), self._scalar_inputs)
-        needed_names = {name for request in requests for name in request.requested}
+        needed_names = {name for request in requests for name in request.requested_outputs}
         needed_names.update(requests[0].states)
         names = [name for name in self._names if name in needed_names] or self._names[:1]
         with _convert_errors():

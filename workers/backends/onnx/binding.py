@@ -102,7 +102,7 @@ class HostBinding:
             if shape is None or name in self._unpredictable_outputs:
                 continue
             byte_size = math.prod(shape) * ITEM_SIZE[tensor.datatype]
-            if byte_size < _MIN_BOUND_BYTES or name not in request.requested:
+            if byte_size < _MIN_BOUND_BYTES or name not in request.requested_outputs:
                 continue
             if name not in request.memory_ranges:
                 buffer = self._reserve_in_arena(request, byte_size)

@@ -595,7 +595,7 @@ class ReceivedRequest(InferenceRequest):
         self._timeout = work.timeout_us
         self._priority = work.priority
         self._parameters = batch_request.schema.parameters
-        self._outputs = batch_request.requested
+        self._outputs = batch_request.requested_outputs
         inputs = batch_request.inputs
         tensors = map(ReceivedTensor, inputs.values(), repeat(lender))
         self.tensors = dict(zip(inputs, tensors, strict=True))

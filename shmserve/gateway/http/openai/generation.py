@@ -95,16 +95,18 @@ class ChoiceFormat(NamedTuple):
             message |= members if text or is_chunk else {"content": None, **members}
         return {"delta" if is_chunk else "message": message}
 
-    def logprobs(self, tokens: list[dict[str, Any]] | None, offset: int) -> dict[str, Any] | None:
-        """Return the log probabilities of tokens; the first begins at character `offset`."""
+    def logprobs(
+        self, tokens: list[dict[str, Any]] | None, text_offset: int
+    ) -> dict[str, Any] | None:
+        """Return the log probabilities of tokens; the first begins at character `text_offset`."""
         if tokens is None:
             return None
         if self.is_chat:
             return {"content": tokens, "refusal": None}
         offsets = []
         for token in tokens:
-            offsets.append(token.get("text_offset", offset))
-            offset += len(token["token"])
+            offsets.append(token.get("text_offset", text_offset))
+            text_offset += len(token["token"])
         return {
             "tokens": [token["token"] for token in tokens],
             "token_logprobs": [token["logprob"] for token in tokens],
