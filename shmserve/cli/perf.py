@@ -96,7 +96,9 @@ def _measure(
     requests = target.requests(slots)
     load = LoadGenerator(poller, target.lane_factory, requests, slots, schedule, args.patience)
     with contextlib.closing(load):
-        point = measure.measure_load(load, plan, kind, value, target.streams, target.statistics)
+        point = measure.measure_load(
+            load, plan, kind, value, target.is_decoupled, target.statistics
+        )
     print(f"{point.name}: {point.per_second:,.1f} requests/s", file=sys.stderr)
     return point
 

@@ -178,5 +178,5 @@ class _TrialRunner:
         lane_factory = self.target.lane_factory
         load = LoadGenerator(self.poller, lane_factory, requests, in_flight, None, patience_s)
         with contextlib.closing(load):
-            streams = self.target.streams
-            return measure.measure_load(load, plan, "concurrency", in_flight, streams, dict)
+            is_decoupled = self.target.is_decoupled
+            return measure.measure_load(load, plan, "concurrency", in_flight, is_decoupled, dict)
