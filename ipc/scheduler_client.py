@@ -150,7 +150,7 @@ class InflightRequest(ABC):
         """Fail the request, which is no longer in flight, as unavailable, and free its memory."""
         text = id_prefix(self.submit.request_id) + reason
         try:
-            self.handle(Failed(self.submit.id, Unavailable.code, text, 0, is_early=False))
+            self.handle(Failed(self.submit.id, Unavailable.code, text, 0, early=False))
         finally:
             self.free()
 
@@ -318,13 +318,13 @@ class SchedulerClient(Generic[R]):
     def _handle_kept_failure(self, request: R, failure: Failed) -> bool:
         """Handle a failure after which the request keeps its memory.
 
-        Either a worker still uses the memory (`is_early`), or the refused request is resubmitted.
+        Either a worker still uses the memory (`early`), or the refused request is resubmitted.
 
         Returns:
             Whether the failure was handled here.
         """
         number = request.submit.id
-        if failure.is_early:
+        if failure.early:
             # Recorded first: a worker still uses the memory, even if a signal comes.
             self.settling[number] = request
             del self.pending[number]

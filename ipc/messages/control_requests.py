@@ -155,7 +155,7 @@ class RegisterRegion(ControlRequest, Message):
     byte_size: int
     uid: int
     groups: list[int]
-    leased: bool
+    is_leased: bool
     pin: bool
 
 

@@ -157,7 +157,7 @@ class Responded(Message):
 class Failed(Message):
     """Sent by a scheduler to a client when a request has failed; `message` is for the client.
 
-    `retry_after_s` is a hint for the client; 0: none. With `is_early` (its deadline expired at a
+    `retry_after_s` is a hint for the client; 0: none. With `early` (its deadline expired at a
     worker), the request's memory remains in use until `Settled`. `spans` are as in `Finished`.
     `is_refused` means that the scheduler did not admit the request.
     """
@@ -166,7 +166,7 @@ class Failed(Message):
     code: str
     message: str
     retry_after_s: int
-    is_early: bool
+    early: bool
     spans: bytes = field(default=b"", compare=False)
     is_refused: bool = field(default=False, compare=False)
 

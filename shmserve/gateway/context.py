@@ -67,7 +67,7 @@ class GatewayModel:
         self.endpoint = publication.endpoint  # the endpoint of the model's scheduler
         self.templates: BoundedCache[Any, Any] = BoundedCache(_MAX_TEMPLATES)
         self.signature = Signature(publication.config, publication.version)
-        self.stateful = publication.config.sequence_batching is not None
+        self.is_stateful = publication.config.sequence_batching is not None
         ensemble = publication.config.ensemble_scheduling
         self.steps = [step.model_name for step in ensemble.step] if ensemble else []
         # The prefix of error messages.

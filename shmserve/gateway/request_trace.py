@@ -41,7 +41,7 @@ class RequestTrace:
         tensors: The traced inputs and outputs of these spans.
         has_explanation: Whether the response contains an explanation.
         is_sampled: Whether the trace is written to the file or sent to the collector.
-        local: Whether a local client sent the request to the scheduler, without a gateway.
+        is_local: Whether a local client sent the request to the scheduler, without a gateway.
         error: The message of the error, if the request failed.
     """
 
@@ -53,7 +53,7 @@ class RequestTrace:
     arrived_ns: int
     has_explanation: bool
     is_sampled: bool
-    local: bool = False
+    is_local: bool = False
     scheduler: TraceContext = field(init=False)
     submitted_ns: int = field(default_factory=time.monotonic_ns)
     responded_ns: int = 0

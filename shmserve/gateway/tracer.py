@@ -69,7 +69,7 @@ class Tracer:
     """The traces of a gateway.
 
     Attributes:
-        active: Whether requests that do not ask for a trace may be traced.
+        is_active: Whether requests that do not ask for a trace may be traced.
     """
 
     def __init__(self, slow_request_ms: int = 0, protocol: str = "HTTP") -> None:
@@ -84,7 +84,7 @@ class Tracer:
         self._samplers = Samplers()
         self._write_timer: asyncio.TimerHandle | None = None
         self._exporter: Any = None  # an otel.Exporter if the settings enable OpenTelemetry
-        self.active = self._slow_request_ns > 0
+        self.is_active = self._slow_request_ns > 0
 
     def apply_settings(self, settings: dict[str, dict[str, Any]]) -> None:
         """Apply settings by model; "" has the settings of all other models."""
@@ -97,7 +97,7 @@ class Tracer:
 
             self._exporter = Exporter(default_settings.exporter)
             gc.freeze()  # The garbage collector need not scan the modules.
-        self.active = self._slow_request_ns > 0 or self._samplers.on
+        self.is_active = self._slow_request_ns > 0 or self._samplers.on
 
     def begin_trace(
         self,
@@ -170,7 +170,7 @@ class Tracer:
         path = settings.trace_file
         if not path:
             return
-        protocols = ("" if trace.local else self._protocol for trace in traces)
+        protocols = ("" if trace.is_local else self._protocol for trace in traces)
         entry_lists = map(trace_entries, traces, protocols, repeat(settings.trace_level))
         entries = [entry for entries in entry_lists for entry in entries]
         if not entries:

@@ -378,7 +378,7 @@ class BatchingCore(Core[ScheduledRequest]):
             case State.QUEUED:
                 text = self._dispatcher.expired_text(request, now_ns)
                 self._queue.remove(request)
-                self._dispatcher.on_removed(request, now_ns, expired=True)
+                self._dispatcher.on_removed(request, now_ns, has_expired=True)
                 reason = Reason.REJECTED
             case State.EXECUTING | State.RESPONDING:
                 self.executions.cancel(request)

@@ -413,7 +413,7 @@ class SchedulerTrace:
             self._check_success(entry, message)
         elif isinstance(message, m.Failed):
             self.counts["failed"] += message.code != "INVALID_ARG"
-        if isinstance(message, m.Failed) and message.is_early:
+        if isinstance(message, m.Failed) and message.early:
             entry.has_ended = True
             self.waiting[entry.level].pop(entry, None)
         else:

@@ -135,7 +135,7 @@ def _model_examples(name: str, model: GatewayModel | None) -> list[dict[str, Any
     is_binary = not datatypes.isdisjoint(("FP16", "BF16"))
     inputs = [_example_input(item, signature.max_batch_size, is_binary) for item in required_inputs]
     parameters: dict[str, Any] = {"binary_data_output": True} if is_binary else {}
-    if model.stateful:
+    if model.is_stateful:
         parameters |= {"sequence_id": 1, "sequence_start": True, "sequence_end": True}
     body = {"inputs": inputs, **({"parameters": parameters} if parameters else {})}
     zero_bytes = sum(item["parameters"]["binary_data_size"] for item in inputs) if is_binary else 0

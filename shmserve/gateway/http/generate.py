@@ -100,7 +100,7 @@ async def _start_generation(
         body = await read_json(gateway, request, required=True, parse_large=parse)
         if generates_text(model):
             body = _without_nulls(body)
-        infer_request = parse_generate(body, inputs, model.stateful)
+        infer_request = parse_generate(body, inputs, model.is_stateful)
     except DuplicateKey as fault:
         if fault.name in inputs:
             raise InvalidArgument(_DUPLICATE_INPUT.format(name=fault.name)) from None
@@ -159,14 +159,14 @@ _PROMPTS = ("text_input", "input_ids", "messages")
 
 
 def parse_generate(
-    body: Any, inputs: Mapping[str, tuple[str, Sequence[int]]], stateful: bool = False
+    body: Any, inputs: Mapping[str, tuple[str, Sequence[int]]], is_stateful: bool = False
 ) -> InferRequest:
     """Return the request in a parsed body.
 
     Args:
         body: The parsed body.
         inputs: The datatype and the shape of each input of the model; -1 for any size.
-        stateful: Whether the model has sequences.
+        is_stateful: Whether the model has sequences.
 
     Raises:
         JsonFault: A value has the wrong type.
@@ -176,7 +176,7 @@ def parse_generate(
         raise JsonFault("attempt to get members for non-object")
     request = InferRequest(request_id(body), [], [])
     _read_members(request, body, inputs, nested=False)
-    if stateful:
+    if is_stateful:
         move_sequence_parameters(request, request.parameters)
     request.deadline_us = check_unsigned(request.parameters.pop("deadline_us", 0), "deadline_us")
     return request

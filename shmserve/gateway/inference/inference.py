@@ -97,10 +97,10 @@ def submit_inference(
     request, model = built_request.infer_request, built_request.model
     try:
         is_continuation = (
-            model.stateful and request.correlation_id and not request.flags & SEQUENCE_START
+            model.is_stateful and request.correlation_id and not request.flags & SEQUENCE_START
         )
         if gateway.refuses_requests and not is_continuation:
-            text = stopping_text(request.id, of_sequence=model.stateful)
+            text = stopping_text(request.id, of_sequence=model.is_stateful)
             raise Unavailable(model.error_prefix + text)
         if built_request.regions:
             authorise(built_request.regions, client.peer())
@@ -110,7 +110,7 @@ def submit_inference(
         built_request.release()
         raise
     trace = ""
-    if traceparent or gateway.tracer.active or "explain" in request.parameters:
+    if traceparent or gateway.tracer.is_active or "explain" in request.parameters:
         trace = _begin_trace(gateway, built_request, arrived_ns, traceparent)
     limit_us, limit_origin = call_limit
     server_limit_us = gateway.settings.request_timeout_us

@@ -108,14 +108,14 @@ class SequenceDispatcher(Dispatcher):
         request: ScheduledRequest,
         now_ns: int,
         *,
-        expired: bool = False,
+        has_expired: bool = False,
         keep_dependents: bool = False,
     ) -> None:
         sequence: StatefulSequence = request.sequence
         code, text, reason = "CANCELLED", _ENDED_BY_EARLIER, Reason.CANCELED
-        if expired:
+        if has_expired:
             code, reason = "UNAVAILABLE", Reason.REJECTED
-        if expired and sequence.instance_slots is None:
+        if has_expired and sequence.instance_slots is None:
             text = _BACKLOG_EXPIRED
             removed_requests = self._sequences.drop_all(sequence)
         else:

@@ -286,7 +286,7 @@ class EnsembleRequests:
     def _report(self, request: EnsembleRequest, is_early: bool) -> None:
         request.transition(EnsembleEvent.REPORT)
         assert request.failure is not None
-        request.client.post(replace(request.failure, is_early=is_early))
+        request.client.post(replace(request.failure, early=is_early))
 
     # --- responses --------------------------------------------------------------------------------
 

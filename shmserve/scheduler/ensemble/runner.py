@@ -161,7 +161,7 @@ class StepRunner:
             self._add_spans(step, message.spans)
         code, text, retry_after_s = message.code, message.message, message.retry_after_s
         self._requests.fail(request, code, text, now_ns, retry_after_s)
-        if message.is_early:
+        if message.early:
             self._requests.report_early(request)
             self.cancel(request)
 

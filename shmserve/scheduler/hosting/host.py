@@ -225,7 +225,7 @@ class HostedScheduler(ABC):
             valid_message = local_clients.check(peer, message, now_ns)
             if valid_message is None:
                 continue
-            if self._traces.active and type(valid_message) is Submit:
+            if self._traces.is_active and type(valid_message) is Submit:
                 valid_message = self._traces.start_trace(peer, valid_message)
             front.handle_client_message(peer, valid_message, now_ns)
 

@@ -362,7 +362,7 @@ class Dispatcher(ABC):
         request: ScheduledRequest,
         now_ns: int,
         *,
-        expired: bool = False,
+        has_expired: bool = False,
         keep_dependents: bool = False,
     ) -> None:
         """Handle the final removal of a request from the queue.

@@ -249,7 +249,7 @@ STOPPING_ERROR = (
 def test_drains_refuse_requests(prefix: str, stateful: bool, request_id: str, text: str) -> None:
     """The text is that of Triton's schedulers; a client that has begun a sequence continues."""
     draining_gateway: Any = SimpleNamespace(refuses_requests=True)
-    model: Any = SimpleNamespace(error_prefix=prefix, stateful=stateful)
+    model: Any = SimpleNamespace(error_prefix=prefix, is_stateful=stateful)
     sequence_start = SimpleNamespace(id=request_id, correlation_id=5, flags=SEQUENCE_START)
     built_request: Any = MagicMock(infer_request=sequence_start, model=model)
     client: Any = None

@@ -39,7 +39,7 @@ def submit(number: int, trace: str = "", age_ms: int = 0) -> Submit:
 
 def test_no_records_without_a_trace_or_limit() -> None:
     local_traces, control_link = traces()
-    assert not local_traces.active
+    assert not local_traces.is_active
     submitted_request = submit(1, CALLER_CONTEXT.message)
     assert local_traces.start_trace(PEER, submitted_request) is submitted_request
     local_traces.end_trace(PEER, Finished(1, b"", []))
@@ -48,7 +48,7 @@ def test_no_records_without_a_trace_or_limit() -> None:
 
 def test_one_of_every_trace_rate_requests_is_reported() -> None:
     local_traces, link = traces(trace_level=("TIMESTAMPS",), trace_rate=2)
-    assert local_traces.active
+    assert local_traces.is_active
     for number in range(1, 5):
         assert bool(local_traces.start_trace(PEER, submit(number)).trace) is (number % 2 == 0)
         local_traces.end_trace(PEER, Finished(number, b"", [], spans=b"spans"))
@@ -83,7 +83,7 @@ def test_slow_requests_are_reported_at_their_last_response() -> None:
     local_traces.end_trace(PEER, Responded(2, "", "", b"x", [b"x"], final=False))
     assert not control_link
     local_traces.end_trace(PEER, Responded(2, "", "", b"", [], final=True))
-    local_traces.end_trace(PEER, Failed(3, "INTERNAL", "boom", 0, is_early=True))
+    local_traces.end_trace(PEER, Failed(3, "INTERNAL", "boom", 0, early=True))
     local_traces.end_trace(PEER, Settled(3))
     assert [(r.is_sampled, r.error) for r in control_link] == [(False, ""), (False, "boom")]
     local_traces.process_exited(901)

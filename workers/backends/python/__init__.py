@@ -288,10 +288,10 @@ class PythonExecution:
     model may reschedule a request once.
     """
 
-    def __init__(self, context: ModelContext, model: Any, iterative: bool = False) -> None:
+    def __init__(self, context: ModelContext, model: Any, is_iterative: bool = False) -> None:
         self._context = context
         self._model = model
-        self._iterative = iterative
+        self._is_iterative = is_iterative
         self._instance_name = context.instance_name
         self._lender = Lender(context.model_name, context.mappings, context.copy_counter)
         self._runner: asyncio.Runner | None = None
@@ -372,7 +372,7 @@ class PythonExecution:
 
     def _convert_response(self, request: ReceivedRequest, response: Any) -> Response:
         if request.is_rescheduled:
-            if self._iterative and response is None:
+            if self._is_iterative and response is None:
                 return Response(is_rescheduled=True)
             return self._reschedule_error(response)
         outbox = request.outbox
@@ -425,10 +425,10 @@ class DecoupledExecution:
     a thread of its own. An `iterative` model may reschedule a request once.
     """
 
-    def __init__(self, context: ModelContext, model: Any, iterative: bool = False) -> None:
+    def __init__(self, context: ModelContext, model: Any, is_iterative: bool = False) -> None:
         self._context = context
         self._model = model
-        self._iterative = iterative
+        self._is_iterative = is_iterative
         self._loop: EventLoopThread | None = None
 
     def execute(self, streams: list[OutputStream]) -> None:
@@ -453,7 +453,7 @@ class DecoupledExecution:
                 "must return None.",
             )
         for request, stream in zip(received_requests, streams, strict=True):
-            if request.is_rescheduled and self._iterative:
+            if request.is_rescheduled and self._is_iterative:
                 stream.reschedule()
             elif request.is_rescheduled:
                 stream.fail(Internal(_NOT_ITERATIVE))

@@ -179,7 +179,7 @@ def test_several_or_no_responses_are_an_error(send: Any, case: str, status: int,
         "error": [failure, end(number)],
         "error and one": [failure, success, end(number)],
         "one and error": [success, failure, end(number)],
-        "failed": [m.Failed(number, "INTERNAL", "bad", 0, is_early=False)],
+        "failed": [m.Failed(number, "INTERNAL", "bad", 0, early=False)],
     }
     call.respond(*messages[case])
     reply = call.reply()
@@ -196,7 +196,7 @@ def test_a_second_response_ends_the_request(send: Any) -> None:
 def test_a_full_queue(send: Any) -> None:
     for verb in ("generate", "generate_stream"):
         call = send(verb)
-        call.respond(m.Failed(call.number, "UNAVAILABLE", "full", 2, is_early=False))
+        call.respond(m.Failed(call.number, "UNAVAILABLE", "full", 2, early=False))
         reply = call.reply()
         assert (reply.status, reply.error, reply.headers["Retry-After"]) == (503, "full", "2")
 
@@ -251,7 +251,7 @@ def test_an_error_after_the_first_is_an_event(send: Any) -> None:
     call = send("generate_stream")
     number = call.number
     call.respond(response(number, 1), error(number, "bad"), response(number, 2))
-    call.respond(m.Failed(number, "INTERNAL", "gone", 0, is_early=False))
+    call.respond(m.Failed(number, "INTERNAL", "gone", 0, early=False))
     first_event, bad_event, second_event, gone_event = events(call.reply().ok())
     assert (first_event["OUT"], second_event["OUT"]) == (1, 2)
     assert (bad_event, gone_event) == ({"error": "bad"}, {"error": "gone"})

@@ -116,7 +116,7 @@ def test_a_deadline_is_reported_at_once_and_memory_is_settled_later() -> None:
     assert submit.deadline_ns == rig.now_ns + 10_000_000
     rig.pass_ms(11)
     failed_message = only_message(rig.take_client_messages(), m.Failed)
-    assert (failed_message.is_early, failed_message.message) == (True, _EXPIRED_ERROR)
+    assert (failed_message.early, failed_message.message) == (True, _EXPIRED_ERROR)
     assert rig.take_sent(m.Cancel) == [("a", m.Cancel(submit.id))]
     rig.from_step("a", m.Failed(submit.id, "CANCELLED", "request cancelled", 0, False))
     only_message(rig.take_client_messages(), m.Settled)
@@ -207,7 +207,7 @@ def test_a_client_that_exits_after_its_error_was_sent_early_is_sent_nothing() ->
     rig.submit(deadline_ms=10)
     number = rig.take_submits()["a"]
     rig.pass_ms(11)
-    assert only_message(rig.take_client_messages(), m.Failed).is_early
+    assert only_message(rig.take_client_messages(), m.Failed).early
     rig.from_control(ProcessExited(7000, ""))
     rig.from_step("a", m.Failed(number, "CANCELLED", "request cancelled", 0, False))
     assert (rig.take_client_messages(), rig.core.live_requests) == ([], 0)

@@ -164,7 +164,7 @@ def test_a_request_that_can_never_run_is_rejected_and_other_requests_continue() 
     llm.receive()
     llm.turn()
     (refusal,) = rig.answers()
-    assert (refusal.id, refusal.code, refusal.is_early) == (too_long, "INVALID_ARG", True)
+    assert (refusal.id, refusal.code, refusal.early) == (too_long, "INVALID_ARG", True)
     assert "the prompt has 8 tokens, and up to 20 follow" in refusal.message
     llm.most = 4
     (fitting_request,) = submit(rig)
