@@ -122,7 +122,7 @@ class ServerConfig:
     flags: Mapping[str, Any]
 
     @property
-    def guarded(self) -> bool:
+    def allows_remote(self) -> bool:
         """Return whether the server may listen on addresses that other hosts reach."""
         return bool(self.tokens) or self.insecure
 

@@ -220,7 +220,9 @@ class Supervisor:
             logger.info("dashboard: %s/", metrics)
         if http.startswith("http"):
             logger.info("API: %s/docs", http)
-        ready_models = [version.config for version in self.registry.live_versions if version.loaded]
+        ready_models = [
+            version.config for version in self.registry.live_versions if version.has_loaded
+        ]
         needs_token = bool(self.context.config.tokens)
         if http and (command := example_command(ready_models, http, needs_token=needs_token)):
             logger.info("try: %s", command)

@@ -175,7 +175,7 @@ def parse_generate(
     if type(body) is not dict:
         raise JsonFault("attempt to get members for non-object")
     request = InferRequest(request_id(body), [], [])
-    _read_members(request, body, inputs, nested=False)
+    _read_members(request, body, inputs, is_nested=False)
     if is_stateful:
         move_sequence_parameters(request, request.parameters)
     request.deadline_us = check_unsigned(request.parameters.pop("deadline_us", 0), "deadline_us")
@@ -187,11 +187,11 @@ def _read_members(
     members: dict[str, Any],
     inputs: Mapping[str, tuple[str, Sequence[int]]],
     *,
-    nested: bool,
+    is_nested: bool,
 ) -> None:
     check_member_count(members, "parameters")
     for key, value in members.items():
-        if key == _NESTED_MEMBER and not nested:
+        if key == _NESTED_MEMBER and not is_nested:
             if key in inputs:
                 text = f"Keyword '{key}' for nested schema also given as input tensor name"
                 raise InvalidArgument(text)
@@ -213,7 +213,7 @@ def _read_nested_members(
             "attempt to access JSON non-object as object"
         )
     try:
-        _read_members(request, value, inputs, nested=True)
+        _read_members(request, value, inputs, is_nested=True)
     except ShmserveError as error:
         raise type(error)(f"Converting keyword: '{_NESTED_MEMBER}': {error.message}") from None
 

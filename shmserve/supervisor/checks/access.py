@@ -107,7 +107,7 @@ def gather_ports(config: ServerConfig) -> PortFacts:
     for _, address, port, flag in tcp_listeners(config):
         endpoint = f"{address}:{port}"
         try:
-            for sock in listen(address, port, flag, config.guarded):
+            for sock in listen(address, port, flag, config.allows_remote):
                 sock.close()
             free.append(endpoint)
         except InvalidArgument as error:

@@ -525,4 +525,4 @@ class ModelManager:
 async def _stop(version: ModelVersion, ensemble_stops: list[asyncio.Task[None]]) -> None:
     """Stop a version after the tasks that stop the ensembles that need it."""
     await asyncio.gather(*ensemble_stops)
-    await (version.stop() if version.loaded else version.kill())
+    await (version.stop() if version.has_loaded else version.kill())

@@ -70,9 +70,9 @@ class FakeEngine:
         self.ended = False
 
     async def make_call(
-        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
+        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, for_openai: bool
     ) -> VllmCall:
-        self.calls.append((parameters, echoes, openai))
+        self.calls.append((parameters, echoes, for_openai))
         if parameters.get("temperature", 0) < 0:
             raise RefusedError("temperature")
         return vllm_call(stream=bool(parameters.get("stream")))

@@ -307,7 +307,7 @@ class PromptReader:
         else:
             settings, _ = merged_parameters(request, inputs)
             settings = {"add_special_tokens": settings.get("add_special_tokens")}
-            special = parse(settings, {}, self._vocab_size).add_special_tokens
+            adds_special = parse(settings, {}, self._vocab_size).add_special_tokens
             text = self._render(inputs[name]).text if name == "messages" else inputs[name]
             text = read_whole("prompt", text)
             self._check_length("prompt", text, max(self.max_length, _MAX_TOKENIZED))
@@ -357,18 +357,18 @@ class PromptReader:
             return self._decode(tokens, parameters, has_offsets)
         is_chat = name == "messages"
         text = inputs[name]
-        special = parameters.add_special_tokens
+        adds_special = parameters.add_special_tokens
         if not parameters.truncate_prompt_tokens:
             text = read_whole(name, text)
             self._check_length(name, text, self.max_length)
-            encoding = self._encode(text, special, has_offsets)
+            encoding = self._encode(text, adds_special, has_offsets)
         else:
             encoding = self._encode_suffix(name, text, has_offsets, parameters)
         count = self._count_tokens(name, len(encoding), parameters)
         is_cut = count < len(encoding)
         kept_tokens: list[int] = []
         if is_cut:
-            if special:  # as in vLLM, the tokens that the tokenizer adds are not cut
+            if adds_special:  # as in vLLM, the tokens that the tokenizer adds are not cut
                 kept_tokens = self._leading_tokens[:count]
             encoding.truncate(count - len(kept_tokens), direction="left")
         tokens = kept_tokens + encoding.ids
@@ -400,26 +400,26 @@ class PromptReader:
 
         The suffix begins between two words, where tokenizers divide a text.
         """
-        max_tokens, special = parameters.truncate_prompt_tokens, parameters.add_special_tokens
+        max_tokens, adds_special = parameters.truncate_prompt_tokens, parameters.add_special_tokens
         max_tokens = self.max_length if max_tokens < 0 else min(max_tokens, self.max_length)
         size = _SUFFIX_CHARACTERS * max_tokens + LONG
         suffix, count = read_ending(name, text, size + 1)
         between = _BETWEEN_WORDS.search(suffix, 1, 1 + LONG) if count - size > LONG else None
         if between is not None:
-            ending = self._encode(suffix[between.start() :], special, has_offsets)
+            ending = self._encode(suffix[between.start() :], adds_special, has_offsets)
             if len(ending) > max_tokens + _MAX_CUT_TOKENS:
                 return ending
-        return self._encode(read_whole(name, text), special, has_offsets)
+        return self._encode(read_whole(name, text), adds_special, has_offsets)
 
-    def _encode(self, text: str, special: bool, has_offsets: bool) -> Encoding:
+    def _encode(self, text: str, adds_special: bool, has_offsets: bool) -> Encoding:
         """Return the tokens of a text, and their offsets if `has_offsets`.
 
         The GIL is released for long texts; `encode_batch` and its threads would delay short texts.
         """
         if len(text) <= LONG:
-            return self._tokenizer.encode(text, add_special_tokens=special)
+            return self._tokenizer.encode(text, add_special_tokens=adds_special)
         encode = self._tokenizer.encode_batch if has_offsets else self._tokenizer.encode_batch_fast
-        (encoding,) = encode([text], add_special_tokens=special)
+        (encoding,) = encode([text], add_special_tokens=adds_special)
         return encoding
 
     def _decode(

@@ -261,7 +261,7 @@ class VllmEngine:
         return InvalidArgument(f"{name}: {text}" if name else text)
 
     async def make_call(
-        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
+        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, for_openai: bool
     ) -> VllmCall:
         """Return the call for the inputs and the parameters of a request.
 
@@ -269,14 +269,14 @@ class VllmEngine:
             inputs: The inputs by name.
             parameters: The parameters.
             echoes: Whether log probabilities include the prompt's.
-            openai: Whether the defaults of vLLM's server apply, as they always do in chats.
+            for_openai: Whether the defaults of vLLM's server apply, as they always do in chats.
 
         Raises:
             InvalidArgument: An input or a parameter is wrong. vLLM raises other errors, see
                 `client_error`.
         """
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+        from vllm.entrypoints.for_openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.entrypoints.for_openai.completion.protocol import CompletionRequest
         from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 
         name = prompt_input(inputs)
@@ -295,7 +295,7 @@ class VllmEngine:
                 raise InvalidArgument(f"tools: {_TOOL_PARSER} is not set in the model's {FILE}")
             _, (prompt,) = _check_accepted(await self._renderer.render_chat(request))
         else:
-            source, defaults = inputs[name], self._defaults if openai else {}
+            source, defaults = inputs[name], self._defaults if for_openai else {}
             body |= {"prompt": source if name == "text_input" else source.tolist(), "echo": echoes}
             request = _parse_request(CompletionRequest, body)
             (prompt,) = _check_accepted(await self._renderer.render_completion(request))

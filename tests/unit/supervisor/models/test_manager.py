@@ -154,7 +154,7 @@ async def test_a_file_that_changes_while_its_model_is_read() -> None:
 
     repository.reading = read
     for _ in range(3):
-        await poller.update("m", present=True)
+        await poller.update("m", is_present=True)
     await manager.stop()
     await processes.end()
     assert len(readings) == 2
