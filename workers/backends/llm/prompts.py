@@ -311,7 +311,7 @@ class PromptReader:
             text = self._render(inputs[name]).text if name == "messages" else inputs[name]
             text = read_whole("prompt", text)
             self._check_length("prompt", text, max(self.max_length, _MAX_TOKENIZED))
-            ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+            ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)[0].ids
             outputs["token_ids"] = "INT32", ids
             if "text_output" in requested:
                 pieces = [self._tokenizer.id_to_token(i) or "" for i in with_pauses(ids)]
