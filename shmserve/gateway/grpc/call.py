@@ -213,7 +213,7 @@ class GrpcCall(ABC):
             sending.send_trailers(self._stream, block)
         else:
             head = encode_response_start(self.head.status)
-            sending.send_head(self._stream, head + block, end=True)
+            sending.send_head(self._stream, head + block, ends_stream=True)
         self._connection.flush()
 
     # --- for the connection of the call

@@ -101,7 +101,7 @@ async def read_json(
     gateway: Gateway,
     request: HttpRequest,
     *,
-    required: bool = False,
+    is_required: bool = False,
     parse: Callable[[bytes], Any] = loads,
     parse_large: ParseLarge | None = None,
 ) -> Any:
@@ -110,7 +110,7 @@ async def read_json(
     Args:
         gateway: The gateway.
         request: The request.
-        required: Whether an empty body is an error; otherwise it is parsed as {}.
+        is_required: Whether an empty body is an error; otherwise it is parsed as {}.
         parse: The parser.
         parse_large: The parser of bodies that are large or have many objects; None: `parse`.
 
@@ -134,7 +134,7 @@ async def read_json(
     finally:
         if body.arrival.received_bytes:
             body.arrival.release_budget()
-    return parse(raw) if raw or required else {}
+    return parse(raw) if raw or is_required else {}
 
 
 class Body:

@@ -97,7 +97,7 @@ async def _start_generation(
     parse_large = partial(parse_prompts, gateway, _PROMPTS, model=name)
     try:
         parse = parse_large if generates_text(model) else None
-        body = await read_json(gateway, request, required=True, parse_large=parse)
+        body = await read_json(gateway, request, is_required=True, parse_large=parse)
         if generates_text(model):
             body = _without_nulls(body)
         infer_request = parse_generate(body, inputs, model.is_stateful)

@@ -122,7 +122,7 @@ async def handle_trace_settings(gateway: Gateway, request: HttpRequest, name: st
 
     A POST applies all changes or none.
     """
-    body = await read_json(gateway, request, required=True) if request.method == "POST" else {}
+    body = await read_json(gateway, request, is_required=True) if request.method == "POST" else {}
     changes = {key: _trace_values(key, value) for key, value in _object_members(body).items()}
     settings = await management.change_trace_settings(gateway, name, changes)
     response = {key: v if key == "trace_level" else v[0] for key, v in settings.items()}
@@ -146,7 +146,7 @@ async def handle_log_settings(gateway: Gateway, request: HttpRequest) -> HttpRes
     A POST applies all changes or none. Unknown settings, and settings whose value is null, are
     ignored.
     """
-    body = await read_json(gateway, request, required=True) if request.method == "POST" else {}
+    body = await read_json(gateway, request, is_required=True) if request.method == "POST" else {}
     return json_response(await management.change_log_settings(gateway, _read_log_changes(body)))
 
 

@@ -180,13 +180,13 @@ class HttpResponse:
     status: int = 200
     pieces: Sequence[bytes | memoryview] = ()
     headers: bytes = b""
-    close: bool = field(default=False, kw_only=True)
+    closes_connection: bool = field(default=False, kw_only=True)
     on_sent: Callable[[], None] | None = field(default=None, kw_only=True)
 
     def head(self, request: HttpRequest | None, size: int) -> bytes:
         """Return the status line and the headers; `request` is None for malformed HTTP."""
         connection = b""
-        if self.close:
+        if self.closes_connection:
             connection = b"Connection: close\r\n"
         elif request is not None and request.is_http10:
             connection = b"Connection: keep-alive\r\n"
@@ -252,7 +252,7 @@ class ChunkedResponse(HttpResponse):
         """Write the chunks. An exception of `batches` ends the connection."""
         transport = _open_transport(request)
         is_chunked = not request.is_http10
-        self.close = self.close or not is_chunked
+        self.closes_connection = self.closes_connection or not is_chunked
         transport.write(self._encode_head(is_chunked=is_chunked))
         async with contextlib.aclosing(self._batches) as batches:
             if request.method == "HEAD":
@@ -270,7 +270,7 @@ class ChunkedResponse(HttpResponse):
         lines = [b"HTTP/1.1 %d %b\r\n" % (self.status, phrase)]
         if is_chunked:
             lines.append(b"Transfer-Encoding: chunked\r\n")
-        if self.close:
+        if self.closes_connection:
             lines.append(b"Connection: close\r\n")
         return b"".join((*lines, self.headers, b"X-Content-Type-Options: nosniff\r\n\r\n"))
 
@@ -326,7 +326,7 @@ def error_response(
     encode_error: ErrorEncoder = encode_triton_error,
     *,
     headers: bytes = b"",
-    close: bool = False,
+    closes_connection: bool = False,
 ) -> HttpResponse:
     """Return the response for an error.
 
@@ -334,9 +334,10 @@ def error_response(
         error: The error, which determines the status.
         encode_error: Encodes the body in the format of the route's API.
         headers: Further header lines.
-        close: Whether the connection ends with this response.
+        closes_connection: Whether the connection ends with this response.
     """
-    return HttpResponse(error.status, (encode_error(error),), JSON_HEADER + headers, close=close)
+    fields = (error.status, (encode_error(error),), JSON_HEADER + headers)
+    return HttpResponse(*fields, closes_connection=closes_connection)
 
 
 class Framing(NamedTuple):

@@ -294,7 +294,7 @@ class App(ActiveCount):
         target = b"".join(head.split(b" ", 2)[1:2]).decode("latin-1")
         route, _ = self._routes.find(target) or self._routes.unmatched(target)
         headers = _request_id_header("") if route.has_request_id else b""
-        return error_response(error, route.encode_error, headers=headers, close=True)
+        return error_response(error, route.encode_error, headers=headers, closes_connection=True)
 
     async def handle(self, request: HttpRequest) -> HttpResponse:
         """Return the response to any request; raise only CancelledError.
@@ -337,7 +337,7 @@ class App(ActiveCount):
         if route.has_request_id:
             response.headers += _request_id_header(request.headers.get(_REQUEST_ID, ""))
         if self._gateway.is_draining:
-            response.close = True
+            response.closes_connection = True
         on_sent = response.on_sent
         response.on_sent = (
             self.decrement if on_sent is None else partial(self._decrement_after, on_sent)
@@ -379,5 +379,5 @@ def _error_response(
     traceparent = error.traceparent or _traceparent(request)
     if traceparent:
         headers += traceparent_header(traceparent)
-    close = isinstance(error, BodyTimeout | BrokenBody)
-    return error_response(error, encode_error, headers=headers, close=close)
+    is_broken = isinstance(error, BodyTimeout | BrokenBody)
+    return error_response(error, encode_error, headers=headers, closes_connection=is_broken)

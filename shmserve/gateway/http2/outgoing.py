@@ -100,11 +100,11 @@ class Outgoing:
 
     # --- called by the receiver of calls
 
-    def send_head(self, stream: Stream, block: bytes, *, end: bool = False) -> None:
-        """Send the first header block of a stream; `end` closes the server's side of the stream."""
+    def send_head(self, stream: Stream, block: bytes, *, ends_stream: bool = False) -> None:
+        """Send the first header block of a stream; `ends_stream` closes the server's side."""
         if stream.has_all_output:
             return
-        if end:
+        if ends_stream:
             self.send_trailers(stream, block)
         else:
             self._send_block(stream, block, END_HEADERS)

@@ -275,7 +275,7 @@ def send_batches(
     try:
         asyncio.run(response.send(request, 1.0))
     finally:
-        assert (batches.ended or method == "HEAD") and response.close is http10
+        assert (batches.ended or method == "HEAD") and response.closes_connection is http10
     head, _, body = b"".join(transport.written).partition(b"\r\n\r\n")
     assert (b"Transfer-Encoding: chunked" in head) is not http10
     return body
