@@ -222,7 +222,7 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
         self._loop.remove_reader(fd)
 
     def _receive(self, fd: int) -> None:
-        link = self._table.by_fd(fd)
+        link = self._table.find_by_fd(fd)
         assert link is not None
         endpoint = link.endpoint
         for message in link.receive():

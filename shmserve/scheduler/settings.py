@@ -61,7 +61,7 @@ class QueuePolicies:
     default: LevelPolicy
     levels: int = 0
     default_level: int = 0
-    by_level: Mapping[int, LevelPolicy] = field(default_factory=dict)
+    level_policies: Mapping[int, LevelPolicy] = field(default_factory=dict)
     has_limits: bool = False  # whether the configuration has levels or limits
 
     def level(self, priority: int) -> int:
@@ -70,7 +70,7 @@ class QueuePolicies:
 
     def policy(self, level: int) -> LevelPolicy:
         """Return the policy of a level."""
-        return self.by_level.get(level, self.default)
+        return self.level_policies.get(level, self.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,16 +230,16 @@ def _buckets(config: ModelSpec) -> tuple[float, ...]:
 def _policies(dynamic: DynamicBatching, default_bound: int) -> QueuePolicies:
     levels, preserves_order = dynamic.priority_levels, dynamic.preserve_ordering
     default = dynamic.default_queue_policy
-    by_level = dynamic.priority_queue_policy if levels else {}
+    level_policies = dynamic.priority_queue_policy if levels else {}
     return QueuePolicies(
         default=_policy(default, default_bound, preserves_order),
         levels=levels,
         default_level=dynamic.default_priority_level if levels else 0,
-        by_level={
+        level_policies={
             level: _policy(policy, default_bound, preserves_order)
-            for level, policy in by_level.items()
+            for level, policy in level_policies.items()
         },
-        has_limits=levels > 1 or any(policy.limits for policy in (default, *by_level.values())),
+        has_limits=levels > 1 or any(p.limits for p in (default, *level_policies.values())),
     )
 
 

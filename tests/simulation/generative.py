@@ -145,8 +145,8 @@ class EngineRig:
         prompts = [row.count for row in step.rows if row.count > 1 or not row.samples]
         assert sum(prompts) <= s.max_prefill_tokens
         assert all(count <= s.prefill_chunk_size for count in prompts)
-        assert self.engine.running is not None
-        for sequence, row in self.engine.running.rows.values():
+        assert self.engine.running_step is not None
+        for sequence, row in self.engine.running_step.rows.values():
             assert row.start + row.count + row.draft_count <= sequence.generation.max_computed
         assert s.enable_preemption or not any(self.engine.counts.preemptions.values())
         self._check_preemptions(before, step)

@@ -341,7 +341,7 @@ class RequestChannel:
         if self._loss_count != self.server.loss_count or not self.server.alive:
             self._check_server()
         for fd in readable:
-            link = self._links.by_fd(fd)
+            link = self._links.find_by_fd(fd)
             if link is not None:
                 for message in link.receive():
                     self.schedulers.handle(link.endpoint, message)

@@ -133,14 +133,15 @@ class StatefulSequence:
     """
 
     __slots__ = (
-        *("has_ended", "has_state", "id", "instance_slots", "owner", "running", "slot", "waiting"),
+        *("has_ended", "has_state", "id", "instance_slots", "owner", "running_request", "slot"),
+        "waiting",
     )
 
     def __init__(self, correlation_id: int | str, owner: Owner) -> None:
         self.id = correlation_id
         self.owner = owner
         self.waiting = WaitingRequests()
-        self.running: ScheduledRequest | None = None
+        self.running_request: ScheduledRequest | None = None
         self.instance_slots: InstanceSlots | None = None
         self.slot = 0
         self.has_ended = False
@@ -433,7 +434,7 @@ class Sequences:
         self._idle_sequences.pop(sequence, None)
         if sequence.instance_slots is None:
             self._fill()
-        elif sequence.running is None:
+        elif sequence.running_request is None:
             sequence.instance_slots.mark_ready(sequence)
         return restarts
 
@@ -467,7 +468,7 @@ class Sequences:
     def _update_slot(self, sequence: StatefulSequence) -> None:
         """Update the slot of a sequence after requests were removed."""
         slots = sequence.instance_slots
-        if sequence.waiting or sequence.running is not None:
+        if sequence.waiting or sequence.running_request is not None:
             if slots is not None and not sequence.waiting:
                 slots.mark_not_ready(sequence)
         elif slots is None:
@@ -530,7 +531,7 @@ class Sequences:
             if sequence is None:
                 continue
             request = sequence.waiting.pop_first()
-            sequence.running = request
+            sequence.running_request = request
             sequence.has_state = True
             slots.mark_not_ready(sequence)
             slots.running_sequences.append(sequence)
@@ -552,7 +553,7 @@ class Sequences:
         """Handle the end of an instance's batch: its sequences may run again or end."""
         sequences, slots.running_sequences = slots.running_sequences, []
         for sequence in sequences:
-            sequence.running = None
+            sequence.running_request = None
             if sequence.instance_slots is not slots:
                 continue  # the slot was freed while the batch ran
             if sequence.waiting:

@@ -132,9 +132,9 @@ class EnsembleCore(Core[EnsembleRequest]):
         """
         schema_properties = self._schemas[submit.schema]
         data, plan = submit.data, self._plan(schema_properties.outputs)
-        if len(data) != schema_properties.entries:
+        if len(data) != schema_properties.entry_count:
             raise MalformedMessage(
-                f"the schema needs {schema_properties.entries} data, got {len(data)}"
+                f"the schema needs {schema_properties.entry_count} data, got {len(data)}"
             )
         inputs: list[tuple[str, Value]] = []
         for index, (name, kind, is_condition) in enumerate(schema_properties.inputs):
@@ -328,7 +328,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             self.steps.drop_waiting(request)
         elif self._is_decoupled:
             requests.relay(request, now_ns)
-        if request.running or request.waiting_count:
+        if request.running_ids or request.waiting_count:
             return
         if request.state is RUNNING:
             if self._is_decoupled:

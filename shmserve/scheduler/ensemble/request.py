@@ -96,7 +96,7 @@ class RequestProperties(NamedTuple):
     """The properties of a request that its schema determines.
 
     Attributes:
-        entries: The number of entries in the data.
+        entry_count: The number of entries in the data.
         inputs: The name and kind of each input, and whether it is a condition.
         absent_inputs: The inputs that the request omits.
         outputs: The outputs that the request asks for.
@@ -106,7 +106,7 @@ class RequestProperties(NamedTuple):
         rows: The batch size.
     """
 
-    entries: int
+    entry_count: int
     inputs: tuple[tuple[str, TensorKind, bool], ...]
     absent_inputs: tuple[tuple[str, Value], ...]
     outputs: tuple[str, ...]
@@ -124,7 +124,7 @@ class EnsembleRequest:
         properties: The properties that the request's schema determines.
         memory_ranges: The ranges of the client's memory for outputs, by the output's name.
         lookup: The result of the lookup in the response cache, if there was one.
-        running: The numbers of the steps' requests in flight.
+        running_ids: The numbers of the steps' requests in flight.
         waiting_count: The number of steps that wait because of `max_inflight_requests`.
         failure: The error, once the request has failed.
         input_ns: The sum of the steps' input phases; `infer_ns` and `output_ns` likewise.
@@ -146,7 +146,7 @@ class EnsembleRequest:
     deadline_ns: int
     responded_ns: int
     rows: int
-    running: set[int] = field(default_factory=set)
+    running_ids: set[int] = field(default_factory=set)
     state: EnsembleState = RUNNING
     waiting_count: int = 0
     failure: Failed | None = None
@@ -258,7 +258,7 @@ class EnsembleRequests:
 
     def report_early(self, request: EnsembleRequest) -> None:
         """Send the error of a failed request whose steps are in flight; `Settled` follows."""
-        if request.state is EnsembleState.FAILED and request.running:
+        if request.state is EnsembleState.FAILED and request.running_ids:
             self._report(request, is_early=True)
 
     def abandon(self, request: EnsembleRequest, now_ns: int) -> None:

@@ -147,7 +147,7 @@ class GenerativeDispatcher(Dispatcher):
         self._assign(now_ns)
         for slot in self._pool.ready():
             engine = self._engine(slot)
-            if engine.running is None and slot.idle:
+            if engine.running_step is None and slot.idle:
                 began_ns = self._clock()
                 step = engine.plan(now_ns)
                 if step is not None:
@@ -276,7 +276,7 @@ class GenerativeDispatcher(Dispatcher):
     def _handle_stepped(
         self, engine: Engine[AssignedRequest], slot: Slot, message: Stepped, now_ns: int
     ) -> bool:
-        running_step = engine.running
+        running_step = engine.running_step
         if running_step is None or slot.execution is None:
             return False
         try:
@@ -328,7 +328,7 @@ class GenerativeDispatcher(Dispatcher):
     def gauges(self) -> dict[str, Any]:
         engines = [self._engine(slot) for slot in self._pool.ready()]
         by_status = {str(s): sum(engine.count(s) for engine in engines) for s in SequenceStatus}
-        rows = sum(len(engine.running.rows) for engine in engines if engine.running is not None)
+        rows = sum(len(engine.running_step.rows) for engine in engines if engine.running_step)
         capacity = len(engines) * self._engine_settings.max_batch_size
         return {
             "sequences": by_status,
@@ -345,7 +345,7 @@ class GenerativeDispatcher(Dispatcher):
 
     def exclude_continuing(self, lost_work: LostWork) -> LostWork:
         removed_requests: list[ScheduledRequest] = []
-        for request in lost_work.open:
+        for request in lost_work.open_requests:
             assigned = self._assigned_requests.get(request.key)
             request.worker_exits += 1
             has_failed = request.worker_exits >= _MAX_EXITS

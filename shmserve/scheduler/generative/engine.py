@@ -55,7 +55,7 @@ class Engine(Generic[T]):
     on_sequence_end: Callable[[Sequence[T], str], None]
     on_search_end: Callable[[Generation[T], Beams[T]], None]
     times: StepTimes = field(default_factory=StepTimes)
-    running: RunningStep | None = None
+    running_step: RunningStep | None = None
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.settings.kv_cache_blocks)
@@ -116,7 +116,7 @@ class Engine(Generic[T]):
 
     def is_running(self, generation: Generation[T]) -> bool:
         """Check whether the running step has rows of a generation."""
-        rows = {} if self.running is None else self.running.rows
+        rows = {} if self.running_step is None else self.running_step.rows
         return any(sequence.number in rows for sequence in generation.sequences)
 
     def cancel(self, generation: Generation[T]) -> None:
@@ -132,7 +132,7 @@ class Engine(Generic[T]):
         if sequence is None:
             return
         sequence.has_stopped = True
-        if self.running is None or number not in self.running.rows:
+        if self.running_step is None or number not in self.running_step.rows:
             self._end_sequence(sequence, "stop")
 
     def drop(self, sequence: Sequence[T]) -> None:
@@ -410,25 +410,26 @@ class Engine(Generic[T]):
         message.ended.extend(self._ended)
         self._new_sequences, self._ended = [], []
         copies = (len(message.swap_out) + len(message.swap_in)) // 2
-        self.running = RunningStep(message.step, plan.rows, plan.load, copies, plan.draft_count)
+        fields = (message.step, plan.rows, plan.load, copies, plan.draft_count)
+        self.running_step = RunningStep(*fields)
         return message
 
     # --- results of steps
 
     def finish_step(self, message: Stepped) -> None:
         """Handle the results of the running step; raise ValueError for results of another step."""
-        running = self.running
-        if running is None or message.step != running.step:
+        running_step = self.running_step
+        if running_step is None or message.step != running_step.step:
             raise ValueError(f"step {message.step} is not the running step")
         results = {result.sequence: result for result in message.results}
-        sampled = {number for number, (_, row) in running.rows.items() if row.samples}
+        sampled = {number for number, (_, row) in running_step.rows.items() if row.samples}
         if results.keys() != sampled - {*message.skipped}:
             raise ValueError("the results are not those of the step's rows")
-        self.running = None
-        running.observe(message, self.times, self.counts)
-        for number in running.rows.keys() & message.skipped:
-            self.cancel(running.rows[number][0].generation)
-        for number, (sequence, row) in running.rows.items():
+        self.running_step = None
+        running_step.observe(message, self.times, self.counts)
+        for number in running_step.rows.keys() & message.skipped:
+            self.cancel(running_step.rows[number][0].generation)
+        for number, (sequence, row) in running_step.rows.items():
             if sequence.status is SequenceStatus.RUNNING:
                 self._handle_row(sequence, row, results.get(number))
 
@@ -480,7 +481,7 @@ class Engine(Generic[T]):
         child = Sequence(next(self.sequence_ids), parent.generation, sample, parent.tokens[:])
         if token >= 0:
             child.tokens.append(token)
-        child.keys, child.sampled_ns = parent.keys[:], parent.sampled_ns
+        child.block_keys, child.sampled_ns = parent.block_keys[:], parent.sampled_ns
         # A child that does not share the parent's blocks computes its own blocks again.
         if parent.status is SequenceStatus.RUNNING and has_row:
             child.status = SequenceStatus.RUNNING

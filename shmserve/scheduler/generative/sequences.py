@@ -263,7 +263,7 @@ class Sequence(Generic[T]):
     has_stopped: bool = False
     sampled_ns: int = 0  # the time at which the last token was sampled
     score: float = 0.0
-    keys: list[bytes] = field(default_factory=list)  # prefix-cache keys of the full blocks
+    block_keys: list[bytes] = field(default_factory=list)  # prefix-cache keys of the full blocks
     sealed_blocks: int = 0  # blocks of its table that were offered to the prefix cache
 
     @property
@@ -289,7 +289,7 @@ class Sequence(Generic[T]):
 
     def prefix_keys(self, block_size: int, blocks: int) -> list[bytes]:
         """Return the keys of its first `blocks` blocks, all of which are full."""
-        keys = self.keys
+        keys = self.block_keys
         while len(keys) < blocks:
             start = len(keys) * block_size
             previous_key = keys[-1] if keys else ROOT_KEY

@@ -215,7 +215,7 @@ class Executions:
 
     def release(self, client_pid: int, message: Release) -> None:
         """Release outputs that a client has read, at the worker that owns them."""
-        slot = self._pool.by_pid(message.pid)
+        slot = self._pool.find_by_pid(message.pid)
         if slot is not None:
             release = ReleaseOutputs(client_pid, message.offsets, message.memory)
             self._workers.post(slot.peer, release)

@@ -133,11 +133,11 @@ class LostWork(NamedTuple):
 
     Attributes:
         executions: Its executions, the running one first.
-        open: The open requests whose execution had returned.
+        open_requests: The open requests whose execution had returned.
     """
 
     executions: list[Execution]
-    open: list[ScheduledRequest]
+    open_requests: list[ScheduledRequest]
 
 
 class InstanceTickets:
@@ -481,7 +481,7 @@ class Pool:
         """Return the instances with a worker."""
         return list(self._slots_by_peer.values())
 
-    def by_pid(self, pid: int) -> Slot | None:
+    def find_by_pid(self, pid: int) -> Slot | None:
         """Return the instance with this process, or None."""
         return next((slot for slot in self._slots_by_peer.values() if slot.pid == pid), None)
 

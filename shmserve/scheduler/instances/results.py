@@ -243,7 +243,7 @@ class Results:
         self._statistics.workers_lost += 1
         lost_work = self._dispatcher.exclude_continuing(lost_work)
         suffix = f" ({reason})" if reason else ""
-        for request in lost_work.open:
+        for request in lost_work.open_requests:
             self._fail_lost(request, _DIED_WHILE_OPEN + suffix, now_ns)
         for execution in reversed(lost_work.executions[1:]):
             for request in reversed(execution.requests):

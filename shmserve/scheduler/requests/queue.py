@@ -229,7 +229,8 @@ class RequestQueue:
         policies = settings.policies
         # The level and policy of all requests, if there is only one level.
         self._only_level = None if policies.levels else (0, policies.default)
-        bounds = [rule.max_queue_size for rule in (policies.default, *policies.by_level.values())]
+        rules = (policies.default, *policies.level_policies.values())
+        bounds = [rule.max_queue_size for rule in rules]
         self.min_bound = min(filter(None, bounds), default=NEVER)
 
     def __len__(self) -> int:

@@ -175,7 +175,7 @@ def test_requests_and_pids_are_found(pool: Pool) -> None:
     (request,) = batch.requests
     assert slot.requests == {request.key: request}
     assert request.worker == (b"0.100", 100)
-    assert pool.by_pid(100) is slot and pool.by_pid(0) is None
+    assert pool.find_by_pid(100) is slot and pool.find_by_pid(0) is None
 
 
 @pytest.mark.parametrize("state", [SlotState.IDLE, SlotState.BUSY, SlotState.DOOMED])
