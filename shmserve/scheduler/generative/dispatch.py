@@ -336,7 +336,7 @@ class GenerativeDispatcher(Dispatcher):
                 "free": sum(engine.pool.free_count for engine in engines),
                 "cached": sum(engine.pool.cached_count for engine in engines),
                 "used": sum(engine.pool.used_count for engine in engines),
-                "host": sum(engine.host.used_count for engine in engines),
+                "host": sum(engine.host_pool.used_count for engine in engines),
             },
             "utilization": rows / capacity if capacity else 0.0,
         }

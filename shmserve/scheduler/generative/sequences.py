@@ -241,7 +241,7 @@ class Sequence(Generic[T]):
     """A sequence of a generation.
 
     Attributes:
-        host: The blocks of the host pool while the sequence is swapped out.
+        host_blocks: The blocks of the host pool while the sequence is swapped out.
         sent_blocks: The number of first entries of the table that were sent to the worker.
         forks: The number of further samples that begin from this sequence once its prompt is
             computed except for the last token.
@@ -256,7 +256,7 @@ class Sequence(Generic[T]):
     status: SequenceStatus = SequenceStatus.WAITING
     computed_tokens: int = 0
     table: list[int] = field(default_factory=list)
-    host: list[int] = field(default_factory=list)
+    host_blocks: list[int] = field(default_factory=list)
     sent_blocks: int = 0
     forks: int = 0
     is_held: bool = False
@@ -320,7 +320,7 @@ class Sequence(Generic[T]):
         self.status = SequenceStatus.WAITING
         self.computed_tokens = self.sent_blocks = self.sealed_blocks = 0
         self.table = []
-        self.host = []
+        self.host_blocks = []
 
 
 # A level of priority counts as much as 1,024 tokens, or as ten seconds of waiting.

@@ -199,7 +199,7 @@ class PromptReader:
         encoding = self._tokenizer.encode("a")
         added_count = (*encoding.special_tokens_mask, 0).index(0)
         self._leading_tokens = encoding.ids[:added_count]  # such as a beginning-of-text token
-        self._texts = texts
+        self._token_texts = texts
         self.max_length = settings.max_model_len
         self._chat = ChatTemplate(checkpoint.templates, checkpoint.special_tokens)
         self._vocab_size = checkpoint.architecture.vocab_size
@@ -254,7 +254,7 @@ class PromptReader:
             parameters,
             max_tokens=max_tokens,
             stop_token_ids=(*parameters.stop_token_ids, *self._special_stops(parameters.stop)),
-            forbidden=BadWords(words, self._texts).forbidden_after if words else None,
+            forbidden=BadWords(words, self._token_texts).forbidden_after if words else None,
             # The probabilities determine the best samples.
             logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
         )
@@ -429,8 +429,8 @@ class PromptReader:
         if not parameters.echo:
             return PromptText(tokens)
         skip = parameters.skip_special_tokens
-        text = self._texts.decode(tokens[: self._texts.count_complete(tokens)], skip)
-        offsets = self._texts.offsets(tokens, text, skip) if has_offsets else ()
+        text = self._token_texts.decode(tokens[: self._token_texts.count_complete(tokens)], skip)
+        offsets = self._token_texts.offsets(tokens, text, skip) if has_offsets else ()
         return PromptText(tokens, text, offsets)
 
     def _count_tokens(self, name: str, count: int, parameters: GenerationParameters) -> int:

@@ -94,7 +94,7 @@ class SampleText:
         self.is_open = True
         self.was_sent = False
         self._skip_characters = self._skip_tokens = 0  # numbers that were sent earlier
-        self._prompt, self._texts = prompt, texts
+        self._prompt, self._token_texts = prompt, texts
         self._echo_length = len(echo)
         skip, self._dropped_tokens = parameters.skip_special_tokens, frozenset[int]()
         if skip and self.parser is not None and self.parser.format.kept_tokens:
@@ -171,7 +171,7 @@ class SampleText:
             return None
         if token == self._prompt.eos and not parameters.beams:
             return None
-        text, _ = self._texts.text_and_bytes(token)
+        text, _ = self._token_texts.text_and_bytes(token)
         return text if text in parameters.stop else token
 
     def _append_text(self, token: int, finish_reason: str) -> str:
@@ -235,7 +235,7 @@ class TextResponse:
     ) -> None:
         self.prompt = prompt
         self.output_stream = stream
-        self._texts = texts
+        self._token_texts = texts
         self._link = link
         self._echo = echo
         parameters = prompt.parameters
@@ -252,7 +252,7 @@ class TextResponse:
 
     def _sample(self, index: int) -> SampleText:
         message = "message" in self._requested_outputs
-        return SampleText(self.prompt, self._texts, index, self._echo, message)
+        return SampleText(self.prompt, self._token_texts, index, self._echo, message)
 
     @property
     def is_finished(self) -> bool:
@@ -391,7 +391,7 @@ class TextResponse:
 
     def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
         shows_id = self.prompt.parameters.return_tokens_as_token_ids
-        text, token_bytes = self._texts.text_and_bytes(token)
+        text, token_bytes = self._token_texts.text_and_bytes(token)
         return token_entry(token, text, logprob, token_bytes, shows_id)
 
 
@@ -410,9 +410,9 @@ class TextThread:
         self, checkpoint: Checkpoint, link: InstanceLink, settings: EngineSettings
     ) -> None:
         self.prompts: dict[int, Prompt] = {}
-        self._texts = TokenTexts(checkpoint.tokenizer)
+        self._token_texts = TokenTexts(checkpoint.tokenizer)
         self._link = link
-        self.reader = PromptReader(checkpoint, settings, self._texts)
+        self.reader = PromptReader(checkpoint, settings, self._token_texts)
         # Long prompts and grammars are processed in another thread, which delays no other text.
         self._slow_jobs = ThreadPoolExecutor(1, "long prompts")
         # A long conversation waits seconds for the process that renders it.
@@ -504,7 +504,7 @@ class TextThread:
         self, stream: OutputStream, prompt: Prompt, echo: str, resumed: list[Resumed]
     ) -> None:
         key = prompt.key
-        response = TextResponse(prompt, self._texts, stream, self._link, echo)
+        response = TextResponse(prompt, self._token_texts, stream, self._link, echo)
         if not prompt.parameters.beams:
             for earlier in resumed:
                 tokens = prompt.resumed_tokens.get(earlier.sample, [])
