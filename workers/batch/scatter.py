@@ -227,12 +227,12 @@ class Scatterer:
             request.response_kinds[key] = (schema, destinations)
         return schema, pack_data(data)
 
-    def _handle_missing(self, request: Request, returned: set[str]) -> None:
+    def _handle_missing(self, request: Request, returned_names: set[str]) -> None:
         """Zero the client's ranges of missing outputs, so that it does not read old content there.
 
         Log a warning, once, unless the model may omit outputs as in Triton's Python backend.
         """
-        missing_outputs = [name for name in request.requested_outputs if name not in returned]
+        missing_outputs = [name for name in request.requested_outputs if name not in returned_names]
         for name in missing_outputs:
             if name in request.memory_ranges:
                 memory_range = request.memory_ranges[name]

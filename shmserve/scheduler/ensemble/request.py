@@ -389,7 +389,7 @@ class EnsembleRequests:
     def _pack_response(self, request: EnsembleRequest, response: dict[str, Value]) -> Packed:
         """Return a response's schema and data, and lend the client the memory that it reads."""
         data: list[Any] = []
-        sequence = sequence_of(request.submit, overrides(response.values()))
+        sequence = step_sequence(request.submit, overrides(response.values()))
         key: list[Any] = [sequence]
         for name, value in response.items():
             key += (name, value.kind)
@@ -427,7 +427,7 @@ class EnsembleRequests:
         return pack_response_schema(tensors, parameters)
 
 
-def sequence_of(submit: Submit, override: Mapping[str, Any]) -> tuple[int | str, int]:
+def step_sequence(submit: Submit, override: Mapping[str, Any]) -> tuple[int | str, int]:
     """Return the correlation id and the sequence flags for a step's request or a response.
 
     Args:

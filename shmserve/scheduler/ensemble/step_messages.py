@@ -38,7 +38,7 @@ from shmserve.ipc.trace import TraceContext
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Firing, Graph, PlannedStep, StepNode, Target, Tensors
 from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, Value
-from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, sequence_of
+from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, step_sequence
 
 _OVERRIDES = ("sequence_id", "sequence_start", "sequence_end")
 
@@ -201,7 +201,7 @@ class StepMessages:
         number_id = client_request.correlation_id
         text_id = client_request.correlation_text
         if override:
-            correlation_id, flags = sequence_of(client_request, override)
+            correlation_id, flags = step_sequence(client_request, override)
             number_id, text_id = correlation_fields(correlation_id)
         submit = Submit(
             number,

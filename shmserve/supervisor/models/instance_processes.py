@@ -207,21 +207,23 @@ class Instances:
         """Load the model in every instance; raise an ExceptionGroup if an instance fails."""
         await self._load_all(self._instances, self.config, len(self._instances))
 
-    async def _load_all(self, instances: list[Instance], config: ModelSpec, count: int) -> None:
+    async def _load_all(
+        self, instances: list[Instance], config: ModelSpec, instance_count: int
+    ) -> None:
         async with asyncio.TaskGroup() as group:
             for instance in instances:
-                group.create_task(self._load(instance, config, count))
+                group.create_task(self._load(instance, config, instance_count))
 
-    async def _load(self, instance: Instance, config: ModelSpec, count: int) -> None:
+    async def _load(self, instance: Instance, config: ModelSpec, instance_count: int) -> None:
         """Load the model in the process of an instance; start the process if needed.
 
         Args:
             instance: The instance.
             config: The configuration to load.
-            count: The number of instances of the version, which share the processors.
+            instance_count: The number of instances of the version, which share the processors.
         """
         if instance.child is None:
-            await self._spawn(instance, config, count)
+            await self._spawn(instance, config, instance_count)
         self._announce(instance)
         endpoint = self._scheduler.instances_endpoint
         self._send(instance, m.LoadInstance(config, endpoint))
@@ -233,7 +235,7 @@ class Instances:
             self._send(instance, m.Attach(current))
         self._on_change()
 
-    async def _spawn(self, instance: Instance, config: ModelSpec, count: int) -> None:
+    async def _spawn(self, instance: Instance, config: ModelSpec, instance_count: int) -> None:
         spec, server = self._spec, self._context.config
         bounds, processors = bounds_of(self.config), len(os.sched_getaffinity(0))
         title = f"worker {spec.name}.{instance.index} {instance.device}"
@@ -255,7 +257,9 @@ class Instances:
                 if backend in ("", config.backend)
             },
             arena_byte_size=server.arena_byte_size,
-            threads=max(1, processors // max(1, bounds.maximum if bounds is not None else count)),
+            threads=max(
+                1, processors // max(1, bounds.maximum if bounds is not None else instance_count)
+            ),
             log=self._context.log,
             environment=config.environment,
         )

@@ -213,7 +213,7 @@ class LifecycleExecutor(LifecycleActions):
     @_in_background
     async def _follow_acknowledgements(self) -> None:
         while True:
-            await self.context.control.acknowledgements.next_complete()
+            await self.context.control.acknowledgements.until_next_complete()
             self.lifecycle.publication_acknowledged()
 
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
@@ -318,7 +318,7 @@ class LifecycleExecutor(LifecycleActions):
         """Publish a moved model and wait until every client has acknowledged the publication."""
         self.lifecycle.publish(model)
         while not self.is_published(model):
-            await self.context.control.acknowledgements.next_complete()
+            await self.context.control.acknowledgements.until_next_complete()
 
     @_in_background
     async def kill(self, version: ModelVersion) -> None:

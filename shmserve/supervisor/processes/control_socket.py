@@ -109,7 +109,7 @@ class Acknowledgements:
         """Return whether each live peer has acknowledged a change."""
         return number not in self._missing_peers
 
-    async def next_complete(self) -> None:
+    async def until_next_complete(self) -> None:
         """Wait until another change is acknowledged by all peers."""
         self._complete.clear()
         await self._complete.wait()
@@ -117,7 +117,7 @@ class Acknowledgements:
     async def until_acknowledged(self, number: int) -> None:
         """Wait until every live peer has acknowledged a change."""
         while number in self._missing_peers:
-            await self.next_complete()
+            await self.until_next_complete()
 
 
 @dataclass(frozen=True, slots=True)

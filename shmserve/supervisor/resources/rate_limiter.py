@@ -98,12 +98,12 @@ class RateLimiter:
     """The state of the rate limiter, whose members are model versions (no I/O).
 
     Args:
-        explicit: The configured capacities by name and device; None stands for every device. The
+        configured_capacities: The capacities by name and device; None stands for every device. The
             capacity of any other resource is the largest count that an instance needs.
     """
 
-    def __init__(self, explicit: Mapping[tuple[str, int | None], int]) -> None:
-        self._configured_capacities = dict(explicit)
+    def __init__(self, configured_capacities: Mapping[tuple[str, int | None], int]) -> None:
+        self._configured_capacities = dict(configured_capacities)
         self._members: dict[Hashable, _Member] = {}
         self._pending: list[_PendingRequest] = []
         self._used_resources: Counter[Resource] = Counter()

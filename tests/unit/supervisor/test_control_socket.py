@@ -94,7 +94,7 @@ async def test_a_message_of_another_role_is_refused(tmp_path: Path) -> None:
 async def test_every_connected_peer_must_acknowledge() -> None:
     changes = Acknowledgements()
     number = changes.begin({1, 2, 3})
-    waiting_change = asyncio.ensure_future(changes.next_complete())
+    waiting_change = asyncio.ensure_future(changes.until_next_complete())
     changes.record_acknowledged(1, number)
     changes.record_acknowledged(1, number)
     changes.remove_peer(2)

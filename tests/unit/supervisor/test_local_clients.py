@@ -180,7 +180,7 @@ async def test_many_inputs_end_no_connection(folder: Path, tensors: int, all_fit
         assert isinstance(message, m.ModelPublished if all_fit else m.ModelWithdrawn)
         link.send(frames.pack([Acknowledged(message.ack_number)]))
         while not acknowledgements.is_acknowledged(number):
-            await acknowledgements.next_complete()
+            await acknowledgements.until_next_complete()
         models.insert(0, wide)
         later = stack.enter_context(join_server(folder))
         assert _names(await _receive(later, 4)) == ({"plain", "wide"} if all_fit else {"plain"})

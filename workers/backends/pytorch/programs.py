@@ -156,14 +156,14 @@ class ResultBinding:
             Internal: The model's result does not match the configuration.
         """
         if isinstance(result, Mapping):
-            return self._by_key(result)
+            return self._outputs_by_key(result)
         fields = getattr(result, "_fields", None)
         if fields is None and dataclasses.is_dataclass(result):
             fields = [field.name for field in dataclasses.fields(result)]
             result = [getattr(result, field) for field in fields]
         if fields and any(name in fields for name in self._outputs):
             # All outputs are mapped by field, since fields may have another order than outputs.
-            return self._by_key(dict(zip(fields, result, strict=True)))
+            return self._outputs_by_key(dict(zip(fields, result, strict=True)))
         if not self._has_warned:
             self._has_warned = True
             _warn_of_order(self._model, "output", self._outputs)
@@ -177,7 +177,7 @@ class ResultBinding:
             )
         return {name: values[position] for name, position in pairs}
 
-    def _by_key(self, result: Mapping[str, Any]) -> dict[str, Any]:
+    def _outputs_by_key(self, result: Mapping[str, Any]) -> dict[str, Any]:
         missing_outputs = [name for name in self._outputs if name not in result]
         if missing_outputs:
             raise Internal(
