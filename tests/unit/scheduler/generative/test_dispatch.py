@@ -32,7 +32,7 @@ class LlmRig(Rig):
             "max_batch_size": 2,
         }
         self.settings = EngineSettings.of({**small, **settings})
-        parameters = {ENGINE_PARAMETER: self.settings.text}
+        parameters = {ENGINE_PARAMETER: self.settings.json_text}
         super().__init__(decoupled=True, backend="llm", parameters=parameters, max_batch_size=0)
 
 
