@@ -53,7 +53,7 @@ class _OutputSplit(NamedTuple):
     dims: Shape
 
 
-class Ragged:
+class RaggedRules:
     """The rules of one model's configuration for ragged batches."""
 
     def __init__(self, config: ModelSpec) -> None:

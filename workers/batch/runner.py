@@ -30,7 +30,7 @@ from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.padding import Shape
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import ModelContext, Output, Response
-from shmserve.workers.batch.ragged import Ragged
+from shmserve.workers.batch.ragged import RaggedRules
 from shmserve.workers.batch.request import CopyCounter, Input, Request
 from shmserve.workers.device import Device
 from shmserve.workers.memory.device_memory import is_module, is_tensor
@@ -238,7 +238,7 @@ class Runner:
     _signature: Signature
     _device: Device
     _numpy_inputs: frozenset[str] = frozenset()
-    _ragged_rules: Ragged | None = None
+    _ragged_rules: RaggedRules | None = None
     _passes_views: bool = False
     _is_learning: bool = True
     _watched_tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)

@@ -262,11 +262,11 @@ class Http2Connection(FrameReader[HeadT]):
             if not stream_id:
                 raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "WINDOW_UPDATE by 0 bytes")
             raise StreamFault(FaultCode.PROTOCOL_ERROR)
-        self._earn_for_data()
+        self._earn_tokens_for_data()
         self._control.take_token()
         self.sending.receive_window_update(stream, increment)
 
-    def _earn_for_data(self) -> None:
+    def _earn_tokens_for_data(self) -> None:
         sending, (frames_before, bytes_before) = self.sending, self._credited_output
         self._credited_output = sending.data_frames, sending.data_bytes
         sent_frames = sending.data_frames - frames_before
@@ -285,7 +285,7 @@ class Http2Connection(FrameReader[HeadT]):
             self._check_not_idle(stream_id, "RST_STREAM")
             self._control.take_token()
             return
-        self._earn_for_data()
+        self._earn_tokens_for_data()
         self._resets.take_token()
         self._remove(stream)
         self._events.append(StreamReset(stream))

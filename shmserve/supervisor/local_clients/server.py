@@ -292,17 +292,17 @@ class LocalClientServer:
 
     def broadcast(self, message: Any) -> None:
         """Send a message to every local client."""
-        data = self._packet(message, logging.WARNING)
+        data = self._encode_packet(message, logging.WARNING)
         for client in self.connections.welcomed_clients():
             self.connections.send(client, data)
 
-    def _packet(self, message: Any, level: int = logging.DEBUG) -> bytes:
+    def _encode_packet(self, message: Any, level: int = logging.DEBUG) -> bytes:
         """Encode a message as one packet.
 
         A model whose description exceeds a packet is withdrawn from local clients, which is logged
         with `level`.
         """
-        data = frames.pack([_for_local_clients(message)])
+        data = frames.pack([_convert_for_clients(message)])
         if len(data) <= self._max_packet_bytes or not isinstance(message, m.ModelPublished):
             return data
         logger.log(
@@ -322,7 +322,7 @@ class LocalClientServer:
                 client.is_welcomed = True
                 welcome = Welcome(client.number, self._capabilities.token(client.number))
                 for greeting in (welcome, *self._snapshot()):
-                    self.connections.send(client, self._packet(greeting))
+                    self.connections.send(client, self._encode_packet(greeting))
             case Hello(version=version) if version != frames.VERSION:
                 raise frames.VersionMismatch(version)
             case Acknowledged(number=number) if client.is_welcomed:
@@ -366,7 +366,7 @@ class LocalClientServer:
         return {"memory": memory}
 
 
-def _for_local_clients(message: Any) -> Any:
+def _convert_for_clients(message: Any) -> Any:
     match message:
         case m.ModelPublished(config=config, endpoint=endpoint):
             source = config.source

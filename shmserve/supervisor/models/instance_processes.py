@@ -41,7 +41,7 @@ from shmserve.supervisor.models.instances import (
     format_stacks,
     stacks_of,
     wait_for_load,
-    with_count,
+    with_instance_count,
 )
 from shmserve.supervisor.models.scheduler_process import VersionScheduler
 from shmserve.supervisor.processes.children import Child
@@ -342,7 +342,8 @@ class Instances:
         """Return the changes to the instances of `config`, the final configuration of `spec`."""
         config_differs, scaled_config = config != self.config, config
         if bounds_of(config) is not None and not config_differs:
-            scaled_config = with_count(config, self.count)  # an unchanged model keeps its scale
+            # An unchanged model keeps its scale.
+            scaled_config = with_instance_count(config, self.count)
         changes = find_changes(self._instances, scaled_config, self.count)
         return InstanceUpdate(spec, config, config_differs, *changes)
 
@@ -371,7 +372,7 @@ class Instances:
         Raises:
             ShmserveError: An instance could not be loaded; nothing is changed.
         """
-        added, removed = find_changes(self._instances, with_count(self.config, count))
+        added, removed = find_changes(self._instances, with_instance_count(self.config, count))
         try:
             await self.add(InstanceUpdate(self._spec, self.config, False, added, removed))
         except ShmserveError:

@@ -409,7 +409,7 @@ def test_the_configuration_is_completed(model: Model) -> None:
     assert "message" in outputs  # because model.json names a tool parser
     assert model.config["model_transaction_policy"] == {"decoupled": True}
     assert model.config["parameters"] == {"max_model_len": {"string_value": "512"}}
-    assert model.arguments.server == {"tool_call_parser": "hermes"}
+    assert model.arguments.server_arguments == {"tool_call_parser": "hermes"}
     assert model.arguments.engine == {"model": "m", "served_model_name": "m"}
 
 

@@ -426,7 +426,10 @@ def whole_number(model: type, attribute: str, default: int) -> int:
 
 
 def client_inputs(
-    model: type, inputs: list[dict[str, Any]], generated: frozenset[str], prefix_of: PositionPrefix
+    model: type,
+    inputs: list[dict[str, Any]],
+    generated_inputs: frozenset[str],
+    prefix_of: PositionPrefix,
 ) -> list[dict[str, Any]]:
     """Return the inputs that clients send, with `ragged` ones marked.
 
@@ -434,13 +437,13 @@ def client_inputs(
         InvalidArgument: `ragged` does not name inputs.
     """
     ragged = getattr(model, "ragged", ())
-    names = {tensor["name"] for tensor in inputs} - generated
+    names = {tensor["name"] for tensor in inputs} - generated_inputs
     if not isinstance(ragged, list | tuple | set | frozenset) or not names.issuperset(ragged):
         raise InvalidArgument(
             f"{prefix_of('ragged')}'{model.__name__}.ragged' must be a list of input names "
             f"(allowed: {', '.join(sorted(names))}), got {ragged!r}"
         )
-    client_tensors = [tensor for tensor in inputs if tensor["name"] not in generated]
+    client_tensors = [tensor for tensor in inputs if tensor["name"] not in generated_inputs]
     extra = {"allow_ragged_batch": True}
     return [t | (extra if t["name"] in ragged else {}) for t in client_tensors]
 

@@ -50,12 +50,12 @@ class Arguments:
 
     Attributes:
         engine: The arguments of the engine.
-        server: The arguments of vLLM's server.
+        server_arguments: The arguments of vLLM's server.
         adapters: The path of each LoRA adapter by its name, from multi_lora.json.
     """
 
     engine: dict[str, Any]
-    server: dict[str, Any]
+    server_arguments: dict[str, Any]
     adapters: dict[str, str]
 
     @classmethod
@@ -109,7 +109,7 @@ class Arguments:
     @property
     def parses_messages(self) -> bool:
         """Return whether texts are parsed for reasoning or tool calls."""
-        return bool(self.engine.get("reasoning_parser") or self.server.get(_TOOL_PARSER))
+        return bool(self.engine.get("reasoning_parser") or self.server_arguments.get(_TOOL_PARSER))
 
 
 @contextlib.contextmanager
@@ -211,7 +211,7 @@ class VllmEngine:
         adapters = enumerate(arguments.adapters.items(), 1)
         self._adapters = {name: LoRARequest(name, n, path) for n, (name, path) in adapters}
         options: dict[str, Any] = {"request_logger": None, "chat_template_content_format": "auto"}
-        options |= arguments.server
+        options |= arguments.server_arguments
         options["chat_template"] = load_chat_template(options.get("chat_template"))
         tool_parser = options.pop(_TOOL_PARSER, None)
         parsers = {"tool_parser": tool_parser, "enable_auto_tools": bool(tool_parser)}

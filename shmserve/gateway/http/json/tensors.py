@@ -167,10 +167,10 @@ def _pack_values(values: list[Any], kinds: set[type], datatype: str, name: str) 
     if len(kinds) == 1 and int in kinds:
         with suppress(OverflowError):
             return array(code, values).tobytes()
-    return _pack_wrapped(values, datatype, name)
+    return _pack_wrapped_integers(values, datatype, name)
 
 
-def _pack_wrapped(values: list[Any], datatype: str, name: str) -> bytes:
+def _pack_wrapped_integers(values: list[Any], datatype: str, name: str) -> bytes:
     """Return the bytes of integers that exceed the datatype; raise JsonFault for other values."""
     signed = _STRUCT_CODES[datatype].islower()
     wide_dtype, minimum, json_type = (
