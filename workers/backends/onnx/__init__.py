@@ -289,8 +289,8 @@ def check(
 ) -> None:
     """Check a configuration against the file's tensors.
 
-    `worker_tensors` has the names of inputs that the worker generates for a batch, and of outputs that
-    the worker splits.
+    `worker_tensors` has the names of inputs that the worker generates for a batch, and of outputs
+    that it splits.
 
     Raises:
         InvalidArgument: The configuration contradicts the file.
