@@ -181,14 +181,14 @@ class RegisterCudaRegion(ControlRequest, Message):
 class UnregisterRegion(ControlRequest, Message):
     """Sent by a gateway to the supervisor to unregister a region of system memory.
 
-    With `cuda`, the region is one of CUDA memory. An empty name means all regions of that kind that
-    belong to the user.
+    With `is_cuda`, the region is one of CUDA memory. An empty name means all regions of that kind
+    that belong to the user.
     """
 
     name: str
     uid: int
     groups: list[int]
-    cuda: bool = False
+    is_cuda: bool = False
 
 
 class RegionInUse(Message):

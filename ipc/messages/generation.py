@@ -196,16 +196,16 @@ class ResponseSent(Message):
     Attributes:
         key: The key of the request.
         sample: The number of the sample.
-        characters: The number of characters of its text sent so far.
+        sent_characters: The number of characters of its text sent so far.
         is_end_sent: Whether its end was sent.
-        tokens: The number of its tokens sent so far.
+        sent_tokens: The number of its tokens sent so far.
     """
 
     key: int
     sample: int
-    characters: int
+    sent_characters: int
     is_end_sent: bool = False
-    tokens: int = 0
+    sent_tokens: int = 0
 
 
 class Ended(Message):

@@ -324,7 +324,7 @@ class RegionTable:
             )
         return region
 
-    def visible_regions(self, name: str, peer: Peer, *, cuda: bool) -> list[GatewayRegion]:
+    def visible_regions(self, name: str, peer: Peer, *, is_cuda: bool) -> list[GatewayRegion]:
         """Return the regions of a kind that `peer` may see: all, or the one with a `name`.
 
         Raises:
@@ -334,12 +334,12 @@ class RegionTable:
         regions_by_name |= self._regions_by_name
         if not name:
             regions = (region for _, region in sorted(regions_by_name.items()))
-            return [r for r in regions if r.admits(peer) and (r.memory.cuda is not None) == cuda]
-        kind, other_kind = ("CUDA", "system") if cuda else ("system", "CUDA")
+            return [r for r in regions if r.admits(peer) and (r.memory.cuda is not None) == is_cuda]
+        kind, other_kind = ("CUDA", "system") if is_cuda else ("system", "CUDA")
         region = regions_by_name.get(name)
         if region is None or not region.admits(peer):
             raise NotFound(f"Unable to find {kind.lower()} shared memory region: '{name}'")
-        if (region.memory.cuda is not None) != cuda:
+        if (region.memory.cuda is not None) != is_cuda:
             raise NotFound(
                 f"The region named '{name}' is registered as {other_kind} shared memory, "
                 f"not {kind} shared memory"

@@ -87,4 +87,4 @@ class ControlApi:
                 handle = CudaHandle(request.handle, request.device_id, request.device_uuid)
                 return self._regions.register_cuda(name, handle, offset, size, peer, pid)
             case _:
-                return self._regions.unregister(request.name, peer, request.cuda)
+                return self._regions.unregister(request.name, peer, request.is_cuda)

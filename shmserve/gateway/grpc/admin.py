@@ -179,7 +179,7 @@ class AdminCall:
         self, request: pb.CudaSharedMemoryStatusRequest
     ) -> pb.CudaSharedMemoryStatusResponse:
         """Handle CudaSharedMemoryStatus. Without a name, list all regions of the user."""
-        regions = memory_api.visible_regions(self.gateway, self.client, request.name, cuda=True)
+        regions = memory_api.visible_regions(self.gateway, self.client, request.name, is_cuda=True)
         states = {region.name: region.status() for region in regions}
         return ParseDict({"regions": states}, pb.CudaSharedMemoryStatusResponse())
 
@@ -192,7 +192,7 @@ class AdminCall:
 
     async def cuda_unregister(self, request: pb.CudaSharedMemoryUnregisterRequest) -> None:
         """Handle CudaSharedMemoryUnregister. Without a name, unregister all regions."""
-        await memory_api.unregister_regions(self.gateway, self.client, request.name, cuda=True)
+        await memory_api.unregister_regions(self.gateway, self.client, request.name, is_cuda=True)
 
 
 def _check_kind(kind: str | None, expected: str, operation: str, key: str) -> None:

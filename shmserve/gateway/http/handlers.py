@@ -289,24 +289,24 @@ def _require_member(body: dict[str, Any], field: str) -> Any:
 
 
 async def get_region_status(
-    gateway: Gateway, request: HttpRequest, name: str, *, cuda: bool = False
+    gateway: Gateway, request: HttpRequest, name: str, *, is_cuda: bool = False
 ) -> HttpResponse:
     """Handle GET /v2/systemsharedmemory[/region/NAME]/status, for regions of the client's user.
 
-    With `cuda`, handle GET /v2/cudasharedmemory[/region/NAME]/status.
+    With `is_cuda`, handle GET /v2/cudasharedmemory[/region/NAME]/status.
     """
-    regions = memory_api.visible_regions(gateway, request.connection.client, name, cuda=cuda)
+    regions = memory_api.visible_regions(gateway, request.connection.client, name, is_cuda=is_cuda)
     return json_response([region.status() for region in regions])
 
 
 async def post_unregister(
-    gateway: Gateway, request: HttpRequest, name: str, *, cuda: bool = False
+    gateway: Gateway, request: HttpRequest, name: str, *, is_cuda: bool = False
 ) -> HttpResponse:
     """Handle POST /v2/systemsharedmemory[/region/NAME]/unregister; ignore an unknown name.
 
-    With `cuda`, handle POST /v2/cudasharedmemory[/region/NAME]/unregister.
+    With `is_cuda`, handle POST /v2/cudasharedmemory[/region/NAME]/unregister.
     """
-    await memory_api.unregister_regions(gateway, request.connection.client, name, cuda=cuda)
+    await memory_api.unregister_regions(gateway, request.connection.client, name, is_cuda=is_cuda)
     return HttpResponse()
 
 

@@ -439,13 +439,13 @@ def classify_outputs(
     is_batched = bool(model.signature.max_batch_size)
 
     def classify(tensor: TensorRef) -> TensorRef:
-        count = classes.get(tensor.name, 0)
-        if not count:
+        class_count = classes.get(tensor.name, 0)
+        if not class_count:
             return tensor
         location = tensor.data
         data = location if isinstance(location, bytes) else gateway.mappings.view(location)
         labels = model.labels.get(tensor.name, ())
-        return _classify_tensor(tensor, data, count, labels, is_batched=is_batched)
+        return _classify_tensor(tensor, data, class_count, labels, is_batched=is_batched)
 
     return replace(inferred, outputs=tuple(map(classify, inferred.outputs)))
 
@@ -453,7 +453,7 @@ def classify_outputs(
 def _classify_tensor(
     tensor: TensorRef,
     data: bytes | memoryview,
-    count: int,
+    class_count: int,
     labels: Sequence[str],
     *,
     is_batched: bool,
@@ -472,7 +472,7 @@ def _classify_tensor(
     batch = tensor.shape[:1] if is_batched else ()
     values = np.frombuffer(data, NUMPY_DTYPES[datatype])
     rows = values.reshape(batch[0], -1) if element_total and batch else values.reshape(1, -1)
-    class_count = min(count, rows.shape[1])
+    class_count = min(class_count, rows.shape[1])
     if len(rows) * class_count > _MAX_CLASSES:
         raise InvalidArgument(
             f"output '{tensor.name}': {len(rows) * class_count} classes are too many for a "
@@ -483,9 +483,9 @@ def _classify_tensor(
     return TensorRef(tensor.name, "BYTES", (*batch, class_count), packed)
 
 
-def _class_texts(row: NDArray[np.generic], count: int, labels: Sequence[str]) -> list[bytes]:
+def _class_texts(row: NDArray[np.generic], class_count: int, labels: Sequence[str]) -> list[bytes]:
     texts = []
-    for index in largest_indices(row, count):
+    for index in largest_indices(row, class_count):
         value = row[index].item()
         text = f"{value:.6f}:{index}" if isinstance(value, float) else f"{value}:{index}"
         if index < len(labels) and labels[index]:

@@ -88,10 +88,10 @@ class AssignedRequest:
             Resumed(
                 sample,
                 tokens.tobytes(),
-                report.characters,
+                report.sent_characters,
                 finish_reason,
                 report.is_end_sent,
-                report.tokens,
+                report.sent_tokens,
             )
             for sample, (tokens, finish_reason) in samples.items()
             for tokens in [max(tokens, self.replayed_tokens.get(sample, tokens), key=len)]

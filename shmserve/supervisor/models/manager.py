@@ -267,8 +267,8 @@ class LifecycleExecutor(LifecycleActions):
     async def _remove_environments(self) -> None:
         await asyncio.to_thread(self.planner.remove_unused_environments)
 
-    def finalise_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
-        return self.planner.finalise_config(spec, completed)
+    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
+        return self.planner.finalise_config(spec, reported_properties)
 
     # --- processes
 

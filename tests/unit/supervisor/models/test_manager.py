@@ -60,7 +60,7 @@ class Repository:
         self.planned += 1
         return [plan()]
 
-    def finalise_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
         return spec.config
 
     def discard(self, discarded: VersionSpec) -> None:

@@ -65,7 +65,7 @@ def test_streams_send_each_token(scheduler: Scheduler, folder: Folder, stop: lis
     assert responses[-1]["usage"] == [
         {"prompt_tokens": 4, "completion_tokens": 24, "cached_tokens": 0, "samples": [24]}
     ]
-    characters = [r.characters for r in scheduler.responses_sent]
+    characters = [r.sent_characters for r in scheduler.responses_sent]
     assert characters == sorted(characters) and characters[0] == len(responses[0]["text_output"][0])
 
 
