@@ -70,7 +70,7 @@ class AssignedRequest:
     replayed_tokens: dict[int, array[int]] = field(default_factory=dict)
 
     @property
-    def open_samples(self) -> dict[int, array[int]]:
+    def open_sample_tokens(self) -> dict[int, array[int]]:
         """Return the tokens of each open sample."""
         generation = self.generation
         if generation is None or generation.beams is not None:
@@ -80,7 +80,7 @@ class AssignedRequest:
 
     def resume_state(self) -> list[Resumed]:
         """Return the state from which another worker continues."""
-        open_samples = {sample: (tokens, "") for sample, tokens in self.open_samples.items()}
+        open_samples = {sample: (tokens, "") for sample, tokens in self.open_sample_tokens.items()}
         samples = open_samples | self.ended_samples
         if len(samples) < (1 if self.generation is None else self.generation.samples):
             return []  # the other samples of the request had not begun
@@ -234,7 +234,7 @@ class GenerativeDispatcher(Dispatcher):
         assigned = self._assigned_requests.get(message.key)
         if assigned is None or assigned.slot is not slot or assigned.request.state not in AT_WORK:
             return
-        request, resumed = assigned.request, assigned.open_samples
+        request, resumed = assigned.request, assigned.open_sample_tokens
         generation: Generation[AssignedRequest] = Generation(
             assigned,
             message.key,

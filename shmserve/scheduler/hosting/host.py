@@ -117,8 +117,8 @@ class SchedulerParts(NamedTuple):
 class HostedScheduler(ABC):
     """A scheduler with its sockets.
 
-    The scheduler adds itself to `active` when it has received messages, and the host then runs its
-    turn. After each turn, `wake_ns` is the time of the next turn (monotonic ns), and
+    The scheduler adds itself to `active_schedulers` when it has received messages, and the host
+    then runs its turn. After each turn, `wake_ns` is the time of the next turn (monotonic ns), and
     `live_requests` the number of requests. If it `has_stopped`, the host only closes it.
     """
 
@@ -129,7 +129,7 @@ class HostedScheduler(ABC):
         start: SchedulerStart,
         waiter: DescriptorWaiter,
         in_process_links: InProcessLinks,
-        active: dict[HostedScheduler, None],
+        active_schedulers: dict[HostedScheduler, None],
     ) -> None:
         number, run_dir = start.number, start.run_dir
         self.number = number
@@ -137,7 +137,7 @@ class HostedScheduler(ABC):
         self.wake_ns = NEVER
         self.live_requests = 0
         self.has_stopped = False
-        self._active_schedulers = active
+        self._active_schedulers = active_schedulers
         self._start = start
         self._waiter = waiter
         self._in_process_links = in_process_links
@@ -166,7 +166,7 @@ class HostedScheduler(ABC):
             waiter.watch(fd, handler)
         in_process_links.register(self.endpoint, self._handle_in_process_message)
         self._control.send(SchedulerReady(os.getpid()))
-        active[self] = None
+        active_schedulers[self] = None
 
     @abstractmethod
     def _create_parts(self) -> SchedulerParts:
