@@ -273,7 +273,7 @@ class SequenceBatching(Record):
         return [(name, max(c, key=lambda c: _CONTROL_KINDS.index(c.kind))) for name, c in inputs]
 
     @property
-    def correlation_id(self) -> tuple[str, str]:
+    def correlation_input(self) -> tuple[str, str]:
         """Return name and datatype of the input for the correlation id; empty if there is none."""
         for name, control in self.controls:
             if control.kind == CORRELATION_ID:

@@ -80,11 +80,11 @@ class Sequencing:
     Each instance has `slots` sequence slots. Without `oldest_rules`, the strategy is direct, which
     waits up to `delay_ns` for a minimum slot utilization if both are set. A sequence without
     requests for `idle_ns` expires. At most `max_waiting` sequences of a client wait for a slot.
-    `correlation_id` is the name and datatype of the control input for the id, if there is one.
+    `correlation_input` is the name and datatype of the control input for the id, if there is one.
     """
 
     spec: SequenceBatching
-    correlation_id: tuple[str, str]
+    correlation_input: tuple[str, str]
     slots: int
     idle_ns: int
     oldest_rules: Batching | None = None
@@ -98,7 +98,7 @@ class Sequencing:
 
     def check_datatype(self, correlation_id: int | str, prefix: str, model: str) -> None:
         """Raise InvalidArgument if the model's control input cannot hold this id."""
-        name, datatype = self.correlation_id
+        name, datatype = self.correlation_input
         is_text = isinstance(correlation_id, str)
         if datatype and is_text != (datatype == "BYTES"):
             raise InvalidArgument(
@@ -200,7 +200,7 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
     candidates = 0 if oldest is None else oldest.max_candidate_sequences
     return Sequencing(
         spec=batching,
-        correlation_id=batching.correlation_id,
+        correlation_input=batching.correlation_input,
         slots=candidates or max(1, config.max_batch_size),
         idle_ns=batching.max_sequence_idle_microseconds * _NS_PER_US or _IDLE_NS,
         oldest_rules=None if oldest is None else _batching(oldest, config.max_batch_size),
