@@ -73,7 +73,7 @@ _FULL_UTILISATION = 0.95  # utilisation above which an instance does not keep up
 _CLEAR_DIFFERENCE = 0.1  # relative difference above which two durations differ clearly
 
 
-class Account:
+class MissBudget:
     """The number of latency-target misses that trials may still cause."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class WaitingChoice:
     exponentially fewer while the choice is confirmed. This bounds the cost.
     """
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: MissBudget) -> None:
         self._account = account
         self.waits = True
         self.waiting_clearly_pays = False  # whether waiting certainly has the lower latency
@@ -202,7 +202,7 @@ class Sizes:
     there are clients. The account pays the actual cost of a trial, at most the estimated cost.
     """
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: MissBudget) -> None:
         self._account = account
         self._next_trial = 0
         self._size = 0  # the size that is being tried, in the state of `_state`
@@ -268,7 +268,7 @@ class AdaptiveBatcher(Batcher):
         self._size_times = SizeTimes(rules.max_batch_size)
         self._arrivals = Arrivals()
         self._load = Load()
-        self._account = Account()
+        self._account = MissBudget()
         self._waiting_choice = WaitingChoice(self._account)
         self._sizes = Sizes(self._account)
         self._latency_aim_ns = float(rules.target_ns)

@@ -297,7 +297,7 @@ class EnsembleCore(Core[EnsembleRequest]):
 
     @property
     def live_requests(self) -> int:
-        return self._requests.count
+        return self._requests.open_count
 
     # --- time -------------------------------------------------------------------------------------
 
@@ -342,7 +342,7 @@ class EnsembleCore(Core[EnsembleRequest]):
     def gauges(self) -> dict[str, Any]:
         return {
             "pending": 0,  # an ensemble has no queue: requests wait in its steps' queues
-            "executing": self._requests.count,
+            "executing": self._requests.open_count,
             "instances": {},
             "open_sequences": 0,
             "malformed": self.steps.malformed_messages,

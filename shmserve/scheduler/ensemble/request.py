@@ -219,7 +219,7 @@ class EnsembleRequests:
     _statistics: Statistics
     _cache: ResponseCache | None
     changed_requests: dict[EnsembleRequest, None] = field(default_factory=dict)
-    count: int = 0
+    open_count: int = 0
     _warned_tensors: set[str] = field(default_factory=set)
     # Packed response schemas by the kinds of the tensors, their names, and the sequence.
     _schemas: BoundedCache[Any, bytes] = field(default_factory=partial(BoundedCache, _MAX_SCHEMAS))
@@ -232,7 +232,7 @@ class EnsembleRequests:
     def add(self, request: EnsembleRequest) -> None:
         """Register an admitted request."""
         request.client.requests[request.submit.id] = request
-        self.count += 1
+        self.open_count += 1
         self.changed_requests[request] = None
         if request.deadline_ns:
             self.timers.add(request.deadline_ns, request)
@@ -324,7 +324,7 @@ class EnsembleRequests:
             case EnsembleState.REPORTED:
                 request.client.post(Settled(request.submit.id))
         del request.client.requests[request.submit.id]
-        self.count -= 1
+        self.open_count -= 1
         if request.unread is not None:
             request.unread.close()
         request.flow.close()

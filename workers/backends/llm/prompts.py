@@ -100,7 +100,7 @@ def read_inputs(
     return inputs
 
 
-def prompt_input(inputs: Mapping[str, Any]) -> str:
+def find_prompt_input(inputs: Mapping[str, Any]) -> str:
     """Return the name of the input with the prompt.
 
     Raises:
@@ -349,7 +349,7 @@ class PromptReader:
         self, inputs: Mapping[str, Any], parameters: GenerationParameters, has_offsets: bool
     ) -> PromptText:
         """Return the prompt, with the offsets of its tokens if `has_offsets`."""
-        name = prompt_input(inputs)
+        name = find_prompt_input(inputs)
         if name == "input_ids":
             count = self._count_tokens(name, len(inputs[name]), parameters)
             tokens: list[int] = inputs[name][-count:].tolist()

@@ -29,7 +29,7 @@ from shmserve.errors import (
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
 from shmserve.workers.backends.llm.chat_template import parse_conversation
 from shmserve.workers.backends.llm.model.checkpoint import read_json
-from shmserve.workers.backends.llm.prompts import UNLIMITED, prompt_input, task_input
+from shmserve.workers.backends.llm.prompts import UNLIMITED, find_prompt_input, task_input
 
 FILE = "model.json"
 # These arguments and `tool_call_parser` are for vLLM's server, all others for its engine.
@@ -255,7 +255,7 @@ class VllmEngine:
         elif not isinstance(error, VLLMClientError | ValueError | TypeError | NotImplementedError):
             return None
         if inputs and PROMPT_TOO_LONG in text.lower():
-            return InvalidArgument(f"{prompt_input(inputs)}: {text[:1].lower()}{text[1:]}")
+            return InvalidArgument(f"{find_prompt_input(inputs)}: {text[:1].lower()}{text[1:]}")
         first_word = text.split(" ", 1)[0]
         name = name or (first_word if first_word in SamplingParams.__annotations__ else "")
         return InvalidArgument(f"{name}: {text}" if name else text)
@@ -279,7 +279,7 @@ class VllmEngine:
         from vllm.entrypoints.for_openai.completion.protocol import CompletionRequest
         from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 
-        name = prompt_input(inputs)
+        name = find_prompt_input(inputs)
         adapter = parameters.get("lora_name")
         if adapter is not None and adapter not in list(self._adapters):  # it may be unhashable
             raise NotFound(f"lora_name: there is no adapter {clip(repr(adapter))}")
