@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.scheduler.batchers.adaptive import MissBudget, AdaptiveBatcher, WaitingChoice
+from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher, MissBudget, WaitingChoice
 from shmserve.scheduler.batchers.dynamic import (
     Batch,
     Batcher,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.http.json.large_bodies import Packed, prompt_size_error, parse_large
+from shmserve.gateway.http.json.large_bodies import Packed, parse_large, prompt_size_error
 from shmserve.gateway.http.json.parser import LARGE, JsonFault
 
 MAX_PROMPT_LENGTHS = {"m": 100, "vast": 1 << 24}
