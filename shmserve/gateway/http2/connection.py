@@ -81,7 +81,7 @@ class Http2Connection(FrameReader[HeadT]):
         self._headers = HeaderDecoder(read_head, limits.header_list)
         self._resets = Budget(limits.resets, limits.resets_per_s, clock, "streams given up")
         self._control = Budget(
-            limits.control, limits.control_per_s, clock, "too many frames without effect"
+            limits.control_frames, limits.control_per_s, clock, "too many frames without effect"
         )
         self.sending = Outgoing(self._on_output_sent)
         self.streams: dict[int, Stream] = {}
@@ -219,7 +219,7 @@ class Http2Connection(FrameReader[HeadT]):
         stream = Stream(stream_id, self._limits.window, self.sending.initial_window)
         stream.expected_bytes = head.data_size
         self.streams[stream_id] = stream
-        if self._control.tokens < self._limits.control:
+        if self._control.tokens < self._limits.control_frames:
             self._control.add_tokens(_EARNED_PER_FRAME)
         self._events.append(StreamOpened(stream, head))
         if has_ended:

@@ -57,7 +57,7 @@ class Limits:
         continuations: The maximum number of CONTINUATION frames of a block.
         resets: The budget of stream resets.
         resets_per_s: The refill rate of that budget.
-        control: The budget of control frames.
+        control_frames: The budget of control frames.
         control_per_s: The refill rate of that budget.
         frames: The maximum work of one call of `FrameReader.receive`, in frames.
         stream_cost: The cost of opening a stream, in frames.
@@ -71,7 +71,7 @@ class Limits:
     continuations: int = 8
     resets: int = 1024
     resets_per_s: float = 64.0
-    control: int = 2048
+    control_frames: int = 2048
     control_per_s: float = 256.0
     frames: int = 256
     stream_cost: int = 8

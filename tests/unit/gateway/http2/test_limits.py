@@ -35,7 +35,7 @@ from tests.support.wire.http2_engine import Engine
 PADDED_FLAG, UNKNOWN_TYPE = 0x8, 0x16
 REQUEST = b"\x83\x86\x84"
 RESPONSE_BLOCKS = ResponseBlocks(b"\x88", b"\x88")
-LIMITS = Limits(resets=20, resets_per_s=2, control=30, control_per_s=4, streams=16)
+LIMITS = Limits(resets=20, resets_per_s=2, control_frames=30, control_per_s=4, streams=16)
 _FLOOD_SIZE = 200  # more frames than any small limit allows
 
 
@@ -295,7 +295,7 @@ def _frames_per_turn(engine: Engine, sent_data: bytes) -> Iterator[int]:
 )
 def test_the_work_of_a_turn_is_bounded(piece: bytes, frames_per_turn: int) -> None:
     """The limit counts frames, and empty frames count more; all are handled in the end."""
-    engine = Engine(Limits(frames=100, control=10**6)).take(CLIENT_OPENING + begin(1))
+    engine = Engine(Limits(frames=100, control_frames=10**6)).take(CLIENT_OPENING + begin(1))
     handled = list(_frames_per_turn(engine, piece * 1000))
     expected_turns = [frames_per_turn] * (1000 // frames_per_turn)
     assert handled in (expected_turns, [*expected_turns, 0])
