@@ -146,7 +146,7 @@ def test_floods_end_the_connection(name: str) -> None:
     for number in range(_FLOOD_SIZE):
         engine.take(CONTROL[name](2 * number))
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
-    assert len(engine.sent) - sent_before <= LIMITS.control + 1
+    assert len(engine.sent) - sent_before <= LIMITS.control_frames + 1
 
 
 @pytest.mark.parametrize("name", CONTROL)
@@ -189,7 +189,7 @@ def test_messages_in_one_frame_earn_window_updates_each() -> None:
     for _ in range(5000):
         engine.take(window(1, 32))
     assert engine.gone is None
-    for _ in range(LIMITS.control + 200):
+    for _ in range(LIMITS.control_frames + 200):
         engine.take(window(1, 32))
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
 
