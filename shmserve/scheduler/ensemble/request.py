@@ -209,7 +209,7 @@ class EnsembleRequests:
     Attributes:
         changed_requests: The requests that have changed since the last turn.
         timers: The deadlines.
-        count: The number of requests.
+        open_count: The number of requests.
     """
 
     _name: str
