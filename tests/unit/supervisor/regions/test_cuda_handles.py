@@ -403,7 +403,7 @@ def test_registrations_are_sent_to_the_supervisor(gateway: Rig) -> None:
         part = f"/region/{name}" if name else ""
         gateway.http.post(f"{PATH}{part}/unregister").ok()
         (messages,) = gateway.received_of(UnregisterRegion)
-        assert (messages.name, messages.cuda) == (name, True)
+        assert (messages.name, messages.is_cuda) == (name, True)
         gateway.received.clear()
 
 
