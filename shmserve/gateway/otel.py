@@ -128,7 +128,7 @@ class Exporter:
             SpanKind.SERVER,
             trace.error,
         )
-        for name, start_ns, end_ns in () if trace.local else _gateway_phases(trace):
+        for name, start_ns, end_ns in () if trace.is_local else _gateway_phases(trace):
             times = (start_ns + epoch_ns, end_ns + epoch_ns)
             yield self._span(name, trace_id, os.urandom(8).hex(), trace.context.span_id, *times, {})
         for span in trace.spans:

@@ -105,7 +105,7 @@ class Inferences(ActiveCount):
             else:
                 call.fail(*_ending_from_error(error, call))
             return
-        if not call.done:
+        if not call.is_done:
             self.active += 1
             call.on_disconnect = inference.cancel
             call.on_ended = self.decrement
@@ -172,7 +172,7 @@ class Inferences(ActiveCount):
             RequestRefused: The request is refused.
         """
         arrived_ns = time.monotonic_ns()
-        built = self._decode(received_message, headers, streamed=on_streamed is not None)
+        built = self._decode(received_message, headers, is_streamed=on_streamed is not None)
         create_inference: Any = partial(UnaryInference, on_response=on_response)
         if built.model.decoupled:
             if on_streamed is None:
@@ -193,7 +193,7 @@ class Inferences(ActiveCount):
             raise RequestRefused(error, built.infer_request.id) from None
 
     def _decode(
-        self, received_message: MessageContent, headers: Mapping[str, str], *, streamed: bool
+        self, received_message: MessageContent, headers: Mapping[str, str], *, is_streamed: bool
     ) -> BuiltRequest:
         if type(received_message) is ArrivingRequest:
             self.gateway.malloc_trim.schedule(len(received_message))
@@ -202,7 +202,7 @@ class Inferences(ActiveCount):
                 raise RequestRefused(Unavailable(_MODEL_UNLOADED), arrived.infer_request.id)
             return arrived
         if headers:  # metadata become parameters that the message does not contain
-            return self._parse(received_message, None, headers, streamed=streamed)
+            return self._parse(received_message, None, headers, is_streamed=is_streamed)
         try:
             built_request = self._template_cache.find_by_layout(received_message)
             parts = split_message(received_message) if built_request is None else None
@@ -210,7 +210,9 @@ class Inferences(ActiveCount):
                 built_request = self._template_cache.find_by_fingerprint(received_message, parts)
         except ShmserveError as error:
             raise RequestRefused(error, _request_id(received_message)) from None
-        return built_request or self._parse(received_message, parts, headers, streamed=streamed)
+        if built_request is not None:
+            return built_request
+        return self._parse(received_message, parts, headers, is_streamed=is_streamed)
 
     def _parse(
         self,
@@ -218,7 +220,7 @@ class Inferences(ActiveCount):
         parts: SplitMessage | None,
         headers: Mapping[str, str],
         *,
-        streamed: bool,
+        is_streamed: bool,
     ) -> BuiltRequest:
         request_id = ""
         self.gateway.malloc_trim.schedule(len(encoded_request))
@@ -227,7 +229,7 @@ class Inferences(ActiveCount):
             request_id = message.id
             version = checked_version(message.model_version)
             model = self.gateway.models.resolve(message.model_name, version)
-            if model.decoupled and not streamed:
+            if model.decoupled and not is_streamed:
                 raise Unsupported(_DECOUPLED_UNSUPPORTED)
             request = decode_request(message)
             request.parameters |= headers

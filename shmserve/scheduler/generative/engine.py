@@ -59,7 +59,7 @@ class Engine(Generic[T]):
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.settings.kv_cache_blocks)
-        self.host = BlockPool(self.settings.swap_blocks)
+        self.host_pool = BlockPool(self.settings.swap_blocks)
         self._sequences: dict[int, Sequence[T]] = {}  # running, waiting and swapped sequences
         self._beams: dict[int, Beams[T]] = {}  # beam searches by the key of their generation
         self._acceptance: dict[int, Acceptance] = {}
@@ -131,7 +131,7 @@ class Engine(Generic[T]):
         sequence = self._sequences.get(number)
         if sequence is None:
             return
-        sequence.stopped = True
+        sequence.has_stopped = True
         if self.running_step is None or number not in self.running_step.rows:
             self._end_sequence(sequence, "stop")
 
@@ -150,7 +150,7 @@ class Engine(Generic[T]):
 
     def _free_blocks(self, sequence: Sequence[T]) -> None:
         self.pool.release(sequence.table)
-        self.host.release(sequence.host)
+        self.host_pool.release(sequence.host_blocks)
         sequence.reset()
 
     def _end_sequence(self, sequence: Sequence[T], finish_reason: str) -> None:
@@ -255,7 +255,7 @@ class Engine(Generic[T]):
             if not plan.message.step % PROBE_STEPS:
                 return 0  # a step without drafts measures their benefit
             max_drafts = self.times.draft_length(plan.decoding_count, acceptance.rate, max_drafts)
-        return acceptance.length(max(max_drafts, 0), speculation.accept_threshold)
+        return acceptance.draft_count(max(max_drafts, 0), speculation.accept_threshold)
 
     def _reserve(self, plan: StepPlan, sequence: Sequence[T], count: int) -> bool:
         """Provide a writable block for each of the next `count` positions.
@@ -289,11 +289,11 @@ class Engine(Generic[T]):
         plan.preempted = True
         sequence.generation.preemptions += 1
         if self._can_swap(sequence):
-            sequence.host = self.host.allocate(self._filled_blocks(sequence))
-            for block_pair in zip(sequence.table, sequence.host, strict=False):
+            sequence.host_blocks = self.host_pool.allocate(self._filled_blocks(sequence))
+            for block_pair in zip(sequence.table, sequence.host_blocks, strict=False):
                 plan.message.swap_out.extend(block_pair)
             self.counts.preemptions["swap"] += 1
-            self.counts.swapped_out += len(sequence.host)
+            self.counts.swapped_out += len(sequence.host_blocks)
             self.pool.release(sequence.table)
             sequence.table = []
             sequence.sent_blocks = sequence.sealed_blocks = 0
@@ -310,7 +310,11 @@ class Engine(Generic[T]):
     def _can_swap(self, sequence: Sequence[T]) -> bool:
         """Check whether a sequence's blocks are copied to the host instead of recomputed."""
         mode, count = self.settings.preemption_mode, self._filled_blocks(sequence)
-        if mode == "recompute" or not sequence.computed_tokens or count > self.host.available_count:
+        if (
+            mode == "recompute"
+            or not sequence.computed_tokens
+            or count > self.host_pool.available_count
+        ):
             return False
         if sequence.is_held:
             return False  # the blocks of a parent beam are shared with its successor beams
@@ -395,12 +399,12 @@ class Engine(Generic[T]):
         """Copy a sequence's blocks back from the host; return False if too few blocks are free."""
         if self._blocks_needed(sequence) > free_blocks:
             return False
-        sequence.table = self.pool.allocate(len(sequence.host))
-        for block_pair in zip(sequence.host, sequence.table, strict=True):
+        sequence.table = self.pool.allocate(len(sequence.host_blocks))
+        for block_pair in zip(sequence.host_blocks, sequence.table, strict=True):
             plan.message.swap_in.extend(block_pair)
-        self.counts.swapped_in += len(sequence.host)
-        self.host.release(sequence.host)
-        sequence.host = []
+        self.counts.swapped_in += len(sequence.host_blocks)
+        self.host_pool.release(sequence.host_blocks)
+        sequence.host_blocks = []
         return True
 
     def _finish_plan(self, plan: StepPlan) -> Step:
@@ -443,7 +447,7 @@ class Engine(Generic[T]):
             self._add_tokens(sequence, row, result)
         else:
             self._search_step(sequence, result)
-        if sequence.stopped and sequence.status is SequenceStatus.RUNNING:
+        if sequence.has_stopped and sequence.status is SequenceStatus.RUNNING:
             self._end_sequence(sequence, "stop")
 
     def _seal(self, sequence: Sequence[T]) -> None:
@@ -481,7 +485,7 @@ class Engine(Generic[T]):
         child = Sequence(next(self.sequence_ids), parent.generation, sample, parent.tokens[:])
         if token >= 0:
             child.tokens.append(token)
-        child.keys, child.sampled_ns = parent.keys[:], parent.sampled_ns
+        child.block_keys, child.sampled_ns = parent.block_keys[:], parent.sampled_ns
         # A child that does not share the parent's blocks computes its own blocks again.
         if parent.status is SequenceStatus.RUNNING and has_row:
             child.status = SequenceStatus.RUNNING

@@ -69,8 +69,8 @@ class Client(Generic[R]):
 class Timing(NamedTuple):
     """The phases of an execution: its start (monotonic ns) and the duration of each phase (ns).
 
-    The execution had `rows` rows, and `close_reason` is why its batch was closed. `spans` are the
-    spans of requests that its model sent to other models.
+    The execution had `rows` rows. `close_reason` is the reason why its batch was closed. `spans`
+    are the spans of requests that its model sent to other models.
     """
 
     compute_start_ns: int
@@ -215,7 +215,7 @@ class ScheduledRequest:
         flush_by_ns: The time before which a batch should run rather than wait (`NEVER`: it may
             wait).
         level: The priority level; 1 is the highest.
-        delayed: Whether its timeout has moved it behind the others of its level.
+        is_delayed: Whether its timeout has moved it behind the others of its level.
         worker: The last worker.
         response_count: The number of responses that a decoupled model has sent.
         credited_responses: The number of responses that the client has read.
@@ -237,7 +237,7 @@ class ScheduledRequest:
     flush_by_ns: int
     submit: Submit
     level: int = 0
-    delayed: bool = False
+    is_delayed: bool = False
     state: State = State.QUEUED
     worker_exits: int = 0  # the exits of workers that executed the request
     outcome: Outcome | None = None

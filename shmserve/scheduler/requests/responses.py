@@ -93,7 +93,9 @@ class Responses:
         that it raised is a failure. If the execution has not returned, its times are
         `unfinished_timing`.
         """
-        if final_message.code and (isinstance(final_message, Reply) or final_message.failed):
+        if final_message.code and (
+            isinstance(final_message, Reply) or final_message.request_failed
+        ):
             reason = Reason.CANCELED if final_message.code == "CANCELLED" else Reason.BACKEND
             self._statistics.count_failure(request.arrived_ns, reason, now_ns)
         else:
