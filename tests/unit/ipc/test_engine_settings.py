@@ -18,6 +18,7 @@ WRONG_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "nested": ({"speculative_decoding": {"method": "guess"}},
         "speculative_decoding.method: 'guess' is not one of draft, ngram"),
     "no mapping": ({"speculative_decoding": True}, "speculative_decoding: True is not a mapping"),
+    "a list": ([], "engine settings: [] is not a mapping"),
     "no draft": ({"speculative_decoding": {"enabled": True, "method": "draft"}},
         "method 'draft' needs the draft model"),
     "too few tokens": ({"max_tokens_per_batch": 4, "max_batch_size": 8},
