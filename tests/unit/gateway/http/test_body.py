@@ -15,8 +15,8 @@ from aiohttp import StreamReader
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from shmserve.errors import Unavailable
-from shmserve.gateway.http.body import Body
-from shmserve.gateway.http.messages import HttpRequest
+from shmserve.gateway.http.body import Body, body_limit_us
+from shmserve.gateway.http.messages import HttpRequest, WholeBody
 from shmserve.gateway.inference import body_arrival, prepare
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
 from shmserve.gateway.inference.prepare import ArrivingRequest, BuiltRequest, Resources
@@ -222,3 +222,25 @@ def test_a_tensor_in_pieces_is_copied_between_requests(monkeypatch: pytest.Monke
     assert asyncio.run(build_while_copying()) == "built"
     assert copied_states == [b"ab", b"abc", b"abcde", b"abcdef"]
     assert [(t.data, t.binary_size) for t in request.inputs] == [(None, 5), (None, 1)]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "limit_us"),
+    [
+        (b'{"deadline_us": 5, "timeout": 3}', 3),
+        (b'{"deadline_us": "x"}', 0),
+        (b'{"deadline_us": NaN}', 0),
+        (b'{"deadline_us": -Infinity}', 0),
+        (b"[]", 0),
+    ],
+)
+async def test_the_time_limit_of_a_load_ignores_invalid_limits(
+    parameters: bytes, limit_us: int
+) -> None:
+    """The load is not limited, and the request is then refused with an error about its body."""
+    settings = GatewaySettings(request_timeout_is_deadline=True)
+    memory = SimpleNamespace(memory=SimpleNamespace(byte_size=MIB))
+    gateway: Any = SimpleNamespace(settings=settings, body_budget=budget, arena=memory)
+    content = WholeBody(b'{"parameters": %b}' % parameters)
+    request: Any = SimpleNamespace(content=content, headers=CIMultiDict())
+    assert await body_limit_us(gateway, request) == limit_us
