@@ -43,7 +43,6 @@ from shmserve.gateway.links import GatewayRequest
 from shmserve.gateway.listener import ClientIdentity
 from shmserve.gateway.region_table import authorise
 from shmserve.ipc.credit import ReadWindow
-from shmserve.ipc.endpoints import MAX_REQUEST_BYTES
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.inference import Response, make_submit
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
@@ -90,7 +89,6 @@ def submit_inference(
 
     Raises:
         NotFound: The model was unloaded, or a region belongs to another user.
-        InvalidArgument: The request has more than `MAX_REQUEST_BYTES` besides its tensors.
         PermissionDenied: The user of the client is unknown.
         Unsupported: The client may not use shared memory.
         Unavailable: The model was loaded with another configuration, or the server drains. Open
@@ -104,10 +102,6 @@ def submit_inference(
         if gateway.refusing and not is_continuation:
             text = stopping_text(request.id, of_sequence=model.stateful)
             raise Unavailable(model.error_prefix + text)
-        size = len(built_request.schema) + len(request.id)
-        if size > MAX_REQUEST_BYTES:
-            text = f"its id, parameters and names have {size} bytes (maximum: {MAX_REQUEST_BYTES})"
-            raise InvalidArgument(f"the request is too large: {text}")
         if built_request.regions:
             authorise(built_request.regions, client.peer())
         if not model.is_published:

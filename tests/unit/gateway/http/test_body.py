@@ -9,12 +9,13 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 from aiohttp import StreamReader
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from shmserve.errors import Unavailable
+from shmserve.errors import InvalidArgument, Unavailable
 from shmserve.gateway.http.body import Body, body_limit_us
 from shmserve.gateway.http.messages import HttpRequest, WholeBody
 from shmserve.gateway.inference import body_arrival, prepare
@@ -244,3 +245,12 @@ async def test_the_time_limit_of_a_load_ignores_invalid_limits(
     content = WholeBody(b'{"parameters": %b}' % parameters)
     request: Any = SimpleNamespace(content=content, headers=CIMultiDict())
     assert await body_limit_us(gateway, request) == limit_us
+
+
+@pytest.mark.parametrize(("id_size", "text_size"), [(1, 1 << 20), (1 << 20, 1)])
+def test_a_request_is_limited_besides_its_tensors(id_size: int, text_size: int) -> None:
+    """The requests of a batch are one message, whose size is limited."""
+    request = InferRequest("x" * id_size, [], [], parameters={"text": "x" * text_size})
+    model: Any = SimpleNamespace(signature=MagicMock())
+    with pytest.raises(InvalidArgument, match=r"have 10485\d\d bytes \(maximum: 1048576\)"):
+        prepare.check_request(model, request, [], make_resources(Arena(4096)))
