@@ -381,10 +381,12 @@ def check_request(
         if output.memory_range is not None:
             check_capacity(signature, output.name, output.memory_range.byte_size, batch_size)
     schema, data = pack_inference(Inference(tuple(tensors), tuple(outputs), request.parameters))
-    size = len(schema) + len(request.id)
-    if size > MAX_REQUEST_BYTES:
-        text = f"its id, parameters and names have {size} bytes (maximum: {MAX_REQUEST_BYTES})"
-        raise InvalidArgument(f"the request is too large: {text}")
+    # The signature bounds the names and the shapes.
+    if request.parameters or request.id:
+        size = len(schema) + len(request.id)
+        if size > MAX_REQUEST_BYTES:
+            text = f"its id, parameters and names have {size} bytes (maximum: {MAX_REQUEST_BYTES})"
+            raise InvalidArgument(f"the request is too large: {text}")
     on_release = resources.release if resources else None
     return BuiltRequest(model, request, schema, data, on_release, resources.regions)
 
