@@ -53,7 +53,7 @@ def test_a_message_that_cannot_be_handled_is_acknowledged(tmp_path: Path) -> Non
         settings = GatewaySettings(arena_byte_size=1 << 20)
         gateway = process._Process(GatewayStart("0", tmp_path, settings), lambda gateway: server)
         parts = gateway._gateway
-        parts.supervisor.post = posted.append  # type: ignore[method-assign]
+        parts.supervisor.post = posted.append  # type: ignore[assignment, method-assign]
         parts.models = MagicMock(withdraw=MagicMock(side_effect=KeyError))
         with pytest.raises(KeyError):
             gateway._handle_message(m.ModelWithdrawn("m", "1", 7))

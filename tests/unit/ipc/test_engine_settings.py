@@ -7,7 +7,7 @@ import pytest
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.engine_settings import PROFILES, EngineSettings
 
-WRONG_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+WRONG_SETTINGS: dict[str, tuple[Any, str]] = {
     "unknown": ({"max_batchsize": 4}, "max_batchsize: no such setting, did you mean 'max_batch_s"),
     "kind": ({"block_size": "x"}, "block_size: 'x' is not an integer"),
     "truth": ({"block_size": True}, "block_size: True is not an integer"),
