@@ -524,6 +524,8 @@ class StreamingCall(GrpcCall):
         self._has_unparsed_data = False
         while self._queue:
             release_message(self._queue.popleft().data)
+        self._wake(self._message_waiter)
+        self._wake(self._write_waiter)
 
     async def read_messages(self) -> AsyncIterator[Any]:
         """Yield the messages. The consumer releases them.

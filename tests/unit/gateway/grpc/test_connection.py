@@ -483,8 +483,9 @@ def test_reading_messages_enlarges_the_window() -> None:
     run_scenario(scenario)
 
 
-def test_an_ended_stream_ends_its_handler() -> None:
-    """A handler that waits for a message, or for the client to read, is cancelled."""
+@pytest.mark.parametrize("is_timeout", [False, True])
+def test_an_ended_stream_ends_its_handler(is_timeout: bool) -> None:
+    """A handler that waits for a message, or for the client to read, continues or is cancelled."""
 
     async def scenario(scene: Scene) -> None:
         endings: list[int] = []
@@ -502,7 +503,7 @@ def test_an_ended_stream_ends_its_handler() -> None:
         scene.send(scene.head(3, STREAM) + frame(DATA, 0, 3, message(bytes(100_000))))
         await asyncio.sleep(0)
         for call in scene.begun_calls:
-            call.on_timeout()
+            call.on_timeout() if is_timeout else call.fail(StatusCode.UNAVAILABLE, "no")
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert endings == [1, 1]
