@@ -345,7 +345,8 @@ class PromptReader:
         """Render a conversation, in a separate process if it is long."""
         if isinstance(text, memoryview):
             options, prompt = render_in_process(self._chat, text, _take_options)
-            return RenderedChat(*options, prompt)
+            tools, hides_reasoning, continues = options
+            return RenderedChat(tools, hides_reasoning, continues, prompt)
         chat = conversation(text)
         return RenderedChat(*_take_options(chat), self._chat.render(chat))
 
