@@ -54,16 +54,16 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 
 
 class Follower(Protocol):
-    """An object that polls this link's descriptors while the model calls other models."""
+    """An object that also waits for the link's descriptors while the model calls other models."""
 
     def add(self, fd: int) -> None:
-        """Add a descriptor."""
+        """Wait for this descriptor, too."""
 
     def remove(self, fd: int) -> None:
-        """Remove a descriptor."""
+        """Stop waiting for this descriptor, which is about to be closed."""
 
     def on_cancelled(self) -> None:
-        """Check for calls to cancel, after a request of this instance was cancelled."""
+        """Cancel the model's calls whose requests are cancelled, since a request was cancelled."""
 
 
 class SupervisorLink:

@@ -51,7 +51,7 @@ class GatewayRegion:
         return peer.uid == EVERYONE or self.owner.admits(peer)
 
     def memory_range(self, requested: RegionRange) -> Range:
-        """Return the memory range of the range that a client requested in this region.
+        """Return the range of the region's object that a client's range in the region stands for.
 
         Raises:
             InvalidArgument: The range does not lie within the region.

@@ -151,7 +151,7 @@ _GENERATORS: dict[str, Callable[[Sequence[Shape], bool], Array]] = {
 
 
 class Padder:
-    """The padder of one model's batches."""
+    """The padder of batches: pads the inputs of a model, and cuts its outputs."""
 
     def __init__(self, padding: Padding, signature: Signature, copy_counter: CopyCounter) -> None:
         self._padding = padding

@@ -89,7 +89,7 @@ class Segment(RegisteredMemory):
         return m.ShareMemory(request_number, self.size, self.pin), (self.fd,)
 
     def view(self, offset: int, shape: tuple[int, ...], datatype: str, lease: MemoryLease) -> View:
-        """Return the tensor at `offset`."""
+        """Return an array over the tensor at `offset`, which keeps the memory of `lease` alive."""
         return View.from_memory(self.bytes, offset, shape, dtype_of(datatype), lease)
 
     def close(self) -> None:

@@ -67,7 +67,7 @@ class View(np.ndarray[Any, Any]):
         dtype: np.dtype[Any],
         lease: MemoryLease,
     ) -> View:
-        """Return the tensor at `offset` of `memory`."""
+        """Return an array at `offset` of `memory`, which keeps the memory of `lease` alive."""
         view: View = np.ndarray.__new__(cls, shape, dtype, memory, offset)
         view._lease = lease
         return view

@@ -189,7 +189,7 @@ def own_memories(packed: PackedRequest) -> set[int]:
 def _map_output(
     reader: Reader, lease: MemoryLease | None, ref: TensorSchema, memory_range: Range
 ) -> Any:
-    """Return an output in shared memory."""
+    """Return an output in shared memory: an array over it, or a copy of a worker's memory."""
     packed = reader.packed_request
     segment = _segment(packed, memory_range.memory)
     if segment is None or ref.datatype == "BYTES":

@@ -465,7 +465,7 @@ class Sequences:
         return removed_requests
 
     def _update_slot(self, sequence: StatefulSequence) -> None:
-        """Update the slot of a sequence after requests were removed."""
+        """Free or clear the place of a sequence, after requests were removed, if it has none left."""
         slots = sequence.instance_slots
         if sequence.waiting or sequence.running is not None:
             if slots is not None and not sequence.waiting:

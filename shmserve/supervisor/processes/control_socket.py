@@ -66,7 +66,7 @@ Address = int | SchedulerAddress
 
 
 def pid_of(address: Address) -> int:
-    """Return the pid of the process at an address."""
+    """Return the pid of a process's address, or of the process that hosts an addressed scheduler."""
     return address if isinstance(address, int) else address.pid
 
 

@@ -57,7 +57,7 @@ class Processes(Protocol):
         """Send `make(number)`, and wait until each live process has acknowledged it."""
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """Send a message to each process."""
+        """Send a message to each process with one of these roles."""
 
     def pids(self, *roles: str) -> list[int]:
         """Return the connected processes."""

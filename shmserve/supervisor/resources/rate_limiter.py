@@ -115,7 +115,7 @@ class RateLimiter:
         return {resource: count for resource, count in self._used_resources.items() if count}
 
     def capacity(self) -> dict[Resource, int]:
-        """Return the capacity of each resource that a member needs."""
+        """Return the capacity of each resource that an instance of a member needs."""
         return dict(self._capacity)
 
     # --- members ----------------------------------------------------------------------------------

@@ -296,7 +296,7 @@ class MessageParser:
         return text
 
     def unread(self, text: str) -> None:
-        """Return characters to the buffer."""
+        """Put characters that were read back into the buffer."""
         self._buffer = text + self._buffer
         self._read_text = self._read_text[: len(self._read_text) - len(text)]
 

@@ -74,7 +74,7 @@ class Lark:
     rules: list[str] = field(default_factory=list)
 
     def rule(self, body: str, lazy: bool = False) -> str:
-        """Add a rule, and return its name."""
+        """Add a rule with this body to the grammar, and return its name."""
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}{'[lazy]' * lazy}: {body}")
         return name

@@ -201,7 +201,7 @@ class PythonBackend(Backend):
 
 
 def file_name(config: ModelSpec) -> str:
-    """Return the name of a model's file."""
+    """Return the name of a model's Python file: model.py unless the configuration names another."""
     return config.default_model_filename or "model.py"
 
 

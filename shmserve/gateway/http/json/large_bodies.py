@@ -77,7 +77,7 @@ class Packed:
 
     @property
     def datatype(self) -> str:
-        """Return the datatype of the tensor."""
+        """Return the datatype of the prompt's tensor."""
         return "INT32" if self.kind == "tokens" else "BYTES"
 
     def __repr__(self) -> str:
