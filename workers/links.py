@@ -399,7 +399,7 @@ class InstanceLink:
         return dealer is not None and dealer.connected and dealer.endpoint == endpoint
 
     def post(self, message: Any) -> None:
-        """Queue a message for the next `flush`."""
+        """Queue a message to the scheduler for the next `flush`."""
         with self.lock:
             assert self._dealer is not None
             self._dealer.post(message)
@@ -494,7 +494,7 @@ class InstanceLink:
 
     @property
     def has_open_requests(self) -> bool:
-        """Return whether a request has not ended."""
+        """Return whether any request that this instance has received has not ended."""
         return bool(self._open_requests)
 
     def open_requests(self, message: Any) -> Command:

@@ -51,7 +51,7 @@ class GatewayRegion:
         return peer.uid == EVERYONE or self.owner.admits(peer)
 
     def memory_range(self, requested: RegionRange) -> Range:
-        """Return the range of the region's object that a client's range in the region stands for.
+        """Return the range of the region's object that a range in this region refers to.
 
         Raises:
             InvalidArgument: The range does not lie within the region.
@@ -115,7 +115,7 @@ class WrittenRanges:
         return True
 
     def remove(self, span: tuple[int, int]) -> None:
-        """Remove a range that was added."""
+        """Remove the range of an output, since its request has ended."""
         del self.ranges[bisect_left(self.ranges, span)]
 
 

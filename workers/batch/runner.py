@@ -508,7 +508,7 @@ def _to_host(raw: Any) -> memoryview:
 
 
 def _adjacent_slices(sizes: Iterable[int]) -> list[slice]:
-    """Return adjacent slices of these sizes."""
+    """Return slices of these sizes, each of which begins at the end of the previous one."""
     return [slice(*pair) for pair in pairwise(accumulate(sizes, initial=0))]
 
 

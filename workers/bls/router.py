@@ -473,7 +473,7 @@ class CallRouter:
     # --- receiving
 
     def _handle_received(self) -> None:
-        """Handle all received messages."""
+        """Handle all received messages of the supervisor and the schedulers."""
         self._control.pump_all()
         with self._lock:
             if self._check_cancelled:

@@ -1,4 +1,4 @@
-"""Leases of device memory from the workspace pool of a device, for the time of an execution.
+"""Leases of memory from the workspace pool of a device or of the host, for one execution.
 
 with lease:           blocks the thread until the pool has enough memory
 async with lease:     suspends the coroutine; other coroutines of its event loop continue

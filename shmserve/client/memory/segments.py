@@ -172,7 +172,7 @@ class BlockOwner(Protocol):
     """An owner of idle blocks that can be freed when memory is short."""
 
     def free_idle(self) -> None:
-        """Free the idle blocks."""
+        """Free the blocks that no request uses at present."""
 
 
 @dataclass(eq=False)
@@ -312,7 +312,7 @@ class Memories:
                 self._lock.release()
 
     def free_recycled(self) -> None:
-        """Free the blocks that were recycled."""
+        """Free the blocks that `MemoryBlock.recycle` has marked as unused."""
         with self._lock:
             while self.recycled:
                 segment, offset = self.recycled.popleft()

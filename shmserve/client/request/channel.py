@@ -325,7 +325,7 @@ class RequestChannel:
 
     @property
     def unsent(self) -> int:
-        """Return the number of queued messages."""
+        """Return the number of messages that wait for the next `flush`."""
         return self._links.unsent
 
     def flush(self) -> None:

@@ -260,14 +260,14 @@ class ArrivingMessage(Arrival):
         self.started_at = time.monotonic()
 
     def is_overdue(self, now: float) -> bool:
-        """Return whether the time limit has expired."""
+        """Return whether the time limit of the message has expired."""
         return now > self.started_at + self.time_limit_s + self.received_bytes / SLOWEST_RATE
 
     def _total_wait_s(self, now: float) -> float:
         return now - self.started_at
 
     def evict(self) -> None:
-        """Release the memory and end the call."""
+        """Release the memory of the message, and end its call."""
         super().evict()
         self._on_evicted()
 

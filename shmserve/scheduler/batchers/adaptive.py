@@ -81,7 +81,7 @@ class Account:
         self._trial_misses = 0.0
 
     def add_credit(self, on_time: int) -> None:
-        """Credit the account for requests that met the target.
+        """Credit the account with permitted misses, for requests that met the latency target.
 
         Args:
             on_time: The number of these requests.

@@ -465,7 +465,7 @@ class Sequences:
         return removed_requests
 
     def _update_slot(self, sequence: StatefulSequence) -> None:
-        """Free or clear the place of a sequence, after requests were removed, if it has none left."""
+        """Update a sequence whose requests were removed: its readiness, or its end."""
         slots = sequence.instance_slots
         if sequence.waiting or sequence.running is not None:
             if slots is not None and not sequence.waiting:

@@ -149,7 +149,7 @@ class KeptRegions:
         self._other_server: HandoverLink | None = None
 
     def mirror_to(self, other_server: HandoverLink | None) -> None:
-        """Send later changes of registrations to the other server of a handover, or to none."""
+        """Set the other server, to which changes of registrations are sent during a handover."""
         self._other_server = other_server
 
     def add(self, region: OpenRegion) -> None:

@@ -205,7 +205,7 @@ class RegionRegistry:
         await self._processes.publish(region.publication, "gateway")
 
     def active_regions(self) -> list[OpenRegion]:
-        """Return every active region."""
+        """Return every region that requests may use by its name."""
         return list(self._active_regions.values())
 
     def publications(self) -> Iterator[RegionPublished | RegionRetired]:

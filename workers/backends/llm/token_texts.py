@@ -166,7 +166,7 @@ class TokenTexts:
         return tokens[start_index:end]
 
     def containing(self, data: bytes) -> list[int]:
-        """Return the tokens whose bytes contain `data`."""
+        """Return the tokens whose bytes contain `data` at any position."""
         pieces, tokens = self._sorted_tokens
         return [token for piece, token in zip(pieces, tokens) if data in piece]  # noqa: B905
 
@@ -180,7 +180,7 @@ class TokenTexts:
         return bool(data) and data[0] & 0xC0 == 0x80
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of tokens."""
+        """Return the text of these tokens, as the tokenizer decodes them."""
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
 

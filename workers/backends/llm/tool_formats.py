@@ -98,7 +98,9 @@ class Lark:
         try:
             extended = with_patterns(schema, schema)
         except ValueError as error:
-            raise InvalidArgument(f"tools: the parameters cannot be compiled: {error}") from None
+            raise InvalidArgument(
+                f"tools: the parameters of a tool cannot be compiled to a grammar: {error}"
+            ) from None
         options = {**_JSON_OPTIONS, **extended.get("x-guidance", {})}
         return f"%json {json.dumps({**extended, 'x-guidance': options})}"
 

@@ -142,7 +142,7 @@ _ORIGINS: ContextVar[Sequence[Request]] = ContextVar("origins", default=())
 
 
 def install(server: ServerApi | None) -> None:
-    """Set the server of this process's model."""
+    """Set the server's API that the model's code uses in this process, or remove it."""
     global _server
     _server = server
 
@@ -242,7 +242,7 @@ class SharedMemory:
     """The shared memory for inputs of this model's calls of other models."""
 
     def free_memory(self) -> int:
-        """Return the number of free bytes."""
+        """Return the number of free bytes in the shared memory for inputs of calls."""
         return current_server().calls.free_bytes
 
 

@@ -91,7 +91,7 @@ class Packed:
 
     @property
     def is_json(self) -> bool:
-        """Return whether this is a field that is no prompt."""
+        """Return whether this is another large field of the body, and not a prompt."""
         return self.kind == "json"
 
     def value(self) -> Any:

@@ -406,9 +406,9 @@ class ResponseObject:
 
     @cached_property
     def _calls(self) -> dict[str, tuple[str, dict[str, str]]]:
-        """Return the item type and the name members of calls, by the name that the model calls.
+        """Return the types and the members of items with calls, by the name that the model calls.
 
-        Only custom tools and functions of namespaces have an entry.
+        Only calls of custom tools and of functions in namespaces differ from other function calls.
         """
         calls: dict[str, tuple[str, dict[str, str]]] = {}
         tools = self.body.get("tools") or []

@@ -208,11 +208,11 @@ class Checkpoint:
         return cls(*parts, eos, defaults, defaults_file, templates, special)
 
     def has(self, name: str) -> bool:
-        """Return whether the files have a weight."""
+        """Return whether the checkpoint's files contain the weight with this name."""
         return "values" in self.quantisation.parts(name, self.stored)
 
     def weight(self, name: str) -> torch.Tensor:
-        """Return a weight as float32."""
+        """Return the weight with this name, dequantised, as float32."""
         parts = self.quantisation.parts(name, self.stored)
         tensors = {role: self._open(p.path).get_tensor(p.name) for role, p in parts.items()}
         if "scales" not in tensors:
