@@ -254,7 +254,7 @@ class RegionTable:
         self._regions_by_id: dict[int, GatewayRegion] = {}
 
     def publish(self, message: RegionPublished) -> None:
-        """Register a region under its name, or list a region that only requests in flight use."""
+        """Register a region under its name; a `draining` region is only listed."""
         region = GatewayRegion(message)
         memory_id = region.memory.id
         if message.draining:

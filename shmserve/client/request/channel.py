@@ -203,7 +203,7 @@ class ClientRequest(InflightRequest):
         release_memory()
 
     def ready(self) -> bool:
-        """Return whether the request has completed; `wait_until_ready` waits for this."""
+        """Return whether the request has completed, so that a waiting thread can continue."""
         return self.outcome is not None
 
     def complete(self, outcome: Result | ShmserveError) -> None:

@@ -143,7 +143,10 @@ def read_one_of_many(reader: Reader, message: Responded) -> Result:
 def _read(
     reader: Reader, message: Finished | Responded, lease: MemoryLease | None
 ) -> tuple[Result, bool]:
-    """Return the result, and whether its outputs may be in shared memory."""
+    """Return the result of a response, and whether its outputs may be in shared memory.
+
+    The `lease`, if there is one, ends with the last array over the request's slot.
+    """
     packed = reader.packed_request
     schema = packed.model.responses[message.schema]
     datas = message.data

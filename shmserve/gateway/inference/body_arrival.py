@@ -200,7 +200,7 @@ class Arrival:
         return self._release_block is not None
 
     def rate(self, now: float) -> float:
-        """Return the received bytes per second that the server has waited for the body."""
+        """Return the received bytes, divided by the seconds of waiting for the body."""
         return self.received_bytes / max(self._total_wait_s(now), 1e-9)
 
     def is_slow(self, now: float) -> bool:

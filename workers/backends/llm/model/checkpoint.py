@@ -237,7 +237,10 @@ class Checkpoint:
 
 
 def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty one after adding a problem."""
+    """Return the JSON object in a file, without invalid fields; add problems to `problems`.
+
+    The object is empty if the file cannot be read. A missing `optional` file is no problem.
+    """
     if not path.exists():
         if not optional or path.is_symlink():
             problems.append(_describe_missing(path))
