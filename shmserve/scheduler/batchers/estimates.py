@@ -53,7 +53,7 @@ class _Size:
         self._decayed_count, self._last_execution = 1.0, execution
 
     def decayed_count(self, execution: int) -> float:
-        """Return the number of batches of this size, decayed up to execution number `execution`."""
+        """Return the number of batches of this size; earlier ones count exponentially less."""
         return self._decayed_count * _WEIGHT_DECAY ** (execution - self._last_execution)
 
     def record_execution(self, execution: int) -> None:

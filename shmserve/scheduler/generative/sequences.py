@@ -440,7 +440,7 @@ class Beams(Generic[T]):
         del self.hypotheses[search.width :]
 
     def _is_settled(self, best_score: float, generated: int) -> bool:
-        """Check whether the search has found its hypotheses.
+        """Check whether no better hypotheses than the present ones can follow.
 
         Unless `early_stopping` is "true", a beam that could become better than the worst hypothesis
         continues the search.

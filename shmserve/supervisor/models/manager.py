@@ -523,6 +523,6 @@ class ModelManager:
 
 
 async def _stop(version: ModelVersion, ensemble_stops: list[asyncio.Task[None]]) -> None:
-    """Stop a version after the tasks that stop the ensembles that need it."""
+    """Stop a version when the ensembles that need it have stopped."""
     await asyncio.gather(*ensemble_stops)
     await (version.stop() if version.loaded else version.kill())

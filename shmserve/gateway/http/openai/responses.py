@@ -369,7 +369,7 @@ class ResponseObject:
         self._created = int(time.time())
 
     def add(self, prompt: int, delta: Delta) -> list[dict[str, Any]]:
-        """Add a part of the text, and return the events that describe it."""
+        """Add a part of the generated text, and return the events of the stream for it."""
         message: dict[str, Any] = delta.message or {"content": delta.text}
         events = [] if self._event_count else self._start_events()
         self._next_logprobs += (delta.logprobs or {}).get("content", [])
