@@ -261,7 +261,7 @@ class Executions:
         return releases
 
     def _send_early(self, slot: Slot | None) -> None:
-        """Send the releases that were kept for an instance, if `slot` shows that it is ready now."""
+        """Send the releases that were kept for an instance; None: it is not ready yet."""
         if slot is not None:
             for message in self._early_releases.pop(slot.pid, ()):
                 self._workers.post(slot.peer, message)
