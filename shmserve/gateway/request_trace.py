@@ -114,7 +114,7 @@ def trace_entries(
 def _tensor_entries(trace: RequestTrace) -> Iterator[dict[str, Any]]:
     """Yield the entries in Triton's trace file for the traced tensors, each input once.
 
-    The trace has an input again for each response of a decoupled model.
+    An ensemble's input is traced again by each step that reads it.
     """
     inputs = {(t.span_id, t.name): t for t in trace.tensors if not t.is_output}
     outputs = [tensor_entry for tensor_entry in trace.tensors if tensor_entry.is_output]
