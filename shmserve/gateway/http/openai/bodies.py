@@ -377,8 +377,13 @@ async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     for name in limits[1:]:
         check_member(parameters, name, int, 0)
         del parameters[name]
+    may_reason = MESSAGE_OUTPUT in model.signature.outputs and model.may_reason
+    if may_reason and variables.get("include_reasoning") is False:
+        # As in vLLM, the response has no tokens, because they would show the reasoning.
+        for name in ("logprobs", "top_logprobs", "return_token_ids"):
+            parameters.pop(name, None)
     text_request = _text_request(model, [prompt], parameters)
-    if MESSAGE_OUTPUT in model.signature.outputs and (model.may_reason or "tools" in variables):
+    if may_reason or (MESSAGE_OUTPUT in model.signature.outputs and "tools" in variables):
         return text_request._replace(detail_outputs=(*text_request.detail_outputs, MESSAGE_OUTPUT))
     return text_request
 
