@@ -26,13 +26,13 @@ class SendWindow:
 
     __slots__ = ("_max_unread", "_unread", "_unread_bytes")
 
-    def __init__(self, placed: bool = False) -> None:
+    def __init__(self, in_client_memory: bool = False) -> None:
         """Create an open window.
 
         Args:
-            placed: Whether the outputs are written to the client's memory.
+            in_client_memory: Whether the outputs are written to the client's memory.
         """
-        self._max_unread = 1 if placed else FIRST_CREDIT
+        self._max_unread = 1 if in_client_memory else FIRST_CREDIT
         self._unread: deque[int] = deque()  # bytes of each unread response, oldest first
         self._unread_bytes = 0
 
@@ -68,13 +68,13 @@ class ReadWindow:
 
     __slots__ = ("_bytes", "_responses_per_credit", "_uncredited_count")
 
-    def __init__(self, placed: bool = False) -> None:
+    def __init__(self, in_client_memory: bool = False) -> None:
         """Create a window without responses.
 
         Args:
-            placed: Whether each response overwrites the previous one in the client's memory.
+            in_client_memory: Whether responses overwrite each other in the client's memory.
         """
-        self._responses_per_credit = 1 if placed else RESPONSES_PER_CREDIT
+        self._responses_per_credit = 1 if in_client_memory else RESPONSES_PER_CREDIT
         self._uncredited_count = 0
         self._bytes = 0
 

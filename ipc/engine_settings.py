@@ -180,12 +180,12 @@ class EngineSettings:
         return settings
 
     @classmethod
-    def read(cls, text: str) -> Self:
-        """Return the settings from the JSON that the method `text` returned."""
-        return cls.of(json.loads(text))
+    def read(cls, json_text: str) -> Self:
+        """Return the settings from the JSON that the method `json_text` returned."""
+        return cls.of(json.loads(json_text))
 
     @property
-    def text(self) -> str:
+    def json_text(self) -> str:
         """Return the settings as JSON."""
         return json.dumps(asdict(self), sort_keys=True)
 

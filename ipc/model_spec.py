@@ -273,7 +273,7 @@ class SequenceBatching(Record):
         return [(name, max(c, key=lambda c: _CONTROL_KINDS.index(c.kind))) for name, c in inputs]
 
     @property
-    def correlation_id(self) -> tuple[str, str]:
+    def correlation_input(self) -> tuple[str, str]:
         """Return name and datatype of the input for the correlation id; empty if there is none."""
         for name, control in self.controls:
             if control.kind == CORRELATION_ID:
@@ -410,7 +410,7 @@ class ModelSpec(Document):
     parameters: dict[str, str] = field(default_factory=dict, metadata={"convert": _parameter_texts})
     model_warmup: tuple[WarmupSample, ...] = ()
     decoupled: bool = _config_field("model_transaction_policy.decoupled", False)
-    cached: bool = _config_field("response_cache.enable", False)
+    caches_responses: bool = _config_field("response_cache.enable", False)
     metric_control: tuple[MetricControl, ...] = _config_field("model_metrics.metric_control", ())
     source: dict[str, Any] = field(default_factory=dict, repr=False)
 

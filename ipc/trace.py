@@ -35,19 +35,19 @@ def is_encoded_trace(trace: str) -> bool:
 class TraceContext(NamedTuple):
     """The position of a request in a trace, with hexadecimal ids.
 
-    A root span has no `parent_id`. With `tensors`, workers append the requests' tensors.
+    A root span has no `parent_id`. With `with_tensors`, workers append the requests' tensors.
     """
 
     trace_id: str
     span_id: str
     parent_id: str = ""
-    sampled: bool = False
-    tensors: bool = False
+    is_sampled: bool = False
+    with_tensors: bool = False
 
     @classmethod
-    def new(cls, sampled: bool = False, tensors: bool = False) -> TraceContext:
+    def new(cls, is_sampled: bool = False, with_tensors: bool = False) -> TraceContext:
         """Return the root span of a new trace."""
-        return cls(os.urandom(16).hex(), os.urandom(8).hex(), "", sampled, tensors)
+        return cls(os.urandom(16).hex(), os.urandom(8).hex(), "", is_sampled, with_tensors)
 
     @classmethod
     def of_header(cls, traceparent: str) -> TraceContext | None:
@@ -62,23 +62,23 @@ class TraceContext(NamedTuple):
         """Return the span in `text`, the `trace` field of a message."""
         return cls(text[3:35], text[36:52], text[56:72], text[54:55] == "1", text[53:54] == "1")
 
-    def child(self, sampled: bool | None = None) -> TraceContext:
+    def child(self, is_sampled: bool | None = None) -> TraceContext:
         """Return a new child span."""
-        sampled = self.sampled if sampled is None else sampled
-        return TraceContext(self.trace_id, os.urandom(8).hex(), self.span_id, sampled, self.tensors)
+        flags = (self.is_sampled if is_sampled is None else is_sampled, self.with_tensors)
+        return TraceContext(self.trace_id, os.urandom(8).hex(), self.span_id, *flags)
 
     @property
     def traceparent(self) -> str:
         """Return the W3C header for a callee."""
-        return f"00-{self.trace_id}-{self.span_id}-{self.sampled:02d}"
+        return f"00-{self.trace_id}-{self.span_id}-{self.is_sampled:02d}"
 
     @property
     def message(self) -> str:
         """Return the `trace` field of messages.
 
-        The field is the `traceparent` with the flag `tensors` added, followed by `parent_id`.
+        The field is the `traceparent` with the flag `with_tensors` added, followed by `parent_id`.
         """
-        flags = f"{self.tensors:d}{self.sampled:d}"
+        flags = f"{self.with_tensors:d}{self.is_sampled:d}"
         return f"00-{self.trace_id}-{self.span_id}-{flags}-{self.parent_id}"
 
 
@@ -94,8 +94,7 @@ class Span(NamedTuple):
         compute_end_ns: The end of its execution.
         responded_ns: The time when its response was sent.
         batch_size: The size of its batch.
-        closed: The reason why the batch was closed; "" for an ensemble, "cached" for a cached
-            response.
+        close_reason: Why the batch was closed; "" for an ensemble, "cached" for a cached response.
     """
 
     span_id: str
@@ -111,7 +110,7 @@ class Span(NamedTuple):
     compute_end_ns: int
     responded_ns: int
     batch_size: int
-    closed: str
+    close_reason: str
 
     def packed(self) -> bytes:
         """Return the encoding for `Finished.spans`, in which spans are concatenated."""
@@ -213,7 +212,7 @@ def phase_durations(
 def _inner_durations(span: Span, children: dict[str, list[Span]], since_ns: int) -> dict[str, Any]:
     durations: dict[str, Any] = {"batch_size": span.batch_size}
     if span.compute_start_ns:
-        durations["batch_closed"] = span.closed
+        durations["batch_closed"] = span.close_reason
         durations["queue_us"] = _microseconds(since_ns, span.compute_start_ns)
         durations["compute_input_us"] = _microseconds(span.compute_start_ns, span.input_end_ns)
         durations["compute_infer_us"] = _microseconds(span.input_end_ns, span.output_start_ns)

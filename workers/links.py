@@ -96,9 +96,9 @@ class SupervisorLink:
         with self._lock:
             self.dealer.send(message)
 
-    def wake(self, always: bool = False) -> None:
-        """Wake the loop. A call in the loop's own thread has an effect only with `always`."""
-        if always or threading.get_ident() != self._loop_thread:
+    def wake(self, includes_loop_thread: bool = False) -> None:
+        """Wake the loop. `includes_loop_thread` wakes it even for a call in its own thread."""
+        if includes_loop_thread or threading.get_ident() != self._loop_thread:
             os.eventfd_write(self._wake_eventfd, 1)
 
     def watch(self, fd: int, read: Callable[[], None] | None = None) -> None:
@@ -308,13 +308,13 @@ class WorkerRequest:
             self._window = SendWindow()
         return self._window
 
-    def open_window(self, placed: bool) -> None:
+    def open_window(self, in_client_memory: bool) -> None:
         """Create the send window before the first response.
 
         Args:
-            placed: Whether outputs are written to the client's memory.
+            in_client_memory: Whether outputs are written to the client's memory.
         """
-        self._window = SendWindow(placed)
+        self._window = SendWindow(in_client_memory)
 
     def cancel(self, keeps_reading: bool = False) -> None:
         """Cancel the request and call `on_cancel`, once.

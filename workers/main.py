@@ -314,7 +314,7 @@ class WorkerInstance:
                 if isinstance(message, Stop):
                     return
                 self._handle(message)
-            if self._writer.abandoned:
+            if self._writer.abandoned_streams:
                 self._writer.end_abandoned()
             if not self.link.commands:
                 timeout_s = self._metrics.send_if_due()

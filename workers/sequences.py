@@ -114,10 +114,10 @@ def read_controls(config: ModelSpec) -> list[ControlInput]:
 
 
 def control_inputs(
-    controls: list[ControlInput], row: SequenceRow, batched: bool
+    controls: list[ControlInput], row: SequenceRow, is_batched: bool
 ) -> dict[str, Input]:
     """Return the control inputs of a row, by name."""
-    shape = (1, 1) if batched else (1,)
+    shape = (1, 1) if is_batched else (1,)
     return {
         control.name: Input(
             control.name, control.datatype, shape, memoryview(bytearray(control.encode(row)))
@@ -187,9 +187,9 @@ class States:
         raw = value.raw
         if self._copy_states and not spec.same_buffer:
             raw = memoryview(bytearray(raw)) if isinstance(raw, memoryview) else raw.clone()
-        fields, same_buffer = (spec.input_name, value.datatype, value.shape, raw), spec.same_buffer
+        fields, in_place = (spec.input_name, value.datatype, value.shape, raw), spec.same_buffer
         on_device = not isinstance(raw, memoryview)
-        return Input(*fields, on_device=on_device, kept=not same_buffer, writable=same_buffer)
+        return Input(*fields, on_device=on_device, is_state=not in_place, is_writable=in_place)
 
     def __len__(self) -> int:
         """Return the number of sequences with state."""
@@ -273,7 +273,7 @@ def read_states(config: ModelSpec, model_dir: Path) -> list[StateSpec]:
     return [_state_spec(state, model_dir, config.max_batch_size > 0) for state in states]
 
 
-def _state_spec(state: SequenceState, model_dir: Path, batched: bool) -> StateSpec:
+def _state_spec(state: SequenceState, model_dir: Path, is_batched: bool) -> StateSpec:
     datatype = state.datatype
     initial_state = (*state.initial_state, InitialState())[0]
     shape = tuple(1 if dim == -1 else dim for dim in initial_state.dims or state.dims)
@@ -293,7 +293,7 @@ def _state_spec(state: SequenceState, model_dir: Path, batched: bool) -> StateSp
         (state.input_name, state.output_name),
         state.use_same_buffer_for_input_output,
     )
-    full_shape = (1, *shape) if batched else shape
+    full_shape = (1, *shape) if is_batched else shape
     return StateSpec(*names, datatype, full_shape, initial_bytes, same_buffer)
 
 
@@ -423,7 +423,7 @@ class SequenceExecutor(Executor):
             self._states.store(row_request.row, response, self._client_outputs)
         except BaseException as error:  # a text that is not Unicode, or too little memory
             return self._close_with_error(open_request, self._explain(error, request))
-        if response.rescheduled:
+        if response.is_rescheduled:
             reply: Reply | None = Reply(open_request.key, RESCHEDULED, "")
         else:
             reply = self._scatter(open_request, request, response)

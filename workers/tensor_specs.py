@@ -101,20 +101,20 @@ def complete(
         completed["max_batch_size"] = min(description.largest_batch, default_max_batch_size)
         if completed["max_batch_size"] > 1 and not ModelSpec.of(config).has_scheduler:
             completed["dynamic_batching"] = {}
-    batched = completed.get("max_batch_size", 0) > 0
+    is_batched = completed.get("max_batch_size", 0) > 0
     if not config.get("input"):
-        completed["input"] = [_tensor_config(tensor, batched) for tensor in description.inputs]
+        completed["input"] = [_tensor_config(tensor, is_batched) for tensor in description.inputs]
     if not config.get("output"):
-        completed["output"] = [_tensor_config(tensor, batched) for tensor in description.outputs]
+        completed["output"] = [_tensor_config(tensor, is_batched) for tensor in description.outputs]
     return completed
 
 
-def _tensor_config(tensor: FileTensor, batched: bool) -> dict[str, Any]:
-    dims = list(tensor.dims[1:] if batched else tensor.dims)
+def _tensor_config(tensor: FileTensor, is_batched: bool) -> dict[str, Any]:
+    dims = list(tensor.dims[1:] if is_batched else tensor.dims)
     # A configuration has no scalars: a client sends and receives one element.
     settings: dict[str, Any] = {"name": tensor.name, "data_type": TO_CONFIG[tensor.datatype]}
     settings["dims"] = dims or [1]
-    if batched and not dims:
+    if is_batched and not dims:
         settings["reshape"] = {"shape": []}
     return settings
 

@@ -223,7 +223,7 @@ class Chain:
         (request,) = received.requests
         schema_entry = self._schemas[request.schema]
         size, data = _SMALL, _DATA
-        if schema_entry.outputs[0].placed:
+        if schema_entry.outputs[0].has_range:
             data = request.data[-1]
             size = data[2] // 4
         reply = m.Reply(request.key, "", "", _response_schema(size), [data])

@@ -24,7 +24,7 @@ _BAR = 40
 def render(results: Results) -> str:
     """Return the complete report as text, which ends with a newline."""
     cells = [_cells(row) for row in results.rows if MACHINE not in row.samples]
-    parts = [_preamble(results), table(_HEADER, cells) if cells else ""]
+    parts = [_preamble(results), format_table(_HEADER, cells) if cells else ""]
     parts += [_memcpy(results), _delays(results)]
     if results.notes:
         parts.append("notes\n" + "\n".join(f"  {note}" for note in dict.fromkeys(results.notes)))
@@ -41,14 +41,14 @@ def compare(before: Results, after: Results) -> str:
     rows = [
         _change(rows_before[r.figure.name], r) for r in after.rows if r.figure.name in rows_before
     ]
-    parts = [f"A: {_origin(before)}\nB: {_origin(after)}", table(header, rows)]
+    parts = [f"A: {_origin(before)}\nB: {_origin(after)}", format_table(header, rows)]
     unmatched = rows_before.keys() ^ {row.figure.name for row in after.rows}
     if unmatched:
         parts.append("only in one of them: " + ", ".join(sorted(unmatched)))
     return "\n\n".join(parts) + "\n"
 
 
-def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def format_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """Return a table; the first two columns are left-aligned, numbers are right-aligned."""
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

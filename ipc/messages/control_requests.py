@@ -155,7 +155,7 @@ class RegisterRegion(ControlRequest, Message):
     byte_size: int
     uid: int
     groups: list[int]
-    leased: bool
+    is_leased: bool
     pin: bool
 
 
@@ -181,25 +181,25 @@ class RegisterCudaRegion(ControlRequest, Message):
 class UnregisterRegion(ControlRequest, Message):
     """Sent by a gateway to the supervisor to unregister a region of system memory.
 
-    With `cuda`, the region is one of CUDA memory. An empty name means all regions of that kind that
-    belong to the user.
+    With `is_cuda`, the region is one of CUDA memory. An empty name means all regions of that kind
+    that belong to the user.
     """
 
     name: str
     uid: int
     groups: list[int]
-    cuda: bool = False
+    is_cuda: bool = False
 
 
 class RegionInUse(Message):
     """Sent by a gateway to the supervisor when its use of an unregistered region begins or ends.
 
-    `RegionRetired` has named the region. `used` is true when the use begins. The supervisor
+    `RegionRetired` has named the region. `is_used` is true when the use begins. The supervisor
     withdraws the region once no gateway uses it.
     """
 
     memory_id: int
-    used: bool
+    is_used: bool
 
 
 class RegionReleased(Message):
@@ -313,11 +313,11 @@ class TicketGranted(Message):
 class TicketReturned(Message):
     """Sent by a scheduler to the supervisor when it no longer needs a granted or pending ticket.
 
-    `executed` is true if the ticket was used. The supervisor releases the ticket's resources.
+    `was_used` is true if the ticket was used. The supervisor releases the ticket's resources.
     """
 
     ticket: int
-    executed: bool
+    was_used: bool
 
 
 # --- local clients: programs of users on this host

@@ -25,7 +25,7 @@ class Resumed(Record):
         tokens: The generated tokens (int32, little endian).
         sent_characters: The number of characters of text already sent to the client.
         finish_reason: The reason why the sample has ended, or "".
-        closed: Whether the end was already sent to the client.
+        is_end_sent: Whether the end was already sent to the client.
         sent_tokens: The number of tokens already sent to the client.
     """
 
@@ -33,7 +33,7 @@ class Resumed(Record):
     tokens: bytes
     sent_characters: int
     finish_reason: str = ""
-    closed: bool = False
+    is_end_sent: bool = False
     sent_tokens: int = 0
 
 
@@ -196,16 +196,16 @@ class ResponseSent(Message):
     Attributes:
         key: The key of the request.
         sample: The number of the sample.
-        characters: The number of characters of its text sent so far.
-        closed: Whether its end was sent.
-        tokens: The number of its tokens sent so far.
+        sent_characters: The number of characters of its text sent so far.
+        is_end_sent: Whether its end was sent.
+        sent_tokens: The number of its tokens sent so far.
     """
 
     key: int
     sample: int
-    characters: int
-    closed: bool = False
-    tokens: int = 0
+    sent_characters: int
+    is_end_sent: bool = False
+    sent_tokens: int = 0
 
 
 class Ended(Message):

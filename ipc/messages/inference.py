@@ -343,7 +343,7 @@ class ExecutionResponded(Message):
     """Sent by a worker to a scheduler for each response of a decoupled model, as in `Responded`.
 
     The model returned the response at `computed_ns`, and its outputs were written at `written_ns`.
-    With `failed`, the request has failed; otherwise an error is a response of the model.
+    Without `request_failed`, an error is a response of the model.
     """
 
     key: int
@@ -355,7 +355,7 @@ class ExecutionResponded(Message):
     computed_ns: int
     written_ns: int
     copied_output_bytes: int = 0
-    failed: bool = False
+    request_failed: bool = False
     spans: bytes = b""
 
 

@@ -162,12 +162,12 @@ class Drain(Message):
     The receiver accepts no new work, completes requests in flight, and then sends `Drained`.
 
     Attributes:
-        sequences: Whether open sequences count as in flight until they end or their idle limit
-            expires.
+        awaits_sequences: Whether open sequences count as in flight until they end or their idle
+            limit expires.
         has_successor: Whether another server accepts clients at the gateway's sockets.
     """
 
-    sequences: bool = False
+    awaits_sequences: bool = False
     has_successor: bool = False
 
 
@@ -251,7 +251,7 @@ class RequestTraced(Message):
     version: str
     request_id: str
     trace: str
-    sampled: bool
+    is_sampled: bool
     arrived_ns: int
     ended_ns: int
     spans: bytes

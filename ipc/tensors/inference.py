@@ -123,10 +123,10 @@ class TensorSchema(NamedTuple):
 
 
 class OutputSchema(NamedTuple):
-    """A requested output without its range; `placed` if the data contain a range for it."""
+    """A requested output without its range; `has_range` if the data contain a range for it."""
 
     name: str
-    placed: bool
+    has_range: bool
     may_reuse_input: bool
 
 
@@ -153,7 +153,7 @@ class RequestSchema:
             raise
         except Exception as error:  # msgpack and unpacking raise many types for malformed bytes
             raise MalformedMessage(f"not a request's schema: {error}") from error
-        self.data_count = len(self.inputs) + sum(output.placed for output in self.outputs)
+        self.data_count = len(self.inputs) + sum(output.has_range for output in self.outputs)
 
     def inference(self, data: Sequence[Any]) -> Inference:
         """Return the request with these data.
@@ -168,8 +168,8 @@ class RequestSchema:
         if not self.outputs:
             return Inference(inputs, (), self.parameters)
         outputs = tuple(
-            RequestedOutput(name, unpack_range(next(parts)) if placed else None, may_reuse_input)
-            for name, placed, may_reuse_input in self.outputs
+            RequestedOutput(name, unpack_range(next(parts)) if has_range else None, may_reuse_input)
+            for name, has_range, may_reuse_input in self.outputs
         )
         return Inference(inputs, outputs, self.parameters)
 

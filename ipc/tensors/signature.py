@@ -209,12 +209,12 @@ class Signature:
     def _check_dims(self, tensor: Any, spec: TensorSpec, shape: tuple[int, ...]) -> None:
         if shapes_match(spec.dims, shape):
             return
-        batched = self.max_batch_size > 0
-        expected = (-1, *spec.dims) if batched else spec.dims
+        is_batched = self.max_batch_size > 0
+        expected = (-1, *spec.dims) if is_batched else spec.dims
         raise InvalidArgument(
             f"unexpected shape for input '{tensor.name}' for model '{self.name}'. Expected "
             f"{shape_text(expected)}, got "
-            f"{shape_text(tensor.shape)}.{_BATCH_NOTE if batched else ' '}"
+            f"{shape_text(tensor.shape)}.{_BATCH_NOTE if is_batched else ' '}"
         )
 
     def _check_bucket(self, pad: Pad, shape: tuple[int, ...]) -> None:
@@ -259,21 +259,21 @@ def reshape(
     return tuple(next(sizes) if dim == -1 else dim for dim in target)
 
 
-def model_shape(spec: TensorSpec, shape: tuple[int, ...], batched: bool) -> tuple[int, ...]:
+def model_shape(spec: TensorSpec, shape: tuple[int, ...], is_batched: bool) -> tuple[int, ...]:
     """Return the shape in which the model receives an input that a client sends with `shape`."""
     if spec.reshape is None:
         return shape
-    return (*shape[:batched], *reshape(shape[batched:], spec.dims, spec.reshape))
+    return (*shape[:is_batched], *reshape(shape[is_batched:], spec.dims, spec.reshape))
 
 
-def client_shape(spec: TensorSpec, shape: tuple[int, ...], batched: bool) -> tuple[int, ...]:
+def client_shape(spec: TensorSpec, shape: tuple[int, ...], is_batched: bool) -> tuple[int, ...]:
     """Return the shape for clients of an output that has `shape` in the model.
 
     A shape that does not match the model's side of the reshape is returned unchanged.
     """
-    if spec.reshape is None or not shapes_match(spec.reshape, shape[batched:]):
+    if spec.reshape is None or not shapes_match(spec.reshape, shape[is_batched:]):
         return shape
-    return (*shape[:batched], *reshape(shape[batched:], spec.reshape, spec.dims))
+    return (*shape[:is_batched], *reshape(shape[is_batched:], spec.reshape, spec.dims))
 
 
 def shape_text(shape: Sequence[int]) -> str:

@@ -351,7 +351,7 @@ class UntrustedRouter(Router):
         """Return the identities of connected peers."""
         return list(self._peers)
 
-    def dismiss(self, peer: bytes) -> None:
+    def disconnect(self, peer: bytes) -> None:
         """Close a peer's connection."""
         connection = self._peers.get(peer)
         if connection is not None:

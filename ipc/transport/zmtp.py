@@ -418,7 +418,7 @@ class LinkTable:
     def __iter__(self) -> Iterator[Dealer]:
         return iter(self._links_by_endpoint.values())
 
-    def by_fd(self, fd: int) -> Dealer | None:
+    def find_by_fd(self, fd: int) -> Dealer | None:
         """Return the link with this descriptor, or None."""
         return self._links_by_fd.get(fd)
 

@@ -227,7 +227,7 @@ class _Model:
         """Send a request with these inputs and return its outcome."""
         fit = self.signature.check("check", inputs, ())
         sequences = self._config.sequence_batching
-        has_text_ids = sequences is not None and sequences.correlation_id[1] == "BYTES"
+        has_text_ids = sequences is not None and sequences.correlation_input[1] == "BYTES"
         sequence = "check" if has_text_ids else 1
         is_realistic = bool(self._samples or self._values)
         outcome = "FAILED" if is_realistic else "refused"

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             interrupted = True
     if not points:
         return 130
-    print(f"{args.model} at {target.title}\n{report.table(points)}")
+    print(f"{args.model} at {target.title}\n{report.format_table(points)}")
     if old_report is not None:
         print(f"\n{report.comparison(old_report, points)}")
     _write_files(args, target.title, points)
@@ -96,7 +96,9 @@ def _measure(
     requests = target.requests(slots)
     load = LoadGenerator(poller, target.lane_factory, requests, slots, schedule, args.patience)
     with contextlib.closing(load):
-        point = measure.measure_load(load, plan, kind, value, target.streams, target.statistics)
+        point = measure.measure_load(
+            load, plan, kind, value, target.is_decoupled, target.statistics
+        )
     print(f"{point.name}: {point.per_second:,.1f} requests/s", file=sys.stderr)
     return point
 

@@ -40,7 +40,7 @@ class Profile(NamedTuple):
         rows: The number of sequences computed, over all steps.
         phases: The total seconds of each phase.
         throughput: The tokens per second in each second.
-        interrupted: Whether the interval was ended by a signal.
+        was_interrupted: Whether the interval was ended by a signal.
     """
 
     seconds: float
@@ -49,7 +49,7 @@ class Profile(NamedTuple):
     rows: float
     phases: dict[str, float]
     throughput: list[float]
-    interrupted: bool = False
+    was_interrupted: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,10 +71,10 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgument(f"--seconds: must be more than 0, got {args.seconds:g}")
     token = read_token(args.token_file) if args.token_file else ""
     profile = watch(args.metrics_url, token, args.model, args.seconds)
-    print(table(args.model, profile))
+    print(format_table(args.model, profile))
     if args.plot and profile.steps:
         plot(args.plot, args.model, profile)
-    return 130 if profile.interrupted else 0
+    return 130 if profile.was_interrupted else 0
 
 
 def watch(url: str, token: str, model: str, seconds: float) -> Profile:
@@ -82,12 +82,12 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
     first_sample = _scrape(url, token, model)
     began_s = last_s = time.monotonic()
     last_sample, throughput = first_sample, []
-    interrupted = False
-    while (remaining_s := began_s + seconds - last_s) > 0 and not interrupted:
+    was_interrupted = False
+    while (remaining_s := began_s + seconds - last_s) > 0 and not was_interrupted:
         try:
             time.sleep(min(1.0, remaining_s))
         except KeyboardInterrupt:
-            interrupted = True
+            was_interrupted = True
         sample, sampled_s = _scrape(url, token, model), time.monotonic()
         generated = sample["tokens_generated_total"] - last_sample["tokens_generated_total"]
         throughput.append(generated / (sampled_s - last_s))
@@ -98,7 +98,7 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
 
     counts = (grown("batch_size_count"), grown("tokens_generated_total"), grown("batch_size_sum"))
     phases = {phase: grown(f"step_seconds_total.{phase}") for phase in _PHASES}
-    return Profile(last_s - began_s, *counts, phases, throughput, interrupted)
+    return Profile(last_s - began_s, *counts, phases, throughput, was_interrupted)
 
 
 def _scrape(url: str, token: str, model: str) -> dict[str, float]:
@@ -132,7 +132,7 @@ def _scrape(url: str, token: str, model: str) -> dict[str, float]:
     return samples
 
 
-def table(model: str, profile: Profile) -> str:
+def format_table(model: str, profile: Profile) -> str:
     """Return the profile as a table with a bar for each phase, or one line if no step ran."""
     if not profile.steps:
         return (

@@ -97,7 +97,7 @@ def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStac
         title = f"{args.model} at {target.title}, p99 within {target_ms:g} ms"
         write_file("plot", args.plot, report.draw_trials(title, trials, target_ms))
     if best_trial is None:
-        print(search.table(trials, target_ms))
+        print(search.format_table(trials, target_ms))
         print(f"no tested configuration has a p99 within {target_ms:g} ms", file=sys.stderr)
         return 130 if interrupted else 1
     if args.apply and not interrupted:
@@ -178,5 +178,5 @@ class _TrialRunner:
         lane_factory = self.target.lane_factory
         load = LoadGenerator(self.poller, lane_factory, requests, in_flight, None, patience_s)
         with contextlib.closing(load):
-            streams = self.target.streams
-            return measure.measure_load(load, plan, "concurrency", in_flight, streams, dict)
+            is_decoupled = self.target.is_decoupled
+            return measure.measure_load(load, plan, "concurrency", in_flight, is_decoupled, dict)

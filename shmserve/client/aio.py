@@ -147,7 +147,7 @@ class ResponseStream:
     def _cancel(self) -> None:
         pending = self._pending
         if pending is not None:
-            if not pending.finished and not pending.abandoned:
+            if not pending.has_finished and not pending.is_abandoned:
                 self._channel.cancel(pending)
             pending.abandon()
 
@@ -165,7 +165,7 @@ class ResponseStream:
 
     def __del__(self) -> None:
         pending = self._pending
-        if pending is None or pending.finished or pending.abandoned:
+        if pending is None or pending.has_finished or pending.is_abandoned:
             return
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._channel.loop.call_soon_threadsafe(self._channel.cancel, pending)
@@ -477,14 +477,14 @@ class Server:
         channel = self._channel
         if channel is not None and channel.loop is not asyncio.get_running_loop():
             raise InvalidArgument("this client belongs to another event loop: connect in this one")
-        if channel is not None and channel.connection.alive and not channel.connection.draining:
+        if channel is not None and channel.connection.alive and not channel.connection.is_draining:
             return channel
         connection = await asyncio.to_thread(self._session.connection)
         if self._channel is channel:
             if channel is not None:
                 self._former_channels.append(channel)
             for former in self._former_channels[:]:
-                is_draining = former.connection.draining and former.connection.alive
+                is_draining = former.connection.is_draining and former.connection.alive
                 if not (is_draining and former.requests.waiting):
                     self._former_channels.remove(former)
                     former.close()

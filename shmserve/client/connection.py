@@ -267,7 +267,7 @@ class ServerConnection(ServerState):
                 case OwnerExited(pid):
                     self.mappings.unmap_process(pid)
                 case ServerEnding():
-                    self.draining = True
+                    self.is_draining = True
                     self.start_ended.set()
                 case HealthChanged(ready=ready, started=started):
                     self.models.ready, self.models.started = ready, started
@@ -284,7 +284,7 @@ class ServerConnection(ServerState):
 
     def has_successor(self) -> bool:
         """Check whether a successor serves, or will serve, at the same run directory."""
-        return self.draining or (self._socket_persists and self.is_closed())
+        return self.is_draining or (self._socket_persists and self.is_closed())
 
     def is_closed(self) -> bool:
         """Check whether the server has closed the connection; safe in any thread."""

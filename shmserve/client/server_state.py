@@ -29,7 +29,7 @@ class ClientModel:
         source: The table of models that contains this model.
         decoupled: Whether the model sends any number of responses to a request.
         may_omit_outputs: Whether a response may lack requested outputs.
-        closed: Whether the version was withdrawn or has another scheduler.
+        is_closed: Whether the version was withdrawn or has another scheduler.
     """
 
     def __init__(self, publication: ModelPublished, source: ClientModels | None = None) -> None:
@@ -44,7 +44,7 @@ class ClientModel:
             _MAX_PREPARED, ClientTemplate.close
         )
         self.responses = Schemas(ResponseSchema, _MAX_RESPONSES)
-        self.closed = False
+        self.is_closed = False
 
     @property
     def key(self) -> tuple[str, str]:
@@ -54,13 +54,13 @@ class ClientModel:
     def store_template(self, key: Any, template: ClientTemplate) -> ClientTemplate:
         """Store a template; return the one to use, which another thread may have stored before."""
         stored_template = self.templates.store_if_absent(key, template)
-        if self.closed:
+        if self.is_closed:
             self.close()
         return stored_template
 
     def close(self) -> None:
         """Remove the templates and free their memory."""
-        self.closed = True
+        self.is_closed = True
         self.templates.clear()
 
 
@@ -184,7 +184,7 @@ class ServerState(ABC):
         self.loss_count = 0
         self.alive = True
         self.start_ended = threading.Event()
-        self.draining = False  # new requests must go to another server
+        self.is_draining = False  # new requests must go to another server
         self.identity = ""
         self.is_in_other_pid_namespace = False  # of the server; set before other threads run
         self.mappings = Mappings()

@@ -217,7 +217,7 @@ class Session:
             Disconnected: There is no server.
         """
         connection = self._connection
-        is_usable = connection.alive and not connection.draining
+        is_usable = connection.alive and not connection.is_draining
         if is_usable and connection.pid == os.getpid() and not self._is_closed:
             return connection
         return self._reconnect(connection)

@@ -427,7 +427,7 @@ class Server:
     def _close_former(self) -> None:
         for waiter in self._former_channels[:]:
             connection = waiter.connection
-            if not (connection.draining and connection.alive and waiter.channel.waiting):
+            if not (connection.is_draining and connection.alive and waiter.channel.waiting):
                 self._former_channels.remove(waiter)
                 waiter.close()
 

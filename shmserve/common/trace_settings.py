@@ -226,18 +226,18 @@ class Sampler:
     def __post_init__(self) -> None:
         self.remaining_count, self._is_enabled = self.settings.trace_count, self.settings.on
 
-    def samples(self, decided: bool | None = None) -> bool:
+    def samples(self, is_sampled: bool | None = None) -> bool:
         """Return whether to trace the next request.
 
         Args:
-            decided: The caller's decision in an OpenTelemetry context; None: no such context.
+            is_sampled: The caller's decision in an OpenTelemetry context; None: no such context.
         """
         if not self._is_enabled:
             return False
-        if decided is None or self.settings.trace_mode != OPENTELEMETRY:
+        if is_sampled is None or self.settings.trace_mode != OPENTELEMETRY:
             self._seen_count += 1
-            decided = not self._seen_count % self.settings.trace_rate
-        if not decided or not self.remaining_count:
+            is_sampled = not self._seen_count % self.settings.trace_rate
+        if not is_sampled or not self.remaining_count:
             return False
         if self.remaining_count > 0:
             self.remaining_count -= 1

@@ -122,7 +122,7 @@ class ServerConfig:
     flags: Mapping[str, Any]
 
     @property
-    def guarded(self) -> bool:
+    def allows_remote(self) -> bool:
         """Return whether the server may listen on addresses that other hosts reach."""
         return bool(self.tokens) or self.insecure
 
@@ -189,7 +189,7 @@ def _from_flags(
             *(value["allow-http"], value["http-address"], value["http-port"]),
             _path(value["http-unix-socket"]),
         ),
-        grpc=collected(_grpc, value),
+        grpc=collected(_read_grpc, value),
         metrics_address=value["metrics-address"] or value["http-address"],
         metrics=collected(parse_metrics_config, repeated["metrics-config"]),
         tokens=collected(_tokens, value["auth-token-file"]),
@@ -230,7 +230,7 @@ def _from_flags(
                 _count, environment, "TRITONSERVER_BACKLOG_DELAY_SCHEDULER"
             ),
         ),
-        shm=collected(_shm_policy, value),
+        shm=collected(_read_shm_policy, value),
         run_dir=_path(value["run-dir"]),
         cache_byte_size=collected(
             cache_byte_size, repeated["cache-config"], value["response-cache-byte-size"]
@@ -250,8 +250,8 @@ def _from_flags(
     )
 
 
-def _select_values(value: Mapping[str, Any], *flags: str) -> dict[str, Any]:
-    return {flag.replace("-", "_"): value[flag] for flag in flags}
+def _select_values(values: Mapping[str, Any], *flags: str) -> dict[str, Any]:
+    return {flag.replace("-", "_"): values[flag] for flag in flags}
 
 
 def _path(text: str | None) -> Path | None:
@@ -287,20 +287,20 @@ def _tokens(file: str | None) -> Tokens:
     return {} if file is None else read_tokens(Path(file))
 
 
-def _shm_policy(value: Mapping[str, Any]) -> ShmPolicy:
-    byte_limit = value["shm-max-byte-size"]
+def _read_shm_policy(values: Mapping[str, Any]) -> ShmPolicy:
+    byte_limit = values["shm-max-byte-size"]
     if byte_limit is None:
         byte_limit = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    uid_limit = value["shm-max-byte-size-per-uid"]
+    uid_limit = values["shm-max-byte-size-per-uid"]
     return ShmPolicy(
-        allow=value["allow-client-shm"],
-        group=_resolve_group(value["shm-group"]),
-        max_regions=value["shm-max-regions"],
-        max_regions_per_uid=value["shm-max-regions-per-uid"],
+        allow=values["allow-client-shm"],
+        group=_resolve_group(values["shm-group"]),
+        max_regions=values["shm-max-regions"],
+        max_regions_per_uid=values["shm-max-regions-per-uid"],
         max_byte_size=byte_limit,
         max_byte_size_per_uid=byte_limit if uid_limit is None else uid_limit,
-        sparse_byte_size=value["shm-sparse-byte-size"],
-        overlap=value["shm-overlap"],
+        sparse_byte_size=values["shm-sparse-byte-size"],
+        overlap=values["shm-overlap"],
     )
 
 
@@ -443,40 +443,40 @@ _GRPC_SETTINGS = {
 _COMPRESSION_LEVELS = {"none": 0, "low": 1, "medium": 6, "high": 9}  # compression levels of zlib
 
 
-def _grpc(value: Mapping[str, Any]) -> GrpcConfig | None:
+def _read_grpc(values: Mapping[str, Any]) -> GrpcConfig | None:
     """Return the gRPC settings from the flags' values; None for --allow-grpc=false.
 
     Raises:
         InvalidArgument: A value is invalid; the message names the flag.
     """
-    if not value["allow-grpc"]:
+    if not values["allow-grpc"]:
         return None
-    level = _COMPRESSION_LEVELS[value["grpc-infer-response-compression-level"]]
-    settings = {setting: value[flag] for flag, setting in _GRPC_SETTINGS.items()}
+    level = _COMPRESSION_LEVELS[values["grpc-infer-response-compression-level"]]
+    settings = {setting: values[flag] for flag, setting in _GRPC_SETTINGS.items()}
     return GrpcConfig(
-        address=value["grpc-address"] or value["http-address"],
-        port=value["grpc-port"],
-        unix_socket=_path(value["grpc-unix-socket"]),
-        workers=value["grpc-workers"],
-        settings=GrpcSettings(tls=_tls(value), compression_level=level, **settings),
+        address=values["grpc-address"] or values["http-address"],
+        port=values["grpc-port"],
+        unix_socket=_path(values["grpc-unix-socket"]),
+        workers=values["grpc-workers"],
+        settings=GrpcSettings(tls=_read_tls(values), compression_level=level, **settings),
     )
 
 
-def _tls(value: Mapping[str, Any]) -> Tls | None:
-    mutual: bool = value["grpc-use-ssl-mutual"]
-    if not (value["grpc-use-ssl"] or mutual):
+def _read_tls(values: Mapping[str, Any]) -> Tls | None:
+    mutual: bool = values["grpc-use-ssl-mutual"]
+    if not (values["grpc-use-ssl"] or mutual):
         return None
     tls = Tls(
-        server_cert=_resolve_file(value, "grpc-server-cert"),
-        server_key=_resolve_file(value, "grpc-server-key"),
-        root_cert=_resolve_file(value, "grpc-root-cert") if mutual else None,
+        server_cert=_resolve_file(values, "grpc-server-cert"),
+        server_key=_resolve_file(values, "grpc-server-key"),
+        root_cert=_resolve_file(values, "grpc-root-cert") if mutual else None,
     )
     # Checked here because a gateway with a wrong file would be restarted forever.
     tls.context()
     return tls
 
 
-def _resolve_file(value: Mapping[str, Any], flag: str) -> str:
-    path: str = value[flag] or ""
+def _resolve_file(values: Mapping[str, Any], flag: str) -> str:
+    path: str = values[flag] or ""
     check_file(flag, path)
     return str(Path(path).absolute())

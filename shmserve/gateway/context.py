@@ -67,7 +67,7 @@ class GatewayModel:
         self.endpoint = publication.endpoint  # the endpoint of the model's scheduler
         self.templates: BoundedCache[Any, Any] = BoundedCache(_MAX_TEMPLATES)
         self.signature = Signature(publication.config, publication.version)
-        self.stateful = publication.config.sequence_batching is not None
+        self.is_stateful = publication.config.sequence_batching is not None
         ensemble = publication.config.ensemble_scheduling
         self.steps = [step.model_name for step in ensemble.step] if ensemble else []
         # The prefix of error messages.
@@ -282,9 +282,9 @@ class Gateway:
         health_changed: An event that is set at the next change of `health`, and then replaced.
         failures: The models that failed to load, as the supervisor has published them.
         malloc_trim: The timer that returns freed memory to the system.
-        draining: Whether connections end with their next response.
-        refusing: Whether every client was notified of the drain. Requests of open streams are then
-            refused.
+        is_draining: Whether connections end with their next response.
+        refuses_requests: Whether requests of open streams are refused, because every client was
+            notified of the drain.
     """
 
     settings: GatewaySettings
@@ -298,8 +298,8 @@ class Gateway:
     mappings: Mappings
     health: HealthChanged
     health_changed: asyncio.Event = field(default_factory=asyncio.Event)
-    draining: bool = False
-    refusing: bool = False
+    is_draining: bool = False
+    refuses_requests: bool = False
     failures: LoadsFailed = field(default_factory=partial(LoadsFailed, [], 0))
     tracer: Tracer = field(default_factory=Tracer)
 

@@ -122,25 +122,25 @@ class GatewayRequest(InflightRequest):
     Attributes:
         schedulers: The client that submits the request.
         on_release: Releases the arena block and the regions of the request; None if it has neither.
-        ended: Whether the last response was received, or the request was abandoned.
+        has_ended: Whether the last response was received, or the request was abandoned.
     """
 
     schedulers: GatewaySchedulers
     on_release: Callable[[], None] | None
-    ended: bool = field(init=False, default=False)
+    has_ended: bool = field(init=False, default=False)
 
     @abstractmethod
     def handle_response(self, message: Response) -> None:
-        """Handle a response; it is the last one if the request has `ended`."""
+        """Handle a response; it is the last one if the request `has_ended`."""
 
     def is_awaited(self) -> bool:
-        return not self.ended
+        return not self.has_ended
 
     def handle(self, message: Response) -> None:
-        if self.ended:
+        if self.has_ended:
             self.discard(message)
             return
-        self.ended = type(message) is not m.Responded or message.final
+        self.has_ended = type(message) is not m.Responded or message.final
         self.handle_response(message)
 
     def free(self) -> None:
@@ -164,7 +164,7 @@ class GatewayRequest(InflightRequest):
 
         Its memory stays in use until the scheduler responds.
         """
-        self.ended = True
+        self.has_ended = True
         self.schedulers.cancel(self)
 
 
@@ -222,7 +222,7 @@ class GatewaySchedulers(SchedulerClient[GatewayRequest]):
         self._loop.remove_reader(fd)
 
     def _receive(self, fd: int) -> None:
-        link = self._table.by_fd(fd)
+        link = self._table.find_by_fd(fd)
         assert link is not None
         endpoint = link.endpoint
         for message in link.receive():

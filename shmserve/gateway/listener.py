@@ -72,14 +72,14 @@ class ListenerRules:
     Args:
         allow_shm: Whether clients may use shared memory; None: only if no remote host can reach the
             listener.
-        names: Host names of the server, besides addresses and localhost. "*.NAME" stands for all
+        host_names: Host names of the server, besides addresses and localhost. "*.NAME" means all
             names below NAME, and "*" for any name.
     """
 
     kind: ListenerKind
     authorisation: Authorisation
     allow_shm: InitVar[bool | None]
-    names: frozenset[str] = frozenset()
+    host_names: frozenset[str] = frozenset()
 
     def __post_init__(self, allow_shm: bool | None) -> None:
         self.shm = self.kind is not ListenerKind.REMOTE if allow_shm is None else allow_shm
@@ -153,7 +153,7 @@ class ClientIdentity:
         listener = self.listener
         host = headers.get(_HOST)
         if listener.kind is ListenerKind.LOOPBACK and host != self._accepted_host:
-            if not _names_server(host or "", listener.names):
+            if not _names_server(host or "", listener.host_names):
                 text = "the Host header does not name this server (--allowed-host adds names)"
                 return MisdirectedHost(text)
             self._accepted_host = host

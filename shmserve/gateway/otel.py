@@ -128,7 +128,7 @@ class Exporter:
             SpanKind.SERVER,
             trace.error,
         )
-        for name, start_ns, end_ns in () if trace.local else _gateway_phases(trace):
+        for name, start_ns, end_ns in () if trace.is_local else _gateway_phases(trace):
             times = (start_ns + epoch_ns, end_ns + epoch_ns)
             yield self._span(name, trace_id, os.urandom(8).hex(), trace.context.span_id, *times, {})
         for span in trace.spans:
@@ -139,8 +139,8 @@ class Exporter:
                 parent_id = trace.context.span_id
             attributes = _attributes(span.model, span.version, span.request_id)
             attributes["shmserve.batch_size"] = span.batch_size
-            if span.closed:
-                attributes["shmserve.batch_closed"] = span.closed
+            if span.close_reason:
+                attributes["shmserve.batch_closed"] = span.close_reason
             yield self._span(span.model, trace_id, span.span_id, parent_id, *times, attributes)
             yield from self._phases(trace_id, span, epoch_ns)
 

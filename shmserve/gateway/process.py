@@ -151,7 +151,8 @@ class _Process:
             self._accept_received.set()
         schedulers = GatewaySchedulers()
         malloc_trim = MallocTrim()
-        address, identity = endpoints.control(start.run_dir), f"gateway.{start.name}.{os.getpid()}"
+        identity = f"gateway.{start.gateway_name}.{os.getpid()}"
+        address = endpoints.control(start.run_dir)
         supervisor = GatewaySupervisorLink(address, identity, self._handle_message)
         self._gateway = Gateway(
             settings=settings,
@@ -181,7 +182,7 @@ class _Process:
             await self._server.open()
             gateway.supervisor.post(m.GatewayReady())
             await self._accept_received.wait()
-            if not gateway.draining:
+            if not gateway.is_draining:
                 await self._server.accept()
             await self._stop_received.wait()
         finally:
@@ -237,11 +238,11 @@ class _Process:
             case m.Accept():
                 self._accept_received.set()
             case m.Drain(has_successor=has_successor):
-                gateway.draining = True
+                gateway.is_draining = True
                 self._accept_received.set()
                 self._server.drain(self._on_clients_notified, has_successor)
             case m.Stop():
-                gateway.draining = True
+                gateway.is_draining = True
                 self._accept_received.set()
                 self._stop_received.set()
             case _:
@@ -250,7 +251,7 @@ class _Process:
             gateway.supervisor.post(Acknowledged(number))
 
     def _on_clients_notified(self) -> None:
-        self._gateway.refusing = True
+        self._gateway.refuses_requests = True
         self._server.call_when_idle(self._on_idle)
 
     def _on_idle(self) -> None:

@@ -42,8 +42,8 @@ class GatewayRegion:
         self.owner = Ownership(message.uid, message.group, registered_range.memory.copied)
         self.request_count = 0
         # Whether the region was unregistered; requests may use it until it is withdrawn.
-        self.retired = False
-        self.withdrawn = False
+        self.is_retired = False
+        self.is_withdrawn = False
         self.written_ranges = WrittenRanges()
 
     def admits(self, peer: Peer) -> bool:
@@ -134,8 +134,8 @@ class RegionReferences:
         self._output_ranges: list[WrittenRange] = []  # the ranges of all outputs
         self._reserved_ranges: list[WrittenRange] = []  # the ranges that overlap no other range
 
-    def reference_range(self, requested: RegionRange, *, write: bool = False) -> Range:
-        """Count a reference to a region, and return the range; `write` reserves it for an output.
+    def reference_range(self, requested: RegionRange, *, is_output: bool = False) -> Range:
+        """Count a reference to a region, and return the range; an output's range is reserved.
 
         Raises:
             NotFound: The region is not registered.
@@ -147,10 +147,10 @@ class RegionReferences:
         if region not in self.regions:
             self.regions.append(region)
             region.request_count += 1
-            if region.retired:
+            if region.is_retired:
                 self._table.report_first_use(region)
         span = (memory_range.offset, memory_range.offset + memory_range.byte_size)
-        if write and memory_range.byte_size and self._table.overlap != "ignore":
+        if is_output and memory_range.byte_size and self._table.overlap != "ignore":
             self._output_ranges.append((region, span))
             self._reserve((region, span))
         return memory_range
@@ -192,7 +192,7 @@ class RegionReferences:
         references.regions += regions
         for region in regions:
             region.request_count += 1
-            if region.retired:
+            if region.is_retired:
                 table.report_first_use(region)
         try:
             if table.overlap != "ignore":
@@ -211,7 +211,7 @@ class RegionReferences:
         regions, self.regions = self.regions, []
         for region in regions:
             region.request_count -= 1
-            if not region.request_count and (region.retired or region.withdrawn):
+            if not region.request_count and (region.is_retired or region.is_withdrawn):
                 self._table.report_unused(region)
 
 
@@ -272,7 +272,7 @@ class RegionTable:
         """Mark an unregistered region as retired, and report it if requests use it."""
         region = self._regions_by_id.get(memory_id)
         if region is not None:
-            region.retired = True
+            region.is_retired = True
             if region.request_count:
                 self._report(RegionInUse(memory_id, True))
 
@@ -287,7 +287,7 @@ class RegionTable:
         if region is None:
             self._report(RegionReleased(memory_id))
             return
-        region.withdrawn = True
+        region.is_withdrawn = True
         self.version += 1
         if self._regions_by_name.get(region.name) is region:
             del self._regions_by_name[region.name]
@@ -300,7 +300,7 @@ class RegionTable:
 
     def report_unused(self, region: GatewayRegion) -> None:
         """Report that no request uses a region; remove it if it was withdrawn."""
-        if not region.withdrawn:
+        if not region.is_withdrawn:
             self._report(RegionInUse(region.memory.id, False))
             return
         if self._regions_by_id.pop(region.memory.id, None) is not None:
@@ -324,7 +324,7 @@ class RegionTable:
             )
         return region
 
-    def visible_regions(self, name: str, peer: Peer, *, cuda: bool) -> list[GatewayRegion]:
+    def visible_regions(self, name: str, peer: Peer, *, is_cuda: bool) -> list[GatewayRegion]:
         """Return the regions of a kind that `peer` may see: all, or the one with a `name`.
 
         Raises:
@@ -334,12 +334,12 @@ class RegionTable:
         regions_by_name |= self._regions_by_name
         if not name:
             regions = (region for _, region in sorted(regions_by_name.items()))
-            return [r for r in regions if r.admits(peer) and (r.memory.cuda is not None) == cuda]
-        kind, other_kind = ("CUDA", "system") if cuda else ("system", "CUDA")
+            return [r for r in regions if r.admits(peer) and (r.memory.cuda is not None) == is_cuda]
+        kind, other_kind = ("CUDA", "system") if is_cuda else ("system", "CUDA")
         region = regions_by_name.get(name)
         if region is None or not region.admits(peer):
             raise NotFound(f"Unable to find {kind.lower()} shared memory region: '{name}'")
-        if (region.memory.cuda is not None) != cuda:
+        if (region.memory.cuda is not None) != is_cuda:
             raise NotFound(
                 f"The region named '{name}' is registered as {other_kind} shared memory, "
                 f"not {kind} shared memory"

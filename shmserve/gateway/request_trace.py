@@ -39,9 +39,9 @@ class RequestTrace:
         scheduler: The ids of the scheduler's span.
         spans: The scheduler's span and the spans within it, once the response has arrived.
         tensors: The traced inputs and outputs of these spans.
-        explained: Whether the response contains an explanation.
-        sampled: Whether the trace is written to the file or sent to the collector.
-        local: Whether a local client sent the request to the scheduler, without a gateway.
+        has_explanation: Whether the response contains an explanation.
+        is_sampled: Whether the trace is written to the file or sent to the collector.
+        is_local: Whether a local client sent the request to the scheduler, without a gateway.
         error: The message of the error, if the request failed.
     """
 
@@ -51,9 +51,9 @@ class RequestTrace:
     request_id: str
     context: TraceContext
     arrived_ns: int
-    explained: bool
-    sampled: bool
-    local: bool = False
+    has_explanation: bool
+    is_sampled: bool
+    is_local: bool = False
     scheduler: TraceContext = field(init=False)
     submitted_ns: int = field(default_factory=time.monotonic_ns)
     responded_ns: int = 0
@@ -84,7 +84,7 @@ class RequestTrace:
 
     def explain(self, inferred: Inferred) -> Inferred:
         """Return the response, with an explanation if the request asked for one."""
-        if not self.explained:
+        if not self.has_explanation:
             return inferred
         explanation = {"explanation": self.explanation(time.monotonic_ns())}
         return replace(inferred, parameters=inferred.parameters | explanation)

@@ -193,13 +193,13 @@ class GatewayStart:
     gateway receives descriptors for gRPC only.
 
     Attributes:
-        name: The name of the gateway in the supervisor.
+        gateway_name: The name of the gateway in the supervisor.
         http_sockets: The number of sockets for HTTP.
         grpc: The settings of a gRPC gateway.
         waits_for_accept: Whether connections are accepted only after `Accept`.
     """
 
-    name: str
+    gateway_name: str
     run_dir: Path
     settings: GatewaySettings
     http_sockets: int = 0

@@ -69,7 +69,7 @@ class Tracer:
     """The traces of a gateway.
 
     Attributes:
-        active: Whether requests that do not ask for a trace may be traced.
+        is_active: Whether requests that do not ask for a trace may be traced.
     """
 
     def __init__(self, slow_request_ms: int = 0, protocol: str = "HTTP") -> None:
@@ -84,7 +84,7 @@ class Tracer:
         self._samplers = Samplers()
         self._write_timer: asyncio.TimerHandle | None = None
         self._exporter: Any = None  # an otel.Exporter if the settings enable OpenTelemetry
-        self.active = self._slow_request_ns > 0
+        self.is_active = self._slow_request_ns > 0
 
     def apply_settings(self, settings: dict[str, dict[str, Any]]) -> None:
         """Apply settings by model; "" has the settings of all other models."""
@@ -97,7 +97,7 @@ class Tracer:
 
             self._exporter = Exporter(default_settings.exporter)
             gc.freeze()  # The garbage collector need not scan the modules.
-        self.active = self._slow_request_ns > 0 or self._samplers.on
+        self.is_active = self._slow_request_ns > 0 or self._samplers.on
 
     def begin_trace(
         self,
@@ -106,29 +106,29 @@ class Tracer:
         request_id: str,
         arrived_ns: int,
         traceparent: str,
-        explained: bool,
+        has_explanation: bool,
     ) -> RequestTrace | None:
         """Return the trace of a request before it is submitted; None if it is not traced."""
         caller = TraceContext.of_header(traceparent) if traceparent else None
         sampler = self._samplers.of(model)
-        sampled = sampler.samples(None if caller is None else caller.sampled)
-        if not (explained or sampled or caller or self._slow_request_ns):
+        is_sampled = sampler.samples(None if caller is None else caller.is_sampled)
+        if not (has_explanation or is_sampled or caller or self._slow_request_ns):
             return None
         if caller is None:
-            context = TraceContext.new(sampled)
+            context = TraceContext.new(is_sampled)
         else:
-            context = caller.child(sampled or caller.sampled)
-        context = context._replace(tensors=sampled and sampler.settings.with_tensors)
-        request_fields = (model, version, request_id)
-        return RequestTrace(self.finish, *request_fields, context, arrived_ns, explained, sampled)
+            context = caller.child(is_sampled or caller.is_sampled)
+        context = context._replace(with_tensors=is_sampled and sampler.settings.with_tensors)
+        request_fields = (model, version, request_id, context, arrived_ns)
+        return RequestTrace(self.finish, *request_fields, has_explanation, is_sampled)
 
     def record_local_request(self, message: RequestTraced) -> None:
         """Record the trace of a local client's request, which no gateway has received."""
         scheduler_context = TraceContext.of(message.trace)
         context = scheduler_context._replace(span_id=os.urandom(8).hex())
-        request_fields = (message.model, message.version, message.request_id)
+        request_fields = (message.model, message.version, message.request_id, context)
         trace = RequestTrace(
-            self.finish, *request_fields, context, message.arrived_ns, False, message.sampled, True
+            self.finish, *request_fields, message.arrived_ns, False, message.is_sampled, True
         )
         trace.scheduler, trace.submitted_ns = scheduler_context, message.arrived_ns
         trace.ended_ns, trace.error = message.ended_ns, message.error
@@ -139,9 +139,9 @@ class Tracer:
         """Log, export or write the trace of a request that has ended."""
         if self._slow_request_ns and trace.ended_ns - trace.arrived_ns > self._slow_request_ns:
             _log_slow(trace)
-        if trace.sampled and self._exporter is not None:
+        if trace.is_sampled and self._exporter is not None:
             self._exporter.export(trace)
-        elif trace.sampled:
+        elif trace.is_sampled:
             sampler = self._samplers.of(trace.model)
             sampler.pending.append(trace)
             if len(sampler.pending) == sampler.settings.log_frequency:
@@ -170,7 +170,7 @@ class Tracer:
         path = settings.trace_file
         if not path:
             return
-        protocols = ("" if trace.local else self._protocol for trace in traces)
+        protocols = ("" if trace.is_local else self._protocol for trace in traces)
         entry_lists = map(trace_entries, traces, protocols, repeat(settings.trace_level))
         entries = [entry for entries in entry_lists for entry in entries]
         if not entries:

@@ -4,9 +4,9 @@ A model's folder becomes a configuration in these steps:
 
     read_pbtxt / read_json     text -> ModelConfig, Source             (syntax, names, types)
     detect_backend             + name, backend, file name              (from the file names)
-    normalise, validate        + defaults; complete=False              (rules that hold already)
+    normalise, validate        + defaults; is_complete=False           (rules that hold already)
     merge_autocomplete         + the fields that the model reports
-    normalise, validate        + the server's defaults; complete=True  (all rules)
+    normalise, validate        + the server's defaults; is_complete=True  (all rules)
     ignored_fields, warnings_of, to_dict
 
 The `Source` stores the position of every key and the values that could not be read. `validate` and

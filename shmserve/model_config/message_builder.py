@@ -64,12 +64,12 @@ class Builder:
     """A builder of one message.
 
     Attributes:
-        json: Whether values follow the rules of proto3 JSON.
+        is_json: Whether values follow the rules of proto3 JSON.
         positions: The positions, as in `Source`.
         problems: The problems, as in `Source`.
     """
 
-    json: bool = False
+    is_json: bool = False
     positions: dict[Key, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
@@ -101,7 +101,7 @@ class Builder:
 
     def _find(self, descriptor: Descriptor, entry: Entry) -> FieldDescriptor | None:
         descriptor_field = descriptor.fields_by_name.get(entry.name)
-        if descriptor_field is None and self.json:
+        if descriptor_field is None and self.is_json:
             descriptor_field = descriptor.fields_by_camelcase_name.get(entry.name)
         return descriptor_field
 
@@ -145,7 +145,7 @@ class Builder:
         self.fill(child, value, path)
 
     def _set_map(self, message: Message, target: FieldDescriptor, entry: Entry, path: Key) -> None:
-        if self.json and entry.is_list:
+        if self.is_json and entry.is_list:
             self._add_problem(entry.at, path, "expected { ... }, found a list")
             return
         container: Any = getattr(message, target.name)
@@ -154,7 +154,7 @@ class Builder:
                 self._add_problem(value.at, path, f"expected {{ ... }}, found {clip(value.source)}")
                 continue
             at = value.at if entry.is_list else entry.at
-            pairs = map(_pair, value.entries) if self.json else [MessageValue(at, value.entries)]
+            pairs = map(_pair, value.entries) if self.is_json else [MessageValue(at, value.entries)]
             for block in pairs:
                 pair = container.GetEntryClass()()
                 problem_count = len(self.problems)
@@ -184,7 +184,7 @@ class Builder:
 
     def _convert_integer(self, target: FieldDescriptor, value: Scalar) -> int:
         number = self._find_number(value)
-        if self.json and isinstance(number, float) and number.is_integer():
+        if self.is_json and isinstance(number, float) and number.is_integer():
             number = int(number)
         if not isinstance(number, int):
             raise _Misfit(f"expected an integer, found {clip(value.source)}")
@@ -207,14 +207,14 @@ class Builder:
     def _find_number(self, value: Scalar) -> int | float | None:
         if value.kind == "number" and isinstance(value.value, int | float):
             return value.value
-        if self.json and value.kind == "string" and isinstance(value.value, bytes):
+        if self.is_json and value.kind == "string" and isinstance(value.value, bytes):
             return _number_in_string(value.value)
         return None
 
     def _convert_bool(self, value: Scalar) -> bool:
         if isinstance(value.value, bool):
             return value.value
-        if self.json:
+        if self.is_json:
             if value.value in _JSON_BOOLS:
                 return _JSON_BOOLS[value.value]
         else:
@@ -228,7 +228,7 @@ class Builder:
         enum = target.enum_type
         assert enum is not None
         if isinstance(value.value, bytes):
-            name = value.value.decode("utf-8", "replace").upper() if self.json else ""
+            name = value.value.decode("utf-8", "replace").upper() if self.is_json else ""
         else:
             name = str(value.value) if value.kind == "word" else ""
         if name in enum.values_by_name:

@@ -50,7 +50,7 @@ def read_json(value: str | dict[str, Any], origin: str = "config") -> tuple[Mode
         raise InvalidArgument(f"{origin}: not valid JSON: {reason}") from None
     if not isinstance(decoded, dict):
         raise InvalidArgument(f"{origin}: expected a JSON object")
-    return _build(Builder(json=True), partial(tree_from_json, decoded, text), origin)
+    return _build(Builder(is_json=True), partial(tree_from_json, decoded, text), origin)
 
 
 def parse_pbtxt(text: str, file_name: str = "config.pbtxt") -> ModelConfig:

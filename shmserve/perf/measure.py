@@ -167,13 +167,13 @@ def measure_load(
     plan: MeasurementPlan,
     kind: str,
     value: float,
-    streams: bool,
+    is_decoupled: bool,
     statistics: Callable[[], dict[str, Statistics]],
 ) -> Point:
     """Run a load and return its result, a `Point` with this `kind` and `value`.
 
-    `streams` adds figures of response streams. `statistics` queries the server's statistics. Raises
-    Unavailable if the server exits.
+    `is_decoupled` adds figures of response streams. `statistics` queries the server's statistics.
+    Raises Unavailable if the server exits.
 
     KeyboardInterrupt ends the load: the result covers the complete windows, or the requests so far
     if there is no such window.
@@ -210,7 +210,7 @@ def measure_load(
     marks = marks[-1 - AGREEING_WINDOWS :]
     point = _point(load.records, marks, kind, value, settled)
     point.interrupted = interrupted
-    if streams:
+    if is_decoupled:
         _add_response_figures(point, load.records, marks[0], marks[-1])
     point.server = {m: statistics_change(before.get(m, {}), now) for m, now in after.items()}
     return point

@@ -28,7 +28,7 @@ _COLOURS |= {"within": "#2e8b57", "above": "#c0392b", "target": "#777777"}
 _TICKS = (1, 2, 5)
 
 
-def table(points: Sequence[Point]) -> str:
+def format_table(points: Sequence[Point]) -> str:
     """Return a table with a row for each load, followed by notes."""
     lines = [
         f"{'load':<18}{'requests/s':>12}{'±':>8}{'mean ms':>9}{'p50':>9}{'p90':>9}{'p95':>9}"
@@ -185,7 +185,7 @@ def draw(title: str, points: Sequence[Point]) -> str:
         return _svg(title, "requests a second", lines)
     keys = [key for key in points[0].latency if key.startswith("p")]
     line = Line("latency", [(i + 1, points[0].latency[k]) for i, k in enumerate(keys)], keys)
-    return _svg(f"{title}, {points[0].name}", "percentile", [line], ticked=False)
+    return _svg(f"{title}, {points[0].name}", "percentile", [line], has_ticks=False)
 
 
 def draw_trials(title: str, trials: Sequence[Trial], target_ms: float) -> str:
@@ -202,7 +202,7 @@ def draw_trials(title: str, trials: Sequence[Trial], target_ms: float) -> str:
     return _svg(title, "requests a second", lines)
 
 
-def _svg(title: str, x_label: str, lines: Sequence[Line], *, ticked: bool = True) -> str:
+def _svg(title: str, x_label: str, lines: Sequence[Line], *, has_ticks: bool = True) -> str:
     all_x = [x for line in lines for x, _ in line.points]
     all_y = [y for line in lines for _, y in line.points if y > 0] or [1.0]
     max_x = max(all_x) * 1.08 or 1.0
@@ -226,7 +226,7 @@ def _svg(title: str, x_label: str, lines: Sequence[Line], *, ticked: bool = True
     ticks = _log_ticks(min_y, max_y)
     parts += [_grid(_LEFT, pixel_y(y), _WIDTH - _RIGHT, pixel_y(y)) for y in ticks]
     parts += [_text(_LEFT - 6, pixel_y(y) + 4, f"{y:g}", "end") for y in _log_ticks(min_y, max_y)]
-    if ticked:
+    if has_ticks:
         for x in _linear_ticks(max_x):
             parts.append(_grid(pixel_x(x), _TOP, pixel_x(x), _HEIGHT - _BOTTOM))
             parts.append(_text(pixel_x(x), _HEIGHT - _BOTTOM + 16, f"{x:,.6g}", "middle"))

@@ -293,7 +293,7 @@ def _with_count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def table(trials: Sequence[Trial], target_ms: float) -> str:
+def format_table(trials: Sequence[Trial], target_ms: float) -> str:
     """Return a table with a row for each trial, in order."""
     lines = [f"{'requests/s':>12}{'p99 ms':>10}{'in flight':>11}  configuration"]
     for trial in trials:
@@ -314,7 +314,7 @@ def recommendation(config: Config, trials: Sequence[Trial], best: Trial, target_
         f"{best.p99_ms:.2f} ms, with {best.candidate.in_flight} in flight",
         f"# before: {original.per_second:,.1f} requests/s, p99 {original.p99_ms:.2f} ms, with "
         f"{original.candidate.in_flight} in flight",
-        *(f"# {line}" for line in table(trials, target_ms).splitlines()),
+        *(f"# {line}" for line in format_table(trials, target_ms).splitlines()),
         *_fields(with_candidate(config, best.candidate, target_ms), best.candidate),
     ]
     return "\n".join(lines) + "\n"

@@ -50,14 +50,14 @@ class LoadTarget:
         lane_factory: Opens lanes of the selected protocol.
         requests: For a number of slots, returns a function from a slot to its encoded requests.
         statistics: Returns the server's statistics by model.
-        streams: Whether the model is decoupled.
+        is_decoupled: Whether the model is decoupled.
         title: The target's name in reports.
     """
 
     lane_factory: LaneFactory
     requests: Callable[[int], Requests]
     statistics: Callable[[], dict[str, Mapping[str, Any]]]
-    streams: bool
+    is_decoupled: bool
     title: str
 
 
@@ -93,7 +93,7 @@ def connect(args: Namespace, poller: Poller, stack: ExitStack) -> LoadTarget:
     models = (args.model, *model.steps)
     statistics = partial(measure.statistics_of, transport, models, args.model_version)
     title = address.address_text if address else str(run_dir)
-    return LoadTarget(lane_factory, requests, statistics, lane_factory.streams, title)
+    return LoadTarget(lane_factory, requests, statistics, lane_factory.is_decoupled, title)
 
 
 @contextlib.contextmanager
@@ -136,17 +136,19 @@ def _open_native_lanes(
         if datatype != "BYTES"  # BYTES outputs are decoded and have no range
     }
     return NativeLaneFactory(
-        run_dir, poller, streams=model.decoupled, device=device, output_specs=specs
+        run_dir, poller, is_decoupled=model.decoupled, device=device, output_specs=specs
     )
 
 
-def _open_lanes(args: Namespace, address: Address, poller: Poller, streams: bool) -> LaneFactory:
+def _open_lanes(
+    args: Namespace, address: Address, poller: Poller, is_decoupled: bool
+) -> LaneFactory:
     credentials = servers.read_credentials(args)
     if address.protocol == "grpc":
         from shmserve.protocols.grpc import GrpcLaneFactory
 
-        return GrpcLaneFactory(address, credentials, poller, streams=streams)
-    if streams:
+        return GrpcLaneFactory(address, credentials, poller, is_decoupled=is_decoupled)
+    if is_decoupled:
         from shmserve.protocols.http import GenerateLaneFactory
 
         return GenerateLaneFactory(address, credentials, poller)

@@ -222,10 +222,10 @@ class Lane(Protocol):
 class LaneFactory(Protocol):
     """A factory of lanes to one server over one protocol.
 
-    If a factory `streams`, its requests may have many responses.
+    If a factory `is_decoupled`, its requests may have many responses.
     """
 
-    streams: bool
+    is_decoupled: bool
 
     def encode(self, request: OutgoingRequest) -> Any:
         """Return the encoded request, for a lane to send."""

@@ -217,20 +217,20 @@ class GrpcLaneFactory:
     """
 
     def __init__(
-        self, address: Address, credentials: Credentials, poller: Poller, *, streams: bool
+        self, address: Address, credentials: Credentials, poller: Poller, *, is_decoupled: bool
     ) -> None:
         """Prepare the factory, whose lanes open the connections.
 
         Raises InvalidArgument for invalid TLS files.
         """
-        self.streams = streams
+        self.is_decoupled = is_decoupled
         self.poller = poller
         tls = create_tls_context(address, credentials, "h2")
         self._connect = partial(ClientConnection, address, tls, poller)
         fields = {
             ":method": "POST",
             ":scheme": "https" if address.tls else "http",
-            ":path": _SERVICE + ("ModelStreamInfer" if streams else "ModelInfer"),
+            ":path": _SERVICE + ("ModelStreamInfer" if is_decoupled else "ModelInfer"),
             ":authority": address.target,
             "content-type": "application/grpc",
             "te": "trailers",
@@ -243,7 +243,7 @@ class GrpcLaneFactory:
     def encode(self, request: OutgoingRequest) -> bytes:
         """Return a message with its length prefix."""
         message = encode_infer_message(request)
-        if self.streams:
+        if self.is_decoupled:
             set_parameters(message, {"triton_enable_empty_final_response": True})
         serialized: bytes = message.SerializeToString()
         return b"\0" + h2.pack_uint32(len(serialized)) + serialized
@@ -286,11 +286,11 @@ class GrpcLane:
         if not self._stream_id:
             self._connection = self._lane_factory.connection(self._number)
             self._stream_id = self._connection.start(self, self._lane_factory.head)
-        self._connection.send(self._stream_id, message, is_last=not self._lane_factory.streams)
+        self._connection.send(self._stream_id, message, is_last=not self._lane_factory.is_decoupled)
 
     def receive_data(self, payload: bytes) -> None:
         """Parse the messages in a DATA frame, which may be partial."""
-        if not self._lane_factory.streams:
+        if not self._lane_factory.is_decoupled:
             return
         messages = self._received_data
         messages += payload
@@ -329,7 +329,7 @@ class GrpcLane:
         self._received_data.clear()
         was_busy, self._is_busy = self._is_busy, False
         if was_busy:
-            end_text = "the server ended the stream" if self._lane_factory.streams else ""
+            end_text = "the server ended the stream" if self._lane_factory.is_decoupled else ""
             self.observer.on_end(error or end_text)
 
     def close(self) -> None:

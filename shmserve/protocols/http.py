@@ -302,7 +302,7 @@ def _error_text(content: bytes) -> str:
 class HttpLaneFactory:
     """A factory of lanes for inference over HTTP, with one response per request."""
 
-    streams = False
+    is_decoupled = False
 
     def __init__(self, address: Address, credentials: Credentials, poller: Poller) -> None:
         """Prepare the factory. Raises InvalidArgument for invalid TLS files."""
@@ -485,7 +485,7 @@ class GenerateLaneFactory(HttpLaneFactory):
     `is_response(event)` selects responses among events.
     """
 
-    streams = True
+    is_decoupled = True
     is_response: Callable[[bytes], Any] = bool
 
     def encode(self, request: OutgoingRequest) -> bytes:

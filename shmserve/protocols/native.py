@@ -112,12 +112,12 @@ class NativeLaneFactory:
         run_dir: Path,
         poller: Poller,
         *,
-        streams: bool,
+        is_decoupled: bool,
         device: str = "",
         output_specs: Specs | None = None,
     ) -> None:
         """Connect to the server. Raises Disconnected when there is no server."""
-        self.streams = streams
+        self.is_decoupled = is_decoupled
         self.poller = poller
         self._device = device
         self._output_specs = output_specs or {}
@@ -179,8 +179,8 @@ class NativeLane:
         self._stream_error = ""
         lane_factory = self._lane_factory
         session, connection = lane_factory.session, lane_factory.connection
-        built_request = session.pack(connection, request, stream=lane_factory.streams)
-        if lane_factory.streams:
+        built_request = session.pack(connection, request, stream=lane_factory.is_decoupled)
+        if lane_factory.is_decoupled:
             pending = ClientStream(lane_factory.channel, built_request)
             pending.on_item = partial(self._on_responses, pending)
             lane_factory.channel.start(pending)
@@ -203,7 +203,7 @@ class NativeLane:
             if credit:
                 self._lane_factory.channel.schedulers.credit(pending, credit)
                 self._lane_factory.flush_soon()
-        if pending.finished:
+        if pending.has_finished:
             pending.on_item = _ignore_item
             pending.abandon()
             self._observer.on_end(self._stream_error)

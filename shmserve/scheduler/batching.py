@@ -160,7 +160,7 @@ class BatchingCore(Core[ScheduledRequest]):
         calls = [Caller.parse(call.submit.callers) for call in self._queue.calls()]
         callers = {(caller.pid, caller.key) for chain in calls for caller in chain}
         instance_slots = getattr(request.sequence, "instance_slots", None)
-        slot = None if instance_slots is None else self._pool.by_peer(instance_slots.peer)
+        slot = None if instance_slots is None else self._pool.find_by_peer(instance_slots.peer)
         if self._pool.are_blocked(callers, [] if slot is None else [slot], self._preserves_order):
             self._fail_held_call(request, "its instances", now_ns)
             return
@@ -224,10 +224,10 @@ class BatchingCore(Core[ScheduledRequest]):
         # The response may still have to wait for its turn.
         known, schema = self._properties_by_schema, submit.schema
         properties = known[schema] if schema in known else self._derive_properties(submit)
-        request = self._queue.enqueue(client, submit, properties, now_ns, cached=True)
+        request = self._queue.enqueue(client, submit, properties, now_ns, is_cached=True)
         request.lookup = lookup
         self._responses.register(request)
-        timing = Timing(now_ns, 0, 0, 0, closed=CACHED)
+        timing = Timing(now_ns, 0, 0, 0, close_reason=CACHED)
         self._responses.finish(request, "", "", lookup.response, timing, now_ns)
 
     def retry_after_s(self, error: ShmserveError) -> int:
@@ -322,19 +322,19 @@ class BatchingCore(Core[ScheduledRequest]):
         self.results.process_exited(pid, reason, now_ns)
         self.executions.process_exited(pid)
 
-    def drain(self, sequences: bool) -> None:
-        self._awaits_sequences = sequences
-        if sequences and self._dispatcher.open_sequences:
+    def drain(self, awaits_sequences: bool) -> None:
+        self._awaits_sequences = awaits_sequences
+        if awaits_sequences and self._dispatcher.open_sequence_count:
             logger.info(
                 "model '%s': waiting until all open sequences (%d) have ended",
                 self._name,
-                self._dispatcher.open_sequences,
+                self._dispatcher.open_sequence_count,
             )
         self._dispatcher.flush()
 
     @property
     def unfinished(self) -> int:
-        sequences = self._dispatcher.open_sequences if self._awaits_sequences else 0
+        sequences = self._dispatcher.open_sequence_count if self._awaits_sequences else 0
         return self._responses.live_requests or sequences
 
     @property
@@ -378,7 +378,7 @@ class BatchingCore(Core[ScheduledRequest]):
             case State.QUEUED:
                 text = self._dispatcher.expired_text(request, now_ns)
                 self._queue.remove(request)
-                self._dispatcher.on_removed(request, now_ns, expired=True)
+                self._dispatcher.on_removed(request, now_ns, has_expired=True)
                 reason = Reason.REJECTED
             case State.EXECUTING | State.RESPONDING:
                 self.executions.cancel(request)
@@ -400,7 +400,7 @@ class BatchingCore(Core[ScheduledRequest]):
             "pending": len(self._queue),
             "executing": self._pool.executing_count,
             "instances": self._pool.counts(),
-            "open_sequences": self._dispatcher.open_sequences,
+            "open_sequences": self._dispatcher.open_sequence_count,
             "generation": self._dispatcher.gauges(),
             "malformed": self._workers.malformed_messages + self.results.unexpected_messages,
         }

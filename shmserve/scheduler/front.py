@@ -123,14 +123,14 @@ class Reports:
         self._statistics.malformed = gauges.pop("malformed") + self.unexpected_count
         return gauges
 
-    def snapshot(self, brief: bool = False) -> None:
+    def snapshot(self, omits_responses: bool = False) -> None:
         """Send the counts to the supervisor, which passes them to a successor.
 
-        A published count must never decrease. `brief` is passed to `Statistics.snapshot`.
+        A published count must never decrease. `omits_responses` is passed to `Statistics.snapshot`.
         """
         gauges = self._count_malformed()
         gauge_values = {name: gauges[name] for name in _GAUGE_KEYS}
-        statistics = {**self._statistics.snapshot(brief), **gauge_values}
+        statistics = {**self._statistics.snapshot(omits_responses), **gauge_values}
         self._control.post(StatisticsSnapshot(statistics, self._metrics.snapshot()))
 
     def set_base(self, message: BaseCounters) -> None:
@@ -266,8 +266,8 @@ class Core(Protocol[R]):
     def gauges(self) -> dict[str, Any]:
         """Return the current values for metrics by name, such as `pending` and `executing`."""
 
-    def drain(self, sequences: bool) -> None:
-        """Start to drain; with `sequences`, the drain waits until open sequences have ended."""
+    def drain(self, awaits_sequences: bool) -> None:
+        """Start to drain; `awaits_sequences` extends the drain until open sequences have ended."""
         return
 
     def accepts_while_draining(self, submit: Submit) -> bool:
@@ -288,7 +288,7 @@ class Front(Generic[R]):
     """The clients of a scheduler and its lifecycle.
 
     `_wall_clock` returns the ns since the epoch; `_model` is a name for the log. While the
-    scheduler drains, it admits no requests. After it has `stopped`, it has nothing to do.
+    scheduler drains, it admits no requests. After it `has_stopped`, it has nothing to do.
     """
 
     _core: Core[R]
@@ -300,7 +300,7 @@ class Front(Generic[R]):
     _exited_pids: dict[int, None] = field(default_factory=dict)  # oldest first
     _is_draining: bool = False
     _is_drained: bool = False
-    stopped: bool = False
+    has_stopped: bool = False
 
     def __post_init__(self) -> None:
         self._clients: ClientTable[R] = ClientTable(self._links)
@@ -387,14 +387,14 @@ class Front(Generic[R]):
             case BaseCounters():
                 self._reports.set_base(message)
             case SnapshotStatistics():
-                self._reports.snapshot(brief=True)
+                self._reports.snapshot(omits_responses=True)
             case ResizeCache():
                 if self._cache is not None:
                     self._cache.resize(message.byte_size)
             case Drain():
                 self._reports.snapshot()
                 self._is_draining, self._is_drained = True, False
-                self._core.drain(message.sequences)
+                self._core.drain(message.awaits_sequences)
             case Stop():
                 self._stop(now_ns)
             case _:
@@ -414,7 +414,7 @@ class Front(Generic[R]):
             self._core.disconnect(client, now_ns)
 
     def _stop(self, now_ns: int) -> None:
-        self.stopped = True
+        self.has_stopped = True
         self._overload_log.write()
         for client in self._clients.values():
             for request in list(client.requests.values()):

@@ -61,7 +61,7 @@ class QueuePolicies:
     default: LevelPolicy
     levels: int = 0
     default_level: int = 0
-    by_level: Mapping[int, LevelPolicy] = field(default_factory=dict)
+    level_policies: Mapping[int, LevelPolicy] = field(default_factory=dict)
     has_limits: bool = False  # whether the configuration has levels or limits
 
     def level(self, priority: int) -> int:
@@ -70,7 +70,7 @@ class QueuePolicies:
 
     def policy(self, level: int) -> LevelPolicy:
         """Return the policy of a level."""
-        return self.by_level.get(level, self.default)
+        return self.level_policies.get(level, self.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +80,11 @@ class Sequencing:
     Each instance has `slots` sequence slots. Without `oldest_rules`, the strategy is direct, which
     waits up to `delay_ns` for a minimum slot utilization if both are set. A sequence without
     requests for `idle_ns` expires. At most `max_waiting` sequences of a client wait for a slot.
-    `correlation_id` is the name and datatype of the control input for the id, if there is one.
+    `correlation_input` is the name and datatype of the control input for the id, if there is one.
     """
 
     spec: SequenceBatching
-    correlation_id: tuple[str, str]
+    correlation_input: tuple[str, str]
     slots: int
     idle_ns: int
     oldest_rules: Batching | None = None
@@ -98,7 +98,7 @@ class Sequencing:
 
     def check_datatype(self, correlation_id: int | str, prefix: str, model: str) -> None:
         """Raise InvalidArgument if the model's control input cannot hold this id."""
-        name, datatype = self.correlation_id
+        name, datatype = self.correlation_input
         is_text = isinstance(correlation_id, str)
         if datatype and is_text != (datatype == "BYTES"):
             raise InvalidArgument(
@@ -132,7 +132,7 @@ class Settings:
     first_response_buckets_ms: tuple[float, ...] = model_spec.FIRST_RESPONSE_BUCKETS_MS
     padding: Padding | None = None
     rate_limited: bool = False  # instances execute only with a ticket
-    cached: bool = False  # its responses may be cached
+    caches_responses: bool = False  # its responses may be cached
     engine: EngineSettings | None = None  # settings of a model that generates text
 
     @property
@@ -168,7 +168,7 @@ class Settings:
             first_response_buckets_ms=_buckets(config),
             padding=padding,
             rate_limited=limits.rate_limited,
-            cached=config.cached,
+            caches_responses=config.caches_responses,
             engine=EngineSettings.read(engine) if engine else None,
         )
 
@@ -200,7 +200,7 @@ def _sequencing(config: ModelSpec, limits: SchedulingLimits) -> Sequencing | Non
     candidates = 0 if oldest is None else oldest.max_candidate_sequences
     return Sequencing(
         spec=batching,
-        correlation_id=batching.correlation_id,
+        correlation_input=batching.correlation_input,
         slots=candidates or max(1, config.max_batch_size),
         idle_ns=batching.max_sequence_idle_microseconds * _NS_PER_US or _IDLE_NS,
         oldest_rules=None if oldest is None else _batching(oldest, config.max_batch_size),
@@ -230,16 +230,16 @@ def _buckets(config: ModelSpec) -> tuple[float, ...]:
 def _policies(dynamic: DynamicBatching, default_bound: int) -> QueuePolicies:
     levels, preserves_order = dynamic.priority_levels, dynamic.preserve_ordering
     default = dynamic.default_queue_policy
-    by_level = dynamic.priority_queue_policy if levels else {}
+    level_policies = dynamic.priority_queue_policy if levels else {}
     return QueuePolicies(
         default=_policy(default, default_bound, preserves_order),
         levels=levels,
         default_level=dynamic.default_priority_level if levels else 0,
-        by_level={
+        level_policies={
             level: _policy(policy, default_bound, preserves_order)
-            for level, policy in by_level.items()
+            for level, policy in level_policies.items()
         },
-        has_limits=levels > 1 or any(policy.limits for policy in (default, *by_level.values())),
+        has_limits=levels > 1 or any(p.limits for p in (default, *level_policies.values())),
     )
 
 

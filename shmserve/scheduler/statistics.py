@@ -127,15 +127,15 @@ class Statistics(Table):
             self.generation = GenerationStats()
         self._responses = ResponseStats()
         self._reported_quantiles = settings.quantiles
-        names = (*_QUANTILE_TIMES, *(_CACHE_QUANTILE_TIMES if settings.cached else ()))
+        names = (*_QUANTILE_TIMES, *(_CACHE_QUANTILE_TIMES if settings.caches_responses else ()))
         self._quantiles = {name: Quantiles() for name in names} if settings.quantiles else {}
         self.instance_changes = {"more": 0, "fewer": 0}
         self.workers_lost = 0
         self.retried = 0
         self.overruns = 0
         self.malformed = 0
-        self.cache_hit, self.cache_hit_ns = 0, 0
-        self.cache_miss, self.cache_miss_ns = 0, 0
+        self.cache_hits, self.cache_hit_ns = 0, 0
+        self.cache_misses, self.cache_miss_ns = 0, 0
         self._base: dict[str, Any] = {}
         self._successes: list[_RecordedSuccess] = []
         self._recorded_executions: list[Execution] = []
@@ -232,7 +232,7 @@ class Statistics(Table):
     def count_hit(self, arrived_ns: int, queue_ns: int, lookup_ns: int, now_ns: int) -> None:
         """Count a success with a cached response, whose lookup took `lookup_ns`."""
         total_ns = now_ns - arrived_ns + lookup_ns
-        self.cache_hit += 1
+        self.cache_hits += 1
         self.cache_hit_ns += lookup_ns
         self.success += 1
         self.success_ns += total_ns
@@ -245,7 +245,7 @@ class Statistics(Table):
 
     def count_miss(self, lookup_ns: int, insert_ns: int, now_ns: int) -> None:
         """Count a cache miss of a request that is about to succeed."""
-        self.cache_miss += 1
+        self.cache_misses += 1
         self.cache_miss_ns += lookup_ns + insert_ns
         self.success_ns += insert_ns
         if self._quantiles:
@@ -275,9 +275,9 @@ class Statistics(Table):
         self._count_recorded()
         return super().table()
 
-    def snapshot(self, brief: bool = False) -> dict[str, Any]:
-        """Return the table for a successor; `brief` omits the up to 1,000 rows of responses."""
-        responses = {} if brief else self._responses.table()
+    def snapshot(self, omits_responses: bool = False) -> dict[str, Any]:
+        """Return the table for a successor; `omits_responses` saves up to 1,000 rows."""
+        responses = {} if omits_responses else self._responses.table()
         return {**self.table(), **responses, "base": self._base}
 
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -289,7 +289,7 @@ class Statistics(Table):
         """Return the complete report; `gauges` are added to its member `shmserve`."""
         self._count_recorded()
         executions = self.executions
-        count, executed_count = self.success, self.success - self.cache_hit
+        count, executed_count = self.success, self.success - self.cache_hits
         return {
             "name": self._model[0],
             "version": self._model[1],
@@ -303,14 +303,14 @@ class Statistics(Table):
                 "compute_input": duration(executed_count, self.compute_input_ns),
                 "compute_infer": duration(executed_count, self.compute_infer_ns),
                 "compute_output": duration(executed_count, self.compute_output_ns),
-                "cache_hit": duration(self.cache_hit, self.cache_hit_ns),
-                "cache_miss": duration(self.cache_miss, self.cache_miss_ns),
+                "cache_hit": duration(self.cache_hits, self.cache_hit_ns),
+                "cache_miss": duration(self.cache_misses, self.cache_miss_ns),
             },
             "response_stats": self._responses.report(),
             "batch_stats": executions.by_size(),
             "memory_usage": [],
             "shmserve": {
-                **sum_counters(self.snapshot(brief=True)),
+                **sum_counters(self.snapshot(omits_responses=True)),
                 "quantiles": {
                     name: sketch.report(self._reported_quantiles, now_ns)
                     for name, sketch in self._quantiles.items()

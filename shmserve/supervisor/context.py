@@ -71,7 +71,7 @@ class SupervisorContext:
         """Return the log settings for a new process."""
         return self.logging.settings
 
-    def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
+    def register_peer(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
         """Route messages from `address` to `handler`, and send settings after the first message."""
 
         def handle(message: Any) -> None:
@@ -80,7 +80,7 @@ class SupervisorContext:
                 self.tracing.on_message(address, message)
             handler(message)
 
-        self.control.enrol(address, role, handle)
+        self.control.register_peer(address, role, handle)
 
     def serve_requests(self, types: Iterable[type[Any]], handle: RequestHandler) -> None:
         """Respond to requests of these types: `Answered`, or `Refused` if `handle` fails."""

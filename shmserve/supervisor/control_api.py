@@ -80,11 +80,11 @@ class ControlApi:
     def _handle_region(self, pid: int, request: Any) -> Coroutine[Any, Any, dict[str, Any] | None]:
         peer = Peer(request.uid, tuple(request.groups))
         match request:
-            case RegisterRegion(_, name, key, offset, size, leased=leased, pin=pin):
+            case RegisterRegion(_, name, key, offset, size, is_leased=leased, pin=pin):
                 lease_holder = pid if leased else 0
                 return self._regions.register(name, key, offset, size, peer, lease_holder, pin)
             case RegisterCudaRegion(name=name, offset=offset, byte_size=size, exporter_pid=pid):
                 handle = CudaHandle(request.handle, request.device_id, request.device_uuid)
                 return self._regions.register_cuda(name, handle, offset, size, peer, pid)
             case _:
-                return self._regions.unregister(request.name, peer, request.cuda)
+                return self._regions.unregister(request.name, peer, request.is_cuda)

@@ -43,7 +43,7 @@ class Health:
         self._strict = strict
         self.has_started = False  # whether the models of the start are loaded
         self.has_failed = False  # whether the start has failed
-        self.exiting = False  # whether the server ends and has no successor for its clients
+        self.is_exiting = False  # whether the server ends and has no successor for its clients
         self._current = HealthChanged(live=True, ready=False, exiting=False, started=False)
         self.failures = LoadsFailed([], 0)
 
@@ -54,10 +54,10 @@ class Health:
     def update(self) -> bool:
         """Compute the health, and return whether it has changed."""
         models_ready = not self._strict or self._registry.all_ready()
-        ready = self.has_started and not (self.exiting or self.has_failed) and models_ready
+        ready = self.has_started and not (self.is_exiting or self.has_failed) and models_ready
         old_health = self._current
         live = not self.has_failed
-        self._current = HealthChanged(live, ready, self.exiting, self.has_started)
+        self._current = HealthChanged(live, ready, self.is_exiting, self.has_started)
         return self._current != old_health
 
     def update_failures(self) -> bool:

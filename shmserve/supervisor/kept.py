@@ -87,7 +87,8 @@ class PermanentProcesses(ABC):
     async def _start(self, process: PermanentProcess) -> None:
         process.started_at = time.monotonic()
         child = process.child = await self._spawn(process.name, f"{self.role} {process.name}")
-        self._context.enrol(child.pid, self.role, partial(self._handle_message, process, child))
+        handle = partial(self._handle_message, process, child)
+        self._context.register_peer(child.pid, self.role, handle)
         child.exited.add_done_callback(partial(self._handle_exit, process, child))
 
     def _handle_exit(self, process: PermanentProcess, child: Child, _: object) -> None:
@@ -147,7 +148,7 @@ class Gateways(PermanentProcesses):
         is_grpc = name.startswith(GRPC)
         sockets = listeners.grpc if is_grpc else [*listeners.http, *listeners.metrics]
         start = GatewayStart(
-            name=name,
+            gateway_name=name,
             run_dir=self._context.run_dir,
             settings=replace(
                 config.gateway,

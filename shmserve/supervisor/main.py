@@ -158,17 +158,17 @@ def defer_signals() -> list[int]:
 
 def _open_listeners(config: ServerConfig, listeners: Listeners) -> None:
     """Open the listeners. Inherited sockets of a protocol replace the configured ones."""
-    guarded = config.guarded
+    allows_remote = config.allows_remote
     inherited_sockets, listeners.stored_fds = take_inherited(os.environ)
     source = "LISTEN_FDS"
     if listeners.offer is not None:
         inherited_sockets, source = listeners.offer.select(config.protocols), "--take-over"
     for name, sockets in inherited_sockets.items():
         listeners.shared_sockets += sockets
-        getattr(listeners, name).extend(adopt(sock, guarded, source) for sock in sockets)
+        getattr(listeners, name).extend(adopt(sock, allows_remote, source) for sock in sockets)
     for name, address, port, flag in tcp_listeners(config):
         if name not in inherited_sockets:
-            getattr(listeners, name).extend(listen(address, port, flag, guarded))
+            getattr(listeners, name).extend(listen(address, port, flag, allows_remote))
     for name, protocol in (("http", config.http), ("grpc", config.grpc)):
         path = None if protocol is None else protocol.unix_socket
         if path is not None and not listeners.has_path(path):
@@ -237,7 +237,7 @@ def compose(
     def refusal_reason() -> str:
         if service_manager.is_present:
             return "a service manager started the server and must restart it (systemctl restart)"
-        if health.exiting or not health.has_started:
+        if health.is_exiting or not health.has_started:
             return "the server is starting or stopping"
         return ""
 

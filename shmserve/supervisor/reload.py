@@ -78,9 +78,9 @@ class RepositoryPoller:
         serves = model is not None and bool(model.serving)
         return folder is not None and not (serves and folder.problem == DUPLICATE_MODEL)
 
-    async def _apply(self, name: str, present: bool) -> None:
+    async def _apply(self, name: str, is_present: bool) -> None:
         try:
-            await self.update(name, present)
+            await self.update(name, is_present)
         except LoggedFailure:
             pass
         except ShmserveError as error:
@@ -88,12 +88,12 @@ class RepositoryPoller:
         except Exception:
             logger.exception("model %s: loading failed", name)
         finally:
-            self._in_progress.discard((name, present))
+            self._in_progress.discard((name, is_present))
 
-    async def update(self, name: str, present: bool) -> None:
+    async def update(self, name: str, is_present: bool) -> None:
         """Load, reload or unload a model if needed; raise ShmserveError if that fails."""
         model = self._registry.models.get(name)
-        if not present:
+        if not is_present:
             self._retries.pop(name, None)
             if model and (model.serving or model.orders or model.has_failed or model.on_demand):
                 await self._models.unload(name)

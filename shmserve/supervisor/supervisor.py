@@ -220,7 +220,9 @@ class Supervisor:
             logger.info("dashboard: %s/", metrics)
         if http.startswith("http"):
             logger.info("API: %s/docs", http)
-        ready_models = [version.config for version in self.registry.live_versions if version.loaded]
+        ready_models = [
+            version.config for version in self.registry.live_versions if version.has_loaded
+        ]
         needs_token = bool(self.context.config.tokens)
         if http and (command := example_command(ready_models, http, needs_token=needs_token)):
             logger.info("try: %s", command)
@@ -245,7 +247,7 @@ class Supervisor:
         The waiters of `child.exited` are called afterwards.
         """
         context, pid, reason = self.context, child.pid, child.reason_for_clients
-        match context.control.dismiss(pid):
+        match context.control.remove_process(pid):
             case "gateway":
                 self.regions.draining.gateway_exited(pid)
                 context.background(self.regions.withdraw_leased(pid))
@@ -299,7 +301,7 @@ class Supervisor:
         self.service_manager.report_stopping("finishing requests in flight")
         timeout_extension = asyncio.ensure_future(self.service_manager.keep_waiting())
         if not self.handover.has_successor:  # otherwise its clients use the successor
-            self.health.exiting = True
+            self.health.is_exiting = True
         self.gateways.retire()
         self.workspace_holders.retire()
         limit_s = context.config.exit_timeout_s

@@ -180,7 +180,7 @@ async def _run_scenario(data: bytes) -> None:
         if other_tasks:
             await asyncio.wait(other_tasks, timeout=10)
         assert all(task.done() for task in other_tasks), "a task goes on"
-        assert all(call.done for call in scene.begun_calls)
+        assert all(call.is_done for call in scene.begun_calls)
         assert not scene.connection.http2.streams
         assert not scene.connection.http2.sending.waiting_streams
         assert scene.connection.context.budget._used_bytes == 0

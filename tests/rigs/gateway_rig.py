@@ -162,7 +162,7 @@ class Rig:
         self.metrics_port = self._scrapes.getsockname()[1]
         fds = [self._http.fileno()] if grpc else [self._http.fileno(), self._scrapes.fileno()]
         start = GatewayStart(
-            name="grpc" if grpc else "0",
+            gateway_name="grpc" if grpc else "0",
             run_dir=run_dir,
             settings=GatewaySettings(**{"arena_byte_size": 256 * 1024 * 1024, **settings}),
             http_sockets=0 if grpc else 1,

@@ -130,7 +130,7 @@ class LifecycleRig:
 
         self.pending_actions.append((f"start {version.spec.name}", finish_start))
 
-    def finalise_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
         return spec.config
 
     def update(self, order: Order) -> None:

@@ -17,7 +17,7 @@ def problems(text: str, *, complete: bool = True, gpus: int = 0, folder: Path | 
     config, source = read_pbtxt(text.replace("@", ""), "f")
     config = normalise(detect_backend(config, "m", []), "m", gpus)
     try:
-        validate(config, gpu_count=gpus, complete=complete, model_dir=folder, source=source)
+        validate(config, gpu_count=gpus, is_complete=complete, model_dir=folder, source=source)
     except InvalidArgument as error:
         return error.message
     return ""

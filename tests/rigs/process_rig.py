@@ -162,7 +162,7 @@ class Processes:
         for address in hanging_addresses:
             self._dispatch(address, m.InstanceLoaded())
 
-    def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
+    def register_peer(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
         self._handlers[address] = handler
 
     def withdraw(self, address: Address) -> None:

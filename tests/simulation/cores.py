@@ -90,7 +90,7 @@ class Scheduler:
         spec = ModelSpec.of(model.config)
         settings = Settings.read(spec, version, model.limits)
         cache, lent = None, _simulate_lent_memory(model, process, memory)
-        if settings.cached and model.cache_byte_size:
+        if settings.caches_responses and model.cache_byte_size:
             start = CacheStart(model.cache_byte_size, _SUPERVISOR_PID)
             cache = ResponseCache(model.name, version, start, lent, lambda: world.now_ns)
             cache._mappings = memory  # type: ignore[assignment]

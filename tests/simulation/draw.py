@@ -208,7 +208,7 @@ def generative(random: Random, name: str) -> Model:
     config: dict[str, Any] = {
         "backend": LLM_BACKEND,
         "model_transaction_policy": {"decoupled": True},
-        "parameters": {ENGINE_PARAMETER: {"string_value": EngineSettings.of(settings).text}},
+        "parameters": {ENGINE_PARAMETER: {"string_value": EngineSettings.of(settings).json_text}},
     }
     own = {**_behaviour(random), "is_large": False, "compute_us": (20, random.choice((100, 900)))}
     return Model(name, _config(name, 0, **config), _limits(random), **own)

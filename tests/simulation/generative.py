@@ -87,7 +87,7 @@ class EngineRig:
             s, GenerationStats(), itertools.count(1), self._on_ended, self._on_beams_chosen
         )
         self.pools = [CountedPool(s.kv_cache_blocks), CountedPool(s.swap_blocks)]
-        self.engine.pool, self.engine.host = self.pools
+        self.engine.pool, self.engine.host_pool = self.pools
         self._step: Step | None = None
 
     def _on_ended(self, sequence: Sequence[None], reason: str) -> None:
@@ -145,8 +145,8 @@ class EngineRig:
         prompts = [row.count for row in step.rows if row.count > 1 or not row.samples]
         assert sum(prompts) <= s.max_prefill_tokens
         assert all(count <= s.prefill_chunk_size for count in prompts)
-        assert self.engine.running is not None
-        for sequence, row in self.engine.running.rows.values():
+        assert self.engine.running_step is not None
+        for sequence, row in self.engine.running_step.rows.values():
             assert row.start + row.count + row.draft_count <= sequence.generation.max_computed
         assert s.enable_preemption or not any(self.engine.counts.preemptions.values())
         self._check_preemptions(before, step)
@@ -185,7 +185,7 @@ class EngineRig:
         live = list(self.engine._sequences.values())
         for pool, held in (
             (self.engine.pool, [s.table for s in live]),
-            (self.engine.host, [s.host for s in live]),
+            (self.engine.host_pool, [s.host_blocks for s in live]),
         ):
             reference_counts = [0] * pool.block_count
             for block in itertools.chain.from_iterable(held):
@@ -197,7 +197,7 @@ class EngineRig:
         for s in live:
             blocks = -(-s.computed_tokens // self.settings.block_size)
             if s.status is SequenceStatus.SWAPPED:
-                assert len(s.host) == blocks
+                assert len(s.host_blocks) == blocks
             else:
                 assert len(s.table) >= blocks
             assert s.status is not SequenceStatus.WAITING or not (s.computed_tokens or s.table)

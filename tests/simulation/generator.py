@@ -160,7 +160,7 @@ class Generator(Worker):
                 raise Violation(f"{self}: {work.request_id} resumes with {sample}, not {whole}")
             answer.samples[sample.sample].add(list(tokens), sample.finish_reason)
             answer.samples[sample.sample].sent_characters = sample.sent_characters
-            answer.samples[sample.sample].open = not sample.closed
+            answer.samples[sample.sample].open = not sample.is_end_sent
         self._post(
             g.Prepared(
                 work.key,

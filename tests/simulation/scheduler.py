@@ -207,7 +207,7 @@ class SchedulerProcess(Process):
         ]
 
     def _from_workers(self, peer: bytes, messages: list[Any]) -> None:
-        if self.core_scheduler.front.stopped:
+        if self.core_scheduler.front.has_stopped:
             return
         for message in messages:
             self.world.note(peer, "->", self.title, message)
@@ -256,7 +256,7 @@ class SchedulerProcess(Process):
             self.host.run_turns()
 
     def tick(self) -> None:
-        if not self.alive or self.core_scheduler.front.stopped:
+        if not self.alive or self.core_scheduler.front.has_stopped:
             return
         now_ns = self.world.now_ns
         wake_ns = self.core_scheduler.front.tick(now_ns)

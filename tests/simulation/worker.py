@@ -391,6 +391,6 @@ class Worker(Process):
         self._scheduler_link.post(
             *fields,
             m.ExecutionResponded(
-                s.work.key, code, "", *body, final, now_ns, now_ns, 0, failed=bool(code)
+                s.work.key, code, "", *body, final, now_ns, now_ns, 0, request_failed=bool(code)
             ),
         )

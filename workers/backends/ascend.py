@@ -263,10 +263,10 @@ class AscendBackend(Backend):
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add the inputs and outputs of the file to the configuration."""
         model = self._open(ModelSpec.of(config))
-        batched = config.get("max_batch_size", 0) > 0
+        is_batched = config.get("max_batch_size", 0) > 0
         completed = dict(config)
-        completed["input"] = config.get("input") or _as_config(model.inputs, batched)
-        completed["output"] = config.get("output") or _as_config(model.outputs, batched)
+        completed["input"] = config.get("input") or _as_config(model.inputs, is_batched)
+        completed["output"] = config.get("output") or _as_config(model.outputs, is_batched)
         return completed
 
     def load(self, config: ModelSpec) -> None:
@@ -294,7 +294,8 @@ class AscendBackend(Backend):
         model.run()
         self.context.stopwatch.output_start_ns = time.monotonic_ns()
         rows = sum(request.batch_size for request in requests)
-        needed = {name for request in requests for name in (*request.requested, *request.states)}
+        names = ((*request.requested_outputs, *request.states) for request in requests)
+        needed = set[str]().union(*names)
         outputs: dict[str, Output] = {}
         for index, tensor in enumerate(model.outputs):
             if tensor.name in needed:
@@ -318,7 +319,7 @@ class AscendBackend(Backend):
             rows, end = batch, start + request.batch_size
             if self._supports_batching:
                 rows = {n: o._replace(data=o.data[start:end]) for n, o in batch.items()}
-            outputs = [output for name, output in rows.items() if name in request.requested]
+            outputs = [output for name, output in rows.items() if name in request.requested_outputs]
             responses.append(Response(outputs, states=[rows[name] for name in request.states]))
             start = end
         return responses
@@ -339,12 +340,12 @@ class AscendBackend(Backend):
         return int(value)
 
 
-def _as_config(tensors: Sequence[OfflineTensor], batched: bool) -> list[dict[str, Any]]:
+def _as_config(tensors: Sequence[OfflineTensor], is_batched: bool) -> list[dict[str, Any]]:
     return [
         {
             "name": tensor.name,
             "data_type": TO_CONFIG[tensor.datatype],
-            "dims": list(tensor.dims[1:] if batched else tensor.dims) or [1],
+            "dims": list(tensor.dims[1:] if is_batched else tensor.dims) or [1],
         }
         for tensor in tensors
     ]

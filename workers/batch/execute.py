@@ -54,7 +54,7 @@ class InputPolicy:
 
     def should_retry(self, request: Request) -> bool:
         """Check whether a failed request should be retried with copies of its inputs."""
-        if not any(item.shared for item in request.inputs.values()):
+        if not any(item.is_shared for item in request.inputs.values()):
             return False
         if self._skips_left:
             self._skips_left -= 1
@@ -142,7 +142,7 @@ class Executor:
         try:
             responses = self._execute(requests)
             for request, response in zip(requests, responses, strict=True):
-                if response.error is None and not response.rescheduled:
+                if response.error is None and not response.is_rescheduled:
                     self._writer.scatterer.write(request, response)
             self._writer.scatterer.finish_writes()
         except BaseException as error:  # SystemExit, too: a model must not end its worker
@@ -230,7 +230,7 @@ class Executor:
             explained = streams[0].explain(error)
             replies = [stream.refuse(explained) for stream in streams]
             return [reply for reply in replies if reply is not None]
-        rescheduled = [stream.request.work.key for stream in streams if stream.rescheduled]
+        rescheduled = [stream.request.work.key for stream in streams if stream.is_rescheduled]
         return [Reply(key, RESCHEDULED, "") for key in rescheduled]
 
     # --- one response for each request

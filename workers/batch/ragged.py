@@ -53,7 +53,7 @@ class _OutputSplit(NamedTuple):
     dims: Shape
 
 
-class Ragged:
+class RaggedRules:
     """The rules of one model's configuration for ragged batches."""
 
     def __init__(self, config: ModelSpec) -> None:
@@ -132,8 +132,8 @@ def _element_counts(shapes: Sequence[Shape]) -> list[int]:
     return list(map(element_count, shapes))
 
 
-def _item_shapes(shapes: Sequence[Shape], batched: bool) -> Array:
-    if not batched:
+def _item_shapes(shapes: Sequence[Shape], is_batched: bool) -> Array:
+    if not is_batched:
         return np.array(shapes)
     return np.repeat(np.array([dims[1:] for dims in shapes]), [dims[0] for dims in shapes], axis=0)
 
@@ -146,7 +146,7 @@ _GENERATORS: dict[str, Callable[[Sequence[Shape], bool], Array]] = {
     ),
     "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE": lambda shapes, _: np.zeros(max(_element_counts(shapes))),
     "BATCH_ITEM_SHAPE": _item_shapes,
-    "BATCH_ITEM_SHAPE_FLATTEN": lambda shapes, batched: _item_shapes(shapes, batched).reshape(-1),
+    "BATCH_ITEM_SHAPE_FLATTEN": lambda *arguments: _item_shapes(*arguments).reshape(-1),
 }
 
 
@@ -277,7 +277,7 @@ def _replace_inputs(
             batch_bytes[offset:end],
             model=source.model,
             on_device=not isinstance(batch_bytes, memoryview),
-            writable=True,  # the padded array belongs to this batch alone
+            is_writable=True,  # the padded array belongs to this batch alone
             batch=batch_bytes,
         )
         offset = end

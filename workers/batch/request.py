@@ -69,9 +69,9 @@ class Input:
         memory_range: The range of the bytes, if `raw` is a view of an arena or of a region.
         model: The name of the model, for error texts.
         on_device: Whether the bytes are in device memory.
-        shared: Whether the bytes are shared, so that the model must not write into them.
-        kept: Whether the bytes are a sequence's state that the model must not change.
-        writable: Whether the bytes are private, so that the model may change them.
+        is_shared: Whether the bytes are shared, so that the model must not write into them.
+        is_state: Whether the bytes are a sequence's state that the model must not change.
+        is_writable: Whether the bytes are private, so that the model may change them.
         batch: The bytes of the whole batch if `raw` is a part of them. The other parts belong to
             the other requests of the batch.
         array: The array that `numpy` has returned.
@@ -84,9 +84,9 @@ class Input:
     memory_range: Range | None = None
     model: str = ""
     on_device: bool = False
-    shared: bool = False
-    kept: bool = False
-    writable: bool = False
+    is_shared: bool = False
+    is_state: bool = False
+    is_writable: bool = False
     batch: Any = None
     array: Array | None = None
 
@@ -96,11 +96,11 @@ class Input:
         Returns:
             The number of copied bytes.
         """
-        if not self.shared:
+        if not self.is_shared:
             return 0
         self.raw = self.raw.clone() if self.on_device else memoryview(bytearray(self.raw))
         self.memory_range = None
-        self.shared = False
+        self.is_shared = False
         self.array = None
         return len(self.raw)
 
@@ -164,13 +164,13 @@ class Output(NamedTuple):
 
     @classmethod
     def select(
-        cls, values: Mapping[str, tuple[str, Iterable[Any]]], requested: Collection[str]
+        cls, values: Mapping[str, tuple[str, Iterable[Any]]], requested_outputs: Collection[str]
     ) -> list[Output]:
         """Return the requested outputs of a response, given the datatype and values of each name.
 
         Values of other outputs are not iterated over, so generators compute requested values only.
         """
-        return [cls.of_values(name, *values[name]) for name in values if name in requested]
+        return [cls.of_values(name, *values[name]) for name in values if name in requested_outputs]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -186,14 +186,14 @@ class Response:
         outputs: The outputs.
         parameters: The parameters.
         error: The error for the client instead of outputs, or None.
-        rescheduled: Whether the model asks to execute the request again instead of a response.
+        is_rescheduled: Whether the model asks to execute the request again instead of a response.
         states: Outputs for the next request of the sequence.
     """
 
     outputs: list[Output] = field(default_factory=list)
     parameters: dict[str, Any] = field(default_factory=dict)
     error: ShmserveError | None = None
-    rescheduled: bool = False
+    is_rescheduled: bool = False
     states: list[Output] = field(default_factory=list)
 
 
@@ -212,8 +212,8 @@ class Request:
         schema: The unpacked schema of the request.
         batch_size: The rows of each input; 0 if the model does not batch.
         inputs: The inputs by name.
-        requested: The requested outputs by name, or all outputs of the model if the client named
-            none. Requests with equal schemas share this dictionary.
+        requested_outputs: The requested outputs by name, or all outputs of the model if the client
+            named none. Requests with equal schemas share this dictionary.
         memory_ranges: The ranges of the outputs that are written to clients' memory, by name.
         is_cancelled: Reads pending messages and returns whether the request was cancelled; safe in
             any thread.
@@ -221,7 +221,7 @@ class Request:
             (see scatter.py). Requests with equal schemas share this cache.
         is_aliased: Whether an output is written over an input.
         byte_size: The total bytes of the inputs.
-        shared: Whether an input may be in shared memory.
+        has_shared_inputs: Whether an input may be in shared memory.
         states: The names of the outputs that the model keeps for the next request of its sequence.
     """
 
@@ -229,13 +229,13 @@ class Request:
     schema: RequestSchema
     batch_size: int
     inputs: dict[str, Input]
-    requested: dict[str, OutputSchema]
+    requested_outputs: dict[str, OutputSchema]
     memory_ranges: dict[str, Range] = field(default_factory=dict)
     is_cancelled: Callable[[], bool] = never_cancelled
     response_kinds: dict[Any, Any] = field(default_factory=dict)
     is_aliased: bool = False
     byte_size: int = 0
-    shared: bool = False
+    has_shared_inputs: bool = False
     states: tuple[str, ...] = ()
 
     def range_of_input(self, array: Array) -> Range | None:
@@ -374,12 +374,13 @@ class Unpacker:
             inputs.append(self._model_schema(tensor))
             if self._supports_batching:
                 batch_size = tensor.shape[0]
-        requested = self._all_outputs
+        requested_outputs = self._all_outputs
         if schema.outputs:
-            requested = {output.name: output for output in schema.outputs}
-        placed = [output.name for output in schema.outputs if output.placed]
+            requested_outputs = {output.name: output for output in schema.outputs}
+        placed_outputs = [output.name for output in schema.outputs if output.has_range]
         string_inputs = [tensor.name for tensor in inputs if tensor.datatype == "BYTES"]
-        return _RequestProperties(schema, inputs, batch_size, requested, placed, string_inputs)
+        outputs = (requested_outputs, placed_outputs)
+        return _RequestProperties(schema, inputs, batch_size, *outputs, string_inputs)
 
     def _model_schema(self, tensor: TensorSchema) -> TensorSchema:
         """Return an input with the shape that the model receives.
@@ -407,23 +408,23 @@ class Unpacker:
     ) -> Input:
         """Return the input in a memory range."""
         memory_range: Range | None = None
-        on_device = shared = False
+        on_device = is_shared = False
         if client_range.memory.copied:
             raw = self._mappings.read(client_range)
             self._copy_counter.inputs += len(raw)
         else:
             memory_range = client_range
             raw = self._mappings.view(client_range)
-            shared = datatype != "BYTES"
+            is_shared = datatype != "BYTES"
             on_device = client_range.memory.cuda is not None
-            if on_device and not (shared and self._device_inputs):
+            if on_device and not (is_shared and self._device_inputs):
                 from shmserve.workers.memory.tensors import to_host
 
                 self._copy_counter.inputs += len(raw)
                 raw, memory_range = to_host(raw), None
-                on_device = shared = False
+                on_device = is_shared = False
         model = self._signature.name
-        return Input(name, datatype, shape, raw, memory_range, model, on_device, shared)
+        return Input(name, datatype, shape, raw, memory_range, model, on_device, is_shared)
 
 
 def _check_elements(inputs: dict[str, Input], names: Sequence[str], request_id: str) -> None:

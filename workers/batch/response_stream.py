@@ -128,7 +128,7 @@ class ResponseWriter:
     """The shared parts of the response streams of an instance, used under the link's lock.
 
     Attributes:
-        abandoned: The streams that the model has dropped without a final response, with the
+        abandoned_streams: The streams that the model has dropped without a final response, with the
             exception that was raised, if it is known. The loop ends these streams.
     """
 
@@ -136,7 +136,9 @@ class ResponseWriter:
     scatterer: Scatterer
     metrics: MetricsReports
     context: ModelContext
-    abandoned: deque[tuple[OutputStream, BaseException | None]] = field(default_factory=deque)
+    abandoned_streams: deque[tuple[OutputStream, BaseException | None]] = field(
+        default_factory=deque
+    )
 
     def refuse(self, open_request: WorkerRequest, error: ShmserveError) -> None:
         """Fail a request that cannot be read."""
@@ -154,14 +156,14 @@ class ResponseWriter:
                         final=True,
                         computed_ns=now_ns,
                         written_ns=now_ns,
-                        failed=True,
+                        request_failed=True,
                     )
                 )
 
     def end_abandoned(self) -> None:
         """End the streams that the model has dropped."""
-        while self.abandoned:
-            stream, error = self.abandoned.popleft()
+        while self.abandoned_streams:
+            stream, error = self.abandoned_streams.popleft()
             stream.end_abandoned(error)
 
 
@@ -173,7 +175,7 @@ class OutputStream:
 
     __slots__ = (
         *("_is_closed", "_open_request", "_timed_out", "_has_sent", "_traced_tensors", "_writer"),
-        *("request", "rescheduled"),
+        *("request", "is_rescheduled"),
     )
 
     def __init__(
@@ -186,7 +188,7 @@ class OutputStream:
         self._is_closed = False
         self._traced_tensors = b""  # packed tensors of a traced request
         self._timed_out = False
-        self.rescheduled = False
+        self.is_rescheduled = False
         open_request.open_window(bool(request.memory_ranges))
 
     @property
@@ -222,7 +224,7 @@ class OutputStream:
                 if response is None or open_request.window.is_open:
                     is_first = not self._has_sent
                     if response is not None or final:
-                        self._post(response, final, computed_ns, failed=False)
+                        self._post(response, final, computed_ns, request_failed=False)
                     break
             if not link.wait_for_credit(open_request, MAX_CREDIT_WAIT_S):
                 self._time_out()
@@ -253,7 +255,7 @@ class OutputStream:
         """Fail the request with an error, unless it has ended."""
         with self._writer.link.lock:
             if not self._is_closed:
-                self._post(Response(error=error), True, time.monotonic_ns(), failed=True)
+                self._post(Response(error=error), True, time.monotonic_ns(), request_failed=True)
 
     def fail_raised(self, error: BaseException) -> None:
         """Fail the request with an exception of the model or the server."""
@@ -279,7 +281,7 @@ class OutputStream:
         """
         with self._writer.link.lock:
             if not self._is_closed:
-                self.rescheduled = True
+                self.is_rescheduled = True
                 self._end()
 
     def abandon(self, error: BaseException | None = None) -> None:
@@ -291,8 +293,8 @@ class OutputStream:
             error: The exception that the sending thread has raised, if known.
         """
         if not self._is_closed:
-            self._writer.abandoned.append((self, error))
-            self._writer.context.control.wake(always=True)
+            self._writer.abandoned_streams.append((self, error))
+            self._writer.context.control.wake(includes_loop_thread=True)
 
     def end_abandoned(self, error: BaseException | None) -> None:
         """Fail a stream that the model has dropped; a cancelled stream just ends."""
@@ -308,7 +310,9 @@ class OutputStream:
                 self._timed_out = True
                 self._open_request.cancel()
 
-    def _post(self, response: Response | None, final: bool, computed_ns: int, failed: bool) -> None:
+    def _post(
+        self, response: Response | None, final: bool, computed_ns: int, request_failed: bool
+    ) -> None:
         """Write a response and send it, with the lock held."""
         writer = self._writer
         copied, memory = writer.context.copy_counter, writer.context.output_memory
@@ -325,7 +329,7 @@ class OutputStream:
             except BaseException as error:
                 explained = self.explain(error)
                 code, message = explained.code, explained.message
-                failed = final
+                request_failed = final
         copied_bytes = copied.outputs - copied_before
         copied.outputs = copied_before
         if self.request.work.trace and len(self._traced_tensors) < MAX_TRACED_CHARS:
@@ -344,7 +348,7 @@ class OutputStream:
                     computed_ns,
                     time.monotonic_ns(),
                     copied_bytes,
-                    failed,
+                    request_failed,
                     self._traced_tensors if final else b"",
                 )
             )
@@ -373,7 +377,7 @@ class OutputStream:
         except BaseException as device_error:
             # The loop ends the process when it receives the error.
             self._writer.context.control.inbox.append(device_error)
-            self._writer.context.control.wake(always=True)
+            self._writer.context.control.wake(includes_loop_thread=True)
             return Unavailable("the device of the model was lost")
 
     def _end(self) -> None:
@@ -404,7 +408,9 @@ class WarmupStream(OutputStream):
         super().abandon(error)
         self._end_event.set()
 
-    def _post(self, response: Response | None, final: bool, computed_ns: int, failed: bool) -> None:
+    def _post(
+        self, response: Response | None, final: bool, computed_ns: int, request_failed: bool
+    ) -> None:
         if response is not None and response.error is not None:
             self.error = self.error or response.error
         if final:

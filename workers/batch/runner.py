@@ -30,7 +30,7 @@ from shmserve.ipc.tensors.descriptors import Range
 from shmserve.ipc.tensors.padding import Shape
 from shmserve.ipc.tensors.signature import Signature, shape_text
 from shmserve.workers.backends import ModelContext, Output, Response
-from shmserve.workers.batch.ragged import Ragged
+from shmserve.workers.batch.ragged import RaggedRules
 from shmserve.workers.batch.request import CopyCounter, Input, Request
 from shmserve.workers.device import Device
 from shmserve.workers.memory.device_memory import is_module, is_tensor
@@ -73,7 +73,7 @@ class Gatherer:
         self._buffer(name, byte_size, byte_size)
 
     def gather(
-        self, name: str, requests: Sequence[Request], copy: bool = False
+        self, name: str, requests: Sequence[Request], copies_views: bool = False
     ) -> tuple[Any, tuple[int, ...], bool]:
         """Gather an input that all `requests` have; not for BYTES.
 
@@ -82,7 +82,7 @@ class Gatherer:
         Args:
             name: The input.
             requests: The requests of the batch.
-            copy: Whether to copy the bytes even if a view is possible.
+            copies_views: Whether to copy the bytes even if a view is possible.
 
         Returns:
             The bytes, which are valid until the next call for the same input, the shape of the
@@ -90,10 +90,10 @@ class Gatherer:
         """
         inputs = [request.inputs[name] for request in requests]
         shape = self._batch_shape(name, inputs)
-        if not copy:
+        if not copies_views:
             raw = inputs[0].raw if len(inputs) == 1 else self._adjacent_bytes(inputs)
             if raw is not None:
-                return raw, shape, inputs[0].memory_range is not None or inputs[0].kept
+                return raw, shape, inputs[0].memory_range is not None or inputs[0].is_state
         byte_size = sum(len(item.raw) for item in inputs)
         rows = sum(request.batch_size for request in requests)
         self._copy_counter.inputs += byte_size
@@ -238,7 +238,7 @@ class Runner:
     _signature: Signature
     _device: Device
     _numpy_inputs: frozenset[str] = frozenset()
-    _ragged_rules: Ragged | None = None
+    _ragged_rules: RaggedRules | None = None
     _passes_views: bool = False
     _is_learning: bool = True
     _watched_tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
@@ -320,7 +320,7 @@ class Runner:
         # Inputs in host memory are copied to a device anyway.
         first_input = requests[0].inputs[name]
         in_place = not self._device.needs_copies or first_input.on_device
-        is_aliased = in_place and not first_input.writable
+        is_aliased = in_place and not first_input.is_writable
         may_view = is_aliased and not self._passes_views
         raw, shape, is_view = self._gatherer.gather(name, requests, may_view)
         from shmserve.workers.memory.tensors import as_torch
@@ -336,7 +336,7 @@ class Runner:
             # The input is in the memory of another device.
             self._copy_counter.inputs += tensor.nbytes
             return tensor.to(self._device.torch)
-        if (is_view or self._is_learning) and not first_input.writable:
+        if (is_view or self._is_learning) and not first_input.is_writable:
             self._watched_tensors.append((tensor, tensor._version))
         return tensor
 
@@ -362,7 +362,7 @@ class Runner:
         Raises:
             Internal: An output is no array, or has a wrong number of rows.
         """
-        requested = {name for request in requests for name in request.requested}
+        requested = {name for request in requests for name in request.requested_outputs}
         batch_outputs: list[BatchOutput] = []
         for name, output in outputs.items():
             if name in requested:
@@ -407,7 +407,7 @@ class Runner:
         Raises:
             Internal: An output is no array.
         """
-        names = [name for name in outputs if name in request.requested]
+        names = [name for name in outputs if name in request.requested_outputs]
         fetched = [self._fetch(name, outputs[name], [request]) for name in names]
         if self._device.needs_copies:
             self._device.synchronize()
@@ -419,7 +419,7 @@ class Runner:
             and is_tensor(output)
             and (datatype := _protocol_datatype(output))
         ):
-            readers = [request for request in requests if name in request.requested]
+            readers = [request for request in requests if name in request.requested_outputs]
             host_batch: torch.Tensor | None = None
             if not all(requires_device_memory(request, name) for request in readers):
                 self._copy_counter.outputs += output.nbytes

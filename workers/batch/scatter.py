@@ -68,7 +68,7 @@ def _is_repeatable(ready_outputs: list[ReadyOutput], request: Request, response:
     """
     if len(ready_outputs) != len(response.outputs):
         return False
-    if request.memory_ranges and len(ready_outputs) < len(request.requested):
+    if request.memory_ranges and len(ready_outputs) < len(request.requested_outputs):
         return False
     pairs = zip(ready_outputs, response.outputs, strict=True)
     return all(
@@ -169,7 +169,7 @@ class Scatterer:
     def trace(self, request: Request, tensors: Iterable[Input | Output]) -> None:
         """Record tensors of a request whose trace includes tensors; long tensors without data."""
         context = TraceContext.of(request.work.trace)
-        if not context.tensors:
+        if not context.with_tensors:
             return
         spans = self._context.spans
         budget = MAX_TRACED_CHARS - sum(map(len, spans))
@@ -189,9 +189,9 @@ class Scatterer:
         ready_outputs = [
             self._prepare(output, self._signature.outputs[output.name], request)
             for output in response.outputs
-            if output.name in request.requested and output.name in self._signature.outputs
+            if output.name in request.requested_outputs and output.name in self._signature.outputs
         ]
-        if len(ready_outputs) < len(request.requested):
+        if len(ready_outputs) < len(request.requested_outputs):
             self._handle_missing(request, {item.name for item in ready_outputs})
         if request.is_aliased and len(ready_outputs) > 1:
             ready_outputs = [_detach(item, request) for item in ready_outputs]
@@ -227,12 +227,12 @@ class Scatterer:
             request.response_kinds[key] = (schema, destinations)
         return schema, pack_data(data)
 
-    def _handle_missing(self, request: Request, returned: set[str]) -> None:
+    def _handle_missing(self, request: Request, returned_names: set[str]) -> None:
         """Zero the client's ranges of missing outputs, so that it does not read old content there.
 
         Log a warning, once, unless the model may omit outputs as in Triton's Python backend.
         """
-        missing_outputs = [name for name in request.requested if name not in returned]
+        missing_outputs = [name for name in request.requested_outputs if name not in returned_names]
         for name in missing_outputs:
             if name in request.memory_ranges:
                 memory_range = request.memory_ranges[name]
@@ -246,7 +246,7 @@ class Scatterer:
     def _prepare(self, output: Output, spec: TensorSpec, request: Request) -> ReadyOutput:
         memory_range, returned_range = request.memory_ranges.get(output.name), None
         array = _host_or_device_array(output, memory_range)
-        if request.requested[output.name].may_reuse_input and isinstance(array, np.ndarray):
+        if request.requested_outputs[output.name].may_reuse_input and isinstance(array, np.ndarray):
             returned_range = request.range_of_input(array)
         shape = tuple(array.shape)
         if self._strict:
@@ -403,7 +403,7 @@ def _detach(item: ReadyOutput, request: Request) -> ReadyOutput:
         return item
     if not isinstance(data, np.ndarray):
         return item._replace(data=data.clone())
-    views = [source.raw for source in request.inputs.values() if source.shared]
+    views = [source.raw for source in request.inputs.values() if source.is_shared]
     if any(np.may_share_memory(data, raw) for raw in views if isinstance(raw, memoryview)):
         return item._replace(data=data.copy())
     return item

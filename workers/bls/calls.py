@@ -66,14 +66,14 @@ class StreamBlsCall(BlsCall):
     """An in-flight call with any number of responses.
 
     Attributes:
-        abandoned: Whether the caller ignores further responses.
+        is_abandoned: Whether the caller ignores further responses.
         first_response: A future that the first response completes; None if no coroutine awaits it.
         outcomes: The responses and errors received and not taken yet.
         received_all: Whether the last response has been received.
         window: The flow-control window of the reader.
     """
 
-    __slots__ = ("abandoned", "first_response", "outcomes", "received_all", "window")
+    __slots__ = ("first_response", "is_abandoned", "outcomes", "received_all", "window")
     accepts_stream = True
 
     def __init__(
@@ -85,15 +85,15 @@ class StreamBlsCall(BlsCall):
         super().__init__(router, request)
         self.outcomes: deque[Outcome] = deque()
         self.received_all = False
-        self.abandoned = False
+        self.is_abandoned = False
         self.first_response = first_response
         self.window = ReadWindow()
 
     def is_awaited(self) -> bool:
-        return not self.abandoned
+        return not self.is_abandoned
 
     def receive(self, message: Responded) -> None:
-        if self.abandoned:
+        if self.is_abandoned:
             self.router.schedulers.discard(self.endpoint, message)
         elif message.code:
             self._add(from_code(message.code, message.message), message.final)
@@ -104,7 +104,7 @@ class StreamBlsCall(BlsCall):
             self._add(CallResponse([], {}), True)
 
     def end(self, outcome: Outcome) -> None:
-        if not self.abandoned:
+        if not self.is_abandoned:
             self._add(outcome, True)
 
     def _add(self, outcome: Outcome, final: bool) -> None:
@@ -117,7 +117,7 @@ class StreamBlsCall(BlsCall):
 
     def has_next(self) -> bool:
         """Return whether `take` would not block."""
-        return bool(self.outcomes) or self.received_all or self.abandoned
+        return bool(self.outcomes) or self.received_all or self.is_abandoned
 
     def wait(self) -> None:
         """Wait until `has_next()` is true."""
@@ -127,7 +127,7 @@ class StreamBlsCall(BlsCall):
     @property
     def is_finished(self) -> bool:
         """Return whether every response has been taken."""
-        return not self.outcomes and (self.received_all or self.abandoned)
+        return not self.outcomes and (self.received_all or self.is_abandoned)
 
     def take(self) -> Outcome | None:
         """Wait for the next response and return it; None after the last one."""
@@ -144,7 +144,7 @@ class StreamBlsCall(BlsCall):
 
     def cancel(self) -> None:
         """Send the model a cancellation. Responses before the end can still be taken."""
-        if not self.received_all and not self.abandoned:
+        if not self.received_all and not self.is_abandoned:
             self.router.cancel(self, keeps_reading=True)
 
     def abandon(self) -> None:
@@ -152,7 +152,7 @@ class StreamBlsCall(BlsCall):
 
         May be called at any time and in any thread.
         """
-        if not self.abandoned:
-            self.abandoned = True
+        if not self.is_abandoned:
+            self.is_abandoned = True
             if not self.received_all:
                 self.router.cancel(self)

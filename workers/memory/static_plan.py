@@ -38,7 +38,7 @@ class MemoryPlan:
     """The memory that a model with fixed shapes needs.
 
     Attributes:
-        weights: The bytes of the weights.
+        weight_bytes: The bytes of the weights.
         inputs: The bytes of one row of each input, by name.
         outputs: The bytes of one row of each output, by name.
         buckets: The batch sizes that are prepared, ascending. A batch runs in the smallest bucket
@@ -46,21 +46,21 @@ class MemoryPlan:
         workspace: The bytes of the workspace, or None if they were not measured.
     """
 
-    weights: int
+    weight_bytes: int
     inputs: Mapping[str, int]
     outputs: Mapping[str, int]
     buckets: tuple[int, ...]
     workspace: int | None = None
 
     @classmethod
-    def of(cls, config: ModelSpec, signature: Signature, weights: int) -> MemoryPlan | None:
+    def of(cls, config: ModelSpec, signature: Signature, weight_bytes: int) -> MemoryPlan | None:
         """Return the plan of a model, or None if the size of an input or output varies."""
         specs = [*signature.inputs.values(), *signature.outputs.values()]
         if not specs or not all(map(_has_fixed_size, specs)):
             return None
         inputs = {spec.name: _row_bytes(spec) for spec in signature.inputs.values()}
         outputs = {spec.name: _row_bytes(spec) for spec in signature.outputs.values()}
-        return cls(weights, inputs, outputs, buckets(config))
+        return cls(weight_bytes, inputs, outputs, buckets(config))
 
     @property
     def rows(self) -> int:
@@ -85,7 +85,7 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """Return the total bytes; an unmeasured workspace counts as 0."""
-        return self.weights + sum(self.byte_size(self.rows)) + (self.workspace or 0)
+        return self.weight_bytes + sum(self.byte_size(self.rows)) + (self.workspace or 0)
 
     def log(self, model: str) -> None:
         """Log the plan in MB; at debug level if it is too small to matter."""
@@ -101,8 +101,8 @@ class MemoryPlan:
         )
         workspace = "not known" if self.workspace is None else f"{self.workspace / _MB:.2f}"
         return (
-            f"{self.total_bytes / _MB:.2f} MB: weights {self.weights / _MB:.2f}, inputs + outputs "
-            f"by batch ({batches}), workspace {workspace}"
+            f"{self.total_bytes / _MB:.2f} MB: weights {self.weight_bytes / _MB:.2f}, "
+            f"inputs + outputs by batch ({batches}), workspace {workspace}"
         )
 
 

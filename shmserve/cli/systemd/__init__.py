@@ -274,7 +274,7 @@ def _select_installation(arguments: argparse.Namespace, root: Path) -> Installat
     )
 
 
-def _program(arguments: argparse.Namespace, preview: bool) -> tuple[str, ...]:
+def _program(arguments: argparse.Namespace, is_preview: bool) -> tuple[str, ...]:
     """Return the command line of the server; a preview only warns if the units cannot run it."""
     script = Path(sys.executable).with_name("shmserve")
     program = (str(script),) if script.exists() else (sys.executable, "-m", "shmserve")
@@ -293,7 +293,7 @@ def _program(arguments: argparse.Namespace, preview: bool) -> tuple[str, ...]:
             )
         elif arguments.root is None and not path.exists():
             problem = f"--program: '{path}' does not exist"
-        if problem and not preview:
+        if problem and not is_preview:
             raise InvalidArgument(problem)
         if problem:
             print(f"warning: {problem}", file=sys.stderr)

@@ -150,7 +150,7 @@ class Region(Mapping[str, Any]):
 
     def store_request(self, model: ClientModel, request: Packed) -> None:
         """Cache the packed request for `model`; remove those for versions withdrawn or replaced."""
-        for model_key in [model_key for model_key in list(self.requests) if model_key.closed]:
+        for model_key in [model_key for model_key in list(self.requests) if model_key.is_closed]:
             self.requests.pop(model_key, None)
         self.requests[model] = request
 

@@ -58,7 +58,7 @@ class ClientRequest(InflightRequest):
     """An in-flight request with one response.
 
     Attributes:
-        abandoned: Whether the caller has stopped waiting for the request.
+        is_abandoned: Whether the caller has stopped waiting for the request.
         channel: The channel that submitted the request.
         is_retry: Whether the request has been resubmitted because its response was lost.
         on_done: Called with the request when `outcome` is set.
@@ -68,7 +68,7 @@ class ClientRequest(InflightRequest):
     """
 
     __slots__ = (
-        *("abandoned", "channel", "is_retry", "on_done", "outcome"),
+        *("is_abandoned", "channel", "is_retry", "on_done", "outcome"),
         *("packed_request", "release_memory"),
     )
 
@@ -85,7 +85,7 @@ class ClientRequest(InflightRequest):
         self.release_memory = packed_request.release_memory
         self.on_done = on_done
         self.outcome: Result | ShmserveError | None = None
-        self.abandoned = False
+        self.is_abandoned = False
         self.is_retry = False
 
     def result(self) -> Result:
@@ -105,7 +105,7 @@ class ClientRequest(InflightRequest):
             del outcome  # a cycle of the error and its traceback would keep the request's memory
 
     def is_awaited(self) -> bool:
-        return not self.abandoned
+        return not self.is_abandoned
 
     def handle(self, message: Response) -> None:
         if type(message) is Finished:
@@ -155,7 +155,7 @@ class ClientRequest(InflightRequest):
         except ShmserveError as error:
             self.release_memory = release_memory
             submit = self.submit
-            final = self.is_retry or self.abandoned or runs_once(submit.schema, submit.data)
+            final = self.is_retry or self.is_abandoned or runs_once(submit.schema, submit.data)
             if isinstance(error, Unavailable) and not final:
                 self.is_retry = True  # the worker exited before the response was read
                 channel.schedulers.submit(self, self.endpoint, message_size(submit))
@@ -211,7 +211,7 @@ class ClientRequest(InflightRequest):
 
         An abandoned request ignores its outcome.
         """
-        if self.abandoned:
+        if self.is_abandoned:
             return
         self.outcome = outcome
         on_done, self.on_done = self.on_done, None  # the callback may refer to this request
@@ -308,13 +308,13 @@ class RequestChannel:
 
     def cancel(self, pending: ClientRequest) -> None:
         """Cancel a request. Its memory stays in use until the scheduler responds."""
-        pending.abandoned = True
+        pending.is_abandoned = True
         self.schedulers.cancel(pending)
 
     def expire(self, request_id: int) -> None:
         """Fail and cancel a request whose deadline has passed, unless it has completed."""
         pending = self.schedulers.pending.get(request_id)
-        if pending is not None and not pending.abandoned:
+        if pending is not None and not pending.is_abandoned:
             pending.complete(TimedOut(LATE))
             self.cancel(pending)
 
@@ -341,7 +341,7 @@ class RequestChannel:
         if self._loss_count != self.server.loss_count or not self.server.alive:
             self._check_server()
         for fd in readable:
-            link = self._links.by_fd(fd)
+            link = self._links.find_by_fd(fd)
             if link is not None:
                 for message in link.receive():
                     self.schedulers.handle(link.endpoint, message)

@@ -30,7 +30,7 @@ class ClientStream(ClientRequest):
     Attributes:
         items: The responses and errors received and not read yet, with the byte size of each.
         on_item: Called for each response and at the end of the stream.
-        finished: Whether the last response has been received.
+        has_finished: Whether the last response has been received.
     """
 
     def __init__(
@@ -39,17 +39,17 @@ class ClientStream(ClientRequest):
         super().__init__(channel, packed, None)
         self.items: deque[tuple[Result | ShmserveError, int]] = deque()
         self.on_item = on_item
-        self.finished = False
+        self.has_finished = False
         self._read_size = -1  # byte size of the response that the program reads; -1: none
-        self._window = ReadWindow(placed=_is_placed(packed))
+        self._window = ReadWindow(in_client_memory=_is_placed(packed))
 
     def ready(self) -> bool:
-        return bool(self.items) or self.finished or self.abandoned
+        return bool(self.items) or self.has_finished or self.is_abandoned
 
     def handle(self, message: Response) -> None:
         if type(message) is not Responded:
             super().handle(message)
-        elif self.abandoned or self.finished:
+        elif self.is_abandoned or self.has_finished:
             self.discard(message)
         else:
             if message.code:
@@ -61,7 +61,7 @@ class ClientStream(ClientRequest):
                 self.items.append((Result({}, {}, None), 0))
             if message.spans and self.is_explained and isinstance(self.items[-1][0], Result):
                 self.explain(self.items[-1][0], message.spans)
-            self.finished = self.finished or message.final
+            self.has_finished = self.has_finished or message.final
             self.on_item()
 
     def _read(self, message: Responded) -> None:
@@ -74,13 +74,13 @@ class ClientStream(ClientRequest):
             item = Internal("the response cannot be read")
         self.items.append((item, byte_size_of(message.data)))
         if not isinstance(item, Result):
-            self.finished = True
+            self.has_finished = True
             self.channel.cancel(self)
 
     def complete(self, outcome: Result | ShmserveError) -> None:
-        if not self.abandoned and not self.finished:
+        if not self.is_abandoned and not self.has_finished:
             self.items.append((outcome, 0))
-            self.finished = True
+            self.has_finished = True
             self.on_item()
 
     def read(self) -> int:
@@ -93,7 +93,7 @@ class ClientStream(ClientRequest):
             return 0
         credit = self._window.record_read(self._read_size)
         self._read_size = -1
-        return 0 if self.finished else credit
+        return 0 if self.has_finished else credit
 
     def take(self) -> Result:
         """Return the oldest response received.
@@ -111,7 +111,7 @@ class ClientStream(ClientRequest):
 
     def abandon(self) -> None:
         """Discard the responses received so far and ignore later ones."""
-        self.abandoned = True
+        self.is_abandoned = True
         self.items.clear()
 
 
@@ -148,7 +148,7 @@ class ResponseStream:
     def close(self) -> None:
         """Discard unread responses and cancel the request if it has not ended. Idempotent."""
         pending = self._pending
-        if not pending.finished and not pending.abandoned:
+        if not pending.has_finished and not pending.is_abandoned:
             self._waiter.cancel((pending,))
         pending.abandon()
 
@@ -166,7 +166,7 @@ def _is_placed(packed: PackedRequest) -> bool:
     """Return whether every response is written to the same ranges of the client's memory."""
     if not packed.segments:
         return False
-    return any(output.placed for output in RequestSchema(packed.schema).outputs)
+    return any(output.has_range for output in RequestSchema(packed.schema).outputs)
 
 
 class Waiter(Protocol):

@@ -135,7 +135,7 @@ def _model_examples(name: str, model: GatewayModel | None) -> list[dict[str, Any
     is_binary = not datatypes.isdisjoint(("FP16", "BF16"))
     inputs = [_example_input(item, signature.max_batch_size, is_binary) for item in required_inputs]
     parameters: dict[str, Any] = {"binary_data_output": True} if is_binary else {}
-    if model.stateful:
+    if model.is_stateful:
         parameters |= {"sequence_id": 1, "sequence_start": True, "sequence_end": True}
     body = {"inputs": inputs, **({"parameters": parameters} if parameters else {})}
     zero_bytes = sum(item["parameters"]["binary_data_size"] for item in inputs) if is_binary else 0
@@ -226,22 +226,22 @@ def check_may_send_files(client: ClientIdentity) -> None:
         )
 
 
-async def unload_model(gateway: Gateway, name: str, *, dependents: bool) -> None:
-    """Unload a model and, with `dependents`, the models that only this model needs."""
-    await gateway.supervisor.send_request(UnloadModel, name, dependents)
+async def unload_model(gateway: Gateway, name: str, *, with_dependents: bool) -> None:
+    """Unload a model and, with `with_dependents`, the models that only this model needs."""
+    await gateway.supervisor.send_request(UnloadModel, name, with_dependents)
 
 
-def check_names(repository: str, name: str, *, unload: bool = False) -> None:
+def check_names(repository: str, name: str, *, for_unload: bool = False) -> None:
     """Check the names of a repository and of a model.
 
-    An `unload` treats a name with path traversal as an unknown model, as Triton does.
+    With `for_unload`, a name with path traversal is an unknown model, as in Triton.
 
     Raises:
         Unsupported: A repository is named, which Triton does not support either.
         InvalidArgument: The name is not a valid name of a model.
     """
     check_repository(repository)
-    if not (unload and is_traversal(name)):
+    if not (for_unload and is_traversal(name)):
         check_model_name(name)
 
 

@@ -54,11 +54,11 @@ class ExpositionFamily:
         self.samples.append(model_metrics.sample(self.name + suffix, ordered, value))
 
     def add_histogram(
-        self, labels: dict[str, str], histogram: dict[str, Any], *, integers: bool = False
+        self, labels: dict[str, str], histogram: dict[str, Any], *, has_integer_bounds: bool = False
     ) -> None:
-        """Record the samples of a histogram; with `integers`, bounds have no decimal point."""
+        """Record the samples of a histogram; `has_integer_bounds` omits decimal points."""
         texts = [str(float(bound)) for bound in histogram["buckets"]]
-        bounds = [text.removesuffix(".0") if integers else text for text in texts]
+        bounds = [text.removesuffix(".0") if has_integer_bounds else text for text in texts]
         cumulative = 0
         pairs = zip([*bounds, "+Inf"], accumulate(histogram["counts"]), strict=True)
         for bound, cumulative in pairs:
@@ -77,18 +77,18 @@ class ReportFamily(NamedTuple):
 
     kind: str
     name: str
-    path: str
+    value_path: str
     key: str
     help_text: str
 
     @property
     def is_latency(self) -> bool:
         """Return whether the family measures a latency; settings can disable these families."""
-        return self.path.endswith("_ns")
+        return self.value_path.endswith("_ns")
 
     def find(self, report: dict[str, Any]) -> Any:
         """Return the family's value in a report: a number, numbers by label, or a histogram."""
-        paths = [path.split(".") for path in self.path.split("+")]
+        paths = [path.split(".") for path in self.value_path.split("+")]
         found: list[Any] = [reduce(getitem, path, report) for path in paths]
         return found[0] if len(found) == 1 else sum(found)
 
@@ -132,13 +132,13 @@ _CACHE_COUNTERS = ("cache_hit", "cache_miss")
 _FAILURE_REASONS = ("REJECTED", "CANCELED", "BACKEND", "OTHER")
 
 
-def triton_families(reports: Reports, *, latencies: bool) -> Iterator[ExpositionFamily]:
-    """Yield Triton's counters and gauges; durations only with `latencies`.
+def triton_families(reports: Reports, *, shows_latencies: bool) -> Iterator[ExpositionFamily]:
+    """Yield Triton's counters and gauges; durations only with `shows_latencies`.
 
     The families of the response cache are included if a model has one.
     """
     for family in _FAMILIES["triton"]:
-        if latencies or not family.is_latency:
+        if shows_latencies or not family.is_latency:
             yield family.to_exposition(reports)
     help_text = "Number of failed inference requests, all batch sizes"
     failures = ExpositionFamily("nv_inference_request_failure", help_text, "counter")
@@ -151,7 +151,7 @@ def triton_families(reports: Reports, *, latencies: bool) -> Iterator[Exposition
     yield failures
     cached_reports = _select_cached(reports)
     for family in _FAMILIES["cache"]:
-        if latencies or not family.is_latency:
+        if shows_latencies or not family.is_latency:
             yield family.to_exposition(cached_reports)
     if cached_reports:
         yield from _total_cache_families([report for _, report in cached_reports])
@@ -193,7 +193,7 @@ def first_response_families(reports: Reports) -> Iterator[ExpositionFamily]:
     for labels, report in reports:
         histogram = report.get("first_response_ms")
         if histogram is not None:
-            family.add_histogram(labels, histogram, integers=True)
+            family.add_histogram(labels, histogram, has_integer_bounds=True)
     yield family
 
 
@@ -202,7 +202,8 @@ def _select_cached(reports: Reports) -> Reports:
 
 
 def _summary_family(summary: ReportFamily, reports: Reports) -> ExpositionFamily:
-    family, counter = ExpositionFamily(summary.name, summary.help_text, "summary"), summary.path
+    family = ExpositionFamily(summary.name, summary.help_text, "summary")
+    counter = summary.value_path
     for labels, report in reports:
         count = report["success"]
         if counter in _CACHE_COUNTERS:
@@ -276,7 +277,7 @@ class MetricsExporter:
             model = models.find(labels["model"], labels["version"])
             plain_reports.append((labels, report["shmserve"]))
             tagged.append((labels if model is None else labels | model.tags, report["shmserve"]))
-        yield from triton_families(tagged, latencies=settings.counter_latencies)
+        yield from triton_families(tagged, shows_latencies=settings.counter_latencies)
         if settings.histogram_latencies:
             yield from first_response_families(tagged)
         if settings.summary_latencies:

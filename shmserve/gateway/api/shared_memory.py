@@ -99,7 +99,7 @@ async def await_leased_registration(
 
 
 def visible_regions(
-    gateway: Gateway, client: ClientIdentity, name: str, *, cuda: bool = False
+    gateway: Gateway, client: ClientIdentity, name: str, *, is_cuda: bool = False
 ) -> list[GatewayRegion]:
     """Return the regions of a kind that the client's user may see: all, or the one with a `name`.
 
@@ -107,18 +107,19 @@ def visible_regions(
         NotFound: No such region is visible to the user.
     """
     peer = client.administrator_peer() if client.listener.shm else NOBODY
-    return gateway.regions.visible_regions(name, peer, cuda=cuda)
+    return gateway.regions.visible_regions(name, peer, is_cuda=is_cuda)
 
 
 async def unregister_regions(
-    gateway: Gateway, client: ClientIdentity, name: str, *, cuda: bool = False
+    gateway: Gateway, client: ClientIdentity, name: str, *, is_cuda: bool = False
 ) -> None:
     """Unregister regions of the client's user: all of a kind, or the one with a `name`.
 
     An unknown name is ignored.
     """
     peer = client.administrator_peer()
-    await gateway.supervisor.send_request(UnregisterRegion, name, peer.uid, list(peer.groups), cuda)
+    fields = (name, peer.uid, list(peer.groups), is_cuda)
+    await gateway.supervisor.send_request(UnregisterRegion, *fields)
 
 
 _INVALID_HANDLE = "'raw_handle' must be a valid base64 encoded cudaIpcMemHandle_t"

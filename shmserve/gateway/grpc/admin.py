@@ -129,13 +129,13 @@ class AdminCall:
 
     async def repository_model_unload(self, request: pb.RepositoryModelUnloadRequest) -> None:
         """Handle RepositoryModelUnload."""
-        management.check_names(request.repository_name, request.model_name, unload=True)
+        management.check_names(request.repository_name, request.model_name, for_unload=True)
         dependents = False
         for key, parameter in request.parameters.items():
             if key == "unload_dependents":
                 _check_kind(parameter.WhichOneof("parameter_choice"), "bool_param", "", key)
                 dependents = parameter.bool_param
-        await management.unload_model(self.gateway, request.model_name, dependents=dependents)
+        await management.unload_model(self.gateway, request.model_name, with_dependents=dependents)
 
     async def trace_setting(self, request: pb.TraceSettingRequest) -> pb.TraceSettingResponse:
         """Handle TraceSetting: apply all changes or none, and return all settings."""
@@ -179,7 +179,7 @@ class AdminCall:
         self, request: pb.CudaSharedMemoryStatusRequest
     ) -> pb.CudaSharedMemoryStatusResponse:
         """Handle CudaSharedMemoryStatus. Without a name, list all regions of the user."""
-        regions = memory_api.visible_regions(self.gateway, self.client, request.name, cuda=True)
+        regions = memory_api.visible_regions(self.gateway, self.client, request.name, is_cuda=True)
         states = {region.name: region.status() for region in regions}
         return ParseDict({"regions": states}, pb.CudaSharedMemoryStatusResponse())
 
@@ -192,7 +192,7 @@ class AdminCall:
 
     async def cuda_unregister(self, request: pb.CudaSharedMemoryUnregisterRequest) -> None:
         """Handle CudaSharedMemoryUnregister. Without a name, unregister all regions."""
-        await memory_api.unregister_regions(self.gateway, self.client, request.name, cuda=True)
+        await memory_api.unregister_regions(self.gateway, self.client, request.name, is_cuda=True)
 
 
 def _check_kind(kind: str | None, expected: str, operation: str, key: str) -> None:

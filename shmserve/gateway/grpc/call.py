@@ -148,7 +148,7 @@ class GrpcCall(ABC):
 
     Attributes:
         delays_drain: Whether a drain waits for the end of the call.
-        done: Whether the status is queued or sent.
+        is_done: Whether the status is queued or sent.
         on_disconnect: Called when the client disconnects, sends malformed data or sends too slowly,
             or when the deadline expires.
         on_ended: Called once all frames are sent.
@@ -158,7 +158,7 @@ class GrpcCall(ABC):
     _window_share: ClassVar[float]  # the share of the flow-control window that one message may use
     __slots__ = (
         *("_arriving_message", "_assembly", "_is_head_sent", "_compression", "_connection"),
-        *("_deadline", "_sinks", "_stream", "_timer", "client", "done", "head", "on_disconnect"),
+        *("_deadline", "_sinks", "_stream", "_timer", "client", "is_done", "head", "on_disconnect"),
         "on_ended",
     )
 
@@ -170,7 +170,7 @@ class GrpcCall(ABC):
         self.head = head
         self.client: ClientIdentity = connection.client
         self._sinks = sinks
-        self.done = False
+        self.is_done = False
         self.on_disconnect: Callable[[], object] | None = None
         self.on_ended: Callable[[], None] | None = None
         self._assembly: Assembly | None = None
@@ -198,7 +198,7 @@ class GrpcCall(ABC):
 
     def fail(self, code: StatusCode, details: str, metadata: _Metadata = ()) -> None:
         """End the call with an error status; discard the responses that are not sent yet."""
-        if self.done:
+        if self.is_done:
             return
         self._mark_done()
         self._send_status(code, details, metadata)
@@ -213,19 +213,19 @@ class GrpcCall(ABC):
             sending.send_trailers(self._stream, block)
         else:
             head = encode_response_start(self.head.status)
-            sending.send_head(self._stream, head + block, end=True)
+            sending.send_head(self._stream, head + block, ends_stream=True)
         self._connection.flush()
 
     # --- for the connection of the call
 
-    def receive_data(self, piece: memoryview, ended: bool) -> None:
-        """Receive data; `ended` marks the last piece."""
-        if self.done:
+    def receive_data(self, piece: memoryview, is_last: bool) -> None:
+        """Receive data; `is_last` marks the last piece."""
+        if self.is_done:
             return
         try:
             if len(piece):
                 self._assemble(piece)
-            if ended and not self.done:
+            if is_last and not self.is_done:
                 self._handle_half_close()
         except BrokenMessage as broken:
             self._abort(*broken.ending)
@@ -250,14 +250,14 @@ class GrpcCall(ABC):
             None if the caller has to receive the bytes into a buffer of its own.
         """
         assembly = self._assembly
-        return None if assembly is None or self.done else assembly.next_buffer(byte_limit)
+        return None if assembly is None or self.is_done else assembly.next_buffer(byte_limit)
 
     def _take_messages(self, assembly: Assembly, size: int) -> None:
         """Take the messages that are complete with the last `size` bytes."""
         while (message := assembly.take_message()) is not None:
             self._message_complete()
             self._handle_message(message)
-            if self.done or self._is_queue_full():
+            if self.is_done or self._is_queue_full():
                 return
         if not assembly.received_bytes:
             return
@@ -297,7 +297,7 @@ class GrpcCall(ABC):
 
     def handle_disconnect(self) -> None:
         """End the call, since the client has disconnected or violated the protocol."""
-        if not self.done:
+        if not self.is_done:
             self._mark_done()
             self._notify_disconnected()
         self._on_all_sent()
@@ -308,7 +308,7 @@ class GrpcCall(ABC):
 
     def _abort(self, code: StatusCode, details: str, metadata: _Metadata = ()) -> None:
         """End the call with an error status, and cancel its requests in flight."""
-        if not self.done:
+        if not self.is_done:
             self._mark_done()
             self._notify_disconnected()
             self._send_status(code, details, metadata)
@@ -319,7 +319,7 @@ class GrpcCall(ABC):
             on_disconnect()
 
     def _mark_done(self) -> None:
-        self.done = True
+        self.is_done = True
         if self._arriving_message is not None:
             self._message_complete()
         if self._assembly is not None:
@@ -395,10 +395,10 @@ class UnaryCall(GrpcCall):
 
     def expect_message(self) -> None:
         """Start the time limit of the message if it was not received yet."""
-        if not (self._has_message or self.done):
+        if not (self._has_message or self.is_done):
             self.start_time_limit()
 
-    def receive_data(self, piece: memoryview, ended: bool) -> None:
+    def receive_data(self, piece: memoryview, is_last: bool) -> None:
         """Receive data, which is nearly always the complete message."""
         size = len(piece)
         if (
@@ -407,13 +407,13 @@ class UnaryCall(GrpcCall):
             and not self._has_message
         ):
             flag, length = PREFIX.unpack_from(piece)
-            if not flag and length == size - PREFIX.size and not self.done:
+            if not flag and length == size - PREFIX.size and not self.is_done:
                 self._has_message = True
                 if self._arriving_message is not None:
                     self._message_complete()
                 self.on_message(bytes(piece[PREFIX.size :]), self)
                 return
-        super().receive_data(piece, ended)
+        super().receive_data(piece, is_last)
 
     def finish(self, response: bytes) -> None:
         """End the call with its response."""
@@ -429,7 +429,7 @@ class UnaryCall(GrpcCall):
         self._send_response(await self._frame_in_turns(response))
 
     def _send_response(self, pieces: tuple[bytes, bytes]) -> None:
-        if self.done:
+        if self.is_done:
             return
         self._mark_done()
         self._stream.on_sent = self._on_all_sent
@@ -444,7 +444,7 @@ class UnaryCall(GrpcCall):
             self._abort(StatusCode.INTERNAL, "more than one message in a unary call")
             return
         self._has_message = True
-        if message.compressed:
+        if message.is_compressed:
             self._task = asyncio.ensure_future(self._inflate(message))
         else:
             self.on_message(message.data, self)
@@ -455,7 +455,7 @@ class UnaryCall(GrpcCall):
         except BrokenMessage as broken:
             self.fail(*broken.ending)
             return
-        if not self.done:
+        if not self.is_done:
             self.on_message(data, self)
 
     def _handle_half_close(self) -> None:
@@ -508,7 +508,7 @@ class StreamingCall(GrpcCall):
         except Exception:
             logger.exception("a call of %s failed", self.head.path)
             ending = INTERNAL_FAILURE
-        if not self.done:
+        if not self.is_done:
             code, details, metadata = ending or SUCCEEDED
             if not self._is_head_sent and code is StatusCode.OK:
                 self._send_head()
@@ -524,6 +524,8 @@ class StreamingCall(GrpcCall):
         self._has_unparsed_data = False
         while self._queue:
             release_message(self._queue.popleft().data)
+        self._wake(self._message_waiter)
+        self._wake(self._write_waiter)
 
     async def read_messages(self) -> AsyncIterator[Any]:
         """Yield the messages. The consumer releases them.
@@ -536,7 +538,7 @@ class StreamingCall(GrpcCall):
                 if self._has_unparsed_data:
                     self._take_more_messages()
                     continue
-                if self._is_half_closed or self.done:
+                if self._is_half_closed or self.is_done:
                     return
                 self._update_window()
                 self._message_waiter = self._connection.loop.create_future()
@@ -545,7 +547,7 @@ class StreamingCall(GrpcCall):
             message = self._queue.popleft()
             self._consumed += len(message.data) + PREFIX.size - message.beyond_window
             self._update_window()
-            yield (await self._inflate_message(message) if message.compressed else message.data)
+            yield (await self._inflate_message(message) if message.is_compressed else message.data)
 
     def _update_window(self) -> None:
         if self._consumed > self._connection.context.limits.window // 4:
@@ -600,7 +602,7 @@ class StreamingCall(GrpcCall):
         Raises:
             TimeoutError: The client has not read the responses within `stall_s` seconds.
         """
-        if self.done or not responses:
+        if self.is_done or not responses:
             return
         if not self._is_head_sent:
             self._send_head()
@@ -610,7 +612,7 @@ class StreamingCall(GrpcCall):
                 pieces += frame_message(response)
             else:
                 pieces += await self._frame_in_turns(response)
-        if self.done:
+        if self.is_done:
             return
         sending = self._connection.http2.sending
         if sum(map(len, pieces)) <= _MAX_JOINED_BYTES:

@@ -176,9 +176,9 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
         for event in http2.receive(data):
             if type(event) is Data:
                 if event.stream.call is not None:
-                    event.stream.call.receive_data(event.piece, event.ended)
+                    event.stream.call.receive_data(event.piece, event.is_last)
             elif type(event) is StreamOpened:
-                if not event.stream.finished:  # a later frame may have reset the stream
+                if not event.stream.has_all_output:  # a later frame may have reset the stream
                     self._begin_call(event.stream, event.head, new_calls)
             elif type(event) is StreamReset:
                 if event.stream.call is not None:
@@ -192,12 +192,12 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             self.lifetime.record_received()
         if http2.sending.ready or http2.sending.waiting_streams or self._tls is not None:
             self.flush()
-        if http2.closing:
+        if http2.is_closing:
             self._close_after_violation()
         else:
             debt_of_turn = http2.debt - self._counted_debt
             self._counted_debt += debt_of_turn
-            if debt_of_turn > _FREE_DEBT or http2.pending:
+            if debt_of_turn > _FREE_DEBT or http2.has_pending_frames:
                 pause_s = debt_of_turn * _PAUSE_PER_FRAME_S if debt_of_turn > _FREE_DEBT else 0.0
                 self._pause_reading(pause_s)
 
@@ -230,7 +230,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
             logger.exception("a call of %s could not be started", head.path)
             self.http2.reset(stream, FaultCode.INTERNAL_ERROR)
         else:
-            if not stream.ended:
+            if not stream.is_half_closed:
                 new_calls.append(call)
 
     def flush(self) -> None:
@@ -268,12 +268,12 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         """Queue data, since the client reads too slowly."""
-        self.http2.sending.paused = True
+        self.http2.sending.is_paused = True
 
     def resume_writing(self) -> None:
         """Send queued data, since the client has read enough."""
         sending = self.http2.sending
-        sending.paused = False
+        sending.is_paused = False
         sending.resume()
         self.flush()
 
@@ -324,7 +324,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
 
     def _reset_stalled(self, stream: Stream) -> None:
         """Reset a stream whose data the client does not read."""
-        if self.http2.sending.paused:
+        if self.http2.sending.is_paused:
             logger.info("a gRPC client that does not read its responses was disconnected")
             self.abort()
             return

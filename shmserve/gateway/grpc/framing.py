@@ -243,7 +243,7 @@ class ReceivedMessage(NamedTuple):
     """A complete message; `beyond_window` is the number of its bytes that exceeded the window."""
 
     data: MessageContent
-    compressed: bool
+    is_compressed: bool
     beyond_window: int
 
 
@@ -292,7 +292,7 @@ class Assembly:
     _size: int = 0
     # The received part of a message without a sink.
     _message: bytearray = field(default_factory=bytearray)
-    _compressed: bool = False
+    _is_compressed: bool = False
     missing_bytes: int = 0  # bytes that the incomplete message lacks
     beyond_window: int = 0  # bytes of the message that need a window update
     _permitted_beyond: int = 0  # bytes of the message that a window update has permitted
@@ -349,7 +349,7 @@ class Assembly:
                 if len(self._prefix) < PREFIX.size:
                     continue
                 if not self._start_message():
-                    return ReceivedMessage(b"", self._compressed, 0)
+                    return ReceivedMessage(b"", self._is_compressed, 0)
                 continue
             part = self._piece[self._position : self._position + self.missing_bytes]
             self._position += len(part)
@@ -361,7 +361,7 @@ class Assembly:
             if not self.missing_bytes:
                 data = self._finish_content()
                 permitted, self._permitted_beyond, self.beyond_window = self._permitted_beyond, 0, 0
-                return ReceivedMessage(data, self._compressed, permitted)
+                return ReceivedMessage(data, self._is_compressed, permitted)
         return None
 
     def permit_rest(self) -> int:
@@ -401,7 +401,7 @@ class Assembly:
         if size > LARGEST_MESSAGE:
             text = f"Received message larger than max ({size} vs. {LARGEST_MESSAGE})"
             raise BrokenMessage(StatusCode.RESOURCE_EXHAUSTED, text)
-        self._compressed = bool(flag)
+        self._is_compressed = bool(flag)
         self._size = self.missing_bytes = size
         self.beyond_window = max(0, size + PREFIX.size - self._permitted_bytes)
         if size >= LARGE_MESSAGE_BYTES and not flag and self._sinks is not None:

@@ -105,7 +105,7 @@ class Inferences(ActiveCount):
             else:
                 call.fail(*_ending_from_error(error, call))
             return
-        if not call.done:
+        if not call.is_done:
             self.active += 1
             call.on_disconnect = inference.cancel
             call.on_ended = self.decrement
@@ -172,7 +172,7 @@ class Inferences(ActiveCount):
             RequestRefused: The request is refused.
         """
         arrived_ns = time.monotonic_ns()
-        built = self._decode(raw_request, headers, streamed=on_streamed is not None)
+        built = self._decode(raw_request, headers, is_streamed=on_streamed is not None)
         create_inference: Any = partial(UnaryInference, on_response=on_response)
         if built.model.decoupled:
             if on_streamed is None:
@@ -193,7 +193,7 @@ class Inferences(ActiveCount):
             raise RequestRefused(error, built.infer_request.id) from None
 
     def _decode(
-        self, raw_request: MessageContent, headers: Mapping[str, str], *, streamed: bool
+        self, raw_request: MessageContent, headers: Mapping[str, str], *, is_streamed: bool
     ) -> BuiltRequest:
         if type(raw_request) is ArrivingRequest:
             self.gateway.malloc_trim.schedule(len(raw_request))
@@ -202,7 +202,7 @@ class Inferences(ActiveCount):
                 raise RequestRefused(Unavailable(_MODEL_UNLOADED), request_id)
             return raw_request.built_request
         if headers:  # metadata become parameters that the message does not contain
-            return self._parse(raw_request, None, headers, streamed=streamed)
+            return self._parse(raw_request, None, headers, is_streamed=is_streamed)
         try:
             built_request = self._template_cache.find_by_layout(raw_request)
             parts = split_message(raw_request) if built_request is None else None
@@ -210,7 +210,7 @@ class Inferences(ActiveCount):
                 built_request = self._template_cache.find_by_fingerprint(raw_request, parts)
         except ShmserveError as error:
             raise RequestRefused(error, _request_id(raw_request)) from None
-        return built_request or self._parse(raw_request, parts, headers, streamed=streamed)
+        return built_request or self._parse(raw_request, parts, headers, is_streamed=is_streamed)
 
     def _parse(
         self,
@@ -218,7 +218,7 @@ class Inferences(ActiveCount):
         parts: SplitMessage | None,
         headers: Mapping[str, str],
         *,
-        streamed: bool,
+        is_streamed: bool,
     ) -> BuiltRequest:
         request_id = ""
         self.gateway.malloc_trim.schedule(len(raw_request))
@@ -227,7 +227,7 @@ class Inferences(ActiveCount):
             request_id = message.id
             version = checked_version(message.model_version)
             model = self.gateway.models.resolve(message.model_name, version)
-            if model.decoupled and not streamed:
+            if model.decoupled and not is_streamed:
                 raise Unsupported(_DECOUPLED_UNSUPPORTED)
             request = decode_request(message)
             request.parameters |= headers

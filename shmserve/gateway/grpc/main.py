@@ -24,15 +24,15 @@ from shmserve.ipc import processes
 from shmserve.ipc.messages.supervision import decode_start
 
 
-def run(data: bytes, *fds: int) -> None:
+def run(start_record: bytes, *fds: int) -> None:
     """Run a gRPC gateway until the supervisor stops it.
 
     Args:
-        data: An encoded `GatewayStart`.
+        start_record: An encoded `GatewayStart`.
         *fds: The descriptors of the listening sockets.
     """
-    start = decode_start(GatewayStart, data)
-    processes.begin(f"gateway {start.name}", f"gateway {start.name}", start.log)
+    start = decode_start(GatewayStart, start_record)
+    processes.begin(f"gateway {start.gateway_name}", f"gateway {start.gateway_name}", start.log)
     settings = start.grpc
     assert settings is not None
     sockets = [socket.socket(fileno=fd) for fd in fds]

@@ -101,9 +101,9 @@ class StreamEntry:
             inferred = self.inference.outputs(message)
             if inferred is None:
                 end = encode_stream_end(model.name, infer_request.version, infer_request.id)
-                return end if infer_request.empty_final else None, None
+                return end if infer_request.has_empty_final else None, None
             trace = built_request.trace
-            is_explained = trace is not None and trace.explained
+            is_explained = trace is not None and trace.has_explanation
             templates = None if is_explained else self.inference.templates
             response = self._inferences.encode(built_request, templates, schema, inferred)
         except ShmserveError as error:

@@ -101,7 +101,7 @@ async def read_json(
     gateway: Gateway,
     request: HttpRequest,
     *,
-    required: bool = False,
+    is_required: bool = False,
     parse: Callable[[bytes], Any] = loads,
     parse_large: ParseLarge | None = None,
 ) -> Any:
@@ -110,7 +110,7 @@ async def read_json(
     Args:
         gateway: The gateway.
         request: The request.
-        required: Whether an empty body is an error; otherwise it is parsed as {}.
+        is_required: Whether an empty body is an error; otherwise it is parsed as {}.
         parse: The parser.
         parse_large: The parser of bodies that are large or have many objects; None: `parse`.
 
@@ -120,7 +120,7 @@ async def read_json(
     body = Body(request, gateway.settings, gateway.body_budget)
     limit = gateway.settings.max_input_size
     try:
-        if body.compressed():
+        if body.is_compressed():
             pieces, size = await body.inflate_pieces()
         else:
             pieces, size = await body.read_pieces(limit, JSON_TOO_LARGE)
@@ -134,7 +134,7 @@ async def read_json(
     finally:
         if body.arrival.received_bytes:
             body.arrival.release_budget()
-    return parse(raw) if raw or required else {}
+    return parse(raw) if raw or is_required else {}
 
 
 class Body:
@@ -166,7 +166,7 @@ class Body:
             raise BrokenBody("malformed HTTP request body")
         return self._content.read_nowait() if self._content.is_eof() else None
 
-    def compressed(self) -> bool:
+    def is_compressed(self) -> bool:
         """Return whether the body is compressed.
 
         Raises:
@@ -408,7 +408,7 @@ async def _read(
     The request is built while the body arrives if its tensors exceed `INLINE_LIMIT`.
     """
     body = Body(request, gateway.settings, gateway.body_budget)
-    if CONTENT_ENCODING in request.headers and body.compressed():
+    if CONTENT_ENCODING in request.headers and body.is_compressed():
         return await body.inflate()
     content = body.received_whole()
     if content is not None:

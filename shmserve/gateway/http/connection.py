@@ -220,13 +220,13 @@ class HttpConnection(Incoming):
             await self._await_small_body(request, content)
         response = await self._app.handle(request)
         if request.closes_connection or (type(content) is not WholeBody and not content.is_eof()):
-            response.close = True
+            response.closes_connection = True
         try:
             await response.send(request, self._settings.body_timeout_s)
         finally:
             if response.on_sent is not None:
                 response.on_sent()
-        if response.close:
+        if response.closes_connection:
             await _linger(content)
             return False
         return True

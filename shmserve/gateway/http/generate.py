@@ -97,10 +97,10 @@ async def _start_generation(
     parse_large = partial(parse_prompts, gateway, _PROMPTS, model=name)
     try:
         parse = parse_large if generates_text(model) else None
-        body = await read_json(gateway, request, required=True, parse_large=parse)
+        body = await read_json(gateway, request, is_required=True, parse_large=parse)
         if generates_text(model):
             body = _without_nulls(body)
-        infer_request = parse_generate(body, inputs, model.stateful)
+        infer_request = parse_generate(body, inputs, model.is_stateful)
     except DuplicateKey as fault:
         if fault.name in inputs:
             raise InvalidArgument(_DUPLICATE_INPUT.format(name=fault.name)) from None
@@ -159,14 +159,14 @@ _PROMPTS = ("text_input", "input_ids", "messages")
 
 
 def parse_generate(
-    body: Any, inputs: Mapping[str, tuple[str, Sequence[int]]], stateful: bool = False
+    body: Any, inputs: Mapping[str, tuple[str, Sequence[int]]], is_stateful: bool = False
 ) -> InferRequest:
     """Return the request in a parsed body.
 
     Args:
         body: The parsed body.
         inputs: The datatype and the shape of each input of the model; -1 for any size.
-        stateful: Whether the model has sequences.
+        is_stateful: Whether the model has sequences.
 
     Raises:
         JsonFault: A value has the wrong type.
@@ -175,8 +175,8 @@ def parse_generate(
     if type(body) is not dict:
         raise JsonFault("attempt to get members for non-object")
     request = InferRequest(request_id(body), [], [])
-    _read_members(request, body, inputs, nested=False)
-    if stateful:
+    _read_members(request, body, inputs, is_nested=False)
+    if is_stateful:
         move_sequence_parameters(request, request.parameters)
     request.deadline_us = check_unsigned(request.parameters.pop("deadline_us", 0), "deadline_us")
     return request
@@ -187,11 +187,11 @@ def _read_members(
     members: dict[str, Any],
     inputs: Mapping[str, tuple[str, Sequence[int]]],
     *,
-    nested: bool,
+    is_nested: bool,
 ) -> None:
     check_member_count(members, "parameters")
     for key, value in members.items():
-        if key == _NESTED_MEMBER and not nested:
+        if key == _NESTED_MEMBER and not is_nested:
             if key in inputs:
                 text = f"Keyword '{key}' for nested schema also given as input tensor name"
                 raise InvalidArgument(text)
@@ -213,7 +213,7 @@ def _read_nested_members(
             "attempt to access JSON non-object as object"
         )
     try:
-        _read_members(request, value, inputs, nested=True)
+        _read_members(request, value, inputs, is_nested=True)
     except ShmserveError as error:
         raise type(error)(f"Converting keyword: '{_NESTED_MEMBER}': {error.message}") from None
 

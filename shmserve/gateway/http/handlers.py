@@ -122,7 +122,7 @@ async def handle_trace_settings(gateway: Gateway, request: HttpRequest, name: st
 
     A POST applies all changes or none.
     """
-    body = await read_json(gateway, request, required=True) if request.method == "POST" else {}
+    body = await read_json(gateway, request, is_required=True) if request.method == "POST" else {}
     changes = {key: _trace_values(key, value) for key, value in _object_members(body).items()}
     settings = await management.change_trace_settings(gateway, name, changes)
     response = {key: v if key == "trace_level" else v[0] for key, v in settings.items()}
@@ -146,7 +146,7 @@ async def handle_log_settings(gateway: Gateway, request: HttpRequest) -> HttpRes
     A POST applies all changes or none. Unknown settings, and settings whose value is null, are
     ignored.
     """
-    body = await read_json(gateway, request, required=True) if request.method == "POST" else {}
+    body = await read_json(gateway, request, is_required=True) if request.method == "POST" else {}
     return json_response(await management.change_log_settings(gateway, _read_log_changes(body)))
 
 
@@ -190,7 +190,7 @@ async def post_unload(
     gateway: Gateway, request: HttpRequest, repository: str, name: str
 ) -> HttpResponse:
     """Handle POST /v2/repository/models/NAME/unload, whose body Triton does not check."""
-    management.check_names(repository, name, unload=True)
+    management.check_names(repository, name, for_unload=True)
     try:
         parameters = _read_parameters(await read_json(gateway, request))
     except JsonFault as fault:
@@ -199,7 +199,7 @@ async def post_unload(
     if type(dependents) is not bool:
         text = "Unable to parse 'unload_dependents': attempt to access JSON non-boolean as boolean"
         raise InvalidArgument(text)
-    await management.unload_model(gateway, name, dependents=dependents)
+    await management.unload_model(gateway, name, with_dependents=dependents)
     return HttpResponse()
 
 
@@ -289,24 +289,24 @@ def _require_member(body: dict[str, Any], field: str) -> Any:
 
 
 async def get_region_status(
-    gateway: Gateway, request: HttpRequest, name: str, *, cuda: bool = False
+    gateway: Gateway, request: HttpRequest, name: str, *, is_cuda: bool = False
 ) -> HttpResponse:
     """Handle GET /v2/systemsharedmemory[/region/NAME]/status, for regions of the client's user.
 
-    With `cuda`, handle GET /v2/cudasharedmemory[/region/NAME]/status.
+    With `is_cuda`, handle GET /v2/cudasharedmemory[/region/NAME]/status.
     """
-    regions = memory_api.visible_regions(gateway, request.connection.client, name, cuda=cuda)
+    regions = memory_api.visible_regions(gateway, request.connection.client, name, is_cuda=is_cuda)
     return json_response([region.status() for region in regions])
 
 
 async def post_unregister(
-    gateway: Gateway, request: HttpRequest, name: str, *, cuda: bool = False
+    gateway: Gateway, request: HttpRequest, name: str, *, is_cuda: bool = False
 ) -> HttpResponse:
     """Handle POST /v2/systemsharedmemory[/region/NAME]/unregister; ignore an unknown name.
 
-    With `cuda`, handle POST /v2/cudasharedmemory[/region/NAME]/unregister.
+    With `is_cuda`, handle POST /v2/cudasharedmemory[/region/NAME]/unregister.
     """
-    await memory_api.unregister_regions(gateway, request.connection.client, name, cuda=cuda)
+    await memory_api.unregister_regions(gateway, request.connection.client, name, is_cuda=is_cuda)
     return HttpResponse()
 
 

@@ -155,7 +155,7 @@ def _infer_repeated(
         request then reports the fault.
     """
     arrived_ns = time.monotonic_ns()
-    if gateway.models.revision != revision or gateway.draining:
+    if gateway.models.revision != revision or gateway.is_draining:
         return None
     try:
         whole_size = len(body)
@@ -197,7 +197,7 @@ class HttpInference(UnaryInference):
         write_response, self.write_response = self.write_response, None
         if write_response is None:
             resolve_future(self._waiter, None)
-        elif self.encoded is None or self.gateway.draining or logger.isEnabledFor(logging.DEBUG):
+        elif self.encoded is None or self.gateway.is_draining or logger.isEnabledFor(logging.DEBUG):
             write_response(None)  # only the task logs the duration, at the level DEBUG
         else:
             json, binary = self.encoded

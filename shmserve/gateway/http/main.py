@@ -23,15 +23,16 @@ from shmserve.ipc import processes
 from shmserve.ipc.messages.supervision import decode_start
 
 
-def run(data: bytes, *fds: int) -> None:
+def run(start_record: bytes, *fds: int) -> None:
     """Run an HTTP gateway until the supervisor stops it.
 
     Args:
-        data: An encoded `GatewayStart`.
+        start_record: An encoded `GatewayStart`.
         *fds: The descriptors of the listening sockets.
     """
-    start = decode_start(GatewayStart, data)
-    processes.begin(f"gateway {start.name}", f"gateway http {start.name}", start.log)
+    start = decode_start(GatewayStart, start_record)
+    name = start.gateway_name
+    processes.begin(f"gateway {name}", f"gateway http {name}", start.log)
     sockets = [socket.socket(fileno=fd) for fd in fds]
     uvloop.run(process.serve(start, partial(HttpServer, start=start, sockets=sockets)))
 

@@ -180,13 +180,13 @@ class HttpResponse:
     status: int = 200
     pieces: Sequence[bytes | memoryview] = ()
     headers: bytes = b""
-    close: bool = field(default=False, kw_only=True)
+    closes_connection: bool = field(default=False, kw_only=True)
     on_sent: Callable[[], None] | None = field(default=None, kw_only=True)
 
     def head(self, request: HttpRequest | None, size: int) -> bytes:
         """Return the status line and the headers; `request` is None for malformed HTTP."""
         connection = b""
-        if self.close:
+        if self.closes_connection:
             connection = b"Connection: close\r\n"
         elif request is not None and request.is_http10:
             connection = b"Connection: keep-alive\r\n"
@@ -251,26 +251,26 @@ class ChunkedResponse(HttpResponse):
     async def send(self, request: HttpRequest, stall_timeout_s: float) -> None:
         """Write the chunks. An exception of `batches` ends the connection."""
         transport = _open_transport(request)
-        chunked = not request.is_http10
-        self.close = self.close or not chunked
-        transport.write(self._encode_head(chunked=chunked))
+        is_chunked = not request.is_http10
+        self.closes_connection = self.closes_connection or not is_chunked
+        transport.write(self._encode_head(is_chunked=is_chunked))
         async with contextlib.aclosing(self._batches) as batches:
             if request.method == "HEAD":
                 return
             async for chunks in batches:
-                encoded = map(_encode_chunk, filter(None, chunks)) if chunked else chunks
+                encoded = map(_encode_chunk, filter(None, chunks)) if is_chunked else chunks
                 transport.write(b"".join(encoded))
                 if request.connection.writing_paused:
                     await drain_or_abort(request.connection, transport, stall_timeout_s)
-        if chunked:
+        if is_chunked:
             transport.write(b"0\r\n\r\n")
 
-    def _encode_head(self, *, chunked: bool) -> bytes:
+    def _encode_head(self, *, is_chunked: bool) -> bytes:
         phrase = http.HTTPStatus(self.status).phrase.encode()
         lines = [b"HTTP/1.1 %d %b\r\n" % (self.status, phrase)]
-        if chunked:
+        if is_chunked:
             lines.append(b"Transfer-Encoding: chunked\r\n")
-        if self.close:
+        if self.closes_connection:
             lines.append(b"Connection: close\r\n")
         return b"".join((*lines, self.headers, b"X-Content-Type-Options: nosniff\r\n\r\n"))
 
@@ -326,7 +326,7 @@ def error_response(
     encode_error: ErrorEncoder = encode_triton_error,
     *,
     headers: bytes = b"",
-    close: bool = False,
+    closes_connection: bool = False,
 ) -> HttpResponse:
     """Return the response for an error.
 
@@ -334,9 +334,10 @@ def error_response(
         error: The error, which determines the status.
         encode_error: Encodes the body in the format of the route's API.
         headers: Further header lines.
-        close: Whether the connection ends with this response.
+        closes_connection: Whether the connection ends with this response.
     """
-    return HttpResponse(error.status, (encode_error(error),), JSON_HEADER + headers, close=close)
+    fields = (error.status, (encode_error(error),), JSON_HEADER + headers)
+    return HttpResponse(*fields, closes_connection=closes_connection)
 
 
 class Framing(NamedTuple):

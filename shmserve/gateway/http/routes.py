@@ -147,8 +147,8 @@ _REPOSITORY_MODEL_PATH = _REPOSITORY_PATH + "/models/{model}"
 _MEMORY_SCOPE = "shared-memory"
 _SYSTEM_PATH = "/v2/systemsharedmemory[/region/{region}]"
 _CUDA_PATH = "/v2/cudasharedmemory[/region/{region}]"
-_get_cuda_status = partial(handlers.get_region_status, cuda=True)
-_post_cuda_unregister = partial(handlers.post_unregister, cuda=True)
+_get_cuda_status = partial(handlers.get_region_status, is_cuda=True)
+_post_cuda_unregister = partial(handlers.post_unregister, is_cuda=True)
 
 
 def _create_route(method: str, path: str, scope: str, handler: Handler) -> Route:

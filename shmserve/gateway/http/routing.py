@@ -119,7 +119,7 @@ class RouteTable:
             first_match = first_match or route_match
         return first_match
 
-    def methods(self, target: str) -> str:
+    def allowed_methods(self, target: str) -> str:
         """Return the methods of a request's target, separated by commas."""
         path = _target_path(target)
         matches = (route for route, pattern in self._patterns if pattern.fullmatch(path))
@@ -294,7 +294,7 @@ class App(ActiveCount):
         target = b"".join(head.split(b" ", 2)[1:2]).decode("latin-1")
         route, _ = self._routes.find(target) or self._routes.unmatched(target)
         headers = _request_id_header("") if route.has_request_id else b""
-        return error_response(error, route.encode_error, headers=headers, close=True)
+        return error_response(error, route.encode_error, headers=headers, closes_connection=True)
 
     async def handle(self, request: HttpRequest) -> HttpResponse:
         """Return the response to any request; raise only CancelledError.
@@ -315,7 +315,8 @@ class App(ActiveCount):
             if request.route_match is None and route_match is not None:
                 check_authorised(route, request, cors)
                 if route.method not in (method, ""):
-                    raise MethodNotAllowed("Method Not Allowed", routes.methods(request.target))
+                    allowed_methods = routes.allowed_methods(request.target)
+                    raise MethodNotAllowed("Method Not Allowed", allowed_methods)
                 request.route_match = route_match
             if begun_request is None:
                 response: HttpResponse = await route.handler(self._gateway, request, *path_parts)
@@ -335,8 +336,8 @@ class App(ActiveCount):
             cors.add_headers(request, response)
         if route.has_request_id:
             response.headers += _request_id_header(request.headers.get(_REQUEST_ID, ""))
-        if self._gateway.draining:
-            response.close = True
+        if self._gateway.is_draining:
+            response.closes_connection = True
         on_sent = response.on_sent
         response.on_sent = (
             self.decrement if on_sent is None else partial(self._decrement_after, on_sent)
@@ -378,5 +379,5 @@ def _error_response(
     traceparent = error.traceparent or _traceparent(request)
     if traceparent:
         headers += traceparent_header(traceparent)
-    close = isinstance(error, BodyTimeout | BrokenBody)
-    return error_response(error, encode_error, headers=headers, close=close)
+    is_broken = isinstance(error, BodyTimeout | BrokenBody)
+    return error_response(error, encode_error, headers=headers, closes_connection=is_broken)

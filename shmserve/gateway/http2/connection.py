@@ -1,8 +1,8 @@
 """A server's HTTP/2 connection without IO, which converts received bytes to events (RFC 9113).
 
 `receive` parses bytes and returns events; the bytes to send are in `sending.ready`. The work of one
-call is bounded, so that other connections are not delayed. If frames are left, `pending` is true
-and `receive(b"")` continues.
+call is bounded, so that other connections are not delayed. If frames are left,
+`has_pending_frames` is true, and `receive(b"")` continues.
 
 The states of a stream:
 
@@ -81,7 +81,7 @@ class Http2Connection(FrameReader[HeadT]):
         self._headers = HeaderDecoder(read_head, limits.header_list)
         self._resets = Budget(limits.resets, limits.resets_per_s, clock, "streams given up")
         self._control = Budget(
-            limits.control, limits.control_per_s, clock, "too many frames without effect"
+            limits.control_frames, limits.control_per_s, clock, "too many frames without effect"
         )
         self.sending = Outgoing(self._on_output_sent)
         self.streams: dict[int, Stream] = {}
@@ -109,7 +109,7 @@ class Http2Connection(FrameReader[HeadT]):
     def receive(self, data: Bytes) -> Sequence[Event[HeadT]]:
         """Process these bytes and any pending frames.
 
-        A client that violates the protocol receives a GOAWAY, and the connection is `closing`.
+        A client that violates the protocol receives a GOAWAY, and the connection `is_closing`.
         """
         events = super().receive(data)
         if self.sending.window_grown:
@@ -131,7 +131,7 @@ class Http2Connection(FrameReader[HeadT]):
             update = frames.encode_frame(WINDOW_UPDATE, 0, 0, pack_uint32(increment))
             self.sending.ready.append(update)
         stream = self.streams.get(stream_id)
-        if stream is None or stream.ended:
+        if stream is None or stream.is_half_closed:
             self._check_closed(stream_id, stream)
             stream = None
             self._control.take_token()
@@ -167,7 +167,7 @@ class Http2Connection(FrameReader[HeadT]):
     def _pass_data(self, stream: Stream, piece: memoryview) -> None:
         is_last = self._frame_ends_stream and not self.arriving_bytes
         if is_last:
-            stream.ended = True
+            stream.is_half_closed = True
         self._events.append(Data(stream, piece, is_last))
 
     # --- other frames
@@ -219,18 +219,18 @@ class Http2Connection(FrameReader[HeadT]):
         stream = Stream(stream_id, self._limits.window, self.sending.initial_window)
         stream.expected_bytes = head.data_size
         self.streams[stream_id] = stream
-        if self._control.tokens < self._limits.control:
+        if self._control.tokens < self._limits.control_frames:
             self._control.add_tokens(_EARNED_PER_FRAME)
         self._events.append(StreamOpened(stream, head))
         if has_ended:
             if stream.expected_bytes > 0:
                 raise StreamFault(FaultCode.PROTOCOL_ERROR)
-            stream.ended = True
+            stream.is_half_closed = True
             self._events.append(Data(stream, _EMPTY_VIEW, True))
 
     def _handle_trailers(self, stream_id: int, flags: int, block: bytes) -> None:
         stream = self.streams.get(stream_id)
-        if stream is None or stream.ended:
+        if stream is None or stream.is_half_closed:
             self._headers.skip_block(block)
             self._check_closed(stream_id, stream)
             self._control.take_token()
@@ -238,7 +238,7 @@ class Http2Connection(FrameReader[HeadT]):
         self._headers.decode_trailers(block)
         if not flags & END_STREAM or stream.expected_bytes > 0:
             raise StreamFault(FaultCode.PROTOCOL_ERROR)
-        stream.ended = True
+        stream.is_half_closed = True
         self._events.append(Data(stream, _EMPTY_VIEW, True))
 
     def _check_closed(self, stream_id: int, stream: Stream | None) -> None:
@@ -262,11 +262,11 @@ class Http2Connection(FrameReader[HeadT]):
             if not stream_id:
                 raise ConnectionFault(FaultCode.PROTOCOL_ERROR, "WINDOW_UPDATE by 0 bytes")
             raise StreamFault(FaultCode.PROTOCOL_ERROR)
-        self._earn_for_data()
+        self._earn_tokens_for_data()
         self._control.take_token()
         self.sending.receive_window_update(stream, increment)
 
-    def _earn_for_data(self) -> None:
+    def _earn_tokens_for_data(self) -> None:
         sending, (frames_before, bytes_before) = self.sending, self._credited_output
         self._credited_output = sending.data_frames, sending.data_bytes
         sent_frames = sending.data_frames - frames_before
@@ -285,7 +285,7 @@ class Http2Connection(FrameReader[HeadT]):
             self._check_not_idle(stream_id, "RST_STREAM")
             self._control.take_token()
             return
-        self._earn_for_data()
+        self._earn_tokens_for_data()
         self._resets.take_token()
         self._remove(stream)
         self._events.append(StreamReset(stream))
@@ -341,7 +341,7 @@ class Http2Connection(FrameReader[HeadT]):
     def reset(self, stream: Stream, code: FaultCode) -> None:
         """End a stream at once, in both directions."""
         if self.streams.get(stream.id) is stream:
-            if not stream.ended:
+            if not stream.is_half_closed:
                 self._record_reset(stream.id)
             self._remove(stream)
             self._queue_reset(stream.id, code)
@@ -350,7 +350,7 @@ class Http2Connection(FrameReader[HeadT]):
         self.sending.ready.append(frames.encode_frame(RST_STREAM, 0, stream_id, pack_uint32(code)))
 
     def _remove(self, stream: Stream) -> None:
-        stream.ended = True
+        stream.is_half_closed = True
         self.sending.discard_output(stream)
         self.streams.pop(stream.id, None)
         if self.arriving_stream is stream:
@@ -363,7 +363,7 @@ class Http2Connection(FrameReader[HeadT]):
 
     def _on_output_sent(self, stream: Stream) -> None:
         """Close a stream whose frames are all sent."""
-        if stream.ended:
+        if stream.is_half_closed:
             self.streams.pop(stream.id, None)
         else:
             # The server does not need the remaining request (RFC 9113, 8.1). If the response was
@@ -374,14 +374,14 @@ class Http2Connection(FrameReader[HeadT]):
 
     def send_window_update(self, stream: Stream, increment: int) -> None:
         """Permit the client to send `increment` bytes of the stream's data."""
-        if increment > 0 and not stream.ended:
+        if increment > 0 and not stream.is_half_closed:
             stream.receive_window += increment
             update = frames.encode_frame(WINDOW_UPDATE, 0, stream.id, pack_uint32(increment))
             self.sending.ready.append(update)
 
     def fail(self, code: FaultCode, reason: str = "") -> None:
         """Send GOAWAY and close the connection."""
-        if not self.closing:
+        if not self.is_closing:
             super().fail(code, reason)
             last_stream = min(self.last_stream_id, self._goaway_stream_id)
             self.sending.ready.append(frames.encode_goaway(last_stream, code, reason))

@@ -57,7 +57,7 @@ class Limits:
         continuations: The maximum number of CONTINUATION frames of a block.
         resets: The budget of stream resets.
         resets_per_s: The refill rate of that budget.
-        control: The budget of control frames.
+        control_frames: The budget of control frames.
         control_per_s: The refill rate of that budget.
         frames: The maximum work of one call of `FrameReader.receive`, in frames.
         stream_cost: The cost of opening a stream, in frames.
@@ -71,7 +71,7 @@ class Limits:
     continuations: int = 8
     resets: int = 1024
     resets_per_s: float = 64.0
-    control: int = 2048
+    control_frames: int = 2048
     control_per_s: float = 256.0
     frames: int = 256
     stream_cost: int = 8
@@ -144,11 +144,11 @@ class StreamOpened(Generic[HeadT]):
 @final
 @dataclass(slots=True, eq=False)
 class Data:
-    """A piece of a stream's data of any size; `ended` marks the last one, which may be empty."""
+    """A piece of a stream's data of any size; `is_last` marks the last one, which may be empty."""
 
     stream: Stream
     piece: memoryview
-    ended: bool
+    is_last: bool
 
 
 @final
@@ -174,14 +174,14 @@ class FrameReader(ABC, Generic[HeadT]):
     """The receiving half of a connection, whose subclass handles the frames.
 
     Attributes:
-        closing: Whether the connection ends after pending output is written.
+        is_closing: Whether the connection ends after pending output is written.
         received_frames: The number of received frames, for detecting idle clients.
         arriving_stream: The stream of the current DATA frame; None: its data is ignored.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self.closing = False
+        self.is_closing = False
         self.settings_received = False  # whether the client's SETTINGS have arrived
         self.received_frames = 0
         self._buffer = bytearray()  # the start of an incomplete frame
@@ -195,16 +195,16 @@ class FrameReader(ABC, Generic[HeadT]):
         self.arriving_stream: Stream | None = None
         self._padding_left = 0
         self._frame_ends_stream = False
-        self.pending = False  # whether received frames remain to be processed
+        self.has_pending_frames = False  # whether received frames remain to be processed
         self._events: list[Event[HeadT]] = []  # the events of the current call of `receive`
 
     def receive(self, data: Bytes) -> Sequence[Event[HeadT]]:
         """Process these bytes and any pending frames.
 
-        A client that violates the protocol receives a GOAWAY, and the connection is `closing`. The
+        A client that violates the protocol receives a GOAWAY, and the connection `is_closing`. The
         reader keeps no reference to `data`; events refer to it.
         """
-        if self.closing:
+        if self.is_closing:
             return ()
         if self._buffer:
             self._buffer += data
@@ -212,7 +212,7 @@ class FrameReader(ABC, Generic[HeadT]):
                 return ()
             data = bytes(self._buffer)
             self._buffer.clear()
-        self.pending = False
+        self.has_pending_frames = False
         events = self._events = []
         try:
             position = self._process_frames(data)
@@ -223,13 +223,13 @@ class FrameReader(ABC, Generic[HeadT]):
             self._events = []  # so that nothing refers to `data`
         if position < len(data):
             self._buffer += memoryview(data)[position:]
-            self.pending = len(self._buffer) >= self._needed_bytes
+            self.has_pending_frames = len(self._buffer) >= self._needed_bytes
         return events
 
     def fail(self, code: FaultCode, reason: str = "") -> None:
         """Send GOAWAY and close the connection."""
-        self.closing = True
-        self.pending = False
+        self.is_closing = True
+        self.has_pending_frames = False
         self._buffer.clear()
 
     def _process_frames(self, data: Bytes) -> int:

@@ -1,7 +1,7 @@
 """The sending half of a connection: frames within the flow-control windows (RFC 9113, 5.2).
 
 Output is collected in `ready` and written together. Data is queued at its stream while a window is
-exhausted or the socket is congested (`paused`). Waiting streams are served round-robin.
+exhausted or the socket is congested (`is_paused`). Waiting streams are served round-robin.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ class Stream:
 
     Attributes:
         call: The call of the stream, which the receiver of the events sets.
-        ended: Whether the client has ended its side of the stream.
-        finished: Whether all output is queued.
+        is_half_closed: Whether the client has ended its side of the stream.
+        has_all_output: Whether all output is queued.
         on_progress: Called when queued data was sent.
         on_sent: Called when all output was passed to the socket.
     """
 
     __slots__ = (
-        *("call", "is_cut_short", "ended", "finished", "id", "on_progress", "on_sent", "padding"),
-        *("queued_bytes", "receive_window", "expected_bytes", "send_window", "sent_bytes"),
-        *("packed_id", "trailers", "queued_pieces"),
+        *("call", "is_cut_short", "is_half_closed", "has_all_output", "id", "on_progress"),
+        *("on_sent", "padding", "queued_bytes", "receive_window", "expected_bytes", "send_window"),
+        *("sent_bytes", "packed_id", "trailers", "queued_pieces"),
     )
 
     def __init__(self, stream_id: int, receive_window: int, send_window: int) -> None:
         self.id = stream_id
         self.packed_id = pack_uint32(stream_id)
         self.call: Any = None
-        self.ended = False
-        self.finished = False
+        self.is_half_closed = False
+        self.has_all_output = False
         self.is_cut_short = False  # whether the response was cut short
         self.expected_bytes = -1  # bytes that its content-length still promises; -1: none given
         self.receive_window = receive_window
@@ -89,7 +89,7 @@ class Outgoing:
     def __init__(self, on_sent: Callable[[Stream], None]) -> None:
         self._on_sent = on_sent  # called with a stream whose frames are all sent
         self.ready: list[bytes | memoryview] = []
-        self.paused = False
+        self.is_paused = False
         self.window = frames.DEFAULT_WINDOW
         self.initial_window = frames.DEFAULT_WINDOW
         self.max_frame_size = DEFAULT_MAX_FRAME_SIZE
@@ -100,11 +100,11 @@ class Outgoing:
 
     # --- called by the receiver of calls
 
-    def send_head(self, stream: Stream, block: bytes, *, end: bool = False) -> None:
-        """Send the first header block of a stream; `end` closes the server's side of the stream."""
-        if stream.finished:
+    def send_head(self, stream: Stream, block: bytes, *, ends_stream: bool = False) -> None:
+        """Send the first header block of a stream; `ends_stream` closes the server's side."""
+        if stream.has_all_output:
             return
-        if end:
+        if ends_stream:
             self.send_trailers(stream, block)
         else:
             self._send_block(stream, block, END_HEADERS)
@@ -112,14 +112,14 @@ class Outgoing:
     def send_data(self, stream: Stream, piece: bytes | memoryview) -> None:
         """Queue data, and send as much of it as the windows permit."""
         size = len(piece)
-        if stream.finished or not size:
+        if stream.has_all_output or not size:
             return
         if (
             not stream.queued_bytes
             and size <= self.max_frame_size
             and size <= stream.send_window
             and size <= self.window
-            and not self.paused
+            and not self.is_paused
         ):
             self._send_data_frame(stream, piece, size)
             return
@@ -135,10 +135,10 @@ class Outgoing:
         While the socket is congested the block is delayed, so that a client that does not read
         cannot open further streams.
         """
-        if stream.finished:
+        if stream.has_all_output:
             return
-        stream.finished = True
-        if stream.queued_bytes or self.paused:
+        stream.has_all_output = True
+        if stream.queued_bytes or self.is_paused:
             stream.trailers = block
             self.waiting_streams[stream] = None
             return
@@ -150,13 +150,13 @@ class Outgoing:
     ) -> None:
         """Send a complete response with these header blocks; `pieces` are its data."""
         size = sum(map(len, pieces))
-        if stream.finished:
+        if stream.has_all_output:
             return
         if (
             size > self.max_frame_size
             or size > stream.send_window
             or size > self.window
-            or self.paused
+            or self.is_paused
         ):
             self.send_head(stream, blocks.head)
             for piece in pieces:
@@ -173,7 +173,7 @@ class Outgoing:
             self.ready.append(b"".join((*start, *pieces, *trailer_parts)))
         else:
             self.ready += (b"".join(start), *pieces, b"".join(trailer_parts))
-        stream.finished = True
+        stream.has_all_output = True
         self._on_sent(stream)
 
     def discard_queued(self, stream: Stream) -> None:
@@ -187,7 +187,7 @@ class Outgoing:
         """Discard all output of a stream."""
         self.discard_queued(stream)
         stream.trailers = None
-        stream.finished = True
+        stream.has_all_output = True
 
     # --- called for the client's frames
 
@@ -229,7 +229,7 @@ class Outgoing:
         """Send as much queued data as the windows permit, stream by stream."""
         self.window_grown = False
         sendable = list(self.waiting_streams)
-        while sendable and not self.paused:
+        while sendable and not self.is_paused:
             # A stream that cannot send because the connection's window is exhausted keeps its turn.
             sendable = [
                 stream
@@ -244,7 +244,7 @@ class Outgoing:
         if stream not in self.waiting_streams:
             return False
         turn_bytes = _TURN_BYTES
-        while stream.queued_bytes and turn_bytes > 0 and not self.paused:
+        while stream.queued_bytes and turn_bytes > 0 and not self.is_paused:
             sendable_bytes = min(self.max_frame_size, stream.send_window, self.window)
             if sendable_bytes <= 0:
                 break
@@ -257,7 +257,7 @@ class Outgoing:
             turn_bytes -= size
             self._send_data_frame(stream, piece, size)
         del self.waiting_streams[stream]
-        if stream.queued_bytes or self.paused:
+        if stream.queued_bytes or self.is_paused:
             # The stream's next turn comes after all other streams'.
             self.waiting_streams[stream] = None
         elif stream.trailers is not None:
@@ -289,7 +289,7 @@ class Outgoing:
             self.ready.append(frames.encode_frame(frames.CONTINUATION, end_flag, stream.id, piece))
 
     def _finish(self, stream: Stream) -> None:
-        stream.finished = True
+        stream.has_all_output = True
         self._on_sent(stream)
 
 

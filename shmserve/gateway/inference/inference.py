@@ -97,10 +97,10 @@ def submit_inference(
     request, model = built_request.infer_request, built_request.model
     try:
         is_continuation = (
-            model.stateful and request.correlation_id and not request.flags & SEQUENCE_START
+            model.is_stateful and request.correlation_id and not request.flags & SEQUENCE_START
         )
-        if gateway.refusing and not is_continuation:
-            text = stopping_text(request.id, of_sequence=model.stateful)
+        if gateway.refuses_requests and not is_continuation:
+            text = stopping_text(request.id, of_sequence=model.is_stateful)
             raise Unavailable(model.error_prefix + text)
         if built_request.regions:
             authorise(built_request.regions, client.peer())
@@ -110,7 +110,7 @@ def submit_inference(
         built_request.release()
         raise
     trace = ""
-    if traceparent or gateway.tracer.active or "explain" in request.parameters:
+    if traceparent or gateway.tracer.is_active or "explain" in request.parameters:
         trace = _begin_trace(gateway, built_request, arrived_ns, traceparent)
     limit_us, limit_origin = call_limit
     server_limit_us = gateway.settings.request_timeout_us
@@ -142,14 +142,14 @@ def submit_inference(
 def _begin_trace(gateway: Gateway, built: BuiltRequest, arrived_ns: int, traceparent: str) -> str:
     """Begin the trace of a request, and return its context for the scheduler, or ""."""
     request, model = built.infer_request, built.model
-    explained = request.parameters.get("explain") is True
+    has_explanation = request.parameters.get("explain") is True
     request_fields = (model.name, model.version, request.id)
     trace = built.trace = gateway.tracer.begin_trace(
-        *request_fields, arrived_ns, traceparent, explained
+        *request_fields, arrived_ns, traceparent, has_explanation
     )
     if trace is None:
         return ""
-    if trace.explained:
+    if trace.has_explanation:
         # No templates, because each response contains the durations of its own request.
         built.responses = None
     return trace.scheduler.message
@@ -219,7 +219,7 @@ class UnaryInference(GatewayRequest):
     encoded: Any = field(init=False, default=None)
 
     def handle_response(self, message: Response) -> None:
-        if not self.ended:
+        if not self.has_ended:
             self.discard(message)  # surplus response: the model has exactly one response
             return
         self.message = message
@@ -299,7 +299,7 @@ class StreamingInference(GatewayRequest):
             packed = (message.schema, message.data)
             message = m.Responded(message.id, "", "", *packed, True, spans=message.spans)
         self._unsent_count += 1
-        if self.ended and self.built_request.trace is not None:
+        if self.has_ended and self.built_request.trace is not None:
             self.built_request.trace.on_response(message)
         self.on_response(self, message)
 
@@ -330,7 +330,7 @@ class StreamingInference(GatewayRequest):
             inferred: Inferred | None = None
             if not isinstance(message, m.Failed) and message.schema:
                 inferred = unpack_response(message.schema, message.data)
-            if trace is not None and trace.explained and is_last_response(message):
+            if trace is not None and trace.has_explanation and is_last_response(message):
                 inferred = trace.explain(inferred or Inferred(()))
             return inferred
         except ShmserveError as error:
@@ -340,7 +340,7 @@ class StreamingInference(GatewayRequest):
     def credit(self, inferred: Inferred | None) -> None:
         """Record that the response with these outputs was sent, and return its credit."""
         self._unsent_count -= 1
-        if self.ended:
+        if self.has_ended:
             if not self._unsent_count and self.built_request.trace is not None:
                 self.built_request.trace.finish()
             return
@@ -351,7 +351,7 @@ class StreamingInference(GatewayRequest):
 
     def cancel(self) -> None:
         """Cancel the request."""
-        if not self.ended:
+        if not self.has_ended:
             self.abandon()
         if self.built_request.trace is not None:
             self.built_request.trace.on_disconnect()
@@ -436,22 +436,27 @@ def classify_outputs(
     classes = request.classes
     if not classes:
         return inferred
-    batched = bool(model.signature.max_batch_size)
+    is_batched = bool(model.signature.max_batch_size)
 
     def classify(tensor: TensorRef) -> TensorRef:
-        count = classes.get(tensor.name, 0)
-        if not count:
+        class_count = classes.get(tensor.name, 0)
+        if not class_count:
             return tensor
         location = tensor.data
         data = location if isinstance(location, bytes) else gateway.mappings.view(location)
         labels = model.labels.get(tensor.name, ())
-        return _classify_tensor(tensor, data, count, labels, batched=batched)
+        return _classify_tensor(tensor, data, class_count, labels, is_batched=is_batched)
 
     return replace(inferred, outputs=tuple(map(classify, inferred.outputs)))
 
 
 def _classify_tensor(
-    tensor: TensorRef, data: bytes | memoryview, count: int, labels: Sequence[str], *, batched: bool
+    tensor: TensorRef,
+    data: bytes | memoryview,
+    class_count: int,
+    labels: Sequence[str],
+    *,
+    is_batched: bool,
 ) -> TensorRef:
     datatype, element_total = tensor.datatype, element_count(tensor.shape)
     if datatype in _UNSORTABLE_DATATYPES:
@@ -464,10 +469,10 @@ def _classify_tensor(
         )
     if len(data) != element_total * ITEM_SIZE[datatype]:
         return tensor  # `output_bytes` reports the wrong size later
-    batch = tensor.shape[:1] if batched else ()
+    batch = tensor.shape[:1] if is_batched else ()
     values = np.frombuffer(data, NUMPY_DTYPES[datatype])
     rows = values.reshape(batch[0], -1) if element_total and batch else values.reshape(1, -1)
-    class_count = min(count, rows.shape[1])
+    class_count = min(class_count, rows.shape[1])
     if len(rows) * class_count > _MAX_CLASSES:
         raise InvalidArgument(
             f"output '{tensor.name}': {len(rows) * class_count} classes are too many for a "
@@ -478,9 +483,9 @@ def _classify_tensor(
     return TensorRef(tensor.name, "BYTES", (*batch, class_count), packed)
 
 
-def _class_texts(row: NDArray[np.generic], count: int, labels: Sequence[str]) -> list[bytes]:
+def _class_texts(row: NDArray[np.generic], class_count: int, labels: Sequence[str]) -> list[bytes]:
     texts = []
-    for index in largest_indices(row, count):
+    for index in largest_indices(row, class_count):
         value = row[index].item()
         text = f"{value:.6f}:{index}" if isinstance(value, float) else f"{value}:{index}"
         if index < len(labels) and labels[index]:

@@ -371,7 +371,7 @@ def check_request(
             output.name,
             None
             if output.memory_range is None
-            else resources.references.reference_range(output.memory_range, write=True),
+            else resources.references.reference_range(output.memory_range, is_output=True),
         )
         for output in request.outputs
     ]

@@ -75,7 +75,7 @@ class InferRequest:
         timeout_us: The time limit in the queue, if its policy permits it; 0 means no limit.
         deadline_us: The time limit of the request, from its arrival; 0 means no limit.
         version: The version of the model in a gRPC request, "" for the latest.
-        empty_final: Whether a response without outputs ends the responses of a decoupled model.
+        has_empty_final: Whether a response without outputs ends the responses of a decoupled model.
     """
 
     id: str
@@ -88,7 +88,7 @@ class InferRequest:
     timeout_us: int = 0
     priority: int = 0
     version: str = ""
-    empty_final: bool = False
+    has_empty_final: bool = False
     deadline_us: int = 0
 
     def with_identity(self, identity: RequestIdentity) -> InferRequest:
@@ -104,7 +104,7 @@ class InferRequest:
             self.timeout_us,
             self.priority,
             self.version,
-            self.empty_final,
+            self.has_empty_final,
             self.deadline_us,
         )
 

@@ -85,7 +85,7 @@ def validate(
     config: ModelConfig,
     *,
     gpu_count: int,
-    complete: bool,
+    is_complete: bool,
     model_dir: Path | None = None,
     source: Source = UNWRITTEN,
 ) -> None:
@@ -94,7 +94,7 @@ def validate(
     Args:
         config: The normalised configuration.
         gpu_count: The number of accelerators of the host.
-        complete: Whether the model has completed its configuration. Before that, tensors may be
+        is_complete: Whether the model has completed its configuration. Before that, tensors may be
             absent or lack datatype and dims.
         model_dir: The folder of label files; None: label files are not checked.
         source: The text of the configuration.
@@ -104,13 +104,16 @@ def validate(
             of `Source.raise_for_problems`.
         LoadProblem: All violations concern tensors, initial states, instances and label files.
     """
-    of_file = [*_file_problems(config, complete), *parameter_problems(config, complete=complete)]
-    problems = [*of_file, *_load_problems(config, gpu_count, complete, model_dir)]
+    of_file = [
+        *_file_problems(config, is_complete),
+        *parameter_problems(config, is_complete=is_complete),
+    ]
+    problems = [*of_file, *_load_problems(config, gpu_count, is_complete, model_dir)]
     kind = InvalidArgument if of_file or source.problems else LoadProblem
     source.raise_for_problems(config, problems, kind)
 
 
-def _file_problems(config: ModelConfig, complete: bool) -> Iterator[Problem]:
+def _file_problems(config: ModelConfig, is_complete: bool) -> Iterator[Problem]:
     if not config.name:
         yield Problem(("name",), "model configuration must specify 'name'")
     yield from _platform_problems(config)
@@ -118,9 +121,9 @@ def _file_problems(config: ModelConfig, complete: bool) -> Iterator[Problem]:
         text = f"'max_batch_size' must be non-negative value for {config.name}"
         yield Problem(("max_batch_size",), text)
     if config.HasField("dynamic_batching"):
-        yield from dynamic_problems(config, complete=complete)
+        yield from dynamic_problems(config, is_complete=is_complete)
     if config.HasField("sequence_batching"):
-        yield from sequence_problems(config, complete=complete)
+        yield from sequence_problems(config, is_complete=is_complete)
     if _is_ensemble(config):
         yield from ensemble_problems(config)
     yield from _cache_problems(config)
@@ -129,12 +132,12 @@ def _file_problems(config: ModelConfig, complete: bool) -> Iterator[Problem]:
 
 
 def _load_problems(
-    config: ModelConfig, gpu_count: int, complete: bool, model_dir: Path | None
+    config: ModelConfig, gpu_count: int, is_complete: bool, model_dir: Path | None
 ) -> Iterator[Problem]:
-    problems = list(tensor_problems(config, complete=complete))
-    if complete:
+    problems = list(tensor_problems(config, is_complete=is_complete))
+    if is_complete:
         problems += batch_io_problems(config)
-    for problem in (*problems, *warmup_problems(config, complete=complete)):
+    for problem in (*problems, *warmup_problems(config, is_complete=is_complete)):
         yield problem._replace(text=f"{problem.text} for {config.name}")
     yield from initial_state_problems(config)
     if not _is_ensemble(config):

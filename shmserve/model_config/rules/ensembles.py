@@ -223,7 +223,7 @@ class _Tensor:
     model: str
     data_type: int
     dims: tuple[int, ...]
-    batched: bool
+    is_batched: bool
 
     @classmethod
     def of(cls, config: ModelConfig, io: ModelInput | ModelOutput) -> _Tensor:
@@ -237,7 +237,7 @@ class _Tensor:
 
     @property
     def full_dims(self) -> tuple[int, ...]:
-        return (-1, *self.dims) if self.batched else self.dims
+        return (-1, *self.dims) if self.is_batched else self.dims
 
 
 def _check_mappings(config: ModelConfig, models: Sequence[ModelConfig]) -> None:

@@ -72,12 +72,12 @@ _RANGES = {
 }
 
 
-def parameter_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
+def parameter_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Problem]:
     """Yield the problems of a configuration's parameters.
 
     Args:
         config: The configuration.
-        complete: Whether the model has completed it.
+        is_complete: Whether the model has completed it.
     """
     suffix = f"for {config.name}"
     given = config.parameters
@@ -88,12 +88,12 @@ def parameter_problems(config: ModelConfig, *, complete: bool) -> Iterator[Probl
             near = suggestion(text, Strategy) if name == STRATEGY_PARAMETER else ""
             allowed_text = f"parameter '{name}' must be {_PARAMETERS[name][1]} {suffix}"
             yield Problem(_key(name), f"{allowed_text}, found '{text}'{near}")
-    if complete:
+    if is_complete:
         yield from _strategy_problems(config, values)
     if PADDING in config.parameters:
-        for text in _padding_problems(config, config.parameters[PADDING].string_value, complete):
+        for text in _padding_problems(config, config.parameters[PADDING].string_value, is_complete):
             yield Problem(_key(PADDING), f"parameter '{PADDING}' {text} {suffix}")
-    yield from _bound_problems(config, values, complete)
+    yield from _bound_problems(config, values, is_complete)
 
 
 def _key(name: str) -> Key:
@@ -126,7 +126,7 @@ def _strategy_problems(config: ModelConfig, values: Mapping[str, Any]) -> Iterat
 
 
 def _bound_problems(
-    config: ModelConfig, values: Mapping[str, Any], complete: bool
+    config: ModelConfig, values: Mapping[str, Any], is_complete: bool
 ) -> Iterator[Problem]:
     bounds = {name: values[name] for name in (MIN_INSTANCES, MAX_INSTANCES) if name in values}
     if not bounds or None in bounds.values():
@@ -134,7 +134,7 @@ def _bound_problems(
     minimum, maximum = bounds.get(MIN_INSTANCES) or 1, bounds.get(MAX_INSTANCES)
     suffix = f"for {config.name}"
     if maximum is None:
-        if complete:
+        if is_complete:
             text = f"parameter '{MIN_INSTANCES}' {suffix} requires the parameter '{MAX_INSTANCES}'"
             yield Problem(_key(MIN_INSTANCES), text)
         return
@@ -142,7 +142,7 @@ def _bound_problems(
         text = f"parameter '{MIN_INSTANCES}' {suffix} must be at most '{MAX_INSTANCES}' ({maximum})"
         yield Problem(_key(MIN_INSTANCES), f"{text}, found {minimum}", (_key(MAX_INSTANCES),))
     yield from _unscalable_problems(config)
-    if complete:
+    if is_complete:
         yield from _group_problems(config, maximum)
 
 
@@ -179,7 +179,7 @@ def _group_problems(config: ModelConfig, maximum: int) -> Iterator[Problem]:
             yield Problem(("instance_group", 0, "count"), text, (_key(MAX_INSTANCES),))
 
 
-def _padding_problems(config: ModelConfig, text: str, complete: bool) -> Iterator[str]:
+def _padding_problems(config: ModelConfig, text: str, is_complete: bool) -> Iterator[str]:
     try:
         entries = json.loads(text, object_pairs_hook=members)
     except ValueError as error:
@@ -194,7 +194,7 @@ def _padding_problems(config: ModelConfig, text: str, complete: bool) -> Iterato
         form = '{"INPUT": {"value": 0}, "OUTPUT": {"like": "INPUT"}}'
         yield f"must be a JSON object of objects, {form}"
         return
-    if not complete or not entries:
+    if not is_complete or not entries:
         return
     if config.max_batch_size < 1:
         yield "requires a max_batch_size of at least 1, because it pads the rows of a batch"

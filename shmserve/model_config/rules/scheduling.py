@@ -24,12 +24,12 @@ _CORRELATION_TYPES = (
 )
 
 
-def dynamic_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
-    """Yield the problems of `dynamic_batching`; `complete` as for `validate`."""
+def dynamic_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Problem]:
+    """Yield the problems of `dynamic_batching`; `is_complete` as for `validate`."""
     name, batching = config.name, config.dynamic_batching
     sizes = batching.preferred_batch_size
     subject = "dynamic batching preferred size"
-    yield from _preferred_problems(config, _DYNAMIC, sizes, subject, complete)
+    yield from _preferred_problems(config, _DYNAMIC, sizes, subject, is_complete)
     levels, levels_at = batching.priority_levels, (*_DYNAMIC, "priority_levels")
     if levels:
         if not 1 <= batching.default_priority_level <= levels:
@@ -55,10 +55,10 @@ def dynamic_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem
 
 
 def _preferred_problems(
-    config: ModelConfig, path: Key, sizes: Iterable[int], subject: str, complete: bool
+    config: ModelConfig, path: Key, sizes: Iterable[int], subject: str, is_complete: bool
 ) -> Iterator[Problem]:
     """Yield the problems of a batcher's `preferred_batch_size`."""
-    has_bound = complete or config.HasField("max_batch_size")
+    has_bound = is_complete or config.HasField("max_batch_size")
     for index, size in enumerate(sizes):
         key = (*path, "preferred_batch_size", index)
         if size <= 0:
@@ -79,8 +79,8 @@ def _find_delays(batching: ModelDynamicBatching) -> Iterator[Key]:
             yield key
 
 
-def sequence_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
-    """Yield the problems of `sequence_batching`; `complete` as for `validate`."""
+def sequence_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Problem]:
+    """Yield the problems of `sequence_batching`; `is_complete` as for `validate`."""
     name, batching = config.name, config.sequence_batching
     controls = [
         ((*_SEQUENCE, "control_input", i, "control", j), control)
@@ -96,7 +96,7 @@ def sequence_problems(config: ModelConfig, *, complete: bool) -> Iterator[Proble
     for path, control in controls:
         yield from _control_problems(path, control, name)
     subject, sizes = "sequence batching preferred batch size", batching.oldest.preferred_batch_size
-    yield from _preferred_problems(config, (*_SEQUENCE, "oldest"), sizes, subject, complete)
+    yield from _preferred_problems(config, (*_SEQUENCE, "oldest"), sizes, subject, is_complete)
     if not 0 <= batching.direct.minimum_slot_utilization <= 1:
         key = (*_SEQUENCE, "direct", "minimum_slot_utilization")
         text = f"sequence batching minimum slot utilization must be in range (0.0, 1.0] for {name}"

@@ -20,17 +20,17 @@ _MAX_BATCH_SIZE: Key = ("max_batch_size",)
 _ALLOWED_DIMS = "must be integer >= 1, or -1 to indicate a variable-size dimension"
 
 
-def tensor_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
-    """Yield the problems of inputs and outputs; `complete` as for `validate`."""
+def tensor_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Problem]:
+    """Yield the problems of inputs and outputs; `is_complete` as for `validate`."""
     for index, io in enumerate(config.input):
         path: Key = ("input", index)
-        yield from _io_problems(path, io, "model input ", config.max_batch_size, complete)
+        yield from _io_problems(path, io, "model input ", config.max_batch_size, is_complete)
         if io.format in _FORMATS and io.dims and len(io.dims) != 3:
             dims = (*path, "dims")
             yield Problem((*path, "format"), "model input NHWC/NCHW require 3 dims", (dims,))
     for index, out in enumerate(config.output):
         path = ("output", index)
-        yield from _io_problems(path, out, "model output ", config.max_batch_size, complete)
+        yield from _io_problems(path, out, "model output ", config.max_batch_size, is_complete)
     yield from _repeat_problems("input", config.input)
     yield from _repeat_problems("output", config.output)
 
@@ -99,16 +99,16 @@ def _repeat_problems(field: str, tensors: Sequence[ModelInput | ModelOutput]) ->
 
 
 def _io_problems(
-    path: Key, io: ModelInput | ModelOutput, kind: str, max_batch_size: int, complete: bool
+    path: Key, io: ModelInput | ModelOutput, kind: str, max_batch_size: int, is_complete: bool
 ) -> Iterator[Problem]:
     if not io.name:
         yield Problem((*path, "name"), f"{kind}must specify 'name'")
         return
     subject = f"{kind}'{io.name}' "
     dims = (*path, "dims")
-    if complete and io.data_type == DataType.TYPE_INVALID:
+    if is_complete and io.data_type == DataType.TYPE_INVALID:
         yield Problem((*path, "data_type"), f"{subject}must specify 'data_type'")
-    if complete and not io.dims:
+    if is_complete and not io.dims:
         yield Problem(dims, f"{subject}must specify 'dims'")
     for index in _invalid_dims(io.dims):
         yield Problem((*dims, index), f"{subject}dimension {_ALLOWED_DIMS}")
@@ -165,14 +165,14 @@ def _products(dims: Sequence[int]) -> list[int]:
     return [math.prod(stretch) for stretch in runs]
 
 
-def warmup_problems(config: ModelConfig, *, complete: bool) -> Iterator[Problem]:
-    """Yield the problems of model_warmup; `complete` as for `validate`.
+def warmup_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Problem]:
+    """Yield the problems of model_warmup; `is_complete` as for `validate`.
 
     The files of samples are read only when an instance loads the model.
     """
     max_size = max(config.max_batch_size, 1)
     for index, sample in enumerate(config.model_warmup):
-        if complete and sample.batch_size > max_size:
+        if is_complete and sample.batch_size > max_size:
             text = f"warmup sample '{sample.name}': batch size {sample.batch_size}, max allowed is"
             yield Problem(("model_warmup", index, "batch_size"), f"{text} {max_size}")
         for name, tensor in sorted(sample.inputs.items()):

@@ -73,7 +73,7 @@ _FULL_UTILISATION = 0.95  # utilisation above which an instance does not keep up
 _CLEAR_DIFFERENCE = 0.1  # relative difference above which two durations differ clearly
 
 
-class Account:
+class MissBudget:
     """The number of latency-target misses that trials may still cause."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class WaitingChoice:
     exponentially fewer while the choice is confirmed. This bounds the cost.
     """
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: MissBudget) -> None:
         self._account = account
         self.waits = True
         self.waiting_clearly_pays = False  # whether waiting certainly has the lower latency
@@ -202,7 +202,7 @@ class Sizes:
     there are clients. The account pays the actual cost of a trial, at most the estimated cost.
     """
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: MissBudget) -> None:
         self._account = account
         self._next_trial = 0
         self._size = 0  # the size that is being tried, in the state of `_state`
@@ -268,10 +268,10 @@ class AdaptiveBatcher(Batcher):
         self._size_times = SizeTimes(rules.max_batch_size)
         self._arrivals = Arrivals()
         self._load = Load()
-        self._account = Account()
+        self._account = MissBudget()
         self._waiting_choice = WaitingChoice(self._account)
         self._sizes = Sizes(self._account)
-        self._aim_ns = float(rules.target_ns)
+        self._latency_aim_ns = float(rules.target_ns)
         self._excess_misses = 0.0  # the cumulative sum of misses beyond the tolerated share
         # The first request of the batch that is being formed, and the end of its wait.
         self._first_request: Pending | None = None
@@ -309,9 +309,9 @@ class AdaptiveBatcher(Batcher):
         earlier_misses = max(self._excess_misses - _TOLERATED_MISSES * on_time, 0)
         self._excess_misses = min(earlier_misses + misses, _MAX_MISSES)
         raise_factor = 1 + _AIM_STEP * _ALLOWED_MISSES / (1 - _ALLOWED_MISSES) * on_time
-        self._aim_ns *= raise_factor * (1 - _AIM_STEP) ** misses
+        self._latency_aim_ns *= raise_factor * (1 - _AIM_STEP) ** misses
         target = self._rules.target_ns
-        self._aim_ns = min(max(self._aim_ns, _MIN_AIM * target), target)
+        self._latency_aim_ns = min(max(self._latency_aim_ns, _MIN_AIM * target), target)
 
     # --- decisions ----------------------------------------------------------------------
 
@@ -444,7 +444,7 @@ class AdaptiveBatcher(Batcher):
             oldest_ns: The time at which the oldest request was enqueued.
             rows: The size of the batch.
         """
-        return int(oldest_ns + self._aim_ns - self._size_times.p99_ns(rows))
+        return int(oldest_ns + self._latency_aim_ns - self._size_times.p99_ns(rows))
 
     def _count_on_time(self, now_ns: int, requests: list[Pending]) -> int:
         """Return how many requests at the head of the queue to run now so that all meet the target.

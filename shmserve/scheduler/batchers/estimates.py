@@ -39,7 +39,7 @@ _MIN_ARRIVALS = 3  # minimum number of observations for a prediction
 _MARGIN_NS = 50_000  # allowance for the latency of the event loop
 
 
-class _Size:
+class _SizeDuration:
     """The mean duration of the batches of a size.
 
     Attributes:
@@ -75,7 +75,7 @@ class SizeTimes:
     """
 
     def __init__(self, largest: int) -> None:
-        self._sizes: dict[int, _Size] = {}
+        self._sizes: dict[int, _SizeDuration] = {}
         self._observed: list[int] = []  # the indices of the observed sizes
         self._last_index = _index(largest)
         self._time_scale = 1.0
@@ -84,7 +84,7 @@ class SizeTimes:
         self._spread = _INITIAL_SPREAD
         # The last batches, if all their durations are far from the estimate: the level at which the
         # estimate would have been right, and the size.
-        self._outliers: deque[tuple[float, _Size]] = deque(maxlen=_CHANGE_LENGTH)
+        self._outliers: deque[tuple[float, _SizeDuration]] = deque(maxlen=_CHANGE_LENGTH)
         self._observation_count = -1
         self._late_executions = 0  # executions while the target was out of reach
         # An item for each size index, as of the last refresh; durations are divided by the level.
@@ -153,7 +153,7 @@ class SizeTimes:
         duration = max(took_ns, 1.0) / self._time_scale
         size = self._sizes.get(index)
         if size is None:
-            self._sizes[index] = _Size(duration, self._observation_count)
+            self._sizes[index] = _SizeDuration(duration, self._observation_count)
             insort(self._observed, index)
             self._is_stale = True
             return
@@ -169,7 +169,7 @@ class SizeTimes:
         ):
             self._is_stale = True
 
-    def _clamp_outlier(self, size: _Size, duration: float) -> float:
+    def _clamp_outlier(self, size: _SizeDuration, duration: float) -> float:
         """Return a measured duration, clamped to the plausible range of its size.
 
         Update the level and the spread.

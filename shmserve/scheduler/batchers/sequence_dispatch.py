@@ -77,7 +77,7 @@ class SequenceDispatcher(Dispatcher):
         return SequenceKey(correlation_id, flags)
 
     @property
-    def open_sequences(self) -> int:
+    def open_sequence_count(self) -> int:
         return self._sequences.open_count
 
     def accepts_while_draining(self, submit: Submit) -> bool:
@@ -108,14 +108,14 @@ class SequenceDispatcher(Dispatcher):
         request: ScheduledRequest,
         now_ns: int,
         *,
-        expired: bool = False,
+        has_expired: bool = False,
         keep_dependents: bool = False,
     ) -> None:
         sequence: StatefulSequence = request.sequence
         code, text, reason = "CANCELLED", _ENDED_BY_EARLIER, Reason.CANCELED
-        if expired:
+        if has_expired:
             code, reason = "UNAVAILABLE", Reason.REJECTED
-        if expired and sequence.instance_slots is None:
+        if has_expired and sequence.instance_slots is None:
             text = _BACKLOG_EXPIRED
             removed_requests = self._sequences.drop_all(sequence)
         else:
@@ -146,7 +146,7 @@ class SequenceDispatcher(Dispatcher):
         if self._checked_changes != self._pool.membership_changes:
             self._checked_changes = self._pool.membership_changes
             self._update_slots(now_ns)
-        instances = [(slots, self._pool.by_peer(peer)) for peer, slots in self._slots.items()]
+        instances = [(slots, self._pool.find_by_peer(peer)) for peer, slots in self._slots.items()]
         for slots, instance in instances:
             if slots.running_sequences and instance is not None and instance.execution is None:
                 sequences.finish_batch(slots, now_ns)
@@ -180,7 +180,7 @@ class SequenceDispatcher(Dispatcher):
                 order = (instance.index, next(self._order_numbers))
                 self._slots[peer] = InstanceSlots(peer, order, self._rules.slots)
                 self._sequences.join(self._slots[peer])
-            if instance.retiring:
+            if instance.is_retiring:
                 self._sequences.close(self._slots[peer])
 
     def has_work(self, slot: Slot) -> bool:

@@ -133,14 +133,15 @@ class StatefulSequence:
     """
 
     __slots__ = (
-        *("has_ended", "has_state", "id", "instance_slots", "owner", "running", "slot", "waiting"),
+        *("has_ended", "has_state", "id", "instance_slots", "owner", "running_request", "slot"),
+        "waiting",
     )
 
     def __init__(self, correlation_id: int | str, owner: Owner) -> None:
         self.id = correlation_id
         self.owner = owner
         self.waiting = WaitingRequests()
-        self.running: ScheduledRequest | None = None
+        self.running_request: ScheduledRequest | None = None
         self.instance_slots: InstanceSlots | None = None
         self.slot = 0
         self.has_ended = False
@@ -169,7 +170,7 @@ class InstanceSlots:
         self.order = order
         self.sequences: list[StatefulSequence | None] = [None] * slots
         self.running_sequences: list[StatefulSequence] = []
-        self.closed = False  # whether new sequences are rejected
+        self.is_closed = False  # whether new sequences are rejected
         # Sequences that may run, by slot, in the order in which they became ready.
         self.ready_sequences: OrderedDict[int, StatefulSequence] = OrderedDict()
 
@@ -364,13 +365,13 @@ class Sequences:
         Its begun sequences continue there. The other sequences wait for another slot, ahead of the
         backlog.
         """
-        if slots.closed:
+        if slots.is_closed:
             return
-        slots.closed = True
+        slots.is_closed = True
         self._stale_slots += slots.sequences.count(None)
         # Rebuilding the heap is amortised by the entries that it drops.
         if 2 * self._stale_slots > len(self._free_slots):
-            self._free_slots = [entry for entry in self._free_slots if not entry[2].closed]
+            self._free_slots = [entry for entry in self._free_slots if not entry[2].is_closed]
             heapq.heapify(self._free_slots)
             self._stale_slots = 0
         unstarted = [s for s in slots.sequences if s is not None and not s.has_state]
@@ -433,7 +434,7 @@ class Sequences:
         self._idle_sequences.pop(sequence, None)
         if sequence.instance_slots is None:
             self._fill()
-        elif sequence.running is None:
+        elif sequence.running_request is None:
             sequence.instance_slots.mark_ready(sequence)
         return restarts
 
@@ -467,7 +468,7 @@ class Sequences:
     def _update_slot(self, sequence: StatefulSequence) -> None:
         """Update the slot of a sequence after requests were removed."""
         slots = sequence.instance_slots
-        if sequence.waiting or sequence.running is not None:
+        if sequence.waiting or sequence.running_request is not None:
             if slots is not None and not sequence.waiting:
                 slots.mark_not_ready(sequence)
         elif slots is None:
@@ -481,7 +482,7 @@ class Sequences:
         """Assign free slots to waiting sequences."""
         while self.backlog and self._free_slots:
             slot, _, slots = heapq.heappop(self._free_slots)
-            if slots.closed:
+            if slots.is_closed:
                 self._stale_slots -= 1
                 continue
             sequence = self.backlog.pop()
@@ -511,7 +512,7 @@ class Sequences:
         slots.sequences[sequence.slot] = None
         sequence.instance_slots = None
         self._idle_sequences.pop(sequence, None)
-        if not slots.closed:
+        if not slots.is_closed:
             heapq.heappush(self._free_slots, (sequence.slot, slots.order, slots))
             self._fill()
 
@@ -530,7 +531,7 @@ class Sequences:
             if sequence is None:
                 continue
             request = sequence.waiting.pop_first()
-            sequence.running = request
+            sequence.running_request = request
             sequence.has_state = True
             slots.mark_not_ready(sequence)
             slots.running_sequences.append(sequence)
@@ -552,7 +553,7 @@ class Sequences:
         """Handle the end of an instance's batch: its sequences may run again or end."""
         sequences, slots.running_sequences = slots.running_sequences, []
         for sequence in sequences:
-            sequence.running = None
+            sequence.running_request = None
             if sequence.instance_slots is not slots:
                 continue  # the slot was freed while the batch ran
             if sequence.waiting:

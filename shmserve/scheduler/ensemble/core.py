@@ -132,9 +132,9 @@ class EnsembleCore(Core[EnsembleRequest]):
         """
         schema_properties = self._schemas[submit.schema]
         data, plan = submit.data, self._plan(schema_properties.outputs)
-        if len(data) != schema_properties.entries:
+        if len(data) != schema_properties.entry_count:
             raise MalformedMessage(
-                f"the schema needs {schema_properties.entries} data, got {len(data)}"
+                f"the schema needs {schema_properties.entry_count} data, got {len(data)}"
             )
         inputs: list[tuple[str, Value]] = []
         for index, (name, kind, is_condition) in enumerate(schema_properties.inputs):
@@ -169,19 +169,19 @@ class EnsembleCore(Core[EnsembleRequest]):
     def _derive(self, packed_schema: bytes) -> RequestProperties:
         schema, graph, signature = RequestSchema(packed_schema), self._graph, self._signature
         properties = signature.batch_properties(packed_schema)
-        batched = signature.max_batch_size > 0
+        is_batched = signature.max_batch_size > 0
         inputs = tuple(
             (
                 name,
                 TensorKind.shared(
-                    datatype, model_shape(signature.inputs[name], shape, batched), batched
+                    datatype, model_shape(signature.inputs[name], shape, is_batched), is_batched
                 ),
                 name in graph.conditions,
             )
             for name, datatype, shape, _ in schema.inputs
         )
         input_names = {name for name, _, _ in inputs}
-        placed_outputs = tuple(output.name for output in schema.outputs if output.placed)
+        placed_outputs = tuple(output.name for output in schema.outputs if output.has_range)
         return RequestProperties(
             schema.data_count,
             inputs,
@@ -297,7 +297,7 @@ class EnsembleCore(Core[EnsembleRequest]):
 
     @property
     def live_requests(self) -> int:
-        return self._requests.count
+        return self._requests.open_count
 
     # --- time -------------------------------------------------------------------------------------
 
@@ -328,7 +328,7 @@ class EnsembleCore(Core[EnsembleRequest]):
             self.steps.drop_waiting(request)
         elif self._is_decoupled:
             requests.relay(request, now_ns)
-        if request.running or request.waiting_count:
+        if request.running_ids or request.waiting_count:
             return
         if request.state is RUNNING:
             if self._is_decoupled:
@@ -342,7 +342,7 @@ class EnsembleCore(Core[EnsembleRequest]):
     def gauges(self) -> dict[str, Any]:
         return {
             "pending": 0,  # an ensemble has no queue: requests wait in its steps' queues
-            "executing": self._requests.count,
+            "executing": self._requests.open_count,
             "instances": {},
             "open_sequences": 0,
             "malformed": self.steps.malformed_messages,

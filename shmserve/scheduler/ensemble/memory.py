@@ -43,30 +43,30 @@ class TensorKind:
     of datatypes and shapes.
 
     Attributes:
-        batched: Whether the first dimension is the batch dimension of the model that made it.
+        is_batched: Whether the first dimension is the batch dimension of the model that made it.
     """
 
     datatype: str
     shape: tuple[int, ...]
-    batched: bool = False
+    is_batched: bool = False
 
     @classmethod
-    def shared(cls, datatype: str, shape: tuple[int, ...], batched: bool) -> TensorKind:
+    def shared(cls, datatype: str, shape: tuple[int, ...], is_batched: bool) -> TensorKind:
         """Return the one object for this datatype and shape."""
-        key = (datatype, shape, batched)
+        key = (datatype, shape, is_batched)
         return _KINDS.find(key) or _KINDS.store_if_absent(key, cls(*key))
 
-    def shape_for(self, dims: Sequence[int], batches: bool) -> tuple[int, ...]:
+    def shape_for(self, dims: Sequence[int], for_batched: bool) -> tuple[int, ...]:
         """Return the shape as another model takes it: a batch dimension of 1 is added or removed.
 
         Args:
             dims: The dimensions in that model's configuration.
-            batches: Whether that model has a batch dimension.
+            for_batched: Whether that model has a batch dimension.
         """
-        shape, batched = self.shape, self.batched
-        if batches and not batched and shapes_match(dims, shape):
+        shape, is_batched = self.shape, self.is_batched
+        if for_batched and not is_batched and shapes_match(dims, shape):
             return (1, *shape)
-        if batched and not batches and shape[:1] == (1,) and shapes_match(dims, shape[1:]):
+        if is_batched and not for_batched and shape[:1] == (1,) and shapes_match(dims, shape[1:]):
             return shape if shapes_match(dims, shape) else shape[1:]
         return shape
 

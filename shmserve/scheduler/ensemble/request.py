@@ -96,7 +96,7 @@ class RequestProperties(NamedTuple):
     """The properties of a request that its schema determines.
 
     Attributes:
-        entries: The number of entries in the data.
+        entry_count: The number of entries in the data.
         inputs: The name and kind of each input, and whether it is a condition.
         absent_inputs: The inputs that the request omits.
         outputs: The outputs that the request asks for.
@@ -106,7 +106,7 @@ class RequestProperties(NamedTuple):
         rows: The batch size.
     """
 
-    entries: int
+    entry_count: int
     inputs: tuple[tuple[str, TensorKind, bool], ...]
     absent_inputs: tuple[tuple[str, Value], ...]
     outputs: tuple[str, ...]
@@ -124,7 +124,7 @@ class EnsembleRequest:
         properties: The properties that the request's schema determines.
         memory_ranges: The ranges of the client's memory for outputs, by the output's name.
         lookup: The result of the lookup in the response cache, if there was one.
-        running: The numbers of the steps' requests in flight.
+        running_ids: The numbers of the steps' requests in flight.
         waiting_count: The number of steps that wait because of `max_inflight_requests`.
         failure: The error, once the request has failed.
         input_ns: The sum of the steps' input phases; `infer_ns` and `output_ns` likewise.
@@ -146,7 +146,7 @@ class EnsembleRequest:
     deadline_ns: int
     responded_ns: int
     rows: int
-    running: set[int] = field(default_factory=set)
+    running_ids: set[int] = field(default_factory=set)
     state: EnsembleState = RUNNING
     waiting_count: int = 0
     failure: Failed | None = None
@@ -177,8 +177,8 @@ class UnreadResponses:
 
     __slots__ = ("_values", "_window")
 
-    def __init__(self, placed: bool) -> None:
-        self._window = SendWindow(placed)
+    def __init__(self, in_client_memory: bool) -> None:
+        self._window = SendWindow(in_client_memory)
         self._values: deque[list[Value]] = deque()
 
     @property
@@ -209,7 +209,7 @@ class EnsembleRequests:
     Attributes:
         changed_requests: The requests that have changed since the last turn.
         timers: The deadlines.
-        count: The number of requests.
+        open_count: The number of requests.
     """
 
     _name: str
@@ -219,7 +219,7 @@ class EnsembleRequests:
     _statistics: Statistics
     _cache: ResponseCache | None
     changed_requests: dict[EnsembleRequest, None] = field(default_factory=dict)
-    count: int = 0
+    open_count: int = 0
     _warned_tensors: set[str] = field(default_factory=set)
     # Packed response schemas by the kinds of the tensors, their names, and the sequence.
     _schemas: BoundedCache[Any, bytes] = field(default_factory=partial(BoundedCache, _MAX_SCHEMAS))
@@ -232,7 +232,7 @@ class EnsembleRequests:
     def add(self, request: EnsembleRequest) -> None:
         """Register an admitted request."""
         request.client.requests[request.submit.id] = request
-        self.count += 1
+        self.open_count += 1
         self.changed_requests[request] = None
         if request.deadline_ns:
             self.timers.add(request.deadline_ns, request)
@@ -258,7 +258,7 @@ class EnsembleRequests:
 
     def report_early(self, request: EnsembleRequest) -> None:
         """Send the error of a failed request whose steps are in flight; `Settled` follows."""
-        if request.state is EnsembleState.FAILED and request.running:
+        if request.state is EnsembleState.FAILED and request.running_ids:
             self._report(request, is_early=True)
 
     def abandon(self, request: EnsembleRequest, now_ns: int) -> None:
@@ -324,7 +324,7 @@ class EnsembleRequests:
             case EnsembleState.REPORTED:
                 request.client.post(Settled(request.submit.id))
         del request.client.requests[request.submit.id]
-        self.count -= 1
+        self.open_count -= 1
         if request.unread is not None:
             request.unread.close()
         request.flow.close()
@@ -370,7 +370,7 @@ class EnsembleRequests:
         self._cache.lend(client.pid, lookup)
         arrived_ns = plausible_arrival_ns(submit.arrived_ns, now_ns)
         self._statistics.count_hit(arrived_ns, 0, lookup.ns, now_ns)
-        times = (arrived_ns, now_ns, Timing(now_ns, 0, 0, 0, closed=CACHED), now_ns)
+        times = (arrived_ns, now_ns, Timing(now_ns, 0, 0, 0, close_reason=CACHED), now_ns)
         spans = spans_of(self._statistics, submit, *times)
         client.post(Finished(submit.id, *lookup.response, spans=spans))
 
@@ -389,7 +389,7 @@ class EnsembleRequests:
     def _pack_response(self, request: EnsembleRequest, response: dict[str, Value]) -> Packed:
         """Return a response's schema and data, and lend the client the memory that it reads."""
         data: list[Any] = []
-        sequence = sequence_of(request.submit, overrides(response.values()))
+        sequence = step_sequence(request.submit, overrides(response.values()))
         key: list[Any] = [sequence]
         for name, value in response.items():
             key += (name, value.kind)
@@ -427,7 +427,7 @@ class EnsembleRequests:
         return pack_response_schema(tensors, parameters)
 
 
-def sequence_of(submit: Submit, override: Mapping[str, Any]) -> tuple[int | str, int]:
+def step_sequence(submit: Submit, override: Mapping[str, Any]) -> tuple[int | str, int]:
     """Return the correlation id and the sequence flags for a step's request or a response.
 
     Args:

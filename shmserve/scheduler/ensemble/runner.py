@@ -142,7 +142,7 @@ class StepRunner:
             return
         request.spans += spans
         context = TraceContext.of(step.submit.trace)
-        if not context.tensors:
+        if not context.with_tensors:
             return
         traced: list[TracedTensor] = []
         unpack_spans(spans, traced)
@@ -174,7 +174,7 @@ class StepRunner:
             for block in step.blocks.values():
                 block.release()
             step.blocks.clear()
-        request.running.discard(step.submit.id)
+        request.running_ids.discard(step.submit.id)
         self._in_flight[index] -= 1
         if self._waiting_firings[index]:
             self._run_waiting(index, now_ns)
@@ -218,14 +218,14 @@ class StepRunner:
             firing.release()
             self._requests.fail(request, error.code, error.message, now_ns)
             return
-        request.running.add(number)
+        request.running_ids.add(number)
         self._in_flight[firing.step.index] += 1
         self.schedulers.submit(step, target.endpoint)
 
     def cancel(self, request: EnsembleRequest) -> None:
         """Cancel the steps of a request that has failed, in flight or waiting."""
         self._requests.changed_requests[request] = None
-        for number in request.running:
+        for number in request.running_ids:
             step = self.schedulers.pending.get(number)
             if step is not None:
                 self.schedulers.cancel(step)
@@ -326,7 +326,7 @@ class StepLinks(Links):
         self._watch_fd(fd, partial(self._receive, fd))
 
     def _receive(self, fd: int) -> None:
-        link = self._links.by_fd(fd)
+        link = self._links.find_by_fd(fd)
         assert link is not None
         for message in link.receive():
             self._receive_message(link.endpoint, message)

@@ -38,7 +38,7 @@ from shmserve.ipc.trace import TraceContext
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.scheduler.ensemble.flow import Firing, Graph, PlannedStep, StepNode, Target, Tensors
 from shmserve.scheduler.ensemble.memory import ABSENT, EnsembleMemory, TensorKind, Value
-from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, sequence_of
+from shmserve.scheduler.ensemble.request import RUNNING, EnsembleRequest, step_sequence
 
 _OVERRIDES = ("sequence_id", "sequence_start", "sequence_end")
 
@@ -125,7 +125,7 @@ class StepResponse:
     def __init__(
         self,
         step: PlannedStep,
-        batched: bool,
+        is_batched: bool,
         conditions: frozenset[str],
         client_outputs: frozenset[str],
         packed_schema: bytes,
@@ -136,7 +136,7 @@ class StepResponse:
         unread_tensors = dict(step.outputs)
         for name, datatype, shape, _ in schema.outputs:
             tensor = unread_tensors.pop(name, "")  # a model may return an output repeatedly
-            kind = TensorKind.shared(datatype, shape, batched)
+            kind = TensorKind.shared(datatype, shape, is_batched)
             outputs.append(
                 StepOutput(name, kind, tensor, tensor in conditions, tensor in client_outputs)
             )
@@ -200,7 +200,7 @@ class StepMessages:
         number_id = client_request.correlation_id
         text_id = client_request.correlation_text
         if override:
-            correlation_id, flags = sequence_of(client_request, override)
+            correlation_id, flags = step_sequence(client_request, override)
             number_id, text_id = correlation_fields(correlation_id)
         submit = Submit(
             number,
@@ -223,12 +223,12 @@ class StepMessages:
     def _new_kind(self, request: EnsembleRequest, firing: Firing, target: Target) -> StepKind:
         used_outputs = _used_outputs(request, firing.step)
         signature = target.signature
-        batched = signature.max_batch_size > 0
+        is_batched = signature.max_batch_size > 0
         inputs: list[TensorRef] = []
         for name, value in firing.inputs.items():
             kind, spec = value.kind, signature.inputs.get(name)
             assert kind is not None
-            shape = kind.shape if spec is None else kind.shape_for(spec.dims, batched)
+            shape = kind.shape if spec is None else kind.shape_for(spec.dims, is_batched)
             inputs.append(TensorRef(name, kind.datatype, shape, value.data))
         properties = signature.check(request.submit.request_id, inputs, used_outputs)
         sizes = placed_sizes(
@@ -239,14 +239,15 @@ class StepMessages:
         placed_names = [name for name in names if name in sizes or name in to_client]
         outputs = firing.step.outputs
         parameters, plan = request.properties.parameters, request.flow.plan
-        derive = partial(StepResponse, firing.step, batched, self._graph.conditions, plan.outputs)
+        args = (firing.step, is_batched, self._graph.conditions, plan.outputs)
+        derive = partial(StepResponse, *args)
         return StepKind(
             pack_request_schema(inputs, names, placed_names, (), parameters),
             pack_request_schema(inputs, names, placed_names, sizes, parameters),
             tuple((name, outputs[name]) for name in placed_names),
             {name: (size, plan.devices.get(outputs[name])) for name, size in sizes.items()},
             to_client,
-            firing.step.responses.setdefault(batched, Schemas(derive)),
+            firing.step.responses.setdefault(is_batched, Schemas(derive)),
         )
 
     def _allocate(self, kind: StepKind) -> dict[str, Block]:

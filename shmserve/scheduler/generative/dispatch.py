@@ -70,7 +70,7 @@ class AssignedRequest:
     replayed_tokens: dict[int, array[int]] = field(default_factory=dict)
 
     @property
-    def open_samples(self) -> dict[int, array[int]]:
+    def open_sample_tokens(self) -> dict[int, array[int]]:
         """Return the tokens of each open sample."""
         generation = self.generation
         if generation is None or generation.beams is not None:
@@ -80,7 +80,7 @@ class AssignedRequest:
 
     def resume_state(self) -> list[Resumed]:
         """Return the state from which another worker continues."""
-        open_samples = {sample: (tokens, "") for sample, tokens in self.open_samples.items()}
+        open_samples = {sample: (tokens, "") for sample, tokens in self.open_sample_tokens.items()}
         samples = open_samples | self.ended_samples
         if len(samples) < (1 if self.generation is None else self.generation.samples):
             return []  # the other samples of the request had not begun
@@ -88,10 +88,10 @@ class AssignedRequest:
             Resumed(
                 sample,
                 tokens.tobytes(),
-                report.characters,
+                report.sent_characters,
                 finish_reason,
-                report.closed,
-                report.tokens,
+                report.is_end_sent,
+                report.sent_tokens,
             )
             for sample, (tokens, finish_reason) in samples.items()
             for tokens in [max(tokens, self.replayed_tokens.get(sample, tokens), key=len)]
@@ -147,7 +147,7 @@ class GenerativeDispatcher(Dispatcher):
         self._assign(now_ns)
         for slot in self._pool.ready():
             engine = self._engine(slot)
-            if engine.running is None and slot.idle:
+            if engine.running_step is None and slot.idle:
                 began_ns = self._clock()
                 step = engine.plan(now_ns)
                 if step is not None:
@@ -191,7 +191,7 @@ class GenerativeDispatcher(Dispatcher):
 
     def _assign(self, now_ns: int) -> None:
         """Assign requests without an instance; requests whose instance died come first."""
-        slots = [slot for slot in self._pool.ready() if not slot.retiring]
+        slots = [slot for slot in self._pool.ready() if not slot.is_retiring]
         if not slots:
             return
         unassigned, self._unassigned_requests = self._unassigned_requests, []
@@ -234,7 +234,7 @@ class GenerativeDispatcher(Dispatcher):
         assigned = self._assigned_requests.get(message.key)
         if assigned is None or assigned.slot is not slot or assigned.request.state not in AT_WORK:
             return
-        request, resumed = assigned.request, assigned.open_samples
+        request, resumed = assigned.request, assigned.open_sample_tokens
         generation: Generation[AssignedRequest] = Generation(
             assigned,
             message.key,
@@ -276,7 +276,7 @@ class GenerativeDispatcher(Dispatcher):
     def _handle_stepped(
         self, engine: Engine[AssignedRequest], slot: Slot, message: Stepped, now_ns: int
     ) -> bool:
-        running_step = engine.running
+        running_step = engine.running_step
         if running_step is None or slot.execution is None:
             return False
         try:
@@ -328,7 +328,7 @@ class GenerativeDispatcher(Dispatcher):
     def gauges(self) -> dict[str, Any]:
         engines = [self._engine(slot) for slot in self._pool.ready()]
         by_status = {str(s): sum(engine.count(s) for engine in engines) for s in SequenceStatus}
-        rows = sum(len(engine.running.rows) for engine in engines if engine.running is not None)
+        rows = sum(len(engine.running_step.rows) for engine in engines if engine.running_step)
         capacity = len(engines) * self._engine_settings.max_batch_size
         return {
             "sequences": by_status,
@@ -336,7 +336,7 @@ class GenerativeDispatcher(Dispatcher):
                 "free": sum(engine.pool.free_count for engine in engines),
                 "cached": sum(engine.pool.cached_count for engine in engines),
                 "used": sum(engine.pool.used_count for engine in engines),
-                "host": sum(engine.host.used_count for engine in engines),
+                "host": sum(engine.host_pool.used_count for engine in engines),
             },
             "utilization": rows / capacity if capacity else 0.0,
         }
@@ -345,7 +345,7 @@ class GenerativeDispatcher(Dispatcher):
 
     def exclude_continuing(self, lost_work: LostWork) -> LostWork:
         removed_requests: list[ScheduledRequest] = []
-        for request in lost_work.open:
+        for request in lost_work.open_requests:
             assigned = self._assigned_requests.get(request.key)
             request.worker_exits += 1
             has_failed = request.worker_exits >= _MAX_EXITS

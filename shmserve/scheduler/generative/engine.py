@@ -55,11 +55,11 @@ class Engine(Generic[T]):
     on_sequence_end: Callable[[Sequence[T], str], None]
     on_search_end: Callable[[Generation[T], Beams[T]], None]
     times: StepTimes = field(default_factory=StepTimes)
-    running: RunningStep | None = None
+    running_step: RunningStep | None = None
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.settings.kv_cache_blocks)
-        self.host = BlockPool(self.settings.swap_blocks)
+        self.host_pool = BlockPool(self.settings.swap_blocks)
         self._sequences: dict[int, Sequence[T]] = {}  # running, waiting and swapped sequences
         self._beams: dict[int, Beams[T]] = {}  # beam searches by the key of their generation
         self._acceptance: dict[int, Acceptance] = {}
@@ -116,7 +116,7 @@ class Engine(Generic[T]):
 
     def is_running(self, generation: Generation[T]) -> bool:
         """Check whether the running step has rows of a generation."""
-        rows = {} if self.running is None else self.running.rows
+        rows = {} if self.running_step is None else self.running_step.rows
         return any(sequence.number in rows for sequence in generation.sequences)
 
     def cancel(self, generation: Generation[T]) -> None:
@@ -131,8 +131,8 @@ class Engine(Generic[T]):
         sequence = self._sequences.get(number)
         if sequence is None:
             return
-        sequence.stopped = True
-        if self.running is None or number not in self.running.rows:
+        sequence.has_stopped = True
+        if self.running_step is None or number not in self.running_step.rows:
             self._end_sequence(sequence, "stop")
 
     def drop(self, sequence: Sequence[T]) -> None:
@@ -150,7 +150,7 @@ class Engine(Generic[T]):
 
     def _free_blocks(self, sequence: Sequence[T]) -> None:
         self.pool.release(sequence.table)
-        self.host.release(sequence.host)
+        self.host_pool.release(sequence.host_blocks)
         sequence.reset()
 
     def _end_sequence(self, sequence: Sequence[T], finish_reason: str) -> None:
@@ -255,7 +255,7 @@ class Engine(Generic[T]):
             if not plan.message.step % PROBE_STEPS:
                 return 0  # a step without drafts measures their benefit
             max_drafts = self.times.draft_length(plan.decoding_count, acceptance.rate, max_drafts)
-        return acceptance.length(max(max_drafts, 0), speculation.accept_threshold)
+        return acceptance.draft_count(max(max_drafts, 0), speculation.accept_threshold)
 
     def _reserve(self, plan: StepPlan, sequence: Sequence[T], count: int) -> bool:
         """Provide a writable block for each of the next `count` positions.
@@ -289,11 +289,11 @@ class Engine(Generic[T]):
         plan.preempted = True
         sequence.generation.preemptions += 1
         if self._can_swap(sequence):
-            sequence.host = self.host.allocate(self._filled_blocks(sequence))
-            for block_pair in zip(sequence.table, sequence.host, strict=False):
+            sequence.host_blocks = self.host_pool.allocate(self._filled_blocks(sequence))
+            for block_pair in zip(sequence.table, sequence.host_blocks, strict=False):
                 plan.message.swap_out.extend(block_pair)
             self.counts.preemptions["swap"] += 1
-            self.counts.swapped_out += len(sequence.host)
+            self.counts.swapped_out += len(sequence.host_blocks)
             self.pool.release(sequence.table)
             sequence.table = []
             sequence.sent_blocks = sequence.sealed_blocks = 0
@@ -310,7 +310,11 @@ class Engine(Generic[T]):
     def _can_swap(self, sequence: Sequence[T]) -> bool:
         """Check whether a sequence's blocks are copied to the host instead of recomputed."""
         mode, count = self.settings.preemption_mode, self._filled_blocks(sequence)
-        if mode == "recompute" or not sequence.computed_tokens or count > self.host.available_count:
+        if (
+            mode == "recompute"
+            or not sequence.computed_tokens
+            or count > self.host_pool.available_count
+        ):
             return False
         if sequence.is_held:
             return False  # the blocks of a parent beam are shared with its successor beams
@@ -395,12 +399,12 @@ class Engine(Generic[T]):
         """Copy a sequence's blocks back from the host; return False if too few blocks are free."""
         if self._blocks_needed(sequence) > free_blocks:
             return False
-        sequence.table = self.pool.allocate(len(sequence.host))
-        for block_pair in zip(sequence.host, sequence.table, strict=True):
+        sequence.table = self.pool.allocate(len(sequence.host_blocks))
+        for block_pair in zip(sequence.host_blocks, sequence.table, strict=True):
             plan.message.swap_in.extend(block_pair)
-        self.counts.swapped_in += len(sequence.host)
-        self.host.release(sequence.host)
-        sequence.host = []
+        self.counts.swapped_in += len(sequence.host_blocks)
+        self.host_pool.release(sequence.host_blocks)
+        sequence.host_blocks = []
         return True
 
     def _finish_plan(self, plan: StepPlan) -> Step:
@@ -410,25 +414,26 @@ class Engine(Generic[T]):
         message.ended.extend(self._ended)
         self._new_sequences, self._ended = [], []
         copies = (len(message.swap_out) + len(message.swap_in)) // 2
-        self.running = RunningStep(message.step, plan.rows, plan.load, copies, plan.draft_count)
+        fields = (message.step, plan.rows, plan.load, copies, plan.draft_count)
+        self.running_step = RunningStep(*fields)
         return message
 
     # --- results of steps
 
     def finish_step(self, message: Stepped) -> None:
         """Handle the results of the running step; raise ValueError for results of another step."""
-        running = self.running
-        if running is None or message.step != running.step:
+        running_step = self.running_step
+        if running_step is None or message.step != running_step.step:
             raise ValueError(f"step {message.step} is not the running step")
         results = {result.sequence: result for result in message.results}
-        sampled = {number for number, (_, row) in running.rows.items() if row.samples}
+        sampled = {number for number, (_, row) in running_step.rows.items() if row.samples}
         if results.keys() != sampled - {*message.skipped}:
             raise ValueError("the results are not those of the step's rows")
-        self.running = None
-        running.observe(message, self.times, self.counts)
-        for number in running.rows.keys() & message.skipped:
-            self.cancel(running.rows[number][0].generation)
-        for number, (sequence, row) in running.rows.items():
+        self.running_step = None
+        running_step.observe(message, self.times, self.counts)
+        for number in running_step.rows.keys() & message.skipped:
+            self.cancel(running_step.rows[number][0].generation)
+        for number, (sequence, row) in running_step.rows.items():
             if sequence.status is SequenceStatus.RUNNING:
                 self._handle_row(sequence, row, results.get(number))
 
@@ -442,7 +447,7 @@ class Engine(Generic[T]):
             self._add_tokens(sequence, row, result)
         else:
             self._search_step(sequence, result)
-        if sequence.stopped and sequence.status is SequenceStatus.RUNNING:
+        if sequence.has_stopped and sequence.status is SequenceStatus.RUNNING:
             self._end_sequence(sequence, "stop")
 
     def _seal(self, sequence: Sequence[T]) -> None:
@@ -480,7 +485,7 @@ class Engine(Generic[T]):
         child = Sequence(next(self.sequence_ids), parent.generation, sample, parent.tokens[:])
         if token >= 0:
             child.tokens.append(token)
-        child.keys, child.sampled_ns = parent.keys[:], parent.sampled_ns
+        child.block_keys, child.sampled_ns = parent.block_keys[:], parent.sampled_ns
         # A child that does not share the parent's blocks computes its own blocks again.
         if parent.status is SequenceStatus.RUNNING and has_row:
             child.status = SequenceStatus.RUNNING

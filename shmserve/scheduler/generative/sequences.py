@@ -241,12 +241,12 @@ class Sequence(Generic[T]):
     """A sequence of a generation.
 
     Attributes:
-        host: The blocks of the host pool while the sequence is swapped out.
+        host_blocks: The blocks of the host pool while the sequence is swapped out.
         sent_blocks: The number of first entries of the table that were sent to the worker.
         forks: The number of further samples that begin from this sequence once its prompt is
             computed except for the last token.
         is_held: Whether the sequence waits for the other beams of its search.
-        stopped: Whether its text has ended; the sequence then ends with the running step.
+        has_stopped: Whether its text has ended; the sequence then ends with the running step.
     """
 
     number: int
@@ -256,14 +256,14 @@ class Sequence(Generic[T]):
     status: SequenceStatus = SequenceStatus.WAITING
     computed_tokens: int = 0
     table: list[int] = field(default_factory=list)
-    host: list[int] = field(default_factory=list)
+    host_blocks: list[int] = field(default_factory=list)
     sent_blocks: int = 0
     forks: int = 0
     is_held: bool = False
-    stopped: bool = False
+    has_stopped: bool = False
     sampled_ns: int = 0  # the time at which the last token was sampled
     score: float = 0.0
-    keys: list[bytes] = field(default_factory=list)  # prefix-cache keys of the full blocks
+    block_keys: list[bytes] = field(default_factory=list)  # prefix-cache keys of the full blocks
     sealed_blocks: int = 0  # blocks of its table that were offered to the prefix cache
 
     @property
@@ -289,7 +289,7 @@ class Sequence(Generic[T]):
 
     def prefix_keys(self, block_size: int, blocks: int) -> list[bytes]:
         """Return the keys of its first `blocks` blocks, all of which are full."""
-        keys = self.keys
+        keys = self.block_keys
         while len(keys) < blocks:
             start = len(keys) * block_size
             previous_key = keys[-1] if keys else ROOT_KEY
@@ -320,7 +320,7 @@ class Sequence(Generic[T]):
         self.status = SequenceStatus.WAITING
         self.computed_tokens = self.sent_blocks = self.sealed_blocks = 0
         self.table = []
-        self.host = []
+        self.host_blocks = []
 
 
 # A level of priority counts as much as 1,024 tokens, or as ten seconds of waiting.
@@ -413,33 +413,33 @@ class Beams(Generic[T]):
         by_score = sorted(self._candidates, key=attrgetter("score"), reverse=True)
         best_candidates = by_score[: 2 * search.width]
         self._candidates = []
-        generated = best_candidates[0].parent.generated_tokens + 1
+        length = best_candidates[0].parent.generated_tokens + 1
         continuing: list[BeamCandidate[T]] = []
         for rank, candidate in enumerate(best_candidates):
             if candidate.token in search.end_tokens:
                 if rank < search.width:
-                    self._add_hypothesis(candidate, generated, "stop")
+                    self._add_hypothesis(candidate, length, "stop")
             elif len(continuing) < search.width:
                 continuing.append(candidate)
-        if generated >= self.generation.max_tokens:
-            if not self._is_settled(continuing[0].score if continuing else -math.inf, generated):
+        if length >= self.generation.max_tokens:
+            if not self._is_settled(continuing[0].score if continuing else -math.inf, length):
                 for candidate in continuing:
-                    self._add_hypothesis(candidate, generated, "length")
+                    self._add_hypothesis(candidate, length, "length")
             self.is_finished = True
         else:
-            self.is_finished = not continuing or self._is_settled(continuing[0].score, generated)
+            self.is_finished = not continuing or self._is_settled(continuing[0].score, length)
         return [] if self.is_finished else continuing
 
-    def _add_hypothesis(self, candidate: BeamCandidate[T], generated: int, reason: str) -> None:
+    def _add_hypothesis(self, candidate: BeamCandidate[T], length: int, reason: str) -> None:
         search = self.generation.beams
         assert search is not None
         tokens = [*candidate.parent.tokens[len(self.generation.prompt) :], candidate.token]
-        score = candidate.score / generated**search.length_penalty
+        score = candidate.score / length**search.length_penalty
         self.hypotheses.append(FinishedBeam(tokens, reason, score))
         self.hypotheses.sort(key=attrgetter("score"), reverse=True)
         del self.hypotheses[search.width :]
 
-    def _is_settled(self, best_score: float, generated: int) -> bool:
+    def _is_settled(self, best_score: float, length: int) -> bool:
         """Check whether the search has found its hypotheses.
 
         Unless `early_stopping` is "true", a beam that could become better than the worst hypothesis
@@ -452,5 +452,5 @@ class Beams(Generic[T]):
         if search.early_stopping == "true":
             return True
         longest = search.early_stopping == "never" and search.length_penalty > 0
-        max_length = self.generation.max_tokens if longest else generated
+        max_length = self.generation.max_tokens if longest else length
         return bool(self.hypotheses[-1].score >= best_score / max_length**search.length_penalty)

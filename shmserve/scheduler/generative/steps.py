@@ -176,7 +176,7 @@ class Acceptance:
     _remaining_pause_steps: int = 0
     _tokens: int = _INITIAL_TOKENS
 
-    def length(self, drafts: int, threshold: float) -> int:
+    def draft_count(self, drafts: int, threshold: float) -> int:
         """Return the number of draft tokens of this step: `drafts`, or 0 during a pause.
 
         A pause begins when the rate is below `threshold`. One step after each pause drafts again.

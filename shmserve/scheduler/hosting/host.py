@@ -117,10 +117,9 @@ class SchedulerParts(NamedTuple):
 class HostedScheduler(ABC):
     """A scheduler with its sockets.
 
-    The scheduler adds itself to `active` when it has received messages, and the host then runs its
-    turn. After each turn, `wake_ns` is the time of the next turn (monotonic ns), and
-    `live_requests` the number of requests. Once the scheduler has `stopped`, the host only closes
-    it.
+    The scheduler adds itself to `active_schedulers` when it has received messages, and the host
+    then runs its turn. After each turn, `wake_ns` is the time of the next turn (monotonic ns), and
+    `live_requests` the number of requests. If it `has_stopped`, the host only closes it.
     """
 
     allowed: ClassVar[frozenset[type]]  # the messages that the supervisor may send
@@ -130,15 +129,15 @@ class HostedScheduler(ABC):
         start: SchedulerStart,
         waiter: DescriptorWaiter,
         in_process_links: InProcessLinks,
-        active: dict[HostedScheduler, None],
+        active_schedulers: dict[HostedScheduler, None],
     ) -> None:
         number, run_dir = start.number, start.run_dir
         self.number = number
         self.endpoint = endpoints.scheduler(run_dir, number)
         self.wake_ns = NEVER
         self.live_requests = 0
-        self.stopped = False
-        self._active_schedulers = active
+        self.has_stopped = False
+        self._active_schedulers = active_schedulers
         self._start = start
         self._waiter = waiter
         self._in_process_links = in_process_links
@@ -167,7 +166,7 @@ class HostedScheduler(ABC):
             waiter.watch(fd, handler)
         in_process_links.register(self.endpoint, self._handle_in_process_message)
         self._control.send(SchedulerReady(os.getpid()))
-        active[self] = None
+        active_schedulers[self] = None
 
     @abstractmethod
     def _create_parts(self) -> SchedulerParts:
@@ -190,7 +189,7 @@ class HostedScheduler(ABC):
                 front.handle_control_message(message, now_ns)
             else:
                 front.count_unexpected()
-        self.stopped = front.stopped
+        self.has_stopped = front.has_stopped
 
     def _catch_up(self) -> None:
         """Handle the messages that clients sent before they received the successor's endpoint."""
@@ -226,7 +225,7 @@ class HostedScheduler(ABC):
             valid_message = local_clients.check(peer, message, now_ns)
             if valid_message is None:
                 continue
-            if self._traces.active and type(valid_message) is Submit:
+            if self._traces.is_active and type(valid_message) is Submit:
                 valid_message = self._traces.start_trace(peer, valid_message)
             front.handle_client_message(peer, valid_message, now_ns)
 
@@ -339,7 +338,7 @@ class EnsembleScheduler(HostedScheduler):
 
 
 def _create_cache(start: CacheStart, settings: Settings, lent: LentMemory) -> ResponseCache | None:
-    if not settings.cached or not start.byte_size:
+    if not settings.caches_responses or not start.byte_size:
         return None
     return ResponseCache(settings.name, settings.version, start, lent)
 
@@ -357,9 +356,9 @@ _FROM_STEP = frozenset(get_args(SchedulerToClient))
 _FROM_SUPERVISOR = frozenset(get_args(SupervisorToHost))
 
 
-def run(encoded_start: bytes) -> None:
+def run(start_record: bytes) -> None:
     """Host schedulers as an encoded `HostStart` describes, until the supervisor sends `Stop`."""
-    start = decode_start(HostStart, encoded_start)
+    start = decode_start(HostStart, start_record)
     processes.begin(start.title, start.title, start.log)
     processes.disable_timer_slack()
     processes.unmap_large_blocks_on_free()
@@ -497,7 +496,7 @@ class Host:
                 if outbox.pending:
                     outbox.flush()
         for scheduler in turned_schedulers:
-            if scheduler.stopped and scheduler in self._schedulers:
+            if scheduler.has_stopped and scheduler in self._schedulers:
                 self._schedulers.remove(scheduler)
                 scheduler.close()
                 self._control.send(SchedulerClosed(scheduler.number, ""))

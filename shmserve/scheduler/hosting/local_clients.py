@@ -90,7 +90,7 @@ class LocalClientListener:
         self._exited_numbers.append(client_number)
         for peer in self.link.peers():
             if _client_number(peer) == client_number:
-                self.link.dismiss(peer)
+                self.link.disconnect(peer)
         self._rules.process_exited(client_number)
 
 
@@ -225,7 +225,7 @@ class LocalTraces:
     """The traces of local clients' requests to a model version.
 
     Attributes:
-        active: Whether traces or slow requests are recorded.
+        is_active: Whether traces or slow requests are recorded.
         measured_requests: The measured requests, by client and number.
     """
 
@@ -235,7 +235,7 @@ class LocalTraces:
         self._control = control
         self._sampler = Sampler(TraceSettings())
         self._slow_ns = 0
-        self.active = False
+        self.is_active = False
         self.measured_requests: dict[tuple[bytes, int], tuple[Submit, bool]] = {}
 
     def use(self, message: SetTracing) -> None:
@@ -245,12 +245,12 @@ class LocalTraces:
         if trace_settings != self._sampler.settings:
             self._sampler = Sampler(trace_settings)
         self._slow_ns = message.slow_request_ms * _NS_PER_MS
-        self.active = trace_settings.on or self._slow_ns > 0
+        self.is_active = trace_settings.on or self._slow_ns > 0
 
     def start_trace(self, peer: bytes, submit: Submit) -> Submit:
         """Return a client's request, with a trace if it is measured."""
         context = TraceContext.of(submit.trace)
-        is_sampled = self._sampler.samples(context.sampled if context.parent_id else None)
+        is_sampled = self._sampler.samples(context.is_sampled if context.parent_id else None)
         if not is_sampled and not self._slow_ns:
             return submit
         if not submit.trace:

@@ -215,7 +215,7 @@ class Executions:
 
     def release(self, client_pid: int, message: Release) -> None:
         """Release outputs that a client has read, at the worker that owns them."""
-        slot = self._pool.by_pid(message.pid)
+        slot = self._pool.find_by_pid(message.pid)
         if slot is not None:
             release = ReleaseOutputs(client_pid, message.offsets, message.memory)
             self._workers.post(slot.peer, release)
@@ -362,7 +362,7 @@ class Dispatcher(ABC):
         request: ScheduledRequest,
         now_ns: int,
         *,
-        expired: bool = False,
+        has_expired: bool = False,
         keep_dependents: bool = False,
     ) -> None:
         """Handle the final removal of a request from the queue.
@@ -406,7 +406,7 @@ class Dispatcher(ABC):
         return False
 
     @property
-    def open_sequences(self) -> int:
+    def open_sequence_count(self) -> int:
         """Return the number of sequences that have begun and not ended."""
         return 0
 

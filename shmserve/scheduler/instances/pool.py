@@ -104,7 +104,7 @@ class Slot:
     awaited_pid: int = 0  # the pid of the announced process
     registration: Worker | None = None  # the last registration of a worker, until it is accepted
     worker: Worker | None = None  # the accepted worker: `peer` and `pid`
-    retiring: bool = False
+    is_retiring: bool = False
     has_served: bool = False  # its process has completed an execution
     engine: Any = None  # the engine of its process, if the model is generative
     executions: deque[Execution] = field(default_factory=deque)
@@ -133,11 +133,11 @@ class LostWork(NamedTuple):
 
     Attributes:
         executions: Its executions, the running one first.
-        open: The open requests whose execution had returned.
+        open_requests: The open requests whose execution had returned.
     """
 
     executions: list[Execution]
-    open: list[ScheduledRequest]
+    open_requests: list[ScheduledRequest]
 
 
 class InstanceTickets:
@@ -233,7 +233,7 @@ class Pool:
 
     def __post_init__(self) -> None:
         # Returns the instance with this address, or None.
-        self.by_peer: Callable[[bytes], Slot | None] = self._slots_by_peer.get
+        self.find_by_peer: Callable[[bytes], Slot | None] = self._slots_by_peer.get
 
     # --- registration and exit --------------------------------------------------------------------
 
@@ -285,8 +285,8 @@ class Pool:
     def retire(self, instance_index: int) -> None:
         """Mark an instance to be removed when it has nothing to do."""
         slot = self._slot(instance_index)
-        if not slot.retiring:
-            slot.retiring = True
+        if not slot.is_retiring:
+            slot.is_retiring = True
             self.retiring_slots.append(slot)
             self.membership_changes += 1
             if slot in self.free_slots:
@@ -334,7 +334,7 @@ class Pool:
         slot.peer, slot.pid = slot.worker = registration
         slot.registration = None
         self._slots_by_peer[slot.peer] = slot
-        if not slot.retiring:
+        if not slot.is_retiring:
             self.free_slots.append(slot)
         self.membership_changes += 1
         return slot
@@ -358,7 +358,7 @@ class Pool:
             slot.awaited_pid = 0
         slot.peer, slot.pid, slot.worker, slot.has_served = b"", 0, None, False
         slot.engine = None  # its successor's memory is empty, also if it has the same pid
-        if slot.retiring:
+        if slot.is_retiring:
             self.retiring_slots.remove(slot)
             del self._slots[slot.index]
             self._update_failure()
@@ -380,7 +380,7 @@ class Pool:
                 if (
                     batches < depth
                     and slot.state is SlotState.BUSY
-                    and not slot.retiring
+                    and not slot.is_retiring
                     and (not self._max_open or len(slot.requests) < self._max_open)
                 ):
                     least_busy, depth = slot, batches
@@ -437,7 +437,7 @@ class Pool:
 
     def update_free(self, slot: Slot) -> None:
         """Update `free_slots` after an execution or an open request of an instance has ended."""
-        if slot.state is not SlotState.IDLE or slot.retiring or slot in self.free_slots:
+        if slot.state is not SlotState.IDLE or slot.is_retiring or slot in self.free_slots:
             return
         if not self._max_open or len(slot.requests) < self._max_open:
             self.free_slots.append(slot)
@@ -481,7 +481,7 @@ class Pool:
         """Return the instances with a worker."""
         return list(self._slots_by_peer.values())
 
-    def by_pid(self, pid: int) -> Slot | None:
+    def find_by_pid(self, pid: int) -> Slot | None:
         """Return the instance with this process, or None."""
         return next((slot for slot in self._slots_by_peer.values() if slot.pid == pid), None)
 

@@ -79,7 +79,7 @@ class Results:
             case ExecutionResponded():
                 self._handle_responded(peer, message, now_ns)
             case BatchFinished():
-                slot = self._pool.by_peer(peer)
+                slot = self._pool.find_by_peer(peer)
                 if slot is None or not slot.executions:
                     self.unexpected_messages += 1
                 elif (execution := slot.executions[0]).id != message.batch:
@@ -93,7 +93,7 @@ class Results:
                 else:
                     self.unexpected_messages += 1
             case _:
-                slot = self._pool.by_peer(peer)
+                slot = self._pool.find_by_peer(peer)
                 if slot is None:
                     self.unexpected_messages += 1
                 elif not self._dispatcher.handle_worker_message(slot, message, now_ns):
@@ -192,7 +192,7 @@ class Results:
 
     def _handle_responded(self, peer: bytes, message: ExecutionResponded, now_ns: int) -> None:
         """Handle a response, or the end of the responses."""
-        slot = self._pool.by_peer(peer)
+        slot = self._pool.find_by_peer(peer)
         request = None if slot is None else slot.requests.get(message.key)
         if slot is None or request is None or not self._settings.decoupled:
             self.unexpected_messages += 1
@@ -243,7 +243,7 @@ class Results:
         self._statistics.workers_lost += 1
         lost_work = self._dispatcher.exclude_continuing(lost_work)
         suffix = f" ({reason})" if reason else ""
-        for request in lost_work.open:
+        for request in lost_work.open_requests:
             self._fail_lost(request, _DIED_WHILE_OPEN + suffix, now_ns)
         for execution in reversed(lost_work.executions[1:]):
             for request in reversed(execution.requests):

@@ -106,7 +106,7 @@ class _Level:
 
     def requests_like(self, request: ScheduledRequest) -> OrderedDict[int, ScheduledRequest]:
         """Return the level's delayed requests if a request is delayed, else those in time."""
-        return self.delayed_requests if request.delayed else self.in_time
+        return self.delayed_requests if request.is_delayed else self.in_time
 
 
 class _Levels(dict[int, _Level]):
@@ -167,7 +167,7 @@ class PriorityQueue:
         """Move a request behind all requests of its level that are in time."""
         level = self._levels[request.level]
         level.delayed_requests[request.key] = level.in_time.pop(request.key)
-        request.delayed = True
+        request.is_delayed = True
 
     def remove(self, request: ScheduledRequest) -> bool:
         """Remove a request; return False if it is not in the queue."""
@@ -229,7 +229,8 @@ class RequestQueue:
         policies = settings.policies
         # The level and policy of all requests, if there is only one level.
         self._only_level = None if policies.levels else (0, policies.default)
-        bounds = [rule.max_queue_size for rule in (policies.default, *policies.by_level.values())]
+        rules = (policies.default, *policies.level_policies.values())
+        bounds = [rule.max_queue_size for rule in rules]
         self.min_bound = min(filter(None, bounds), default=NEVER)
 
     def __len__(self) -> int:
@@ -248,16 +249,16 @@ class RequestQueue:
         properties: BatchProperties,
         now_ns: int,
         *,
-        cached: bool = False,
+        is_cached: bool = False,
     ) -> ScheduledRequest:
-        """Queue a request and return it; a `cached` request is not queued, but may expire.
+        """Queue a request and return it; a `is_cached` request is not queued, but may expire.
 
         Raises:
             Unavailable: Its deadline has passed.
             QueueFull: Its level is full.
         """
         level, policy, arrived_ns, deadline_ns, own_timeout_us = self._limits(submit, now_ns)
-        may_be_full = not cached and self.in_order.count >= self.min_bound
+        may_be_full = not is_cached and self.in_order.count >= self.min_bound
         if may_be_full and self._is_full(level, policy):
             raise QueueFull(f"{id_prefix(submit.request_id)}Exceeds maximum queue size")
         timeout_ns = (own_timeout_us or policy.default_timeout_microseconds) * _NS_PER_US
@@ -279,7 +280,7 @@ class RequestQueue:
         )
         if deadline_ns:
             self.timers.add(deadline_ns, request)
-        if cached:
+        if is_cached:
             request.transition(Event.DISPATCH)
             return request
         self.in_order.append(request)

@@ -22,7 +22,7 @@ from shmserve.ipc.transport.router import leading_pid
 NEVER = 1 << 63  # later than any time
 NOTHING: Packed = (b"", [])  # a response without schema and data
 NO_SUBMIT = Submit(0, b"", [], 0, 0, 0, 0)  # replaces the message of a request that is done
-CACHED = "cached"  # `Timing.closed` of a request that was answered from the response cache
+CACHED = "cached"  # `Timing.close_reason` of a request that was answered from the response cache
 
 R = TypeVar("R")
 
@@ -69,8 +69,8 @@ class Client(Generic[R]):
 class Timing(NamedTuple):
     """The phases of an execution: its start (monotonic ns) and the duration of each phase (ns).
 
-    The execution had `rows` rows, and `closed` is the reason why its batch was closed. `spans` are
-    the spans of requests that its model sent to other models.
+    The execution had `rows` rows. `close_reason` is the reason why its batch was closed. `spans`
+    are the spans of requests that its model sent to other models.
     """
 
     compute_start_ns: int
@@ -78,12 +78,17 @@ class Timing(NamedTuple):
     infer_ns: int
     output_ns: int
     rows: int = 0
-    closed: str = ""
+    close_reason: str = ""
     spans: bytes = b""
 
     @classmethod
     def from_worker(
-        cls, message: BatchFinished, sent_ns: int, now_ns: int, rows: int = 0, closed: str = ""
+        cls,
+        message: BatchFinished,
+        sent_ns: int,
+        now_ns: int,
+        rows: int = 0,
+        close_reason: str = "",
     ) -> Timing:
         """Return the phases that a worker reports, clamped to `sent_ns` .. `now_ns`."""
         compute_start, input_end = message.compute_start_ns, message.input_end_ns
@@ -95,7 +100,7 @@ class Timing(NamedTuple):
             compute_end = min(max(compute_end, output_start), now_ns)
         phases = (input_end - compute_start, output_start - input_end, compute_end - output_start)
         # `tuple.__new__` avoids the slower Python-level constructor of a named tuple.
-        return tuple.__new__(cls, (compute_start, *phases, rows, closed, message.spans))
+        return tuple.__new__(cls, (compute_start, *phases, rows, close_reason, message.spans))
 
 
 class State(StrEnum):
@@ -215,7 +220,7 @@ class ScheduledRequest:
         flush_by_ns: The time before which a batch should run rather than wait (`NEVER`: it may
             wait).
         level: The priority level; 1 is the highest.
-        delayed: Whether its timeout has moved it behind the others of its level.
+        is_delayed: Whether its timeout has moved it behind the others of its level.
         worker: The last worker.
         responses: The number of responses that a decoupled model has sent.
         credited_responses: The number of responses that the client has read.
@@ -237,7 +242,7 @@ class ScheduledRequest:
     flush_by_ns: int
     submit: Submit
     level: int = 0
-    delayed: bool = False
+    is_delayed: bool = False
     state: State = State.QUEUED
     worker_exits: int = 0  # the exits of workers that executed the request
     outcome: Outcome | None = None

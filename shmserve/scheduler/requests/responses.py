@@ -93,7 +93,9 @@ class Responses:
         that it raised is a failure. If the execution has not returned, its times are
         `unfinished_timing`.
         """
-        if final_message.code and (isinstance(final_message, Reply) or final_message.failed):
+        if final_message.code and (
+            isinstance(final_message, Reply) or final_message.request_failed
+        ):
             reason = Reason.CANCELED if final_message.code == "CANCELLED" else Reason.BACKEND
             self._statistics.count_failure(request.arrived_ns, reason, now_ns)
         else:
@@ -257,7 +259,7 @@ def spans_of(
     """
     if not submit.trace:
         return b""
-    start_ns, input_ns, infer_ns, output_ns, rows, closed, spans = timing or _NOT_EXECUTED
+    start_ns, input_ns, infer_ns, output_ns, rows, close_reason, spans = timing or _NOT_EXECUTED
     context = TraceContext.of(submit.trace)
     span = Span(
         context.span_id,
@@ -272,6 +274,6 @@ def spans_of(
         start_ns + input_ns + infer_ns + output_ns,
         now_ns,
         rows,
-        closed,
+        close_reason,
     )
     return span.packed() + spans

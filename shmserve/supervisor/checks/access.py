@@ -107,7 +107,7 @@ def gather_ports(config: ServerConfig) -> PortFacts:
     for _, address, port, flag in tcp_listeners(config):
         endpoint = f"{address}:{port}"
         try:
-            for sock in listen(address, port, flag, config.guarded):
+            for sock in listen(address, port, flag, config.allows_remote):
                 sock.close()
             free.append(endpoint)
         except InvalidArgument as error:
@@ -174,12 +174,12 @@ class PeerFacts(NamedTuple):
 class ServerFacts(NamedTuple):
     """The facts about the running server, or about this process if no server runs.
 
-    `runs` is whether a server runs. `group` is its --shm-group (-1: none). `device_count` is the
-    number of its CUDA devices.
+    `is_running` is whether a server runs. `group` is its --shm-group (-1: none). `device_count` is
+    the number of its CUDA devices.
     """
 
     process: PeerFacts
-    runs: bool
+    is_running: bool
     group: int
     device_count: int
 
@@ -265,7 +265,7 @@ def _judge_peer_user(server: ServerFacts, peer: PeerFacts, different_kinds: set[
 
 
 def _judge_peer_run_directory(server: ServerFacts, different_kinds: set[str]) -> Verdict:
-    if not server.runs:
+    if not server.is_running:
         return ok("no server is running; a server of this user is assumed")
     if "run directory" not in different_kinds:
         return ok("same as the server's: shmserve.client finds it")

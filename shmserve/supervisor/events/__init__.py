@@ -45,7 +45,7 @@ class Subscriptions:
     def __init__(self) -> None:
         self._prefixes: set[bytes] = set()
 
-    def update(self, frame: bytes) -> tuple[str, bool] | None:
+    def apply_message(self, frame: bytes) -> tuple[str, bool] | None:
         """Apply a subscriber's message.
 
         Returns:
@@ -133,7 +133,7 @@ class EventPublisher:
         """
 
         def on_frame(frame: bytes) -> None:
-            subscription = self._subscriptions.update(frame)
+            subscription = self._subscriptions.apply_message(frame)
             if subscription is not None:
                 on_subscription(*subscription)
 

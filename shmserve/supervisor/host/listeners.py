@@ -27,18 +27,18 @@ _NO_SUCH_FAMILY = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _BACKLOG = 1024  # connections that wait to be accepted at each socket
 
 
-def resolve(address: str, port: int, flag: str, guarded: bool) -> list[Any]:
+def resolve(address: str, port: int, flag: str, allows_remote: bool) -> list[Any]:
     """Return the socket addresses of `address`, as getaddrinfo returns them.
 
     Raises:
-        InvalidArgument: The address is unknown, or other hosts reach it and it is not `guarded`
-            (neither tokens nor --insecure are set). The message names `flag`.
+        InvalidArgument: The address is unknown, or other hosts reach it and `allows_remote` is
+            false (neither tokens nor --insecure are set). The message names `flag`.
     """
     with convert_os_errors(f"{flag}: cannot resolve '{address}'", "it is not a host name"):
         found = socket.getaddrinfo(
             address or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-    if not guarded and not all(is_loopback(str(address[0])) for *_, address in found):
+    if not allows_remote and not all(is_loopback(str(address[0])) for *_, address in found):
         raise _unguarded_error(flag, f"'{address}'")
     return found
 
@@ -50,16 +50,16 @@ def _unguarded_error(flag: str, address: str) -> InvalidArgument:
     )
 
 
-def listen(address: str, port: int, flag: str, guarded: bool) -> list[socket.socket]:
+def listen(address: str, port: int, flag: str, allows_remote: bool) -> list[socket.socket]:
     """Open listening TCP sockets on every address of a name; port 0 selects a free port.
 
     Raises:
-        InvalidArgument: An address is not available, or other hosts reach it and it is not
-            `guarded` (see `resolve`). The message names `flag`.
+        InvalidArgument: An address is not available, or other hosts reach it and `allows_remote`
+            is false. The message names `flag`.
     """
     sockets: list[socket.socket] = []
     failure: OSError | None = None
-    for family, _, _, _, socket_address in resolve(address, port, flag, guarded):
+    for family, _, _, _, socket_address in resolve(address, port, flag, allows_remote):
         try:
             sockets.append(_bind(family, socket_address))
         except OSError as error:
@@ -104,18 +104,18 @@ def _bind(family: int, socket_address: Any) -> socket.socket:
     return sock
 
 
-def adopt(sock: socket.socket, guarded: bool, source: str = "LISTEN_FDS") -> socket.socket:
+def adopt(sock: socket.socket, allows_remote: bool, source: str = "LISTEN_FDS") -> socket.socket:
     """Prepare an inherited listening socket.
 
     Raises:
-        InvalidArgument: Other hosts reach the socket, and it is not `guarded` (see `resolve`).
+        InvalidArgument: Other hosts reach the socket, and `allows_remote` is false.
     """
     if sock.family == socket.AF_UNIX:
         if sock.type == socket.SOCK_STREAM:  # only sockets of local clients receive descriptors
             refuse_descriptors(sock)
         return sock
     host, port = sock.getsockname()[:2]
-    if not guarded and not is_loopback(host):
+    if not allows_remote and not is_loopback(host):
         raise _unguarded_error(source, f"{host}:{port}")
     return sock
 

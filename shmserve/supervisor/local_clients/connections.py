@@ -142,14 +142,14 @@ def _run_in_thread(action: Callable[[], None]) -> None:
 
 @dataclass(slots=True, eq=False)
 class LocalClient:
-    """A connected program; it is `welcomed` after its Hello. `unsent` are queued packets."""
+    """A connected program; it is `is_welcomed` after its Hello. `unsent` are queued packets."""
 
     number: int
     pid: int  # 0 if the process is in another namespace
     uid: int
     link: socket.socket
     pidfd: int  # the descriptor that polls the process; -1 if it is in another namespace
-    welcomed: bool = False
+    is_welcomed: bool = False
     unsent: deque[bytes] = field(default_factory=deque)
 
 
@@ -202,7 +202,7 @@ class LocalClientConnections:
 
     def welcomed_clients(self) -> list[LocalClient]:
         """Return the welcomed clients."""
-        return [client for client in self._clients.values() if client.welcomed]
+        return [client for client in self._clients.values() if client.is_welcomed]
 
     # --- connections
 
@@ -250,7 +250,7 @@ class LocalClientConnections:
             if link is None:
                 return
             pid, uid, _ = credentials(link)
-            unwelcomed = [client for client in self._clients.values() if not client.welcomed]
+            unwelcomed = [client for client in self._clients.values() if not client.is_welcomed]
             if len(unwelcomed) >= _MAX_CLIENTS_BEFORE_HELLO:
                 self.disconnect(unwelcomed[0])
             if not self._has_capacity(uid):
@@ -286,7 +286,7 @@ class LocalClientConnections:
         # This link is closed before the schedulers close theirs. The client thus detects that the
         # server has disconnected it.
         disconnect(client.link)
-        if client.welcomed:
+        if client.is_welcomed:
             self._on_disconnect(client.number)
 
     def close(self) -> None:

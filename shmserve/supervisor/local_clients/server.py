@@ -110,7 +110,7 @@ class LocalMemory:
             raise InvalidArgument(f"expected 1 descriptor of shared memory, got {len(fds)}")
         (fd,) = fds
         number, uid = client.number, client.uid
-        shared = check_memory(fd, byte_size, trusted=uid in (0, os.geteuid()))
+        shared = check_memory(fd, byte_size, is_trusted=uid in (0, os.geteuid()))
         sealed = is_sealed(fd)
         region = self._opener.adopt_memory(
             *(self._name(client), shared, byte_size, Peer(uid), number), pin=pin, is_sealed=sealed
@@ -186,12 +186,12 @@ def is_sealed(fd: int) -> bool:
     return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
 
 
-def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
+def check_memory(fd: int, byte_size: int, is_trusted: bool = True) -> SharedObject:
     """Check that workers can use the first `byte_size` bytes of the memory `fd`.
 
     Raises:
         InvalidArgument: The descriptor is no shared memory, the memory is too small or not
-            reserved, or a worker may not open it. Huge pages are allowed only for a `trusted` user.
+            reserved, or a worker may not open it. Only a trusted user may pass huge pages.
     """
     if not is_memory(fd):
         raise InvalidArgument("shared memory must be a memfd or an object in /dev/shm")
@@ -200,7 +200,7 @@ def check_memory(fd: int, byte_size: int, trusted: bool = True) -> SharedObject:
     shared = describe_object(fd)
     status = os.fstat(fd)
     page = os.fstatvfs(fd).f_bsize
-    if page != mmap.PAGESIZE and (not trusted or byte_size % page):
+    if page != mmap.PAGESIZE and (not is_trusted or byte_size % page):
         raise InvalidArgument(
             "shared memory on huge pages is accepted only from the server's user or root, and only "
             "if 'byte_size' is a multiple of the size of a huge page"
@@ -292,17 +292,17 @@ class LocalClientServer:
 
     def broadcast(self, message: Any) -> None:
         """Send a message to every local client."""
-        data = self._packet(message, logging.WARNING)
+        data = self._encode_packet(message, logging.WARNING)
         for client in self.connections.welcomed_clients():
             self.connections.send(client, data)
 
-    def _packet(self, message: Any, level: int = logging.DEBUG) -> bytes:
+    def _encode_packet(self, message: Any, level: int = logging.DEBUG) -> bytes:
         """Encode a message as one packet.
 
         A model whose description exceeds a packet is withdrawn from local clients, which is logged
         with `level`.
         """
-        data = frames.pack([_for_local_clients(message)])
+        data = frames.pack([_convert_for_clients(message)])
         if len(data) <= self._max_packet_bytes or not isinstance(message, m.ModelPublished):
             return data
         logger.log(
@@ -318,16 +318,16 @@ class LocalClientServer:
 
     def _on_message(self, client: LocalClient, message: Any, fds: list[int]) -> None:
         match message:
-            case Hello(version=frames.VERSION) if not client.welcomed:
-                client.welcomed = True
+            case Hello(version=frames.VERSION) if not client.is_welcomed:
+                client.is_welcomed = True
                 welcome = Welcome(client.number, self._capabilities.token(client.number))
                 for greeting in (welcome, *self._snapshot()):
-                    self.connections.send(client, self._packet(greeting))
+                    self.connections.send(client, self._encode_packet(greeting))
             case Hello(version=version) if version != frames.VERSION:
                 raise frames.VersionMismatch(version)
-            case Acknowledged(number=number) if client.welcomed:
+            case Acknowledged(number=number) if client.is_welcomed:
                 self._acknowledgements.record_acknowledged(client.number, number)
-            case ShareMemory(number, size, pin) if client.welcomed:
+            case ShareMemory(number, size, pin) if client.is_welcomed:
                 # The request is handled immediately, since `fds` are closed afterwards.
                 response: Answered | Refused
                 try:
@@ -336,11 +336,11 @@ class LocalClientServer:
                 except ShmserveError as error:
                     response = Refused.of(number, error)
                 self.connections.send(client, frames.pack([response]))
-            case ShareDeviceMemory() if client.welcomed:
+            case ShareDeviceMemory() if client.is_welcomed:
                 self._respond(client, message.id, self._share_device(client, message))
-            case WantModel(number, name, timeout_s) if client.welcomed:
+            case WantModel(number, name, timeout_s) if client.is_welcomed:
                 self._respond(client, number, self._load_on_demand(name, timeout_s))
-            case WithdrawMemory(memory_id=memory_id) if client.welcomed and memory_id:
+            case WithdrawMemory(memory_id=memory_id) if client.is_welcomed and memory_id:
                 self._memory.release(client.number, memory_id)
             case _:
                 raise MalformedMessage(f"an unexpected {type(message).__name__}")
@@ -366,7 +366,7 @@ class LocalClientServer:
         return {"memory": memory}
 
 
-def _for_local_clients(message: Any) -> Any:
+def _convert_for_clients(message: Any) -> Any:
     match message:
         case m.ModelPublished(config=config, endpoint=endpoint):
             source = config.source

@@ -41,7 +41,7 @@ from shmserve.supervisor.models.instances import (
     format_stacks,
     stacks_of,
     wait_for_load,
-    with_count,
+    with_instance_count,
 )
 from shmserve.supervisor.models.scheduler_process import VersionScheduler
 from shmserve.supervisor.processes.children import Child
@@ -207,21 +207,23 @@ class Instances:
         """Load the model in every instance; raise an ExceptionGroup if an instance fails."""
         await self._load_all(self._instances, self.config, len(self._instances))
 
-    async def _load_all(self, instances: list[Instance], config: ModelSpec, count: int) -> None:
+    async def _load_all(
+        self, instances: list[Instance], config: ModelSpec, instance_count: int
+    ) -> None:
         async with asyncio.TaskGroup() as group:
             for instance in instances:
-                group.create_task(self._load(instance, config, count))
+                group.create_task(self._load(instance, config, instance_count))
 
-    async def _load(self, instance: Instance, config: ModelSpec, count: int) -> None:
+    async def _load(self, instance: Instance, config: ModelSpec, instance_count: int) -> None:
         """Load the model in the process of an instance; start the process if needed.
 
         Args:
             instance: The instance.
             config: The configuration to load.
-            count: The number of instances of the version, which share the processors.
+            instance_count: The number of instances of the version, which share the processors.
         """
         if instance.child is None:
-            await self._spawn(instance, config, count)
+            await self._spawn(instance, config, instance_count)
         self._announce(instance)
         endpoint = self._scheduler.instances_endpoint
         self._send(instance, m.LoadInstance(config, endpoint))
@@ -233,7 +235,7 @@ class Instances:
             self._send(instance, m.Attach(current))
         self._on_change()
 
-    async def _spawn(self, instance: Instance, config: ModelSpec, count: int) -> None:
+    async def _spawn(self, instance: Instance, config: ModelSpec, instance_count: int) -> None:
         spec, server = self._spec, self._context.config
         bounds, processors = bounds_of(self.config), len(os.sched_getaffinity(0))
         title = f"worker {spec.name}.{instance.index} {instance.device}"
@@ -255,7 +257,9 @@ class Instances:
                 if backend in ("", config.backend)
             },
             arena_byte_size=server.arena_byte_size,
-            threads=max(1, processors // max(1, bounds.maximum if bounds is not None else count)),
+            threads=max(
+                1, processors // max(1, bounds.maximum if bounds is not None else instance_count)
+            ),
             log=self._context.log,
             environment=config.environment,
         )
@@ -272,7 +276,7 @@ class Instances:
             elif instance.child is child and not instance.inbox.full():
                 instance.inbox.put_nowait(message)
 
-        self._context.enrol(child.pid, "worker", receive)
+        self._context.register_peer(child.pid, "worker", receive)
         self._check_needed(instance)
         instance.stacks_fd = (await self._receive_response(instance, m.WorkerStarted)).stacks_fd
         instance.transition("started")
@@ -338,7 +342,8 @@ class Instances:
         """Return the changes to the instances of `config`, the final configuration of `spec`."""
         config_differs, scaled_config = config != self.config, config
         if bounds_of(config) is not None and not config_differs:
-            scaled_config = with_count(config, self.count)  # an unchanged model keeps its scale
+            # An unchanged model keeps its scale.
+            scaled_config = with_instance_count(config, self.count)
         changes = find_changes(self._instances, scaled_config, self.count)
         return InstanceUpdate(spec, config, config_differs, *changes)
 
@@ -367,7 +372,7 @@ class Instances:
         Raises:
             ShmserveError: An instance could not be loaded; nothing is changed.
         """
-        added, removed = find_changes(self._instances, with_count(self.config, count))
+        added, removed = find_changes(self._instances, with_instance_count(self.config, count))
         try:
             await self.add(InstanceUpdate(self._spec, self.config, False, added, removed))
         except ShmserveError:
@@ -425,7 +430,7 @@ class Instances:
 
     # --- schedulers
 
-    def introduce(self, worker_pids: list[int]) -> None:
+    def notify_new_scheduler(self, worker_pids: list[int]) -> None:
         """Notify a new scheduler of its instances, and of the exits since it was started.
 
         Args:

@@ -215,7 +215,7 @@ def bounds_of(config: ModelSpec) -> Bounds | None:
     return None if maximum is None else Bounds(minimum or 1, maximum)
 
 
-def with_count(config: ModelSpec, count: int) -> ModelSpec:
+def with_instance_count(config: ModelSpec, count: int) -> ModelSpec:
     """Return a configuration with one instance group changed to `count` instances.
 
     The instances are distributed evenly over the devices. Only `instance_group` is changed: the
@@ -240,7 +240,7 @@ def expand_instances(config: ModelSpec, running_count: int = 0) -> list[Instance
     if bounds is None:
         return instances
     count = max(len(instances), bounds.minimum, min(running_count, bounds.maximum))
-    return instances if len(instances) == count else _expand(with_count(config, count))
+    return instances if len(instances) == count else _expand(with_instance_count(config, count))
 
 
 def _expand(config: ModelSpec) -> list[Instance]:

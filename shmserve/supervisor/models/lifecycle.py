@@ -239,14 +239,14 @@ class Lifecycle:
             if load is not None:
                 order.prerequisites.append(load)
 
-    def finalise_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
         """Handle the configuration that the first worker of a version has completed.
 
         An ensemble has no worker: its configuration is completed with the models that serve.
 
         Args:
             spec: The version that is loaded, or that a serving version may be updated to.
-            completed: The properties that the model has reported.
+            reported_properties: The properties that the model has reported.
 
         Returns:
             The final configuration.
@@ -255,7 +255,7 @@ class Lifecycle:
             InvalidArgument: The configuration is invalid.
         """
         if not spec.steps:
-            return self._actions.finalise_config(spec, completed)
+            return self._actions.finalise_config(spec, reported_properties)
         find_serving = self._registry.serving
         models = [find_serving(*step) for step in spec.steps]
         has_any_version = [find_serving(step.name, "") is not None for step in spec.steps]

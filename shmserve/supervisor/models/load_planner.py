@@ -114,7 +114,7 @@ class LoadPlanner:
             if not fault:
                 repository.check_agents(folder, config)
                 _add_environment(config, folder)
-                self._validate(config, folder, source, complete=False)
+                self._validate(config, folder, source, is_complete=False)
                 labels = model_config.read_labels(config, folder.path)
         except model_config.LoadProblem as error:
             fault = error.message
@@ -208,20 +208,20 @@ class LoadPlanner:
         return model_config.normalise(config, folder.name, self._accelerators.count)
 
     def _validate(
-        self, config: ModelConfig, folder: ModelFolder, source: Source, *, complete: bool
+        self, config: ModelConfig, folder: ModelFolder, source: Source, *, is_complete: bool
     ) -> None:
         gpu_count, model_dir = self._accelerators.count, folder.path
         model_config.validate(
-            config, gpu_count=gpu_count, complete=complete, model_dir=model_dir, source=source
+            config, gpu_count=gpu_count, is_complete=is_complete, model_dir=model_dir, source=source
         )
 
-    def finalise_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
         """Return the final configuration of a version.
 
         Args:
             spec: The version, from `plan`.
-            completed: The properties that the model reported. An ensemble's are {"steps": the
-                configuration of each step's model or None, "has_any_version":
+            reported_properties: The properties that the model reported. An ensemble's are
+                {"steps": the configuration of each step's model or None, "has_any_version":
                 whether any version of each model serves}.
 
         Raises:
@@ -230,15 +230,15 @@ class LoadPlanner:
         assert spec.read_config is not None
         folder, written_config, config, source = spec.read_config
         if spec.steps:
-            return self._complete_ensemble(config, folder, source, completed)
+            return self._complete_ensemble(config, folder, source, reported_properties)
         count = self._accelerators.count
         merged = config
         if config.backend == "native":
             source = replace(source, python_class_source=_class_source(config, folder))
         if self._config.auto_complete or config.backend == "native":
-            merged = model_config.merge_autocomplete(config, completed, source)
+            merged = model_config.merge_autocomplete(config, reported_properties, source)
         merged = model_config.normalise(merged, folder.name, count, self._config.model_defaults)
-        self._validate(merged, folder, source, complete=True)
+        self._validate(merged, folder, source, is_complete=True)
         for text in model_config.warnings_of(written_config, merged):
             logger.warning("model %s: %s", folder.name, text)
         ignored = model_config.ignored_fields(merged)
@@ -251,12 +251,12 @@ class LoadPlanner:
         return ModelSpec.of(model_config.to_dict(merged))
 
     def _complete_ensemble(
-        self, config: ModelConfig, folder: ModelFolder, source: Source, completed: dict[str, Any]
+        self, config: ModelConfig, folder: ModelFolder, source: Source, reported: dict[str, Any]
     ) -> ModelSpec:
-        self._validate(config, folder, source, complete=True)
-        steps = [step and model_config.from_json(step.source) for step in completed["steps"]]
+        self._validate(config, folder, source, is_complete=True)
+        steps = [step and model_config.from_json(step.source) for step in reported["steps"]]
         try:
-            composed = model_config.compose(config, steps, completed["has_any_version"])
+            composed = model_config.compose(config, steps, reported["has_any_version"])
         except GraphProblem as error:
             source.raise_for_problems(config, [Problem(error.key, error.message)], GraphProblem)
             raise

@@ -213,7 +213,7 @@ class LifecycleExecutor(LifecycleActions):
     @_in_background
     async def _follow_acknowledgements(self) -> None:
         while True:
-            await self.context.control.acknowledgements.next_complete()
+            await self.context.control.acknowledgements.until_next_complete()
             self.lifecycle.publication_acknowledged()
 
     def forward(self, version: ModelVersion, successor: ModelVersion | None) -> None:
@@ -267,8 +267,8 @@ class LifecycleExecutor(LifecycleActions):
     async def _remove_environments(self) -> None:
         await asyncio.to_thread(self.planner.remove_unused_environments)
 
-    def finalise_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
-        return self.planner.finalise_config(spec, completed)
+    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
+        return self.planner.finalise_config(spec, reported_properties)
 
     # --- processes
 
@@ -318,7 +318,7 @@ class LifecycleExecutor(LifecycleActions):
         """Publish a moved model and wait until every client has acknowledged the publication."""
         self.lifecycle.publish(model)
         while not self.is_published(model):
-            await self.context.control.acknowledgements.next_complete()
+            await self.context.control.acknowledgements.until_next_complete()
 
     @_in_background
     async def kill(self, version: ModelVersion) -> None:
@@ -525,4 +525,4 @@ class ModelManager:
 async def _stop(version: ModelVersion, ensemble_stops: list[asyncio.Task[None]]) -> None:
     """Stop a version after the tasks that stop the ensembles that need it."""
     await asyncio.gather(*ensemble_stops)
-    await (version.stop() if version.loaded else version.kill())
+    await (version.stop() if version.has_loaded else version.kill())

@@ -59,7 +59,7 @@ class ModelVersion:
         find: Returns the serving version of a model, by name and version.
         _on_change: Called when readiness, endpoint or failure changes.
         _finalise_config: Returns the final configuration when the first worker has completed it.
-        loaded: Whether the version has become ready; later failures do not reset it.
+        has_loaded: Whether the version has become ready; later failures do not reset it.
         loaded_ns: When the version became ready, on the monotonic clock.
     """
 
@@ -70,7 +70,7 @@ class ModelVersion:
     find: InitVar[Callable[[str, str], ModelVersion | None]]
     _on_change: Callable[[ModelVersion], None]
     _finalise_config: ConfigFinaliser
-    loaded: bool = field(init=False, default=False)
+    has_loaded: bool = field(init=False, default=False)
     load_seconds: float = field(init=False, default=0.0)
     loaded_ns: int = field(init=False, default=0)
 
@@ -108,7 +108,7 @@ class ModelVersion:
     @property
     def ready(self) -> bool:
         """Return whether an instance would execute a request that is submitted now."""
-        return self.loaded and self.scheduler.serves and self.instances.can_serve
+        return self.has_loaded and self.scheduler.serves and self.instances.can_serve
 
     @property
     def drained(self) -> bool:
@@ -173,7 +173,7 @@ class ModelVersion:
             await self._start_scheduler(is_first=True)
             self._supervision = self._context.background(self._supervise())
             await self.instances.load()
-            self.loaded, self.loaded_ns = True, time.monotonic_ns()
+            self.has_loaded, self.loaded_ns = True, time.monotonic_ns()
             await self.until_ready()
         except (ShmserveError, ExceptionGroup) as error:
             # `except*` would wrap the raised error in a group, which has no text for operators.
@@ -251,7 +251,7 @@ class ModelVersion:
             losses.append(scheduler.serving.child.exited)
             await publish()
             await scheduler.drain(old_scheduler, losses=losses)
-            instances.introduce([])
+            instances.notify_new_scheduler([])
             self._broadcast_lost(old_endpoint, scheduler.endpoint, *_CLIENT_ROLES)
             await publish()
             # The second drain releases outputs that clients have read through the old scheduler.
@@ -274,7 +274,7 @@ class ModelVersion:
         worker_pids = self.instances.pids()
         await self.scheduler.start(self.config, worker_pids, is_first)
         self._failed_starts = 0
-        self.instances.introduce(worker_pids)
+        self.instances.notify_new_scheduler(worker_pids)
 
     async def _supervise(self) -> None:
         """Replace each scheduler that exits, until the version retires."""
@@ -337,17 +337,17 @@ class ModelVersion:
 
     async def finish_sequences(self) -> None:
         """Reject new sequences and wait until the open sequences have ended."""
-        if self.loaded and self.scheduler.serves and self.config.sequence_batching:
+        if self.has_loaded and self.scheduler.serves and self.config.sequence_batching:
             await self.scheduler.drain(sequences_only=True)
 
     async def stop(self) -> None:
         """Finish the requests in flight, then end every process."""
         self._lifetime.is_retiring = True
         self._state_changed.set()
-        if self.loaded and self.scheduler.serves:
+        if self.has_loaded and self.scheduler.serves:
             await self.scheduler.drain()
         self._lifetime.is_stopping = True
-        if self.loaded and not self.scheduler.serves:
+        if self.has_loaded and not self.scheduler.serves:
             await self.kill()  # clients resubmit the requests that the workers execute
         await self.instances.stop()
         await self.scheduler.stop()
@@ -400,7 +400,7 @@ class EnsembleInstances(Instances):
         self.config = self._finalise_config(self._spec, {})
         self.labels = {**_inherited_labels(self.config, self._models), **self._spec.labels}
 
-    def introduce(self, worker_pids: list[int]) -> None:
+    def notify_new_scheduler(self, worker_pids: list[int]) -> None:
         """Send the ensemble's scheduler the endpoints of the steps' models."""
         for step, model in zip(self._spec.steps, self._models, strict=True):
             if model is not None:

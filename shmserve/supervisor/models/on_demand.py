@@ -91,17 +91,19 @@ class MemoryUse:
         # Bytes by model version, kept after the version is unloaded.
         self._last_sizes: dict[str, int] = {}
 
-    async def measure(self, live: Iterable[ModelVersion], refresh: bool = False) -> None:
+    async def measure(self, live: Iterable[ModelVersion], measures_again: bool = False) -> None:
         """Measure the loaded versions whose size is not known; this takes milliseconds for each.
 
         Args:
             live: The versions with processes.
-            refresh: Whether sizes that are older than `_MEASURE_EVERY_S` are measured again.
+            measures_again: Whether sizes older than `_MEASURE_EVERY_S` are measured again.
         """
         now = time.monotonic()
-        loaded = [version for version in live if version.loaded]
+        loaded = [version for version in live if version.has_loaded]
         measured_at = {v: self._measured_at.get(v, -math.inf) for v in loaded}
-        outdated = {v for v in loaded if refresh and now - measured_at[v] >= _MEASURE_EVERY_S}
+        outdated = {
+            v for v in loaded if measures_again and now - measured_at[v] >= _MEASURE_EVERY_S
+        }
         to_measure = outdated | {v for v in loaded if v.spec.name not in self._last_sizes}
         if not to_measure:
             return
@@ -223,7 +225,7 @@ class OnDemand:
         """Unload models that are idle or exceed the memory limit, until the task is cancelled."""
         while True:
             if self._context.config.max_models_byte_size:
-                await self._memory.measure(self._registry.live_versions, refresh=True)
+                await self._memory.measure(self._registry.live_versions, measures_again=True)
             await self.free_memory()
             await asyncio.sleep(_CHECK_EVERY_S)
 

@@ -122,7 +122,7 @@ class LifecycleActions(Protocol):
     def start(self, version: ModelVersion) -> None:
         """Start a version; `Lifecycle.finalise_config` and `Lifecycle.version_started` follow."""
 
-    def finalise_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
         """Return the final configuration of a version; raise InvalidArgument if it is invalid."""
 
     def update(self, order: Order) -> None:

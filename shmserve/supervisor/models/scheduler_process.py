@@ -101,7 +101,7 @@ class SchedulerHosts:
         if not host.child.alive:
             raise Unavailable(f"the scheduler ended while starting ({host.child.reason})")
         handle = host.handles[start.number] = SchedulerHandle(host, start.config.name, start.number)
-        self._context.control.enrol(handle.address, start.kind, on_message)
+        self._context.control.register_peer(handle.address, start.kind, on_message)
         self._context.control.send(host.child.pid, m.OpenScheduler(encode_start(start)))
         return handle
 
@@ -133,7 +133,7 @@ class SchedulerHosts:
             if len(group.names) > 1:
                 host.names = group.names
             self._hosts.append(host)
-            self._context.enrol(child.pid, "host", partial(self._handle_host_message, host))
+            self._context.register_peer(child.pid, "host", partial(self._handle_host_message, host))
             return host
 
     def _handle_host_message(self, host: _SchedulerHost, message: Any) -> None:
@@ -309,7 +309,7 @@ class VersionScheduler:
         self.number = number  # the endpoints of the new scheduler exist from now on
         self._serving_scheduler = handle
         self.counters.send_base()
-        if config.cached:  # the share may have changed while the scheduler started
+        if config.caches_responses:  # the share may have changed while the scheduler started
             context.cache_shares.send(id(self))
         context.tracing.send_settings(handle.address)
 
@@ -337,9 +337,9 @@ class VersionScheduler:
     def _cache_start(self, config: ModelSpec) -> CacheStart:
         """Return the version's share of the response cache; empty if it uses no cache."""
         shares = self._context.cache_shares
-        if config.cached and shares.byte_size:
+        if config.caches_responses and shares.byte_size:
             return CacheStart(shares.join(id(self), self.send), os.getpid())
-        if config.cached:
+        if config.caches_responses:
             logger.warning(
                 "model '%s' has a response_cache, but the server has no cache: set --cache-config",
                 self._spec.name,

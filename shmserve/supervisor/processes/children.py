@@ -568,7 +568,7 @@ class Zygote:
 def worker_preloads(
     repositories: Sequence[Path],
     files: Sequence[Path] = (),
-    devices: bool = False,
+    has_devices: bool = False,
     may_add_models: bool = False,
 ) -> list[str]:
     """Return the modules to import and functions to call, in order, before the zygote forks.
@@ -579,13 +579,13 @@ def worker_preloads(
     Args:
         repositories: The model repositories.
         files: The files of classes, and the folders of checkpoints.
-        devices: Whether the host has accelerators; workers with ONNX files then import torch.
+        has_devices: Whether the host has accelerators; workers with ONNX files then import torch.
         may_add_models: Whether models may be added later; then an empty repository imports torch.
     """
     if importlib.util.find_spec("torch") is None:
         return [_WORKER_MODULE]
     models = [model for root in repositories for model in root.glob("*/")]
-    patterns = (*_TORCH_FILES, "*/*.onnx") if devices else _TORCH_FILES
+    patterns = (*_TORCH_FILES, "*/*.onnx") if has_devices else _TORCH_FILES
     is_empty = may_add_models and bool(repositories) and not models
     unknown = is_empty or any(file.is_dir() for file in files)
     sources = {source for file in files for source in _imported_files(file)}

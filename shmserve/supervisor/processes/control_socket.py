@@ -1,6 +1,6 @@
 """The control socket, which connects the supervisor and its processes, and the settings sent by it.
 
-The messages of a process or of a scheduler are routed to the handler of its address (`enrol`).
+`register_peer` routes the messages of a process or of a scheduler to the handler of its address.
 Requests to the control plane are routed to their service (`serve`). An announcement is complete
 once all receivers have acknowledged it (`Acknowledgements`).
 """
@@ -49,7 +49,7 @@ _MAY_SEND = {
     "workspace": frozenset({WorkspaceToSupervisor}),
 }
 _HOSTED_ROLES = (b"scheduler", b"ensemble")
-_MAX_EARLY_MESSAGES = 64  # maximum messages queued for addresses that are not enrolled yet
+_MAX_EARLY_MESSAGES = 64  # maximum messages queued for addresses that are not registered yet
 _MAX_EARLY_PER_ADDRESS = 4  # maximum early messages queued for each address
 _MAX_READS = 64  # maximum messages read at once, since a peer may never stop sending
 
@@ -109,7 +109,7 @@ class Acknowledgements:
         """Return whether each live peer has acknowledged a change."""
         return number not in self._missing_peers
 
-    async def next_complete(self) -> None:
+    async def until_next_complete(self) -> None:
         """Wait until another change is acknowledged by all peers."""
         self._complete.clear()
         await self._complete.wait()
@@ -117,7 +117,7 @@ class Acknowledgements:
     async def until_acknowledged(self, number: int) -> None:
         """Wait until every live peer has acknowledged a change."""
         while number in self._missing_peers:
-            await self.next_complete()
+            await self.until_next_complete()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +130,13 @@ class ControlSocket:
     """The supervisor's socket for messages with its processes, in the event loop.
 
     The identity of a process is "role.....pid", that of a scheduler "role.number.pid". The role of
-    an enrolled address decides which messages it may send, since a model's code can connect, too. A
-    process may send messages shortly before it is enrolled; these wait in a short queue.
+    an registered address decides which messages it may send, since a model's code can connect, too.
+    A process may send messages shortly before it is registered; these wait in a short queue.
     """
 
     def __init__(self, endpoint: str) -> None:
         self._router = PeerCredRouter(endpoint, trailing_pid)
-        self._enrolled_peers: dict[Address, _Peer] = {}
+        self._peers: dict[Address, _Peer] = {}
         self._callers: set[Address] = set()
         self._services: dict[type[Any], Callable[[Any, Any], None]] = {}
         self.acknowledgements = Acknowledgements()
@@ -148,7 +148,7 @@ class ControlSocket:
 
     # --- peers
 
-    def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
+    def register_peer(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
         """Route the messages of a process or scheduler, including queued ones, to `handler`.
 
         Args:
@@ -156,36 +156,36 @@ class ControlSocket:
             role: "gateway", "host", "scheduler", "ensemble", "worker" or "workspace".
             handler: Receives the messages that `serve` routes to no other handler.
         """
-        self._enrolled_peers[address] = _Peer(role, handler)
+        self._peers[address] = _Peer(role, handler)
         early_messages = [item for item in self._early_messages if item[0] == address]
         for item in early_messages:
             self._early_messages.remove(item)
-            self._handle_enrolled(*item)
+            self._handle_registered(*item)
 
     def add_caller(self, address: Address) -> None:
         """Grant a worker that calls models the role "caller", which receives changes of models."""
-        if address in self._enrolled_peers:
+        if address in self._peers:
             self._callers.add(address)
 
     def serve(self, types: Iterable[type[Any]], handler: Callable[[Any, Any], None]) -> None:
         """Route messages of these types from all peers to `handler(address, message)`."""
         self._services.update(dict.fromkeys(types, handler))
 
-    def dismiss(self, pid: int) -> str:
+    def remove_process(self, pid: int) -> str:
         """Withdraw all addresses of a process that has exited, after handling its last messages.
 
         Returns:
-            The role of the process, or "" if it was not enrolled.
+            The role of the process, or "" if it was not registered.
         """
         self.receive_all()
-        peer = self._enrolled_peers.get(pid)
-        for address in [enrolled for enrolled in self._enrolled_peers if pid_of(enrolled) == pid]:
+        peer = self._peers.get(pid)
+        for address in [address for address in self._peers if pid_of(address) == pid]:
             self.withdraw(address)
         return "" if peer is None else peer.role
 
     def withdraw(self, address: Address) -> None:
         """Stop routing messages from and to an address."""
-        self._enrolled_peers.pop(address, None)
+        self._peers.pop(address, None)
         self._callers.discard(address)
         self._identities.pop(address, None)
         self.acknowledgements.remove_peer(address)
@@ -200,7 +200,7 @@ class ControlSocket:
 
     def _addresses(self, *roles: str) -> list[Address]:
         callers: set[Address] = self._callers if "caller" in roles else set()
-        connected = ((a, peer) for a, peer in self._enrolled_peers.items() if a in self._identities)
+        connected = ((a, peer) for a, peer in self._peers.items() if a in self._identities)
         return [a for a, peer in connected if peer.role in roles or a in callers]
 
     # --- in
@@ -215,13 +215,13 @@ class ControlSocket:
     def _receive(self) -> None:
         for identity, message in self._router.receive():
             address = _parse_address(identity)
-            if address in self._enrolled_peers:
-                self._handle_enrolled(address, identity, message)
+            if address in self._peers:
+                self._handle_registered(address, identity, message)
             elif sum(item[0] == address for item in self._early_messages) < _MAX_EARLY_PER_ADDRESS:
                 self._early_messages.append((address, identity, message))
 
-    def _handle_enrolled(self, address: Address, identity: bytes, message: Any) -> None:
-        peer = self._enrolled_peers.get(address)
+    def _handle_registered(self, address: Address, identity: bytes, message: Any) -> None:
+        peer = self._peers.get(address)
         if peer is None:  # the process exited in the meantime
             return
         self._identities[address] = identity

@@ -332,18 +332,18 @@ class RegionRegistry:
 
         in_background(withdraw(), self._tasks)
 
-    async def unregister(self, name: str, peer: Peer, cuda: bool = False) -> None:
+    async def unregister(self, name: str, peer: Peer, is_cuda: bool = False) -> None:
         """Unregister a name of system or CUDA memory, or all names of `peer` if it is empty.
 
         While requests use a region, it stays usable, also for new requests. If no request uses it,
         the call returns when no gateway accepts the name any more. A name is ignored if it is
-        unknown, if another user owns it, or if its memory is not of the kind that `cuda` selects.
+        unknown, if another user owns it, or if its memory is of the other kind.
         """
         async with self._lock:
             regions = [self._active_regions[name]] if name in self._active_regions else []
             for region in regions if name else self.active_regions():
                 admitted = peer.uid == EVERYONE or region.owner.admits(peer)
-                if admitted and (region.cuda is not None) == cuda:
+                if admitted and (region.cuda is not None) == is_cuda:
                     await self._withdraw(region, retire=True)
 
     async def withdraw_leased(self, lease_holder: int, memory_id: int = 0) -> None:

@@ -98,12 +98,12 @@ class RateLimiter:
     """The state of the rate limiter, whose members are model versions (no I/O).
 
     Args:
-        explicit: The configured capacities by name and device; None stands for every device. The
+        configured_capacities: The capacities by name and device; None stands for every device. The
             capacity of any other resource is the largest count that an instance needs.
     """
 
-    def __init__(self, explicit: Mapping[tuple[str, int | None], int]) -> None:
-        self._configured_capacities = dict(explicit)
+    def __init__(self, configured_capacities: Mapping[tuple[str, int | None], int]) -> None:
+        self._configured_capacities = dict(configured_capacities)
         self._members: dict[Hashable, _Member] = {}
         self._pending: list[_PendingRequest] = []
         self._used_resources: Counter[Resource] = Counter()
@@ -233,13 +233,13 @@ class RateLimiter:
         self._pending.append(_PendingRequest(member, ticket, instance, next(self._request_numbers)))
         return self._grant()
 
-    def release(self, member: Hashable, ticket: Hashable, executed: bool) -> list[GrantedTicket]:
+    def release(self, member: Hashable, ticket: Hashable, was_used: bool) -> list[GrantedTicket]:
         """Release a ticket, or withdraw the request for it.
 
         Args:
             member: The model version.
             ticket: The ticket.
-            executed: Whether the ticket was used for an execution.
+            was_used: Whether the ticket was used for an execution.
 
         Returns:
             The tickets that are granted now.
@@ -252,7 +252,7 @@ class RateLimiter:
             self._pending = [r for r in self._pending if (r.member, r.ticket) != (member, ticket)]
         else:
             self._used_resources.subtract(instance.needs.resources)
-            if not executed:
+            if not was_used:
                 instance.executions -= 1
         return self._grant()
 
@@ -381,7 +381,7 @@ class Tickets:
             if self._limiter.find_holders(member, message.pids):
                 self._send(scheduler, ResourcesHeld(message.key))
         else:
-            self._send_granted(self._limiter.release(member, message.ticket, message.executed))
+            self._send_granted(self._limiter.release(member, message.ticket, message.was_used))
 
     def find_holders(self, scheduler: Address, pids: set[int]) -> set[int]:
         """Return which processes hold resources that a scheduler's instances need.

@@ -222,18 +222,18 @@ class Workspaces:
             self._send(owner, Answered(ticket, {"place": packed}))
 
 
-def run(data: bytes, cuda: Callable[[], CudaExporter] = Driver) -> None:
+def run(start_record: bytes, cuda: Callable[[], CudaExporter] = Driver) -> None:
     """Run a holder: export the memory of a CUDA device's pool, and hold it until `Stop`.
 
     Args:
-        data: An encoded `WorkspaceStart`.
+        start_record: An encoded `WorkspaceStart`.
         cuda: The CUDA driver.
 
     Raises:
         InvalidArgument: The device does not exist.
         Unavailable: There is no CUDA, or the device has too little memory.
     """
-    start = decode_start(WorkspaceStart, data)
+    start = decode_start(WorkspaceStart, start_record)
     title = f"workspace cuda:{start.device_id}"
     processes.begin(title, title, start.log)
     hold(start, cuda())

@@ -91,7 +91,7 @@ class OwnSide:
         first_index = len(engine.sent)
         for start in range(0, len(data), self._step):
             engine.take(data[start : start + self._step])
-        assert not engine.http2.pending
+        assert not engine.http2.has_pending_frames
         assert not engine.http2._buffer, "a whole frame is not handled"
         self._look(first_index)
 
@@ -107,7 +107,7 @@ class OwnSide:
             view.requests.pop(number, None)
             if number not in engine.requests or not engine.requests[number].ended:
                 self.early_resets.add(number)
-        assert engine.http2.closing == bool(view.end_reason)
+        assert engine.http2.is_closing == bool(view.end_reason)
         assert all(stream.id == number for number, stream in engine.http2.streams.items())
         assert not view.requests.keys() & view.resets.keys()
 
@@ -133,7 +133,7 @@ class OwnSide:
     def answer(self, stream: int) -> None:
         first_index = len(self._engine.sent)
         self._answered.add(stream)
-        self._engine.http2.sending.send_head(self._engine.stream(stream), _ANSWER, end=True)
+        self._engine.http2.sending.send_head(self._engine.stream(stream), _ANSWER, ends_stream=True)
         self._engine.flush()
         self._look(first_index)
 

@@ -55,7 +55,7 @@ def run_gateway(tmp_path: Path, host: str, **settings: Any) -> Iterator[int]:
     number = listener.getsockname()[1]
     limits = {"body_timeout_s": _PATIENCE_S, "arena_byte_size": 1 << 20, **settings}
     start = GatewayStart(
-        name="grpc",
+        gateway_name="grpc",
         run_dir=tmp_path,
         settings=GatewaySettings(**limits),
         http_sockets=0,

@@ -314,7 +314,7 @@ class LifecycleOracles:
                 self.report_violation(f"3: {version} serves before a gateway has received it")
 
     def _can_serve(self, version: ObservedVersion, depth: int = 0) -> bool:
-        if not (version.loaded and version.scheduler.serves) or depth > 9:
+        if not (version.has_loaded and version.scheduler.serves) or depth > 9:
             return False
         if not version.spec.steps:
             return any(i.alive and i.state is InstanceState.READY for i in version.all_instances)

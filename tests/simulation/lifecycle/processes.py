@@ -137,7 +137,7 @@ class SimulatedProcesses:
 
     # --- the interface of the control socket
 
-    def enrol(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
+    def register_peer(self, address: Address, role: str, handler: Callable[[Any], None]) -> None:
         """Register the handler of a process's messages, and deliver earlier messages to it."""
         if pid_of(address) in self.live_processes:
             self._handlers[address] = handler

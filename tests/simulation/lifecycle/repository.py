@@ -140,8 +140,8 @@ class DrawnRepository:
             for version, files in versions.items()
         ]
 
-    def finalise_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
-        if None in completed.get("steps", ()):
+    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
+        if None in reported_properties.get("steps", ()):
             raise InvalidArgument("a model of its steps is not available")
         return spec.config
 

@@ -92,7 +92,7 @@ class Engine:
 
     def take(self, data: bytes) -> Engine:
         self._take(data)
-        while self.http2.pending:
+        while self.http2.has_pending_frames:
             self._take(b"")
         return self
 
@@ -106,7 +106,7 @@ class Engine:
                 request = self.requests[event.stream.id]
                 assert not (request.ended or request.cancelled)
                 request.data += event.piece
-                request.ended = event.ended
+                request.ended = event.is_last
             elif isinstance(event, StreamReset):
                 request = self.requests[event.stream.id]
                 assert not request.cancelled
@@ -128,7 +128,7 @@ class Engine:
     @property
     def gone(self) -> FaultCode | None:
         """Return the error code of a closed connection, or None if it is open."""
-        if not self.http2.closing:
+        if not self.http2.is_closing:
             return None
         last_frame = self.sent[-1]
         assert last_frame.kind == GO_AWAY

@@ -14,7 +14,7 @@ PROFILE = profile.Profile(2.0, 100, 400, 400, PHASES, [180.0, 220.0])
 
 
 def test_step_time_is_divided_among_phases() -> None:
-    title, _, *rows = profile.table("m", PROFILE).splitlines()
+    title, _, *rows = profile.format_table("m", PROFILE).splitlines()
     assert "100 steps in 2.0 s, 4.0 sequences per step, 200.0 tokens/s" in title
     shown_phases = {row.split()[0]: row.split()[1:3] for row in rows}
     # Work beside the steps is not part of them.
@@ -24,7 +24,7 @@ def test_step_time_is_divided_among_phases() -> None:
 
 def test_a_profile_without_steps_is_valid() -> None:
     empty_profile = profile.Profile(1.0, 0, 0, 0, dict.fromkeys(PHASES, 0.0), [0.0])
-    table = profile.table("m", empty_profile)
+    table = profile.format_table("m", empty_profile)
     assert "m: 0 steps in 1.0 s: the model generated nothing" in table
     assert "--url http://HOST:PORT" in table
     assert "shmserve perf m --openai chat" in table and "ms per step" not in table

@@ -170,11 +170,11 @@ def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnectio
     with waiter.lock:
         cancelling.start()
         cancelling.join(10)
-        assert not cancelling.is_alive() and not cancelled.abandoned
+        assert not cancelling.is_alive() and not cancelled.is_abandoned
 
     def close_after_cancel() -> None:
         with contextlib.suppress(AssertionError):
-            until("it is cancelled", lambda: cancelled.abandoned)
+            until("it is cancelled", lambda: cancelled.is_abandoned)
         connection.close()
 
     ending_thread = threading.Thread(target=close_after_cancel)
@@ -182,7 +182,7 @@ def test_a_cancellation_during_a_wait_does_not_block(connection: ServerConnectio
     with pytest.raises(Disconnected):
         waiter.wait(remaining)
     ending_thread.join()
-    assert cancelled.abandoned
+    assert cancelled.is_abandoned
     waiter.close()
 
 

@@ -183,7 +183,7 @@ def test_requests_and_responses_pass_a_real_link(tmp_path: Path) -> None:
         await turn_until(lambda: not rig.schedulers)
         assert [type(message) for message in first_call.messages] == [m.Failed]
         assert [type(message) for message in second_call.messages] == [m.Finished]
-        assert first_call.ended and second_call.ended
+        assert first_call.has_ended and second_call.has_ended
 
     run(tmp_path, scenario)
 
@@ -248,8 +248,8 @@ STOPPING_ERROR = (
 )  # fmt: skip
 def test_drains_refuse_requests(prefix: str, stateful: bool, request_id: str, text: str) -> None:
     """The text is that of Triton's schedulers; a client that has begun a sequence continues."""
-    draining_gateway: Any = SimpleNamespace(refusing=True)
-    model: Any = SimpleNamespace(error_prefix=prefix, stateful=stateful)
+    draining_gateway: Any = SimpleNamespace(refuses_requests=True)
+    model: Any = SimpleNamespace(error_prefix=prefix, is_stateful=stateful)
     sequence_start = SimpleNamespace(id=request_id, correlation_id=5, flags=SEQUENCE_START)
     built_request: Any = MagicMock(infer_request=sequence_start, model=model)
     client: Any = None

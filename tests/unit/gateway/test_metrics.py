@@ -24,7 +24,7 @@ def report(**fields: Any) -> tuple[dict[str, str], dict[str, Any]]:
 
 @pytest.mark.parametrize(("fields", "count"), [({}, 2), ({"is_ensemble": True}, 4)])
 def test_a_failure_of_an_ensemble_counts_once(fields: dict[str, Any], count: int) -> None:
-    families = metrics.triton_families([report(**fields)], latencies=False)
+    families = metrics.triton_families([report(**fields)], shows_latencies=False)
     failures = next(family for family in families if family.name == "nv_inference_request_failure")
     assert f'nv_inference_request_failure{{model="m",reason="OTHER"}} {count}' in failures.samples
     assert 'nv_inference_request_failure{model="m",reason="CANCELED"} 1' in failures.samples
@@ -47,12 +47,14 @@ def test_the_gauges_of_the_whole_cache_are_sums_over_the_models() -> None:
     full = {"bytes": 30, "bound": 60, "entries": 3, "evicted": 2}
     empty = {"bytes": 0, "bound": 60, "entries": 0, "evicted": 0}
     reports = [report(cache=full, cache_hit=4, cache_miss=5), report(cache=empty, cache_miss=1)]
-    page = metrics._exposition_text(metrics.triton_families([*reports, report()], latencies=False))
+    page = metrics._exposition_text(
+        metrics.triton_families([*reports, report()], shows_latencies=False)
+    )
     counts = {"entries": 3, "lookups": 10, "hits": 4, "misses": 6, "evictions": 2}
     for name, count in counts.items():
         assert f"# TYPE nv_cache_num_{name} gauge\nnv_cache_num_{name} {count}\n" in page
     assert "\nnv_cache_util 0.25\n" in page
-    page = metrics._exposition_text(metrics.triton_families([report()], latencies=False))
+    page = metrics._exposition_text(metrics.triton_families([report()], shows_latencies=False))
     assert "nv_cache" not in page
 
 

@@ -36,23 +36,24 @@ def test_unchanged_settings_keep_their_count() -> None:
 
 def test_no_trace_is_created_without_need() -> None:
     tracer = Tracer()
-    assert not tracer.active and tracer.begin_trace("m", "1", "", 0, "", False) is None
+    assert not tracer.is_active and tracer.begin_trace("m", "1", "", 0, "", False) is None
     assert tracer.begin_trace("m", "1", "", 0, "nonsense", False) is None
     trace = tracer.begin_trace("m", "1", "", 0, "", True)
-    assert trace is not None and not trace.sampled
+    assert trace is not None and not trace.is_sampled
     caller_trace = tracer.begin_trace("m", "1", "", 0, SAMPLED_HEADER, False)
     assert caller_trace is not None and caller_trace.scheduler.trace_id == "1" * 32
-    assert caller_trace.scheduler.sampled  # the called request is sampled as its caller decides
+    assert caller_trace.scheduler.is_sampled  # the called request is sampled as its caller decides
 
 
 def test_a_caller_decides_for_opentelemetry() -> None:
     tracer = Tracer()
     always_traced = TraceSettings(("TIMESTAMPS",), 1, trace_mode="opentelemetry")
     tracer.apply_settings({"": asdict(always_traced)})
-    assert tracer.active
-    for header, sampled in ((SAMPLED_HEADER, True), (SAMPLED_HEADER[:-1] + "0", False), ("", True)):
+    assert tracer.is_active
+    unsampled_header = SAMPLED_HEADER[:-1] + "0"
+    for header, is_sampled in ((SAMPLED_HEADER, True), (unsampled_header, False), ("", True)):
         trace = tracer.begin_trace("m", "1", "", 0, header, False)
-        assert trace is not None and trace.sampled is sampled
+        assert trace is not None and trace.is_sampled is is_sampled
 
 
 def test_a_file_is_whole_after_each_write(tmp_path: Path) -> None:

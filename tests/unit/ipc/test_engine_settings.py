@@ -45,4 +45,4 @@ def test_a_profile_sets_only_fields_absent_from_the_file(profile: str) -> None:
     for name, value in PROFILES[profile].items():
         assert getattr(settings, name) == value
     assert EngineSettings.of({"profile": profile, "max_batch_size": 3}).max_batch_size == 3
-    assert EngineSettings.read(settings.text) == settings
+    assert EngineSettings.read(settings.json_text) == settings

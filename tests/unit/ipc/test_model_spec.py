@@ -83,7 +83,7 @@ def test_a_configuration_is_read_at_every_depth() -> None:
     assert config.dynamic_batching is not None
     assert config.dynamic_batching.priority_queue_policy[2].max_queue_size == 7
     assert [spec.batch_size for spec in config.optimization.cuda_graph_spec] == [4]
-    assert (config.parameters, config.decoupled, config.cached) == ({"a": "b"}, True, True)
+    assert config.parameters == {"a": "b"} and config.decoupled and config.caches_responses
     assert config.source == source and "instance_group" not in config.immutable_config
 
 

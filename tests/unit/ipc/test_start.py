@@ -44,11 +44,11 @@ START_RECORDS = [
         threads=2,
         log=LOG,
     ),
-    GatewayStart(name="grpc", run_dir=RUN_DIR,
+    GatewayStart(gateway_name="grpc", run_dir=RUN_DIR,
         settings=GatewaySettings(tokens={"ab": ("admin", "infer")},
         grpc_restricted={"health": Restriction("k", "v")}, allow_client_shm=False),
         grpc=GrpcSettings(TLS, compression_level=6, max_connection_age_ms=1), log=LOG),
-    GatewayStart(name="0", run_dir=RUN_DIR, settings=GatewaySettings(), http_sockets=2),
+    GatewayStart(gateway_name="0", run_dir=RUN_DIR, settings=GatewaySettings(), http_sockets=2),
 ]  # fmt: skip
 
 

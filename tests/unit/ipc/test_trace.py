@@ -63,7 +63,7 @@ def test_spans_are_concatenated() -> None:
     ("trace", "is_valid"),
     [
         (TraceContext.new().message, True),
-        (TraceContext.new(sampled=True).child().message, True),
+        (TraceContext.new(is_sampled=True).child().message, True),
         ("", False),
         (TraceContext.new().traceparent, False),
         (f"00-{TRACE.upper()}-{CALLER_SPAN}-01-", False),
@@ -118,7 +118,7 @@ def test_an_explanation_has_the_times_of_all_calls() -> None:
 
 
 def test_an_explanation_of_an_ensemble_has_steps() -> None:
-    ensemble = span("a", "g", compute_start_ns=0, compute_end_ns=0, closed="")
+    ensemble = span("a", "g", compute_start_ns=0, compute_end_ns=0, close_reason="")
     explanation = phase_durations([ensemble, span("b", "a", model="step")], "a", 0, 0, 100_000)
     assert [step["model"] for step in explanation["steps"]] == ["step"]
     assert "queue_us" not in explanation
@@ -134,10 +134,10 @@ def test_tensors_travel_beside_the_spans() -> None:
         span("ab", ""),
     ]
     assert traced_tensors == [traced_tensor]
-    context = TraceContext.new(sampled=True, tensors=True)
+    context = TraceContext.new(is_sampled=True, with_tensors=True)
     assert is_encoded_trace(context.message)
-    assert TraceContext.of(context.child().message).tensors
-    assert not TraceContext.of(TraceContext.new(sampled=True).message).tensors
+    assert TraceContext.of(context.child().message).with_tensors
+    assert not TraceContext.of(TraceContext.new(is_sampled=True).message).with_tensors
     assert context.traceparent.endswith("-01")
 
 

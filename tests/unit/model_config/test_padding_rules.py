@@ -34,7 +34,7 @@ def padding_error(padding: Any, max_batch_size: int = 8, complete: bool = True) 
         parameters {{ key: "padding" value {{ string_value: {json.dumps(text)} }} }}
         """)
     try:
-        validate(normalise(config, "m", 0), gpu_count=0, complete=complete)
+        validate(normalise(config, "m", 0), gpu_count=0, is_complete=complete)
     except InvalidArgument as error:
         return error.message
     return ""

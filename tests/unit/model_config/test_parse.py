@@ -74,13 +74,13 @@ def test_printed_configurations_equal_tritons(name: str) -> None:
     recorded_case = RECORDED[name]
     config = detect_backend(parse_pbtxt(recorded_case["pbtxt"]), name, ["model.py"])
     config = normalise(config, name, 0)
-    validate(config, gpu_count=0, complete=False)
+    validate(config, gpu_count=0, is_complete=False)
     if name in ("auto", "partial"):
         # The size that the model had set when the answer was recorded.
         max_batch_size = 8 if name == "partial" else 4
         completed = {**COMPLETED_CONFIG, "max_batch_size": max_batch_size}
         config = normalise(merge_autocomplete(config, completed), name, 0)
-    validate(config, gpu_count=0, complete=True)
+    validate(config, gpu_count=0, is_complete=True)
     if "config" not in recorded_case:
         return
     expected = convert_numbers(recorded_case["config"])
@@ -459,5 +459,5 @@ def test_a_complete_configuration_stays_unchanged(config: ModelConfig) -> None:
 @given(configs, st.integers(0, 2), st.booleans())
 def test_configurations_are_taken_or_not(config: ModelConfig, gpus: int, complete: bool) -> None:
     with contextlib.suppress(InvalidArgument):
-        validate(normalise(config, "m", gpus), gpu_count=gpus, complete=complete)
+        validate(normalise(config, "m", gpus), gpu_count=gpus, is_complete=complete)
     ignored_fields(config)

@@ -85,7 +85,7 @@ def test_each_error_has_a_text_position(fragments: list[str], gpus: int, complet
     text = " ".join(fragments)
     try:
         config, source = read_pbtxt(text, "f")
-        validate(normalise(config, "m", gpus), gpu_count=gpus, complete=complete, source=source)
+        validate(normalise(config, "m", gpus), gpu_count=gpus, is_complete=complete, source=source)
     except InvalidArgument as error:
         for line in error.message.splitlines():
             match = re.match(r"f:((\d+:\d+): |(?! \d))", line)
@@ -126,7 +126,7 @@ def test_errors_point_into_json(text: str, expected: str) -> None:
     config, source = read_json(text.replace("@", ""), "f")
     config.backend = "python"
     with pytest.raises(InvalidArgument) as caught:
-        validate(normalise(config, "m", 0), gpu_count=0, complete=False, source=source)
+        validate(normalise(config, "m", 0), gpu_count=0, is_complete=False, source=source)
     (line,) = caught.value.message.splitlines()
     assert line.startswith(f"{position}{expected}: ")
 
@@ -134,7 +134,7 @@ def test_errors_point_into_json(text: str, expected: str) -> None:
 def test_errors_of_a_generated_configuration_have_keys_but_no_lines() -> None:
     config = normalise(ModelConfig(backend="python", max_batch_size=-1), "m", 0)
     with pytest.raises(InvalidArgument, match=r"\Amax_batch_size: 'max_batch_size' must be non-"):
-        validate(config, gpu_count=0, complete=True)
+        validate(config, gpu_count=0, is_complete=True)
 
 
 @pytest.mark.parametrize(

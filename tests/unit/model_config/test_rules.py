@@ -338,5 +338,5 @@ STATE = """sequence_batching { state {
 def test_errors_of_a_version_and_of_the_file_differ(text: str, is_version_error: bool) -> None:
     config = normalise(parse_pbtxt(PYTHON + text), "m", 0)
     with pytest.raises(InvalidArgument) as caught:
-        validate(config, gpu_count=0, complete=False)
+        validate(config, gpu_count=0, is_complete=False)
     assert isinstance(caught.value, LoadProblem) is is_version_error

@@ -21,7 +21,7 @@ from shmserve.protocols.connection import Poller
 class InstantLaneFactory:
     """A transport that answers in the next turn: with an error for an error, and never for None."""
 
-    streams = False
+    is_decoupled = False
 
     def __init__(self, poller: Poller) -> None:
         self.poller = poller

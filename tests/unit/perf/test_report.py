@@ -21,7 +21,7 @@ POINT = Point(
 
 
 def test_the_table_attributes_the_time() -> None:
-    head, row, _, _, server = report.table([POINT]).splitlines()
+    head, row, _, _, server = report.format_table([POINT]).splitlines()
     assert head.split()[:3] == ["load", "requests/s", "±"]
     assert row.split()[:6] == ["concurrency", "4", "2,000.0", "1.0%", "2.000", "1.500"]
     # The client's waiting time includes a part that the server does not count.

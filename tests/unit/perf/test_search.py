@@ -174,7 +174,7 @@ def test_a_candidate_round_trips_as_a_configuration(candidate: Candidate) -> Non
     assert "p99 within 12.5 ms: 100.0 requests/s" in text
     assert "before: 50.0 requests/s" in text
     config = normalise(parse_pbtxt(f'backend: "python" {TENSORS}\n{text}'), "m", 0)
-    validate(config, gpu_count=0, complete=True)
+    validate(config, gpu_count=0, is_complete=True)
     assert search.current_candidate(to_dict(config)) == candidate
     assert ("target_p99_ms" in text) == (candidate.strategy == "adaptive")
     assert normalised(BATCHING) == CONFIG  # the former configuration is not changed

@@ -119,7 +119,7 @@ def test_configurations_are_valid(page: Path, block: Block) -> None:
     is_complete = re.search("^(backend|platform):", block.text, re.MULTILINE)
     text = block.text if is_complete else f'backend: "python"\n{block.text}'
     config, source = read_pbtxt(text)
-    validate(normalise(config, "m", 1), gpu_count=1, complete=False, source=source)
+    validate(normalise(config, "m", 1), gpu_count=1, is_complete=False, source=source)
 
 
 def engine_rows() -> list[list[str]]:

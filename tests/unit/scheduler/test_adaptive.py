@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.scheduler.batchers.adaptive import Account, AdaptiveBatcher, WaitingChoice
+from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher, MissBudget, WaitingChoice
 from shmserve.scheduler.batchers.dynamic import (
     Batch,
     Batcher,
@@ -162,7 +162,7 @@ def test_a_lone_client_is_no_burst() -> None:
 
 @pytest.mark.parametrize("waiting_is_better", [True, False])
 def test_the_choice_with_shorter_latencies_is_preferred(waiting_is_better: bool) -> None:
-    trial, choices = WaitingChoice(Account()), []
+    trial, choices = WaitingChoice(MissBudget()), []
     for _ in range(2400):
         choices.append(trial.waits)
         trial.record_batch([MS if trial.waits is waiting_is_better else 2 * MS], 0)
@@ -171,7 +171,7 @@ def test_the_choice_with_shorter_latencies_is_preferred(waiting_is_better: bool)
 
 
 def test_the_better_choice_may_change() -> None:
-    trial = WaitingChoice(Account())
+    trial = WaitingChoice(MissBudget())
     for waiting_is_better in (True, False, True):
         for _ in range(4800):
             trial.record_batch([MS if trial.waits is waiting_is_better else 2 * MS], 0)

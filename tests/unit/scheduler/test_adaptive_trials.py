@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from shmserve.scheduler.batchers.adaptive import Account, Sizes, TrialState, WaitingChoice
+from shmserve.scheduler.batchers.adaptive import MissBudget, Sizes, TrialState, WaitingChoice
 from shmserve.scheduler.batchers.estimates import Load
 from tests.rigs.batching_simulation import MS
 
@@ -12,9 +12,9 @@ from tests.rigs.batching_simulation import MS
 TRIAL_STATE = TrialState(75.0 * MS, 30.0 * MS, 2.5 * MS, 0.25 / MS, 1000.0, is_overloaded=False)
 
 
-def settled_account() -> Account:
+def settled_account() -> MissBudget:
     """Return an account after the learning period."""
-    account = Account()
+    account = MissBudget()
     account.end_learning()
     return account
 
@@ -29,7 +29,7 @@ def test_a_trial_that_cannot_be_late_costs_nothing() -> None:
 def test_the_estimate_counts_late_requests_in_and_behind_the_trial() -> None:
     """9 late in the trial of 100 ms; 47.5 ms lost, 0.25/ms arrive, 3/8 idle: 32 late after it."""
     for credit, is_allowed in ((40.0, False), (42.0, True)):
-        account = Account()
+        account = MissBudget()
         account.credit = credit
         assert Sizes(account).start_trial(9, 100 * MS, TRIAL_STATE, 100) is is_allowed
 

@@ -732,7 +732,7 @@ def test_stopping_responds_to_every_request() -> None:
     rig.client(m.Cancel(cancelled_id))
     rig.answers()
     rig.supervisor(Stop())
-    assert rig.scheduler.stopped
+    assert rig.scheduler.has_stopped
     answer_types = {answer.id: type(answer) for answer in rig.answers()}
     assert answer_types[expiring_id] is m.Settled and answer_types[queued_id] is m.Failed
     assert rig.core._responses.live_requests == 0

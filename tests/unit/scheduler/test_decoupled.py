@@ -71,7 +71,9 @@ def test_an_error_may_precede_other_responses() -> None:
 def test_a_request_fails_if_its_model_raises_but_not_if_it_sends_an_error(has_failed: bool) -> None:
     rig, peer, number, key = start_stream()
     rig.respond(peer, key)
-    rig.respond(peer, key, b"", code="INTERNAL", message="no", final=True, failed=has_failed)
+    rig.respond(
+        peer, key, b"", code="INTERNAL", message="no", final=True, request_failed=has_failed
+    )
     assert rig.answers()[-1] == m.Responded(number, "INTERNAL", "no", b"", [], True)
     report = rig.report()
     assert report["shmserve"]["failures"]["BACKEND"] == has_failed

@@ -13,7 +13,7 @@ from shmserve.ipc.trace import TraceContext
 from shmserve.scheduler.hosting.local_clients import LocalTraces
 
 PEER = b"900.1.x"
-CALLER_CONTEXT = TraceContext("1" * 32, "2" * 16, "3" * 16, sampled=True)
+CALLER_CONTEXT = TraceContext("1" * 32, "2" * 16, "3" * 16, is_sampled=True)
 
 
 class FakeControlLink(list[Any]):
@@ -39,7 +39,7 @@ def submit(number: int, trace: str = "", age_ms: int = 0) -> Submit:
 
 def test_no_records_without_a_trace_or_limit() -> None:
     local_traces, control_link = traces()
-    assert not local_traces.active
+    assert not local_traces.is_active
     submitted_request = submit(1, CALLER_CONTEXT.message)
     assert local_traces.start_trace(PEER, submitted_request) is submitted_request
     local_traces.end_trace(PEER, Finished(1, b"", []))
@@ -48,25 +48,25 @@ def test_no_records_without_a_trace_or_limit() -> None:
 
 def test_one_of_every_trace_rate_requests_is_reported() -> None:
     local_traces, link = traces(trace_level=("TIMESTAMPS",), trace_rate=2)
-    assert local_traces.active
+    assert local_traces.is_active
     for number in range(1, 5):
         assert bool(local_traces.start_trace(PEER, submit(number)).trace) is (number % 2 == 0)
         local_traces.end_trace(PEER, Finished(number, b"", [], spans=b"spans"))
-    assert [(r.sampled, r.spans, r.error) for r in link] == [(True, b"spans", "")] * 2
+    assert [(r.is_sampled, r.spans, r.error) for r in link] == [(True, b"spans", "")] * 2
     assert isinstance(link[0], RequestTraced) and link[0].request_id == "id"
 
 
-@pytest.mark.parametrize("sampled", [True, False])
-def test_a_caller_decides_for_opentelemetry(sampled: bool) -> None:
+@pytest.mark.parametrize("is_sampled", [True, False])
+def test_a_caller_decides_for_opentelemetry(is_sampled: bool) -> None:
     tracer, link = traces(trace_level=("TIMESTAMPS",), trace_rate=1, trace_mode="opentelemetry")
-    tracer.start_trace(PEER, submit(1, CALLER_CONTEXT._replace(sampled=sampled).message))
+    tracer.start_trace(PEER, submit(1, CALLER_CONTEXT._replace(is_sampled=is_sampled).message))
     tracer.end_trace(PEER, Finished(1, b"", []))
-    assert [TraceContext.of(span.trace).trace_id for span in link] == ["1" * 32] * sampled
+    assert [TraceContext.of(span.trace).trace_id for span in link] == ["1" * 32] * is_sampled
     tracer.start_trace(
         PEER, submit(2, TraceContext.new().message)
     )  # requests an explanation, but no trace
     tracer.end_trace(PEER, Finished(2, b"", []))
-    assert len(link) == 1 + sampled
+    assert len(link) == 1 + is_sampled
 
 
 def test_slow_requests_are_reported_at_their_last_response() -> None:
@@ -85,7 +85,7 @@ def test_slow_requests_are_reported_at_their_last_response() -> None:
     local_traces.end_trace(PEER, Responded(2, "", "", b"", [], final=True))
     local_traces.end_trace(PEER, Failed(3, "INTERNAL", "boom", 0, early=True))
     local_traces.end_trace(PEER, Settled(3))
-    assert [(r.sampled, r.error) for r in control_link] == [(False, ""), (False, "boom")]
+    assert [(r.is_sampled, r.error) for r in control_link] == [(False, ""), (False, "boom")]
     local_traces.process_exited(901)
     assert local_traces.measured_requests
     local_traces.start_trace(PEER, submit(5, age_ms=150))

@@ -54,7 +54,7 @@ def test_a_successors_offer_ahead_of_the_exit_is_kept(pool: Pool) -> None:
     pool.register_worker(0, b"0.101", 101)
     assert not pool.free_slots and pool.process_exited(100) == LostWork([batch], [])
     pool.announce(0, 101)
-    assert pool.by_peer(b"0.101") is not None and pool.free_slots
+    assert pool.find_by_peer(b"0.101") is not None and pool.free_slots
 
 
 def test_a_registration_of_an_exited_process_is_discarded(pool: Pool) -> None:
@@ -75,7 +75,7 @@ def test_only_announced_instances_are_registered() -> None:
     pool.register_worker(0, b"0.501", 501)
     assert not pool.free_slots
     pool.register_worker(0, b"0.100", 100)
-    assert pool.by_peer(b"0.100") is not None
+    assert pool.find_by_peer(b"0.100") is not None
     # A registration is also ignored after the accepted or the announced process has exited.
     pool.register_worker(0, b"0.502", 502)
     pool.process_exited(100)
@@ -92,7 +92,7 @@ def test_repeated_offers_and_announcements_change_nothing(pool: Pool) -> None:
     register_instance(pool)
     pool.assign(execution())
     register_instance(pool)
-    assert not pool.free_slots and pool.by_peer(peer) is not None
+    assert not pool.free_slots and pool.find_by_peer(peer) is not None
 
 
 def test_batches_go_to_the_longest_idle_instance(pool: Pool) -> None:
@@ -113,7 +113,8 @@ def test_an_exit_returns_the_batch_and_frees_nothing(pool: Pool) -> None:
     assert pool.process_exited(999) is None
     assert pool.process_exited(100) == LostWork([batch], [])
     assert pool.process_exited(100) is None
-    assert pool.by_peer(peer) is None and not pool.free_slots and counts(pool) == {"expected": 1}
+    assert pool.find_by_peer(peer) is None and not pool.free_slots
+    assert counts(pool) == {"expected": 1}
 
 
 def test_an_idle_instance_that_exits_receives_no_more_batches(pool: Pool) -> None:
@@ -174,7 +175,7 @@ def test_requests_and_pids_are_found(pool: Pool) -> None:
     (request,) = batch.requests
     assert slot.requests == {request.key: request}
     assert request.worker == (b"0.100", 100)
-    assert pool.by_pid(100) is slot and pool.by_pid(0) is None
+    assert pool.find_by_pid(100) is slot and pool.find_by_pid(0) is None
 
 
 @pytest.mark.parametrize("state", [SlotState.IDLE, SlotState.BUSY, SlotState.DOOMED])
@@ -241,7 +242,7 @@ def test_a_retiring_instance_finishes_its_work_and_receives_no_more(pool: Pool) 
     slot.requests.clear()
     assert pool.take_retired(lambda slot: True) == []  # the open sequences prevent the retirement
     assert take_retired(pool) == [100]
-    assert pool.by_peer(peer) is None and counts(pool) == {} and not pool.retiring_slots
+    assert pool.find_by_peer(peer) is None and counts(pool) == {} and not pool.retiring_slots
 
 
 def test_an_instance_that_retires_before_its_start_is_removed_at_once(pool: Pool) -> None:

@@ -46,7 +46,7 @@ class ComparedQueue(RuleBasedStateMachine):
     @rule(data=st.data())
     def delay(self, data: st.DataObject) -> None:
         """Let the timeout of a request expire."""
-        undelayed = [request for _, request in self.naive if not request.delayed]
+        undelayed = [request for _, request in self.naive if not request.is_delayed]
         if undelayed:
             self.insertions += 1
             chosen_request = data.draw(st.sampled_from(undelayed))
@@ -74,7 +74,7 @@ class ComparedQueue(RuleBasedStateMachine):
             for request in reversed(batch):
                 self.insertions += 1
                 self.queue.prepend(request)
-                self.naive.append(((request.level, request.delayed, -self.insertions), request))
+                self.naive.append(((request.level, request.is_delayed, -self.insertions), request))
 
     @invariant()
     def check_equality(self) -> None:

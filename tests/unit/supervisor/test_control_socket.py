@@ -18,11 +18,11 @@ async def test_the_last_messages_of_a_process_are_read_before_its_end(tmp_path: 
     """The end of a process may be noticed while its words wait to be read."""
     received: list[Any] = []
     control = ControlSocket(endpoints.control(tmp_path))
-    control.enrol(os.getpid(), "worker", received.append)
+    control.register_peer(os.getpid(), "worker", received.append)
     worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
     worker.send(m.WorkerStarted(os.getpid()))
     worker.send(m.LoadFailed("INTERNAL", "no such file"))
-    control.dismiss(os.getpid())
+    control.remove_process(os.getpid())
     worker.close()
     control.close()
     assert received == [m.WorkerStarted(os.getpid()), m.LoadFailed("INTERNAL", "no such file")]
@@ -39,7 +39,7 @@ async def test_requests_reach_handlers_and_acknowledgements_waiters(tmp_path: Pa
     gateway.send(IndexRepository(1, False))
     control.receive_all()
     assert not (received or calls), "nobody has started it"
-    control.enrol(os.getpid(), "gateway", received.append)
+    control.register_peer(os.getpid(), "gateway", received.append)
     acknowledged = asyncio.ensure_future(control.publish(Acknowledged, "gateway"))
     await asyncio.sleep(0)
     assert not acknowledged.done()
@@ -55,7 +55,7 @@ async def test_requests_reach_handlers_and_acknowledgements_waiters(tmp_path: Pa
 async def test_only_workers_that_call_models_receive_news_of_schedulers(tmp_path: Path) -> None:
     stop_message, lost_message = m.Stop(), SchedulerLost("ipc://a", "")
     control = ControlSocket(endpoints.control(tmp_path))
-    control.enrol(os.getpid(), "worker", lambda message: None)
+    control.register_peer(os.getpid(), "worker", lambda message: None)
     worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
     worker.send(m.WorkerStarted(os.getpid()))
     control.receive_all()
@@ -76,7 +76,7 @@ async def test_a_message_of_another_role_is_refused(tmp_path: Path) -> None:
     received: list[Any] = []
     control = ControlSocket(endpoints.control(tmp_path))
     control.serve((ChangeLogging, FindModel), lambda pid, text: received.append(text))
-    control.enrol(os.getpid(), "worker", received.append)
+    control.register_peer(os.getpid(), "worker", received.append)
     worker = Dealer(endpoints.control(tmp_path), f"worker.1.0.{os.getpid()}")
     for text in (
         ChangeLogging(1, {"log_verbose_level": 7}),
@@ -94,7 +94,7 @@ async def test_a_message_of_another_role_is_refused(tmp_path: Path) -> None:
 async def test_every_connected_peer_must_acknowledge() -> None:
     changes = Acknowledgements()
     number = changes.begin({1, 2, 3})
-    waiting_change = asyncio.ensure_future(changes.next_complete())
+    waiting_change = asyncio.ensure_future(changes.until_next_complete())
     changes.record_acknowledged(1, number)
     changes.record_acknowledged(1, number)
     changes.remove_peer(2)

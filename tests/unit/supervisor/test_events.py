@@ -56,19 +56,19 @@ async def open_publisher(
 def test_subscribe_and_unsubscribe_frames() -> None:
     subscriptions = Subscriptions()
     assert not subscriptions.has_subscriber("models")
-    assert subscriptions.update(b"\1mod") == ("mod", True)
+    assert subscriptions.apply_message(b"\1mod") == ("mod", True)
     assert subscriptions.has_subscriber("models") and not subscriptions.has_subscriber("health")
-    assert subscriptions.update(b"\1") == ("", True)
+    assert subscriptions.apply_message(b"\1") == ("", True)
     assert subscriptions.has_subscriber("health")
-    assert subscriptions.update(b"\0") == ("", False)
-    assert subscriptions.update(b"\0mod") == ("mod", False)
+    assert subscriptions.apply_message(b"\0") == ("", False)
+    assert subscriptions.apply_message(b"\0mod") == ("mod", False)
     assert not subscriptions.has_subscriber("models")
-    assert subscriptions.update(b"\0never") == ("never", False)
+    assert subscriptions.apply_message(b"\0never") == ("never", False)
 
 
 @given(st.binary(max_size=20))
 def test_any_bytes_are_a_subscription_or_nothing(frame: bytes) -> None:
-    assert (Subscriptions().update(frame) is None) == (frame[:1] not in (b"\0", b"\1"))
+    assert (Subscriptions().apply_message(frame) is None) == (frame[:1] not in (b"\0", b"\1"))
 
 
 def test_a_publisher_before_its_opening_has_no_subscribers() -> None:

@@ -28,7 +28,7 @@ from shmserve.ipc.transport import frames
 from shmserve.supervisor.local_clients.server import (
     LocalClientServer,
     LocalMemory,
-    _for_local_clients,
+    _convert_for_clients,
 )
 from shmserve.supervisor.processes.control_socket import Acknowledgements
 from shmserve.supervisor.regions.opener import RegionOpener
@@ -180,7 +180,7 @@ async def test_many_inputs_end_no_connection(folder: Path, tensors: int, all_fit
         assert isinstance(message, m.ModelPublished if all_fit else m.ModelWithdrawn)
         link.send(frames.pack([Acknowledged(message.ack_number)]))
         while not acknowledgements.is_acknowledged(number):
-            await acknowledgements.next_complete()
+            await acknowledgements.until_next_complete()
         models.insert(0, wide)
         later = stack.enter_context(join_server(folder))
         assert _names(await _receive(later, 4)) == ({"plain", "wide"} if all_fit else {"plain"})
@@ -195,14 +195,18 @@ def test_the_tensors_that_a_welcome_lists() -> None:
         config=ModelSpec.of({"name": "m", "input": [{**tensor, **unset_fields}]}),
         metadata={"name": "m"},
     )
-    assert _for_local_clients(model).metadata == {}
-    assert _for_local_clients(model).config.source == {"name": "m", "input": [tensor], "output": []}
+    assert _convert_for_clients(model).metadata == {}
+    assert _convert_for_clients(model).config.source == {
+        "name": "m",
+        "input": [tensor],
+        "output": [],
+    }
     optional = {**tensor, **unset_fields, "optional": True}
     model = replace(model, config=ModelSpec.of({"name": "m", "output": [optional]}))
-    assert _for_local_clients(model).config.source["output"] == [{**tensor, "optional": True}]
+    assert _convert_for_clients(model).config.source["output"] == [{**tensor, "optional": True}]
     for field, value in (("backend", "native"), ("ensemble_scheduling", {})):
         model = replace(model, config=ModelSpec.of({"name": "m", field: value}))
-        assert _for_local_clients(model).config.may_omit_outputs
+        assert _convert_for_clients(model).config.may_omit_outputs
 
 
 def _model(name: str, count: int) -> m.ModelPublished:

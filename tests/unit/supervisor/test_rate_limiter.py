@@ -211,7 +211,7 @@ def test_instances_are_added_and_removed_while_their_model_serves() -> None:
         rate_limiter.remove_instance(0, 1) == []
     )  # it no longer waits; the ticket it holds is returned later
     assert rate_limiter.capacity() == {R: 2} and rate_limiter.ask(0, 1, "d") == []
-    assert rate_limiter.release(0, "a", executed=True) == [(0, "b")]
+    assert rate_limiter.release(0, "a", was_used=True) == [(0, "b")]
     assert rate_limiter.used() == {R: 2}
     assert rate_limiter.remove_instance(0, 7) == rate_limiter.remove_instance(1, 0) == []
 

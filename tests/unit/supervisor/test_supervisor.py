@@ -66,7 +66,7 @@ def test_a_failing_start_still_stops_the_server(
 async def test_an_exit_is_one_message_to_the_handler_of_its_role(role: str) -> None:
     mock_supervisor = supervisor()
     context = mock_supervisor.context
-    context.control.dismiss.return_value = role
+    context.control.remove_process.return_value = role
     child = Child(7, "it", asyncio.get_running_loop().create_future(), kill_reason="it was slow")
     child.exited.set_result("signal 9")
     mock_supervisor._process_exited(child)

@@ -28,7 +28,7 @@ def _find_preloads(repository: Path, files: dict[str, str], devices: bool = Fals
         path = repository / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return worker_preloads([repository], devices=devices)
+    return worker_preloads([repository], has_devices=devices)
 
 
 def test_models_without_torch_do_not_preload_it(tmp_path: Path) -> None:

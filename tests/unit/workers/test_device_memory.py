@@ -513,7 +513,7 @@ def test_a_failed_device_ends_the_worker(
 def test_a_backend_of_host_memory_gets_copies(worker: Rig, cuda: FakeCuda) -> None:
     def echo(requests: list[Request]) -> list[Response]:
         inputs = [request.inputs["x"] for request in requests]
-        assert not any(item.on_device or item.shared for item in inputs)
+        assert not any(item.on_device or item.is_shared for item in inputs)
         return [Response([Output("y", item.datatype, item.numpy())]) for item in inputs]
 
     worker.serve(FunctionBackend(worker.context, echo), row_config())

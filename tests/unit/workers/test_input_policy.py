@@ -8,7 +8,7 @@ from shmserve.workers.batch.request import Input, Request
 
 def request(is_shared: bool) -> Request:
     item = Input("X", "UINT8", (4,), memoryview(bytearray(4)))
-    item.shared = is_shared
+    item.is_shared = is_shared
     return Request(
         Work(1, 1, b"", []), RequestSchema(pack_inference(Inference(()))[0]), 0, {"X": item}, {}
     )

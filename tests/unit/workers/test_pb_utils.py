@@ -33,7 +33,7 @@ TYPES = ["bool", "u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8
 
 def received_request(*inputs: Input, **fields: Any) -> ReceivedRequest:
     schema, data = pack_inference(Inference((), (), fields.pop("parameters", {})))
-    expected = {"OUT": OutputSchema("OUT", placed=False, may_reuse_input=False)}
+    expected = {"OUT": OutputSchema("OUT", has_range=False, may_reuse_input=False)}
     origin = Request(
         Work(1, 42, schema, data, "id-1", **fields),
         RequestSchema(schema),

@@ -10,7 +10,7 @@ from shmserve.ipc.messages.inference import Work
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.backends.pytorch import PytorchBackend
-from shmserve.workers.batch.ragged import Ragged
+from shmserve.workers.batch.ragged import RaggedRules
 from shmserve.workers.batch.request import Input, Request
 from tests.rigs.worker_rig import Rig, inference, model_config, tensor, tensor_config
 
@@ -58,7 +58,7 @@ BATCH_INPUT_KINDS = {
 @pytest.mark.parametrize("data_type", ["TYPE_INT32", "TYPE_FP32"])
 def test_batch_input_kinds(kind: str, expected: list[Any], data_type: str) -> None:
     """3.6: the six kinds, for requests of 2, 4 and 1 elements, in both datatypes."""
-    ragged = Ragged(ModelSpec.of(config() | {"batch_input": [batch_input(kind, data_type)]}))
+    ragged = RaggedRules(ModelSpec.of(config() | {"batch_input": [batch_input(kind, data_type)]}))
     (values,) = ragged.inputs(requests((1, 2), (1, 4), (1, 1))).values()
     assert values.tolist() == expected
     assert values.dtype == (np.int32 if data_type == "TYPE_INT32" else F32)
@@ -67,14 +67,18 @@ def test_batch_input_kinds(kind: str, expected: list[Any], data_type: str) -> No
 def test_item_shapes_repeat_the_row_of_a_request_of_two() -> None:
     """3.6: BATCH_ITEM_SHAPE is [total_batch, rank]; a batch-2 request repeats its row."""
     shapes = ((2, 3, 5), (1, 4, 1))
-    (shape,) = Ragged(ModelSpec.of(config("BATCH_ITEM_SHAPE"))).inputs(requests(*shapes)).values()
+    (shape,) = (
+        RaggedRules(ModelSpec.of(config("BATCH_ITEM_SHAPE"))).inputs(requests(*shapes)).values()
+    )
     assert shape.tolist() == [[3, 5], [3, 5], [4, 1]]
     (flat_shapes,) = (
-        Ragged(ModelSpec.of(config("BATCH_ITEM_SHAPE_FLATTEN"))).inputs(requests(*shapes)).values()
+        RaggedRules(ModelSpec.of(config("BATCH_ITEM_SHAPE_FLATTEN")))
+        .inputs(requests(*shapes))
+        .values()
     )
     assert flat_shapes.tolist() == [3, 5, 3, 5, 4, 1]
     (sizes,) = (
-        Ragged(ModelSpec.of(config("BATCH_ELEMENT_COUNT"))).inputs(requests(*shapes)).values()
+        RaggedRules(ModelSpec.of(config("BATCH_ELEMENT_COUNT"))).inputs(requests(*shapes)).values()
     )
     assert sizes.tolist() == [30, 4]
 
@@ -139,7 +143,7 @@ def test_a_ragged_batch_runs_flat_and_its_output_is_scattered(worker: Rig, model
 
 
 def test_a_scattered_output_of_another_size_is_an_error() -> None:
-    ragged = Ragged(ModelSpec.of(scatter_config()))
+    ragged = RaggedRules(ModelSpec.of(scatter_config()))
     assert ragged.part_shapes("Y", requests((1, 2), (1, 4)), (6,)) == [(1, 2), (1, 4)]
     with pytest.raises(Internal, match="'Y' has 5 elements, expected 6"):
         ragged.part_shapes("Y", requests((1, 2), (1, 4)), (5,))

@@ -307,7 +307,7 @@ class Sequences:
         if self.fails:
             raise ValueError("no")
         if self.reschedules:
-            return [Response(rescheduled=True) for _ in requests]
+            return [Response(is_rescheduled=True) for _ in requests]
         if self.state is not None:
             return [Response(states=[self.state]) for _ in requests]
         return [

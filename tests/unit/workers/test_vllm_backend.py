@@ -70,9 +70,9 @@ class FakeEngine:
         self.ended = False
 
     async def make_call(
-        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
+        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, for_openai: bool
     ) -> VllmCall:
-        self.calls.append((parameters, echoes, openai))
+        self.calls.append((parameters, echoes, for_openai))
         if parameters.get("temperature", 0) < 0:
             raise RefusedError("temperature")
         return vllm_call(stream=bool(parameters.get("stream")))
@@ -409,7 +409,7 @@ def test_the_configuration_is_completed(model: Model) -> None:
     assert "message" in outputs  # because model.json names a tool parser
     assert model.config["model_transaction_policy"] == {"decoupled": True}
     assert model.config["parameters"] == {"max_model_len": {"string_value": "512"}}
-    assert model.arguments.server == {"tool_call_parser": "hermes"}
+    assert model.arguments.server_arguments == {"tool_call_parser": "hermes"}
     assert model.arguments.engine == {"model": "m", "served_model_name": "m"}
 
 

@@ -99,8 +99,8 @@ class LlmBackend(Backend):
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add the inputs and outputs of a generative model and its engine's settings."""
-        text = self._read_settings(ModelSpec.of(config)).text
-        return complete(config, INPUTS, OUTPUTS, {ENGINE_PARAMETER: {"string_value": text}})
+        json_text = self._read_settings(ModelSpec.of(config)).json_text
+        return complete(config, INPUTS, OUTPUTS, {ENGINE_PARAMETER: {"string_value": json_text}})
 
     def load(self, config: ModelSpec) -> None:
         """Read the weights, and create the engine.

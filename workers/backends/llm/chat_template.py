@@ -253,7 +253,7 @@ def _checks_content(node: nodes.Node) -> bool:
     return isinstance(compared, nodes.Const) and compared.value == "content"
 
 
-def conversation(text: str) -> dict[str, Any]:
+def parse_conversation(text: str) -> dict[str, Any]:
     """Parse a JSON list of messages, or a JSON object with `messages` and further members.
 
     Custom tools, and calls of them, become functions.
@@ -590,7 +590,7 @@ def main() -> None:
     template = ChatTemplate(*json.loads(input()))
     with open(int(sys.argv[1]), "r+b", 0) as file:
         try:
-            chat = conversation(decode("messages", file.read()))
+            chat = parse_conversation(decode("messages", file.read()))
             options = {name: chat.pop(name) for name in _OPTIONS if name in chat}
             print(json.dumps(options), flush=True)
             prompt = template.render(chat | json.loads(input())).encode()

@@ -23,8 +23,8 @@ from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.backends.llm.chat_template import (
     NICE,
     ChatTemplate,
-    conversation,
     decode,
+    parse_conversation,
     render_in_process,
 )
 from shmserve.workers.backends.llm.engine import Prompt
@@ -100,7 +100,7 @@ def read_inputs(
     return inputs
 
 
-def prompt_input(inputs: Mapping[str, Any]) -> str:
+def find_prompt_input(inputs: Mapping[str, Any]) -> str:
     """Return the name of the input with the prompt.
 
     Raises:
@@ -199,7 +199,7 @@ class PromptReader:
         encoding = self._tokenizer.encode("a")
         added_count = (*encoding.special_tokens_mask, 0).index(0)
         self._leading_tokens = encoding.ids[:added_count]  # such as a beginning-of-text token
-        self._texts = texts
+        self._token_texts = texts
         self.max_length = settings.max_model_len
         self._chat = ChatTemplate(checkpoint.templates, checkpoint.special_tokens)
         self._vocab_size = checkpoint.architecture.vocab_size
@@ -254,7 +254,7 @@ class PromptReader:
             parameters,
             max_tokens=max_tokens,
             stop_token_ids=(*parameters.stop_token_ids, *self._special_stops(parameters.stop)),
-            forbidden=BadWords(words, self._texts).forbidden_after if words else None,
+            forbidden=BadWords(words, self._token_texts).forbidden_after if words else None,
             # The probabilities determine the best samples.
             logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
         )
@@ -307,11 +307,11 @@ class PromptReader:
         else:
             settings, _ = merged_parameters(request, inputs)
             settings = {"add_special_tokens": settings.get("add_special_tokens")}
-            special = parse(settings, {}, self._vocab_size).add_special_tokens
+            adds_special = parse(settings, {}, self._vocab_size).add_special_tokens
             text = self._render(inputs[name]).text if name == "messages" else inputs[name]
             text = read_whole("prompt", text)
             self._check_length("prompt", text, max(self.max_length, _MAX_TOKENIZED))
-            ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+            ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=adds_special)[0].ids
             outputs["token_ids"] = "INT32", ids
             if "text_output" in requested:
                 pieces = [self._tokenizer.id_to_token(i) or "" for i in with_pauses(ids)]
@@ -336,7 +336,7 @@ class PromptReader:
             options, prompt = render_in_process(self._chat, text, _take_options)
             tools, hides_reasoning = options
             return RenderedChat(tools, hides_reasoning, prompt)
-        chat = conversation(text)
+        chat = parse_conversation(text)
         tools, hides_reasoning = _take_options(chat)
         return RenderedChat(tools, hides_reasoning, self._chat.render(chat))
 
@@ -349,7 +349,7 @@ class PromptReader:
         self, inputs: Mapping[str, Any], parameters: GenerationParameters, has_offsets: bool
     ) -> PromptText:
         """Return the prompt, with the offsets of its tokens if `has_offsets`."""
-        name = prompt_input(inputs)
+        name = find_prompt_input(inputs)
         if name == "input_ids":
             count = self._count_tokens(name, len(inputs[name]), parameters)
             tokens: list[int] = inputs[name][-count:].tolist()
@@ -357,18 +357,18 @@ class PromptReader:
             return self._decode(tokens, parameters, has_offsets)
         is_chat = name == "messages"
         text = inputs[name]
-        special = parameters.add_special_tokens
+        adds_special = parameters.add_special_tokens
         if not parameters.truncate_prompt_tokens:
             text = read_whole(name, text)
             self._check_length(name, text, self.max_length)
-            encoding = self._encode(text, special, has_offsets)
+            encoding = self._encode(text, adds_special, has_offsets)
         else:
             encoding = self._encode_suffix(name, text, has_offsets, parameters)
         count = self._count_tokens(name, len(encoding), parameters)
         is_cut = count < len(encoding)
         kept_tokens: list[int] = []
         if is_cut:
-            if special:  # as in vLLM, the tokens that the tokenizer adds are not cut
+            if adds_special:  # as in vLLM, the tokens that the tokenizer adds are not cut
                 kept_tokens = self._leading_tokens[:count]
             encoding.truncate(count - len(kept_tokens), direction="left")
         tokens = kept_tokens + encoding.ids
@@ -400,26 +400,26 @@ class PromptReader:
 
         The suffix begins between two words, where tokenizers divide a text.
         """
-        max_tokens, special = parameters.truncate_prompt_tokens, parameters.add_special_tokens
+        max_tokens, adds_special = parameters.truncate_prompt_tokens, parameters.add_special_tokens
         max_tokens = self.max_length if max_tokens < 0 else min(max_tokens, self.max_length)
         size = _SUFFIX_CHARACTERS * max_tokens + LONG
         suffix, count = read_ending(name, text, size + 1)
         between = _BETWEEN_WORDS.search(suffix, 1, 1 + LONG) if count - size > LONG else None
         if between is not None:
-            ending = self._encode(suffix[between.start() :], special, has_offsets)
+            ending = self._encode(suffix[between.start() :], adds_special, has_offsets)
             if len(ending) > max_tokens + _MAX_CUT_TOKENS:
                 return ending
-        return self._encode(read_whole(name, text), special, has_offsets)
+        return self._encode(read_whole(name, text), adds_special, has_offsets)
 
-    def _encode(self, text: str, special: bool, has_offsets: bool) -> Encoding:
+    def _encode(self, text: str, adds_special: bool, has_offsets: bool) -> Encoding:
         """Return the tokens of a text, and their offsets if `has_offsets`.
 
         The GIL is released for long texts; `encode_batch` and its threads would delay short texts.
         """
         if len(text) <= LONG:
-            return self._tokenizer.encode(text, add_special_tokens=special)
+            return self._tokenizer.encode(text, add_special_tokens=adds_special)
         encode = self._tokenizer.encode_batch if has_offsets else self._tokenizer.encode_batch_fast
-        (encoding,) = encode([text], add_special_tokens=special)
+        (encoding,) = encode([text], add_special_tokens=adds_special)
         return encoding
 
     def _decode(
@@ -429,8 +429,8 @@ class PromptReader:
         if not parameters.echo:
             return PromptText(tokens)
         skip = parameters.skip_special_tokens
-        text = self._texts.decode(tokens[: self._texts.count_complete(tokens)], skip)
-        offsets = self._texts.offsets(tokens, text, skip) if has_offsets else ()
+        text = self._token_texts.decode(tokens[: self._token_texts.count_complete(tokens)], skip)
+        offsets = self._token_texts.offsets(tokens, text, skip) if has_offsets else ()
         return PromptText(tokens, text, offsets)
 
     def _count_tokens(self, name: str, count: int, parameters: GenerationParameters) -> int:

@@ -54,14 +54,14 @@ class SampledRow:
     allowed: Tensor | None = None
 
     @property
-    def generated(self) -> int:
+    def generated_count(self) -> int:
         """Return the number of tokens after the prompt."""
         return len(self.tokens) - self.prompt_length
 
     def draw(self, purpose: int = TOKEN) -> float:
         """Return the row's random number for a purpose, in [0, 1)."""
         state = self.parameters.seed & _UINT64_MASK
-        for part in (self.sample, self.generated, purpose):
+        for part in (self.sample, self.generated_count, purpose):
             state = _mix(state ^ _mix(part + 1))
         return (state >> 41) / (1 << 23)
 
@@ -149,7 +149,7 @@ def process(logits: Tensor, rows: Sequence[SampledRow]) -> None:
             _penalise(row_logits, row)
         if row.allowed is not None:
             _mask(row_logits, row.allowed)
-        if row.generated < parameters.min_tokens:
+        if row.generated_count < parameters.min_tokens:
             end_tokens = [*row.end_tokens, *parameters.stop_token_ids]
             end_logits, row_logits[end_tokens] = row_logits[end_tokens], -math.inf
             if row.allowed is not None and row_logits.max() == -math.inf:

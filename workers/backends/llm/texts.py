@@ -76,11 +76,11 @@ class SampleText:
     """
 
     def __init__(
-        self, prompt: Prompt, texts: TokenTexts, index: int, echo: str, message: bool = False
+        self, prompt: Prompt, texts: TokenTexts, index: int, echo: str, parses_message: bool = False
     ) -> None:
         parameters = prompt.parameters
         self.parser = None
-        if message and prompt.message_format:
+        if parses_message and prompt.message_format:
             self.parser = MessageParser(prompt.message_format, parameters.stream)
         self.reasoning_tokens = 0
         self.index = index
@@ -94,7 +94,7 @@ class SampleText:
         self.is_open = True
         self.was_sent = False
         self._skip_characters = self._skip_tokens = 0  # numbers that were sent earlier
-        self._prompt, self._texts = prompt, texts
+        self._prompt, self._token_texts = prompt, texts
         self._echo_length = len(echo)
         skip, self._dropped_tokens = parameters.skip_special_tokens, frozenset[int]()
         if skip and self.parser is not None and self.parser.format.kept_tokens:
@@ -107,7 +107,7 @@ class SampleText:
 
         Text and tokens that the client has received are not sent again.
         """
-        self.is_open = not earlier.closed
+        self.is_open = not earlier.is_end_sent
         self.was_sent = earlier.sent_tokens > 0 or earlier.sent_characters > 0
         self._skip_characters, self._skip_tokens = earlier.sent_characters, earlier.sent_tokens
         self._skip_sent()
@@ -171,7 +171,7 @@ class SampleText:
             return None
         if token == self._prompt.eos and not parameters.beams:
             return None
-        text, _ = self._texts.text_and_bytes(token)
+        text, _ = self._token_texts.text_and_bytes(token)
         return text if text in parameters.stop else token
 
     def _append_text(self, token: int, finish_reason: str) -> str:
@@ -235,7 +235,7 @@ class TextResponse:
     ) -> None:
         self.prompt = prompt
         self.output_stream = stream
-        self._texts = texts
+        self._token_texts = texts
         self._link = link
         self._echo = echo
         parameters = prompt.parameters
@@ -252,10 +252,10 @@ class TextResponse:
 
     def _sample(self, index: int) -> SampleText:
         message = "message" in self._requested_outputs
-        return SampleText(self.prompt, self._texts, index, self._echo, message)
+        return SampleText(self.prompt, self._token_texts, index, self._echo, message)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Return whether all samples have ended."""
         return bool(self.samples) and all(sample.finish_reason for sample in self.samples)
 
@@ -270,7 +270,7 @@ class TextResponse:
     def respond(self) -> bool:
         """Send the responses that credit allows; return whether the request is complete."""
         if not self.prompt.parameters.stream:
-            return self.finished and self._send(self._best_samples(), True)
+            return self.is_finished and self._send(self._best_samples(), True)
         for sample in self.samples:
             if not (sample.is_open and sample.has_unsent):
                 continue
@@ -374,22 +374,24 @@ class TextResponse:
             parts = orjson.dumps(echo_entry), orjson.dumps(prompt_entry)
             self._prompt_entries.append((orjson.Fragment(parts[0]), orjson.Fragment(parts[1])))
 
-    def _echo_entry(self, score: TokenLogprobs | None, token: int, offset: int) -> dict[str, Any]:
+    def _echo_entry(
+        self, score: TokenLogprobs | None, token: int, text_offset: int
+    ) -> dict[str, Any]:
         if score is not None:
-            return self._score_entry(score, offset, self.prompt.parameters.logprobs)
+            return self._score_entry(score, text_offset, self.prompt.parameters.logprobs)
         entry = {**self._token_entry(token, 0.0), "logprob": None, "top_logprobs": None}
-        return {**entry, "text_offset": offset}
+        return {**entry, "text_offset": text_offset}
 
     def _score_entry(
-        self, score: TokenLogprobs, offset: int = 0, top: int | None = None
+        self, score: TokenLogprobs, text_offset: int = 0, top: int | None = None
     ) -> dict[str, Any]:
         likeliest = [self._token_entry(token, value) for token, value in score.top[:top]]
         entry = {**self._token_entry(score.token, score.logprob), "rank": score.rank}
-        return {**entry, "top_logprobs": likeliest, "text_offset": offset}
+        return {**entry, "top_logprobs": likeliest, "text_offset": text_offset}
 
     def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
         shows_id = self.prompt.parameters.return_tokens_as_token_ids
-        text, token_bytes = self._texts.text_and_bytes(token)
+        text, token_bytes = self._token_texts.text_and_bytes(token)
         return token_entry(token, text, logprob, token_bytes, shows_id)
 
 
@@ -408,9 +410,9 @@ class TextThread:
         self, checkpoint: Checkpoint, link: InstanceLink, settings: EngineSettings
     ) -> None:
         self.prompts: dict[int, Prompt] = {}
-        self._texts = TokenTexts(checkpoint.tokenizer)
+        self._token_texts = TokenTexts(checkpoint.tokenizer)
         self._link = link
-        self.reader = PromptReader(checkpoint, settings, self._texts)
+        self.reader = PromptReader(checkpoint, settings, self._token_texts)
         # Long prompts and grammars are processed in another thread, which delays no other text.
         self._slow_jobs = ThreadPoolExecutor(1, "long prompts")
         # A long conversation waits seconds for the process that renders it.
@@ -502,7 +504,7 @@ class TextThread:
         self, stream: OutputStream, prompt: Prompt, echo: str, resumed: list[Resumed]
     ) -> None:
         key = prompt.key
-        response = TextResponse(prompt, self._texts, stream, self._link, echo)
+        response = TextResponse(prompt, self._token_texts, stream, self._link, echo)
         if not prompt.parameters.beams:
             for earlier in resumed:
                 tokens = prompt.resumed_tokens.get(earlier.sample, [])

@@ -73,10 +73,10 @@ class Lark:
     special_tokens: Mapping[str, int]
     rules: list[str] = field(default_factory=list)
 
-    def rule(self, body: str, lazy: bool = False) -> str:
+    def rule(self, body: str, is_lazy: bool = False) -> str:
         """Add a rule, and return its name."""
         name = f"r{len(self.rules)}"
-        self.rules.append(f"{name}{'[lazy]' * lazy}: {body}")
+        self.rules.append(f"{name}{'[lazy]' * is_lazy}: {body}")
         return name
 
     def text(self, text: str) -> str:
@@ -91,7 +91,7 @@ class Lark:
         """Return a rule for any text that ends with the first occurrence of `end`."""
         if end in self.special_tokens:
             return self.rule(f"TEXT {self.text(end)}")
-        return self.rule(f"TEXT {_quote(end)}", lazy=True)
+        return self.rule(f"TEXT {_quote(end)}", is_lazy=True)
 
     def json(self, schema: Any) -> str:
         """Return an expression for the JSON values of a schema."""
@@ -262,11 +262,11 @@ def _read_qwen_xml(parser: MessageParser) -> Reading[None]:
         if tag == "</tool_call>":
             parser.discard_read()
             continue
-        wrapped = tag == "<tool_call>"
-        is_call = yield from parser.read_call(_read_xml_call(parser, wrapped))
-        if is_call and not wrapped:
+        is_wrapped = tag == "<tool_call>"
+        is_call = yield from parser.read_call(_read_xml_call(parser, is_wrapped))
+        if is_call and not is_wrapped:
             tags = ["<tool_call>", "<function=", "</tool_call>"]
-        while is_call and wrapped:
+        while is_call and is_wrapped:
             tag = yield from parser.read_until(ignore, "<function=", "</tool_call>")
             if tag != "<function=":
                 parser.discard_read()
@@ -274,8 +274,8 @@ def _read_qwen_xml(parser: MessageParser) -> Reading[None]:
             is_call = yield from parser.read_call(_read_xml_call(parser, False))
 
 
-def _read_xml_call(parser: MessageParser, wrapped: bool) -> Reading[None]:
-    if wrapped:
+def _read_xml_call(parser: MessageParser, is_wrapped: bool) -> Reading[None]:
+    if is_wrapped:
         yield from parser.expect("<function=")
     name, _ = yield from parser.read_text_until(">")
     name = name.strip("\"' ")

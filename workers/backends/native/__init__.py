@@ -42,7 +42,7 @@ from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.model import IS_CANCELLED, Context, TensorType
 from shmserve.workers.backends import Backend, ModelContext, OutputStream, Request, Response
 from shmserve.workers.backends.native import declaration
-from shmserve.workers.batch.ragged import Ragged
+from shmserve.workers.batch.ragged import RaggedRules
 from shmserve.workers.batch.runner import Runner
 from shmserve.workers.device import import_torch, inference_mode, open_device
 from shmserve.workers.memory.device_memory import is_module
@@ -135,7 +135,7 @@ class NativeBackend(Backend):
         self._to_outputs = predict.to_outputs
         numpy_inputs = frozenset(item.name for item in predict.parameters if item.is_numpy)
         self.read_only_inputs = bool(numpy_inputs)
-        self._runner = Runner(context, signature, self._device, numpy_inputs, Ragged(config))
+        self._runner = Runner(context, signature, self._device, numpy_inputs, RaggedRules(config))
         self._model = model_class()
         if is_module(self._model):
             self._model.to(self._device.torch).eval()

@@ -247,7 +247,8 @@ def _convert_result_hint(
     if typing.get_origin(hint) is tuple:
         tensor_types = [_tensor_type(subject, item_hint)[1] for item_hint in typing.get_args(hint)]
         names = [f"output_{index}" for index in range(len(tensor_types))]
-        return dict(zip(names, tensor_types, strict=True)), partial(_by_position, owner, names)
+        outputs = dict(zip(names, tensor_types, strict=True))
+        return outputs, partial(_outputs_by_position, owner, names)
     record_type = typing.get_origin(hint) or hint  # the origin of a generic class
     is_typed_dict = typing.is_typeddict(record_type)
     if is_typed_dict or hasattr(record_type, "_fields") or dataclasses.is_dataclass(record_type):
@@ -260,18 +261,18 @@ def _convert_result_hint(
             for name, field_hint in hints_by_name.items()
         }
         required = record_type.__required_keys__ if is_typed_dict else frozenset(outputs)
-        return outputs, lambda result: _by_field(owner, outputs, required, result)
+        return outputs, lambda result: _outputs_by_field(owner, outputs, required, result)
     return {"output": _tensor_type(subject, hint)[1]}, lambda result: {"output": result}
 
 
-def _by_position(owner: str, names: list[str], result: Any) -> Mapping[str, Any]:
+def _outputs_by_position(owner: str, names: list[str], result: Any) -> Mapping[str, Any]:
     if not isinstance(result, (tuple, list)) or len(result) != len(names):
         found = len(result) if isinstance(result, (tuple, list)) else type(result).__name__
         raise Internal(f"'{owner}.predict' did not return {len(names)} values, but {found}")
     return dict(zip(names, result, strict=True))
 
 
-def _by_field(
+def _outputs_by_field(
     owner: str, outputs: Mapping[str, TensorType], required: frozenset[str], result: Any
 ) -> Mapping[str, Any]:
     """Return the outputs of a result: a mapping, or an object with an attribute for each output."""
@@ -425,7 +426,10 @@ def whole_number(model: type, attribute: str, default: int) -> int:
 
 
 def client_inputs(
-    model: type, inputs: list[dict[str, Any]], generated: frozenset[str], prefix_of: PositionPrefix
+    model: type,
+    inputs: list[dict[str, Any]],
+    generated_inputs: frozenset[str],
+    prefix_of: PositionPrefix,
 ) -> list[dict[str, Any]]:
     """Return the inputs that clients send, with `ragged` ones marked.
 
@@ -433,13 +437,13 @@ def client_inputs(
         InvalidArgument: `ragged` does not name inputs.
     """
     ragged = getattr(model, "ragged", ())
-    names = {tensor["name"] for tensor in inputs} - generated
+    names = {tensor["name"] for tensor in inputs} - generated_inputs
     if not isinstance(ragged, list | tuple | set | frozenset) or not names.issuperset(ragged):
         raise InvalidArgument(
             f"{prefix_of('ragged')}'{model.__name__}.ragged' must be a list of input names "
             f"(allowed: {', '.join(sorted(names))}), got {ragged!r}"
         )
-    client_tensors = [tensor for tensor in inputs if tensor["name"] not in generated]
+    client_tensors = [tensor for tensor in inputs if tensor["name"] not in generated_inputs]
     extra = {"allow_ragged_batch": True}
     return [t | (extra if t["name"] in ragged else {}) for t in client_tensors]
 

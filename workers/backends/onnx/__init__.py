@@ -44,7 +44,7 @@ from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.workers.backends import Backend, ModelContext, Request, Response
 from shmserve.workers.backends.onnx.binding import DeviceBinding, HostBinding
-from shmserve.workers.batch.ragged import Ragged
+from shmserve.workers.batch.ragged import RaggedRules
 from shmserve.workers.batch.runner import Runner
 from shmserve.workers.device import Device, open_device
 from shmserve.workers.tensor_specs import (
@@ -283,12 +283,14 @@ def _largest_batch(tensors: Sequence[FileTensor]) -> int:
 
 
 def check(
-    signature: Signature, description: FileDescription, generated: Collection[str] = frozenset()
+    signature: Signature,
+    description: FileDescription,
+    worker_tensors: Collection[str] = frozenset(),
 ) -> None:
     """Check a configuration against the file's tensors.
 
-    `generated` has the names of inputs that the worker generates for a batch, and of outputs that
-    the worker splits.
+    `worker_tensors` has the names of inputs that the worker generates for a batch, and of outputs
+    that it splits.
 
     Raises:
         InvalidArgument: The configuration contradicts the file.
@@ -315,9 +317,11 @@ def check(
                     f"unexpected inference {side} '{spec.name}', allowed {side}s are: "
                     f"{', '.join(sorted(file_tensors))}"
                 )
-            if spec.name not in generated:
+            if spec.name not in worker_tensors:
                 _check_tensor(side, spec, file_tensors[spec.name], signature)
-    missing_inputs = sorted({i.name for i in description.inputs} - {*signature.inputs, *generated})
+    missing_inputs = sorted(
+        {i.name for i in description.inputs} - {*signature.inputs, *worker_tensors}
+    )
     if missing_inputs:
         raise InvalidArgument(
             f"unable to load model '{name}', configuration expects {len(signature.inputs)} inputs, "
@@ -378,7 +382,7 @@ class OnnxBackend(Backend):
         """Open the file and check it against the configuration."""
         session, description = self._open_file(config)
         signature = Signature(with_generated_tensors(config), self.context.version)
-        ragged = Ragged(config)
+        ragged = RaggedRules(config)
         batch_rules = (*config.batch_input, *config.batch_output)
         generated = {name for rule in batch_rules for name in rule.target_name}
         check(signature, description, generated)
@@ -410,7 +414,7 @@ class OnnxBackend(Backend):
     def execute(self, requests: list[Request]) -> list[Response]:
         """Run the session once for the whole batch."""
         inputs = as_scalars(self._runner.inputs(requests), self._scalar_inputs)
-        needed_names = {name for request in requests for name in request.requested}
+        needed_names = {name for request in requests for name in request.requested_outputs}
         needed_names.update(requests[0].states)
         names = [name for name in self._names if name in needed_names] or self._names[:1]
         with _convert_errors():

@@ -57,7 +57,7 @@ class HostBinding:
         self._unpredictable_outputs: set[str] = set()
 
     def run(
-        self, inputs: Mapping[str, Array], names: Sequence[str], requests: Sequence[Request]
+        self, inputs: Mapping[str, Array], output_names: Sequence[str], requests: Sequence[Request]
     ) -> dict[str, Array]:
         """Return the requested outputs of a batch. Errors of onnxruntime are passed on.
 
@@ -66,43 +66,43 @@ class HostBinding:
         """
         targets: dict[str, Array] = {}
         if len(requests) == 1 and self._bindable:
-            targets = self._bind_in_place(inputs, names, requests[0])
+            targets = self._bind_in_place(inputs, output_names, requests[0])
         if not targets and not self._has_bf16:
             arrays = {name: _as_strings(name, array) for name, array in inputs.items()}
             try:
-                outputs = self._session.run(list(names), arrays, self._run_options)
+                outputs = self._session.run(list(output_names), arrays, self._run_options)
             except UnicodeDecodeError as error:
                 raise InvalidArgument(
                     f"an output has a string that is not UTF-8, which onnxruntime cannot return: "
                     f"{error}"
                 ) from None
-            return dict(zip(names, outputs, strict=True))
+            return dict(zip(output_names, outputs, strict=True))
         try:
-            return self._run_bound(inputs, names, targets)
+            return self._run_bound(inputs, output_names, targets)
         except RuntimeError:
             if not targets:
                 raise
             # The output may have an unexpected shape. The session is stateless and may run again.
-            outputs = self._run_bound(inputs, names, {})
+            outputs = self._run_bound(inputs, output_names, {})
             self._unpredictable_outputs |= {
                 n for n in targets if outputs[n].shape != targets[n].shape
             }
             return outputs
 
     def _bind_in_place(
-        self, inputs: Mapping[str, Array], names: Sequence[str], request: Request
+        self, inputs: Mapping[str, Array], output_names: Sequence[str], request: Request
     ) -> dict[str, Array]:
         """Return arrays, by output name, over the memory in which outputs can be computed."""
         arrays: dict[str, Array] = {}
         sizes = _symbol_sizes(self._inputs, inputs)
         free_ranges = _free_ranges(request, _MIN_BOUND_BYTES)
-        for name in names:
+        for name in output_names:
             tensor = self._outputs[name]
             shape = _predict_shape(tensor, sizes)
             if shape is None or name in self._unpredictable_outputs:
                 continue
             byte_size = math.prod(shape) * ITEM_SIZE[tensor.datatype]
-            if byte_size < _MIN_BOUND_BYTES or name not in request.requested:
+            if byte_size < _MIN_BOUND_BYTES or name not in request.requested_outputs:
                 continue
             if name not in request.memory_ranges:
                 buffer = self._reserve_in_arena(request, byte_size)
@@ -134,14 +134,14 @@ class HostBinding:
         return view
 
     def _run_bound(
-        self, inputs: Mapping[str, Array], names: Sequence[str], targets: Mapping[str, Array]
+        self, inputs: Mapping[str, Array], output_names: Sequence[str], targets: Mapping[str, Array]
     ) -> dict[str, Array]:
         # Created for each run: in older versions of onnxruntime the binding owns its outputs.
         binding = self._session.io_binding()
         for name, array in inputs.items():
             kind = self._inputs[name].datatype
             binding.bind_input(name, "cpu", 0, _element_type(kind), array.shape, _address(array))
-        for name in names:
+        for name in output_names:
             target = targets.get(name)
             if target is None:
                 binding.bind_output(name, "cpu")
@@ -149,7 +149,7 @@ class HostBinding:
             kind = self._outputs[name].datatype
             binding.bind_output(name, "cpu", 0, _element_type(kind), target.shape, _address(target))
         self._session.run_with_iobinding(binding, self._run_options)
-        ort_values = dict(zip(names, binding.get_outputs(), strict=True))
+        ort_values = dict(zip(output_names, binding.get_outputs(), strict=True))
         return {
             name: targets[name] if name in targets else self._own_array(name, ort_value, binding)
             for name, ort_value in ort_values.items()
@@ -175,7 +175,7 @@ class DeviceBinding:
         self._synchronize = device.synchronize
 
     def run(
-        self, inputs: Mapping[str, Any], names: Sequence[str], requests: Sequence[Request]
+        self, inputs: Mapping[str, Any], output_names: Sequence[str], requests: Sequence[Request]
     ) -> dict[str, Any]:
         """Return the requested outputs of a batch; errors of onnxruntime are passed on."""
         binding = self._session.io_binding()
@@ -183,13 +183,13 @@ class DeviceBinding:
             element_type = _element_type(self._datatypes[name])
             memory = (self._kind, self._index, element_type, tuple(tensor.shape), tensor.data_ptr())
             binding.bind_input(name, *memory)
-        for name in names:
+        for name in output_names:
             binding.bind_output(name, self._kind, self._index)
         self._synchronize()  # necessary, because onnxruntime uses another stream
         self._session.run_with_iobinding(binding, self._run_options)
         binding.synchronize_outputs()
         ort_values = binding.get_outputs()
-        pairs = zip(names, ort_values, strict=True)
+        pairs = zip(output_names, ort_values, strict=True)
         return {name: self._own_tensor(name, ort_value, binding) for name, ort_value in pairs}
 
     def _own_tensor(self, name: str, ort_value: Any, binding: Any) -> torch.Tensor:

@@ -288,10 +288,10 @@ class PythonExecution:
     model may reschedule a request once.
     """
 
-    def __init__(self, context: ModelContext, model: Any, iterative: bool = False) -> None:
+    def __init__(self, context: ModelContext, model: Any, is_iterative: bool = False) -> None:
         self._context = context
         self._model = model
-        self._iterative = iterative
+        self._is_iterative = is_iterative
         self._instance_name = context.instance_name
         self._lender = Lender(context.model_name, context.mappings, context.copy_counter)
         self._runner: asyncio.Runner | None = None
@@ -352,7 +352,7 @@ class PythonExecution:
             to_response(response)
             if type(response) is InferenceResponse
             and not request.outbox
-            and not request.rescheduled
+            and not request.is_rescheduled
             else self._convert_response(request, response)
             for request, response in pairs
         ]
@@ -362,7 +362,7 @@ class PythonExecution:
         if isinstance(returned, Coroutine):
             returned = self.run(returned)
         if returned is None and all(
-            request.outbox is not None or request.rescheduled for request in received_requests
+            request.outbox is not None or request.is_rescheduled for request in received_requests
         ):
             return [None] * len(received_requests)
         if not isinstance(returned, list):
@@ -371,9 +371,9 @@ class PythonExecution:
         return returned
 
     def _convert_response(self, request: ReceivedRequest, response: Any) -> Response:
-        if request.rescheduled:
-            if self._iterative and response is None:
-                return Response(rescheduled=True)
+        if request.is_rescheduled:
+            if self._is_iterative and response is None:
+                return Response(is_rescheduled=True)
             return self._reschedule_error(response)
         outbox = request.outbox
         if outbox is not None and outbox.response is not None:
@@ -425,10 +425,10 @@ class DecoupledExecution:
     a thread of its own. An `iterative` model may reschedule a request once.
     """
 
-    def __init__(self, context: ModelContext, model: Any, iterative: bool = False) -> None:
+    def __init__(self, context: ModelContext, model: Any, is_iterative: bool = False) -> None:
         self._context = context
         self._model = model
-        self._iterative = iterative
+        self._is_iterative = is_iterative
         self._loop: EventLoopThread | None = None
 
     def execute(self, streams: list[OutputStream]) -> None:
@@ -453,9 +453,9 @@ class DecoupledExecution:
                 "must return None.",
             )
         for request, stream in zip(received_requests, streams, strict=True):
-            if request.rescheduled and self._iterative:
+            if request.is_rescheduled and self._is_iterative:
                 stream.reschedule()
-            elif request.rescheduled:
+            elif request.is_rescheduled:
                 stream.fail(Internal(_NOT_ITERATIVE))
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -496,7 +496,7 @@ async def _wait_for_senders(outboxes: Sequence[SingleResponse]) -> None:
 def _detach_kept_inputs(requests: Sequence[Request], received: Sequence[ReceivedRequest]) -> None:
     """Copy the inputs that the model keeps, because their memory is reused."""
     for index, request in enumerate(requests):
-        if not request.shared:
+        if not request.has_shared_inputs:
             continue
         is_referenced = sys.getrefcount(received[index]) > _LIST_REFCOUNT
         tensors = received[index].tensors

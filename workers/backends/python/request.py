@@ -584,7 +584,7 @@ class ReceivedRequest(InferenceRequest):
     # Class attributes, because most requests never set these.
     _model_name = ""
     _model_version = -1
-    rescheduled = False  # whether the model reschedules the request
+    is_rescheduled = False  # whether the model reschedules the request
     _trace = _NO_TRACE
     _sender: weakref.ref[InferenceResponseSender] | None = None
     outbox: SingleResponse | None = None
@@ -598,14 +598,14 @@ class ReceivedRequest(InferenceRequest):
         self._timeout = work.timeout_us
         self._priority = work.priority
         self._parameters = batch_request.schema.parameters
-        self._outputs = batch_request.requested
+        self._outputs = batch_request.requested_outputs
         inputs = batch_request.inputs
         tensors = map(ReceivedTensor, inputs.values(), repeat(lender))
         self.tensors = dict(zip(inputs, tensors, strict=True))
 
     def set_release_flags(self, flags: int) -> None:
         super().set_release_flags(flags)
-        self.rescheduled = self._release_flags == RELEASE_RESCHEDULE
+        self.is_rescheduled = self._release_flags == RELEASE_RESCHEDULE
 
     def inputs(self) -> list[Tensor]:
         return list(self.tensors.values())

@@ -324,7 +324,7 @@ class ReceivedTensor(Tensor):
         source = self._data
         if source.on_device or self._datatype == "BF16":
             return super().as_numpy()  # this call raises the error
-        if source.shared and self._lender is not None:
+        if source.is_shared and self._lender is not None:
             return self._lender.lend(source)
         return source.numpy()
 
@@ -356,4 +356,4 @@ class ReceivedTensor(Tensor):
     def _torch(self) -> torch.Tensor:
         # Copied, because a consumer may write to the memory without detection.
         tensor = self._data.torch()
-        return tensor.clone() if self._data.shared else tensor
+        return tensor.clone() if self._data.is_shared else tensor

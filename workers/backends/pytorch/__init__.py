@@ -52,7 +52,7 @@ from shmserve.workers.backends.pytorch.programs import (
     load_exported,
     load_script,
 )
-from shmserve.workers.batch.ragged import Ragged
+from shmserve.workers.batch.ragged import RaggedRules
 from shmserve.workers.batch.runner import Runner
 from shmserve.workers.device import open_device
 from shmserve.workers.memory.static_plan import CudaRecorder, Graphs, Recorder
@@ -112,10 +112,10 @@ class PytorchBackend(Backend):
         _check_strings(signature, self._arguments.string_inputs)
         self._results = ResultBinding(signature.name, list(signature.outputs), program.result_count)
         if description is not None:
-            check(signature, description, self._arguments.by_position)
+            check(signature, description, self._arguments.positioned_inputs)
         self._scalar_inputs = {
             name
-            for position, name in (self._arguments.by_position if description else ())
+            for position, name in (self._arguments.positioned_inputs if description else ())
             if not description.inputs[position].dims  # type: ignore[union-attr]
         }
         self._signature = signature
@@ -124,7 +124,9 @@ class PytorchBackend(Backend):
         self._program = program
         inference_mode = _parse_boolean(config.parameters, "INFERENCE_MODE", True)
         self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
-        self._runner = Runner(self.context, signature, self._device, frozenset(), Ragged(config))
+        self._runner = Runner(
+            self.context, signature, self._device, frozenset(), RaggedRules(config)
+        )
         self._graphs = self._plan_memory(config, signature)
 
     def execute(self, requests: list[Request]) -> list[Response]:
@@ -201,14 +203,14 @@ class PytorchBackend(Backend):
         return self.context.model_file(names, " or ".join(names))
 
 
-def _check_strings(signature: Signature, strings: frozenset[str]) -> None:
+def _check_strings(signature: Signature, string_inputs: frozenset[str]) -> None:
     """Raise InvalidArgument if BYTES inputs and lists of strings do not match.
 
     BYTES tensors must also have one dimension; the error text is then Triton's.
     """
     for spec in signature.inputs.values():
-        if (spec.datatype == "BYTES") != (spec.name in strings):
-            accepted_type = "List[str] in TorchScript" if spec.name in strings else "a tensor"
+        if (spec.datatype == "BYTES") != (spec.name in string_inputs):
+            accepted_type = "List[str] in TorchScript" if spec.name in string_inputs else "a tensor"
             raise InvalidArgument(
                 f"input '{spec.name}' of model '{signature.name}' has data_type "
                 f"{TO_CONFIG[spec.datatype]}, but the model takes {accepted_type}: only List[str] "

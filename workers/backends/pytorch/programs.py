@@ -97,10 +97,10 @@ class ArgumentBinding:
                     "its configuration has no input of this name; the inputs are "
                     f"{_quoted_list(inputs)}"
                 )
-        self.by_position = sorted(zip(positions, inputs, strict=True))
+        self.positioned_inputs = sorted(zip(positions, inputs, strict=True))
         self.string_inputs = frozenset(
             name
-            for position, name in self.by_position
+            for position, name in self.positioned_inputs
             if arguments is not None and arguments[position].is_text
         )
 
@@ -112,7 +112,7 @@ class ArgumentBinding:
         """
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
-        for position, name in self.by_position:
+        for position, name in self.positioned_inputs:
             if name not in inputs:
                 continue
             argument = None if self._arguments is None else self._arguments[position]
@@ -156,14 +156,14 @@ class ResultBinding:
             Internal: The model's result does not match the configuration.
         """
         if isinstance(result, Mapping):
-            return self._by_key(result)
+            return self._outputs_by_key(result)
         fields = getattr(result, "_fields", None)
         if fields is None and dataclasses.is_dataclass(result):
             fields = [field.name for field in dataclasses.fields(result)]
             result = [getattr(result, field) for field in fields]
         if fields and any(name in fields for name in self._outputs):
             # All outputs are mapped by field, since fields may have another order than outputs.
-            return self._by_key(dict(zip(fields, result, strict=True)))
+            return self._outputs_by_key(dict(zip(fields, result, strict=True)))
         if not self._has_warned:
             self._has_warned = True
             _warn_of_order(self._model, "output", self._outputs)
@@ -177,7 +177,7 @@ class ResultBinding:
             )
         return {name: values[position] for name, position in pairs}
 
-    def _by_key(self, result: Mapping[str, Any]) -> dict[str, Any]:
+    def _outputs_by_key(self, result: Mapping[str, Any]) -> dict[str, Any]:
         missing_outputs = [name for name in self._outputs if name not in result]
         if missing_outputs:
             raise Internal(
@@ -532,7 +532,7 @@ def _largest_batch(exported: torch.export.ExportedProgram, tensors: Sequence[Fil
 
 
 def check(
-    signature: Signature, description: FileDescription, by_position: Sequence[tuple[int, str]]
+    signature: Signature, description: FileDescription, positioned_inputs: Sequence[tuple[int, str]]
 ) -> None:
     """Check a configuration against an exported program.
 
@@ -552,7 +552,7 @@ def check(
             f"model '{signature.name}' has max_batch_size {max_batch_size}, but its program was "
             f"exported for {description.largest_batch} at most"
         )
-    for position, name in by_position:
+    for position, name in positioned_inputs:
         spec, tensor = signature.inputs[name], description.inputs[position]
         if spec.datatype != tensor.datatype:
             raise InvalidArgument(

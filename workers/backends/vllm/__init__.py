@@ -140,7 +140,9 @@ class VllmBackend(Backend):
             raise Unsupported(
                 f"{name}: not supported; backend 'vllm' serves requests for text only"
             )
-        call = await self._engine.make_call(inputs, parameters, echoes, openai="usage" in requested)
+        call = await self._engine.make_call(
+            inputs, parameters, echoes, for_openai="usage" in requested
+        )
         call.options.setdefault("priority", request.work.priority)
         flags = {name for name in FLAGS if inputs.get(f"return_{name}")}
         answer = VllmAnswer(call, requested, flags)
@@ -176,7 +178,7 @@ class VllmBackend(Backend):
         """End the process by raising an error in the main loop."""
         logger.error("model '%s': %s", self.context.model_name, error, exc_info=error)
         self.context.control.inbox.append(Internal(str(error)))
-        self.context.control.wake(always=True)
+        self.context.control.wake(includes_loop_thread=True)
 
 
 async def _wait_for_credit(stream: OutputStream, credit: asyncio.Event) -> None:

@@ -27,9 +27,9 @@ from shmserve.errors import (
     suggestion,
 )
 from shmserve.ipc.engine_settings import PROMPT_TOO_LONG
-from shmserve.workers.backends.llm.chat_template import conversation
+from shmserve.workers.backends.llm.chat_template import parse_conversation
 from shmserve.workers.backends.llm.model.checkpoint import read_json
-from shmserve.workers.backends.llm.prompts import UNLIMITED, prompt_input, task_input
+from shmserve.workers.backends.llm.prompts import UNLIMITED, find_prompt_input, task_input
 
 FILE = "model.json"
 # These arguments and `tool_call_parser` are for vLLM's server, all others for its engine.
@@ -50,12 +50,12 @@ class Arguments:
 
     Attributes:
         engine: The arguments of the engine.
-        server: The arguments of vLLM's server.
+        server_arguments: The arguments of vLLM's server.
         adapters: The path of each LoRA adapter by its name, from multi_lora.json.
     """
 
     engine: dict[str, Any]
-    server: dict[str, Any]
+    server_arguments: dict[str, Any]
     adapters: dict[str, str]
 
     @classmethod
@@ -109,7 +109,7 @@ class Arguments:
     @property
     def parses_messages(self) -> bool:
         """Return whether texts are parsed for reasoning or tool calls."""
-        return bool(self.engine.get("reasoning_parser") or self.server.get(_TOOL_PARSER))
+        return bool(self.engine.get("reasoning_parser") or self.server_arguments.get(_TOOL_PARSER))
 
 
 @contextlib.contextmanager
@@ -211,7 +211,7 @@ class VllmEngine:
         adapters = enumerate(arguments.adapters.items(), 1)
         self._adapters = {name: LoRARequest(name, n, path) for n, (name, path) in adapters}
         options: dict[str, Any] = {"request_logger": None, "chat_template_content_format": "auto"}
-        options |= arguments.server
+        options |= arguments.server_arguments
         options["chat_template"] = load_chat_template(options.get("chat_template"))
         tool_parser = options.pop(_TOOL_PARSER, None)
         parsers = {"tool_parser": tool_parser, "enable_auto_tools": bool(tool_parser)}
@@ -255,13 +255,13 @@ class VllmEngine:
         elif not isinstance(error, VLLMClientError | ValueError | TypeError | NotImplementedError):
             return None
         if inputs and PROMPT_TOO_LONG in text.lower():
-            return InvalidArgument(f"{prompt_input(inputs)}: {text[:1].lower()}{text[1:]}")
+            return InvalidArgument(f"{find_prompt_input(inputs)}: {text[:1].lower()}{text[1:]}")
         first_word = text.split(" ", 1)[0]
         name = name or (first_word if first_word in SamplingParams.__annotations__ else "")
         return InvalidArgument(f"{name}: {text}" if name else text)
 
     async def make_call(
-        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, openai: bool
+        self, inputs: Mapping[str, Any], parameters: dict[str, Any], echoes: bool, for_openai: bool
     ) -> VllmCall:
         """Return the call for the inputs and the parameters of a request.
 
@@ -269,17 +269,17 @@ class VllmEngine:
             inputs: The inputs by name.
             parameters: The parameters.
             echoes: Whether log probabilities include the prompt's.
-            openai: Whether the defaults of vLLM's server apply, as they always do in chats.
+            for_openai: Whether the defaults of vLLM's server apply, as they always do in chats.
 
         Raises:
             InvalidArgument: An input or a parameter is wrong. vLLM raises other errors, see
                 `client_error`.
         """
-        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+        from vllm.entrypoints.for_openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.entrypoints.for_openai.completion.protocol import CompletionRequest
         from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 
-        name = prompt_input(inputs)
+        name = find_prompt_input(inputs)
         adapter = parameters.get("lora_name")
         if adapter is not None and adapter not in list(self._adapters):  # it may be unhashable
             raise NotFound(f"lora_name: there is no adapter {clip(repr(adapter))}")
@@ -289,12 +289,13 @@ class VllmEngine:
             source, defaults = "", self._defaults
             if body.get("max_tokens") == UNLIMITED:
                 del body["max_tokens"]
-            request = _parse_request(ChatCompletionRequest, {**body, **conversation(inputs[name])})
+            body |= parse_conversation(inputs[name])
+            request = _parse_request(ChatCompletionRequest, body)
             if request.tool_choice not in (None, "none") and not self._renderer.enable_auto_tools:
                 raise InvalidArgument(f"tools: {_TOOL_PARSER} is not set in the model's {FILE}")
             _, (prompt,) = _check_accepted(await self._renderer.render_chat(request))
         else:
-            source, defaults = inputs[name], self._defaults if openai else {}
+            source, defaults = inputs[name], self._defaults if for_openai else {}
             body |= {"prompt": source if name == "text_input" else source.tolist(), "echo": echoes}
             request = _parse_request(CompletionRequest, body)
             (prompt,) = _check_accepted(await self._renderer.render_completion(request))
@@ -349,7 +350,7 @@ class VllmEngine:
             return {"text_output": ("BYTES", [result.prompt])}
         request_class, body = protocol.TokenizeCompletionRequest, {"prompt": inputs[name]}
         if name == "messages":
-            request_class, body = protocol.TokenizeChatRequest, conversation(inputs[name])
+            request_class, body = protocol.TokenizeChatRequest, parse_conversation(inputs[name])
         special = {key: parameters[key] for key in parameters if key == "add_special_tokens"}
         tokenize = request_class.model_validate({**body, **special, "return_token_strs": True})
         result = _check_accepted(await self._tokenization.create_tokenize(tokenize, None))

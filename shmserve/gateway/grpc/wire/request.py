@@ -247,7 +247,7 @@ def _set_parameters(request: InferRequest, parameters: _Parameters) -> None:
             case _ if key == _EMPTY_FINAL:
                 # This parameter concerns decoupled models only, which have several responses.
                 _check_kind(key, kind, "bool_param")
-                request.empty_final = value
+                request.has_empty_final = value
             case _ if key.startswith("triton_"):
                 raise InvalidArgument(_RESERVED_KEYS)
             case _:

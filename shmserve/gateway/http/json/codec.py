@@ -198,9 +198,9 @@ def _read_input(member: Any, json_limit: int) -> InferInput:
     return tensor
 
 
-def _source_error(inline: bool, binary: bool, region: bool) -> InvalidArgument:
+def _source_error(is_inline: bool, is_binary: bool, is_in_region: bool) -> InvalidArgument:
     names = ("'data'", "'binary_data_size'", "'shared_memory_region'")
-    sources = zip(names, (inline, binary, region), strict=True)
+    sources = zip(names, (is_inline, is_binary, is_in_region), strict=True)
     source_names = " ".join(name for name, is_set in sources if is_set)
     found = f"But set {source_names}" if source_names else "But no field is set"
     return InvalidArgument(_ONE_SOURCE_EXPECTED + found)

@@ -181,7 +181,7 @@ def _insert_packed(fields: dict[str, Any], packed: Mapping[str, Packed]) -> None
             _insert_packed(value, packed)
 
 
-def long_prompt(body: Any, longest: Mapping[str, int], model: str) -> str:
+def prompt_size_error(body: Any, longest: Mapping[str, int], model: str) -> str:
     """Return the error about a prompt or other fields that are too large, or ""."""
     requested_model = (body.get("model") or model) if isinstance(body, dict) else None
     token_limit = longest.get(requested_model) if isinstance(requested_model, str) else None
@@ -310,7 +310,7 @@ def main(convert: Convert | None = None) -> None:
     logging.basicConfig(handlers=[records])
     try:
         body = loads(sys.stdin.buffer.read())
-        if error := long_prompt(body, longest, model):
+        if error := prompt_size_error(body, longest, model):
             raise InvalidArgument(error)
         if convert is not None:
             body = convert(body)

@@ -132,19 +132,19 @@ def _refuse_binary_only(datatype: str, name: str) -> None:
         )
 
 
-def _check_count(actual_count: int, count: int, datatype: str, name: str) -> None:
-    if actual_count > count:
+def _check_count(actual_count: int, expected_count: int, datatype: str, name: str) -> None:
+    if actual_count > expected_count:
         initial = "s" if datatype == "BYTES" else "S"
         raise JsonFault(
             f"Unable to parse 'data': {initial}hape does not match true shape of 'data' field "
-            f"(input '{name}': its shape has {count} elements, more are given)"
+            f"(input '{name}': its shape has {expected_count} elements, more are given)"
         )
 
 
-def _too_few_error(actual_count: int, count: int, name: str) -> JsonFault:
+def _too_few_error(actual_count: int, expected_count: int, name: str) -> JsonFault:
     return JsonFault(
         "Failed to parse 'data' field: shape does not match true shape (input "
-        f"'{name}': its shape has {count} elements, {actual_count} are given)"
+        f"'{name}': its shape has {expected_count} elements, {actual_count} are given)"
     )
 
 
@@ -167,10 +167,10 @@ def _pack_values(values: list[Any], kinds: set[type], datatype: str, name: str) 
     if len(kinds) == 1 and int in kinds:
         with suppress(OverflowError):
             return array(code, values).tobytes()
-    return _pack_wrapped(values, datatype, name)
+    return _pack_wrapped_integers(values, datatype, name)
 
 
-def _pack_wrapped(values: list[Any], datatype: str, name: str) -> bytes:
+def _pack_wrapped_integers(values: list[Any], datatype: str, name: str) -> bytes:
     """Return the bytes of integers that exceed the datatype; raise JsonFault for other values."""
     signed = _STRUCT_CODES[datatype].islower()
     wide_dtype, minimum, json_type = (

@@ -251,7 +251,7 @@ async def read_body(
     """
     try:
         parse_large = partial(parse_prompts, gateway, prompts, convert=convert)
-        body = await read_json(gateway, request, required=True, parse_large=parse_large)
+        body = await read_json(gateway, request, is_required=True, parse_large=parse_large)
     except JsonFault as fault:
         raise InvalidArgument(fault.message) from None
     except BodyTooLarge as error:

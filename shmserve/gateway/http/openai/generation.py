@@ -95,16 +95,18 @@ class ChoiceFormat(NamedTuple):
             message |= members if text or is_chunk else {"content": None, **members}
         return {"delta" if is_chunk else "message": message}
 
-    def logprobs(self, tokens: list[dict[str, Any]] | None, offset: int) -> dict[str, Any] | None:
-        """Return the log probabilities of tokens; the first begins at character `offset`."""
+    def logprobs(
+        self, tokens: list[dict[str, Any]] | None, text_offset: int
+    ) -> dict[str, Any] | None:
+        """Return the log probabilities of tokens; the first begins at character `text_offset`."""
         if tokens is None:
             return None
         if self.is_chat:
             return {"content": tokens, "refusal": None}
         offsets = []
         for token in tokens:
-            offsets.append(token.get("text_offset", offset))
-            offset += len(token["token"])
+            offsets.append(token.get("text_offset", text_offset))
+            text_offset += len(token["token"])
         return {
             "tokens": [token["token"] for token in tokens],
             "token_logprobs": [token["logprob"] for token in tokens],
@@ -180,13 +182,15 @@ class _Sample:
         calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
         return {**_reasoning_members(self.reasoning), **calls}
 
-    def add(self, message: dict[str, Any], names: Collection[str], ends: bool) -> dict[str, Any]:
+    def add(
+        self, message: dict[str, Any], names: Collection[str], has_ended: bool
+    ) -> dict[str, Any]:
         """Add reasoning and tool calls, and return the members of a chunk with them.
 
         Args:
             message: The part of the message in one response of the model.
             names: The names of custom tools.
-            ends: Whether the sample has ended.
+            has_ended: Whether the sample has ended.
         """
         parts = _reasoning_members(message.get("reasoning", ""))
         self.reasoning += message.get("reasoning", "")
@@ -203,16 +207,18 @@ class _Sample:
             if self.tool_calls[index]["function"]["name"] not in names:
                 calls.append({"index": index, **head, "function": function})
         if names:
-            calls = sorted([*calls, *self._end_custom_calls(names, ends)], key=itemgetter("index"))
+            calls = sorted(
+                [*calls, *self._end_custom_calls(names, has_ended)], key=itemgetter("index")
+            )
         return {**parts, "tool_calls": calls} if calls else parts
 
-    def _end_custom_calls(self, names: Collection[str], ends: bool) -> list[dict[str, Any]]:
+    def _end_custom_calls(self, names: Collection[str], has_ended: bool) -> list[dict[str, Any]]:
         """Replace functions by custom tools in the calls that have ended, and return these calls.
 
         The last call may continue if the sample does.
         """
         ended_calls = []
-        for index, call in enumerate(self.tool_calls if ends else self.tool_calls[:-1]):
+        for index, call in enumerate(self.tool_calls if has_ended else self.tool_calls[:-1]):
             function = call.get("function", {})
             if function.get("name") in names:
                 custom = {"name": function["name"], "input": custom_input(function["arguments"])}
@@ -282,8 +288,8 @@ class Choices:
         content = None if delta.logprobs is None else delta.logprobs.get("content", [])
         extra_members: dict[str, Any] = {}
         if delta.message is not None:
-            ends = bool(delta.finish_reason)
-            extra_members = sample.add(delta.message, self._custom_names, ends)
+            has_ended = bool(delta.finish_reason)
+            extra_members = sample.add(delta.message, self._custom_names, has_ended)
         choice = {
             "index": index,
             **self.format.content(

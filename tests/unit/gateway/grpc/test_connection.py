@@ -107,7 +107,7 @@ def test_a_disconnect_is_reported_once() -> None:
         call.on_ended = lambda: reports.append("over")
         scene.send(frame(RESET, 0, 1, bytes(4)))
         scene.send(frame(RESET, 0, 1, bytes(4)))
-        assert reports == ["gone", "over"] and call.done
+        assert reports == ["gone", "over"] and call.is_done
         call.finish(b"late")
         assert not [kind for kind, *_ in scene.transport.frames() if kind in (HEADERS, DATA)]
 
@@ -138,7 +138,7 @@ def test_a_late_message_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
             await scene.clock.advance(PATIENCE_S / 4)
         statuses = scene.statuses()
         assert {stream: status[:2] for stream, status in statuses.items()} == {1: b"14", 3: b"14"}
-        assert [raw for raw, _ in scene.calls] == [b"abc"] and not scene.calls[0][1].done
+        assert [raw for raw, _ in scene.calls] == [b"abc"] and not scene.calls[0][1].is_done
 
     run_scenario(scenario)
 
@@ -154,7 +154,7 @@ def test_a_message_that_arrives_after_its_head_has_no_time_limit_later(
         scene.send(frame(DATA, END_STREAM, 1, message(b"abc")))
         for _ in range(6):
             await scene.clock.advance(PATIENCE_S / 4)
-        assert not scene.statuses() and not scene.calls[0][1].done
+        assert not scene.statuses() and not scene.calls[0][1].is_done
 
     run_scenario(scenario)
 
@@ -209,7 +209,7 @@ def test_a_collected_message_counts_in_the_memory_limit() -> None:
             for stream in (1, 3):
                 scene.send(frame(DATA, 0, stream, framed[start : start + 16_000]))
         budget = scene.connection.context.budget
-        assert [call.done for call in scene.begun_calls].count(True) == 1
+        assert [call.is_done for call in scene.begun_calls].count(True) == 1
         assert 790_000 < budget._used_bytes < 1 << 20
 
     run_scenario(scenario)
@@ -401,7 +401,7 @@ def test_a_stream_that_is_not_read_ends_alone(monkeypatch: pytest.MonkeyPatch) -
             await scene.clock.advance(PATIENCE_S / 4)
         frames = scene.transport.frames()
         assert (RESET, 1) in [(kind, stream) for kind, _, stream, _ in frames]
-        assert scene.connection.is_open and not scene.calls[0][1].done
+        assert scene.connection.is_open and not scene.calls[0][1].is_done
 
     run_scenario(scenario)
 
@@ -483,8 +483,9 @@ def test_reading_messages_enlarges_the_window() -> None:
     run_scenario(scenario)
 
 
-def test_an_ended_stream_ends_its_handler() -> None:
-    """A handler that waits for a message, or for the client to read, is cancelled."""
+@pytest.mark.parametrize("is_timeout", [False, True])
+def test_an_ended_stream_ends_its_handler(is_timeout: bool) -> None:
+    """A handler that waits for a message, or for the client to read, continues or is cancelled."""
 
     async def scenario(scene: Scene) -> None:
         endings: list[int] = []
@@ -502,7 +503,7 @@ def test_an_ended_stream_ends_its_handler() -> None:
         scene.send(scene.head(3, STREAM) + frame(DATA, 0, 3, message(bytes(100_000))))
         await asyncio.sleep(0)
         for call in scene.begun_calls:
-            call.on_timeout()
+            call.on_timeout() if is_timeout else call.fail(StatusCode.UNAVAILABLE, "no")
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert endings == [1, 1]

@@ -161,7 +161,8 @@ def test_an_error_response_does_not_end_the_stream(scheduler: Scheduler, stream:
 def test_a_failed_request_has_one_error_response(scheduler: Scheduler, stream: Stream) -> None:
     stream.send_request("a")
     ((peer, number),) = first_requests(scheduler, 1)
-    scheduler.send(peer, response(number, 1), m.Failed(number, "INTERNAL", "gone", 0, early=False))
+    failed_message = m.Failed(number, "INTERNAL", "gone", 0, early=False)
+    scheduler.send(peer, response(number, 1), failed_message)
     stream.end()
     _, failed_response = stream.call
     assert failed_response.error_message == "gone"

@@ -59,7 +59,7 @@ def gateway(model: GatewayModel) -> Any:
     settings = SimpleNamespace(max_input_size=1 << 20, http_header_forward_pattern="")
     no_services: dict[str, Any] = {"arena": None, "body_budget": None, "regions": None}
     no_services["malloc_trim"] = SimpleNamespace(schedule=lambda size: None)
-    return SimpleNamespace(models=models, settings=settings, draining=False, **no_services)
+    return SimpleNamespace(models=models, settings=settings, is_draining=False, **no_services)
 
 
 def check_distinct(build_request: Callable[[Any], BuiltRequest]) -> None:
@@ -116,7 +116,7 @@ def test_like_grpc_requests_are_not_confused(monkeypatch: pytest.MonkeyPatch, ga
             request.parameters["sequence_end"].bool_param = end
         request.inputs.add(name="IN", datatype="INT8", shape=[1])
         request.raw_input_contents.append(b"x")
-        return inferences._decode(request.SerializeToString(), {}, streamed=False)
+        return inferences._decode(request.SerializeToString(), {}, is_streamed=False)
 
     check_distinct(build_request)
     assert parse_count.count == 1
@@ -149,7 +149,7 @@ def test_a_message_in_another_notation_is_parsed(gateway: Any, notation: str) ->
         for number in range(1, 4):
             raw = NOTATIONS[notation](number)
             request_fields = pb.ModelInferRequest.FromString(raw)
-            built_request = inferences._decode(raw, {}, streamed=False)
+            built_request = inferences._decode(raw, {}, is_streamed=False)
             assert built_request.infer_request.id == request_fields.id
             (tensor,) = inference_of(built_request).inputs
             assert tensor.data == request_fields.raw_input_contents[0]
@@ -162,7 +162,7 @@ def test_ids_and_values_are_cut_anywhere(monkeypatch: pytest.MonkeyPatch, gatewa
     request_count = 0
     for request_id in ("", "7", "\x1a\x011", "12", "\x3a\x01x", "é") * 3:
         for value in (b"x", b"\x1a", b":"):
-            built = inferences._decode(_encode_request(request_id, value), {}, streamed=False)
+            built = inferences._decode(_encode_request(request_id, value), {}, is_streamed=False)
             request_count += 1
             assert built.infer_request.id == request_id
             (tensor,) = inference_of(built).inputs
@@ -170,7 +170,7 @@ def test_ids_and_values_are_cut_anywhere(monkeypatch: pytest.MonkeyPatch, gatewa
     assert split.count < request_count / 3
     broken_message = _encode_request("7", b"x").replace(b"\x017", b"\x01\xff")
     with pytest.raises(grpc.RequestRefused):
-        inferences._decode(broken_message, {}, streamed=False)
+        inferences._decode(broken_message, {}, is_streamed=False)
 
 
 @pytest.mark.parametrize("first_index", [0, 1])

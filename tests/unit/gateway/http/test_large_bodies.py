@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.gateway.http.json.large_bodies import Packed, long_prompt, parse_large
+from shmserve.gateway.http.json.large_bodies import Packed, parse_large, prompt_size_error
 from shmserve.gateway.http.json.parser import LARGE, JsonFault
 
 MAX_PROMPT_LENGTHS = {"m": 100, "vast": 1 << 24}
@@ -54,16 +54,16 @@ LONG_PROMPT = "a" * (LARGE + 1)
     ],
 )  # fmt: skip
 def test_a_prompt_that_is_too_long_is_found(body: Any, expected_error: str) -> None:
-    error = long_prompt(body, MAX_PROMPT_LENGTHS, "m")
+    error = prompt_size_error(body, MAX_PROMPT_LENGTHS, "m")
     assert expected_error in error if expected_error else not error
 
 
 def test_a_body_without_a_model_is_for_any_of_them() -> None:
-    assert "101 tokens exceed the limit of 100" in long_prompt(
+    assert "101 tokens exceed the limit of 100" in prompt_size_error(
         {"tokens": [5] * 101}, {"m": 100}, ""
     )
-    assert not long_prompt({"tokens": [5] * 101}, MAX_PROMPT_LENGTHS, "")
-    assert not long_prompt({"tokens": [5] * 101}, {}, "")
+    assert not prompt_size_error({"tokens": [5] * 101}, MAX_PROMPT_LENGTHS, "")
+    assert not prompt_size_error({"tokens": [5] * 101}, {}, "")
 
 
 def parse(body: Any, *packed_fields: str, model: str = "m") -> Any:

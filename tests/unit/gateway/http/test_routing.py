@@ -81,7 +81,7 @@ TABLE = RouteTable(
 
 
 def handle(request: Request, table: RouteTable = TABLE, cors: Cors | None = None) -> HttpResponse:
-    app = App(SimpleNamespace(draining=False), table, cors)  # type: ignore[arg-type]
+    app = App(SimpleNamespace(is_draining=False), table, cors)  # type: ignore[arg-type]
     response = asyncio.run(app.handle(request))  # type: ignore[arg-type]
     assert app.active == 1 and response.on_sent is not None
     response.on_sent()
@@ -275,7 +275,7 @@ def send_batches(
     try:
         asyncio.run(response.send(request, 1.0))
     finally:
-        assert (batches.ended or method == "HEAD") and response.close is http10
+        assert (batches.ended or method == "HEAD") and response.closes_connection is http10
     head, _, body = b"".join(transport.written).partition(b"\r\n\r\n")
     assert (b"Transfer-Encoding: chunked" in head) is not http10
     return body

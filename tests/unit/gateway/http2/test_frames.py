@@ -103,5 +103,5 @@ def test_events_are_equal_for_any_split(sent: list[bytes], rest: bytes, steps: l
 def test_arbitrary_bytes_are_parsed_or_refused(data: bytes) -> None:
     """The bytes are frames, or the connection is closed with an error."""
     engine = Engine().take(wire.CLIENT_OPENING + data)
-    assert engine.gone is None or engine.http2.closing
+    assert engine.gone is None or engine.http2.is_closing
     assert Engine().take(data).http2.received_frames == 0

@@ -35,7 +35,7 @@ from tests.support.wire.http2_engine import Engine
 PADDED_FLAG, UNKNOWN_TYPE = 0x8, 0x16
 REQUEST = b"\x83\x86\x84"
 RESPONSE_BLOCKS = ResponseBlocks(b"\x88", b"\x88")
-LIMITS = Limits(resets=20, resets_per_s=2, control=30, control_per_s=4, streams=16)
+LIMITS = Limits(resets=20, resets_per_s=2, control_frames=30, control_per_s=4, streams=16)
 _FLOOD_SIZE = 200  # more frames than any small limit allows
 
 
@@ -146,7 +146,7 @@ def test_floods_end_the_connection(name: str) -> None:
     for number in range(_FLOOD_SIZE):
         engine.take(CONTROL[name](2 * number))
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
-    assert len(engine.sent) - sent_before <= LIMITS.control + 1
+    assert len(engine.sent) - sent_before <= LIMITS.control_frames + 1
 
 
 @pytest.mark.parametrize("name", CONTROL)
@@ -189,7 +189,7 @@ def test_messages_in_one_frame_earn_window_updates_each() -> None:
     for _ in range(5000):
         engine.take(window(1, 32))
     assert engine.gone is None
-    for _ in range(LIMITS.control + 200):
+    for _ in range(LIMITS.control_frames + 200):
         engine.take(window(1, 32))
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
 
@@ -259,12 +259,12 @@ def test_incomplete_frames_are_bounded() -> None:
 def test_a_client_that_does_not_read_is_bounded() -> None:
     """The queued bytes are bounded for any number of calls that are answered at once."""
     engine = Engine(LIMITS, Clock()).take(CLIENT_OPENING)
-    engine.http2.sending.paused = True
+    engine.http2.sending.is_paused = True
     sent_before = len(engine.sent)
     for number in range(1, 1000, 2):
         engine.take(begin(number, end=True))
         if number in engine.requests:
-            engine.http2.sending.send_head(engine.stream(number), b"\x88", end=True)
+            engine.http2.sending.send_head(engine.stream(number), b"\x88", ends_stream=True)
     assert engine.gone is FaultCode.ENHANCE_YOUR_CALM
     assert len(engine.sent) - sent_before <= LIMITS.resets + 1
 
@@ -277,7 +277,7 @@ def _frames_per_turn(engine: Engine, sent_data: bytes) -> Iterator[int]:
     engine.http2.receive(sent_data)
     while True:
         yield engine.http2.received_frames - frames_before
-        if not engine.http2.pending:
+        if not engine.http2.has_pending_frames:
             break
         frames_before = engine.http2.received_frames
         engine.http2.receive(b"")
@@ -295,7 +295,7 @@ def _frames_per_turn(engine: Engine, sent_data: bytes) -> Iterator[int]:
 )
 def test_the_work_of_a_turn_is_bounded(piece: bytes, frames_per_turn: int) -> None:
     """The limit counts frames, and empty frames count more; all are handled in the end."""
-    engine = Engine(Limits(frames=100, control=10**6)).take(CLIENT_OPENING + begin(1))
+    engine = Engine(Limits(frames=100, control_frames=10**6)).take(CLIENT_OPENING + begin(1))
     handled = list(_frames_per_turn(engine, piece * 1000))
     expected_turns = [frames_per_turn] * (1000 // frames_per_turn)
     assert handled in (expected_turns, [*expected_turns, 0])
@@ -323,7 +323,7 @@ def test_frames_received_meanwhile_stay_in_order() -> None:
     pings = [frame(PING, 0, 0, struct.pack(">Q", number)) for number in range(40)]
     for offset in range(0, 40, 8):
         engine.http2.receive(b"".join(pings[offset : offset + 8]))
-    while engine.http2.pending:
+    while engine.http2.has_pending_frames:
         engine.http2.receive(b"")
     answers = [sent_frame.payload for sent_frame in engine.flush()]
     assert answers == [struct.pack(">Q", number) for number in range(40)]
@@ -332,7 +332,7 @@ def test_frames_received_meanwhile_stay_in_order() -> None:
 def test_nothing_is_pending_after_the_connection_failed() -> None:
     engine = Engine(Limits(frames=10))
     engine.http2.receive(CLIENT_OPENING + frame(PING, 0, 0) + frame(PING, 0, 0, bytes(8)) * 50)
-    assert engine.http2.closing and not engine.http2.pending
+    assert engine.http2.is_closing and not engine.http2.has_pending_frames
     assert not engine.http2._buffer
 
 

@@ -72,7 +72,7 @@ class Client:
         for stream in _STREAMS:
             queued_bytes = self.queued[stream][len(self.received[stream]) :]
             assert self.queued[stream].startswith(self.received[stream])
-            if stream in self.reset_streams or self.sending.paused:
+            if stream in self.reset_streams or self.sending.is_paused:
                 continue
             if queued_bytes:  # only because of a window
                 assert self.window <= 0 or self.windows[stream] <= 0
@@ -109,9 +109,9 @@ class Client:
             self.frame = 16384 + size
             self.engine.take(settings_frame(MAX_FRAME, self.frame))
         elif action == "pause":
-            self.sending.paused = True
+            self.sending.is_paused = True
         elif action == "resume":
-            self.sending.paused = False
+            self.sending.is_paused = False
             self.sending.resume()
         elif action == "give up" and size < 1000:
             self.reset_streams.add(stream)
@@ -215,15 +215,15 @@ def test_trailers_for_a_client_that_does_not_read_are_bounded() -> None:
     """A stream is not finished while the socket accepts no bytes."""
     engine = Engine().take(CLIENT_OPENING + begin(1, 3))
     sending = engine.http2.sending
-    sending.paused = True
-    sending.send_head(engine.stream(1), HEAD + TRAILERS, end=True)
+    sending.is_paused = True
+    sending.send_head(engine.stream(1), HEAD + TRAILERS, ends_stream=True)
     sending.send_head(engine.stream(3), HEAD)
     sending.send_trailers(engine.stream(3), TRAILERS)
     assert [item.stream for item in engine.flush()] == [3]
     assert list(engine.http2.streams) == [1, 3]
     engine.take(window(0, 1))
     assert list(engine.http2.streams) == [1, 3]
-    sending.paused = False
+    sending.is_paused = False
     sending.resume()
     assert [item.payload for item in engine.flush()] == [HEAD + TRAILERS, TRAILERS]
     assert not engine.http2.streams
@@ -234,9 +234,9 @@ def test_trailers_need_no_window() -> None:
     sending = engine.http2.sending
     sending.window = 0
     sending.send_response(engine.stream(1), RESPONSE_BLOCKS, ())
-    sending.paused = True
+    sending.is_paused = True
     sending.send_response(engine.stream(3), RESPONSE_BLOCKS, ())
-    sending.paused = False
+    sending.is_paused = False
     sending.resume()
     assert not engine.http2.streams
 

@@ -32,7 +32,7 @@ class LlmRig(Rig):
             "max_batch_size": 2,
         }
         self.settings = EngineSettings.of({**small, **settings})
-        parameters = {ENGINE_PARAMETER: self.settings.text}
+        parameters = {ENGINE_PARAMETER: self.settings.json_text}
         super().__init__(decoupled=True, backend="llm", parameters=parameters, max_batch_size=0)
 
 
@@ -369,7 +369,7 @@ def test_a_step_that_failed_fails_its_requests_alone() -> None:
     llm.inbox.clear()
     (row,) = step.rows
     (key,) = llm.open
-    rig.respond(llm.peer, key, b"", code="INTERNAL", final=True, failed=True)
+    rig.respond(llm.peer, key, b"", code="INTERNAL", final=True, request_failed=True)
     rig.worker(llm.peer, g.Stepped(step.step, [], 0, 0, 0, skipped=[row.sequence]))
     assert take_ended(rig) == {number: "INTERNAL"}
     (next_number,) = submit(rig)

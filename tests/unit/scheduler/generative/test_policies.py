@@ -186,10 +186,10 @@ def test_a_prompt_that_a_draft_model_reads_does_not_end_its_proposals() -> None:
 
 def test_rejected_drafts_cause_a_pause() -> None:
     acceptance = Acceptance()
-    assert acceptance.length(4, 0.3) == 4
+    assert acceptance.draft_count(4, 0.3) == 4
     while acceptance.rate >= 0.3:
         acceptance.observe(4, 0)
-    assert [acceptance.length(4, 0.3) for _ in range(52)] == [0] * 51 + [4]
+    assert [acceptance.draft_count(4, 0.3) for _ in range(52)] == [0] * 51 + [4]
 
 
 def test_drafts_after_a_rejected_one_are_not_observations() -> None:

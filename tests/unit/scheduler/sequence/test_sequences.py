@@ -335,7 +335,7 @@ def test_a_drain_may_wait_for_open_sequences(rig: SequenceRig) -> None:
     """A drained model waits until its last sequence has ended; an unloaded model does not."""
     rig.request(1, START)
     rig.finish_batch()
-    rig.supervisor(Drain(sequences=True))
+    rig.supervisor(Drain(awaits_sequences=True))
     assert Drained() not in rig.take_supervisor_messages()
     rig.request(1, END)
     assert Drained() not in rig.take_supervisor_messages()
@@ -346,7 +346,7 @@ def test_a_drain_may_wait_for_open_sequences(rig: SequenceRig) -> None:
 def test_an_idle_sequence_ends_the_drain(rig: SequenceRig) -> None:
     rig.request(1, START)
     rig.finish_batch()
-    rig.supervisor(Drain(sequences=True))
+    rig.supervisor(Drain(awaits_sequences=True))
     rig.pass_time(1001 * MS)
     assert Drained() in rig.take_supervisor_messages()
     rig.supervisor(Drain())

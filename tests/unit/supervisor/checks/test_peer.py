@@ -17,7 +17,7 @@ FILE_IDENTITIES: dict[str, tuple[int, int] | None] = {
     **{kind: (4, number) for number, kind in enumerate(("user", "net", "ipc", "pid"))},
 }
 PEER = access.PeerFacts(1000, frozenset({1000}), FILE_IDENTITIES)
-SERVER = access.ServerFacts(PEER, runs=True, group=-1, device_count=1)
+SERVER = access.ServerFacts(PEER, is_running=True, group=-1, device_count=1)
 CONFIG = server.from_flags(
     command_line.parse(["--run-dir=/nowhere/shmserve"]), {}, needs_models=False
 )
@@ -41,7 +41,7 @@ def simulate_other_files(*names: str) -> access.PeerFacts:
         ({"group": 50}, PEER._replace(uid=7, groups=frozenset({50})), "user", OK, "--shm-group"),
         ({"process": PEER._replace(uid=0)}, PEER, "user", OK, "can open all objects"),
         ({}, simulate_other_files("run directory"), "run dir", WARNING, "cannot find it"),
-        ({"runs": False}, PEER, "run dir", OK, "no server is running"),
+        ({"is_running": False}, PEER, "run dir", OK, "no server is running"),
         ({}, simulate_other_files("net"), "network", WARNING, "127.0.0.1 does not reach"),
         ({}, simulate_other_files("ipc", "pid"), "devices", WARNING,
          "different ipc and pid namespace"),
@@ -64,7 +64,7 @@ def test_an_equal_process_passes_every_check() -> None:
 
 def test_a_process_of_the_same_user_is_inspected() -> None:
     own, other = access.gather_peer(CONFIG, os.getppid())
-    assert not own.runs
+    assert not own.is_running
     assert other.identities["/dev/shm"] == own.process.identities["/dev/shm"] is not None
     assert other.uid == os.getuid()
 

@@ -90,7 +90,7 @@ def run_scenario(
         rig = Rig(Processes(*flags), monkeypatch)
         await rig.version.instances.complete_config()
         await rig.version.instances.load()
-        rig.version.loaded = True
+        rig.version.has_loaded = True
         monkeypatch.setattr(ModelVersion, "ready", True)
         await scenario(rig)
         await rig.processes.end()

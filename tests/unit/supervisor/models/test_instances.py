@@ -19,7 +19,7 @@ from shmserve.supervisor.models.instances import (
     InstanceState,
     bounds_of,
     expand_instances,
-    with_count,
+    with_instance_count,
 )
 from shmserve.supervisor.models.model_version import ModelVersion
 from tests.rigs.process_rig import STACKS_FD, Processes, plan
@@ -77,10 +77,12 @@ def test_a_group_with_bounds_keeps_its_running_count() -> None:
 
 
 def test_instances_are_spread_evenly_over_devices() -> None:
-    names = [i.name for i in expand_instances(with_count(bounded(1, 0, 2), 3))]
+    names = [i.name for i in expand_instances(with_instance_count(bounded(1, 0, 2), 3))]
     assert names == ["m_0_gpu0_0", "m_0_gpu0_1", "m_0_gpu2_0"]
-    assert [i.name for i in expand_instances(with_count(bounded(2, 0, 2), 1))] == ["m_0_gpu0_0"]
-    assert len(expand_instances(with_count(bounded(1), 2))) == 2
+    assert [i.name for i in expand_instances(with_instance_count(bounded(2, 0, 2), 1))] == [
+        "m_0_gpu0_0"
+    ]
+    assert len(expand_instances(with_instance_count(bounded(1), 2))) == 2
 
 
 def instance() -> Instance:

@@ -60,7 +60,7 @@ class Repository:
         self.planned += 1
         return [plan()]
 
-    def finalise_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
+    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
         return spec.config
 
     def discard(self, discarded: VersionSpec) -> None:
@@ -154,7 +154,7 @@ async def test_a_file_that_changes_while_its_model_is_read() -> None:
 
     repository.reading = read
     for _ in range(3):
-        await poller.update("m", present=True)
+        await poller.update("m", is_present=True)
     await manager.stop()
     await processes.end()
     assert len(readings) == 2

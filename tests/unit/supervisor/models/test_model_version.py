@@ -109,7 +109,7 @@ async def test_a_scheduler_is_notified_of_an_instance_with_its_process_or_its_en
     text = "model 'm' failed: its instances are not restarted"
     assert records == [m.InstanceGone(0, text)] and model.instances.failure
     records.clear()
-    model.instances.introduce([second.pid])
+    model.instances.notify_new_scheduler([second.pid])
     assert records == [ProcessExited(second.pid, ""), m.InstanceGone(0, text)]
     await processes.end()
 

@@ -92,7 +92,7 @@ class Version:
 
     spec: SimpleNamespace
     running: list[int]
-    loaded: bool
+    has_loaded: bool
     instances: SimpleNamespace
 
     def pids(self) -> list[int]:

@@ -77,8 +77,8 @@ class Repository:
             for version in self.versions
         ]
 
-    def finalise_config(self, spec: VersionSpec, completed: dict[str, Any]) -> ModelSpec:
-        if None in completed.get("steps", ()):
+    def finalise_config(self, spec: VersionSpec, reported_properties: dict[str, Any]) -> ModelSpec:
+        if None in reported_properties.get("steps", ()):
             raise InvalidArgument("a step's model is not available")
         return spec.config
 

@@ -99,7 +99,7 @@ async def test_register_and_unregister() -> None:
     assert (extent.offset, extent.byte_size, memory.byte_size) == (100, 1000, 1100)
     await rig.registry.unregister("r", ME)
     assert len(rig.registry.active_regions()) == 1, "it is no system memory"
-    await rig.registry.unregister("r", ME, cuda=True)
+    await rig.registry.unregister("r", ME, is_cuda=True)
     assert rig.published[1:] == [
         m.RegionRetired(memory.id, 1),
         m.RegionWithdrawn("r", memory.id, 1),
@@ -144,10 +144,10 @@ def test_both_kinds_of_regions_share_their_names() -> None:
             await registry.register("device", key, 0, 4096, ME)
         with name_taken:
             await registry.register_cuda("host", CudaHandle(HANDLE, 0), 0, 64, ME)
-        await registry.unregister("host", ME, cuda=True)
-        await registry.unregister("device", ME, cuda=False)
+        await registry.unregister("host", ME, is_cuda=True)
+        await registry.unregister("device", ME, is_cuda=False)
         assert len(registry.active_regions()) == 2
-        await registry.unregister("", ME, cuda=True)
+        await registry.unregister("", ME, is_cuda=True)
         assert [region.name for region in registry.active_regions()] == ["host"]
         await registry.unregister("", ME)
         assert registry.active_regions() == []
@@ -169,9 +169,9 @@ async def test_a_region_belongs_to_its_user() -> None:
     with pytest.raises(AlreadyExists, match="shared memory region 'r' already in manager"):
         await registry.register_cuda("r", handle, 0, 64, BOB)
     for name in ("r", ""):
-        await registry.unregister(name, BOB, cuda=True)
+        await registry.unregister(name, BOB, is_cuda=True)
     assert len(registry.active_regions()) == 1
-    await registry.unregister("", Peer(EVERYONE), cuda=True)
+    await registry.unregister("", Peer(EVERYONE), is_cuda=True)
     assert registry.active_regions() == []
 
 
@@ -185,7 +185,7 @@ async def test_the_limits_of_a_user() -> None:
     with pytest.raises(InvalidArgument, match="--shm-max-regions-per-uid"):
         await registry.register_cuda("r", handle, 0, 64, ME)
     await registry.register_cuda("r", handle, 0, 64, BOB)
-    await registry.unregister("r0", ME, cuda=True)
+    await registry.unregister("r0", ME, is_cuda=True)
     registry.draining.gateway_exited(7)
     with pytest.raises(InvalidArgument, match="the process that exported it has exited"):
         await registry.register_cuda("r0", handle, 0, 64, ME, 2**22 + 1)
@@ -217,7 +217,7 @@ async def test_a_slow_check_of_one_handle_delays_no_other_registration() -> None
     await check_sent.wait()
     async with asyncio.timeout(10):
         await registry.register_cuda("mine", CudaHandle(HANDLE, 0), 0, 64, ME)
-        await registry.unregister("mine", ME, cuda=True)
+        await registry.unregister("mine", ME, is_cuda=True)
     was_answered.set()
     await asyncio.gather(*registrations)
     assert [region.name for region in registry.active_regions()] == ["theirs"]
@@ -234,7 +234,7 @@ async def test_without_gpus() -> None:
     text = "failed to register CUDA shared memory region: 'r', GPUs not supported"
     with pytest.raises(InvalidArgument, match=text):
         await registry.register_cuda("r", CudaHandle(HANDLE, 0), 0, 64, ME)
-    await registry.unregister("r", ME, cuda=True)
+    await registry.unregister("r", ME, is_cuda=True)
 
 
 @pytest.fixture
@@ -256,7 +256,7 @@ async def test_a_region_ends_with_its_exporter(exporters: list[subprocess.Popen[
         handle = CudaHandle(HANDLE, number)
         await registry.register_cuda(f"r{number}", handle, 0, 64, ME, exporter.pid)
     await registry.register_cuda("of nobody known", CudaHandle(OTHER, 0), 0, 64, ME)
-    await registry.unregister("r1", ME, cuda=True)
+    await registry.unregister("r1", ME, is_cuda=True)
     exporters[0].kill()
     assert [await asyncio.wait_for(rig.withdrawn.get(), 10) for _ in range(2)] == [*("r1", "r0")]
     assert [region.name for region in registry.active_regions()] == ["r2", "of nobody known"]
@@ -403,7 +403,7 @@ def test_registrations_are_sent_to_the_supervisor(gateway: Rig) -> None:
         part = f"/region/{name}" if name else ""
         gateway.http.post(f"{PATH}{part}/unregister").ok()
         (messages,) = gateway.received_of(UnregisterRegion)
-        assert (messages.name, messages.cuda) == (name, True)
+        assert (messages.name, messages.is_cuda) == (name, True)
         gateway.received.clear()
 
 
@@ -517,10 +517,10 @@ def test_outputs_overlap_in_one_allocation_only() -> None:
     for number, handle in enumerate((HANDLE, HANDLE, OTHER)):
         table.publish(region_published(f"r{number}", number + 1, handle=handle))
     references = RegionReferences(table)
-    references.reference_range(RegionRange("r0", 0, 16), write=True)
-    references.reference_range(RegionRange("r2", 0, 16), write=True)
+    references.reference_range(RegionRange("r0", 0, 16), is_output=True)
+    references.reference_range(RegionRange("r2", 0, 16), is_output=True)
     with pytest.raises(AlreadyExists, match="'r1' overlaps"):
-        RegionReferences(table).reference_range(RegionRange("r1", 8, 16), write=True)
+        RegionReferences(table).reference_range(RegionRange("r1", 8, 16), is_output=True)
     references.release()
     for number in range(3):
         table.withdraw(number + 1)
@@ -529,15 +529,15 @@ def test_outputs_overlap_in_one_allocation_only() -> None:
 def test_other_users_do_not_see_a_users_regions() -> None:
     table = RegionTable(lambda memory_id: None)
     table.publish(region_published("r", 1))
-    assert [region.name for region in table.visible_regions("", ME, cuda=True)] == ["r"]
-    assert table.visible_regions("", ME, cuda=False) == []
+    assert [region.name for region in table.visible_regions("", ME, is_cuda=True)] == ["r"]
+    assert table.visible_regions("", ME, is_cuda=False) == []
     for peer in (BOB, NOBODY):
-        assert table.visible_regions("", peer, cuda=True) == []
+        assert table.visible_regions("", peer, is_cuda=True) == []
         with pytest.raises(NotFound, match="Unable to find cuda shared memory region: 'r'"):
-            table.visible_regions("r", peer, cuda=True)
+            table.visible_regions("r", peer, is_cuda=True)
         # The kinds of the other user's regions are not revealed either.
         with pytest.raises(NotFound, match="Unable to find system shared memory region: 'r'"):
-            table.visible_regions("r", peer, cuda=False)
+            table.visible_regions("r", peer, is_cuda=False)
 
 
 def json_tensor() -> TensorRef:

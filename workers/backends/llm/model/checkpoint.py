@@ -174,7 +174,7 @@ class Checkpoint:
         problems: list[str] = []
         config = read_json(path / "config.json", problems)
         architecture = Architecture.of(config, problems) if config else None
-        settings = read_json(path / "tokenizer_config.json", problems, optional=True)
+        settings = read_json(path / "tokenizer_config.json", problems, is_optional=True)
         tokenizer = _read_tokenizer(path, settings, config, problems)
         stored_tensors = _read_headers(path, problems)
         problem_count = len(problems)
@@ -236,10 +236,10 @@ class Checkpoint:
         self._handles.clear()
 
 
-def read_json(path: Path, problems: list[str], optional: bool = False) -> dict[str, Any]:
+def read_json(path: Path, problems: list[str], is_optional: bool = False) -> dict[str, Any]:
     """Return the JSON object in a file, or an empty one after adding a problem."""
     if not path.exists():
-        if not optional or path.is_symlink():
+        if not is_optional or path.is_symlink():
             problems.append(_describe_missing(path))
         return {}
     try:
@@ -302,8 +302,8 @@ def _read_tokenizer(
         return None
     special_tokens_map, added_tokens = {}, {}
     if "added_tokens_decoder" not in settings:
-        special_tokens_map = read_json(path / "special_tokens_map.json", problems, optional=True)
-        added_tokens = read_json(path / "added_tokens.json", problems, optional=True)
+        special_tokens_map = read_json(path / "special_tokens_map.json", problems, is_optional=True)
+        added_tokens = read_json(path / "added_tokens.json", problems, is_optional=True)
     listed_tokens = _merge_special_tokens(settings, special_tokens_map)
     try:
         tokenizer = Tokenizer.from_file(str(file))
@@ -492,7 +492,7 @@ def _quantisation_config(path: Path, config: dict[str, Any], problems: list[str]
     settings = config.get("quantization_config") or config.get("compression_config")
     for name, method in _QUANTISATION_FILES.items():
         if not settings:
-            document = read_json(path / name, problems, optional=True)
+            document = read_json(path / name, problems, is_optional=True)
             settings = {"quant_method": method, **document} if document else {}
     return settings or {}
 
@@ -615,7 +615,7 @@ def _read_templates(path: Path, settings: dict[str, Any], problems: list[str]) -
             problems.append(f"{file.name} is not UTF-8 text")
     setting = settings.get("chat_template")
     if not templates and not setting:
-        document = read_json(path / "chat_template.json", problems, optional=True)
+        document = read_json(path / "chat_template.json", problems, is_optional=True)
         setting = document.get("chat_template")
     if not templates and isinstance(setting, list):
         named_templates = [template for template in setting if isinstance(template, dict)]

@@ -65,7 +65,7 @@ def test_streams_send_each_token(scheduler: Scheduler, folder: Folder, stop: lis
     assert responses[-1]["usage"] == [
         {"prompt_tokens": 4, "completion_tokens": 24, "cached_tokens": 0, "samples": [24]}
     ]
-    characters = [r.characters for r in scheduler.responses_sent]
+    characters = [r.sent_characters for r in scheduler.responses_sent]
     assert characters == sorted(characters) and characters[0] == len(responses[0]["text_output"][0])
 
 
@@ -79,7 +79,7 @@ def test_a_token_without_a_part_of_the_message_is_sent_if_it_is_shown(
     prompt = Prompt(1, PROMPT, parse({"stream": True, **options}, {}, 320), ())
     prompt.message_format = MessageFormat(FAMILIES["hermes"], {"f": {}})
     (token,) = TOKENIZER.encode("<").ids
-    sample = SampleText(prompt, TokenTexts(TOKENIZER), 0, "", message=True)
+    sample = SampleText(prompt, TokenTexts(TOKENIZER), 0, "", parses_message=True)
     sample.add([token], "", [])
     assert sample.has_unsent == has_unsent
     sample.take()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shmserve.errors import InvalidArgument
-from shmserve.workers.backends.llm.chat_template import ChatTemplate, conversation
+from shmserve.workers.backends.llm.chat_template import ChatTemplate, parse_conversation
 from shmserve.workers.backends.llm.tools import take_tools
 
 ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
@@ -160,10 +160,10 @@ MALFORMED_MESSAGES: dict[str, Any] = {
 @pytest.mark.parametrize("name", MALFORMED_MESSAGES)
 def test_a_variable_of_another_type_is_refused(name: str) -> None:
     messages = [{"role": "user", "content": "x"}]
-    assert name not in conversation(json.dumps({"messages": messages, name: None}))
+    assert name not in parse_conversation(json.dumps({"messages": messages, name: None}))
     for value in MALFORMED_MESSAGES[name]:
         with pytest.raises(InvalidArgument, match=f"^{name}: "):
-            conversation(json.dumps({"messages": messages, name: value}))
+            parse_conversation(json.dumps({"messages": messages, name: value}))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_custom_tools_are_functions_with_one_text() -> None:
     call = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "é\n"}}
     messages = [{"role": "assistant", "tool_calls": [call]}]
     body = {"messages": messages, "tools": [custom], "tool_choice": custom}
-    chat = conversation(json.dumps(body))
+    chat = parse_conversation(json.dumps(body))
     function = chat["tools"][0]["function"]
     assert (function["name"], function["description"]) == ("patch", "d")
     assert function["parameters"]["required"] == ["input"]
@@ -220,4 +220,4 @@ def test_custom_tools_are_functions_with_one_text() -> None:
 def test_custom_tools_that_are_refused(member: dict[str, Any], problem: str) -> None:
     chat = {"messages": [{"role": "user"}], "tools": [{"type": "custom", "custom": member}]}
     with pytest.raises(InvalidArgument, match=rf"^tools\[0\].custom.{problem}$"):
-        conversation(json.dumps(chat))
+        parse_conversation(json.dumps(chat))
