@@ -54,16 +54,16 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 
 
 class Follower(Protocol):
-    """An object that polls this link's descriptors while the model calls other models."""
+    """An object that also waits for the link's descriptors while the model calls other models."""
 
     def add(self, fd: int) -> None:
-        """Add a descriptor."""
+        """Wait for this descriptor, too."""
 
     def remove(self, fd: int) -> None:
-        """Remove a descriptor."""
+        """Stop waiting for this descriptor, which is about to be closed."""
 
     def on_cancelled(self) -> None:
-        """Check for calls to cancel, after a request of this instance was cancelled."""
+        """Cancel the model's calls whose requests are cancelled, since a request was cancelled."""
 
 
 class SupervisorLink:
@@ -400,7 +400,7 @@ class InstanceLink:
         return dealer is not None and dealer.connected and dealer.endpoint == endpoint
 
     def post(self, message: Any) -> None:
-        """Queue a message for the next `flush`."""
+        """Queue a message to the scheduler for the next `flush`."""
         with self.lock:
             assert self._dealer is not None
             self._dealer.post(message)
@@ -496,7 +496,7 @@ class InstanceLink:
 
     @property
     def has_open_requests(self) -> bool:
-        """Return whether a request has not ended."""
+        """Return whether any request that this instance has received has not ended."""
         return bool(self._open_requests)
 
     def open_requests(self, message: Any) -> Command:

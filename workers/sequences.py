@@ -192,7 +192,7 @@ class States:
         return Input(*fields, on_device=on_device, is_state=not in_place, is_writable=in_place)
 
     def __len__(self) -> int:
-        """Return the number of sequences with state."""
+        """Return the number of sequences whose states are stored."""
         return len(self._values_by_slot)
 
     def release(self, slot: int) -> None:

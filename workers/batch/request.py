@@ -406,7 +406,7 @@ class Unpacker:
     def _input_in_range(
         self, name: str, datatype: str, shape: tuple[int, ...], client_range: Range
     ) -> Input:
-        """Return the input in a memory range."""
+        """Return an input over a memory range, or over a copy if the model cannot use the range."""
         memory_range: Range | None = None
         on_device = is_shared = False
         if client_range.memory.copied:

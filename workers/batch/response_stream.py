@@ -141,7 +141,7 @@ class ResponseWriter:
     )
 
     def refuse(self, open_request: WorkerRequest, error: ShmserveError) -> None:
-        """Fail a request that cannot be read."""
+        """Send the error of a request that could not be read, and end the request."""
         now_ns = time.monotonic_ns()
         with self.link.lock:
             if self.link.is_open(open_request):

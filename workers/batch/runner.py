@@ -464,14 +464,14 @@ class Runner:
     def _fetch_state(
         self, name: str, outputs: Mapping[str, Any], requests: Sequence[Request]
     ) -> Output:
-        """Return the state of a sequence, without a copy from device to host memory if possible."""
+        """Return the state that a request's model has returned, on the device if it is there."""
         state = outputs[name]
         if is_tensor(state) and (datatype := _protocol_datatype(state)):
             return Output(name, datatype, state)
         return self._fetch_host(name, state, requests)
 
     def _split(self, output: BatchOutput, requests: Sequence[Request]) -> list[Output]:
-        """Return the parts of an output for the requests."""
+        """Return the part of an output that belongs to each request."""
         shape = output.shape
         shapes = self._ragged_rules and self._ragged_rules.part_shapes(output.name, requests, shape)
         if shapes:
@@ -512,7 +512,7 @@ def _to_host(raw: Any) -> memoryview:
 
 
 def _adjacent_slices(sizes: Iterable[int]) -> list[slice]:
-    """Return adjacent slices of these sizes."""
+    """Return slices of these sizes, each of which begins at the end of the previous one."""
     return [slice(*pair) for pair in pairwise(accumulate(sizes, initial=0))]
 
 

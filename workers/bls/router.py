@@ -237,7 +237,7 @@ class BlsCall(InflightRequest):
 
     @abstractmethod
     def receive(self, message: Responded) -> None:
-        """Handle one of any number of responses."""
+        """Handle a response to a call that may have many responses."""
 
     @abstractmethod
     def end(self, outcome: Outcome) -> None:
@@ -263,7 +263,7 @@ class _Target:
 
 
 class CallRouter:
-    """The router of calls, which submits them, receives responses and fails over.
+    """The router of a model's calls of other models: submission, responses and failover.
 
     Any thread may call its methods.
 
@@ -473,7 +473,7 @@ class CallRouter:
     # --- receiving
 
     def _handle_received(self) -> None:
-        """Handle all received messages."""
+        """Handle all received messages of the supervisor and the schedulers."""
         self._control.pump_all()
         if self._check_cancelled:
             self._check_cancelled = False

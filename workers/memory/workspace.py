@@ -1,4 +1,4 @@
-"""Leases of device memory from the workspace pool of a device, for the time of an execution.
+"""Leases of memory from the workspace pool of a device or of the host, for one execution.
 
 with lease:           blocks the thread until the pool has enough memory
 async with lease:     suspends the coroutine; other coroutines of its event loop continue
@@ -68,7 +68,7 @@ class Workspace:
         return replace(unpack_range(grant["place"]), byte_size=byte_size)
 
     def view(self, memory_range: Range) -> Any:
-        """Return the bytes of a lease."""
+        """Return the bytes of a leased range, in host memory or on the device."""
         return self._mappings.view(memory_range)
 
     def release(self, memory_range: Range, was_used: bool = True) -> None:

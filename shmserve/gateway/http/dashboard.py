@@ -79,7 +79,7 @@ class LiveFigures:
         self._has_snapshot = asyncio.Event()
 
     def start_recording(self) -> None:
-        """Record the history until the server exits."""
+        """Start the task that records the figures for the history until the server exits."""
         self._recorder = asyncio.get_running_loop().create_task(self._record())
 
     async def _record(self) -> None:

@@ -149,7 +149,7 @@ class Resources:
         return self._offset >= 0
 
     def release(self) -> None:
-        """Release everything. The method is idempotent."""
+        """Release the arena block and the references to regions. The method is idempotent."""
         if self._offset >= 0:
             self._arena.free(self._offset)
             self._offset = -1

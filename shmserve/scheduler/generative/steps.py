@@ -216,7 +216,7 @@ class RunningStep(NamedTuple):
     draft_count: int
 
     def observe(self, message: Stepped, times: StepTimes, counts: GenerationStats) -> None:
-        """Learn from the duration of the step and count it."""
+        """Update the model of durations, and the statistics, from the results of the step."""
         load, took_ms = self.load, (message.forward_ns + message.sample_ns) / 1e6
         if self.copies:
             times.observe_copies(self.copies, message.gather_ns / 1e6)

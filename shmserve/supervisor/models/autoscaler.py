@@ -417,7 +417,13 @@ class HostCapacity:
     _host_read_s: float = field(init=False, default=-math.inf)
 
     def sample(self, pids: list[int], execution_s: float, at_s: float) -> None:
-        """Measure the workers, whose executions have taken `execution_s` seconds in total."""
+        """Measure the processor time that a model's executions use, and the host's utilisation.
+
+        Args:
+            pids: The pids of the model's workers.
+            execution_s: The total time of the model's executions so far, in seconds.
+            at_s: The current time, on the monotonic clock.
+        """
         if at_s - self._host_read_s >= _READ_EVERY_S:
             self._host_utilization, self._host_read_s = self._host_cpu.read(), at_s
         processor_times = {pid: processor_time_s(pid) for pid in pids}

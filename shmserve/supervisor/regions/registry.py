@@ -57,7 +57,7 @@ class Processes(Protocol):
         """Send `make(number)`, and wait until each live process has acknowledged it."""
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """Send a message to each process."""
+        """Send a message to each process with one of these roles."""
 
     def pids(self, *roles: str) -> list[int]:
         """Return the connected processes."""
@@ -205,7 +205,7 @@ class RegionRegistry:
         await self._processes.publish(region.publication, "gateway")
 
     def active_regions(self) -> list[OpenRegion]:
-        """Return every active region."""
+        """Return every region that requests may use by its name."""
         return list(self._active_regions.values())
 
     def publications(self) -> Iterator[RegionPublished | RegionRetired]:

@@ -127,13 +127,13 @@ class GenerationParameters:
 
     @cached_property
     def penalised(self) -> bool:
-        """Return whether repeated tokens are penalised."""
+        """Return whether tokens that occur repeatedly are penalised."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0)
 
     @cached_property
     def restricted(self) -> bool:
-        """Return whether particular tokens are forbidden or favoured."""
+        """Return whether some tokens are forbidden, or their logits are biased."""
         return bool(self.logit_bias or self.forbidden or self.allowed_token_ids)
 
     @cached_property

@@ -185,7 +185,8 @@ class SingleResponse:
         """Store a copy of the response.
 
         Raises:
-            TritonModelException: There is a response already, or the end comes before the response.
+            TritonModelException: There is a response already, the end comes before the response, or
+                the end was sent.
         """
         if response is not None and self.response is not None:
             raise TritonModelException(MORE_THAN_ONE)

@@ -274,6 +274,7 @@ class VllmEngine:
         Raises:
             InvalidArgument: An input or a parameter is wrong. vLLM raises other errors, see
                 `client_error`.
+            NotFound: There is no LoRA adapter of this name.
         """
         from vllm.entrypoints.for_openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.entrypoints.for_openai.completion.protocol import CompletionRequest

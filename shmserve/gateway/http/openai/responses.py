@@ -369,7 +369,7 @@ class ResponseObject:
         self._created = int(time.time())
 
     def add(self, prompt: int, delta: Delta) -> list[dict[str, Any]]:
-        """Add a part of the text, and return the events that describe it."""
+        """Add a part of the generated text, and return the events of the stream for it."""
         message: dict[str, Any] = delta.message or {"content": delta.text}
         events = [] if self._event_count else self._start_events()
         self._next_logprobs += (delta.logprobs or {}).get("content", [])
@@ -406,9 +406,9 @@ class ResponseObject:
 
     @cached_property
     def _calls(self) -> dict[str, tuple[str, dict[str, str]]]:
-        """Return the item type and the name members of calls, by the name that the model calls.
+        """Return the types and the members of items with calls, by the name that the model calls.
 
-        Only custom tools and functions of namespaces have an entry.
+        Only calls of custom tools and of functions in namespaces differ from other function calls.
         """
         calls: dict[str, tuple[str, dict[str, str]]] = {}
         tools = self.body.get("tools") or []
