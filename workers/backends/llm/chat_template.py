@@ -33,7 +33,10 @@ _PART_TEXTS = {
     "thinking": "thinking",
 }
 _TYPE_TESTS = ("string", "iterable", "sequence", "mapping")
-_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning")
+_OPTIONS = (
+    *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning"),
+    "continue_final_message",
+)
 NICE = 10
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message that is continued
 # As in vLLM's Responses API, the model calls a custom tool as a function with one text.
