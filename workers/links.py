@@ -382,7 +382,8 @@ class InstanceLink:
                 self.pump()
                 self._control.unwatch(self._dealer.fd)
                 self.flush()
-                self._dealer.close()
+                dealer, self._dealer = self._dealer, None
+                dealer.close()
                 self._disconnect()
             self._dealer = Dealer(endpoint, f"{self._index}.{self._pid}")
             self._control.watch(self._dealer.fd, self.pump)
@@ -483,9 +484,10 @@ class InstanceLink:
     def _disconnect(self) -> None:
         """Cancel all requests of a scheduler that has disconnected."""
         self.commands.clear()
-        for request in self._open_requests.values():
+        # Replaced first, because a listener of `cancel` may end its request, which calls `close`.
+        requests, self._open_requests = self._open_requests, {}
+        for request in requests.values():
             request.cancel()
-        self._open_requests.clear()
         self._control.on_cancelled()
         for eventfd in self._waiting_by_eventfd:
             os.eventfd_write(eventfd, 1)

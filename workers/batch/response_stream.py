@@ -74,7 +74,8 @@ class MetricsReports:
         if self._tokens < 1:
             return
         with self._link.lock:
-            if self.post_changes():
+            # `attach` reports the changes of warm-up requests, which run before the link exists.
+            if self._link.connected and self.post_changes():
                 self._tokens -= 1
                 self._link.flush()
 

@@ -475,11 +475,13 @@ class CallRouter:
     def _handle_received(self) -> None:
         """Handle all received messages of the supervisor and the schedulers."""
         self._control.pump_all()
-        with self._lock:
-            if self._check_cancelled:
-                self._check_cancelled = False
+        if self._check_cancelled:
+            self._check_cancelled = False
+            with self._lock:
                 calls = tuple(self.schedulers.pending.values())
-                self._cancellations += [(call, False) for call in calls if call.request.cancelled]
+            # Without the lock: `cancelled` needs the lock of the instance's link.
+            self._cancellations += [(call, False) for call in calls if call.request.cancelled]
+        with self._lock:
             for link in self._links:
                 for message in link.receive():
                     if isinstance(message, Finished | Responded | Failed) and message.spans:

@@ -496,7 +496,10 @@ class InferenceRequest:
             request = self._call_request()
             if not decoupled:
                 api.submit(UnaryBlsCall(api.calls, request, future), future)
-                return loop.create_task(_await_response(future))
+                unary_task = loop.create_task(_await_response(future))
+                # A task that is cancelled before its first step does not cancel the future.
+                unary_task.add_done_callback(lambda _: future.cancel())
+                return unary_task
             call = api.submit(StreamBlsCall(api.calls, request, future), future)
         except ShmserveError as error:
             response = from_error(error)
