@@ -51,7 +51,7 @@ def _median_us(call: Callable[[], object], seconds: float) -> float:
 
 
 def _local_layer() -> Callable[[], object]:
-    """Run the layer in this process, with its output in place as in a worker."""
+    """Return a function that runs the layer in this process, with its output in place."""
     import torch
 
     with torch.inference_mode():

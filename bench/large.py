@@ -62,7 +62,7 @@ class Http:
         self._connection.request("POST", "/v2/models/simple/infer", _BODY)
 
     def read(self) -> int:
-        """Read a response, and return the number of responses."""
+        """Read the response to the only request in flight, and return 1."""
         response = self._connection.getresponse()
         if response.status != 200:
             raise SystemExit(f"HTTP: {response.status} {response.read()!r}")

@@ -158,6 +158,8 @@ class EngineSettings:
             InvalidArgument: Settings are invalid. The message has a line for each:
                 `ORIGIN:POSITION: KEY:`, the value found, and the values allowed.
         """
+        if not isinstance(document, Mapping):
+            raise InvalidArgument(f"{origin}: {document!r:.80} is not a mapping")
         problems: list[_Problem] = []
         profile = document.get("profile", "")
         own = _valid_settings(cls, document, "", problems)

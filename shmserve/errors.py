@@ -252,7 +252,7 @@ class Collector:
             return cast("T", None)
 
     def check(self) -> None:
-        """Raise Problems if there were any."""
+        """Raise Problems with the collected errors, if there are any."""
         if self.problems:
             raise Problems(self.problems)
 

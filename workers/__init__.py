@@ -14,7 +14,7 @@ tensor_specs.py     descriptions of a file's inputs and outputs, and of generate
 sequences.py        control inputs and states of sequences, and the executor of their batches
 backends/           the interface of a backend, and the built-in backends
 bls/                business logic scripting: a model's calls of other models
-memory/             outputs in the arena, device memory and its leases, copies
+memory/             outputs in the arena, device memory, leases of workspaces, memory plans
 device.py           compute devices: the CPU or an accelerator; torch preloaded by a zygote
 user_code.py        code of models: imported, run in an event loop, its errors as text
 """

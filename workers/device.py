@@ -62,7 +62,7 @@ class Device:
 
 
 class Accelerator(Device):
-    """A device with memory of its own."""
+    """A compute device with memory of its own, to and from which tensors are copied."""
 
     needs_copies = True
 

@@ -54,16 +54,16 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 
 
 class Follower(Protocol):
-    """An object that polls this link's descriptors while the model calls other models."""
+    """An object that also waits for the link's descriptors while the model calls other models."""
 
     def add(self, fd: int) -> None:
-        """Add a descriptor."""
+        """Wait for this descriptor, too."""
 
     def remove(self, fd: int) -> None:
-        """Remove a descriptor."""
+        """Stop waiting for this descriptor, which is about to be closed."""
 
     def on_cancelled(self) -> None:
-        """Check for calls to cancel, after a request of this instance was cancelled."""
+        """Cancel the model's calls whose requests are cancelled, since a request was cancelled."""
 
 
 class SupervisorLink:
@@ -383,7 +383,8 @@ class InstanceLink:
                 self.pump()
                 self._control.unwatch(self._dealer.fd)
                 self.flush()
-                self._dealer.close()
+                dealer, self._dealer = self._dealer, None
+                dealer.close()
                 self._disconnect()
             self._dealer = Dealer(endpoint, f"{self._index}.{self._pid}")
             self._control.watch(self._dealer.fd, self.pump)
@@ -400,7 +401,7 @@ class InstanceLink:
         return dealer is not None and dealer.connected and dealer.endpoint == endpoint
 
     def post(self, message: Any) -> None:
-        """Queue a message for the next `flush`."""
+        """Queue a message to the scheduler for the next `flush`."""
         with self.lock:
             assert self._dealer is not None
             self._dealer.post(message)
@@ -484,9 +485,10 @@ class InstanceLink:
     def _disconnect(self) -> None:
         """Cancel all requests of a scheduler that has disconnected."""
         self.commands.clear()
-        for request in self._open_requests.values():
+        # Replaced first, because a listener of `cancel` may end its request, which calls `close`.
+        requests, self._open_requests = self._open_requests, {}
+        for request in requests.values():
             request.cancel()
-        self._open_requests.clear()
         self._control.on_cancelled()
         for eventfd in self._waiting_by_eventfd:
             os.eventfd_write(eventfd, 1)
@@ -495,7 +497,7 @@ class InstanceLink:
 
     @property
     def has_open_requests(self) -> bool:
-        """Return whether a request has not ended."""
+        """Return whether any request that this instance has received has not ended."""
         return bool(self._open_requests)
 
     def register_requests(self, message: Any) -> Command:

@@ -321,7 +321,7 @@ class WorkerInstance:
             self.serve_commands()
 
     def serve_commands(self) -> None:
-        """Execute the commands received from the scheduler."""
+        """Execute the received messages of the scheduler, such as batches, in order."""
         while self.link.commands:
             message, requests = self.link.commands.popleft()
             self._in_flight = getattr(message, "in_flight", self._in_flight)

@@ -192,7 +192,7 @@ class States:
         return Input(*fields, on_device=on_device, is_state=not in_place, is_writable=in_place)
 
     def __len__(self) -> int:
-        """Return the number of sequences with state."""
+        """Return the number of sequences whose states are stored."""
         return len(self._values_by_slot)
 
     def release(self, slot: int) -> None:
@@ -339,12 +339,12 @@ class SequenceExecutor(Executor):
 
     def execute(self, batch: Execute, requests: list[WorkerRequest]) -> BatchFinished:
         self._rows = batch.rows
-        try:
-            return super().execute(batch, requests)
-        finally:
-            for row in batch.rows:
-                if row.flags & SEQUENCE_END:
-                    self._states.release(row.slot)
+        finished = super().execute(batch, requests)
+        rescheduled = {reply.key for reply in finished.replies if reply.code == RESCHEDULED}
+        for row in batch.rows:
+            if row.flags & SEQUENCE_END and row.key not in rescheduled:
+                self._states.release(row.slot)
+        return finished
 
     def run_warmup(self, requests: list[Request]) -> list[ShmserveError]:
         """Run warm-up requests: each is a whole sequence, unless it has its own controls."""
@@ -419,7 +419,10 @@ class SequenceExecutor(Executor):
 
     def _respond(self, row_request: _RowRequest, response: Response) -> Reply:
         open_request, request = row_request.open_request, row_request.request
-        self._states.store(row_request.row, response, self._client_outputs)
+        try:
+            self._states.store(row_request.row, response, self._client_outputs)
+        except BaseException as error:  # a text that is not Unicode, or too little memory
+            return self._close_with_error(open_request, self._explain(error, request))
         if response.is_rescheduled:
             reply: Reply | None = Reply(open_request.key, RESCHEDULED, "")
         else:

@@ -306,7 +306,7 @@ def unpack_inferred(schema: bytes, data: Sequence[Any]) -> Inferred:
 
 
 def pack_data(data: Iterable[bytes | Range]) -> list[Any]:
-    """Return the data of tensors in the form of messages."""
+    """Return the data of tensors as messages contain it: bytes, and packed ranges."""
     return [item if isinstance(item, bytes) else pack_range(item) for item in data]
 
 

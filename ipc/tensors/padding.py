@@ -96,7 +96,7 @@ class Padding:
         return constant_part + self._shape_format.pack(*sizes)
 
     def batch(self) -> PaddedBatch:
-        """Return an empty batch."""
+        """Return an empty batch, to which requests are added."""
         return PaddedBatch(self)
 
     def _split(self, key: bytes) -> tuple[bytes, tuple[Shape, ...]]:

@@ -76,7 +76,10 @@ class Record(metaclass=_RecordType):
 
 
 class Document(Record):
-    """The base class of records that are sent as the document they were decoded from: `source`."""
+    """The base class of records that are decoded from a document, such as a configuration.
+
+    A document is sent in a message as the map `source`, from which the receiver decodes the record.
+    """
 
     @classmethod
     @abstractmethod
@@ -212,7 +215,7 @@ def _plain_type(annotation: Any) -> type[Any]:
 
 
 class _Records:
-    """A list of records within a message, encoded as lists of their fields."""
+    """The codec of a message's field with a list of records, each a list of its fields."""
 
     def __init__(self, cls: type[Any]) -> None:
         hints = typing.get_type_hints(cls)
@@ -234,7 +237,7 @@ class _Records:
 
 
 class _Document:
-    """A document within a message, encoded as its source."""
+    """The codec of a message's field with a `Document`, which is sent as its `source`."""
 
     encode = attrgetter("source")
 
@@ -255,7 +258,7 @@ def _is_document(annotation: Any) -> bool:
 
 
 def _nested_codec(annotation: Any) -> _Records | _Document | None:
-    """Return the handler of a field that contains records or a document, or None."""
+    """Return the codec of a field with records or a document; None for any other field."""
     element_type = (*typing.get_args(annotation), None)[0]
     if (
         typing.get_origin(annotation) is list

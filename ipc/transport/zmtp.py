@@ -37,7 +37,8 @@ _SIGNATURE_SIZE = 10  # the first bytes of a greeting, which identify ZMTP
 _MORE_FLAG, _LONG_FLAG, _COMMAND_FLAG = 1, 2, 4
 _LONG_SIZE = struct.Struct(">Q")
 _VALUE_SIZE = struct.Struct(">I")
-_MAX_FRAME_SIZE = 256 * 1024 * 1024
+# More than the files of a load request (2 GiB by gRPC). A larger frame would end the link for good.
+_MAX_FRAME_SIZE = 1 << 32
 _MAX_HANDSHAKE_FRAME_SIZE = 4096
 # Bound here, because `gevent.monkey` in a model removes the function from its module.
 _epoll = select.epoll

@@ -118,7 +118,7 @@ class Top:
         self.is_ended = False
 
     def update(self, figures: dict[str, Any]) -> None:
-        """Update the state with the server's figures."""
+        """Merge the server's figures, which may only have the changes, into the displayed state."""
         if figures.get("whole"):
             self.models, self.events = {}, []
         self.models |= figures["models"]

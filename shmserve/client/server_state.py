@@ -244,7 +244,7 @@ class ServerState(ABC):
                 channel.wake()
 
     def wake_all(self) -> None:
-        """Wake all channels."""
+        """Wake the threads and event loops of all registered channels."""
         with self._lock:
             for channel in self._channels:
                 channel.wake()

@@ -174,7 +174,7 @@ def open_session(
 
 
 class Session:
-    """The connection and memory of a client."""
+    """The connection of a client to its server, and the client's shared memory."""
 
     def __init__(
         self,

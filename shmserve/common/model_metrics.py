@@ -127,7 +127,7 @@ class ModelMetrics:
         self._instances: dict[int, Families] = {}
 
     def snapshot(self) -> list[Any]:
-        """Return a checkpoint for `restore`."""
+        """Return the families of all instances as a checkpoint, from which `restore` continues."""
         exited = to_lists(self._exited_families)
         return [exited, *([pid, to_lists(families)] for pid, families in self._instances.items())]
 
@@ -155,7 +155,7 @@ class ModelMetrics:
             self._exited_families = sum_families((self._exited_families, totals))
 
     def total(self) -> Families:
-        """Return the sum over all instances."""
+        """Return the families, summed over all instances of the version."""
         return sum_families((self._exited_families, *self._instances.values()))
 
 

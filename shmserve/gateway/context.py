@@ -118,7 +118,8 @@ class ModelTable:
     def publish(self, message: ModelPublished) -> None:
         """Register a version, or replace it."""
         self.revision += 1
-        self._schedulers.open(message.endpoint)
+        with suppress(Unavailable):  # without a free descriptor, the first request opens the link
+            self._schedulers.open(message.endpoint)
         versions = self._models.setdefault(message.name, {})
         previous = versions.get(message.version)
         model = versions[message.version] = GatewayModel(message)

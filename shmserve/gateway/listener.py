@@ -341,7 +341,7 @@ class Acceptor:
         self._on_drained: Callable[[], None] | None = None
 
     def __call__(self) -> LimitedConnection:
-        """Return the protocol of a new connection."""
+        """Return the protocol object of a new connection; asyncio calls the acceptor for each."""
         return self._create_connection(self)
 
     @property

@@ -192,6 +192,13 @@ class _Process:
             gateway.schedulers.close()
 
     def _handle_message(self, message: Any) -> None:
+        try:
+            self._apply(message)
+        finally:  # without it, one model that this gateway cannot serve would block all loads
+            if number := getattr(message, "ack_number", 0):
+                self._gateway.supervisor.post(Acknowledged(number))
+
+    def _apply(self, message: Any) -> None:
         gateway = self._gateway
         match message:
             case ModelPublished():
@@ -247,8 +254,6 @@ class _Process:
                 self._stop_received.set()
             case _:
                 logger.warning("unexpected %s from the supervisor", type(message).__name__)
-        if number := getattr(message, "ack_number", 0):
-            gateway.supervisor.post(Acknowledged(number))
 
     def _on_clients_notified(self) -> None:
         self._gateway.refuses_requests = True

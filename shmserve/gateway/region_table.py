@@ -51,7 +51,7 @@ class GatewayRegion:
         return peer.uid == EVERYONE or self.owner.admits(peer)
 
     def memory_range(self, requested: RegionRange) -> Range:
-        """Return the memory range of the range that a client requested in this region.
+        """Return the range of the region's object that a range in this region refers to.
 
         Raises:
             InvalidArgument: The range does not lie within the region.
@@ -115,7 +115,7 @@ class WrittenRanges:
         return True
 
     def remove(self, span: tuple[int, int]) -> None:
-        """Remove a range that was added."""
+        """Remove the range of an output, since its request has ended."""
         del self.ranges[bisect_left(self.ranges, span)]
 
 
@@ -254,7 +254,7 @@ class RegionTable:
         self._regions_by_id: dict[int, GatewayRegion] = {}
 
     def publish(self, message: RegionPublished) -> None:
-        """Register a region under its name, or list a region that only requests in flight use."""
+        """Register a region under its name; a `draining` region is only listed."""
         region = GatewayRegion(message)
         memory_id = region.memory.id
         if message.draining:

@@ -66,7 +66,7 @@ class RequestTrace:
         self.scheduler = self.context.child()
 
     def on_response(self, message: Response) -> None:
-        """Record the last response."""
+        """Record the time, the error and the spans of the last response."""
         self.responded_ns = time.monotonic_ns()
         if isinstance(message, Failed | Responded) and message.code:
             self.error = message.message
@@ -74,7 +74,7 @@ class RequestTrace:
             self.read_spans(message.spans)
 
     def read_spans(self, spans: bytes) -> None:
-        """Record the spans of the last response."""
+        """Store the spans of the last response that belong to this request."""
         self.spans = span_subtree(unpack_spans(spans, self.tensors), self.scheduler.span_id)
 
     def explanation(self, now_ns: int) -> dict[str, Any]:
@@ -112,7 +112,10 @@ def trace_entries(
 
 
 def _tensor_entries(trace: RequestTrace) -> Iterator[dict[str, Any]]:
-    """Yield the entries of tensors; an input is recorded with each response of a request."""
+    """Yield the entries in Triton's trace file for the traced tensors, each input once.
+
+    An ensemble's input is traced again by each step that reads it.
+    """
     inputs = {(t.span_id, t.name): t for t in trace.tensors if not t.is_output}
     outputs = [tensor_entry for tensor_entry in trace.tensors if tensor_entry.is_output]
     span_ids = {span.span_id for span in trace.spans}

@@ -136,7 +136,7 @@ def key_text(key: Key) -> str:
 
 
 def member(name: str | int) -> str | int:
-    """Return a map's key as an element of a `Key`: step[0].input_map["a"]."""
+    """Return the name of a map's entry as it follows the map in a key: `["a"]`."""
     return name if isinstance(name, int) else f"[{json.dumps(name)}]"
 
 

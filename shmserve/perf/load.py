@@ -164,7 +164,7 @@ class LoadGenerator:
         self._lanes = [slot.lane for slot in self._free_slots]
 
     def begin(self) -> None:
-        """Start the load."""
+        """Start to send requests."""
         self._is_running = True
         self._start_ns = now_ns = self._last_completion_ns = _clock()
         if self._schedule is None:
@@ -221,13 +221,13 @@ class LoadGenerator:
             self._free_slots.append(slot)
 
     def count_error(self, error: str) -> None:
-        """Count a failed request."""
+        """Count a failed request by the text of its error."""
         errors = self.records.errors
         name = error if error in errors or len(errors) < _MAX_ERRORS else _OTHER_ERRORS
         errors[name] += 1
 
     def mark(self) -> Mark:
-        """Return the current counts."""
+        """Return the counts of requests at this time, the boundary of a window."""
         records = self.records
         # An interrupt can leave an incomplete row, whose last column is then missing.
         counts = (len(records.responses), len(records.gaps_ns), records.failed_count())
@@ -264,7 +264,7 @@ class Probe:
         """Ignore a response; implements `LaneObserver`."""
 
     def on_end(self, error: str = "", responses: int = -1) -> None:
-        """Record the result; implements `LaneObserver`."""
+        """Record the error of the request, or "" for success; implements `LaneObserver`."""
         self.error = error
 
 

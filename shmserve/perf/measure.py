@@ -158,7 +158,7 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Return the name of the load."""
+        """Return the kind and the value of the load, such as "concurrency 8"."""
         return f"{self.kind} {self.value:g}"
 
 

@@ -63,7 +63,7 @@ class Candidate:
 
 
 class Trial(NamedTuple):
-    """The result of measuring a candidate."""
+    """The measured throughput, p99 latency and number of errors of a candidate."""
 
     candidate: Candidate
     per_second: float
@@ -73,7 +73,7 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """The search space.
+    """The configurations among which a search selects.
 
     Attributes:
         instances: Numbers of instances, ascending.
@@ -276,7 +276,7 @@ def with_candidate(config: Config, candidate: Candidate, target_ms: float) -> di
 
 
 def describe(candidate: Candidate) -> str:
-    """Return a short description of a candidate."""
+    """Return the settings of a candidate as text: "2 instances, batch 8, 100 us"."""
     words = [_with_count(candidate.instances, "instance")]
     if candidate.batch:
         words.append(f"batch {candidate.batch}")

@@ -473,7 +473,7 @@ class EventLane(HttpLane):
                 self._token_count = int(token_count[1])
 
     def handle_success(self) -> None:
-        """Handle the end of the events."""
+        """Report the end of the request, with the error or the number of tokens in its events."""
         error_event, token_count = self._error_event, self._token_count
         self._partial_event, self._error_event, self._token_count = b"", b"", -1
         self.observer.on_end(error_event.decode(errors="replace")[:_MAX_ERROR_LENGTH], token_count)

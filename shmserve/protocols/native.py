@@ -116,7 +116,18 @@ class NativeLaneFactory:
         device: str = "",
         output_specs: Specs | None = None,
     ) -> None:
-        """Connect to the server. Raises Disconnected when there is no server."""
+        """Connect to the server.
+
+        Args:
+            run_dir: The run directory of the server.
+            poller: The event loop of the lanes.
+            is_decoupled: Whether a request may have many responses.
+            device: The device of the region with the tensors, or "" to copy tensors.
+            output_specs: The shape and datatype of each output with space in the region.
+
+        Raises:
+            Disconnected: There is no server.
+        """
         self.is_decoupled = is_decoupled
         self.poller = poller
         self._device = device

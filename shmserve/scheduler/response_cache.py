@@ -281,7 +281,7 @@ class LruCache(Generic[T]):
         self.used_bytes = 0
 
     def resize(self, bound: int) -> None:
-        """Change the bound."""
+        """Change the bound, and evict values until the cache fits."""
         self.bound = bound
         self._evict(bound)
 

@@ -65,11 +65,11 @@ class QueuePolicies:
     has_limits: bool = False  # whether the configuration has levels or limits
 
     def level(self, priority: int) -> int:
-        """Return the level of requests with this priority."""
+        """Return the number of the queue's level for requests with this priority."""
         return priority if 0 < priority <= self.levels else self.default_level
 
     def policy(self, level: int) -> LevelPolicy:
-        """Return the policy of a level."""
+        """Return the limits of the queue's level with this number."""
         return self.level_policies.get(level, self.default)
 
 
@@ -92,7 +92,7 @@ class Sequencing:
     max_waiting: int = _MAX_SEQUENCES
 
     def without_delay(self) -> Sequencing:
-        """Return these rules without delays: no further request is expected."""
+        """Return these rules without delays, for the time when no further request is expected."""
         oldest = None if self.oldest_rules is None else replace(self.oldest_rules, delay_ns=0)
         return replace(self, delay_ns=0, oldest_rules=oldest)
 

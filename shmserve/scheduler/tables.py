@@ -295,7 +295,7 @@ class ExecutionStats(Table):
         self.padding: dict[str, list[int]] = {}  # by input name: elements and padding elements
 
     def count(self, executions: list[Execution]) -> None:
-        """Count the recorded executions."""
+        """Add executions, which `Statistics` has recorded, to the counters."""
         reasons, rows, timings = zip(*executions, strict=True)
         _, *phases, _, _, _ = zip(*timings, strict=True)
         self.execution_count += len(executions)

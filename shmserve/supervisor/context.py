@@ -1,4 +1,4 @@
-"""The record of objects that all parts of the supervisor share; responses and publications."""
+"""The objects that all parts of the supervisor share, and their common ways to send messages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ RequestHandler = Callable[[int, Any], Awaitable[dict[str, Any] | None]]
 
 @dataclass(slots=True, eq=False)
 class SupervisorContext:
-    """The shared objects of the supervisor.
+    """The objects that all parts of the supervisor share.
 
     `front_zygote` forks gateways and schedulers. `worker_zygote`, which has imported torch, forks
     workers. A reload replaces `config`, so no other object may store it.

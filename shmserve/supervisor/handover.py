@@ -1,10 +1,12 @@
 """The handover of a server to a successor that was started beside it (`--take-over`).
 
-new  loads its models ── go ──> old
-    <── keep, for each region ──       from now on each sends the other its registrations
-    owns the run directory             clients that look for a server find the new one
-    <── accept ──────────────────      the old server's sequences have ended, and it drains
-    accepts clients                    including those that waited at the sockets
+1. The successor has loaded its models, and sends "go".
+2. The predecessor sends the registrations of its regions, one after the other. From now on,
+   each server sends the other one its changes of registrations.
+3. The successor moves into the run directory, so that clients that look for a server find it.
+4. When the predecessor's sequences have ended, it stops accepting clients, and sends "accept".
+5. The successor accepts clients, including those that wait at the shared sockets. The
+   predecessor drains and exits.
 """
 
 from __future__ import annotations
@@ -176,7 +178,7 @@ class Handover:
         assert successor is not None
         self._kept.mirror_to(successor)
         for region in self._regions.active_regions():
-            self._kept.mirror(region)
+            self._kept.send_to_other_server(region)
             await successor.until_done()
         if not successor.end_future.done():
             self.has_successor = True

@@ -239,7 +239,7 @@ def _find_class(config: ModelSpec) -> type[Backend]:
 
 
 def names() -> set[str]:
-    """Return the names of all known backends."""
+    """Return the names of the built-in backends and of those that other packages register."""
     return {entry.name for entry in entry_points(group=GROUP)} | set(_BUILT_IN)
 
 

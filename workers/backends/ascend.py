@@ -252,7 +252,7 @@ class OfflineModel:
 
 
 class AscendBackend(Backend):
-    """An offline model on one device."""
+    """The backend of one offline model on one device."""
 
     read_only_inputs = False  # inputs are copied to the device, so they need no protection
 

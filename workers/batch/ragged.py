@@ -151,7 +151,7 @@ _GENERATORS: dict[str, Callable[[Sequence[Shape], bool], Array]] = {
 
 
 class Padder:
-    """The padder of one model's batches."""
+    """The padder of batches: pads the inputs of a model, and cuts its outputs."""
 
     def __init__(self, padding: Padding, signature: Signature, copy_counter: CopyCounter) -> None:
         self._padding = padding
@@ -171,7 +171,7 @@ class Padder:
         self._copy_counter = copy_counter
 
     def pad(self, requests: Sequence[Request]) -> PaddedInputs:
-        """Pad the inputs of a batch, add lengths and masks, and return the true shapes."""
+        """Pad the inputs of a batch, add lengths and masks; return the true and padded shapes."""
         padded = PaddedInputs()
         for name, pad in self._padding.pads.items():
             if name not in requests[0].inputs:

@@ -130,8 +130,8 @@ class Input:
 
     def is_text(self) -> bool:
         """Check, without a copy, whether a BYTES tensor is one element with a valid length."""
-        prefix = max(len(self.raw) - 4, 0).to_bytes(4, "little")
-        return element_count(self.shape) == 1 and self.raw[:4] == prefix
+        length = int.from_bytes(self.raw[:4], "little")
+        return element_count(self.shape) == 1 and length == len(self.raw) - 4
 
     def torch(self) -> torch.Tensor:
         """Return the tensor as a torch tensor, a view if possible; not for BYTES.
@@ -406,7 +406,7 @@ class Unpacker:
     def _input_in_range(
         self, name: str, datatype: str, shape: tuple[int, ...], client_range: Range
     ) -> Input:
-        """Return the input in a memory range."""
+        """Return an input over a memory range, or over a copy if the model cannot use the range."""
         memory_range: Range | None = None
         on_device = is_shared = False
         if client_range.memory.copied:

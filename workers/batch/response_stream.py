@@ -74,7 +74,8 @@ class MetricsReports:
         if self._tokens < 1:
             return
         with self._link.lock:
-            if self.post_changes():
+            # `attach` reports the changes of warm-up requests, which run before the link exists.
+            if self._link.connected and self.post_changes():
                 self._tokens -= 1
                 self._link.flush()
 
@@ -140,7 +141,7 @@ class ResponseWriter:
     )
 
     def refuse(self, open_request: WorkerRequest, error: ShmserveError) -> None:
-        """Fail a request that cannot be read."""
+        """Send the error of a request that could not be read, and end the request."""
         now_ns = time.monotonic_ns()
         with self.link.lock:
             if self.link.is_open(open_request):

@@ -266,10 +266,12 @@ class Runner:
     @contextlib.contextmanager
     def detecting_writes(self) -> Iterator[None]:
         """Return a context for the model's call that detects writes into the inputs."""
+        has_failed = True
         try:
             yield
+            has_failed = False
         finally:
-            self._detect_writes()
+            self._detect_writes(has_failed)
 
     def inputs(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Return each input as one batch on the device; all requests must have the same inputs.
@@ -338,11 +340,12 @@ class Runner:
             self._watched_tensors.append((tensor, tensor._version))
         return tensor
 
-    def _detect_writes(self) -> None:
+    def _detect_writes(self, has_failed: bool) -> None:
         has_written = any(tensor._version != version for tensor, version in self._watched_tensors)
         # Writes that bypass torch, as through `x.numpy()`, do not change the version.
         has_written = has_written or any(raw.tobytes() != old for raw, old in self._original_bytes)
-        if self._watched_tensors:
+        # A call that failed may have ended before its writes.
+        if self._watched_tensors and (has_written or not has_failed):
             if has_written and (self._passes_views or self._is_learning):
                 self._context.warn_of_writes()
             self._passes_views = not has_written
@@ -367,7 +370,8 @@ class Runner:
         if self._device.needs_copies:
             self._device.synchronize()
         self._context.stopwatch.output_start_ns = time.monotonic_ns()
-        states = [self._fetch_state(name, outputs, requests) for name in requests[0].states]
+        names = [name for name in requests[0].states if name in outputs]
+        states = [self._fetch_state(name, outputs, requests) for name in names]
         if len(requests) == 1:
             first_parts = [self._split(item, requests)[0] for item in batch_outputs]
             return [Response(first_parts, states=states)]
@@ -460,14 +464,14 @@ class Runner:
     def _fetch_state(
         self, name: str, outputs: Mapping[str, Any], requests: Sequence[Request]
     ) -> Output:
-        """Return the state of a sequence, without a copy from device to host memory if possible."""
+        """Return the state that a request's model has returned, on the device if it is there."""
         state = outputs[name]
         if is_tensor(state) and (datatype := _protocol_datatype(state)):
             return Output(name, datatype, state)
         return self._fetch_host(name, state, requests)
 
     def _split(self, output: BatchOutput, requests: Sequence[Request]) -> list[Output]:
-        """Return the parts of an output for the requests."""
+        """Return the part of an output that belongs to each request."""
         shape = output.shape
         shapes = self._ragged_rules and self._ragged_rules.part_shapes(output.name, requests, shape)
         if shapes:
@@ -508,7 +512,7 @@ def _to_host(raw: Any) -> memoryview:
 
 
 def _adjacent_slices(sizes: Iterable[int]) -> list[slice]:
-    """Return adjacent slices of these sizes."""
+    """Return slices of these sizes, each of which begins at the end of the previous one."""
     return [slice(*pair) for pair in pairwise(accumulate(sizes, initial=0))]
 
 

@@ -2,7 +2,7 @@
 
 the client's region      if the request names a range for the output
 the range of an input    if the output is that input, and the request allows it
-the message              if all other outputs together are small
+the message              if all other outputs together are small, or the output is empty
 the worker's arena       otherwise; the reader releases the block
 
 Outputs for a client's device memory are copied from host or device memory. An output that a runner
@@ -305,7 +305,7 @@ class Scatterer:
             memory_range = _used_range(item.name, memory_range, item.byte_size)
             self._write_to(memory_range, item.data)
             return memory_range
-        if inline:
+        if inline or not item.byte_size:
             self._context.copy_counter.outputs += item.byte_size
             return item.data if isinstance(item.data, bytes) else item.data.tobytes()
         return self._put_in_arena(item, client_pid, claimed_offsets)

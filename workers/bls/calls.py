@@ -120,7 +120,7 @@ class StreamBlsCall(BlsCall):
         return bool(self.outcomes) or self.received_all or self.is_abandoned
 
     def wait(self) -> None:
-        """Wait until `has_next()` is true."""
+        """Wait until `take` would not block."""
         if not self.has_next():
             self.router.shared_wait.wait_until(self.has_next)
 

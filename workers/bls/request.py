@@ -77,7 +77,7 @@ class CallRequest:
 
     @property
     def cancelled(self) -> bool:
-        """Return whether all `origins` are cancelled."""
+        """Return whether the requests for which the model makes this call are all cancelled."""
         return bool(self.origins) and all(origin.is_cancelled() for origin in self.origins)
 
     @property

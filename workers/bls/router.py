@@ -237,7 +237,7 @@ class BlsCall(InflightRequest):
 
     @abstractmethod
     def receive(self, message: Responded) -> None:
-        """Handle one of any number of responses."""
+        """Handle a response to a call that may have many responses."""
 
     @abstractmethod
     def end(self, outcome: Outcome) -> None:
@@ -263,7 +263,7 @@ class _Target:
 
 
 class CallRouter:
-    """The router of calls, which submits them, receives responses and fails over.
+    """The router of a model's calls of other models: submission, responses and failover.
 
     Any thread may call its methods.
 
@@ -473,13 +473,15 @@ class CallRouter:
     # --- receiving
 
     def _handle_received(self) -> None:
-        """Handle all received messages."""
+        """Handle all received messages of the supervisor and the schedulers."""
         self._control.pump_all()
-        with self._lock:
-            if self._check_cancelled:
-                self._check_cancelled = False
+        if self._check_cancelled:
+            self._check_cancelled = False
+            with self._lock:
                 calls = tuple(self.schedulers.pending.values())
-                self._cancellations += [(call, False) for call in calls if call.request.cancelled]
+            # Without the lock: `cancelled` needs the lock of the instance's link.
+            self._cancellations += [(call, False) for call in calls if call.request.cancelled]
+        with self._lock:
             for link in self._links:
                 for message in link.receive():
                     if isinstance(message, Finished | Responded | Failed) and message.spans:

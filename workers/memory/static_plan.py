@@ -64,7 +64,7 @@ class MemoryPlan:
 
     @property
     def rows(self) -> int:
-        """Return the rows of the largest batch."""
+        """Return the number of rows of the largest batch."""
         return self.buckets[-1]
 
     def bucket_of(self, rows: int) -> int:

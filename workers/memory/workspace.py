@@ -1,4 +1,4 @@
-"""Leases of device memory from the workspace pool of a device, for the time of an execution.
+"""Leases of memory from the workspace pool of a device or of the host, for one execution.
 
 with lease:           blocks the thread until the pool has enough memory
 async with lease:     suspends the coroutine; other coroutines of its event loop continue
@@ -68,7 +68,7 @@ class Workspace:
         return replace(unpack_range(grant["place"]), byte_size=byte_size)
 
     def view(self, memory_range: Range) -> Any:
-        """Return the bytes of a lease."""
+        """Return the bytes of a leased range, in host memory or on the device."""
         return self._mappings.view(memory_range)
 
     def release(self, memory_range: Range, was_used: bool = True) -> None:
@@ -89,8 +89,9 @@ class LeasedWorkspace:
 
     Raises:
         Internal: On entry, if the size is not positive or exceeds the pool. Also if the execution
-            already has a lease, since two executions could deadlock. Also if a coroutine would
-            block the event loop while another coroutine has a lease.
+            already has a lease, since two executions could deadlock. Also if another execution is
+            within the block of this lease. Also if a coroutine would block the event loop while
+            another coroutine has a lease.
         Unavailable: On entry, if the device has no pool.
     """
 
@@ -156,6 +157,8 @@ class LeasedWorkspace:
 
     def _enter(self, memory_range: Range, in_loop: bool) -> Any:
         try:
+            if self._memory_range is not None:
+                raise Internal("this workspace is used by another execution: request one for each")
             view = self._convert(self._workspace.view(memory_range))
         except BaseException:
             self._workspace.release(memory_range, was_used=False)
@@ -172,7 +175,8 @@ class LeasedWorkspace:
         with contextlib.suppress(ValueError):
             _HAS_WORKSPACE.reset(self._token)
         self._workspace.coroutine_count -= self._in_loop
-        self._workspace.release(self._memory_range)
+        memory_range, self._memory_range = self._memory_range, None
+        self._workspace.release(memory_range)
 
 
 def _fail(grant: asyncio.Future[Range], error: Exception) -> None:

@@ -16,7 +16,7 @@ class Results(NamedTuple):
 
 
 class Simple:
-    """Adds and subtracts two arrays."""
+    """A model that adds and subtracts two arrays."""
 
     max_batch_size = MAX_BATCH_SIZE
 
@@ -25,7 +25,7 @@ class Simple:
 
 
 class Image:
-    """Computes the scores of an image with a small network."""
+    """A model that computes the scores of an image with a small network."""
 
     max_batch_size = MAX_BATCH_SIZE
 

@@ -154,7 +154,7 @@ class DeviceSegment(RegisteredMemory):
     def view(
         self, offset: int, shape: tuple[int, ...], datatype: str, lease: MemoryLease
     ) -> DeviceView:
-        """Return the tensor at `offset`; raise Released after `close`."""
+        """Return a view of the tensor at `offset`; raise Released after `close`."""
         if self._allocation is None:
             raise Released("this client is closed")
         return DeviceView(self, self._allocation, offset, tuple(shape), datatype, lease)

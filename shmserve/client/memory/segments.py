@@ -89,7 +89,7 @@ class Segment(RegisteredMemory):
         return m.ShareMemory(request_number, self.size, self.pin), (self.fd,)
 
     def view(self, offset: int, shape: tuple[int, ...], datatype: str, lease: MemoryLease) -> View:
-        """Return the tensor at `offset`."""
+        """Return an array over the tensor at `offset`, which keeps the memory of `lease` alive."""
         return View.from_memory(self.bytes, offset, shape, dtype_of(datatype), lease)
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class BlockOwner(Protocol):
     """An owner of idle blocks that can be freed when memory is short."""
 
     def free_idle(self) -> None:
-        """Free the idle blocks."""
+        """Free the blocks that no request uses at present."""
 
 
 @dataclass(eq=False)
@@ -312,7 +312,7 @@ class Memories:
                 self._lock.release()
 
     def free_recycled(self) -> None:
-        """Free the blocks that were recycled."""
+        """Free the blocks that `MemoryBlock.recycle` has marked as unused."""
         with self._lock:
             while self.recycled:
                 segment, offset = self.recycled.popleft()

@@ -67,7 +67,7 @@ class View(np.ndarray[Any, Any]):
         dtype: np.dtype[Any],
         lease: MemoryLease,
     ) -> View:
-        """Return the tensor at `offset` of `memory`."""
+        """Return an array at `offset` of `memory`, which keeps the memory of `lease` alive."""
         view: View = np.ndarray.__new__(cls, shape, dtype, memory, offset)
         view._lease = lease
         return view
@@ -81,7 +81,7 @@ class View(np.ndarray[Any, Any]):
         return np.ndarray.view(self, np.ndarray)
 
     def check(self) -> None:
-        """Raise Released if the memory was released."""
+        """Raise Released if the memory of this array was released."""
         if self._lease is not None and self._lease.released:
             raise Released("this memory was released; copy data that you need after the release")
 

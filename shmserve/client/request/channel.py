@@ -203,7 +203,7 @@ class ClientRequest(InflightRequest):
         release_memory()
 
     def ready(self) -> bool:
-        """Return whether a waiting thread can proceed."""
+        """Return whether the request has completed, so that a waiting thread can continue."""
         return self.outcome is not None
 
     def complete(self, outcome: Result | ShmserveError) -> None:
@@ -325,7 +325,7 @@ class RequestChannel:
 
     @property
     def unsent(self) -> int:
-        """Return the number of queued messages."""
+        """Return the number of messages that wait for the next `flush`."""
         return self._links.unsent
 
     def flush(self) -> None:

@@ -46,7 +46,7 @@ def pack(
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """A slot: memory of a template for one request at a time.
+    """The memory of a slot of a request template, which one request uses at a time.
 
     Attributes:
         template: The template that owns the slot.
@@ -63,7 +63,7 @@ class Buffer:
     output_data: list[Any]
 
     def end(self) -> None:
-        """Return the slot to its template, for the next request."""
+        """Return this slot to its template, for the next request."""
         self.template.return_slot(self)
 
 

@@ -143,7 +143,10 @@ def read_one_of_many(reader: Reader, message: Responded) -> Result:
 def _read(
     reader: Reader, message: Finished | Responded, lease: MemoryLease | None
 ) -> tuple[Result, bool]:
-    """Return the result, and whether its outputs may be in shared memory."""
+    """Return the result of a response, and whether its outputs may be in shared memory.
+
+    The `lease`, if there is one, ends with the last array over the request's slot.
+    """
     packed = reader.packed_request
     schema = packed.model.responses[message.schema]
     datas = message.data
@@ -189,7 +192,7 @@ def own_memories(packed: PackedRequest) -> set[int]:
 def _map_output(
     reader: Reader, lease: MemoryLease | None, ref: TensorSchema, memory_range: Range
 ) -> Any:
-    """Return an output in shared memory."""
+    """Return an output in shared memory: an array over it, or a copy of a worker's memory."""
     packed = reader.packed_request
     segment = _segment(packed, memory_range.memory)
     if segment is None or ref.datatype == "BYTES":

@@ -170,7 +170,7 @@ def _is_placed(packed: PackedRequest) -> bool:
 
 
 class Waiter(Protocol):
-    """The interface by which a thread submits requests and waits for their responses."""
+    """The channel by which a thread submits requests and waits for their responses."""
 
     connection: ServerConnection
 

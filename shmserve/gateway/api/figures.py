@@ -175,7 +175,7 @@ def _recent_figures(report: Report, earlier_report: Report, seconds: float) -> R
     if sum(batch_counts):
         rows = batch_sizes["sum"] - earlier_sizes["sum"]
         figures["batch"] = _four_digits(rows / sum(batch_counts))
-    if "generated" in report:
+    if "generated" in report and "generated" in earlier_report:
         figures |= {
             n: _four_digits(increases[key] / seconds) for n, key in _GENERATION_RATES.items()
         }

@@ -116,10 +116,10 @@ class Carrier(Protocol):
         """Write the pending frames."""
 
     def watch(self, call: Any, arriving: ArrivingMessage) -> None:
-        """Watch the time limit of a call's message."""
+        """Register a call, whose message must arrive within the time limit of `arriving`."""
 
     def unwatch(self, call: Any) -> None:
-        """Stop watching the call, since its message was received or the call has ended."""
+        """End the time limit of a call, since its message was received or the call has ended."""
 
     def record_call_end(self) -> None:
         """Record that a call has ended and that all its frames are sent."""
@@ -189,7 +189,7 @@ class GrpcCall(ABC):
     # --- for the handler of the call
 
     def time_remaining(self) -> float | None:
-        """Return the time until the deadline in seconds, or None."""
+        """Return the time until the call's deadline in seconds; None without a deadline."""
         return self._deadline - time.monotonic() if self._deadline else None
 
     def is_out_of_time(self) -> bool:

@@ -202,7 +202,7 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
                 self._pause_reading(pause_s)
 
     def _pause_reading(self, seconds: float) -> None:
-        """Pause reading for `seconds`; the caller derives them from the client's useless frames."""
+        """Pause reading for `seconds`, since the client sends too many useless frames."""
         if self.transport is not None:
             self.transport.pause_reading()
             self.loop.call_later(seconds, self._resume_reading)
@@ -280,12 +280,12 @@ class GrpcConnection(LimitedConnection, asyncio.BufferedProtocol):
     # --- time limits
 
     def watch(self, call: GrpcCall, arriving: ArrivingMessage) -> None:
-        """Watch the time limit of a call's message."""
+        """Register a call, whose message must arrive within the time limit of `arriving`."""
         self._arriving_messages[call] = arriving
         self._schedule_time_limit_check()
 
     def unwatch(self, call: GrpcCall) -> None:
-        """Stop watching the call, since its message has arrived or the call has ended."""
+        """End the time limit of a call, since its message was received or the call has ended."""
         self._arriving_messages.pop(call, None)
 
     def record_call_end(self) -> None:

@@ -260,14 +260,14 @@ class ArrivingMessage(Arrival):
         self.started_at = time.monotonic()
 
     def is_overdue(self, now: float) -> bool:
-        """Return whether the time limit has expired."""
+        """Return whether the time limit of the message has expired."""
         return now > self.started_at + self.time_limit_s + self.received_bytes / SLOWEST_RATE
 
     def _total_wait_s(self, now: float) -> float:
         return now - self.started_at
 
     def evict(self) -> None:
-        """Release the memory and end the call."""
+        """Release the memory of the message, and end its call."""
         super().evict()
         self._on_evicted()
 
@@ -323,7 +323,7 @@ class Assembly:
         return self.sink.next_buffer(min(byte_limit, self.missing_bytes))
 
     def feed(self, piece: memoryview) -> None:
-        """Receive bytes."""
+        """Receive the next bytes of the call's messages; `take_message` returns complete ones."""
         if self._position == len(self._piece) and not self._buffered_data:
             self._piece, self._position, self._is_piece_copied = piece, 0, False
         else:
@@ -365,7 +365,7 @@ class Assembly:
         return None
 
     def permit_rest(self) -> int:
-        """Permit the bytes of the message that exceed the window; return how many these are."""
+        """Permit the rest of the message, beyond the window; return the number of its bytes."""
         permitted, self.beyond_window = self.beyond_window, 0
         self._permitted_beyond += permitted
         return permitted
@@ -386,7 +386,7 @@ class Assembly:
         return data
 
     def discard(self) -> None:
-        """Discard the received data."""
+        """Discard the incomplete message, and release its memory in the arena."""
         sink, self.sink = self.sink, None
         if sink is not None:
             sink.discard()

@@ -40,7 +40,7 @@ def run(start_record: bytes, *fds: int) -> None:
 
 
 class GrpcServer(process.ProtocolServer):
-    """The gRPC servers, on listening sockets."""
+    """The protocol server of a gRPC gateway: an HTTP/2 server for each listening socket."""
 
     refuses_while_busy = True
 
@@ -65,7 +65,7 @@ class GrpcServer(process.ProtocolServer):
         )
 
     async def open(self) -> None:
-        """Create the servers."""
+        """Create a server, which accepts no connections yet, for each listening socket."""
         gateway_settings = self._gateway.settings
         rules = Authorisation(gateway_settings.tokens, gateway_settings.grpc_restricted, "protocol")
         limit = min(

@@ -59,7 +59,7 @@ class _Window:
         self._free_bytes -= size
 
     def release(self, size: int) -> None:
-        """Enlarge the window."""
+        """Enlarge the window by the size of a request that has ended."""
         self._free_bytes += size
         self._enlarged.set()
 

@@ -375,7 +375,7 @@ async def body_limit_us(gateway: Gateway, request: HttpRequest) -> int:
     body = Body(request, gateway.settings, gateway.body_budget)
     content = await body.read(gateway.arena.memory.byte_size, _BODY_TOO_LARGE)
     request.content = WholeBody(content)
-    with contextlib.suppress(ShmserveError, AttributeError, TypeError, ValueError):
+    with contextlib.suppress(ShmserveError, AttributeError, TypeError, ValueError, OverflowError):
         header = loads(content[: header_size(request.headers.get(HEADER_LENGTH), len(content))])
         parameters = header.get("parameters", {})
         limits_us = [int(parameters.get("deadline_us", 0))]

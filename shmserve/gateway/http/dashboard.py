@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import logging
 import os
@@ -79,7 +80,7 @@ class LiveFigures:
         self._has_snapshot = asyncio.Event()
 
     def start_recording(self) -> None:
-        """Record the history until the server exits."""
+        """Start the task that records the figures for the history until the server exits."""
         self._recorder = asyncio.get_running_loop().create_task(self._record())
 
     async def _record(self) -> None:
@@ -116,9 +117,9 @@ class LiveFigures:
 
     async def _stream_events(self) -> AsyncGenerator[Sequence[bytes], None]:
         seen_number = 0
-        self._add_viewer()
+        task = self._add_viewer()
         try:
-            while not self._is_ended:
+            while not (self._is_ended or task.done()):
                 if self._snapshot_number == seen_number:
                     await self._has_snapshot.wait()
                     continue
@@ -135,10 +136,11 @@ class LiveFigures:
         history = orjson.dumps(self._history.as_series())
         return b'%b,"history":%b}\n\n' % (self._full_event.rstrip()[:-1], history)
 
-    def _add_viewer(self) -> None:
+    def _add_viewer(self) -> asyncio.Task[None]:
         self._viewer_count += 1
-        if self._task is None:
+        if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._take_snapshots())
+        return self._task
 
     def _remove_viewer(self) -> None:
         self._viewer_count -= 1
@@ -147,27 +149,28 @@ class LiveFigures:
             self._task, self._snapshot_number = None, 0
 
     async def _take_snapshots(self) -> None:
-        watch = EventWatch(self._run_dir)
         try:
-            await watch.wait_for_state(_STATE_TIMEOUT_S)
-            source = _SnapshotSource(self._gateway, watch, self._figures, self._history)
-            while True:
-                started_s = time.monotonic()
-                self._publish(*await source.take(started_s))
-                duration_s = time.monotonic() - started_s
-                pause_s = max(_SNAPSHOT_INTERVAL_S - duration_s, _INTERVAL_PER_COST * duration_s)
-                await asyncio.sleep(min(pause_s, _MAX_INTERVAL_S))
+            with contextlib.closing(EventWatch(self._run_dir)) as watch:
+                await watch.wait_for_state(_STATE_TIMEOUT_S)
+                source = _SnapshotSource(self._gateway, watch, self._figures, self._history)
+                while True:
+                    started_s = time.monotonic()
+                    self._publish(*await source.take(started_s))
+                    cost_s = time.monotonic() - started_s
+                    pause_s = max(_SNAPSHOT_INTERVAL_S - cost_s, _INTERVAL_PER_COST * cost_s)
+                    await asyncio.sleep(min(pause_s, _MAX_INTERVAL_S))
         except Exception:
             logger.exception("the dashboard's figures cannot be computed")
-            self.end_streams()
-        finally:
-            watch.close()
+            self._wake_viewers()  # their streams end, and the next viewer starts another task
 
     def _publish(self, figures: dict[str, Any], change: dict[str, Any]) -> None:
         self._full_event, self._change_event = (
             SERVER_SENT_EVENTS.frame(orjson.dumps(event)) for event in (figures, change)
         )
         self._snapshot_number += 1
+        self._wake_viewers()
+
+    def _wake_viewers(self) -> None:
         taken_event, self._has_snapshot = self._has_snapshot, asyncio.Event()
         taken_event.set()
 

@@ -73,7 +73,7 @@ class MalformedBody(Exception):
 
 
 class ReadState(enum.Enum):
-    """What a connection does with received bytes."""
+    """The use that a connection makes of received bytes."""
 
     PARSING = enum.auto()  # pass them to the parser
     CONFLICTING_HEAD = enum.auto()  # wait for the rest of a chunked request's head with a length
@@ -198,7 +198,11 @@ class Incoming(LimitedConnection, asyncio.Protocol):
 
     @abstractmethod
     def _begin_request(self, begin: BeginRepeatedRequest, body: bytes) -> bool:
-        """Begin a request with the cached head without the task; return whether it was begun."""
+        """Begin a request whose head equals the cached one, without waking the connection's task.
+
+        Returns:
+            Whether the request was begun.
+        """
 
     # --- bytes
 

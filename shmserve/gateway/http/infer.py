@@ -276,7 +276,10 @@ async def _encode_response(
     template: JsonResponseTemplate,
     inferred: Inferred,
 ) -> HttpResponse:
-    """Return a response of any size, compressed if the client accepts it. Binary data are views."""
+    """Return a response of any size, compressed if the client accepts that.
+
+    The binary data of an uncompressed response are views of the outputs.
+    """
     trim = gateway.malloc_trim
     text_values: list[bytes] = []
     binary: list[bytes | memoryview] = []

@@ -98,12 +98,12 @@ class WholeBody:
 
 
 class BegunRequest(Protocol):
-    """A request in flight that no task handles."""
+    """An in-flight HTTP request that was begun without a task."""
 
     http_request: HttpRequest
 
     async def response(self) -> Any:
-        """Return the response once it has arrived."""
+        """Wait for the response, and return it."""
 
     def cancel(self) -> None:
         """Cancel the request, since the client has disconnected."""

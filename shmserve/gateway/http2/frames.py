@@ -78,7 +78,7 @@ def encode_frame_header(size: int, frame_type: int, flags: int, stream_id: int) 
 
 
 def encode_frame(frame_type: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
-    """Return a frame."""
+    """Return the bytes of a frame with this payload."""
     return encode_frame_header(len(payload), frame_type, flags, stream_id) + payload
 
 
@@ -91,7 +91,7 @@ def encode_goaway(last_id: int, code: FaultCode, reason: str = "") -> bytes:
 
 
 def encode_settings(values: dict[int, int]) -> bytes:
-    """Return a SETTINGS frame."""
+    """Return the bytes of a SETTINGS frame with these values by identifier."""
     payload = b"".join(_SETTING_FORMAT.pack(*item) for item in values.items())
     return encode_frame(SETTINGS, 0, 0, payload)
 

@@ -381,7 +381,7 @@ class FrameReader(ABC, Generic[HeadT]):
 
     @abstractmethod
     def _pass_data(self, stream: Stream, piece: memoryview) -> None:
-        """Handle a piece of data."""
+        """Handle a piece of the data of a stream."""
 
     @abstractmethod
     def _handle_headers(self, stream_id: int, flags: int, block: bytes) -> None:

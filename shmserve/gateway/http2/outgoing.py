@@ -84,7 +84,7 @@ class ResponseBlocks:
 
 
 class Outgoing:
-    """The sending half of a connection."""
+    """The sending half of an HTTP/2 connection."""
 
     def __init__(self, on_sent: Callable[[Stream], None]) -> None:
         self._on_sent = on_sent  # called with a stream whose frames are all sent
@@ -177,14 +177,14 @@ class Outgoing:
         self._on_sent(stream)
 
     def discard_queued(self, stream: Stream) -> None:
-        """Discard the queued data of a stream."""
+        """Discard the data of a stream that has not been sent."""
         stream.is_cut_short = stream.is_cut_short or bool(stream.queued_bytes)
         stream.queued_pieces.clear()
         stream.queued_bytes = 0
         self.waiting_streams.pop(stream, None)
 
     def discard_output(self, stream: Stream) -> None:
-        """Discard all output of a stream."""
+        """Discard the data and the trailers of a stream that have not been sent."""
         self.discard_queued(stream)
         stream.trailers = None
         stream.has_all_output = True

@@ -62,10 +62,10 @@ class BodyBudget:
         self._bodies: set[Arrival] = set()
 
     def reserve(self, body: Arrival, byte_size: int) -> None:
-        """Count `byte_size` bytes of a body, until `release`.
+        """Count `byte_size` more bytes of a body; evict slow bodies if the limit is exceeded.
 
         Raises:
-            Unavailable: The bodies together exceed the limit.
+            Unavailable: The bodies together exceed the limit, and no other slow body is left.
         """
         self._bodies.add(body)
         body.heap_bytes += byte_size
@@ -81,14 +81,14 @@ class BodyBudget:
         body.check()
 
     def release(self, body: Arrival) -> None:
-        """Release the bytes of a body that is complete, discarded or evicted."""
+        """Stop counting the bytes of a body that is complete, discarded or evicted."""
         heap_bytes, body.heap_bytes = body.heap_bytes, 0
         self._used_bytes -= heap_bytes
         self._bodies.discard(body)
         self._trim.schedule(heap_bytes)
 
     def register(self, body: Arrival) -> None:
-        """Register a body that has a block of the arena."""
+        """Register a body with an arena block, so that `evict` can evict the body."""
         self._bodies.add(body)
 
     def evict(self) -> Iterator[None]:
@@ -141,7 +141,7 @@ class Arrival:
         self.heap_bytes = 0
 
     async def next(self, read: Awaitable[bytes]) -> bytes:
-        """Return the result of `read`.
+        """Wait for the next bytes of the body, which `read` returns, within the time limit.
 
         Raises:
             BodyTimeout: The time limit has expired, or the body was evicted.
@@ -175,7 +175,7 @@ class Arrival:
         self._body_budget.reserve(self, byte_size)
 
     def release_budget(self) -> None:
-        """Release the bytes of `reserve`, since the body is complete or discarded."""
+        """Stop counting the bytes of `reserve`, since the body is complete or discarded."""
         self._body_budget.release(self)
 
     def register_block(self, release: Callable[[], None]) -> None:
@@ -196,15 +196,15 @@ class Arrival:
 
     @property
     def has_block(self) -> bool:
-        """Return whether eviction releases an arena block."""
+        """Return whether `evict` would release an arena block of this body."""
         return self._release_block is not None
 
     def rate(self, now: float) -> float:
-        """Return the received bytes per second of waiting."""
+        """Return the received bytes, divided by the seconds of waiting for the body."""
         return self.received_bytes / max(self._total_wait_s(now), 1e-9)
 
     def is_slow(self, now: float) -> bool:
-        """Return whether the body may be evicted."""
+        """Return whether the body arrives so slowly that it may be evicted."""
         grace_s = _GRACE_FRACTION * self._timeout_s
         return self._total_wait_s(now) > grace_s and self.rate(now) < _SLOW_RATE
 

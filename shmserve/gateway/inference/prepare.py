@@ -33,6 +33,7 @@ from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.request import InferInput, InferRequest, RequestIdentity
 from shmserve.gateway.region_table import GatewayRegion, RegionReferences, RegionTable
 from shmserve.gateway.request_trace import RequestTrace
+from shmserve.ipc.endpoints import MAX_REQUEST_BYTES
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range
@@ -149,7 +150,7 @@ class Resources:
         return self._offset >= 0
 
     def release(self) -> None:
-        """Release everything. The method is idempotent."""
+        """Release the arena block and the references to regions. The method is idempotent."""
         if self._offset >= 0:
             self._arena.free(self._offset)
             self._offset = -1
@@ -355,7 +356,7 @@ def check_and_pack(
         resources: The resources of the request.
 
     Raises:
-        InvalidArgument: The request does not match the model.
+        InvalidArgument: The request does not match the model, or is too large besides its tensors.
         NotFound: A region is not registered.
         Internal: The range of an output is too small.
     """
@@ -380,6 +381,12 @@ def check_and_pack(
         if output.memory_range is not None:
             check_capacity(signature, output.name, output.memory_range.byte_size, batch_size)
     schema, data = pack_inference(Inference(tuple(tensors), tuple(outputs), request.parameters))
+    # The signature bounds the names and the shapes.
+    if request.parameters or request.id:
+        size = len(schema) + len(request.id)
+        if size > MAX_REQUEST_BYTES:
+            text = f"its id, parameters and names have {size} bytes (maximum: {MAX_REQUEST_BYTES})"
+            raise InvalidArgument(f"the request is too large: {text}")
     on_release = resources.release if resources else None
     return BuiltRequest(model, request, schema, data, on_release, resources.regions)
 

@@ -1,1 +1,1 @@
-"""Batching: batchers decide what runs next, and dispatchers execute these decisions."""
+"""Batching: batchers decide what runs next, for the dispatchers in instances/dispatch.py."""

@@ -81,7 +81,7 @@ class MissBudget:
         self._trial_misses = 0.0
 
     def add_credit(self, on_time: int) -> None:
-        """Credit the account for requests that met the target.
+        """Credit the account with permitted misses, for requests that met the latency target.
 
         Args:
             on_time: The number of these requests.
@@ -90,16 +90,16 @@ class MissBudget:
             self.credit += _CREDIT_PER_REQUEST * on_time
 
     def end_learning(self) -> None:
-        """End the learning period."""
+        """End the learning period, after which the credit is limited to its usual maximum."""
         self.credit = min(self.credit, _MAX_CREDIT)
 
     def subtract_misses(self, misses: float) -> None:
-        """Subtract the misses that a trial has caused."""
+        """Subtract the misses of the latency target that a trial has caused."""
         self.credit -= misses
         self._trial_misses += misses
 
     def subtract_trial_misses(self, misses: int) -> int:
-        """Return how many of `misses` were not caused by trials.
+        """Return how many of `misses` of the latency target were not caused by trials.
 
         Misses count as caused by trials until the number that trials have paid for is used up.
         """
@@ -133,7 +133,7 @@ class WaitingChoice:
         self._batch_count = self._request_count = self._total_latency_ns = self._miss_count = 0
 
     def record_batch(self, latencies_ns: Sequence[int], misses: int) -> None:
-        """Record the latencies of a batch and the number of its misses."""
+        """Record the latencies of a batch; `misses` of its requests missed the latency target."""
         self._batch_count += 1
         self._miss_count += misses
         if misses and self.waits is not self._waiting_is_better:

@@ -43,7 +43,7 @@ class CloseReason(StrEnum):
 
 
 class Pending(Protocol):
-    """A batcher's view of a queued request."""
+    """The attributes of a queued request by which a batcher decides."""
 
     rows: int
     shape_key: bytes

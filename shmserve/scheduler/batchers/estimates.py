@@ -53,7 +53,7 @@ class _SizeDuration:
         self._decayed_count, self._last_execution = 1.0, execution
 
     def decayed_count(self, execution: int) -> float:
-        """Return the number of batches of this size, decayed up to execution number `execution`."""
+        """Return the number of batches of this size; earlier ones count exponentially less."""
         return self._decayed_count * _WEIGHT_DECAY ** (execution - self._last_execution)
 
     def record_execution(self, execution: int) -> None:
@@ -79,7 +79,7 @@ class SizeTimes:
         self._observed: list[int] = []  # the indices of the observed sizes
         self._last_index = _index(largest)
         self._time_scale = 1.0
-        # The fitted line of duration by size, at a level of 1.
+        # The fitted line of duration by size; the durations are divided by the level (see above).
         self._setup_ns = self._slope_ns = 0.0
         self._spread = _INITIAL_SPREAD
         # The last batches, if all their durations are far from the estimate: the level at which the

@@ -466,7 +466,7 @@ class Sequences:
         return removed_requests
 
     def _update_slot(self, sequence: StatefulSequence) -> None:
-        """Update the slot of a sequence after requests were removed."""
+        """Update a sequence whose requests were removed: its readiness, or its end."""
         slots = sequence.instance_slots
         if sequence.waiting or sequence.running_request is not None:
             if slots is not None and not sequence.waiting:

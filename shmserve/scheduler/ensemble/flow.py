@@ -116,8 +116,9 @@ class Graph:
         return frozenset(step_indices)
 
     def origins(self, decoupled: Callable[[StepNode], bool]) -> dict[str, int]:
-        """Return the origin of each tensor by name: a step's index, or ONCE_PER_REQUEST.
+        """Return the origin of each tensor by name.
 
+        The origin is the index of the last decoupled step before the tensor, or ONCE_PER_REQUEST.
         Tensors of steps in cycles are omitted.
 
         Args:
@@ -134,7 +135,7 @@ class Graph:
 
 
 def origin_of(step: StepNode, origins: Mapping[str, int]) -> int:
-    """Return the only step among the origins of a step's inputs, or ONCE_PER_REQUEST."""
+    """Return the common origin of the tensors that a step reads: a step, or ONCE_PER_REQUEST."""
     return max(origins[tensor] for tensor in step.reads)
 
 
@@ -361,9 +362,11 @@ class Flow:
         return ()
 
     def _fire(self, reader: TensorReader, response_index: int) -> None:
-        """Start a reader, a step or a response, if all tensors that it reads exist at this index.
+        """Start a reader, which is a step or a response, if all tensors that it reads exist.
 
-        The reader is started at most once for each index.
+        The tensors are those of `response_index`, or exist once per request. The reader is started
+        at
+        most once for each index.
         """
         fired = (reader.index, response_index)
         if fired in self._fired_readers:
@@ -391,7 +394,10 @@ class Flow:
         self._start(reader, response_index, reader_values)
 
     def _start(self, reader: TensorReader, response_index: int, values: dict[str, Value]) -> None:
-        """Add a firing or a response with these values, each of which must be released once."""
+        """Add a step that is ready to run, or a response, with these values.
+
+        Each value must be released once.
+        """
         if isinstance(reader, PlannedStep):
             self._run_or_skip(reader, response_index, values)
         else:

@@ -293,7 +293,7 @@ class DeviceBlocks:
 
     @property
     def used_bytes(self) -> int:
-        """Return the number of bytes in use."""
+        """Return the number of bytes of all blocks in use, over all devices."""
         return sum(segment.free_list.used_bytes for segment in self._segments.values())
 
     def allocate(self, device: int, byte_size: int) -> Block | None:

@@ -292,7 +292,7 @@ class InProcessLinks:
         return True
 
     def deliver(self) -> None:
-        """Deliver the queued responses."""
+        """Pass the queued responses to the handlers of their clients."""
         queued, self.queued_messages = self.queued_messages, []
         for handler, sender, message in queued:
             handler(sender, message)

@@ -133,17 +133,16 @@ class StepResponse:
         """Unpack a schema; raise MalformedMessage if it is no response schema."""
         schema = ResponseSchema(packed_schema)
         outputs: list[StepOutput] = []
+        unread_tensors = dict(step.outputs)
         for name, datatype, shape, _ in schema.outputs:
-            tensor = step.outputs.get(name, "")
+            tensor = unread_tensors.pop(name, "")  # a model may return an output repeatedly
             kind = TensorKind.shared(datatype, shape, is_batched)
             outputs.append(
                 StepOutput(name, kind, tensor, tensor in conditions, tensor in client_outputs)
             )
-        tensors = {output.tensor for output in outputs}
         parameters = schema.parameters or {}
         self.outputs = tuple(outputs)
-        absent = (tensor for tensor in step.outputs.values() if tensor not in tensors)
-        self.absent_outputs = tuple((tensor, ABSENT) for tensor in absent)
+        self.absent_outputs = tuple((tensor, ABSENT) for tensor in unread_tensors.values())
         self.override = {key: parameters[key] for key in _OVERRIDES if key in parameters} or None
 
 

@@ -71,7 +71,7 @@ class AssignedRequest:
 
     @property
     def open_sample_tokens(self) -> dict[int, array[int]]:
-        """Return the tokens of each open sample."""
+        """Return the tokens generated so far for each sample that has not ended."""
         generation = self.generation
         if generation is None or generation.beams is not None:
             return {}

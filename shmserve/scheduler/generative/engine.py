@@ -120,7 +120,7 @@ class Engine(Generic[T]):
         return any(sequence.number in rows for sequence in generation.sequences)
 
     def cancel(self, generation: Generation[T]) -> None:
-        """Remove a generation without notification."""
+        """Remove the sequences of a generation, without a call of `on_sequence_end`."""
         for sequence in generation.sequences[:]:
             self.drop(sequence)
         self._beams.pop(generation.key, None)

@@ -68,7 +68,7 @@ class BlockPool:
 
     @property
     def used_count(self) -> int:
-        """Return the number of referenced blocks."""
+        """Return the number of blocks that the tables of sequences refer to."""
         return self.block_count - self.available_count
 
     # --- allocation
@@ -174,7 +174,7 @@ class BlockPool:
             self._keys[block] = key
 
     def find(self, key: bytes) -> int | None:
-        """Return the block with this content, or None."""
+        """Return the block with the content that this key identifies, or None."""
         return self._blocks_by_key.get(key)
 
     def _evict(self, block: int) -> None:
@@ -402,7 +402,7 @@ class Beams(Generic[T]):
     _candidates: list[BeamCandidate[T]] = field(default_factory=list)
 
     def add(self, sequence: Sequence[T], result: RowResult) -> None:
-        """Add the candidates of a beam."""
+        """Add the next tokens that a step has returned for a beam to the search's candidates."""
         for token, score in zip(result.candidates, result.scores, strict=True):
             self._candidates.append(BeamCandidate(sequence, token, sequence.score + score))
 
@@ -440,7 +440,7 @@ class Beams(Generic[T]):
         del self.hypotheses[search.width :]
 
     def _is_settled(self, best_score: float, length: int) -> bool:
-        """Check whether the search has found its hypotheses.
+        """Check whether no better hypotheses than the present ones can follow.
 
         Unless `early_stopping` is "true", a beam that could become better than the worst hypothesis
         continues the search.

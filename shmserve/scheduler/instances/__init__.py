@@ -1,1 +1,1 @@
-"""A model's instances: which are free, what each one runs, and the results."""
+"""A model's instances: their states, the dispatch of requests to them, and the results."""

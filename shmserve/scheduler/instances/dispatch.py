@@ -1,8 +1,9 @@
 """From the queue to the instances: dispatchers, and the messages to workers.
 
-`Executions` sends batches, steps, cancellations, credit and releases. A dispatcher starts queued
-requests with it. This module has the interface of dispatchers, and the dispatcher of models without
-sequences: retries alone, then the batches that the batcher forms.
+`Executions` sends batches, steps, cancellations, credit and releases. A dispatcher selects the
+queued requests that start, and calls `Executions`. This module has the interface of dispatchers,
+and the dispatcher of batches without sequences: retries alone, then the batches that the batcher
+forms. batchers/sequence_dispatch.py and generative/dispatch.py have the other dispatchers.
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ class Executions:
     _ids: Iterator[int] = field(default_factory=partial(itertools.count, 1))
     # Releases for announced instances that are not ready yet, by the instance's pid.
     _early_releases: dict[int, list[ReleaseOutputs | ReaderExited]] = field(default_factory=dict)
-    # The last releases for processes that are not announced, and perhaps never will be.
+    # The last releases of outputs of processes that the supervisor has not announced as instances,
+    # and perhaps never will. The client may have received its outputs first.
     _unknown_releases: deque[tuple[int, ReleaseOutputs]] = field(
         default_factory=partial(deque, maxlen=_MAX_EARLY)
     )
@@ -259,7 +261,7 @@ class Executions:
         return releases
 
     def _send_early(self, slot: Slot | None) -> None:
-        """Send the releases that were kept for an instance, since it is ready now."""
+        """Send the releases that were kept for an instance; None: it is not ready yet."""
         if slot is not None:
             for message in self._early_releases.pop(slot.pid, ()):
                 self._workers.post(slot.peer, message)
@@ -417,7 +419,7 @@ class Dispatcher(ABC):
 
 @dataclass(eq=False)
 class BatchDispatcher(Dispatcher):
-    """The dispatcher of models without sequences.
+    """The dispatcher of batches without sequences.
 
     A free instance receives a batch immediately. A busy instance receives only a batch that cannot
     grow any more, and none if the queue has priorities or policies: a batch that was sent ahead can

@@ -478,7 +478,7 @@ class Pool:
         }
 
     def ready(self) -> list[Slot]:
-        """Return the instances with a worker."""
+        """Return the instances whose workers are connected, idle and busy ones."""
         return list(self._slots_by_peer.values())
 
     def find_by_pid(self, pid: int) -> Slot | None:

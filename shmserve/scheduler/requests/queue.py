@@ -88,7 +88,7 @@ class Timers(Generic[R]):
 
 
 class _Level:
-    """The requests of one priority level by key, in order."""
+    """The requests of one priority level, by key: those in time, and the delayed ones."""
 
     __slots__ = ("delayed_requests", "in_time")
 
@@ -105,7 +105,7 @@ class _Level:
         return iter(self.in_time.values())
 
     def requests_like(self, request: ScheduledRequest) -> OrderedDict[int, ScheduledRequest]:
-        """Return the level's delayed requests if a request is delayed, else those in time."""
+        """Return the delayed requests of this level if `request` is delayed, else those in time."""
         return self.delayed_requests if request.is_delayed else self.in_time
 
 
@@ -126,7 +126,7 @@ class _Levels(dict[int, _Level]):
 
 
 class PriorityQueue:
-    """Requests in the order of their `level` and arrival; `count` is their number."""
+    """The queued requests, in the order of their priority `level` and arrival; `count` of them."""
 
     def __init__(self) -> None:
         self._levels = _Levels()
@@ -144,17 +144,17 @@ class PriorityQueue:
         return chain.from_iterable(map(self._levels.__getitem__, self._order))
 
     def size(self, level: int) -> int:
-        """Return the number of requests of a level."""
+        """Return the number of queued requests of a priority level."""
         requests = self._levels.get(level)
         return 0 if requests is None else len(requests)
 
     def append(self, request: ScheduledRequest) -> None:
-        """Queue a request after the requests of its level that are in time."""
+        """Queue a request after the requests of its priority level that are in time."""
         self._levels[request.level].in_time[request.key] = request
         self.count += 1
 
     def prepend(self, request: ScheduledRequest) -> None:
-        """Queue a request before all others of its level.
+        """Queue a request before all others of its priority level.
 
         A delayed request is queued before the delayed requests only.
         """
@@ -164,7 +164,7 @@ class PriorityQueue:
         self.count += 1
 
     def delay(self, request: ScheduledRequest) -> None:
-        """Move a request behind all requests of its level that are in time."""
+        """Move a request whose timeout has passed behind those of its level that are in time."""
         level = self._levels[request.level]
         level.delayed_requests[request.key] = level.in_time.pop(request.key)
         request.is_delayed = True

@@ -90,7 +90,7 @@ class LocalMemory:
         return len(self._regions)
 
     def all(self) -> list[OpenRegion]:
-        """Return every region."""
+        """Return the regions of all local clients."""
         return list(self._regions.values())
 
     def publications(self) -> Iterator[RegionPublished]:

@@ -421,7 +421,7 @@ class Instances:
         patience_s = max(self._context.config.exit_timeout_s, _MIN_STOP_PATIENCE_S)
         if not await self._context.end(instance.child, patience_s):
             logger.error(
-                "instance '%s' is killed: its `unload`, `finalize` or execution takes over %g s",
+                "instance '%s' is killed: its `unload`, `finalize` or execution exceeds %g s",
                 instance.name,
                 patience_s,
             )

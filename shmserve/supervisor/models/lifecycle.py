@@ -275,7 +275,12 @@ class Lifecycle:
         self._offer_once_started(order)
 
     def updates_finished(self, order: Order, errors: Mapping[str, BaseException]) -> None:
-        """Handle the end of an order's updates; `errors` has the errors of failed updates."""
+        """Handle the end of the changes of instances that an order has started in serving versions.
+
+        Args:
+            order: The order.
+            errors: The errors of the failed changes, by version.
+        """
         order.starting_versions.discard(UPDATES)
         order.failures |= errors
         self._offer_once_started(order)
@@ -324,11 +329,11 @@ class Lifecycle:
             self._run()
 
     def publication_acknowledged(self) -> None:
-        """Handle the acknowledgement of a publication."""
+        """Continue the orders that wait for clients to acknowledge a publication."""
         self._run()
 
     def publish(self, model: ModelEntry) -> None:
-        """Publish a model that has changed."""
+        """Publish the changes of a model to the clients, and continue the orders."""
         self._publish(model)
         self._run()
 

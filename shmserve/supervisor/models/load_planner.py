@@ -44,7 +44,16 @@ class LoadPlanner:
     """
 
     def __init__(self, config: ServerConfig, run_dir: Path, accelerators: Accelerators) -> None:
-        """Create a planner; raise InvalidArgument if a model given as a file is invalid."""
+        """Create a planner, with the folders of the models that are given as files.
+
+        Args:
+            config: The settings of the server.
+            run_dir: The run directory, where the planner writes folders of models.
+            accelerators: The accelerators of the host.
+
+        Raises:
+            InvalidArgument: A model that is given as a file is invalid.
+        """
         self._config = config
         self._overrides_dir = run_dir / "overrides"
         self._environments_dir = endpoints.environments(run_dir)

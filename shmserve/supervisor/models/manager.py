@@ -78,7 +78,7 @@ class _SentMessage(NamedTuple):
 
 
 class ModelPublisher:
-    """The sender of model publications: it sends what differs from the last ones of a model.
+    """The sender of publications of models: after a change it sends only the differences.
 
     A change of readiness alone is sent as `ReadinessChanged`, without acknowledgement, so that
     gateways keep their caches for the model.
@@ -121,7 +121,7 @@ class ModelPublisher:
         return all(audience.is_acknowledged(number) for _, number in sent_messages.values())
 
     def snapshot(self) -> Iterator[Any]:
-        """Yield every publication, for a new client."""
+        """Yield the last publication of each version, for a client that has just connected."""
         for sent_messages in self._sent_messages.values():
             for message, _ in sent_messages.values():
                 yield message
@@ -524,6 +524,6 @@ class ModelManager:
 
 
 async def _stop(version: ModelVersion, ensemble_stops: list[asyncio.Task[None]]) -> None:
-    """Stop a version after the tasks that stop the ensembles that need it."""
+    """Stop a version when the ensembles that need it have stopped."""
     await asyncio.gather(*ensemble_stops)
     await (version.stop() if version.has_loaded else version.kill())

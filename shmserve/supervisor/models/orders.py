@@ -38,7 +38,7 @@ FOLDER = LoadSource("", {})
 
 
 class OrderKind(Enum):
-    """The purpose of an order."""
+    """The kind of an order."""
 
     LOAD = auto()
     UNLOAD = auto()
@@ -55,7 +55,7 @@ class Cause(Flag):
 
 
 class OrderPhase(Enum):
-    """The progress of an order."""
+    """The phase that an order has reached."""
 
     QUEUED = auto()
     READING = auto()  # the folder and the configuration are read
@@ -111,7 +111,10 @@ class LoggedFailure(InvalidArgument):
 
 
 class LifecycleActions(Protocol):
-    """The interface of the lifecycle's actions, which return immediately and report by events."""
+    """The actions by which the decisions of `Lifecycle` are executed.
+
+    An action returns immediately. A method of `Lifecycle` is called when it has ended.
+    """
 
     def read(self, order: Order) -> None:
         """Read a model's folder and configuration; `Lifecycle.load_planned` follows."""
@@ -224,7 +227,7 @@ class Order:
         return self.phase is OrderPhase.FINISHED
 
     def repeats(self, later: Order) -> bool:
-        """Check whether the order has not begun and a later order would only repeat it."""
+        """Check whether this order has not begun, and `later` would only repeat it."""
         is_same = (self.kind, self.source) == (later.kind, later.source)
         return is_same and self.phase is OrderPhase.QUEUED
 
@@ -410,12 +413,12 @@ class ModelEntry:
 
     @property
     def is_offered(self) -> bool:
-        """Return whether the incoming versions are published."""
+        """Return whether the versions of the load in progress are published."""
         return bool(self.orders) and self.orders[0].phase is OrderPhase.OFFERED
 
     @property
     def published(self) -> dict[str, ModelVersion]:
-        """Return the versions that are published."""
+        """Return the published versions by number: those that serve or are about to serve."""
         return {**self.serving, **self.incoming} if self.is_offered else self.serving
 
     @property

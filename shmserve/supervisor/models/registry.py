@@ -25,7 +25,7 @@ _RESTARTING = "a process is being restarted"
 
 
 class ModelRegistry:
-    """The models by name."""
+    """The table of all models, with a summary of the status of each."""
 
     def __init__(self) -> None:
         self.models: dict[str, ModelEntry] = {}
@@ -421,7 +421,7 @@ class ReadinessCheck:
         return check.outcome
 
     def handle_response(self, pid: int, message: ReadyChecked) -> None:
-        """Handle the response of a worker."""
+        """Complete the readiness check of a worker that has responded."""
         check = self._in_flight.get(pid)
         if check is not None and check.number == message.id:
             del self._in_flight[pid]

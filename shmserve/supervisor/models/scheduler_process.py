@@ -258,7 +258,7 @@ class VersionScheduler:
 
     @property
     def instances_endpoint(self) -> str:
-        """Return the endpoint to which instances attach."""
+        """Return the endpoint to which the workers of the version's instances connect."""
         return endpoints.instances(self._context.run_dir, self.number)
 
     @property

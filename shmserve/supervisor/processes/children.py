@@ -134,7 +134,7 @@ class ProcessTable:
         return child
 
     def is_reserved(self, pid: int) -> bool:
-        """Return whether peers may still store the exit of a process with this pid."""
+        """Return whether a pid must not be reused yet, since peers may still store its exit."""
         return pid in self._reserved_pids
 
     @contextlib.contextmanager

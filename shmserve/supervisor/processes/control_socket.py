@@ -66,7 +66,7 @@ Address = int | SchedulerAddress
 
 
 def pid_of(address: Address) -> int:
-    """Return the pid of the process at an address."""
+    """Return the pid in an address: a process's own, or that of a scheduler's host process."""
     return address if isinstance(address, int) else address.pid
 
 
@@ -82,7 +82,7 @@ class Acknowledgements:
         self._complete = asyncio.Event()
 
     def begin(self, peers: Iterable[Hashable]) -> int:
-        """Return the number of a new change that is sent to these peers."""
+        """Register a change that is sent to these peers, and return its number."""
         number = next(self._message_numbers)
         missing_peers = set(peers)
         if missing_peers:

@@ -55,7 +55,13 @@ TAKE_OVER = b"take over"  # the message by which a spare replaces the zygote
 
 
 def encode_request(request_number: int, entry: str, start: bytes) -> int:
-    """Return a memfd that contains a request; the caller closes it."""
+    """Return a memfd with a request to fork a process; the caller closes the memfd.
+
+    Args:
+        request_number: The number of the request, which the response repeats.
+        entry: The function that the process calls, as "module:function".
+        start: The encoded start record, which is the function's argument.
+    """
     fd = os.memfd_create("shmserve-spawn", os.MFD_CLOEXEC)
     with open(fd, "wb", closefd=False) as file:
         file.write(msgpack.packb([request_number, entry, start]))

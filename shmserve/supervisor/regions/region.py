@@ -138,27 +138,31 @@ Admission = Callable[[OpenRegion, posix_shm.SharedObject], None]
 
 
 class KeptRegions:
-    """The registrations that the service manager and the other server of a handover keep."""
+    """The registrations of regions that are kept outside of this server.
+
+    The service manager keeps them for the next server. During a handover, the other server keeps
+    them, too.
+    """
 
     def __init__(self, service_manager: ServiceManager) -> None:
         self._service_manager = service_manager
         self._other_server: HandoverLink | None = None
 
     def mirror_to(self, other_server: HandoverLink | None) -> None:
-        """Start to send changes of registrations to another server, or stop with None."""
+        """Set the other server, to which changes of registrations are sent during a handover."""
         self._other_server = other_server
 
     def add(self, region: OpenRegion) -> None:
-        """Keep the registration of a new region."""
+        """Pass the registration of a new region to the keepers."""
         if region.shared is None or region.lease_holder:
             return
         region.kept_name = secrets.token_hex(8)
         with _description(region) as description:
             self._service_manager.keep(region.kept_name, [region.shared.fd, description])
-        self.mirror(region)
+        self.send_to_other_server(region)
 
-    def mirror(self, region: OpenRegion) -> None:
-        """Send the registration of a region to the other server."""
+    def send_to_other_server(self, region: OpenRegion) -> None:
+        """Send the registration of a region to the other server of a handover, if there is one."""
         if self._other_server is not None and region.shared is not None and region.kept_name:
             with _description(region) as description:
                 self._other_server.ask(KEEP, region.kept_name, [region.shared.fd, description])
@@ -172,7 +176,7 @@ class KeptRegions:
             region.kept_name = ""
 
     async def flush(self) -> None:
-        """Wait until the service manager and the other server have received all changes."""
+        """Wait until the service manager, and the other server of a handover, have all changes."""
         await self._service_manager.wait_until_flushed()
         if self._other_server is not None:
             await self._other_server.until_done()

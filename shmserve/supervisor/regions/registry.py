@@ -31,7 +31,7 @@ from typing import Any, Protocol
 from shmserve.common.host import cuda_not_supported
 from shmserve.common.peers import EVERYONE, Peer
 from shmserve.common.tasks import in_background
-from shmserve.errors import AlreadyExists, InvalidArgument
+from shmserve.errors import AlreadyExists, InvalidArgument, Unavailable
 from shmserve.ipc.memory import posix_shm
 from shmserve.ipc.messages.publications import (
     MemoryDropped,
@@ -57,7 +57,7 @@ class Processes(Protocol):
         """Send `make(number)`, and wait until each live process has acknowledged it."""
 
     def broadcast(self, message: Any, *roles: str) -> None:
-        """Send a message to each process."""
+        """Send a message to each process with one of these roles."""
 
     def pids(self, *roles: str) -> list[int]:
         """Return the connected processes."""
@@ -205,7 +205,7 @@ class RegionRegistry:
         await self._processes.publish(region.publication, "gateway")
 
     def active_regions(self) -> list[OpenRegion]:
-        """Return every active region."""
+        """Return every region that requests may use by its name."""
         return list(self._active_regions.values())
 
     def publications(self) -> Iterator[RegionPublished | RegionRetired]:
@@ -262,10 +262,16 @@ class RegionRegistry:
                     return {"memory_id": existing_region.memory_id}
             region = await self._opener.open_object(name, key, offset, byte_size, peer, pin=pin)
             region.lease_holder = lease_holder
+            try:
+                self._kept_regions.add(region)
+            except OSError as error:  # no descriptor is free
+                self._kept_regions.remove(region)
+                self._opener.close(region)
+                text = f"shared memory region '{name}' cannot be registered: {error.strerror}"
+                raise Unavailable(text) from None
             if existing_region is not None:
                 logger.info("region '%s' replaced: its old object was removed from /dev/shm", name)
                 await self._withdraw(existing_region, _OBJECT_REMOVED)
-            self._kept_regions.add(region)
             await self._activate(region)
             return {"memory_id": region.memory_id}
 

@@ -111,11 +111,11 @@ class RateLimiter:
         self._request_numbers = itertools.count()
 
     def used(self) -> dict[Resource, int]:
-        """Return the granted amount of each resource."""
+        """Return the amount of each resource that granted tickets reserve."""
         return {resource: count for resource, count in self._used_resources.items() if count}
 
     def capacity(self) -> dict[Resource, int]:
-        """Return the capacity of each resource that a member needs."""
+        """Return the capacity of each resource that an instance of a member needs."""
         return dict(self._capacity)
 
     # --- members ----------------------------------------------------------------------------------
@@ -332,12 +332,15 @@ class Tickets:
         self._log()
 
     def remove_instance(self, member: int, instance_index: int) -> None:
-        """Remove an instance that has ended."""
+        """Remove an instance that has ended from its member, the model version."""
         self._send_granted(self._limiter.remove_instance(member, instance_index))
         self._log()
 
     def bind(self, scheduler: Address, member: int) -> None:
-        """Bind a member to a new scheduler, and release the tickets of its predecessor."""
+        """Bind a member, a model version, to its new scheduler.
+
+        The tickets of the previous scheduler are released.
+        """
         predecessor = self._schedulers.get(member)
         if predecessor is not None:
             self._release(predecessor)
@@ -345,7 +348,7 @@ class Tickets:
         self._schedulers[member] = scheduler
 
     def remove(self, member: int) -> None:
-        """Remove a model version that has ended."""
+        """Remove a member: a model version that has ended."""
         self._members.pop(self._schedulers.pop(member, 0), None)
         self._send_granted(self._limiter.remove(member))
         self._log()

@@ -75,7 +75,7 @@ class WorkspacePool:
 
     @property
     def used_bytes(self) -> int:
-        """Return the number of leased bytes."""
+        """Return the number of bytes of the pool that are leased."""
         return self._free_list.used_bytes
 
     @property

@@ -76,6 +76,13 @@ def generator_publication(name: str, *aliases: str) -> Any:
     )
 
 
+def test_any_model_is_published() -> None:
+    """Without an acknowledgement of the gateway, no load would complete."""
+    models = ModelTable(MagicMock(open=MagicMock(side_effect=Unavailable("no descriptor"))))
+    models.publish(make_publication(parameters={"engine": {"string_value": "1"}}))
+    assert models.resolve("simple", "").max_model_len is None
+
+
 def build_table(*models: Any, served_names: tuple[tuple[str, str], ...] = ()) -> Any:
     table = ModelTable(MagicMock())
     for model in models:

@@ -146,6 +146,8 @@ def test_a_generative_model_has_token_rates() -> None:
     row = build_row(report(1, generated=40, **fields, **latencies), first_report, 2.0)
     assert row["generation"]["blocks"] == {"free": 9} and row["generation"]["preemptions"] == 3
     assert row["recent"]["tokens_rate"] == 15.0 and row["recent"]["first_token_ms"] == []
+    # The model has replaced a version that did not generate text.
+    assert "tokens_rate" not in build_row(first_report, report(5), 2.0)["recent"]
 
 
 @example([1] * 8 + [1_000_001, 10_000_001], 0.9)  # the last digit of the sum exceeds the quantile

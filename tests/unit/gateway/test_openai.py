@@ -207,9 +207,12 @@ def test_many_log_probabilities_are_parsed_in_parts(monkeypatch: pytest.MonkeyPa
     assert generation._parse_logprobs(orjson.dumps(members)) == members
 
 
-def text_gateway() -> Any:
-    io = SimpleNamespace(inputs={bodies.PARAMETERS_INPUT: None}, outputs={bodies.TEXT_OUTPUT: None})
-    model = SimpleNamespace(name="m", signature=io)
+def text_gateway(*outputs: str, may_reason: bool = False) -> Any:
+    io = SimpleNamespace(
+        inputs={bodies.PARAMETERS_INPUT: None},
+        outputs=dict.fromkeys((bodies.TEXT_OUTPUT, *outputs)),
+    )
+    model = SimpleNamespace(name="m", signature=io, may_reason=may_reason)
     model_table = MagicMock(on_demand=(), resolve_alias=str)
     model_table.__contains__.return_value = True
     model_table.resolve.return_value = model
@@ -257,6 +260,17 @@ def test_fields_of_a_chat_have_their_types(given: dict[str, Any], message: str) 
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **given}
     with pytest.raises(InvalidArgument, match=message):
         asyncio.run(bodies.parse_chat(text_gateway(), body))
+
+
+@pytest.mark.parametrize("may_reason", [False, True])
+@pytest.mark.parametrize("shown", [False, True])
+def test_tokens_do_not_show_hidden_reasoning(shown: bool, may_reason: bool) -> None:
+    gateway = text_gateway(bodies.MESSAGE_OUTPUT, may_reason=may_reason)
+    tokens = {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
+    body = {"model": "m", "messages": [{"role": "user"}], "include_reasoning": shown, **tokens}
+    parsed = asyncio.run(bodies.parse_chat(gateway, body))
+    assert (tokens.keys() <= parsed.parameters.keys()) == (shown or not may_reason)
+    assert bodies.wants_logprobs(parsed.parameters) == (shown or not may_reason)
 
 
 def test_an_error_of_a_later_prompt_determines_the_status(monkeypatch: pytest.MonkeyPatch) -> None:

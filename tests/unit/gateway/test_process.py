@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -41,6 +42,27 @@ def test_responses_of_dead_workers_stay(tmp_path: Path, monkeypatch: pytest.Monk
 
     with contextlib.closing(Router(control(tmp_path))):
         asyncio.run(run_process())
+
+
+def test_a_message_that_cannot_be_handled_is_acknowledged(tmp_path: Path) -> None:
+    """Otherwise the supervisor would wait for the acknowledgement for ever."""
+    posted: list[Any] = []
+
+    async def run_process() -> None:
+        server: Any = None
+        settings = GatewaySettings(arena_byte_size=1 << 20)
+        gateway = process._Process(GatewayStart("0", tmp_path, settings), lambda gateway: server)
+        parts = gateway._gateway
+        parts.supervisor.post = posted.append  # type: ignore[assignment, method-assign]
+        parts.models = MagicMock(withdraw=MagicMock(side_effect=KeyError))
+        with pytest.raises(KeyError):
+            gateway._handle_message(m.ModelWithdrawn("m", "1", 7))
+        parts.supervisor.close()
+        parts.arena.close()
+
+    with contextlib.closing(Router(control(tmp_path))):
+        asyncio.run(run_process())
+    assert posted == [m.Acknowledged(7)]
 
 
 async def test_a_drain_during_the_start_completes_without_connections() -> None:

@@ -135,6 +135,16 @@ def test_items_are_messages_with_calls_and_results() -> None:
     ]
 
 
+@pytest.mark.parametrize("status", ["incomplete", "in_progress", "completed", None])
+def test_an_unfinished_message_is_continued(status: str | None) -> None:
+    user_message = {"role": "user", "content": "hi", "status": "incomplete"}
+    message = {"type": "message", "role": "assistant", "status": status, "content": "The a"}
+    chat = convert_chat(input=[user_message, message])
+    assert chat.get("continue_final_message", False) == (status in ("incomplete", "in_progress"))
+    for last_item in (user_message, {**CALL_ITEM, "status": "incomplete"}):
+        assert "continue_final_message" not in convert_chat(input=[message, last_item])
+
+
 def test_tools_and_formats_have_the_form_of_chats() -> None:
     tool = {"type": "function", "name": "f", "parameters": {}, "strict": True}
     choice = {"type": "function", "name": "f"}
@@ -208,6 +218,14 @@ def test_functions_of_a_namespace_have_its_name(is_large: bool) -> None:
     chat_tools = convert_chat(tools=tools)["tools"]
     assert [tool["function"]["name"] for tool in chat_tools] == ["f", "n__f"]
     assert chat_tools[1]["function"]["parameters"] == FUNCTION["parameters"]
+    choice = {"type": "function", "name": "f"}
+    for given_tools, name in (
+        (tools, "f"),
+        ([namespace], "n__f"),
+        ([namespace, {**namespace, "name": "o"}], "f"),  # ambiguous, therefore refused later
+    ):
+        chat = convert_chat(tools=given_tools, tool_choice=choice)
+        assert chat["tool_choice"]["function"]["name"] == name
 
     shown_tools = orjson.Fragment(orjson.dumps(tools)) if is_large else tools
     response_object = ResponseObject({"model": "m", "tools": shown_tools})
@@ -341,6 +359,7 @@ def test_a_failed_stream_ends_with_an_error() -> None:
     ("message", "param"),
     [
         ("messages: the prompt is too long", "input"),
+        ("continue_final_message: the last message has no text", "input"),
         ("max_completion_tokens: -1 is not an integer", "max_output_tokens"),
         ("response_format: cannot be compiled", "text.format"),
         ("reasoning_effort: the template does not use it", "reasoning.effort"),

@@ -7,7 +7,7 @@ import pytest
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.engine_settings import PROFILES, EngineSettings
 
-WRONG_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
+WRONG_SETTINGS: dict[str, tuple[Any, str]] = {
     "unknown": ({"max_batchsize": 4}, "max_batchsize: no such setting, did you mean 'max_batch_s"),
     "kind": ({"block_size": "x"}, "block_size: 'x' is not an integer"),
     "truth": ({"block_size": True}, "block_size: True is not an integer"),
@@ -18,6 +18,7 @@ WRONG_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "nested": ({"speculative_decoding": {"method": "guess"}},
         "speculative_decoding.method: 'guess' is not one of draft, ngram"),
     "no mapping": ({"speculative_decoding": True}, "speculative_decoding: True is not a mapping"),
+    "a list": ([], "engine settings: [] is not a mapping"),
     "no draft": ({"speculative_decoding": {"enabled": True, "method": "draft"}},
         "method 'draft' needs the draft model"),
     "too few tokens": ({"max_tokens_per_batch": 4, "max_batch_size": 8},

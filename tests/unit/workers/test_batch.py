@@ -1,5 +1,6 @@
 """A worker's data path: views or one copy; errors fail only their request."""
 
+import mmap
 import os
 import tracemalloc
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from shmserve.ipc.tensors.inference import Inference, RequestedOutput, pack_infe
 from shmserve.ipc.tensors.signature import Signature, reshape
 from shmserve.workers.backends import Output, Request, Response
 from shmserve.workers.batch import execute as batches
-from shmserve.workers.batch.request import Unpacker
+from shmserve.workers.batch.request import Input, Unpacker
 from shmserve.workers.batch.runner import Gatherer, buffer_capacity
 from shmserve.workers.memory.outputs import OutputMemory
 from tests.rigs.worker_rig import (
@@ -412,6 +413,23 @@ def test_zero_size_tensors_and_empty_batches(worker: Rig, region: Region) -> Non
             assert reply.answer.outputs[0].shape == shape
 
 
+def test_an_empty_output_beside_a_large_one_needs_no_memory(worker: Rig) -> None:
+    def respond(requests: list[Request]) -> list[Response]:
+        arrays = {"A": np.zeros(MIB, F32), "B": np.zeros(0, F32)}
+        return [Response([Output(name, "FP32", array) for name, array in arrays.items()])]
+
+    outputs = [tensor_config(name, "FP32", [-1]) for name in "AB"]
+    config = model_config([tensor_config("X", "FP32", [-1])], outputs)
+    worker.serve(FunctionBackend(worker.context, respond), config)
+    (reply,) = worker.batch(inference(tensor("X", np.zeros(1, F32))))
+    assert reply.answer is not None
+    ranges = [output.data for output in reply.answer.outputs if isinstance(output.data, Range)]
+    assert [memory_range.byte_size for memory_range in ranges] == [4 * MIB]
+    worker.release([memory_range.offset for memory_range in ranges])
+    worker.instance.link.receive()
+    assert worker.context.arena.used_bytes == 0
+
+
 @pytest.mark.parametrize("has_range", [False, True])
 def test_string_outputs(worker: Rig, region: Region, has_range: bool) -> None:
     worker.serve(
@@ -524,6 +542,11 @@ def test_a_text_of_the_wrong_length_is_refused_without_a_copy_too(data: bytes) -
     unit_of_work = Work(1, 1, *pack_inference(inference(TensorRef("X", "BYTES", (1,), data))))
     with pytest.raises(InvalidArgument, match="for inference input 'X' for model 'm'"):
         unpacker.request(unit_of_work, copies_text=False)
+
+
+def test_a_text_of_4_gib_has_no_valid_length() -> None:
+    with mmap.mmap(-1, 4 + 2**32) as memory, memoryview(memory) as raw:
+        assert not Input("X", "BYTES", (1,), raw).is_text()
 
 
 def test_all_inputs_are_named_whose_strings_do_not_add_up(worker: Rig) -> None:

@@ -7,12 +7,20 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NoReturn
 
 import numpy as np
 import pytest
 
-from shmserve.errors import Internal, InvalidArgument, NotFound, ShmserveError, Unavailable
+from shmserve.errors import (
+    Cancelled,
+    Internal,
+    InvalidArgument,
+    NotFound,
+    ShmserveError,
+    Unavailable,
+)
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import inference as m
@@ -344,6 +352,27 @@ def test_news_of_a_withdrawn_model(router: CallRouter, callees: CalledModels) ->
     callees.answer_find("s2")
     second_scheduler.send(doubled_response(second_scheduler.next(m.Submit)))
     running_call.result(10)
+
+
+def test_callers_are_checked_without_the_lock(router: CallRouter, callees: CalledModels) -> None:
+    """The check takes the lock of the instance's link, whose holder may wait for the router's."""
+    scheduler = callees.scheduler("s1")
+    were_locked: list[bool] = []
+
+    def is_cancelled() -> bool:
+        were_locked.append(router._lock.locked())
+        return True
+
+    origin = SimpleNamespace(is_cancelled=is_cancelled)
+    running_call = callees.run(call, router, request(origins=[origin]))
+    callees.answer_find("s1")
+    submit = scheduler.next(m.Submit)
+    router.on_cancelled()
+    assert scheduler.next(m.Cancel) == m.Cancel(submit.id)
+    scheduler.send(m.Failed(submit.id, "CANCELLED", "request cancelled", 0, False))
+    with pytest.raises(Cancelled):
+        running_call.result(10)
+    assert were_locked == [False]
 
 
 def test_a_coroutine_makes_many_calls_at_once(router: CallRouter, callees: CalledModels) -> None:

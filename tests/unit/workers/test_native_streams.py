@@ -211,6 +211,30 @@ async def predict(self, x: {ARRAY}) -> AsyncIterator[{ARRAY}]:
         until("it is closed", lambda: model.records == ["closed"])
 
 
+def test_a_new_scheduler_ends_the_streams_of_the_previous_one(worker: Rig) -> None:
+    """The second stream waits for the slot of the first one, and the third one receives it."""
+    body = f"""
+max_streams = 1
+async def predict(self, x: {ARRAY}) -> AsyncIterator[{ARRAY}]:
+    try:
+        yield x
+        await asyncio.Event().wait()
+    finally:
+        self.records.append("closed")
+"""
+    model = Model(worker, body)
+    with model.pumping():
+        model.begin(7, 8)
+        assert model.responses(1, 1) == [[7]]
+    worker.attach()
+    until("it is closed", lambda: "closed" in model.records)
+    assert not worker.instance.link.has_open_requests
+    model.messages.clear()
+    with model.pumping():
+        model.begin(9)
+        assert model.responses(1, 1) == [[9]]
+
+
 @pytest.mark.parametrize("kind", ["def", "async def"])
 def test_a_long_computation_can_check_for_its_clients_disconnect(worker: Rig, kind: str) -> None:
     iterator = "AsyncIterator" if "async" in kind else "Iterator"

@@ -17,12 +17,13 @@ import torch
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.ipc.messages import control_requests as m
-from shmserve.ipc.messages.inference import Failed, Finished, Submit
+from shmserve.ipc.messages.inference import Cancel, Failed, Finished, Submit
 from shmserve.ipc.messages.supervision import WorkerStarted
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import Range, TensorRef
 from shmserve.ipc.tensors.inference import INLINE_LIMIT, Inference
-from shmserve.workers.backends.python import PythonBackend, log_thread_exception
+from shmserve.workers.backends.python import PythonBackend, log_thread_exception, metrics
+from shmserve.workers.main import WorkerInstance
 from tests.rigs.called_models import CalledModels, finished, work
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, rig, tensor, tensor_config
 
@@ -794,6 +795,27 @@ def test_calls_at_the_same_time(model: Model, callees: CalledModels) -> None:
     assert running_calls.result(10) == [[6], [12], "not three"]
 
 
+def test_a_task_that_is_cancelled_at_once_cancels_its_call(
+    model: Model, callees: CalledModels
+) -> None:
+    scheduler = callees.scheduler("s1")
+    model.serve("""
+        async def execute(self, requests):
+            tensor = pb_utils.Tensor("X", given(requests[0])[None])
+            task = pb_utils.InferenceRequest(
+                model_name="other", requested_output_names=[], inputs=[tensor]
+            ).async_exec()
+            task.cancel()
+            await asyncio.wait([task])
+            return [response(np.ones(1, "f4"))]
+        """)
+    running_call = callees.run(model.infer, 1)
+    callees.answer_find("s1")
+    submit = scheduler.next(Submit)
+    assert scheduler.next(Cancel) == Cancel(submit.id)
+    assert running_call.result(10) == [[1]]
+
+
 def test_inputs_are_passed_in_place(model: Model, callees: CalledModels, region: Region) -> None:
     scheduler = callees.scheduler("s1")
     model.serve(
@@ -863,3 +885,22 @@ def test_loading_other_models(model: Model, callees: CalledModels) -> None:
     supervisor.send(m.Refused(supervisor.next(m.FindModel).id, "NOT_FOUND", "no"))
     supervisor.send(m.Refused(supervisor.next(m.LoadModel).id, "INVALID_ARG", "it cannot be"))
     assert running_call.result(10) == [[1, 0]]
+
+
+def test_a_warmup_request_may_create_a_metric(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The instance has no scheduler yet, which receives all metrics when it is attached."""
+    monkeypatch.setattr(metrics, "_families", {})
+    monkeypatch.setattr(metrics, "_has_changed", False)
+    model.write("""
+        def execute(self, requests):
+            self.family = pb_utils.MetricFamily("a", "", pb_utils.MetricFamily.COUNTER)
+            self.family.Metric().increment(1)
+            return [response(given(request)) for request in requests]
+        """)
+    inputs = {"X": {"data_type": "TYPE_FP32", "dims": [1], "zero_data": True}}
+    sample = {"name": "zeros", "batch_size": 1, "inputs": inputs}
+    spec = ModelSpec.of(config(model_warmup=[sample]))
+    model.backend.load(spec)
+    WorkerInstance(model.rig.context, model.backend, spec).warm_up()

@@ -7,7 +7,7 @@ import os
 import pickle
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -623,17 +623,27 @@ def test_the_clients_region_is_never_written(worker: Rig, write: str) -> None:
     region.close()
 
 
-def test_a_write_before_an_exception_is_detected(worker: Rig) -> None:
-    write_forward(worker, "assert x[0, 0] >= 0 or x.add_(1) is None", "return x")
+@pytest.mark.parametrize(
+    ("statement", "values", "expected"),
+    [
+        # Only the second batch reaches the memory of the client.
+        ("assert x[0, 0] >= 0 or x.add_(1) is None", (0, -9, -9), [False, True, False]),
+        # The first batch shows nothing, because it fails before the write.
+        ("assert x[0, 0] >= 0 and x.numpy().fill(5) is None", (-9, 1, 1), [False] * 3),
+    ],
+)
+def test_a_write_before_or_after_an_exception_is_detected(
+    worker: Rig, statement: str, values: Sequence[int], expected: list[bool]
+) -> None:
+    write_forward(worker, statement, "return x")
     serve(worker, vectors({"x": 1}, {"y": 1}))
     region = Region(4096)
     was_changed = []
-    for value in (0, -9, -9):
+    for value in values:
         memory_range = region.write(0, data := np.full((1, 1), value, F32))
         worker.batch(inference(tensor("x", data, memory_range)))
         was_changed.append(region.read(0, 4) != data.tobytes())
-    # Only the second batch reaches the memory of the client.
-    assert was_changed == [False, True, False]
+    assert was_changed == expected
     region.close()
 
 

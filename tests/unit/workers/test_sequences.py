@@ -16,6 +16,7 @@ from shmserve.ipc.messages.inference import EndSequences, Execute, SequenceRow, 
 from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.inference import Inference, RequestSchema, pack_inference
 from shmserve.workers import sequences as sequence_inputs
+from shmserve.workers.backends.native import NativeBackend
 from shmserve.workers.batch.request import Output, Request, Response
 from shmserve.workers.tensor_specs import generated_names, with_generated_tensors
 from tests.rigs.worker_rig import (
@@ -265,11 +266,31 @@ def test_tensors_of_torch_are_kept_as_bytes() -> None:
     assert texts.value() == [[b"ab"]]
 
 
+NATIVE_MODEL = """
+from typing import NotRequired, TypedDict
+from numpy import ndarray
+from shmserve.model import FP32
+
+class Result(TypedDict):
+    y: FP32[ndarray, 1]
+    state_out: NotRequired[FP32[ndarray, 1]]
+
+class Model:
+    sequence_batching = {"state": [
+        {"input_name": "state", "output_name": "state_out", "data_type": "TYPE_FP32", "dims": [1]},
+    ]}
+
+    def predict(self, x: FP32[ndarray, 1], state: FP32[ndarray, 1]) -> Result:
+        return {"y": x + state}
+"""
+
+
 class Sequences:
     """An instance whose model adds its input to its state, and the messages of its scheduler."""
 
     def __init__(self, worker_rig: Rig) -> None:
-        self.fails = False
+        self.fails = self.reschedules = False
+        self.state: Any = None  # the state to return; None: the sum of state and input
         self._worker_rig = worker_rig
         self._keys = itertools.count(1)
         sequence_batching: dict[str, Any] = {"state": [spec()], "direct": {}}
@@ -285,6 +306,10 @@ class Sequences:
     def _execute(self, requests: list[Request]) -> list[Response]:
         if self.fails:
             raise ValueError("no")
+        if self.reschedules:
+            return [Response(is_rescheduled=True) for _ in requests]
+        if self.state is not None:
+            return [Response(states=[self.state]) for _ in requests]
         return [
             Response(states=[Output("O", "FP32", r.inputs["I"].numpy() + r.inputs["X"].numpy())])
             for r in requests
@@ -318,6 +343,36 @@ def test_an_executed_end_releases_the_state(sequences: Sequences, fails: bool) -
     assert len(sequences.states) == 1
     sequences.run((1, END_FLAG))
     assert len(sequences.states) == 0
+
+
+def test_a_rescheduled_end_keeps_the_state(sequences: Sequences) -> None:
+    """The request runs again, and needs the state of its first run."""
+    sequences.reschedules = True
+    sequences.run((0, START_FLAG | END_FLAG))
+    assert len(sequences.states) == 1
+
+
+def test_a_state_that_cannot_be_stored_fails_its_request(sequences: Sequences) -> None:
+    sequences.state = Output("O", "BYTES", np.array([["\ud800"]], object))
+    sequences.run((0, START_FLAG))
+    (finished,) = sequences._worker_rig.sent()
+    assert [reply.code for reply in finished.replies] == ["INTERNAL"]
+    assert "UnicodeEncodeError" in finished.replies[0].message
+
+
+def test_a_native_model_may_omit_a_state(tmp_path: Path) -> None:
+    """The old value of the state is kept."""
+    with rig(tmp_path) as worker_rig:
+        (worker_rig.context.version_dir / "model.py").write_text(NATIVE_MODEL)
+        backend = NativeBackend(worker_rig.context)
+        worker_rig.serve(backend, backend.complete_config(model_config([], [])))
+        packed_request = pack_inference(inference(tensor("x", np.ones((1, 1), np.float32))))
+        rows = [SequenceRow(0, 1, START_FLAG, 7)]
+        execution = Execute(1, [Work(1, CLIENT_PID, *packed_request)], rows=rows)
+        worker_rig.instance.link._dispatch(execution)
+        worker_rig.instance.serve_commands()
+        (finished,) = worker_rig.sent()
+        assert [reply.message for reply in finished.replies] == [""]
 
 
 def test_sequences_that_the_scheduler_ends_release_their_state(sequences: Sequences) -> None:

@@ -144,6 +144,26 @@ async def test_coroutines_wait_side_by_side(worker: OnDevice) -> None:
     assert sorted(order) == list(range(8))
 
 
+async def test_a_lease_of_another_execution_cannot_be_entered(worker: OnDevice) -> None:
+    lease = worker.workspace.lease(MB)
+    holds_block, may_leave = asyncio.Event(), asyncio.Event()
+
+    async def hold_lease() -> None:
+        async with lease:
+            holds_block.set()
+            await may_leave.wait()
+
+    task = asyncio.ensure_future(hold_lease())
+    await holds_block.wait()
+    with pytest.raises(Internal, match="is used by another execution"):
+        async with lease:
+            pass
+    may_leave.set()
+    await task
+    with worker.workspace.lease(2 * MB):  # both were returned
+        pass
+
+
 async def test_a_coroutine_cancelled_while_it_waits_leaks_nothing(worker: OnDevice) -> None:
     holds_block = asyncio.Event()
     may_leave = asyncio.Event()

@@ -33,7 +33,10 @@ _PART_TEXTS = {
     "thinking": "thinking",
 }
 _TYPE_TESTS = ("string", "iterable", "sequence", "mapping")
-_OPTIONS = ("tools", "tool_choice", "parallel_tool_calls", "include_reasoning")
+_OPTIONS = (
+    *("tools", "tool_choice", "parallel_tool_calls", "include_reasoning"),
+    "continue_final_message",
+)
 NICE = 10
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of a message that is continued
 # As in vLLM's Responses API, the model calls a custom tool as a function with one text.
@@ -192,7 +195,7 @@ class _CompiledTemplate(NamedTuple):
 
 
 def _check_variables(chat: Mapping[str, Any], template: _CompiledTemplate) -> None:
-    """Raise InvalidArgument if a request has variables that the template would ignore."""
+    """Raise InvalidArgument if the template ignores the documents, or disabled reasoning."""
     # Agents send other efforts by default, and a model without such a variable has one effort.
     forbids_reasoning = chat.get("reasoning_effort") == "none" and template.names_thinking
     for name, is_set, other_name in (

@@ -89,7 +89,11 @@ class Prompt:
         return TokenSequence(number, self, sample, tokens, [], matcher, replayed_tokens=replayed)
 
     def describe(self, priority: int) -> Prepared:
-        """Return the message for the scheduler; the parameters may replace the `priority`."""
+        """Return the message that describes the prompt to the scheduler.
+
+        Args:
+            priority: The priority of the request, unless its parameters set another one.
+        """
         parameters = self.parameters
         beams: list[BeamSearch] = []
         if parameters.beams:
@@ -208,7 +212,7 @@ class DraftModel:
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[_SequenceRow]) -> dict[int, Proposal]:
-        """Return proposed tokens as a `Propose` function does."""
+        """Return the draft tokens of each sequence, by the number of the sequence."""
         proposals = {sequence.number: Proposal() for sequence, _ in rows}
         # The model may support shorter sequences than the target model.
         positions = self._passes.positions

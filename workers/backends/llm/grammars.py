@@ -167,9 +167,10 @@ def _compile_json_schema(text: str) -> Any:
 
 
 def _list_unsupported(warnings: list[str]) -> str:
-    """Return the warnings of a lenient compilation, except those about ignored keywords.
+    """Return the features of a schema that llguidance's warnings report as unsupported, or "".
 
-    `uniqueItems`, which schemas of Python's sets contain, is ignored like unknown formats.
+    Warnings about unknown formats and `uniqueItems` are left out, as both have no effect. Schemas
+    of Python's sets contain `uniqueItems`.
     """
     ignored = ("Unknown format: ", 'Unimplemented keys: ["uniqueItems"]')
     return "; ".join(warning for warning in warnings if not warning.startswith(ignored))

@@ -53,7 +53,7 @@ class ToolSyntax(NamedTuple):
     id_length: int = 0
 
     def new_id(self) -> str:
-        """Return an id for a call."""
+        """Return a random id for a tool call, in the format of this family of models."""
         letters = string.ascii_letters + string.digits
         characters = "".join(secrets.choice(letters) for _ in range(self.id_length or 24))
         return characters if self.id_length else f"call_{characters}"
@@ -127,7 +127,7 @@ class MessageParser:
 
     @property
     def has_parts(self) -> bool:
-        """Return whether `take` has parts to return."""
+        """Return whether parts of the message wait for `take`."""
         return bool(self._parts)
 
     def take(self) -> dict[str, Any]:
@@ -296,7 +296,7 @@ class MessageParser:
         return text
 
     def unread(self, text: str) -> None:
-        """Return characters to the buffer."""
+        """Put characters that were read back into the buffer."""
         self._buffer = text + self._buffer
         self._read_text = self._read_text[: len(self._read_text) - len(text)]
 
@@ -462,7 +462,7 @@ class _JsonScan:
 
 
 def ignore(_: str) -> None:
-    """Discard text that was read."""
+    """Do nothing: the text that was read is not used."""
 
 
 def overlap(text: str, tag: str) -> int:

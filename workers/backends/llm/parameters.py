@@ -127,13 +127,13 @@ class GenerationParameters:
 
     @cached_property
     def penalised(self) -> bool:
-        """Return whether repeated tokens are penalised."""
+        """Return whether tokens that occur repeatedly are penalised."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0)
 
     @cached_property
     def restricted(self) -> bool:
-        """Return whether particular tokens are forbidden or favoured."""
+        """Return whether some tokens are forbidden, or their logits are biased."""
         return bool(self.logit_bias or self.forbidden or self.allowed_token_ids)
 
     @cached_property
@@ -187,7 +187,7 @@ def parse(
         **{_ALIASES.get(name, name): f"{defaults_file}: {name}" for name in presets},
         **{_ALIASES.get(name, name): name for name in request},
     }
-    values: dict[str, Any] = {"seed": secrets.randbits(63)}
+    values: dict[str, Any] = {}
     for name, value in {**_resolve_aliases(presets), **_resolve_aliases(request)}.items():
         parser = _PARSERS.get(name)
         if parser is not None:
@@ -227,6 +227,8 @@ def _resolve_aliases(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _combine(values: dict[str, Any], grammars: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
     """Combine parameters that determine the same field; return the values of fields by name."""
     values["top_k"] = max(values.get("top_k", 0), 0)
+    if values.get("seed", -1) == -1:  # -1 is a random seed, as in vLLM
+        values["seed"] = secrets.randbits(63)
     has_logprobs, top = values.pop("has_logprobs", True), values.pop("top_logprobs", None)
     if not has_logprobs:
         values["logprobs"] = -1

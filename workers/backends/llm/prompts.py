@@ -174,15 +174,24 @@ class PromptText(NamedTuple):
 
 
 class RenderedChat(NamedTuple):
-    """The tools of a conversation, whether its reasoning is hidden, and the text of its prompt."""
+    """A rendered conversation.
+
+    Attributes:
+        tools: The tools of the conversation.
+        hides_reasoning: Whether its reasoning is hidden.
+        continues: Whether the prompt ends inside of the last message.
+        text: The text of the prompt.
+    """
 
     tools: ToolRequest | None
     hides_reasoning: bool
+    continues: bool
     text: str | memoryview
 
 
-def _take_options(chat: dict[str, Any]) -> tuple[ToolRequest | None, bool]:
-    return take_tools(chat), chat.pop("include_reasoning", None) is False
+def _take_options(chat: dict[str, Any]) -> tuple[ToolRequest | None, bool, bool]:
+    hides_reasoning = chat.pop("include_reasoning", None) is False
+    return take_tools(chat), hides_reasoning, bool(chat.get("continue_final_message"))
 
 
 class PromptReader:
@@ -237,11 +246,13 @@ class PromptReader:
         scores_prompt = echoes and parameters.logprobs >= 0 and "messages" not in inputs
         message_format, message_grammar = None, ""
         if "messages" in inputs:
-            tools, hides_reasoning, rendered = self._render(inputs["messages"])
+            tools, hides_reasoning, continues, rendered = self._render(inputs["messages"])
             inputs = {**inputs, "messages": rendered}
             ending, _ = read_ending("messages", rendered, LONG)
             has_body = bool(parameters.grammar[0])
-            message_format = self._formats.make_format(tools, ending, hides_reasoning, has_body)
+            message_format = self._formats.make_format(
+                tools, ending, hides_reasoning, has_body, continues
+            )
             if message_format is not None:
                 message_grammar = self._formats.grammar(tools, message_format, has_body)
         tokens, text, offsets = self._prompt_text(inputs, parameters, scores_prompt)
@@ -334,11 +345,10 @@ class PromptReader:
         """Render a conversation, in a separate process if it is long."""
         if isinstance(text, memoryview):
             options, prompt = render_in_process(self._chat, text, _take_options)
-            tools, hides_reasoning = options
-            return RenderedChat(tools, hides_reasoning, prompt)
+            tools, hides_reasoning, continues = options
+            return RenderedChat(tools, hides_reasoning, continues, prompt)
         chat = parse_conversation(text)
-        tools, hides_reasoning = _take_options(chat)
-        return RenderedChat(tools, hides_reasoning, self._chat.render(chat))
+        return RenderedChat(*_take_options(chat), self._chat.render(chat))
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens; texts do not contain them."""

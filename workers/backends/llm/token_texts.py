@@ -166,7 +166,7 @@ class TokenTexts:
         return tokens[start_index:end]
 
     def containing(self, data: bytes) -> list[int]:
-        """Return the tokens whose bytes contain `data`."""
+        """Return the tokens whose bytes contain `data` at any position."""
         pieces, tokens = self._sorted_tokens
         return [token for piece, token in zip(pieces, tokens) if data in piece]  # noqa: B905
 
@@ -180,7 +180,7 @@ class TokenTexts:
         return bool(data) and data[0] & 0xC0 == 0x80
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of tokens."""
+        """Return the text of these tokens, as the tokenizer decodes them."""
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -295,7 +295,7 @@ class Detokenizer:
         return self._emitted_length + self._held_length + delayed_spaces + replaced
 
     def add(self, token: int) -> str:
-        """Append a token; return the text that it completes."""
+        """Append a token; return the text that is complete with it, or ""."""
         if token in self._skipped:
             return ""
         self._tokens.append(token)
@@ -312,7 +312,10 @@ class Detokenizer:
         return self._advance(self._decode(self._tokens))
 
     def _advance(self, text: str) -> str:
-        """Return the part of `text` after the context; its tokens become the next context."""
+        """Return the part of `text` that is new, which follows the text of the context.
+
+        The tokens of the new text become the next context.
+        """
         pending_tokens = self._tokens[self._context_count :]
         # An invalid byte makes byte-fallback decoders replace the bytes before it, too.
         extends = text.startswith(self._context_text)
@@ -357,6 +360,6 @@ class StopStrings:
         return text[: len(text) - count], ""
 
     def flush(self) -> str:
-        """Return the text held back."""
+        """Return the text that was held back because it may have begun a stop string."""
         text, self._held_text = self._held_text, ""
         return text

@@ -74,7 +74,7 @@ class Lark:
     rules: list[str] = field(default_factory=list)
 
     def rule(self, body: str, is_lazy: bool = False) -> str:
-        """Add a rule, and return its name."""
+        """Add a rule with this body to the grammar, and return its name."""
         name = f"r{len(self.rules)}"
         self.rules.append(f"{name}{'[lazy]' * is_lazy}: {body}")
         return name
@@ -98,7 +98,9 @@ class Lark:
         try:
             extended = with_patterns(schema, schema)
         except ValueError as error:
-            raise InvalidArgument(f"tools: the parameters cannot be compiled: {error}") from None
+            raise InvalidArgument(
+                f"tools: the parameters of a tool cannot be compiled to a grammar: {error}"
+            ) from None
         options = {**_JSON_OPTIONS, **extended.get("x-guidance", {})}
         return f"%json {json.dumps({**extended, 'x-guidance': options})}"
 

@@ -251,6 +251,7 @@ class MessageFormats:
         prompt: str,
         hides_reasoning: bool = False,
         has_body: bool = False,
+        continues: bool = False,
     ) -> MessageFormat | None:
         """Return the format of the message after a prompt; None if all of its text is content.
 
@@ -259,14 +260,17 @@ class MessageFormats:
             prompt: The text of the prompt.
             hides_reasoning: Whether reasoning is left out of the message.
             has_body: Whether the content has a grammar.
+            continues: Whether the prompt ends inside of the last message.
 
         Raises:
             InvalidArgument: The format of the model's calls is not known.
         """
         ending = prompt.rstrip()
         begin, end = self._reasoning or ("", "")
+        # The message that is continued may have opened or closed the reasoning.
+        depth = ending.rfind(begin) - ending.rfind(end) if continues else 0
         # A template may have closed the reasoning, for example if thinking is disabled.
-        reasoning = () if end and ending.endswith(end) else self._reasoning
+        reasoning = () if end and (ending.endswith(end) or depth < 0) else self._reasoning
         if request is None and not reasoning:
             return None
         family = self._family
@@ -276,7 +280,9 @@ class MessageFormats:
                 f"may set tool_parser, one of {', '.join(TOOL_PARSERS)}"
             )
         family = family or FAMILIES["hermes"]
-        is_opened = bool(reasoning) and (ending.endswith(begin) or self._always_reasons)
+        is_opened = bool(reasoning) and (
+            ending.endswith(begin) or depth > 0 or self._always_reasons
+        )
         markers = {*family.markers, begin, end} & self._special_tokens
         return MessageFormat(
             family,

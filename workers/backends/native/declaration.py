@@ -210,7 +210,7 @@ def _predict_method(model: type) -> Callable[..., Any]:
 
 
 def as_config(signature: PredictSignature) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return (`input`, `output`) of a model configuration."""
+    """Return the fields `input` and `output` of the model's configuration."""
     inputs: list[dict[str, Any]] = []
     for parameter in signature.parameters:
         tensor = _tensor_config(parameter.name, parameter.type)

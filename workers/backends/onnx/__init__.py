@@ -356,7 +356,7 @@ class OnnxRuntimeError(Exception):
 
 
 class OnnxBackend(Backend):
-    """A session of an ONNX file."""
+    """The backend of one session of an ONNX file."""
 
     strict_shapes = False
     read_only_inputs = False  # a session does not write to its inputs, so they need no protection

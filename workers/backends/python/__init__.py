@@ -201,7 +201,7 @@ class PythonBackend(Backend):
 
 
 def file_name(config: ModelSpec) -> str:
-    """Return the name of a model's file."""
+    """Return the name of a model's Python file: model.py unless the configuration names another."""
     return config.default_model_filename or "model.py"
 
 
@@ -210,7 +210,7 @@ def model_class(config: ModelSpec, model_dir: Path, version_dir: Path) -> Any:
 
     Raises:
         Unavailable: The file does not exist.
-        InvalidArgument: The name is not a Python file's.
+        InvalidArgument: It is not a Python file, or has no `TritonPythonModel`.
     """
     file = file_name(config)
     if not file.endswith(".py"):

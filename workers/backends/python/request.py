@@ -185,7 +185,8 @@ class SingleResponse:
         """Store a copy of the response.
 
         Raises:
-            TritonModelException: There is a response already, or the end comes before the response.
+            TritonModelException: There is a response already, the end comes before the response, or
+                the end was sent.
         """
         if response is not None and self.response is not None:
             raise TritonModelException(MORE_THAN_ONE)
@@ -495,7 +496,10 @@ class InferenceRequest:
             request = self._call_request()
             if not decoupled:
                 api.submit(UnaryBlsCall(api.calls, request, future), future)
-                return loop.create_task(_await_response(future))
+                unary_task = loop.create_task(_await_response(future))
+                # A task that is cancelled before its first step does not cancel the future.
+                unary_task.add_done_callback(lambda _: future.cancel())
+                return unary_task
             call = api.submit(StreamBlsCall(api.calls, request, future), future)
         except ShmserveError as error:
             response = from_error(error)

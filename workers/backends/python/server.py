@@ -62,7 +62,7 @@ class ServerApi:
             _ORIGINS.reset(token)
 
     def origins(self) -> Sequence[Request]:
-        """Return the requests for which this code runs."""
+        """Return the requests that the model is executing in this thread or coroutine."""
         return _ORIGINS.get() or self.executing_requests
 
     def deadline_ns(self) -> int:
@@ -71,12 +71,12 @@ class ServerApi:
         return max(deadlines, default=0) if all(deadlines) else 0
 
     def trace(self) -> str:
-        """Return the trace of the executing request, or "" if there are several."""
+        """Return the trace of the only request that this code executes; "" if there are several."""
         origins = self.origins()
         return origins[0].work.trace if len(origins) == 1 else ""
 
     def caller_lines(self) -> str:
-        """Return the executions that wait for a call of this code, as in `Submit.callers`."""
+        """Return the executions that wait for a call by this code, in the form of a `Submit`."""
         works = [request.work for request in self.origins()]
         lines = [line for work in works for line in work.callers.split("\n") if line]
         if self.executing_requests and self._executing_thread in (0, threading.get_ident()):
@@ -142,7 +142,7 @@ _ORIGINS: ContextVar[Sequence[Request]] = ContextVar("origins", default=())
 
 
 def install(server: ServerApi | None) -> None:
-    """Set the server of this process's model."""
+    """Set the server's API that the model's code uses in this process, or remove it."""
     global _server
     _server = server
 
@@ -242,7 +242,7 @@ class SharedMemory:
     """The shared memory for inputs of this model's calls of other models."""
 
     def free_memory(self) -> int:
-        """Return the number of free bytes."""
+        """Return the number of free bytes in the shared memory for inputs of calls."""
         return current_server().calls.free_bytes
 
 

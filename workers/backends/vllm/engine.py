@@ -274,9 +274,10 @@ class VllmEngine:
         Raises:
             InvalidArgument: An input or a parameter is wrong. vLLM raises other errors, see
                 `client_error`.
+            NotFound: There is no LoRA adapter of this name.
         """
-        from vllm.entrypoints.for_openai.chat_completion.protocol import ChatCompletionRequest
-        from vllm.entrypoints.for_openai.completion.protocol import CompletionRequest
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
         from vllm.entrypoints.serve.utils.api_utils import get_max_tokens
 
         name = find_prompt_input(inputs)

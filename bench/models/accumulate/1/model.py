@@ -4,7 +4,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonPythonModel:
-    """OUTPUT is the sum of INPUT over the requests of a sequence."""
+    """A model whose OUTPUT is the sum of INPUT over the requests of a sequence."""
 
     def initialize(self, args):
         self.sums = {}

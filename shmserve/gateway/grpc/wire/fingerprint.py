@@ -186,7 +186,10 @@ class _CachedTemplate:
 
 
 class _Layout(NamedTuple):
-    """A layout of messages of one size, with its `templates` by the kept parts of a message."""
+    """A layout of messages of one size.
+
+    `templates` has the request templates by the kept parts of a message.
+    """
 
     struct: Struct
     has_id: bool

@@ -298,7 +298,7 @@ class RequestSink:
         return None if self._request is None else self._request.next_buffer(byte_limit)
 
     def feed(self, piece: memoryview) -> None:
-        """Receive the next bytes."""
+        """Receive the next bytes of the message."""
         position, piece_size = 0, len(piece)
         while position < piece_size:
             if self._whole_message is not None:

@@ -77,7 +77,7 @@ class Packed:
 
     @property
     def datatype(self) -> str:
-        """Return the datatype of the tensor."""
+        """Return the datatype of the prompt's tensor."""
         return "INT32" if self.kind == "tokens" else "BYTES"
 
     def __repr__(self) -> str:
@@ -91,7 +91,7 @@ class Packed:
 
     @property
     def is_json(self) -> bool:
-        """Return whether this is a field that is no prompt."""
+        """Return whether this is another large field of the body, and not a prompt."""
         return self.kind == "json"
 
     def value(self) -> Any:

@@ -40,7 +40,12 @@ from shmserve.gateway.http.openai.fields import (
 from shmserve.gateway.http.routing import NoRoute
 from shmserve.gateway.inference.inference import output_bytes
 from shmserve.gateway.inference.request import InferInput, InferOutput, InferRequest
-from shmserve.ipc.engine_settings import ENGINE_PARAMETER, PROMPT_TOO_LONG, EngineSettings
+from shmserve.ipc.engine_settings import (
+    ENGINE_PARAMETER,
+    LLM_BACKEND,
+    PROMPT_TOO_LONG,
+    EngineSettings,
+)
 from shmserve.ipc.messages.control_requests import NameModels
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES, decode_bytes
 from shmserve.ipc.tensors.descriptors import TensorRef
@@ -372,8 +377,13 @@ async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     for name in limits[1:]:
         check_member(parameters, name, int, 0)
         del parameters[name]
+    may_reason = MESSAGE_OUTPUT in model.signature.outputs and model.may_reason
+    if may_reason and variables.get("include_reasoning") is False:
+        # As in vLLM, the response has no tokens, because they would show the reasoning.
+        for name in ("logprobs", "top_logprobs", "return_token_ids"):
+            parameters.pop(name, None)
     text_request = _text_request(model, [prompt], parameters)
-    if MESSAGE_OUTPUT in model.signature.outputs and (model.may_reason or "tools" in variables):
+    if may_reason or (MESSAGE_OUTPUT in model.signature.outputs and "tools" in variables):
         return text_request._replace(detail_outputs=(*text_request.detail_outputs, MESSAGE_OUTPUT))
     return text_request
 
@@ -456,7 +466,7 @@ def _check_capacity(model: GatewayModel, count: int) -> None:
     """Raise InvalidArgument if a model can never process so many prompts at a time."""
     config = orjson.loads(model.config)
     engine = config.get("parameters", {}).get(ENGINE_PARAMETER)
-    if engine is None:
+    if engine is None or model.backend != LLM_BACKEND:
         return
     settings = EngineSettings.read(engine["string_value"])
     instances = sum(group["count"] for group in config["instance_group"])

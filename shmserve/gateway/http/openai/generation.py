@@ -448,7 +448,7 @@ class Rendering(Protocol):
         """Add a part of a sample's text, and return a result for `encode_frames`."""
 
     def whole_response(self) -> dict[str, Any]:
-        """Return the whole response."""
+        """Return the body of the response to a request that does not stream."""
 
     def encode_frames(self, results: list[list[Any]]) -> list[bytes]:
         """Return server-sent events, given a list of results of `add` for each response."""

@@ -68,6 +68,7 @@ _REPEATED_MEMBERS: Mapping[str, Any] = {
 # The members of a chat's body, and the members of a request that they are derived from.
 _REQUEST_MEMBERS = {
     "messages": "input",
+    "continue_final_message": "input",
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
@@ -159,8 +160,10 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
             raise InvalidArgument(f"reasoning.{name}: {text}")
     chat = {_CHAT_MEMBERS[name]: value for name, value in body.items() if name in _CHAT_MEMBERS}
     chat["messages"] = _chat_messages(body)
-    chat["tools"] = _chat_tools(body) or None
-    chat["tool_choice"] = _chat_tool_choice(body.get("tool_choice"))
+    chat["continue_final_message"] = _is_unfinished(body["input"][-1]) or None
+    tools = _chat_tools(body)
+    chat["tools"] = tools or None
+    chat["tool_choice"] = _chat_tool_choice(body.get("tool_choice"), tools)
     chat["reasoning_effort"] = reasoning.get("effort")
     text = bodies.check_member(body, "text", dict, {})
     chat["response_format"] = _chat_format(text.get("format"))
@@ -224,12 +227,20 @@ def _qualified_name(namespace: Any, name: Any) -> Any:
     return f"{namespace}__{name}" if type(namespace) is str and type(name) is str else name
 
 
-def _chat_tool_choice(choice: Any) -> Any:
-    """Return the choice of tools in the form of a chat; None for "auto", the default."""
+def _chat_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> Any:
+    """Return the choice of tools in the form of a chat; None for "auto", the default.
+
+    As in vLLM, the name of a function need not contain its namespace if it is unambiguous.
+    """
     if choice == "auto":
         return None
     if type(choice) is dict and choice.get("type") in ("function", "custom"):
-        return {"type": choice["type"], choice["type"]: {"name": choice.get("name")}}
+        kind, name = choice["type"], choice.get("name")
+        names = [tool[tool["type"]]["name"] for tool in tools]
+        qualified_names = [each for each in names if str(each).endswith(f"__{name}")]
+        if name not in names and len(qualified_names) == 1:
+            name = qualified_names[0]
+        return {"type": kind, kind: {"name": name}}
     return choice
 
 
@@ -257,6 +268,13 @@ def _chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
             item = _find_stored_item(index, item.get("id"))
         _add_item(messages, item, f"input[{index}]")
     return messages
+
+
+def _is_unfinished(item: Any) -> bool:
+    """Return whether an item is a message whose text the response continues, as in vLLM."""
+    is_unfinished = type(item) is dict and item.get("status") in ("in_progress", "incomplete")
+    is_message = is_unfinished and item.get("type") in (None, "message")
+    return is_message and item.get("role") == "assistant"
 
 
 def _is_reference(item: Any) -> bool:
@@ -369,7 +387,7 @@ class ResponseObject:
         self._created = int(time.time())
 
     def add(self, prompt_index: int, delta: Delta) -> list[dict[str, Any]]:
-        """Add a part of the text, and return the events that describe it."""
+        """Add a part of the generated text, and return the events of the stream for it."""
         message: dict[str, Any] = delta.message or {"content": delta.text}
         events = [] if self._event_count else self._start_events()
         self._next_logprobs += (delta.logprobs or {}).get("content", [])
@@ -406,9 +424,9 @@ class ResponseObject:
 
     @cached_property
     def _calls(self) -> dict[str, tuple[str, dict[str, str]]]:
-        """Return the item type and the name members of calls, by the name that the model calls.
+        """Return the types and the members of items with calls, by the name that the model calls.
 
-        Only custom tools and functions of namespaces have an entry.
+        Only calls of custom tools and of functions in namespaces differ from other function calls.
         """
         calls: dict[str, tuple[str, dict[str, str]]] = {}
         tools = self.body.get("tools") or []

@@ -9,14 +9,15 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 from aiohttp import StreamReader
 from multidict import CIMultiDict, CIMultiDictProxy
 
-from shmserve.errors import Unavailable
-from shmserve.gateway.http.body import Body
-from shmserve.gateway.http.messages import HttpRequest
+from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.gateway.http.body import Body, body_limit_us
+from shmserve.gateway.http.messages import HttpRequest, WholeBody
 from shmserve.gateway.inference import body_arrival, prepare
 from shmserve.gateway.inference.body_arrival import BodyBudget, BodyTimeout, MallocTrim
 from shmserve.gateway.inference.prepare import ArrivingRequest, BuiltRequest, Resources
@@ -222,3 +223,34 @@ def test_a_tensor_in_pieces_is_copied_between_requests(monkeypatch: pytest.Monke
     assert asyncio.run(build_while_copying()) == "built"
     assert copied_states == [b"ab", b"abc", b"abcde", b"abcdef"]
     assert [(t.data, t.binary_size) for t in request.inputs] == [(None, 5), (None, 1)]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "limit_us"),
+    [
+        (b'{"deadline_us": 5, "timeout": 3}', 3),
+        (b'{"deadline_us": "x"}', 0),
+        (b'{"deadline_us": NaN}', 0),
+        (b'{"deadline_us": -Infinity}', 0),
+        (b"[]", 0),
+    ],
+)
+async def test_the_time_limit_of_a_load_ignores_invalid_limits(
+    parameters: bytes, limit_us: int
+) -> None:
+    """The load is not limited, and the request is then refused with an error about its body."""
+    settings = GatewaySettings(request_timeout_is_deadline=True)
+    memory = SimpleNamespace(memory=SimpleNamespace(byte_size=MIB))
+    gateway: Any = SimpleNamespace(settings=settings, body_budget=budget, arena=memory)
+    content = WholeBody(b'{"parameters": %b}' % parameters)
+    request: Any = SimpleNamespace(content=content, headers=CIMultiDict())
+    assert await body_limit_us(gateway, request) == limit_us
+
+
+@pytest.mark.parametrize(("id_size", "text_size"), [(1, 1 << 20), (1 << 20, 1)])
+def test_a_request_is_limited_besides_its_tensors(id_size: int, text_size: int) -> None:
+    """The requests of a batch are one message, whose size is limited."""
+    request = InferRequest("x" * id_size, [], [], parameters={"text": "x" * text_size})
+    model: Any = SimpleNamespace(signature=MagicMock())
+    with pytest.raises(InvalidArgument, match=r"have 10485\d\d bytes \(maximum: 1048576\)"):
+        prepare.check_request(model, request, [], make_resources(Arena(4096)))

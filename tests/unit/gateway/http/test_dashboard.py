@@ -183,6 +183,20 @@ def test_the_exit_of_the_server_ends_the_feed(run_dir: Path, snapshots: list[flo
     run(run_dir, scenario)
 
 
+@pytest.mark.parametrize("failing", ["EventWatch", "_SnapshotSource"])
+def test_an_error_ends_the_streams_of_the_current_viewers_only(
+    run_dir: Path, snapshots: list[float], monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    async def scenario(feed: live.LiveFigures) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(live, failing, None)
+            assert [event async for event in feed._stream_events()] == []
+        async with contextlib.aclosing(feed._stream_events()) as viewer:
+            assert (await next_event(viewer))["whole"]
+
+    run(run_dir, scenario)
+
+
 def test_unauthorised_viewers_are_refused(run_dir: Path) -> None:
     async def scenario(feed: live.LiveFigures) -> None:
         gateway: Any = None

@@ -157,6 +157,20 @@ def test_clients_read_memory_of_the_ensemble() -> None:
     assert rig.memory.used_bytes == 0
 
 
+def test_the_first_of_repeated_outputs_counts() -> None:
+    rig = EnsembleRig(STREAM, [model("a"), model("b")])
+    rig.submit()
+    outputs = [TensorRef("Y", "FP32", (1,), data) for data in (b"abcd", b"efgh")]
+    packed = pack_inferred(Inferred(tuple(outputs)))
+    rig.from_step("a", m.Finished(rig.take_submits()["a"], *packed))
+    ((_, submit),) = rig.take_sent()
+    assert inputs_of(submit) == {"X": b"abcd"}
+    rig.from_step("b", m.Finished(submit.id, *packed))
+    (finished_message,) = rig.take_client_messages()
+    assert [output.data for output in inferred_of(finished_message).outputs] == [b"abcd"]
+    assert rig.core.live_requests == 0
+
+
 def test_a_step_is_planned_by_the_shapes_of_its_own_inputs() -> None:
     """Requests of a step have the same kind if only tensors of earlier steps differ in shape."""
     rig = EnsembleRig(STREAM, [model("a"), model("b")])

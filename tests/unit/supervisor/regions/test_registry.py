@@ -1,6 +1,7 @@
 """The registry of regions: names, generations, and when a mapping ends."""
 
 import asyncio
+import errno
 import gc
 import os
 import resource
@@ -12,7 +13,7 @@ import posix_ipc
 import pytest
 
 from shmserve.common.peers import Peer
-from shmserve.errors import AlreadyExists, InvalidArgument
+from shmserve.errors import AlreadyExists, InvalidArgument, Unavailable
 from shmserve.ipc.messages.publications import (
     MemoryDropped,
     RegionPublished,
@@ -96,6 +97,20 @@ async def test_a_region_in_use_is_withdrawn_when_its_use_ends(key: str, end_caus
     assert rig.workers == [MemoryDropped(memory_id)]
     assert list(rig.registry.publications()) == []
     await asyncio.sleep(0)
+
+
+async def test_a_region_that_cannot_be_kept_is_closed(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    rig = RegionRig()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", fail)
+        with pytest.raises(Unavailable, match="'r' cannot be registered: Too many open files"):
+            await rig.registry.register("r", key, 0, 4096, ME)
+    assert not rig.registry.active_regions() and not rig.published
 
 
 async def test_the_name_of_a_region_in_use_is_free(key: str) -> None:

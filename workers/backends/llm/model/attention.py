@@ -341,7 +341,7 @@ class Run(NamedTuple):
 
     @classmethod
     def of(cls, span: RowSpan, block_size: int, device: str) -> Run:
-        """Return the rows of a span."""
+        """Return the run that consists of the rows of a span."""
         blocks = span.block_table[: -(-span.length // block_size)]
         is_scattered = any(next_block - block != 1 for block, next_block in pairwise(blocks))
         mask = None

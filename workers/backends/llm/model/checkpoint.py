@@ -208,11 +208,11 @@ class Checkpoint:
         return cls(*parts, eos, defaults, defaults_file, templates, special)
 
     def has(self, name: str) -> bool:
-        """Return whether the files have a weight."""
+        """Return whether the checkpoint's files contain the weight with this name."""
         return "values" in self.quantisation.parts(name, self.stored)
 
     def weight(self, name: str) -> torch.Tensor:
-        """Return a weight as float32."""
+        """Return the weight with this name, dequantised, as float32."""
         parts = self.quantisation.parts(name, self.stored)
         tensors = {role: self._open(p.path).get_tensor(p.name) for role, p in parts.items()}
         if "scales" not in tensors:
@@ -237,7 +237,10 @@ class Checkpoint:
 
 
 def read_json(path: Path, problems: list[str], is_optional: bool = False) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty one after adding a problem."""
+    """Return the JSON object in a file, without invalid fields; add problems to `problems`.
+
+    The object is empty if the file cannot be read. A file that `is_optional` may be missing.
+    """
     if not path.exists():
         if not is_optional or path.is_symlink():
             problems.append(_describe_missing(path))

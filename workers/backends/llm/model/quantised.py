@@ -98,7 +98,7 @@ class Quantisation:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], problems: list[str]) -> Self:
-        """Return the quantisation in config.json's quantization_config."""
+        """Return the quantisation that a quantization_config in config.json describes."""
         loads_bits = config.get("load_in_8bit") or config.get("load_in_4bit")
         name = config.get("quant_method") or ("bitsandbytes" if loads_bits else "")
         unsupported: list[tuple[str, Any, tuple[Any, ...]]] = []
@@ -264,7 +264,7 @@ def _sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _weight_settings(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the settings of weights in the sections of compressed-tensors."""
+    """Return the settings of the weights in each section of compressed-tensors' configuration."""
     settings = (section.get("weights") for section in _sections(config)[1:])
     return [setting for setting in settings if isinstance(setting, dict)]
 

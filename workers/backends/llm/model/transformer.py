@@ -533,7 +533,7 @@ class Passes:
             self._graphs.capture(max_rows, max_length)
 
     def empty(self) -> Pass:
-        """Return a pass without rows."""
+        """Return a pass without rows, to which the caller adds rows."""
         return Pass(self.cache.block_size, self._model.device)
 
     def logits(self, rows: Pass, logit_rows: list[int]) -> Tensor:

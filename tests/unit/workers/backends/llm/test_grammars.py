@@ -131,7 +131,9 @@ def test_integers_that_would_be_rounded_are_refused(schema: dict[str, Any]) -> N
         InvalidArgument, match=r"cannot be compiled: .*(beyond the limit|too many digits)"
     ):
         accepts({"type": "object", "properties": {"a": schema}}, {})
-    with pytest.raises(InvalidArgument, match="tools: the parameters cannot be compiled"):
+    with pytest.raises(
+        InvalidArgument, match="tools: the parameters of a tool cannot be compiled to a grammar"
+    ):
         Lark({}).json(schema)
 
 
@@ -147,7 +149,8 @@ def test_keywords_have_their_types(schema: dict[str, Any], error: str) -> None:
         accepts({"type": "string", **schema}, "a")
     if "x-guidance" in schema:
         with pytest.raises(
-            InvalidArgument, match=f"tools: the parameters cannot be compiled: {error}"
+            InvalidArgument,
+            match=f"tools: the parameters of a tool cannot be compiled to a grammar: {error}",
         ):
             Lark({}).json(schema)
 

@@ -137,6 +137,7 @@ def test_a_model_has_defaults_and_seeds_differ() -> None:
     parameters = parse(nulls, defaults, 100)
     assert (parameters.temperature, parameters.max_tokens) == (0.3, 7)
     assert settings().seed != settings().seed
+    assert settings(seed=-1).seed != settings(seed=-1).seed
 
 
 def test_parameters_of_the_server_cause_no_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -49,6 +49,7 @@ _TEMPLATE = "{{ bos }}{% for m in messages %}{{ m.role }}: {{ m.content }} {% en
     ("chat", "error"),
     [
         ({"tool_choice": "none", "include_reasoning": False}, ""),
+        ({"continue_final_message": True}, ""),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, ""),
         ({"tool_choice": "required"}, "requires tools"),
         ({"chat_template": "other"}, "is unknown"),
@@ -75,7 +76,7 @@ def test_a_long_conversation_is_rendered_in_a_process(
     monkeypatch.setattr(ChatTemplate, "render", None)  # Only the process renders.
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     rendered = reader._render(long_text)
-    assert rendered[:2] == expected[:2]
+    assert rendered[:3] == expected[:3]
     assert read_whole("messages", rendered.text) == expected.text
     imported_modules = {line.split("|")[-1].strip() for line in capfd.readouterr().err.splitlines()}
     assert {"jinja2", "shmserve.errors"} <= imported_modules

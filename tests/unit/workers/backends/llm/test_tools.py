@@ -390,6 +390,19 @@ def test_no_reasoning_begins_after_a_prompt_that_has_closed_it(reasoning: str) -
         assert (formats.make_format(None, prompt) is not None) == is_open
 
 
+@pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1"])
+def test_a_message_may_be_continued_inside_of_its_reasoning(reasoning: str) -> None:
+    formats = tools.MessageFormats("none", reasoning, tokenizer())
+    history = "<|user|>Explain </think> and <think>.<|assistant|>"
+    opened = formats.make_format(None, f"{history}<think>\nI see", continues=True)
+    assert opened is not None and opened.starts_reasoning
+    closed = f"{history}<think>\nI see</think>\n\nThe"
+    assert formats.make_format(None, closed, continues=True) is None
+    new_message = formats.make_format(None, history)
+    assert new_message is not None
+    assert new_message.starts_reasoning == (reasoning == "deepseek_r1")
+
+
 def test_calls_in_no_known_format() -> None:
     formats = tools.MessageFormats("none", "none", tokenizer())
     assert formats.make_format(None, "") is None
