@@ -134,8 +134,8 @@ class Statistics(Table):
         self.retried = 0
         self.overruns = 0
         self.malformed = 0
-        self.cache_hits, self.cache_hit_ns = 0, 0
-        self.cache_misses, self.cache_miss_ns = 0, 0
+        self.cache_hit, self.cache_hit_ns = 0, 0
+        self.cache_miss, self.cache_miss_ns = 0, 0
         self._base: dict[str, Any] = {}
         self._successes: list[_RecordedSuccess] = []
         self._recorded_executions: list[Execution] = []
@@ -232,7 +232,7 @@ class Statistics(Table):
     def count_hit(self, arrived_ns: int, queue_ns: int, lookup_ns: int, now_ns: int) -> None:
         """Count a success with a cached response, whose lookup took `lookup_ns`."""
         total_ns = now_ns - arrived_ns + lookup_ns
-        self.cache_hits += 1
+        self.cache_hit += 1
         self.cache_hit_ns += lookup_ns
         self.success += 1
         self.success_ns += total_ns
@@ -245,7 +245,7 @@ class Statistics(Table):
 
     def count_miss(self, lookup_ns: int, insert_ns: int, now_ns: int) -> None:
         """Count a cache miss of a request that is about to succeed."""
-        self.cache_misses += 1
+        self.cache_miss += 1
         self.cache_miss_ns += lookup_ns + insert_ns
         self.success_ns += insert_ns
         if self._quantiles:
@@ -289,7 +289,7 @@ class Statistics(Table):
         """Return the complete report; `gauges` are added to its member `shmserve`."""
         self._count_recorded()
         executions = self.executions
-        count, executed_count = self.success, self.success - self.cache_hits
+        count, executed_count = self.success, self.success - self.cache_hit
         return {
             "name": self._model[0],
             "version": self._model[1],
@@ -303,8 +303,8 @@ class Statistics(Table):
                 "compute_input": duration(executed_count, self.compute_input_ns),
                 "compute_infer": duration(executed_count, self.compute_infer_ns),
                 "compute_output": duration(executed_count, self.compute_output_ns),
-                "cache_hit": duration(self.cache_hits, self.cache_hit_ns),
-                "cache_miss": duration(self.cache_misses, self.cache_miss_ns),
+                "cache_hit": duration(self.cache_hit, self.cache_hit_ns),
+                "cache_miss": duration(self.cache_miss, self.cache_miss_ns),
             },
             "response_stats": self._responses.report(),
             "batch_stats": executions.by_size(),

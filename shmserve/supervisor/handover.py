@@ -178,7 +178,7 @@ class Handover:
         assert successor is not None
         self._kept.mirror_to(successor)
         for region in self._regions.active_regions():
-            self._kept.mirror(region)
+            self._kept.send_to_other_server(region)
             await successor.until_done()
         if not successor.end_future.done():
             self.has_successor = True

@@ -149,8 +149,8 @@ class EnsembleCore(Core[EnsembleRequest]):
             _check_ranges(memory_ranges, inputs, plan, self._graph)
         flow = Flow(plan)
         flow.begin(
-            (*inputs, *schema_properties.absent_inputs)
-            if schema_properties.absent_inputs
+            (*inputs, *schema_properties.omitted_inputs)
+            if schema_properties.omitted_inputs
             else inputs
         )
         arrived_ns = plausible_arrival_ns(submit.arrived_ns, now_ns)

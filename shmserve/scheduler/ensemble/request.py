@@ -98,7 +98,7 @@ class RequestProperties(NamedTuple):
     Attributes:
         entry_count: The number of entries in the data.
         inputs: The name and kind of each input, and whether it is a condition.
-        absent_inputs: The inputs that the request omits.
+        omitted_inputs: The inputs that the request omits.
         outputs: The outputs that the request asks for.
         placed_outputs: The outputs with ranges of the client's memory.
         parameters: The parameters that the request passes to its steps.
@@ -108,7 +108,7 @@ class RequestProperties(NamedTuple):
 
     entry_count: int
     inputs: tuple[tuple[str, TensorKind, bool], ...]
-    absent_inputs: tuple[tuple[str, Value], ...]
+    omitted_inputs: tuple[tuple[str, Value], ...]
     outputs: tuple[str, ...]
     placed_outputs: tuple[str, ...]
     parameters: dict[str, Any]

@@ -174,7 +174,7 @@ class Acceptance:
 
     rate: float = 0.7
     _remaining_pause_steps: int = 0
-    _tokens: int = _INITIAL_TOKENS
+    _observed_tokens: int = _INITIAL_TOKENS
 
     def draft_count(self, drafts: int, threshold: float) -> int:
         """Return the number of draft tokens of this step: `drafts`, or 0 during a pause.
@@ -193,8 +193,8 @@ class Acceptance:
     def observe(self, proposed: int, accepted: int) -> None:
         """Update the rate after a step; draft tokens after the first rejected one do not count."""
         for index in range(min(accepted + 1, proposed)):
-            self._tokens += 1
-            weight = max(1 / self._tokens, _AVERAGE_GAIN)
+            self._observed_tokens += 1
+            weight = max(1 / self._observed_tokens, _AVERAGE_GAIN)
             self.rate += weight * ((index < accepted) - self.rate)
 
 

@@ -260,7 +260,7 @@ class ScalingPolicy:
     delay_s: float = 0.0
     _loads: deque[LoadSample] = field(init=False, default_factory=deque)
     _last_change_s: float = field(init=False, default=-math.inf)
-    _long_wait_s: float = field(init=False, default=-math.inf)  # the time of the last long wait
+    _last_long_wait_s: float = field(init=False, default=-math.inf)
     _window_start_s: float = field(init=False, default=-math.inf)  # the start of the mean's window
     _last_progress_s: float = field(init=False, default=math.inf)  # last execution or empty queue
     _late_samples: int = field(init=False, default=0)  # consecutive samples with a long wait
@@ -280,7 +280,7 @@ class ScalingPolicy:
         if not wait:
             self._late_samples = 0
             return self._remove_idle(load, count)
-        self._long_wait_s, self._late_samples = load.at_s, self._late_samples + 1
+        self._last_long_wait_s, self._late_samples = load.at_s, self._late_samples + 1
         if self._late_samples < _LATE_SAMPLES or count == self.maximum or self._catches_up(load):
             return None
         return Change(count + 1, wait)
@@ -292,7 +292,7 @@ class ScalingPolicy:
         else:
             if at_s - self._last_removal_s < _SOON_FACTOR * self._idle_s:
                 self._idle_s = min(2 * self._idle_s, _MAX_IDLE_S)
-            self._last_removal_s, self._long_wait_s = -math.inf, at_s
+            self._last_removal_s, self._last_long_wait_s = -math.inf, at_s
         self._late_samples = 0
         self._window_start_s = self._last_change_s = at_s
 
@@ -354,7 +354,7 @@ class ScalingPolicy:
 
     def _remove_idle(self, load: LoadSample, count: int) -> Change | None:
         at_s, start_s = load.at_s, self._loads[0].at_s
-        without_wait_s = at_s - max(self._long_wait_s, start_s)
+        without_wait_s = at_s - max(self._last_long_wait_s, start_s)
         has_changed = at_s - self._last_change_s < _REMOVAL_PAUSE_S
         if count == self.minimum or has_changed or without_wait_s < 0.95 * self._idle_s:
             return None

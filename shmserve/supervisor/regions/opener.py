@@ -264,9 +264,9 @@ class RegionOpener:
 
     def _admit(self, region: OpenRegion, shared: posix_shm.SharedObject) -> None:
         posix_shm.check_range(region.name, shared, region.offset, region.byte_size)
-        self._count(region, copied=region.owner.copied)
+        self._reserve_quota(region, copied=region.owner.copied)
 
-    def _count(self, region: OpenRegion, *, copied: bool = False) -> None:
+    def _reserve_quota(self, region: OpenRegion, *, copied: bool = False) -> None:
         """Count a region. Raises InvalidArgument, and counts nothing, if it exceeds a quota."""
         file = None if region.shared is None else region.shared.file
         self._quota.count(region.owner.uid, region.byte_size, file)
@@ -313,7 +313,7 @@ class RegionOpener:
         # Every owner of a handle may use the memory, and no one can truncate it.
         owner = Ownership(peer.uid, NO_GROUP, copied=False)
         region = OpenRegion(name, "", memory_id, None, offset, byte_size, owner, cuda=handle)
-        self._count(region)
+        self._reserve_quota(region)
         try:
             if exporter_pid:
                 region.exporter = ExporterWatch(exporter_pid, partial(on_exporter_exit, region))
@@ -344,7 +344,7 @@ class RegionOpener:
         blocks = 0 if is_sealed else os.fstat(shared.fd).st_blocks
         region = OpenRegion(name, MEMFD_KEY, 0, shared, 0, size, owner, blocks=blocks, pinned=pin)
         region.lease_holder = local_client
-        self._count(region, copied=owner.copied)
+        self._reserve_quota(region, copied=owner.copied)
         return region
 
     async def adopt_cuda(self, name: str, memory: Memory, peer: Peer, holder: int) -> OpenRegion:
@@ -355,7 +355,7 @@ class RegionOpener:
         owner = Ownership(peer.uid, NO_GROUP, copied=False)
         region = OpenRegion(name, "", memory.id, None, 0, memory.byte_size, owner, cuda=memory.cuda)
         region.lease_holder = holder
-        self._count(region)
+        self._reserve_quota(region)
         try:
             await self.handles.check(memory)
         except BaseException:

@@ -159,9 +159,9 @@ class KeptRegions:
         region.kept_name = secrets.token_hex(8)
         with _description(region) as description:
             self._service_manager.keep(region.kept_name, [region.shared.fd, description])
-        self.mirror(region)
+        self.send_to_other_server(region)
 
-    def mirror(self, region: OpenRegion) -> None:
+    def send_to_other_server(self, region: OpenRegion) -> None:
         """Send the registration of a region to the other server of a handover, if there is one."""
         if self._other_server is not None and region.shared is not None and region.kept_name:
             with _description(region) as description:

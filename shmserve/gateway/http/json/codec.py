@@ -229,7 +229,7 @@ def _read_output(member: Any) -> InferOutput:
     )
     classes = 0
     if "classification" in parameters:
-        classes = _read_classes(parameters["classification"])
+        classes = _read_class_count(parameters["classification"])
     region_range = None
     if "shared_memory_region" in parameters:
         region_range = _read_range(parameters)
@@ -244,7 +244,7 @@ def _read_output(member: Any) -> InferOutput:
     return InferOutput(name, is_binary, region_range, classes)
 
 
-def _read_classes(value: Any) -> int:
+def _read_class_count(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MAX_UINT64:
         raise JsonFault(
             "Unable to set 'classification': "
