@@ -141,6 +141,8 @@ def test_an_unfinished_message_is_continued(status: str | None) -> None:
     message = {"type": "message", "role": "assistant", "status": status, "content": "The a"}
     chat = convert_chat(input=[user_message, message])
     assert chat.get("continue_final_message", False) == (status in ("incomplete", "in_progress"))
+    # vLLM refuses both a continued message and a generation prompt, which is its default.
+    assert chat.get("add_generation_prompt", True) == (status in ("completed", None))
     for last_item in (user_message, {**CALL_ITEM, "status": "incomplete"}):
         assert "continue_final_message" not in convert_chat(input=[message, last_item])
 

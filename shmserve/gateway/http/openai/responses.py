@@ -160,7 +160,8 @@ def _chat_body(body: dict[str, Any]) -> dict[str, Any]:
             raise InvalidArgument(f"reasoning.{name}: {text}")
     chat = {_CHAT_MEMBERS[name]: value for name, value in body.items() if name in _CHAT_MEMBERS}
     chat["messages"] = _chat_messages(body)
-    chat["continue_final_message"] = _is_unfinished(body["input"][-1]) or None
+    if _is_unfinished(body["input"][-1]):
+        chat |= {"continue_final_message": True, "add_generation_prompt": False}
     tools = _chat_tools(body)
     chat["tools"] = tools or None
     chat["tool_choice"] = _chat_tool_choice(body.get("tool_choice"), tools)
