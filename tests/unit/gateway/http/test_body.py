@@ -253,4 +253,4 @@ def test_a_request_is_limited_besides_its_tensors(id_size: int, text_size: int) 
     request = InferRequest("x" * id_size, [], [], parameters={"text": "x" * text_size})
     model: Any = SimpleNamespace(signature=MagicMock())
     with pytest.raises(InvalidArgument, match=r"have 10485\d\d bytes \(maximum: 1048576\)"):
-        prepare.check_request(model, request, [], make_resources(Arena(4096)))
+        prepare.check_and_pack(model, request, [], make_resources(Arena(4096)))
