@@ -33,7 +33,6 @@ from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.request import InferInput, InferRequest, RequestIdentity
 from shmserve.gateway.region_table import GatewayRegion, RegionReferences, RegionTable
 from shmserve.gateway.request_trace import RequestTrace
-from shmserve.ipc.endpoints import MAX_REQUEST_BYTES
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range
@@ -46,6 +45,9 @@ from shmserve.ipc.tensors.inference import (
 )
 from shmserve.ipc.tensors.signature import Signature
 
+# Limit of the id, the parameters and the names of a request. The requests of a batch are one frame,
+# whose size is limited, too.
+_MAX_HEAD_BYTES = 16 << 20
 _MAX_RESPONSE_TEMPLATES = 8  # maximum number of response templates of requests with one header
 _ALIGNMENT = 64
 
@@ -384,8 +386,8 @@ def check_and_pack(
     # The signature bounds the names and the shapes.
     if request.parameters or request.id:
         size = len(schema) + len(request.id)
-        if size > MAX_REQUEST_BYTES:
-            text = f"its id, parameters and names have {size} bytes (maximum: {MAX_REQUEST_BYTES})"
+        if size > _MAX_HEAD_BYTES:
+            text = f"its id, parameters and names have {size} bytes (maximum: {_MAX_HEAD_BYTES})"
             raise InvalidArgument(f"the request is too large: {text}")
     on_release = resources.release if resources else None
     return BuiltRequest(model, request, schema, data, on_release, resources.regions)
