@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shmserve.common.model_metrics import add_tables, sum_counters
+from shmserve.gateway.api import figures
 from shmserve.ipc.messages import inference as m
 from shmserve.ipc.messages.supervision import (
     BaseCounters,
@@ -42,6 +43,8 @@ def test_nothing_is_counted_before_the_first_request() -> None:
     }
     assert shmserve["failures"] == {"REJECTED": 0, "CANCELED": 0, "BACKEND": 0, "OTHER": 0}
     assert set(shmserve["batches_closed"].values()) == {0}
+    entries_that_gateways_read = {*figures._TOTALS, *figures._COUNTS.values()}
+    assert not entries_that_gateways_read - shmserve.keys()
 
 
 def test_a_batch_is_counted_once_and_its_requests_one_by_one() -> None:
