@@ -140,9 +140,7 @@ class VllmBackend(Backend):
             raise Unsupported(
                 f"{name}: not supported; backend 'vllm' serves requests for text only"
             )
-        call = await self._engine.make_call(
-            inputs, parameters, echoes, for_openai="usage" in requested
-        )
+        call = await self._engine.make_call(inputs, parameters, echoes, "usage" in requested)
         call.options.setdefault("priority", request.work.priority)
         flags = {name for name in FLAGS if inputs.get(f"return_{name}")}
         answer = VllmAnswer(call, requested, flags)

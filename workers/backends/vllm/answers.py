@@ -120,17 +120,13 @@ class VllmAnswer:
         request, top = self._call.request, self._call.parameters.logprobs or 0
         generated = zip(sample.token_ids, sample.logprobs or (), strict=False)
         tokens = [*(prompt if request.echo else ()), *generated]
-        encoded = {"content": [self._score_entry(token, scores, top) for token, scores in tokens]}
+        encoded = {"content": [self._score(token, scores, top) for token, scores in tokens]}
         if prompt and request.prompt_logprobs is not None:
             top = request.prompt_logprobs
-            encoded["prompt"] = [
-                scores and self._score_entry(t, scores, top) for t, scores in prompt
-            ]
+            encoded["prompt"] = [scores and self._score(t, scores, top) for t, scores in prompt]
         return encode_logprobs(encoded)
 
-    def _score_entry(
-        self, token: int, scores: Mapping[int, Any] | None, top: int
-    ) -> dict[str, Any]:
+    def _score(self, token: int, scores: Mapping[int, Any] | None, top: int) -> dict[str, Any]:
         """Return a token's entry of log probabilities, with the `top` likeliest tokens.
 
         vLLM's `scores`, by token, are None for the first token of a prompt. If `top` is negative,

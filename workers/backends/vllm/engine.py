@@ -290,8 +290,7 @@ class VllmEngine:
             source, defaults = "", self._defaults
             if body.get("max_tokens") == UNLIMITED:
                 del body["max_tokens"]
-            body |= parse_conversation(inputs[name])
-            request = _parse_request(ChatCompletionRequest, body)
+            request = _parse_request(ChatCompletionRequest, body | parse_conversation(inputs[name]))
             if request.tool_choice not in (None, "none") and not self._renderer.enable_auto_tools:
                 raise InvalidArgument(f"tools: {_TOOL_PARSER} is not set in the model's {FILE}")
             _, (prompt,) = _check_accepted(await self._renderer.render_chat(request))
