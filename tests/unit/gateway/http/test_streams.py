@@ -165,8 +165,8 @@ def test_one_response(send: Any) -> None:
 @pytest.mark.parametrize(
     ("case", "status", "text"),
     [
-        ("nothing", 200, NOT_ONE), ("two", 200, NOT_ONE), ("error", 400, "bad"),
-        ("error and one", 400, NOT_ONE), ("one and error", 200, NOT_ONE), ("failed", 400, "bad"),
+        ("nothing", 200, NOT_ONE), ("two", 200, NOT_ONE), ("error", 404, "bad"),
+        ("error and one", 404, NOT_ONE), ("one and error", 200, NOT_ONE), ("failed", 500, "bad"),
     ],
 )  # fmt: skip
 def test_several_or_no_responses_are_an_error(send: Any, case: str, status: int, text: str) -> None:
@@ -242,7 +242,7 @@ def test_the_first_response_determines_the_status(send: Any) -> None:
     call = send("generate_stream")
     call.respond(error(call.number, "bad"), response(call.number, 1, final=True))
     reply = call.reply()
-    assert reply.status == 400
+    assert reply.status == 404
     first_event, second_event = events(reply)
     assert (first_event, second_event["OUT"]) == ({"error": "bad"}, 1)
 
