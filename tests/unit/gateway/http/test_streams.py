@@ -1,13 +1,18 @@
 """Any number of responses to one HTTP request: generate, generate_stream, infer."""
 
+import asyncio
+import itertools
 import json
 import socket
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
+from shmserve.gateway.http.messages import drain_or_abort
+from shmserve.gateway.inference.body_arrival import SLOWEST_RATE
 from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages import inference as m
@@ -437,3 +442,19 @@ def test_a_client_that_does_not_read_receives_no_credit_and_is_disconnected(send
         sent_count += count
     until("it is given up", lambda: call.cancelled)
     assert sent_count * 16_000 < 64 << 20
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+async def test_a_client_may_read_slowly(*, is_slow: bool) -> None:
+    """Each time limit permits 64 KiB/s, however short it is."""
+    unread_bytes = itertools.count(1_000_000, -SLOWEST_RATE // (8 if is_slow else 2))
+    transport, channel = MagicMock(), MagicMock()
+    transport.get_write_buffer_size.side_effect = unread_bytes
+    deadline = asyncio.get_running_loop().time() + 0.3
+    channel.drain = lambda: asyncio.sleep(deadline - asyncio.get_running_loop().time())
+    if is_slow:
+        with pytest.raises(ConnectionResetError):
+            await drain_or_abort(channel, transport, 0.25)
+    else:
+        await drain_or_abort(channel, transport, 0.25)
+    assert transport.abort.called is is_slow
