@@ -26,7 +26,7 @@ from shmserve.gateway.listener import Acceptor, ActiveCount, ListenerRules
 from shmserve.gateway.region_table import RegionTable
 from shmserve.gateway.settings import GatewayStart
 from shmserve.gateway.tracer import Tracer
-from shmserve.ipc import endpoints
+from shmserve.ipc import endpoints, processes
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.memory.mappings import Mappings
 from shmserve.ipc.messages import supervision as m
@@ -134,6 +134,7 @@ class ProtocolServer(ABC):
 
 async def serve(start: GatewayStart, create_server: Callable[[Gateway], ProtocolServer]) -> None:
     """Run a gateway until the supervisor sends `Stop`."""
+    processes.keep_freed_blocks()
     await _Process(start, create_server).run()
 
 

@@ -296,20 +296,27 @@ class Body:
         Raises:
             ShmserveError: As in `read`.
         """
-        start = bytearray()
+        start = b""
         while len(start) < size and (piece := await self.next()):
-            start += piece
+            start += piece  # without a copy of the first piece
             self.arrival.reserve(len(piece))
-        return bytes(start)
+        return start
 
-    async def read_tensors(self, arriving: ArrivingRequest, start: bytes = b"") -> bool:
+    async def read_tensors(self, arriving: ArrivingRequest, start: memoryview) -> bool:
         """Receive the tensors, which begin with `start`; return whether they are complete."""
-        piece = start
+        content, arrival, piece = self._content, self.arrival, start
+        assert isinstance(content, StreamReader)
         while True:
-            arriving.feed_across_tensors(memoryview(piece))
+            arriving.feed_across_tensors(piece)
             if arriving.is_complete:
                 return True
-            piece = await self.next()
+            missing_bytes = self.declared_size - arrival.received_bytes
+            if missing_bytes and arrival.received_bytes == content.total_bytes:
+                connection = self._request.connection
+                with connection.receiving(arriving, arrival, missing_bytes) as complete:
+                    await arrival.until(complete)
+                return arriving.is_complete
+            piece = memoryview(await self.next())
             if not piece:
                 return False
 
@@ -451,7 +458,7 @@ async def _receive(
             # A client must not hold regions of another user while its body arrives.
             authorise(arriving.built_request.regions, request.connection.client.peer())
         with body.arrival.registered_block(arriving.release):
-            if not await body.read_tensors(arriving, start[size:]):
+            if not await body.read_tensors(arriving, memoryview(start)[size:]):
                 raise InvalidArgument(_CUT_SHORT)
     except BaseException:
         arriving.release()

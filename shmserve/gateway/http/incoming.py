@@ -3,6 +3,9 @@
 Programs often send requests with equal heads. The last head is therefore cached, and a head with
 the same bytes is not parsed again. Its body may arrive with the head or in the next packet.
 
+The parser copies each body into a stream. The tensors of a large body bypass the parser:
+`TensorReceiver` receives them into their memory, without a copy.
+
 Writing waits while the client reads more slowly than the server writes. A connection is not read
 while the stream of a body is full, or while too many pipelined requests are queued.
 """
@@ -15,6 +18,7 @@ import enum
 import re
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Iterator
 
 from aiohttp import StreamReader
 from aiohttp.http import HttpProcessingError, HttpRequestParser, RawRequestMessage
@@ -28,6 +32,8 @@ from shmserve.gateway.http.messages import (
     HttpRequest,
     WholeBody,
 )
+from shmserve.gateway.inference.body_arrival import Arrival
+from shmserve.gateway.inference.prepare import ArrivingRequest
 from shmserve.gateway.listener import ClientIdentity, LimitedConnection
 from shmserve.gateway.settings import GatewaySettings
 
@@ -40,7 +46,7 @@ SMALL_BODY_BYTES = 128 * 1024  # large enough for a tensor of 64 KiB with its he
 _MAX_CACHED_HEAD_BYTES = 2048
 _MAX_QUEUED_REQUESTS = 32
 _READ_AHEAD_BYTES = 256 * 1024  # bytes of an unread body; the parser reads at most twice as much
-
+_READ_BUFFER = memoryview(bytearray(64 * 1024))  # all connections use it in turns
 
 _MAX_PENDING_HEAD_BYTES = 128 * 1024
 _FRAMING_HEADER = re.compile(rb"\r\n(?:content-length|transfer-encoding):", re.IGNORECASE)
@@ -126,6 +132,7 @@ class Incoming(LimitedConnection, asyncio.Protocol):
         # The end of the last request, or the start of the connection.
         self._idle_start = loop.time()
         # --- back-pressure
+        self._receiver: TensorReceiver | None = None  # the transport's protocol, if there is one
         self.writing_paused = False
         self._drain_waiter: asyncio.Future[None] | None = None
         self._is_stream_full = False
@@ -296,6 +303,11 @@ class Incoming(LimitedConnection, asyncio.Protocol):
                 max(self._missing_bytes - len(data), -1) if self._missing_bytes else -1
             )
         content = self._body_stream
+        if data and self._missing_bytes > SMALL_BODY_BYTES and not self._is_stream_full:
+            message = self._messages[-1] if self._messages else None
+            stream = message[1] if isinstance(message, tuple) else content
+            if stream is not None and stream.total_bytes:
+                self.pause_reading()  # the handler decides where it receives the rest
         if content is not None:
             if content.is_eof():
                 self._body_stream = None
@@ -431,6 +443,37 @@ class Incoming(LimitedConnection, asyncio.Protocol):
                 self._parse(b"", False)
             self._set_reading()
 
+    @contextlib.contextmanager
+    def receiving(
+        self, arriving: ArrivingRequest, arrival: Arrival, missing_bytes: int
+    ) -> Iterator[asyncio.Future[None]]:
+        """Receive the rest of a body, whose stream is empty, without the parser.
+
+        Args:
+            arriving: The request, whose tensors receive the bytes.
+            arrival: The arrival of the body, which counts the bytes.
+            missing_bytes: The size of the rest.
+
+        Yields:
+            A future that is done when the rest was received.
+        """
+        if self._receiver is None:
+            self._receiver = TensorReceiver(self)
+            if self.transport is not None and not self.transport.is_closing():
+                # uvloop applies another kind of protocol when reading is resumed.
+                self.transport.pause_reading()
+                self.transport.set_protocol(self._receiver)
+                self.transport.resume_reading()
+        try:
+            yield self._receiver.begin(arriving, arrival, missing_bytes)
+        finally:
+            if self._receiver.end() and self._body_stream is not None:
+                self._body_stream.feed_eof()
+                self._body_stream, self._missing_bytes = None, 0
+                self._parser = self._new_parser()  # the old one still expects the rest
+            if self.transport is not None and not self.transport.is_closing():
+                self.transport.resume_reading()
+
     def _on_dequeued(self) -> None:
         """Resume reading if the queue, which was full, is short enough."""
         if len(self._messages) <= _MAX_QUEUED_REQUESTS // 2:
@@ -446,3 +489,57 @@ class Incoming(LimitedConnection, asyncio.Protocol):
                 self.transport.pause_reading()
             else:
                 self.transport.resume_reading()
+
+
+class TensorReceiver(asyncio.BufferedProtocol):
+    """The protocol of a connection from its first large body on.
+
+    The socket writes the tensors into their memory. Other bytes, in pieces of at most
+    64 KiB, and all other events are passed on to the connection.
+    """
+
+    def __init__(self, connection: Incoming) -> None:
+        self._connection = connection
+        self._buffer = _READ_BUFFER
+        self._arriving: ArrivingRequest | None = None
+        self._arrival: Arrival
+        self._missing_bytes = 0
+        self._complete: asyncio.Future[None]
+        for event in ("connection_lost", "eof_received", "pause_writing", "resume_writing"):
+            setattr(self, event, getattr(connection, event))
+
+    def begin(
+        self, arriving: ArrivingRequest, arrival: Arrival, missing_bytes: int
+    ) -> asyncio.Future[None]:
+        """Receive the next bytes into tensors; return a future that is done after the last one."""
+        self._arriving, self._arrival, self._missing_bytes = arriving, arrival, missing_bytes
+        self._complete = asyncio.get_running_loop().create_future()
+        return self._complete
+
+    def end(self) -> bool:
+        """Receive no further bytes into tensors; return whether no byte is missing."""
+        self._arriving = None
+        return not self._missing_bytes
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return the memory for the next bytes."""
+        self._buffer = _READ_BUFFER
+        if self._arriving is not None:
+            # Bytes after the last tensor, or of a request that was released, are dropped.
+            buffer = self._arriving.next_buffer(self._missing_bytes)
+            self._buffer = _READ_BUFFER[: self._missing_bytes] if buffer is None else buffer
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Handle the received bytes. Reading stops after the last byte of a tensor."""
+        received = self._buffer[:nbytes]
+        if self._arriving is None:
+            self._connection.data_received(bytes(received))
+            return
+        self._missing_bytes -= nbytes
+        self._arrival.received_bytes += nbytes
+        self._arriving.feed_across_tensors(received)
+        if not self._missing_bytes:
+            if self._connection.transport is not None:
+                self._connection.transport.pause_reading()
+            resolve_future(self._complete, None)

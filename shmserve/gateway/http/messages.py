@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import http
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, final
@@ -21,7 +22,8 @@ from multidict import CIMultiDictProxy, istr
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.context import UNLIMITED, TimeLimit
-from shmserve.gateway.inference.body_arrival import SLOWEST_RATE
+from shmserve.gateway.inference.body_arrival import SLOWEST_RATE, Arrival
+from shmserve.gateway.inference.prepare import ArrivingRequest
 from shmserve.gateway.listener import ClientIdentity
 
 ACCEPT = istr("Accept")
@@ -69,6 +71,11 @@ class HttpChannel(Protocol):
         Raises:
             ConnectionError: The client has disconnected.
         """
+
+    def receiving(
+        self, arriving: ArrivingRequest, arrival: Arrival, missing_bytes: int
+    ) -> AbstractContextManager[asyncio.Future[None]]:
+        """Receive the rest of a body into the memory of its tensors."""
 
 
 @final

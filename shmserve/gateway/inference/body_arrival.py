@@ -164,6 +164,25 @@ class Arrival:
         self.received_bytes += len(data)
         return data
 
+    async def until(self, complete: asyncio.Future[None]) -> None:
+        """Wait until a body is complete whose receiver updates `received_bytes`.
+
+        Raises:
+            BodyTimeout: As in `next`.
+        """
+
+        async def wait() -> bytes:
+            await asyncio.wait((complete,))
+            return b""
+
+        while not complete.done():
+            received_bytes = self.received_bytes
+            try:
+                await self.next(wait())
+            except BodyTimeout:
+                if self._is_evicted or self.received_bytes == received_bytes:
+                    raise
+
     # --- memory
 
     def reserve(self, byte_size: int) -> None:

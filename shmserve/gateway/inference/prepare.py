@@ -467,12 +467,16 @@ class ArrivingRequest:
         self.built_request = built_request
         self.views = views
         self.started_count = 0
-        self.release = built_request.release
         self._byte_size = size
         self._remaining_view = _EMPTY_VIEW  # the remaining memory of the tensor that is arriving
 
     def __len__(self) -> int:
         return self._byte_size
+
+    def release(self) -> None:
+        """Release the request's memory, in which no further byte is received."""
+        self.views, self._remaining_view = (), _EMPTY_VIEW
+        self.built_request.release()
 
     def start_tensor(self, size: int) -> bool:
         """Begin the next tensor if it has this size; return whether it has."""

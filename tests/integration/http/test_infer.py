@@ -2,9 +2,12 @@
 
 import asyncio
 import gzip
+import http.client
 import json
+import time
 import zlib
 from collections.abc import Callable
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 
 from tests.support.servers import Server
-from tests.support.wire.raw_http import Http, binary_request, json_input
+from tests.support.wire.raw_http import Http, binary_request, json_input, raw_connection
 
 A = np.arange(16, dtype=np.int32).reshape(1, 16)
 B = np.full((1, 16), 3, np.int32)
@@ -57,6 +60,41 @@ def test_like_requests_with_tensors_beside_the_message(http: Http, elements: int
     body, headers = binary_request(inputs, id="n-5", parameters={"binary_data_output": True})
     assert http.infer("identity", body[:-4], headers).status == 400
     assert http.infer("identity", body, headers).ok().tensors()["OUTPUT0"][-1] == values[-1]
+
+
+def split(data: bytes, *positions: int) -> list[bytes]:
+    return [data[a:b] for a, b in pairwise((0, *positions, len(data)))]
+
+
+def test_large_bodies_that_arrive_in_any_pieces(server: Server) -> None:
+    """Two requests on one connection are sent in these pieces, with pauses between the pieces."""
+    random = np.random.default_rng(5)
+    values = random.random((2, 100_000), np.float32)
+    requests: list[bytes] = []
+    for row in values:
+        inputs = [("INPUT0", "FP32", [len(row)], row.tobytes())]
+        body, headers = binary_request(inputs, parameters={"binary_data_output": True})
+        lines = [f"{name}: {value}" for name, value in headers.items()]
+        lines += ["Host: localhost", f"Content-Length: {len(body)}", "", ""]
+        requests.append("\r\n".join(["POST /v2/models/identity/infer HTTP/1.1", *lines]).encode())
+        requests[-1] += body
+    size = len(requests[0])
+    both = b"".join(requests)
+    with raw_connection(server.http_port) as connection, connection.makefile("rb") as stream:
+        for pieces in (
+            [both],
+            requests,
+            split(both, 20, 300, 40_000, 300_000, size - 1, size + 1, size + 350),
+            split(both, *sorted(random.integers(0, len(both), 40).tolist())),
+            split(both, size + 150_000),
+        ):
+            for piece in pieces:
+                connection.sendall(piece)
+                time.sleep(0.01)
+            for row in values:
+                answer = http.client.parse_headers(stream) if stream.readline() else {}
+                data = stream.read(int(answer["Content-Length"]))
+                assert data[-row.nbytes :] == row.tobytes()
 
 
 def triton_inputs(binary: bool) -> list[triton.InferInput]:

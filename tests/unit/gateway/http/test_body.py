@@ -6,7 +6,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -57,11 +57,13 @@ class Client:
         loop = asyncio.get_running_loop()
         self.content = StreamReader(cast("Any", protocol), 2**16, loop=loop)
         headers = CIMultiDictProxy(CIMultiDict({"Content-Length": str(MIB)}))
-        request = SimpleNamespace(content=self.content, headers=headers)
+        self.complete: asyncio.Future[None] = loop.create_future()
+        connection = SimpleNamespace(receiving=lambda *_: nullcontext(self.complete))
+        fields = {"content": self.content, "headers": headers, "connection": connection}
         settings = GatewaySettings(
             max_input_size=MIB, arena_byte_size=MIB, body_timeout_s=body_timeout_s
         )
-        self.body = Body(cast("HttpRequest", request), settings, budget)
+        self.body = Body(cast("HttpRequest", SimpleNamespace(**fields)), settings, budget)
 
     async def upload(self, arena: Arena, size: int) -> None:
         """Allocate a block of the arena, and wait for the bytes that fill it."""
@@ -69,7 +71,8 @@ class Client:
         try:
             with self.body.arrival.registered_block(resources.release):
                 (memory_range,) = resources.allocate([size])
-                await self.body.read_tensors(arriving_tensors([arena.view(memory_range)]))
+                arriving = arriving_tensors([arena.view(memory_range)])
+                await self.body.read_tensors(arriving, memoryview(b""))
         finally:
             resources.release()
 
@@ -143,7 +146,8 @@ def test_server_time_does_not_count_against_a_body(make_clock: Callable[[], Cloc
             with pytest.raises(Unavailable):
                 make_resources(arena).allocate([MIB])
             client.content.feed_data(bytes(100))
-            assert await client.body.read_tensors(arriving_tensors([arena.view(block)[:100]]))
+            arriving = arriving_tensors([arena.view(block)[:100]])
+            assert await client.body.read_tensors(arriving, memoryview(b""))
         resources.release()
 
     with open_arena(MIB) as arena:
@@ -254,3 +258,24 @@ def test_a_request_is_limited_besides_its_tensors(id_size: int, text_size: int) 
     model: Any = SimpleNamespace(signature=MagicMock())
     with pytest.raises(InvalidArgument, match=r"have 16777\d\d\d bytes \(maximum: 16777216\)"):
         prepare.check_and_pack(model, request, [], make_resources(Arena(4096)))
+
+
+@pytest.mark.parametrize("is_progressing", [False, True])
+def test_received_bytes_extend_the_time_limit(
+    make_clock: Callable[[], Clock], *, is_progressing: bool
+) -> None:
+    """The limit is 0.3 s, and a second more for each 64 KiB; the socket receives the tensors."""
+
+    async def run(arena: Arena) -> None:
+        clock = make_clock()
+        client = Client()
+        (task,) = await start_tasks(clock, client.upload(arena, MIB))
+        client.body.arrival.received_bytes += is_progressing * 64 * 1024
+        await clock.advance(0.4)
+        assert task.done() is not is_progressing
+        await clock.advance(1.0)
+        with pytest.raises(BodyTimeout, match=r"limit: (0|1).3 s"):
+            await task
+
+    with open_arena(MIB) as arena:
+        asyncio.run(run(arena))

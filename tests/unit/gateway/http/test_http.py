@@ -679,6 +679,18 @@ def test_a_similar_head_is_parsed(connection: socket.socket) -> None:
     assert read_statuses(connection) == [b"500", b"400"]
 
 
+def send_slowly(connection: socket.socket, data: bytes) -> None:
+    """Send bytes, and wait until the server has read them."""
+    connection.sendall(data)
+    port = f":{connection.getsockname()[1]:04X}"
+
+    def is_read() -> bool:
+        rows = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+        return all(int(row[4].partition(":")[2], 16) == 0 for row in rows if port in row[2])
+
+    until("the server has read it", is_read)
+
+
 @pytest.mark.parametrize("encoding", ["", "gzip"])
 def test_endless_bodies_do_not_exhaust_memory(tmp_path: Path, encoding: str) -> None:
     """Each may be 64 MiB, and there may be thousands of connections that wait in the middle."""
@@ -697,7 +709,7 @@ def test_endless_bodies_do_not_exhaust_memory(tmp_path: Path, encoding: str) -> 
             return model_rig.http.post(infer, b" " * (700 << 10))
 
         with raw_connection(model_rig.port) as connection:
-            connection.sendall(head(MIB, *lines) + first_piece)
+            send_slowly(connection, head(MIB, *lines) + first_piece)
             until("the memory is full", lambda: send().status == 503)
             assert send().error == "server memory for request bodies (1048576 bytes) is full"
             model_rig.http.infer("simple", numbered_body(1)).ok()
@@ -720,12 +732,12 @@ def test_headers_without_their_tensors_do_not_exhaust_memory(tmp_path: Path) -> 
             return model_rig.http.post("/v2/models/id/infer", b" " * (700 << 10)).status
 
         with raw_connection(model_rig.port) as connection:
-            connection.sendall(start + body[:-1])
+            send_slowly(connection, start + body[:-1])
             until("the memory is full", lambda: send_request() == 503)
             connection.sendall(body[-1:])
             read_reply(connection).ok()
             assert send_request() == 500
-            connection.sendall(start + body[:-1])
+            send_slowly(connection, start + body[:-1])
             until("the memory is full again", lambda: send_request() == 503)
         until("it is free again", lambda: send_request() == 500)
 
@@ -756,7 +768,7 @@ def test_a_slow_body_is_evicted(tmp_path: Path, kind: str) -> None:
         with contextlib.ExitStack() as stack:
             slow = [stack.enter_context(raw_connection(model_rig.port)) for _ in range(3)]
             for connection in slow:
-                connection.sendall(start + first_piece)
+                send_slowly(connection, start + first_piece)
                 start_s = time.monotonic()
 
             def send_request() -> int:
