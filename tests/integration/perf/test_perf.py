@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from shmserve.cli import main
+from shmserve.protocols import servers
 from tests.support import certificates, repositories
 from tests.support.servers import ROOT, Server, Start, running
 from tests.support.waiting import until
@@ -264,6 +265,15 @@ def test_an_error_is_one_line(
     error = capsys.readouterr().err
     assert expected_error in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["simple"], ["counter", "--input=COUNT=[2]"]])
+def test_a_server_without_http_and_grpc_is_measured(
+    perf: Perf, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers.discovery, "addresses", lambda _: ())
+    point = perf("native", *arguments)
+    assert point["requests"] > 10 and not point["errors"] and not point["server"]
 
 
 def test_a_missing_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:
