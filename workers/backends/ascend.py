@@ -361,9 +361,10 @@ def _check(
     """
     file_tensors = {tensor.name: tensor for tensor in tensors}
     max_batch_size, subject = signature.max_batch_size, f"of model '{signature.name}'"
-    if side == "input" and set(file_tensors) != set(specs):
+    required = {spec.name for spec in specs.values() if not spec.optional}
+    if side == "input" and set(file_tensors) != required:
         raise InvalidArgument(
-            f"the inputs {subject} are {sorted(specs)} in the configuration, but "
+            f"the required inputs {subject} are {sorted(required)} in the configuration, but "
             f"{sorted(file_tensors)} in the file"
         )
     for spec in specs.values():
@@ -385,8 +386,9 @@ def _check(
                 f"{side} '{spec.name}' {subject} has the shape {shape_text(dims)}, but the file's "
                 f"has {shape_text(expected_dims)}"
             )
-        if max_batch_size and max_batch_size > tensor.dims[0]:
+        largest_batch = tensor.dims[0] if tensor.dims else 0
+        if max_batch_size > largest_batch:
             raise InvalidArgument(
                 f"model '{signature.name}' has max_batch_size {max_batch_size}, but the file was "
-                f"made for batches of {tensor.dims[0]}"
+                f"made for batches of {largest_batch}"
             )
