@@ -98,13 +98,13 @@ def test_an_unreadable_condition_fails_its_request() -> None:
 
 
 def test_a_large_condition_is_read_fast() -> None:
-    """Less than 10 ns per byte: the scheduler handles no other request meanwhile."""
+    """Less than 4 ns per byte: the scheduler handles no other request meanwhile."""
     arena = Arena(1 << 26)
     memory_range = arena.allocate(1 << 26)
     memory = EnsembleRig(STREAM, [model("a"), model("b")]).core._memory
     started = time.process_time()
     assert not memory.any_true("x", memory_range)
-    assert time.process_time() - started < 0.5
+    assert time.process_time() - started < 0.25
     arena.view(memory_range)[-1] = 1
     assert memory.any_true("x", memory_range) and memory.any_true("x", b"\0\1")
     assert not memory.any_true("x", b"\0\0") and not memory.any_true("x", b"")
