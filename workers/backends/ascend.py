@@ -38,7 +38,14 @@ from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES
 from shmserve.ipc.tensors.datatypes import TO_CONFIG, element_count
 from shmserve.ipc.tensors.signature import Signature, shape_text
-from shmserve.workers.backends import Backend, ModelContext, Output, Request, Response
+from shmserve.workers.backends import (
+    Backend,
+    ModelContext,
+    Output,
+    Request,
+    Response,
+    parse_integer,
+)
 from shmserve.workers.tensor_specs import with_generated_tensors
 
 _ALIGNMENT = 512  # the alignment that the device's memory requires
@@ -334,10 +341,7 @@ class AscendBackend(Backend):
     def _device_id(self, config: ModelSpec) -> int:
         if self.context.kind == "GPU":
             return self.context.device_id
-        value = config.parameters.get("device_id", "0")
-        if not value.isdecimal():
-            raise InvalidArgument(f"parameter 'device_id' must be an integer >= 0, got '{value}'")
-        return int(value)
+        return parse_integer(config.parameters, "device_id", 0)
 
 
 def _as_config(tensors: Sequence[OfflineTensor], is_batched: bool) -> list[dict[str, Any]]:

@@ -361,7 +361,7 @@ def test_inference_mode(worker: Rig, value: str | None, inference_mode: bool) ->
         ("INFERENCE_MODE", ": failed to convert 'no' to boolean"),
         ("DISABLE_OPTIMIZED_EXECUTION", ": failed to convert 'no' to boolean"),
         ("DISABLE_CUDNN", ": failed to convert 'no' to boolean"),
-        ("INTER_OP_THREAD_COUNT", " must be an integer >= 0, got 'no'"),
+        ("INTER_OP_THREAD_COUNT", " must be an integer from 0 to 2147483647, got 'no'"),
     ],
 )
 def test_a_parameter_with_an_invalid_value(worker: Rig, key: str, problem: str) -> None:
