@@ -129,10 +129,6 @@ class Value(Token):
         for credit in self.held_credits:
             credit.release()
 
-    @property
-    def is_used(self) -> bool:
-        return self._reference_count > 0 and bool(self.memory or self.held_credits)
-
 
 def overrides(values: Iterable[Value]) -> dict[str, Any]:
     """Return the sequence parameters, by name, in the responses that contained these tensors."""

@@ -287,9 +287,9 @@ def check(
     for tensor in tensors if max_batch_size > 0 else ():
         if tensor.dims[:1] != (-1,):
             raise InvalidArgument(
-                f"model '{name}' has max_batch_size {max_batch_size}, but the first dimension of "
-                f"its tensor '{tensor.name}', {shape_text(tensor.dims)}, is not a variable "
-                "dimension that all tensors have in common"
+                f"model '{name}', tensor '{tensor.name}': for the model to support batching the "
+                "shape should have at least 1 dimension and the first dimension must be -1; but "
+                f"shape expected by the model is {shape_text(tensor.dims)}"
             )
     sides: tuple[tuple[str, dict[str, TensorSpec], tuple[FileTensor, ...]], ...] = (
         ("input", signature.inputs, description.inputs),
@@ -361,6 +361,12 @@ class OnnxBackend(Backend):
             tuple(tensor for tensor in description.outputs if tensor.name not in generated),
             description.largest_batch,
         )
+        inputs = client_description.inputs
+        if spec.max_batch_size > 0 and any(tensor.dims[:1] != (-1,) for tensor in inputs):
+            raise InvalidArgument(
+                f"autofill failed for model '{spec.name}': model does not support batching while "
+                "non-zero max_batch_size is specified (the first dimension of an input is not -1)"
+            )
         default_max_batch_size = int(self.context.backend_config.get("default-max-batch-size", "4"))
         return complete(config, client_description, default_max_batch_size)
 
