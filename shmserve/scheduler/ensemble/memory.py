@@ -239,6 +239,7 @@ class EnsembleMemory:
         Raises:
             InvalidArgument: The tensor lies in a client's memory, which no scheduler reads.
         """
+        content: Any = data
         if isinstance(data, Range):
             memory = data.memory
             if memory.cuda is not None or memory.copied or not memory.sealed:
@@ -246,8 +247,8 @@ class EnsembleMemory:
                     f"input '{name}' is a step's condition: send its data in the request, not in a "
                     "shared memory region"
                 )
-            data = self._mappings.view(data)
-        return _ALL_FALSE.fullmatch(data) is None
+            content = self._mappings.view(data)
+        return _ALL_FALSE.fullmatch(content) is None
 
     def close(self) -> None:
         """Close all arenas that are held."""
