@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shmserve.cli import main
-from shmserve.protocols import servers
+from shmserve.client import discovery
 from tests.support import certificates, repositories
 from tests.support.servers import ROOT, Server, Start, running
 from tests.support.waiting import until
@@ -271,7 +271,7 @@ def test_an_error_is_one_line(
 def test_a_server_without_http_and_grpc_is_measured(
     perf: Perf, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers.discovery, "addresses", lambda _: ())
+    monkeypatch.setattr(discovery, "addresses", lambda _: ())
     point = perf("native", *arguments)
     assert point["requests"] > 10 and not point["errors"] and not point["server"]
 
