@@ -290,9 +290,10 @@ class ModelVersion:
 
     async def _replace_scheduler(self, pause_s: float) -> None:
         lost_endpoint = self.scheduler.endpoint
-        while not self._lifetime.is_retiring:
-            if pause_s:
-                await asyncio.sleep(pause_s)
+        while True:
+            await asyncio.sleep(pause_s)
+            if self._lifetime.is_retiring:
+                break
             try:
                 await self._start_scheduler()
             except ShmserveError as error:

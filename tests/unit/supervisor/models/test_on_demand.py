@@ -122,18 +122,22 @@ def test_models_are_as_large_as_their_processes(monkeypatch: pytest.MonkeyPatch)
         return [use.byte_size(model) for model in models]
 
     assert model_sizes(model("a", first_version)) == [0], "nothing is known"
-    asyncio.run(use.measure([first_version, second_version, loading_version]))
+    first, second = model("a", first_version), model("b", second_version)
+    models = {"a": first, "b": second, "c": model("c", loading_version)}
+    asyncio.run(use.measure(models))
     # The second process belongs to two models. A loading model counts as large as the mean of the
     # others.
     assert model_sizes(
         model("a", first_version), model("b", second_version), model("c", loading_version)
     ) == [137, 70, 103]
     sizes[1] = 1000
-    asyncio.run(use.measure([first_version, second_version]))
+    asyncio.run(use.measure({"a": first, "b": second}))
     assert model_sizes(model("a", first_version)) == [137], "it was looked at just now"
-    asyncio.run(use.measure([second_version]))
+    asyncio.run(use.measure({"a": model("a"), "b": second}))
     assert model_sizes(model("a", version("a", is_loaded=False))) == [137], "as much as it had"
     assert model_sizes(model("a", first_version, version("a", is_loaded=False))) == [274]
+    asyncio.run(use.measure({"b": model("b", version("b", 1))}, measures_again=True))
+    assert use._last_sizes.keys() == {"b"}, "a removed model is forgotten"
 
 
 async def test_an_unexpected_error_of_loads_is_internal(caplog: pytest.LogCaptureFixture) -> None:
