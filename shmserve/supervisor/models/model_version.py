@@ -392,6 +392,11 @@ class EnsembleInstances(Instances):
         """Return whether every step's model is ready."""
         return all(model is not None and model.ready for model in self._models)
 
+    @property
+    def hangs(self) -> bool:
+        """Return whether a step's model, which restarts, takes so long that it was reported."""
+        return any(model is not None and model.instances.hangs for model in self._models)
+
     async def complete_config(self) -> None:
         """Validate the ensemble against the models that serve now.
 

@@ -227,9 +227,12 @@ class OnDemand:
     async def run(self) -> None:
         """Unload models that are idle or exceed the memory limit, until the task is cancelled."""
         while True:
-            if self._context.config.max_models_byte_size:
-                await self._memory.measure(self._registry.models, measures_again=True)
-            await self.free_memory()
+            try:
+                if self._context.config.max_models_byte_size:
+                    await self._memory.measure(self._registry.models, measures_again=True)
+                await self.free_memory()
+            except Exception:  # such as a thread that cannot be started
+                logger.exception("the memory of models could not be freed")
             await asyncio.sleep(_CHECK_EVERY_S)
 
     async def free_memory(self) -> None:

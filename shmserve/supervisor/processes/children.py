@@ -160,7 +160,9 @@ class ProcessTable:
 
     def _reap(self) -> None:
         self._child_exited.set()
-        known_kills, self._oom_kills = self._oom_kills, oom_kills()
+        known_kills = self._oom_kills
+        with contextlib.suppress(OSError):  # without a free descriptor, children are reaped, too
+            self._oom_kills = oom_kills()
         while True:
             try:
                 info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WSTOPPED | os.WCONTINUED | os.WNOHANG)

@@ -337,3 +337,28 @@ async def test_a_stop_does_not_wait_for_versions_that_need_one_another() -> None
     async with asyncio.timeout(10):
         await ModelManager(MagicMock(registry=registry)).stop()
     assert sorted(stopped) == ["a", "b", "c"] and stopped.index("c") < stopped.index("b")
+
+
+async def test_an_unload_does_not_wait_for_an_ensemble_whose_step_hangs_in_its_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.05)
+    processes, repository = Processes(), Repository()
+    manager = models(processes, repository)
+    await manager.load("m")
+    processes.loads_hang = True
+    (step,) = manager._registry.live_versions
+    step.instances.children()[0].kill()
+    await until_async(lambda: processes._hanging_loads)
+    scheduling = {"step": [{"model_name": "m"}]}
+    config = ModelSpec.of({"name": "e", "ensemble_scheduling": scheduling})
+    spec = replace(plan(), name="e", config=config)
+    monkeypatch.setattr(repository, "plan", lambda *_: [spec])
+    load = asyncio.ensure_future(manager.load("e"))
+    await until_async(lambda: len(manager._registry.live_versions) == 2)
+    async with asyncio.timeout(10):
+        await manager.unload("e")
+    with pytest.raises(InvalidArgument, match="no version is available"):
+        await load
+    await manager.kill()
+    await processes.end()

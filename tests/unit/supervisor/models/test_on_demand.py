@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 from hypothesis import given
@@ -163,3 +163,17 @@ async def test_a_wait_for_a_load_fails_when_the_server_stops() -> None:
     await processes.end()
     with pytest.raises(Exception, match="the server ends"):
         await caller
+
+
+async def test_an_error_does_not_end_the_unloads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(on_demand, "_CHECK_EVERY_S", 0)
+    registry, processes = ModelRegistry(), Processes()
+    loader = OnDemand(processes.context, registry, MagicMock(), MagicMock(), [])
+    error = RuntimeError("can't start new thread")
+    free_memory = AsyncMock(side_effect=[error, None, asyncio.CancelledError])
+    monkeypatch.setattr(loader, "free_memory", free_memory)
+    with pytest.raises(asyncio.CancelledError):
+        await loader.run()
+    assert caplog.text.count("RuntimeError: can't start new thread") == 1
