@@ -12,7 +12,7 @@ import pytest
 from shmserve import cli
 from shmserve.cli import perf
 from shmserve.errors import InvalidArgument, Unavailable
-from shmserve.perf import measure, report
+from shmserve.perf import measure, report, targets
 from shmserve.perf.measure import Point
 
 LATENCY = {"mean": 2.0, "p50": 1.5, "p90": 3.0, "p95": 4.0, "p99": 5.0, "p99.9": 6.0, "max": 9.0}
@@ -58,7 +58,7 @@ def test_the_loads_before_a_failure_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(perf, "_measure", Mock(side_effect=[POINT, Unavailable("it is gone")]))
-    monkeypatch.setattr(perf.targets, "connect", Mock(return_value=Mock(title="a server")))
+    monkeypatch.setattr(targets, "connect", Mock(return_value=Mock(title="a server")))
     path = tmp_path / "report.json"
     assert cli.main(["perf", "m", "--concurrency=4,8", f"--json={path}"]) == 1
     assert [point["value"] for point in json.loads(path.read_text())["points"]] == [4.0]
