@@ -30,9 +30,6 @@ class Timers(Generic[R]):
         self._sweep_size = _MAX_STALE
         self.due_ns = NEVER
 
-    def __len__(self) -> int:
-        return len(self._heap)
-
     def add(self, until_ns: int, request: R) -> None:
         """Start a timer of a request that expires at `until_ns`."""
         heap = self._heap
