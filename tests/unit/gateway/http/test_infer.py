@@ -242,21 +242,6 @@ def test_a_header_limits_the_time_of_a_request(gateway: Rig, simple_scheduler: S
     assert reply.status == 400 and "a number of milliseconds" in reply.error
 
 
-def test_a_connection_responds_in_order(gateway: Rig, simple_scheduler: Scheduler) -> None:
-    body = [simple_body(id=f"r{number}") for number in range(40)]
-    head = b"POST /v2/models/simple/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
-    with raw_connection(gateway.port) as connection:
-        connection.sendall(b"".join(head % len(part) + part for part in body))
-        stream = connection.makefile("rb")
-        for number in range(40):
-            size = 0
-            while (line := stream.readline()) != b"\r\n":
-                if line.startswith(b"Content-Length"):
-                    size = int(line.split()[1])
-            assert json.loads(stream.read(size))["id"] == f"r{number}"
-        stream.close()
-
-
 # --- clients that leave
 
 
