@@ -453,7 +453,7 @@ async def test_an_ended_stream_ends_its_handler(is_timeout: bool) -> None:
 
 
 async def test_requests_and_responses_are_compressed() -> None:
-    async with open_scene(deflate=1) as scene:
+    async with open_scene(compression_level=1) as scene:
         compressed = gzip.compress(bytes(10_000))
         head = scene.head(1, UNARY, (b"grpc-encoding", b"gzip"), (b"grpc-accept-encoding", b"gzip"))
         data = b"\1" + len(compressed).to_bytes(4, "big") + compressed
@@ -498,7 +498,7 @@ async def test_a_client_that_reads_again_receives_all_responses() -> None:
 
 async def test_a_disconnect_during_compression_cancels_nothing() -> None:
     """The inference has ended, so its memory may already belong to another request."""
-    async with open_scene(deflate=1) as scene:
+    async with open_scene(compression_level=1) as scene:
         reports: list[str] = []
         scene.call(1, b"abc", (b"grpc-accept-encoding", b"gzip"))
         call = scene.calls[0][1]
