@@ -306,6 +306,12 @@ def test_keyword_only_arguments(worker: Rig) -> None:
         assert reply.array("y").item() == 2
 
 
+def test_the_runtime_of_classes_serves_torchscript_without_a_class(worker: Rig) -> None:
+    save_script(ThreeArguments(), worker)
+    config = vectors({"a": 1, "b": 1, "c": 1}, {"x": 1, "y": 1}, runtime="model.py")
+    PytorchBackend(worker.context).load(ModelSpec.of(config))
+
+
 def test_the_class_called_model_is_served(worker: Rig) -> None:
     write_class(
         worker,
