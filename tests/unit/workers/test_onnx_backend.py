@@ -259,13 +259,13 @@ def test_options_of_a_configuration() -> None:
 @pytest.mark.parametrize(
     ("key", "text"),
     [
-        ("intra_op_thread_count", "must be an integer >= 0, got 'x'"),
-        ("execution_mode", "must be 0 or 1, got 'x'"),
+        ("intra_op_thread_count", " must be an integer from 0 to 2147483647, got '9999999999'"),
+        ("execution_mode", ": failed to convert '9999999999' to boolean"),
     ],
 )
 def test_an_invalid_option_is_refused(key: str, text: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"parameter '{key}' {text}"):
-        session_options(import_onnxruntime(), ModelSpec.of(parameters(**{key: "x"})), 1)
+    with pytest.raises(InvalidArgument, match=f"parameter '{key}'{text}"):
+        session_options(import_onnxruntime(), ModelSpec.of(parameters(**{key: "9999999999"})), 1)
 
 
 def test_providers_by_kind_and_accelerator() -> None:

@@ -42,7 +42,14 @@ from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
-from shmserve.workers.backends import Backend, ModelContext, Request, Response
+from shmserve.workers.backends import (
+    Backend,
+    ModelContext,
+    Request,
+    Response,
+    parse_boolean,
+    parse_integer,
+)
 from shmserve.workers.backends.onnx.binding import DeviceBinding, HostBinding
 from shmserve.workers.batch.ragged import RaggedRules
 from shmserve.workers.batch.runner import Runner
@@ -141,13 +148,13 @@ def session_options(runtime: Any, config: ModelSpec, threads: int) -> Any:
     """Return the SessionOptions for a configuration; `threads` is the default number of threads."""
     options = runtime.SessionOptions()
     parameters = config.parameters
-    options.intra_op_num_threads = _parse_integer(parameters, "intra_op_thread_count", threads)
-    options.inter_op_num_threads = _parse_integer(parameters, "inter_op_thread_count", 0)
+    options.intra_op_num_threads = parse_integer(parameters, "intra_op_thread_count", threads)
+    options.inter_op_num_threads = parse_integer(parameters, "inter_op_thread_count", 0)
     modes = runtime.ExecutionMode
-    parallel = _parse_boolean(parameters, "execution_mode", False)
+    parallel = parse_boolean(parameters, "execution_mode", False)
     options.execution_mode = modes.ORT_PARALLEL if parallel else modes.ORT_SEQUENTIAL
     for key, attribute in _SWITCHES.items():
-        setattr(options, attribute, _parse_boolean(parameters, key, True))
+        setattr(options, attribute, parse_boolean(parameters, key, True))
     levels = runtime.GraphOptimizationLevel
     options.graph_optimization_level = {
         -1: levels.ORT_ENABLE_BASIC,
@@ -198,27 +205,6 @@ def _provider_options(parameters: Mapping[str, str]) -> dict[str, str]:
         else:
             options[_OPTIONS.get(key, key)] = _VALUES.get(key, {}).get(value, value)
     return options
-
-
-def _parse_integer(parameters: dict[str, str], key: str, default: int) -> int:
-    value = parameters.get(key)
-    if value is None:
-        return default
-    if not value.strip().isdecimal():
-        raise InvalidArgument(f"parameter '{key}' must be an integer >= 0, got '{value}'")
-    return int(value)
-
-
-def _parse_boolean(parameters: dict[str, str], key: str, default: bool) -> bool:
-    value = parameters.get(key)
-    if value is None:
-        return default
-    if value.lower() not in _BOOLEANS:
-        raise InvalidArgument(f"parameter '{key}' must be 0 or 1, got '{value}'")
-    return _BOOLEANS[value.lower()]
-
-
-_BOOLEANS = {"0": False, "1": True, "false": False, "true": True, "off": False, "on": True}
 
 
 # onnxruntime's names of the datatypes where they differ from numpy's.

@@ -1,6 +1,7 @@
 """Instances of a version, the states of their processes, and loads that hang."""
 
 import asyncio
+import os
 import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -19,10 +20,11 @@ from shmserve.supervisor.models.instances import (
     InstanceState,
     bounds_of,
     expand_instances,
+    stacks_of,
     with_instance_count,
 )
 from shmserve.supervisor.models.model_version import ModelVersion
-from tests.rigs.process_rig import STACKS_FD, Processes, plan
+from tests.rigs.process_rig import STACKS_FD, FakeChild, Processes, plan
 from tests.support.waiting import until_async
 
 
@@ -164,6 +166,19 @@ def test_stacks_are_read_once_complete(monkeypatch: pytest.MonkeyPatch, tmp_path
     with stacks.open("a+b") as file:
         asyncio.run(instances._await_written(SimpleNamespace(alive=True), file.fileno()))  # type: ignore[arg-type]
     assert stacks.read_text() == STACKS
+
+
+async def test_stacks_are_not_written_to_a_file_of_the_model(tmp_path: Path) -> None:
+    """A model may close all descriptors, and then open its own files."""
+    with (tmp_path / "data").open("w+") as file:
+        file.write("of the model")
+        file.flush()
+        exited = asyncio.get_running_loop().create_future()
+        child = FakeChild(os.getpid(), "worker", exited)
+        (instance,) = expand_instances(plan().config)
+        instance.child, instance.stacks_fd = child, file.fileno()
+        assert await stacks_of(instance) == ""
+    assert child.alive and (tmp_path / "data").read_text() == "of the model"
 
 
 @pytest.mark.parametrize(
