@@ -297,7 +297,7 @@ def test_timeouts_of_answered_requests_are_removed(client) -> None:
     for _ in range(20):
         calls = [client.infer_async("simple", INPUT0=A, INPUT1=B, timeout=600) for _ in range(100)]
         assert len(concurrent.futures.wait(calls, timeout=20).done) == 100
-    assert len(client._session.connection().timeouts._heap) < 1500
+    assert len(client._session.connection().timers._heap) < 1500
 
 
 def test_finished_calls_keep_no_memory(client) -> None:

@@ -381,7 +381,7 @@ def test_a_configuration_that_contradicts_the_annotations(
         ("FP32[Tensor, 1]", "None", "inference output 'output' is a NoneType, not a tensor"),
         ("FP32[Tensor, 1]", "{'output': x}", "is a dict, not a tensor: expected a numpy array or"),
         ("FP32[Tensor, 1]", "np.ma.ones((1, 1))", "'output' is a masked array: return its"),
-        ("FP32[Tensor, 1]", "x.double()", "unexpected datatype TYPE_FP64"),
+        ("FP32[Tensor, 1]", "x.double()", "model provides TYPE_FP64"),
         ("FP32[Tensor, 1]", "x.sum()", "Expected [1,1], got []"),
         ("FP32[Tensor, 1]", "1 / 0", "message: ZeroDivisionError: division by zero"),
         ("FP32[Tensor, 1]", "{}['k' * 20000]", "kkk... (20002 characters)"),

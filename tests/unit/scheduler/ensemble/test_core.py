@@ -163,7 +163,7 @@ def test_a_step_that_is_reloaded_as_decoupled_fails_its_requests_alone() -> None
     for endpoint, submit in rig.take_sent():
         rig.finish(endpoint, submit.id)
     failure = only_message(rig.take_client_messages(), m.Failed)
-    assert (failure.code, rig.core.live_requests, rig.memory.used_bytes) == ("UNSUPPORTED", 0, 0)
+    assert (failure.code, rig.core.live_requests, rig.used_bytes) == ("UNSUPPORTED", 0, 0)
     assert "has become decoupled" in failure.message
 
 
@@ -277,7 +277,7 @@ def test_outputs_of_known_size_are_placed() -> None:
     ((_, first_step),) = rig.take_sent()
     (output,) = inference_of(first_step).outputs
     assert output.memory_range is not None
-    assert rig.memory.used_bytes >= 4 * elements
+    assert rig.used_bytes >= 4 * elements
     rig.from_step("a", m.Finished(first_step.id, *place_output(output.memory_range)))
     ((_, second_step),) = rig.take_sent()
     assert inputs_of(second_step)["X"] == output.memory_range
@@ -285,7 +285,7 @@ def test_outputs_of_known_size_are_placed() -> None:
     assert last_output.memory_range is not None
     rig.from_step("b", m.Finished(second_step.id, *place_output(last_output.memory_range)))
     only_message(rig.take_client_messages(), m.Finished)
-    assert 0 < rig.memory.used_bytes < 8 * elements
+    assert 0 < rig.used_bytes < 8 * elements
     rig.from_client(
         m.Release(
             last_output.memory_range.memory.pid,
@@ -293,7 +293,7 @@ def test_outputs_of_known_size_are_placed() -> None:
             last_output.memory_range.memory.id,
         )
     )
-    assert rig.memory.used_bytes == 0
+    assert rig.used_bytes == 0
 
 
 def test_an_input_that_a_step_returns_is_not_written_again() -> None:
@@ -312,10 +312,10 @@ def test_an_input_that_a_step_returns_is_not_written_again() -> None:
     rig.from_step("b", m.Finished(second_step.id, *place_output(output.memory_range)))
     (final_output,) = inferred_of(only_message(rig.take_client_messages(), m.Finished)).outputs
     assert final_output.data == output.memory_range
-    assert 0 < rig.memory.used_bytes < 8 * elements
+    assert 0 < rig.used_bytes < 8 * elements
     freed = output.memory_range
     rig.from_client(m.Release(freed.memory.pid, [freed.offset], freed.memory.id))
-    assert rig.memory.used_bytes == 0
+    assert rig.used_bytes == 0
 
 
 def test_an_input_in_memory_of_the_clients_is_no_output() -> None:
@@ -340,7 +340,7 @@ def test_memory_of_an_exited_client_is_freed() -> None:
     assert output.memory_range is not None
     rig.from_step("a", m.Finished(first_step.id, *place_output(output.memory_range)))
     rig.from_control(ProcessExited(7000, ""))
-    assert rig.memory.used_bytes == 0
+    assert rig.used_bytes == 0
 
 
 def test_blocks_of_the_cache_and_of_steps_are_freed() -> None:
@@ -356,7 +356,7 @@ def test_blocks_of_the_cache_and_of_steps_are_freed() -> None:
             assert output.memory_range is not None
             rig.from_step("a", m.Finished(submit.id, *place_output(output.memory_range)))
         (final_output,) = inferred_of(only_message(rig.take_client_messages(), m.Finished)).outputs
-        assert isinstance(final_output.data, Range) and rig.memory.used_bytes
+        assert isinstance(final_output.data, Range) and rig.used_bytes
         rig.from_client(
             m.Release(
                 final_output.data.memory.pid,
@@ -364,7 +364,7 @@ def test_blocks_of_the_cache_and_of_steps_are_freed() -> None:
                 final_output.data.memory.id,
             )
         )
-        assert rig.memory.used_bytes == 0
+        assert rig.used_bytes == 0
 
 
 def place_output(memory_range: Range) -> Packed:
