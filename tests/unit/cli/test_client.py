@@ -284,6 +284,7 @@ def test_an_error_for_an_unready_model_lists_the_states(
         (["m", "--input=X=@/dev/none"], 2, "cannot read /dev/none: No such file or directory\n"),
         (["m", "--input", "-x=1"], 2, "expected one argument (write --input=VALUE if"),
         (["m", "--input=X=1", "--url=ftp://a"], 2, "--url: expected"),
+        (["m", "--input=X=1", "--url="], 2, "--url: the value is empty; omit the flag for its"),
         (["m", "--input=X=1", "--url=http://a:b"], 2, "--url: expected"),
         (["m", "--input=X=1", "--url=127.0.0.1:1"], 1,
          "infer: http://127.0.0.1:1: no response: Con"),

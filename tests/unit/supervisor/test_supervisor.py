@@ -14,7 +14,9 @@ from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.supervisor.context import LOCAL_CLIENT
 from shmserve.supervisor.host.service_manager import ServiceManager
 from shmserve.supervisor.processes.children import Child
+from shmserve.supervisor.reload import Reload
 from shmserve.supervisor.supervisor import Supervisor
+from tests.support.waiting import until_async
 
 
 def supervisor() -> Any:
@@ -122,3 +124,19 @@ async def test_a_background_failure_is_logged_at_once(caplog: pytest.LogCaptureF
     assert not tasks
     (record,) = list(caplog.records)
     assert record.exc_info is not None and str(record.exc_info[1]) == "so it is"
+
+
+async def test_a_reload_that_fails_does_not_prevent_the_next_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    read_config = MagicMock(side_effect=RuntimeError("can't start new thread"))
+    service_manager = MagicMock(keep_waiting=AsyncMock())
+    parts: Any = (*(MagicMock() for _ in range(3)), service_manager, read_config, str)
+    reload = Reload(*parts)
+    task = asyncio.ensure_future(reload.run())
+    reload.request()
+    await until_async(lambda: read_config.called and service_manager.notify_ready.called)
+    reload.request()
+    await until_async(lambda: read_config.call_count == 2)
+    task.cancel()
+    assert "RuntimeError: can't start new thread" in caplog.text
