@@ -504,7 +504,7 @@ def describe(exported: torch.export.ExportedProgram) -> FileDescription:
 
 
 def _describe_tensor(name: str, value: Any) -> FileTensor:
-    dtype = getattr(value, "dtype", type(value).__name__)  # an integer may be an input, too
+    dtype: Any = getattr(value, "dtype", type(value).__name__)  # an integer may be an input, too
     datatype = PROTOCOL_DATATYPES.get(dtype)
     if datatype is None:
         text = f"tensor '{name}' of the exported program is {dtype}, which no client can send"
