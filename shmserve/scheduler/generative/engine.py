@@ -93,13 +93,14 @@ class Engine(Generic[T]):
     def add(self, generation: Generation[T], resumed: dict[int, array[int]] | None = None) -> None:
         """Register a generation.
 
-        `resumed` has the tokens of its open samples if it began at an instance that has died.
+        `resumed` has the tokens of its open samples if it began at an instance that has died. It is
+        empty if all samples have ended and only their texts must be sent.
         """
         # If a step has too few rows to fork all samples together, each sample is a sequence from
         # the beginning.
         forked = generation.beams is not None or generation.rows <= self.settings.max_batch_size
         count = 1 if forked else generation.samples
-        samples = resumed or dict.fromkeys(range(count), array("i"))
+        samples = dict.fromkeys(range(count), array("i")) if resumed is None else resumed
         for sample, tokens in samples.items():
             number, all_tokens = next(self.sequence_ids), generation.prompt + tokens
             sequence = Sequence(number, generation, sample, all_tokens)
