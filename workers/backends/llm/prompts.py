@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from threading import Thread, get_native_id
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from shmserve.workers.backends.llm.chat_template import (
 from shmserve.workers.backends.llm.engine import Prompt
 from shmserve.workers.backends.llm.grammars import Grammars
 from shmserve.workers.backends.llm.model.checkpoint import Checkpoint
-from shmserve.workers.backends.llm.parameters import GenerationParameters, parse
+from shmserve.workers.backends.llm.parameters import GenerationParameters, as_flag, parse
 from shmserve.workers.backends.llm.token_texts import (
     BadWords,
     TokenTexts,
@@ -264,8 +264,7 @@ class PromptReader:
         parameters = replace(
             parameters,
             max_tokens=max_tokens,
-            stop_token_ids=(*parameters.stop_token_ids, *self._special_stops(parameters.stop)),
-            forbidden=BadWords(words, self._token_texts).forbidden_after if words else None,
+            forbidden=self._forbidden_after(words) if words else None,
             # The probabilities determine the best samples.
             logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
         )
@@ -273,7 +272,8 @@ class PromptReader:
             _ = parameters.bias_arrays, parameters.allowed_array
         # A sample with a grammar ends with an end token.
         ignores = parameters.ignore_eos and not (parameters.grammar[0] or message_grammar)
-        end_tokens = () if ignores else self._checkpoint.end_tokens
+        stop_tokens = (*parameters.stop_token_ids, *self._special_stops(parameters.stop))
+        end_tokens = stop_tokens if ignores else (*self._checkpoint.end_tokens, *stop_tokens)
         earlier = {item.sample: np.frombuffer(item.tokens, np.int32).tolist() for item in resumed}
         prompt = Prompt(request.work.key, tokens, parameters, end_tokens)
         prompt.message_format, prompt.message_grammar = message_format, message_grammar
@@ -349,6 +349,10 @@ class PromptReader:
             return RenderedChat(tools, hides_reasoning, continues, prompt)
         chat = parse_conversation(text)
         return RenderedChat(*_take_options(chat), self._chat.render(chat))
+
+    def _forbidden_after(self, words: tuple[str, ...]) -> Callable[[Sequence[int]], list[int]]:
+        """Return a function that returns the tokens that complete a bad word after others."""
+        return BadWords(words, self._token_texts, self._vocab_size).forbidden_after
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens; texts do not contain them."""
@@ -495,10 +499,14 @@ def merged_parameters(request: Request, inputs: Mapping[str, Any]) -> tuple[dict
     if "messages" in inputs:
         # A chat template writes the special tokens itself.
         merged_values.setdefault("add_special_tokens", False)
-    echoes = merged_values.get("echo") in (True, "true")
-    if merged_values.get("exclude_input_in_output") is not None:
-        echoes = False
-        merged_values["echo"] = not merged_values["exclude_input_in_output"]
+    flags = ("stream", "echo", "exclude_input_in_output")
+    merged_values |= {n: as_flag(merged_values[n]) for n in flags if n in merged_values}
+    echoes = merged_values.get("echo") is True
+    if (excludes := merged_values.get("exclude_input_in_output")) is not None:
+        if not isinstance(excludes, bool):
+            problem = f"{clip(repr(excludes))} is not true or false"
+            raise InvalidArgument(f"exclude_input_in_output: {problem}")
+        echoes, merged_values["echo"] = False, not excludes
     elif merged_values.get("echo") is None:
         # Like Triton's vLLM backend: a single response begins with its prompt, a stream does not.
         merged_values["echo"] = not merged_values.get("stream", False)

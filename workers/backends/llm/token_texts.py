@@ -227,23 +227,24 @@ class TokenTexts:
 class BadWords:
     """A filter of the tokens that would complete a forbidden word.
 
-    A word is forbidden in any tokenization, and as a part of another word.
+    A word is forbidden in any tokenization, and as a part of another word. The tokenizer may have
+    more tokens than the `vocab_size` tokens of the model.
     """
 
-    def __init__(self, words: Iterable[str], texts: TokenTexts) -> None:
+    def __init__(self, words: Iterable[str], texts: TokenTexts, vocab_size: int) -> None:
         self._bytes_of = texts.bytes_of
         # No text contains a lone surrogate.
         self._words = [word.encode(errors="surrogatepass") for word in words]
         self._longest = max(map(len, self._words))
         # Tokens that contain a whole word; tokens that complete a word, by the word's beginning.
         self._containing_tokens = [
-            token for word in self._words for token in texts.containing(word)
+            token for word in self._words for token in texts.containing(word) if token < vocab_size
         ]
         self._completing_tokens: dict[bytes, list[int]] = {}
         for word in self._words:
             for size in range(1, len(word)):
                 completing = self._completing_tokens.setdefault(word[:size], [])
-                completing += texts.beginning_with(word[size:])
+                completing += (t for t in texts.beginning_with(word[size:]) if t < vocab_size)
 
     def forbidden_after(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens that would complete a word after the tokens of a text."""

@@ -41,7 +41,8 @@ SETTINGS: list[dict[str, Any]] = [
 
 def new_row(**fields: Any) -> sampler.SampledRow:
     parameters = GenerationParameters(**{"seed": 1, **fields})
-    return sampler.SampledRow(parameters, 0, [*PROMPT, *EMITTED_TOKENS], len(PROMPT), (2,))
+    end_tokens = (2, *parameters.stop_token_ids)
+    return sampler.SampledRow(parameters, 0, [*PROMPT, *EMITTED_TOKENS], len(PROMPT), end_tokens)
 
 
 def expected_probabilities(logits: torch.Tensor, parameters: GenerationParameters) -> torch.Tensor:
