@@ -51,11 +51,6 @@ class Token:
     def _free(self) -> None:
         """Free the memory, which has no reference any more."""
 
-    @property
-    def is_used(self) -> bool:
-        """Return whether there are still references."""
-        return self._reference_count > 0
-
 
 class CallbackToken(Token):
     """A token that calls `on_free` at its last release."""

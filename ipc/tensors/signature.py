@@ -118,7 +118,8 @@ class Signature:
         requested: set[str] = set()
         for output in outputs:
             if output.name in requested:
-                raise InvalidArgument(f"output '{output.name}' already exists in request")
+                text = f"Duplicate output name '{output.name}' is not allowed in a request"
+                raise InvalidArgument(text)
             if output.name not in self.outputs:
                 text = f"unexpected inference output '{output.name}' for model '{self.name}'"
                 raise _UnknownTensorError(text)

@@ -46,7 +46,9 @@ def add_flags(parser: argparse.ArgumentParser, table: str, *groups: str) -> None
 
 
 def _add_flag(group: Any, flag: Flag) -> None:
-    options: dict[str, Any] = {"type": flag.kind, "default": flag.default}
+    options: dict[str, Any] = {"default": flag.default}
+    if flag.kind in (int, float):
+        options["type"] = flag.parse
     if flag.kind is bool:
         options = {"action": "store_true"}
     elif flag.is_repeatable:

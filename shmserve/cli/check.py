@@ -40,7 +40,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.samples import warmup_samples
 from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.ipc.transport.zmtp import Dealer
-from shmserve.protocols.tensors import ModelTensor, encode, load_value, split_input
+from shmserve.protocols.tensors import ModelTensor, encode, load_inputs
 from shmserve.supervisor.host.console import redirect_stderr
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.run_directory import RunDirectory
@@ -92,8 +92,8 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
         The largest status of the models' outcomes; 128 + N if signal N interrupts the check.
     """
     config = dataclasses.replace(from_flags(parsed, os.environ), on_cpu=args.on_cpu)
-    values = {name: load_value(name, text) for name, text in map(split_input, args.input)}
-    with os.fdopen(os.dup(1), "w") as report, contextlib.redirect_stdout(report):
+    values = load_inputs(args.input)
+    with os.fdopen(os.dup(1), "w", errors="replace") as report, contextlib.redirect_stdout(report):
         os.dup2(2, 1)  # what models print goes to stderr: stdout has only the report
         with redirect_stderr(config.log.log_file):
             return _check_models(config, values, as_json=args.json)

@@ -6,6 +6,7 @@ The result is a table and, with --plot, a chart.
 from __future__ import annotations
 
 import argparse
+import http.client
 import time
 import urllib.error
 import urllib.request
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 
 from shmserve.cli.arguments import with_scheme
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument, Unavailable, convert_os_errors
 from shmserve.protocols.servers import read_token
 
 _PREFIX = "shmserve_llm_"
@@ -67,8 +68,6 @@ def run(args: argparse.Namespace) -> int:
         InvalidArgument: The model is unknown.
         Unavailable: The server is unreachable.
     """
-    if args.seconds <= 0:
-        raise InvalidArgument(f"--seconds: must be more than 0, got {args.seconds:g}")
     token = read_token(args.token_file) if args.token_file else ""
     profile = watch(args.metrics_url, token, args.model, args.seconds)
     print(format_table(args.model, profile))
@@ -112,9 +111,9 @@ def _scrape(url: str, token: str, model: str) -> dict[str, float]:
     try:
         with urllib.request.urlopen(request, timeout=30) as response:
             page = response.read().decode()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if type(error) is urllib.error.URLError else error
-        raise Unavailable(f"{url}: {reason}") from None
+        raise Unavailable(f"{url}: {str(reason).strip()}") from None
     try:
         families = list(text_string_to_metric_families(page))
     except ValueError as error:
@@ -182,5 +181,6 @@ def plot(path: str, model: str, profile: Profile) -> None:
     line.set_ylabel("tokens/s")
     line.set_ylim(bottom=0)
     figure.tight_layout()
-    figure.savefig(path)
+    with convert_os_errors(f"--plot: cannot write '{path}'", "the format must be .png or .svg"):
+        figure.savefig(path)
     pyplot.close(figure)

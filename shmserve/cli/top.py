@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import queue
@@ -89,17 +90,21 @@ def watch(request: urllib.request.Request) -> Iterator[dict[str, Any]]:
         with urllib.request.urlopen(request, timeout=_RECEIVE_TIMEOUT_S) as response:
             for line in response:
                 if line.startswith(b"data: "):
-                    yield json.loads(line[6:])
+                    figures = json.loads(line[6:])
+                    if not {"server", "models", "events"} <= set(figures):
+                        raise ValueError("these are not the figures of a server")
+                    yield figures
     except urllib.error.HTTPError as error:
         body = error.read(1000).decode(errors="replace")
         with contextlib.suppress(ValueError, KeyError, TypeError):
             body = json.loads(body)["error"]
         remedy = "; choose the file of a token with --token-file" if error.code == 401 else ""
         raise Unavailable(f"{request.full_url}: {body or error}{remedy}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
+        reason = str(getattr(error, "reason", error)).strip()
         raise Unavailable(
-            f"{request.full_url}: {getattr(error, 'reason', error)}; start a server by "
-            "`shmserve serve`, or choose its address with --metrics-url"
+            f"{request.full_url}: {reason}; start a server by `shmserve serve`, or choose its "
+            "address with --metrics-url"
         ) from None
     raise Unavailable(f"{request.full_url}: the server has exited")
 

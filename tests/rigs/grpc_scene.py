@@ -8,7 +8,7 @@ from typing import Any
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.grpc.call import GrpcCall, GrpcContext, StreamingCall, UnaryCall
 from shmserve.gateway.grpc.connection import GrpcConnection
-from shmserve.gateway.grpc.framing import CallHead, Deflater, Ending, Sinks
+from shmserve.gateway.grpc.framing import CallHead, Ending, Sinks
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.listener import ListenerKind, ListenerRules
 from shmserve.gateway.settings import GrpcSettings
@@ -89,7 +89,6 @@ class Scene:
         self.begun_calls: list[GrpcCall] = []
         self.clock = Clock()
         self.serve: Callable[[StreamingCall], Coroutine[Any, Any, Ending | None]] = self._echo
-        deflater = Deflater(settings.pop("deflate", 0)) if "deflate" in settings else None
         context = GrpcContext(
             settings=GrpcSettings(**settings),
             begin_call=self._begin,
@@ -98,7 +97,6 @@ class Scene:
             body_timeout_s=PATIENCE_S,
             largest_inflated=1 << 20,
             tls=None,
-            deflater=deflater,
         )
         self.disconnects = 0
         self.sinks: Sinks | None = None

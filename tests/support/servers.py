@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -400,6 +401,24 @@ def run_python(
     fields: dict[str, Any] = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "check": False, **options}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, **fields)
+
+
+@contextlib.contextmanager
+def reply_once(reply: bytes) -> Iterator[int]:
+    """Answer the first connection to a port with these bytes; yield the port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(10)
+
+        def respond() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(reply)
+                connection.shutdown(socket.SHUT_WR)
+                connection.recv(1 << 16)
+
+        response_future = pool.submit(respond)
+        yield int(listener.getsockname()[1])
+        response_future.result()
 
 
 def is_running(process: psutil.Process) -> bool:

@@ -128,7 +128,7 @@ class _FlatJson:
         if isinstance(error, QueueFull):
             self.queue.close()
             raise error
-        return 200 if error is None else 400  # 400 for any error of a model, as in Triton
+        return 200 if error is None else error.status
 
     async def encode(self, inferred: Inferred) -> bytes:
         """Return the JSON text of a response with these outputs."""

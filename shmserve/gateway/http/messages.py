@@ -21,6 +21,7 @@ from multidict import CIMultiDictProxy, istr
 
 from shmserve.errors import InvalidArgument, ShmserveError
 from shmserve.gateway.context import UNLIMITED, TimeLimit
+from shmserve.gateway.inference.body_arrival import SLOWEST_RATE
 from shmserve.gateway.listener import ClientIdentity
 
 ACCEPT = istr("Accept")
@@ -194,7 +195,7 @@ class HttpResponse:
         return b"%b%d\r\n%b%bX-Content-Type-Options: nosniff\r\n\r\n" % values
 
     async def send(self, request: HttpRequest, stall_timeout_s: float) -> None:
-        """Write the response; disconnect a client that reads nothing for `stall_timeout_s`.
+        """Write the response; disconnect a client as `drain_or_abort` does.
 
         Raises:
             ConnectionError: The client has disconnected.
@@ -291,15 +292,19 @@ async def drain_or_abort(
 ) -> None:
     """Wait until the client has read what was written.
 
-    A client that reads nothing for `stall_timeout_s` seconds is disconnected, and the call raises
-    ConnectionResetError.
+    A client that reads at less than `SLOWEST_RATE` for `stall_timeout_s` seconds is disconnected,
+    and the call raises ConnectionResetError.
     """
-    try:
-        async with asyncio.timeout(stall_timeout_s):
-            await channel.drain()
-    except TimeoutError:
-        transport.abort()
-        raise ConnectionResetError("the client does not read its response") from None
+    min_bytes = stall_timeout_s * SLOWEST_RATE
+    while True:
+        unread_bytes = transport.get_write_buffer_size()
+        try:
+            async with asyncio.timeout(stall_timeout_s):
+                return await channel.drain()
+        except TimeoutError:
+            if unread_bytes - transport.get_write_buffer_size() < min_bytes:
+                transport.abort()
+                raise ConnectionResetError("the client does not read its response") from None
 
 
 def json_response(value: Any) -> HttpResponse:

@@ -23,7 +23,8 @@ from shmserve.ipc import processes
 LARGE_BYTES = 1024 * 1024
 _TRIM_DELAY_S = 0.5
 
-# The number of received bytes that extends the time limit of a body by one second.
+# The number of received bytes that extends the time limit of a body by one second, and the bytes
+# per second that a client has to read of a response.
 SLOWEST_RATE = 64 * 1024
 
 

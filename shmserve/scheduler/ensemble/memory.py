@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 # Bytes of a CUDA allocation: large enough for the tensors of many requests, or for a large tensor.
 _SEGMENT_SIZE = 64 * 1024 * 1024
+_ALL_FALSE = re.compile(rb"\0*+")  # the bytes of a BOOL tensor; matching takes 1 ns per byte
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,10 +128,6 @@ class Value(Token):
             self.memory.release()
         for credit in self.held_credits:
             credit.release()
-
-    @property
-    def is_used(self) -> bool:
-        return self._reference_count > 0 and bool(self.memory or self.held_credits)
 
 
 def overrides(values: Iterable[Value]) -> dict[str, Any]:
@@ -241,15 +239,16 @@ class EnsembleMemory:
         Raises:
             InvalidArgument: The tensor lies in a client's memory, which no scheduler reads.
         """
-        if isinstance(data, bytes):
-            return any(data)
-        memory = data.memory
-        if memory.cuda is not None or memory.copied or not memory.sealed:
-            raise InvalidArgument(
-                f"input '{name}' is a step's condition: send its data in the request, not in a "
-                "shared memory region"
-            )
-        return any(self._mappings.view(data))
+        content: Any = data
+        if isinstance(data, Range):
+            memory = data.memory
+            if memory.cuda is not None or memory.copied or not memory.sealed:
+                raise InvalidArgument(
+                    f"input '{name}' is a step's condition: send its data in the request, not in a "
+                    "shared memory region"
+                )
+            content = self._mappings.view(data)
+        return _ALL_FALSE.fullmatch(content) is None
 
     def close(self) -> None:
         """Close all arenas that are held."""

@@ -209,7 +209,8 @@ class Lifecycle:
             order.step_models = list(dict.fromkeys(names))
             cycle = self._registry.find_cycle(model.name, order.step_models, plan.steps)
             if cycle:
-                text = f"circular dependency between ensembles: {' -> '.join(cycle)}\n"
+                text = f"circular dependency between ensembles: {cycle[0]} -> ... -> "
+                text += f"{' -> '.join(cycle[-2:])} ({' -> '.join(cycle)})\n"
                 self._fail(order, InvalidArgument(f"load failed for model '{model.name}': {text}"))
             else:
                 order.phase = OrderPhase.WAITING

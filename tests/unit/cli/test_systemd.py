@@ -89,6 +89,18 @@ def test_the_units_of_a_user(
     assert list_files(home_folder) == set()
 
 
+def test_relative_folders_of_a_user_are_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, "folder")
+    assert cli.main(["systemd", "show", "--user"]) == 0
+    shown = capsys.readouterr().out
+    assert f"## {tmp_path}/.config/shmserve/shmserve.yaml" in shown
+    assert f"{tmp_path}/.local/share/shmserve/models" in shown
+
+
 def test_written_flags_are_valid(tmp_path: Path) -> None:
     assert run("install", tmp_path) == 0
     options = command_line.read(str(tmp_path / "etc/shmserve/shmserve.yaml"))

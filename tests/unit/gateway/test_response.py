@@ -136,9 +136,9 @@ IN_REGION = [{"name": "OUTPUT0", "parameters": {"shared_memory_region": "r"}}]
 
 # Cases in which 2.51 is wrong, or a newer version or a safer choice differs.
 OWN_RESPONSES = {
-    ("simple", 400, "[request id: <id_unknown>] output 'OUTPUT0' already exists in request"): (
-        simple(outputs=[{"name": "OUTPUT0"}] * 2)
-    ),
+    ("simple", 400,
+     "[request id: <id_unknown>] Duplicate output name 'OUTPUT0' is not allowed in a request",
+     ): simple(outputs=[{"name": "OUTPUT0"}] * 2),
     (
         "id_INT32",
         400,

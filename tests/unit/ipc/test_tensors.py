@@ -89,7 +89,7 @@ def test_a_valid_request_is_accepted() -> None:
         ([A, A], [], "input 'A' already exists in request"),
         ([A, B], ["Z"], "unexpected inference output 'Z' for model 'm'"),
         ([A], ["Z"], "unexpected inference output 'Z' for model 'm'"),
-        ([A, B], ["Y", "Y"], "output 'Y' already exists in request"),
+        ([A, B], ["Y", "Y"], "Duplicate output name 'Y' is not allowed in a request"),
         ([tensor("A", "INT32", 2, 3, 2), B], [],
          "inference input 'A' data-type is 'INT32', but model"),
         ([tensor("A", "FP32", 2, 3, 3), B], [],

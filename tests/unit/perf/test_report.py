@@ -47,7 +47,19 @@ def test_a_report_is_read_back_and_compared(tmp_path: Path) -> None:
     new = replace(POINT, per_second=3000.0)
     assert report.comparison([POINT], [new]).splitlines()[1].split()[2:4] == ["1.500", "1.000"]
     assert "~1.015" in report.comparison([POINT], [replace(POINT, per_second=2030.0)])
+    assert "~1.500" in report.comparison([replace(POINT, confidence=None)], [new])
     assert "none of these" in report.comparison([POINT], [replace(POINT, value=8.0)])
+
+
+def test_a_single_window_has_no_confidence_interval(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    point = replace(POINT, confidence=None)
+    path.write_text(report.as_json({}, [point]))
+    assert (
+        json.loads(path.read_text(), parse_constant=pytest.fail)["points"][0]["confidence"] is None
+    )
+    assert report.read_report(str(path)) == [point]
+    assert report.format_table([point]).splitlines()[1].split()[3] == "-"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ class Control:
 
 def test_an_unresponsive_process_is_named_without_pings(caplog: pytest.LogCaptureFixture) -> None:
     async def watch() -> None:
-        control, manager, processes = Control(), MagicMock(watchdog_s=0.04), MagicMock()
+        control, manager, processes = Control(), MagicMock(watchdog_s=0.4), MagicMock()
         processes.all.return_value = [MagicMock(pid=7, title="a"), MagicMock(pid=8, title="b")]
         watching = asyncio.ensure_future(
             Watchdog(control, processes, manager).run()  # type: ignore[arg-type]

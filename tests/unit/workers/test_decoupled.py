@@ -598,7 +598,7 @@ def test_waits_for_enough_credit_do_not_spin(model: Model, monkeypatch: pytest.M
     waiter.start()
     until("it waits", lambda: bool(link._waiting_by_eventfd))
     model.credit(1, 1)
-    until("it was granted", lambda: open_request.window.unread_count == 1)
+    until("it was granted", lambda: len(open_request.window._unread) == 1)
     timeouts_s.clear()
     until("it has looked again", lambda: len(timeouts_s) > 2)
     assert waiter.is_alive()

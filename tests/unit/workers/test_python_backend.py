@@ -200,9 +200,9 @@ def test_models_that_do_not_load(
 @pytest.mark.parametrize("character", ";|&$`<>()[]{}\\\"'*?~#!")
 def test_names_that_a_shell_would_read_are_refused(model: Model, character: str) -> None:
     backend = PythonBackend(replace(model.rig.context, model_name=f"a{character}b"))
-    with pytest.raises(InvalidArgument, match="name of a Python model must not contain any of"):
+    with pytest.raises(InvalidArgument, match="Invalid stub name: contains invalid characters"):
         backend.load(ModelSpec.of(config()))
-    with pytest.raises(InvalidArgument, match="name of a Python model must not contain any of"):
+    with pytest.raises(InvalidArgument, match="Invalid stub name: contains invalid characters"):
         backend.complete_config(config())
 
 

@@ -25,7 +25,7 @@ from shmserve.ipc.tensors.inference import RequestedOutput
 from shmserve.workers import backends
 from shmserve.workers.backends.pytorch import PytorchBackend
 from shmserve.workers.backends.pytorch.programs import Argument, ArgumentBinding, ResultBinding
-from shmserve.workers.device import Device, open_device
+from shmserve.workers.device import Accelerator, Device, open_device
 from tests.rigs.worker_rig import Region, Rig, inference, model_config, tensor, tensor_config
 
 F32 = np.float32
@@ -361,7 +361,7 @@ def test_inference_mode(worker: Rig, value: str | None, inference_mode: bool) ->
         ("INFERENCE_MODE", ": failed to convert 'no' to boolean"),
         ("DISABLE_OPTIMIZED_EXECUTION", ": failed to convert 'no' to boolean"),
         ("DISABLE_CUDNN", ": failed to convert 'no' to boolean"),
-        ("INTER_OP_THREAD_COUNT", " must be an integer >= 0, got 'no'"),
+        ("INTER_OP_THREAD_COUNT", " must be an integer from 0 to 2147483647, got 'no'"),
     ],
 )
 def test_a_parameter_with_an_invalid_value(worker: Rig, key: str, problem: str) -> None:
@@ -705,6 +705,15 @@ def test_backends_are_found_by_name_and_by_platform() -> None:
 
 
 # --- devices with their own memory
+
+
+def test_a_device_is_synchronized_from_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread has a current device, which may be another device than the instance's."""
+    devices: list[Any] = []
+    for name in ("set_device_index", "synchronize"):
+        monkeypatch.setattr(torch.accelerator, name, devices.append)
+    Accelerator("cuda:1").synchronize()
+    assert devices == [1, torch.device("cuda:1")]
 
 
 class FakeCopyDevice(Device):

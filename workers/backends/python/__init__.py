@@ -190,11 +190,10 @@ class PythonBackend(Backend):
 
     def _find_class(self, config: ModelSpec) -> Any:
         if self._class is None:
-            name = self.context.model_name
-            if _FORBIDDEN.intersection(name):
+            if _FORBIDDEN.intersection(self.context.model_name):
                 raise InvalidArgument(
-                    f"invalid model name '{name}', the name of a Python model must not contain any "
-                    f"of {' '.join(_FORBIDDEN_CHARACTERS)}"
+                    "Invalid stub name: contains invalid characters (the name of a Python model "
+                    f"must not contain any of {' '.join(_FORBIDDEN_CHARACTERS)})"
                 )
             self._class = model_class(config, self.context.model_dir, self.context.version_dir)
         return self._class

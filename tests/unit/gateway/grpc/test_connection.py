@@ -524,7 +524,7 @@ def test_requests_and_responses_are_compressed() -> None:
         (answer,) = [payload for kind, _, _, payload in scene.transport.frames() if kind == DATA]
         assert answer[0] == 1 and gzip.decompress(answer[5:]) == raw
 
-    run_scenario(scenario, deflate=1)
+    run_scenario(scenario, compression_level=1)
 
 
 def test_a_client_that_does_not_read_is_disconnected_even_without_queued_data(
@@ -577,4 +577,4 @@ def test_a_disconnect_during_compression_cancels_nothing() -> None:
         assert reports == ["over"]
         assert not [kind for kind, *_ in scene.transport.frames() if kind in (HEADERS, DATA)]
 
-    run_scenario(scenario, deflate=1)
+    run_scenario(scenario, compression_level=1)

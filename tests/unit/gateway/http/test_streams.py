@@ -1,13 +1,18 @@
 """Any number of responses to one HTTP request: generate, generate_stream, infer."""
 
+import asyncio
+import itertools
 import json
 import socket
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
+from shmserve.gateway.http.messages import drain_or_abort
+from shmserve.gateway.inference.body_arrival import SLOWEST_RATE
 from shmserve.ipc.credit import FIRST_CREDIT
 from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.messages import inference as m
@@ -165,8 +170,8 @@ def test_one_response(send: Any) -> None:
 @pytest.mark.parametrize(
     ("case", "status", "text"),
     [
-        ("nothing", 200, NOT_ONE), ("two", 200, NOT_ONE), ("error", 400, "bad"),
-        ("error and one", 400, NOT_ONE), ("one and error", 200, NOT_ONE), ("failed", 400, "bad"),
+        ("nothing", 200, NOT_ONE), ("two", 200, NOT_ONE), ("error", 404, "bad"),
+        ("error and one", 404, NOT_ONE), ("one and error", 200, NOT_ONE), ("failed", 500, "bad"),
     ],
 )  # fmt: skip
 def test_several_or_no_responses_are_an_error(send: Any, case: str, status: int, text: str) -> None:
@@ -242,7 +247,7 @@ def test_the_first_response_determines_the_status(send: Any) -> None:
     call = send("generate_stream")
     call.respond(error(call.number, "bad"), response(call.number, 1, final=True))
     reply = call.reply()
-    assert reply.status == 400
+    assert reply.status == 404
     first_event, second_event = events(reply)
     assert (first_event, second_event["OUT"]) == ({"error": "bad"}, 1)
 
@@ -437,3 +442,19 @@ def test_a_client_that_does_not_read_receives_no_credit_and_is_disconnected(send
         sent_count += count
     until("it is given up", lambda: call.cancelled)
     assert sent_count * 16_000 < 64 << 20
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+async def test_a_client_may_read_slowly(*, is_slow: bool) -> None:
+    """Each time limit permits 64 KiB/s, however short it is."""
+    unread_bytes = itertools.count(1_000_000, -SLOWEST_RATE // (8 if is_slow else 2))
+    transport, channel = MagicMock(), MagicMock()
+    transport.get_write_buffer_size.side_effect = unread_bytes
+    deadline = asyncio.get_running_loop().time() + 0.3
+    channel.drain = lambda: asyncio.sleep(deadline - asyncio.get_running_loop().time())
+    if is_slow:
+        with pytest.raises(ConnectionResetError):
+            await drain_or_abort(channel, transport, 0.25)
+    else:
+        await drain_or_abort(channel, transport, 0.25)
+    assert transport.abort.called is is_slow

@@ -92,6 +92,16 @@ def test_a_load_derives_the_statuses_of_its_own_model_only(monkeypatch: pytest.M
     assert rig.registry.states().keys() == {(name, "1") for name in "abcdefm"}
 
 
+def test_an_ensemble_that_needs_itself_is_refused() -> None:
+    rig = LifecycleRig()
+    rig.steps = {"a": ["b"], "b": ["c"], "c": ["a"]}
+    load = rig.lifecycle.load("a")
+    rig.execute_pending(*ALL_EVENTS)
+    cycle = "a -> ... -> c -> a (a -> b -> c -> a)"
+    text = f"load failed for model 'a': circular dependency between ensembles: {cycle}\n"
+    assert load.error is not None and load.error.message == text
+
+
 def test_the_progress_of_a_start_names_every_model_from_the_beginning() -> None:
     rig = LifecycleRig()
     rig.lifecycle.expect({"m": [], "n": []})
