@@ -79,6 +79,12 @@ class Prompt:
     message_grammar: str = ""
     eos: int = -1
 
+    @property
+    def needs_compilation(self) -> bool:
+        """Return whether the prompt has a grammar or bad words, which are compiled."""
+        parameters = self.parameters
+        return bool(parameters.grammar[0] or self.message_grammar or parameters.bad_words)
+
     def begin_sequence(self, number: int, sample: int) -> TokenSequence:
         """Return a sequence of the prompt and the resumed tokens of a sample."""
         resumed = self.resumed_tokens.get(sample, [])

@@ -120,7 +120,7 @@ class GenerationParameters:
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
-    forbidden: Callable[[Sequence[int]], list[int]] | None = None
+    forbidden: Callable[[Sequence[int]], NDArray[np.int64]] | None = None
     allowed_token_ids: tuple[int, ...] = ()
     grammar: tuple[str, str] = _NO_GRAMMAR
     grammar_name: str = "tools"

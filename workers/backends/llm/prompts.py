@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from threading import Thread, get_native_id
 from typing import Any, NamedTuple
@@ -236,7 +236,7 @@ class PromptReader:
     ) -> tuple[Prompt, str]:
         """Return the prompt of a request, and the text with which its response begins.
 
-        The grammar of the prompt, if any, is not compiled; see `compile`.
+        A prompt with `needs_compilation` is not complete; see `compile`.
 
         Raises:
             InvalidArgument: An input or a parameter is wrong.
@@ -260,11 +260,9 @@ class PromptReader:
         if max_tokens == UNLIMITED:
             max_tokens = self._checkpoint.defaults.get("max_new_tokens") or max_tokens
         max_tokens = min(max_tokens, self.max_length - len(tokens))
-        words = parameters.bad_words
         parameters = replace(
             parameters,
             max_tokens=max_tokens,
-            forbidden=self._forbidden_after(words) if words else None,
             # The probabilities determine the best samples.
             logprobs=max(parameters.logprobs, 0 if parameters.samples > parameters.n else -1),
         )
@@ -332,14 +330,19 @@ class PromptReader:
         return Response(Output.select(outputs, requested))
 
     def compile(self, prompt: Prompt) -> None:
-        """Set the grammar of a prompt, which may take seconds without the GIL.
+        """Set the grammar and the forbidden tokens of a prompt, which may take seconds.
 
         Raises:
             InvalidArgument: The grammar is invalid, or allows no text.
         """
         parameters = prompt.parameters
-        grammar = parameters.grammar, prompt.message_grammar, parameters.grammar_name
-        prompt.grammar = self._grammars.matcher(*grammar)
+        if parameters.bad_words:
+            words = BadWords(parameters.bad_words, self._token_texts, self._vocab_size)
+            prompt.parameters = replace(parameters, forbidden=words.forbidden_after)
+            _ = prompt.parameters.bias_arrays, prompt.parameters.allowed_array
+        if parameters.grammar[0] or prompt.message_grammar:
+            grammar = parameters.grammar, prompt.message_grammar, parameters.grammar_name
+            prompt.grammar = self._grammars.matcher(*grammar)
 
     def _render(self, text: str | memoryview) -> RenderedChat:
         """Render a conversation, in a separate process if it is long."""
@@ -349,10 +352,6 @@ class PromptReader:
             return RenderedChat(tools, hides_reasoning, continues, prompt)
         chat = parse_conversation(text)
         return RenderedChat(*_take_options(chat), self._chat.render(chat))
-
-    def _forbidden_after(self, words: tuple[str, ...]) -> Callable[[Sequence[int]], list[int]]:
-        """Return a function that returns the tokens that complete a bad word after others."""
-        return BadWords(words, self._token_texts, self._vocab_size).forbidden_after
 
     def _special_stops(self, stops: tuple[str, ...]) -> list[int]:
         """Return the tokens of stop strings that are special tokens; texts do not contain them."""

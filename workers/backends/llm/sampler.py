@@ -168,7 +168,8 @@ def _restrict(logits: Tensor, row: SampledRow) -> None:
         logits.fill_(-math.inf)
         logits[allowed_ids] = allowed_logits
     if parameters.forbidden is not None:
-        logits[parameters.forbidden(row.tokens[row.prompt_length :])] = -math.inf
+        forbidden = torch.from_numpy(parameters.forbidden(row.tokens[row.prompt_length :]))
+        logits[forbidden.to(logits.device)] = -math.inf
 
 
 def _penalise(logits: Tensor, row: SampledRow) -> None:

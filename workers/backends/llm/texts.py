@@ -423,7 +423,7 @@ class TextThread:
         self._token_texts = TokenTexts(checkpoint.tokenizer)
         self._link = link
         self.reader = PromptReader(checkpoint, settings, self._token_texts)
-        # Long prompts and grammars are processed in another thread, which delays no other text.
+        # Another thread processes long prompts, grammars and bad words, which delay no other text.
         self._slow_jobs = ThreadPoolExecutor(1, "long prompts")
         # A long conversation waits seconds for the process that renders it.
         self._renderings = ThreadPoolExecutor(1, "long conversations")
@@ -492,7 +492,7 @@ class TextThread:
                 return
             prompt, echo = self.reader.read(stream.request, inputs, resumed)
             start = partial(self._start, stream, prompt, echo, resumed)
-            if prompt.parameters.grammar[0] or prompt.message_grammar:
+            if prompt.needs_compilation:
                 self._slow_jobs.submit(self._compile, prompt, stream, start)
             elif threading.current_thread() is self._thread:
                 start()

@@ -515,6 +515,7 @@ class Panic(BaseException):
         ("prompts.PromptReader.read", {}),
         ("prompts.PromptReader.read", {"input_ids": None, "text_input": "a " * 3000}),
         ("prompts.PromptReader.compile", {"regex": "a"}),
+        ("prompts.PromptReader.compile", {"bad_words": ["a"]}),
         ("texts.RequestSamples._sample", {}),
         ("texts.SampleText.add", {"stream": True}),
         ("texts.RequestSamples._encode_outputs", {}),
