@@ -122,7 +122,7 @@ def _parsed(source: str) -> ast.Module:
     """Return the tree of a Python file; it is empty if the file is not valid Python."""
     try:
         return ast.parse(source)
-    except (SyntaxError, ValueError, RecursionError):  # the worker reports the error
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the worker reports the error
         return ast.Module([], [])
 
 

@@ -371,7 +371,8 @@ class Lifecycle:
             if not order.awaited_ends and all(o.is_answered for o in order.follow_ups):
                 self._open_orders.remove(order)
                 order.is_answered = self._has_changed = True
-                self._registry.remove_unused(order.model)
+                for model in self._registry.remove_unused(order.model):
+                    self._actions.publish(model)
                 self._actions.answer(order)
 
     def _advance(self, model: ModelEntry) -> None:
@@ -541,7 +542,7 @@ class Lifecycle:
         if not waiting_versions or not self._actions.is_published(model):
             return
         for version in waiting_versions:
-            if model.serving or not self._registry.has_users(version):
+            if model.serving or not self._registry.users_to_end(version):
                 model.draining.add(version)
                 self._actions.retire(version)
 

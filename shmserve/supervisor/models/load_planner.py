@@ -191,8 +191,9 @@ class LoadPlanner:
             if not override:
                 raise InvalidArgument("override files are given without a 'config' override")
             path = materialise_override(self._overrides_dir, name, override, files)
-            return repository.scan([path.parent])[name]
-        folder = self._find(name)
+            folder = repository.find([path.parent], name)
+        else:
+            folder = self._find(name)
         if folder is None:
             raise NotFound(f"the model repositories contain no folder '{name}'")
         if folder.problem:
@@ -279,7 +280,7 @@ class LoadPlanner:
         """
         try:
             model = self._find_with_defaults(name)
-        except (ShmserveError, OSError):
+        except Exception:
             return []
         return [] if model is None else steps_of(ModelSpec.of(model_config.to_dict(model[1])))
 

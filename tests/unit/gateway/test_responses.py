@@ -195,6 +195,9 @@ WRONG_REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
         "tools": [{"type": "custom"}]}]}, r"tools\[0\].tools\[0\]: expected a 'function'"),
     "no name in a namespace": ({"tools": [{"type": "namespace", "name": "n",
         "tools": [{"type": "function", "name": ["f"]}]}]}, r"tools\[0\].tools\[0\]: expected"),
+    "no namespace's name": ({"tools": [{"type": "namespace", "tools": [FUNCTION]}]},
+        r"tools\[0\].name: None is not a string"),
+    "the name of a tool": ({"tools": ["web_search", FUNCTION]}, r"tools\[0\]: 'web_search' is not"),
     "no tools of a namespace": ({"tools": [{"type": "namespace", "name": "n", "tools": 3}]},
         r"tools: 3 is not a list"),
 }  # fmt: skip

@@ -35,6 +35,7 @@ _ALIASES = {
 # Parameters of OpenAI's and vLLM's APIs that would change a text, and their values without effect.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(UNSUPPORTED_PARAMETERS, ({}, [])),
+    "thinking_token_budget": (-1,),
     "suffix": ("",),
     "detokenize": (True,),
     "watermarking": (False,),
@@ -54,7 +55,7 @@ _OBJECT_SCHEMA = {"type": "object"}
 _MAX_CHOICES = 10_000
 # Parameters that a beam search does not support.
 _NOT_WITH_BEAM_SEARCH = (
-    "min_tokens repetition_penalty presence_penalty frequency_penalty logprobs logit_bias "
+    "min_tokens repetition_penalty presence_penalty frequency_penalty logit_bias "
     "bad_words allowed_token_ids response_format structured_outputs json_schema regex choice "
     "grammar"
 )

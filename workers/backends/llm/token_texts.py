@@ -317,9 +317,11 @@ class Detokenizer:
         self._tokens.append(token)
         text, held_tokens = self._decode(self._tokens), len(self._tokens) - self._context_count
         if text.endswith(_REPLACEMENT) and held_tokens < _MAX_HELD_TOKENS:
-            complete = text.rstrip(_REPLACEMENT)
-            self._held_length = max(len(complete) - len(self._context_text), 0)
-            self._replaced_length = len(text) - len(complete)
+            # The context may end with replaced characters, too.
+            context_length = len(self._context_text)
+            complete_length = max(len(text.rstrip(_REPLACEMENT)), context_length)
+            self._held_length = complete_length - context_length
+            self._replaced_length = max(len(text) - complete_length, 0)
             return ""
         return self._advance(text)
 

@@ -201,6 +201,11 @@ def _positions(
                     f"'{model}' have the same index: the number after '__' is the position"
                 )
             if strict and index >= limit:
+                if side == "output":
+                    raise InvalidArgument(
+                        f"The output {names[number]} in the model configuration refers to an "
+                        f"output index which doesn't exist. This model has {limit} outputs"
+                    )
                 raise InvalidArgument(
                     f"{side} '{names[number]}' of model '{model}' has the index {index}, but the "
                     f"largest possible is {limit - 1}: the number after '__' is the position, "

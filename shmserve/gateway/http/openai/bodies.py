@@ -364,10 +364,10 @@ async def parse_chat(gateway: Gateway, body: dict[str, Any]) -> TextRequest:
     variables = {name: fields.pop(name) for name in CONVERSATION_FIELDS & fields.keys()}
     prompt = conversation_input(fields, variables)
     limits = [name for name in _TOKEN_LIMIT_FIELDS if name in fields] or ["max_tokens"]
-    if "logprobs" in fields:
-        check_member(fields, "logprobs", bool, False)
-    if "top_logprobs" in fields and fields["top_logprobs"] and not wants_logprobs(fields):
-        raise InvalidArgument("top_logprobs: requires logprobs: true")
+    if not check_member(fields, "logprobs", bool, False):
+        if check_member(fields, "top_logprobs", int, 0):
+            raise InvalidArgument("top_logprobs: requires logprobs: true")
+        fields.pop("top_logprobs", None)
     parameters = {
         "add_special_tokens": False,
         "echo": False,
@@ -550,7 +550,9 @@ def encode_openai_error(error: ShmserveError, names: Mapping[str, str] = _FIELDS
     """
     invalid = isinstance(error, InvalidArgument)
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    kind, code = _ERROR_TYPES.get(error.status, (kind, None))
+    # A full queue can also end a stream, whose status was sent before.
+    status = TooManyRequests.status if isinstance(error, QueueFull) else error.status
+    kind, code = _ERROR_TYPES.get(status, (kind, None))
     if isinstance(error, NoRoute):
         code = "unknown_url"
     elif invalid and PROMPT_TOO_LONG in error.message:

@@ -99,16 +99,20 @@ def test_a_token_begins_at_its_character(tokenizer: Tokenizer) -> None:
     assert pieces == expected
 
 
-def test_an_incomplete_character_has_a_position_of_its_own(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("count", [2, 40])
+def test_an_incomplete_character_has_a_position_of_its_own(
+    tokenizer: Tokenizer, count: int
+) -> None:
     texts = TokenTexts(tokenizer)
     comma, (first, *_) = token(tokenizer, ","), tokenize(tokenizer, "😀")
-    tokens = [comma, first, comma, first, first, comma]
+    tokens = [comma, first, comma, *[first] * count, comma]
     detokenizer, positions, pieces = Detokenizer(texts, True), [], []
     for token_id in tokens:
         positions.append(detokenizer.position_of(token_id))
         pieces.append(detokenizer.add(token_id))
     text = "".join([*pieces, detokenizer.flush()])
-    assert (text, positions) == (",\ufffd,\ufffd\ufffd,", [0, 1, 2, 3, 4, 5])
+    expected_text = ",\ufffd," + "\ufffd" * count + ","
+    assert (text, positions) == (expected_text, [*range(count + 4)])
 
 
 def test_stripped_spaces_and_skipped_tokens_have_no_width() -> None:
