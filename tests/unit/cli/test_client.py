@@ -326,12 +326,11 @@ def test_each_error_is_one_line(
     assert captured.err.count("\n") == 1
 
 
-def test_a_token_that_no_header_can_contain_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("letter", ["\u00f6", "\0", "\ufeff"])
+def test_a_token_that_no_header_can_contain_is_refused(tmp_path: Path, letter: str) -> None:
     path = tmp_path / "token"
-    path.write_text("# a comment\ntöken-of-16-letters", encoding="utf-8")
-    with pytest.raises(
-        InvalidArgument, match=r"^--token-file: the token in '.*token' is not ASCII"
-    ):
+    path.write_text(f"# a comment\n{letter}oken-of-16-letters", encoding="utf-8")
+    with pytest.raises(InvalidArgument, match=r"^--token-file: the token in '.*' is not printable"):
         read_token(str(path))
 
 
