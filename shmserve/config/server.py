@@ -196,6 +196,7 @@ def _from_flags(
         gateway=GatewaySettings(
             **_select_values(value, "id", "slow-request-ms", "arena-byte-size", "http-address"),
             **_select_values(value, "request-timeout-us", "request-timeout-is-deadline"),
+            allow_cpu_metrics=value["allow-cpu-metrics"],
             max_input_size=value["http-max-input-size"],
             body_timeout_s=value["http-body-timeout-secs"],
             http_restricted=collected(
