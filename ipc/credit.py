@@ -37,11 +37,6 @@ class SendWindow:
         self._unread_bytes = 0
 
     @property
-    def unread_count(self) -> int:
-        """Return the number of responses sent and not credited yet."""
-        return len(self._unread)
-
-    @property
     def is_open(self) -> bool:
         """Return whether another response may be sent."""
         return len(self._unread) < self._max_unread and self._unread_bytes < MAX_UNREAD_BYTES

@@ -33,6 +33,8 @@ _RESOURCE_TRACKER = b"resource_tracker import main"
 # report of its exit, and its memory may still be mapped.
 REMEMBERED_EXITS = 512
 
+MAX_PASSED_FDS = 253  # the kernel's SCM_MAX_FD: the maximum number of descriptors in a message
+
 # glibc writes a large copy with non-temporal stores: it does not read the destination first, which
 # saves a third of the copy's memory traffic, and it keeps the caches. glibc derives the threshold
 # from the size of the last-level cache. A virtual machine often reports that of the whole host (320

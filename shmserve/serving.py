@@ -252,7 +252,10 @@ def _model_arguments(
     if not has_versions and not (path / "config.pbtxt").is_file():
         return [text] if (path / "config.json").is_file() else [f"--model-repository={text}"]
     repository = folder / "models"
-    shutil.copytree(path, repository / path.resolve().name)
+    copy = repository / path.resolve().name
+    if copy.exists():
+        raise InvalidArgument(f"two models have the name '{copy.name}': rename one of the folders")
+    shutil.copytree(path, copy)
     return [f"--model-repository={repository}"]
 
 

@@ -92,7 +92,8 @@ class Accelerator(Device):
         return copy
 
     def synchronize(self) -> None:
-        self._torch.accelerator.synchronize()
+        # A thread of a model has a current device of its own.
+        self._torch.accelerator.synchronize(self._device)
 
 
 def import_torch(user: str) -> Any:

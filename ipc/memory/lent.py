@@ -51,11 +51,6 @@ class Token:
     def _free(self) -> None:
         """Free the memory, which has no reference any more."""
 
-    @property
-    def is_used(self) -> bool:
-        """Return whether there are still references."""
-        return self._reference_count > 0
-
 
 class CallbackToken(Token):
     """A token that calls `on_free` at its last release."""
@@ -152,9 +147,6 @@ class LentMemory:
         self.byte_size = byte_size
         self._arena: Arena | None = None
         self._readers: Readers[tuple[int, int]] = Readers()  # by (reader, memory id)
-
-    def __len__(self) -> int:
-        return len(self._readers)
 
     @property
     def used_bytes(self) -> int:

@@ -95,10 +95,6 @@ class Padding:
             sizes += shapes.get(pad.name) or (0,) * len(pad.dims)
         return constant_part + self._shape_format.pack(*sizes)
 
-    def batch(self) -> PaddedBatch:
-        """Return an empty batch, to which requests are added."""
-        return PaddedBatch(self)
-
     def _split(self, key: bytes) -> tuple[bytes, tuple[Shape, ...]]:
         split_at = len(key) - self._shape_format.size
         if split_at < 0:

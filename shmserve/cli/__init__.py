@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from shmserve import __version__
 from shmserve.common import fd_limits
-from shmserve.errors import InvalidArgument, ShmserveError, suggestion
+from shmserve.errors import InvalidArgument, ShmserveError, clip, suggestion
 
 if TYPE_CHECKING:
     from shmserve.config.server import ServerConfig
@@ -66,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ShmserveError as error:
         print(f"shmserve: {error.message}", file=sys.stderr)
         return 1
+    except UnicodeEncodeError as error:  # of an argument's bytes, or of a surrogate in JSON
+        print(f"shmserve: '{clip(error.object)}' is not UTF-8 text", file=sys.stderr)
+        return 2
     except MemoryError as error:
         print(f"shmserve: not enough memory: {error}", file=sys.stderr)
         return 1

@@ -40,7 +40,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.ipc.tensors.samples import warmup_samples
 from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
 from shmserve.ipc.transport.zmtp import Dealer
-from shmserve.protocols.tensors import ModelTensor, encode, load_value, split_input
+from shmserve.protocols.tensors import ModelTensor, encode, load_inputs
 from shmserve.supervisor.host.console import redirect_stderr
 from shmserve.supervisor.host.listeners import Listeners
 from shmserve.supervisor.host.run_directory import RunDirectory
@@ -55,7 +55,8 @@ _ZEROS_NOTE = (
     "\nthe inputs were zeros and empty strings; set other values with --input NAME=VALUE, or with "
     "samples in `model_warmup`"
 )
-_INVALID_OUTPUT = "inference output '"  # part of errors that do not depend on the inputs
+# Parts of errors about outputs, which do not depend on the inputs.
+_INVALID_OUTPUTS = ("inference output '", "configuration expects datatype ")
 _NOT_LOADED = "the model is not loaded; see the log for the reason"
 _NO_INPUTS_NOTE = "\nthe request had no inputs, because the configuration lists none"
 
@@ -92,8 +93,8 @@ def run(args: argparse.Namespace, parsed: Parsed) -> int:
         The largest status of the models' outcomes; 128 + N if signal N interrupts the check.
     """
     config = dataclasses.replace(from_flags(parsed, os.environ), on_cpu=args.on_cpu)
-    values = {name: load_value(name, text) for name, text in map(split_input, args.input)}
-    with os.fdopen(os.dup(1), "w") as report, contextlib.redirect_stdout(report):
+    values = load_inputs(args.input)
+    with os.fdopen(os.dup(1), "w", errors="replace") as report, contextlib.redirect_stdout(report):
         os.dup2(2, 1)  # what models print goes to stderr: stdout has only the report
         with redirect_stderr(config.log.log_file):
             return _check_models(config, values, as_json=args.json)
@@ -248,7 +249,9 @@ class _Model:
                     match message:
                         case Responded(code="", schema=b""):  # the response only marks the end
                             return _Verdict("ok")
-                        case Failed() | Responded() if _INVALID_OUTPUT in message.message:
+                        case Failed() | Responded() if any(
+                            part in message.message for part in _INVALID_OUTPUTS
+                        ):
                             return _Verdict("differs", message.message)
                         case Failed() | Responded() if message.code:
                             # No input may end the process of a model.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from shmserve.cli.arguments import add_flags
-from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.errors import InvalidArgument, ShmserveError, clip
 from shmserve.protocols import (
     AdminTransport,
     InputTensor,
@@ -20,7 +20,7 @@ from shmserve.protocols import (
     Transport,
     servers,
 )
-from shmserve.protocols.tensors import find_input, load_value, split_input
+from shmserve.protocols.tensors import find_input, load_inputs, split_input
 
 _SUCCESS, _FAILED, _INVALID_USAGE = 0, 1, 2
 _STATES_HINT = "; `shmserve client models` lists the models with their states and reasons"
@@ -69,17 +69,24 @@ def _infer(transport: Transport, args: argparse.Namespace) -> Iterator[dict[str,
         InvalidArgument: A value does not fit the model, or is malformed.
         TransportError: The server is unreachable or rejects the request.
     """
-    named_values = [split_input(text) for text in args.input]
-    values = [(name, load_value(name, value)) for name, value in named_values]
+    values = load_inputs(args.input)
     model = transport.inputs(args.model, args.model_version)
-    inputs = [InputTensor.of(find_input(name, model), value) for name, value in values]
-    sequence = int(args.sequence) if args.sequence.isdecimal() else args.sequence
+    inputs = [InputTensor.of(find_input(name, model), value) for name, value in values.items()]
     request = OutgoingRequest(
         *(args.model, args.model_version, args.request_id, args.timeout_us, inputs, args.output),
-        *(sequence, args.start, args.end),
+        *(_parse_sequence(args.sequence), args.start, args.end),
         parameters=dict(map(_parse_parameter, args.parameter)),
     )
     yield from transport.infer(request)
+
+
+def _parse_sequence(text: str) -> int | str:
+    """Return the sequence of `--sequence`; raise InvalidArgument for a number above 64 bits."""
+    if not (text.isascii() and text.isdecimal()):
+        return text
+    if len(text) > 20 or int(text) >= 2**64:
+        raise InvalidArgument(f"--sequence: {clip(text)} exceeds 64 bits (maximum: {2**64 - 1})")
+    return int(text)
 
 
 def _parse_parameter(text: str) -> tuple[str, Parameter]:
@@ -168,7 +175,7 @@ def run(arguments: Sequence[str]) -> int:
             results = _infer(transport, args) if is_inference else _call(transport, name, args)
             for result in results:
                 print(json.dumps(result), flush=True)
-    except (InvalidArgument, UnicodeError) as error:  # invalid UTF-8 in an argument
+    except InvalidArgument as error:
         return _report_error(name, str(error), _INVALID_USAGE)
     except ShmserveError as error:
         is_unknown = is_inference and "Request for unknown model" in str(error)

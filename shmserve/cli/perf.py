@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import platform
 import sys
 from collections.abc import Callable, Sequence
 
 from shmserve import __version__
 from shmserve.cli.arguments import add_flags, check_files, write_file
-from shmserve.errors import InvalidArgument
+from shmserve.errors import Unavailable
 from shmserve.perf import measure, report, targets
 from shmserve.perf.load import SCHEDULES, LoadGenerator, parse_loads
 from shmserve.protocols.connection import Poller
@@ -26,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure the load given on the command line, and print and write the report.
 
-    Ctrl-C ends the measurement; the report has the loads so far.
+    Ctrl-C and a failure of the server end the measurement; the report has the loads so far.
 
     Returns:
         0, 1 if no request succeeded, or 130 if the measurement was interrupted.
@@ -36,13 +35,15 @@ def run(args: argparse.Namespace) -> int:
         Unavailable: The server is unreachable or exits.
     """
     kind, values = _parse_loads(args)
-    plan = _parse_plan(args)
+    share = args.stability / 100
+    plan = measure.MeasurementPlan(args.warm_up, args.window, args.windows, share)
     check_files(args, "json", "csv", "plot")
     old_report = report.read_report(args.compare) if args.compare else None
     with contextlib.ExitStack() as stack:
         poller = stack.enter_context(contextlib.closing(Poller()))
         target = targets.connect(args, poller, stack)
         points: list[measure.Point] = []
+        failure = None
         try:
             for value in values:
                 points.append(_measure(args, plan, poller, target, kind, value))
@@ -50,35 +51,27 @@ def run(args: argparse.Namespace) -> int:
                     break
         except KeyboardInterrupt:  # the interrupt arrived between two loads
             interrupted = True
+        except Unavailable as error:  # the report has the loads before the server's failure
+            if not points:
+                raise
+            failure = error
     if not points:
         return 130
     print(f"{args.model} at {target.title}\n{report.format_table(points)}")
     if old_report is not None:
         print(f"\n{report.comparison(old_report, points)}")
     _write_files(args, target.title, points)
+    if failure:
+        raise failure
     if interrupted:
         return 130
     return 0 if all(point.requests for point in points) else 1
 
 
 def _parse_loads(args: argparse.Namespace) -> tuple[str, list[float]]:
-    minima = {"batch": 1, "windows": 1, "sequence_length": 0, "max_in_flight": 1}
-    for name, minimum in minima.items():
-        if getattr(args, name) < minimum:
-            flag = name.replace("_", "-")
-            raise InvalidArgument(f"--{flag}: {getattr(args, name)} is less than {minimum}")
     if args.rate:
         return "rate", parse_loads(args.rate, "rate", float)
     return "concurrency", parse_loads(args.concurrency or "1", "concurrency", int)
-
-
-def _parse_plan(args: argparse.Namespace) -> measure.MeasurementPlan:
-    for flag in ("window", "stability", "patience"):
-        if not 0 < (value := getattr(args, flag)) < math.inf:
-            raise InvalidArgument(f"--{flag}: must be a finite number above 0, got {value:g}")
-    if not 0 <= args.warm_up < math.inf:
-        raise InvalidArgument(f"--warm-up: must be a finite number >= 0, got {args.warm_up:g}")
-    return measure.MeasurementPlan(args.warm_up, args.window, args.windows, args.stability / 100)
 
 
 def _measure(

@@ -6,16 +6,18 @@ The result is a table and, with --plot, a chart.
 from __future__ import annotations
 
 import argparse
+import http.client
 import time
 import urllib.error
 import urllib.request
+from collections import defaultdict
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from shmserve.cli.arguments import with_scheme
-from shmserve.errors import InvalidArgument, Unavailable
+from shmserve.errors import InvalidArgument, Unavailable, convert_os_errors
 from shmserve.protocols.servers import read_token
 
 _PREFIX = "shmserve_llm_"
@@ -67,8 +69,6 @@ def run(args: argparse.Namespace) -> int:
         InvalidArgument: The model is unknown.
         Unavailable: The server is unreachable.
     """
-    if args.seconds <= 0:
-        raise InvalidArgument(f"--seconds: must be more than 0, got {args.seconds:g}")
     token = read_token(args.token_file) if args.token_file else ""
     profile = watch(args.metrics_url, token, args.model, args.seconds)
     print(format_table(args.model, profile))
@@ -94,39 +94,43 @@ def watch(url: str, token: str, model: str, seconds: float) -> Profile:
         last_sample, last_s = sample, sampled_s
 
     def grown(name: str) -> float:
-        return last_sample.get(name, 0.0) - first_sample.get(name, 0.0)
+        return last_sample[name] - first_sample[name]
 
     counts = (grown("batch_size_count"), grown("tokens_generated_total"), grown("batch_size_sum"))
     phases = {phase: grown(f"step_seconds_total.{phase}") for phase in _PHASES}
     return Profile(last_s - began_s, *counts, phases, throughput, was_interrupted)
 
 
-def _scrape(url: str, token: str, model: str) -> dict[str, float]:
-    """Return the current metrics of a model by name; a metric of a phase is named NAME.PHASE."""
+def _scrape(url: str, token: str, model: str) -> defaultdict[str, float]:
+    """Return the current metrics of a model by name, 0 for others.
+
+    A metric of a phase is named NAME.PHASE.
+    """
     url = with_scheme(url)
     if urlsplit(url).path in ("", "/") and url.startswith("http"):
         url = url.rstrip("/") + "/metrics"
-    request = urllib.request.Request(url)
+    with convert_os_errors(f"--metrics-url: cannot use '{url}'", "it is no URL"):
+        request = urllib.request.Request(url)
     if token:
         request.add_header("Authorization", f"Bearer {token}")
     try:
         with urllib.request.urlopen(request, timeout=30) as response:
             page = response.read().decode()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = error.reason if type(error) is urllib.error.URLError else error
-        raise Unavailable(f"{url}: {reason}") from None
+        raise Unavailable(f"{url}: {str(reason).strip()}") from None
     try:
         families = list(text_string_to_metric_families(page))
     except ValueError as error:
         raise InvalidArgument(f"--metrics-url: {url} does not return metrics: {error}") from None
-    samples: dict[str, float] = {}
+    samples: defaultdict[str, float] = defaultdict(float)
     for family in families:
         for sample in family.samples if family.name.startswith(_PREFIX) else ():
             if sample.labels.get("model") == model and "le" not in sample.labels:
                 name = sample.name.removeprefix(_PREFIX)
                 phase = sample.labels.get("phase")
                 name = f"{name}.{phase}" if phase else name
-                samples[name] = samples.get(name, 0.0) + sample.value
+                samples[name] += sample.value
     if not samples:
         raise InvalidArgument(f"{url} has no metrics of a model '{model}' that generates text")
     return samples
@@ -182,5 +186,6 @@ def plot(path: str, model: str, profile: Profile) -> None:
     line.set_ylabel("tokens/s")
     line.set_ylim(bottom=0)
     figure.tight_layout()
-    figure.savefig(path)
+    with convert_os_errors(f"--plot: cannot write '{path}'", "the format must be .png or .svg"):
+        figure.savefig(path)
     pyplot.close(figure)

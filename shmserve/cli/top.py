@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import queue
@@ -22,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shmserve.cli.arguments import with_scheme
-from shmserve.errors import Unavailable, missing_package
+from shmserve.errors import Unavailable, convert_os_errors, missing_package
 from shmserve.logs import clean
 from shmserve.protocols.servers import read_token
 
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         0.
 
     Raises:
+        InvalidArgument: A flag is invalid.
         Unavailable: The server is unreachable, or the library `rich` is not installed.
     """
     try:
@@ -67,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise Unavailable(missing_package("shmserve top", error, "top")) from None
     address = with_scheme(args.metrics_url).rstrip("/").removesuffix("/metrics") + "/live"
-    request = urllib.request.Request(address)
+    with convert_os_errors(f"--metrics-url: cannot use '{args.metrics_url}'", "it is no URL"):
+        request = urllib.request.Request(address)
     if args.token_file:
         request.add_header("Authorization", f"Bearer {read_token(args.token_file)}")
     top, console = Top(), Console(highlight=False)
@@ -89,17 +92,21 @@ def watch(request: urllib.request.Request) -> Iterator[dict[str, Any]]:
         with urllib.request.urlopen(request, timeout=_RECEIVE_TIMEOUT_S) as response:
             for line in response:
                 if line.startswith(b"data: "):
-                    yield json.loads(line[6:])
+                    figures = json.loads(line[6:])
+                    if not {"server", "models", "events"} <= set(figures):
+                        raise ValueError("these are not the figures of a server")
+                    yield figures
     except urllib.error.HTTPError as error:
         body = error.read(1000).decode(errors="replace")
         with contextlib.suppress(ValueError, KeyError, TypeError):
             body = json.loads(body)["error"]
         remedy = "; choose the file of a token with --token-file" if error.code == 401 else ""
         raise Unavailable(f"{request.full_url}: {body or error}{remedy}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
+        reason = str(getattr(error, "reason", error)).strip()
         raise Unavailable(
-            f"{request.full_url}: {getattr(error, 'reason', error)}; start a server by "
-            "`shmserve serve`, or choose its address with --metrics-url"
+            f"{request.full_url}: {reason}; start a server by `shmserve serve`, or choose its "
+            "address with --metrics-url"
         ) from None
     raise Unavailable(f"{request.full_url}: the server has exited")
 

@@ -49,15 +49,8 @@ def run(args: argparse.Namespace) -> int:
         Unavailable: The server rejects configurations, or exits.
     """
     target_ms = _parse_milliseconds(args.p99)
-    for flag in ("runs", "most_instances", "largest_batch"):
-        minimum = 0 if flag == "largest_batch" else 1
-        value = getattr(args, flag)
-        if value is not None and value < minimum:
-            raise InvalidArgument(f"--{flag.replace('_', '-')}: {value} is less than {minimum}")
     if args.openai:
         raise InvalidArgument("--openai is not supported; tune generative models in engine.yaml")
-    if args.window is not None and not 0 < args.window < math.inf:
-        raise InvalidArgument(f"--window: must be a finite number above 0, got {args.window:g}")
     check_files(args, "plot", "write")
     with contextlib.ExitStack() as stack:
         return _tune(args, target_ms, stack)
@@ -66,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 def _parse_milliseconds(text: str) -> float:
     match = _TIME.fullmatch(text)
     value = float(match[1]) * _MS[match[2] or "ms"] if match else 0.0
-    if not value:
+    if not 0 < value < math.inf:
         raise InvalidArgument(f"--p99: '{text}' is not a time (for example, 30ms, 1.5s or 800us)")
     return value
 
@@ -84,7 +77,7 @@ def _tune(args: argparse.Namespace, target_ms: float, stack: contextlib.ExitStac
     runner = _TrialRunner(args, server, poller, target, config, target_ms)
     tuning = Search(runner.run_trial, target_ms, space, args.runs)
     interrupted = False
-    with _restore_at_end(server, args.model, config):
+    with targets.naming_server(server), _restore_at_end(server, args.model, config):
         try:
             best_trial = tuning.run(start)
         except KeyboardInterrupt:

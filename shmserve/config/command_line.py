@@ -156,7 +156,7 @@ def parse_file(text: str, path: str) -> FlagValues:
     """
     try:
         top = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or clip(str(error), 200)
         raise Problems([f"{_at(path, mark)}: invalid YAML: {reason}"]) from None
@@ -219,5 +219,7 @@ def _value_texts(flag: Flag, value: yaml.Node) -> list[str]:
             raise InvalidArgument(f"expected a value, found a {kind}")
         if node.tag == _NULL:
             raise InvalidArgument("a value is missing")
+        if "\0" in node.value:
+            raise InvalidArgument("the value contains a NUL character")
         texts.append(node.value)
     return texts

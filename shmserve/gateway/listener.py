@@ -160,11 +160,6 @@ class ClientIdentity:
         return None
 
     @property
-    def connection_id(self) -> int:
-        """Return a number that identifies the connection within this process."""
-        return id(self)
-
-    @property
     def uid(self) -> int | None:
         """Return the user reported by the kernel at a unix socket, or None."""
         return None if self._peer is None else self._peer.uid
@@ -173,9 +168,7 @@ class ClientIdentity:
         """Check whether the client is the server's own user or root, if the kernel reports it."""
         if self.is_server_user or self.listener.kind is not ListenerKind.LOOPBACK:
             return self.is_server_user
-        peer = None
-        with contextlib.suppress(OSError):
-            peer = self._find_user()
+        peer = self._find_user()
         return peer is not None and peer.uid in (os.geteuid(), 0)
 
     def peer(self) -> Peer:
@@ -197,18 +190,17 @@ class ClientIdentity:
         # A client of this host is never treated as a remote one. After it has hung up the kernel no
         # longer reports its user, and the server's own objects must not be accessible to such a
         # client.
-        peer: Peer | None = None
-        if self.listener.kind is ListenerKind.LOOPBACK:
-            with contextlib.suppress(OSError):
-                peer = self._find_user()
+        peer = self._find_user() if self.listener.kind is ListenerKind.LOOPBACK else None
         if peer is None:
             raise PermissionDenied("the server cannot determine the user that sent the request")
         return peer
 
     def _find_user(self) -> Peer | None:
-        """Return the user of a client on this host, or None; raise OSError after a disconnect."""
-        local, remote = self._sock.getsockname(), self._sock.getpeername()
-        return loopback_peer(_parse_address(local), _parse_address(remote))
+        """Return the user of a client on this host, or None, also after a disconnect."""
+        with contextlib.suppress(OSError):
+            local, remote = self._sock.getsockname(), self._sock.getpeername()
+            return loopback_peer(_parse_address(local), _parse_address(remote))
+        return None
 
     def administrator_peer(self) -> Peer:
         """Return the client's user, or EVERYONE (access to all regions) if it runs the server."""

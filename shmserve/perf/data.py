@@ -24,9 +24,10 @@ from shmserve.errors import InvalidArgument, convert_os_errors, read_text
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import FROM_CONFIG, ITEM_SIZE, element_count
 from shmserve.protocols import InputTensor, TransportError
-from shmserve.protocols.tensors import ModelTensor, find_input, load_value, split_input
+from shmserve.protocols.tensors import ModelTensor, find_input, load_inputs
 
 _MAX_REQUESTS = 1000  # maximum number of requests read from a file or a program
+_MAX_ELEMENTS = 2**48  # far above the memory of any host, and below the limit of numpy
 _SEED = 0
 # The exclusive bound of random integers, small because many models use them as indices.
 _INTEGER_BOUND = 128
@@ -109,10 +110,8 @@ def read_requests(interface: ModelInterface, options: DataOptions) -> list[Input
         raise InvalidArgument(message)
     shapes = dict(_parse_shape(text, interface) for text in options.shapes)
     maker = _TensorMaker(interface, options, shapes)
-    flag_values = map(split_input, options.values)
-    flag_inputs = {
-        name: maker.encode_input(name, load_value(name, text)) for name, text in flag_values
-    }
+    values = load_inputs(options.values)
+    flag_inputs = {name: maker.encode_input(name, value) for name, value in values.items()}
     if options.source in ("random", "zero"):
         requests: Iterable[dict[str, InputTensor]] = [
             {name: maker.generate(name) for name in interface.inputs if name not in flag_inputs}
@@ -156,7 +155,10 @@ class _TensorMaker:
                 f"Choose them with --shape {name}:{dims.replace('-1', 'N')}"
                 f"{remark if reason else ''}"
             )
-        return (self.options.batch, *row) if self.model.supports_batching else row
+        shape = (self.options.batch, *row) if self.model.supports_batching else row
+        if element_count(shape) > _MAX_ELEMENTS:
+            raise InvalidArgument(f"input '{name}': the shape {list(shape)} is too large")
+        return shape
 
     def generate(self, name: str) -> InputTensor:
         """Return an input with generated content: zeros, or random numbers or letters."""

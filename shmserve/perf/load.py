@@ -24,6 +24,7 @@ _MAX_ERRORS = 20  # maximum number of distinct error texts that are counted
 _OTHER_ERRORS = "other errors"
 _CHECK_INTERVAL_NS = 1_000_000_000
 _MAX_LOADS = 1000  # maximum number of loads in a sweep
+_MAX_LOAD = 1_000_000  # far above what one process can send
 _NS = 1e9
 _clock = time.monotonic_ns
 
@@ -314,9 +315,9 @@ def parse_loads(text: str, flag: str, kind: type[int] | type[float]) -> list[flo
     """Return the loads of a flag: "1,2,8", or "FIRST:LAST[:STEP]" with both ends included.
 
     Raises:
-        InvalidArgument: A number is not above 0, or there are too many loads.
+        InvalidArgument: A number is out of range, or there are too many loads.
     """
-    allowed = "allowed: N, N,N,... or FIRST:LAST[:STEP], above 0"
+    allowed = f"allowed: N, N,N,... or FIRST:LAST[:STEP], above 0 and at most {_MAX_LOAD}"
     invalid = InvalidArgument(f"--{flag}: '{text}' is invalid ({allowed})")
     try:
         if ":" not in text:
@@ -332,8 +333,8 @@ def parse_loads(text: str, flag: str, kind: type[int] | type[float]) -> list[flo
                     "allowed"
                 )
             loads = [float(first + step * number) for number in range(count)]
-    except ValueError:
+    except (ValueError, OverflowError):
         raise invalid from None
-    if any(not 0 < load < float("inf") for load in loads):
+    if any(not 0 < load <= _MAX_LOAD for load in loads):
         raise invalid
     return loads

@@ -61,14 +61,14 @@ def agree(values: Sequence[float], tolerance: float) -> bool:
     return all(abs(value - mean) <= tolerance * mean for value in last_values)
 
 
-def confidence(values: Sequence[float]) -> float:
-    """Return half the width of the mean's 95 % confidence interval; inf for less than two values.
+def confidence(values: Sequence[float]) -> float | None:
+    """Return half the width of the mean's 95 % confidence interval; None for less than two values.
 
     The method (batch means) assumes that the windows are independent.
     """
     degrees = len(values) - 1
     if degrees < 1:
-        return math.inf
+        return None
     t = _T95[degrees - 1] if degrees <= len(_T95) else _NORMAL95
     return t * statistics.stdev(values) / math.sqrt(len(values))
 
@@ -120,7 +120,8 @@ class Point:
         error: The most frequent error.
         seconds: The duration of the measured windows.
         per_second: The successful requests per second.
-        confidence: Half the width of the 95 % confidence interval of `per_second`.
+        confidence: Half the width of the 95 % confidence interval of `per_second`; None for a
+            single window.
         settled: Whether the last windows agreed.
         latency: Mean, percentiles and maximum of the latency.
         late: The same figures of the delay between the scheduled time and the sending.
@@ -142,7 +143,7 @@ class Point:
     error: str
     seconds: float
     per_second: float
-    confidence: float
+    confidence: float | None
     settled: bool
     latency: dict[str, float]
     late: dict[str, float]

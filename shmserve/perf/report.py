@@ -48,7 +48,9 @@ def format_table(points: Sequence[Point]) -> str:
 
 
 def _relative_confidence(point: Point) -> str:
-    return f"{min(point.confidence / point.per_second, 9.99):.1%}" if point.per_second else "-"
+    if point.confidence is None or not point.per_second:
+        return "-"
+    return f"{min(point.confidence / point.per_second, 9.99):.1%}"
 
 
 def _response_rows(points: Sequence[Point]) -> Iterator[str]:
@@ -159,7 +161,9 @@ def comparison(old_points: Sequence[Point], new_points: Sequence[Point]) -> str:
             *((old.latency["p99"], new.latency["p99"]), (old.client_us, new.client_us)),
         )
         ratio, *other_ratios = [f"{after / old:.3f}" if old else "-" for old, after in pairs]
-        within_error = abs(new.per_second - old.per_second) <= new.confidence + old.confidence
+        margins = [p.confidence for p in (old, new) if p.confidence is not None]
+        is_known = len(margins) == 2
+        within_error = not is_known or abs(new.per_second - old.per_second) <= sum(margins)
         ratio = f"~{ratio}" if within_error else ratio
         lines.append(f"{new.name:<18}{ratio:>12}{''.join(f'{other:>9}' for other in other_ratios)}")
     return "\n".join(lines)

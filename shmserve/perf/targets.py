@@ -261,9 +261,11 @@ class SystemMemory:
             shared_memory = posix_ipc.SharedMemory(self._key, posix_ipc.O_CREX, 0o600, byte_size)
             os.posix_fallocate(shared_memory.fd, 0, byte_size)
             self._bytes = mmap.mmap(shared_memory.fd, byte_size)
-        except (OSError, posix_ipc.Error) as error:
+        except BaseException as error:  # an interrupt, too
             with contextlib.suppress(posix_ipc.Error):
                 posix_ipc.unlink_shared_memory(self._key)
+            if not isinstance(error, OSError | posix_ipc.Error):
+                raise
             text = f"{byte_size} bytes of shared memory cannot be allocated: {error}"
             raise Unavailable(text) from None
         shared_memory.close_fd()

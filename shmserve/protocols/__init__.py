@@ -21,6 +21,8 @@ from shmserve.errors import Unavailable, convert_os_errors
 from shmserve.protocols.tensors import ModelTensor, decode, encode
 
 NOT_READY = "the server is not ready"
+# The timeout of requests for readiness and statistics. Other requests may take any time.
+QUERY_TIMEOUT_S = 10.0
 
 Parameter = bool | int | float | str
 

@@ -28,6 +28,7 @@ from shmserve.model_config import to_dict
 from shmserve.proto import grpc_service_pb2
 from shmserve.protocols import (
     NOT_READY,
+    QUERY_TIMEOUT_S,
     Address,
     Credentials,
     LaneObserver,
@@ -85,9 +86,10 @@ class GrpcTransport:
 
     def ready(self, model: str, version: str) -> None:
         """Call ServerReady or ModelReady."""
-        if not model and not self._call("ServerReady").ready:
+        if not model and not self._call("ServerReady", QUERY_TIMEOUT_S).ready:
             raise TransportError(NOT_READY)
-        if model and not self._call("ModelReady", name=model, version=version).ready:
+        fields = {"name": model, "version": version}
+        if model and not self._call("ModelReady", QUERY_TIMEOUT_S, **fields).ready:
             subject = f"model '{model}' version {version}" if version else f"model '{model}'"
             raise TransportError(f"{subject} is not ready")
 
@@ -108,7 +110,7 @@ class GrpcTransport:
 
     def stats(self, model: str, version: str) -> list[dict[str, Any]]:
         """Call ModelStatistics."""
-        reply = self._call("ModelStatistics", name=model, version=version)
+        reply = self._call("ModelStatistics", QUERY_TIMEOUT_S, name=model, version=version)
         return [to_dict(row) for row in reply.model_stats]
 
     def config(self, model: str, version: str) -> dict[str, Any]:
@@ -132,12 +134,12 @@ class GrpcTransport:
         """Call SystemSharedMemoryUnregister or CudaSharedMemoryUnregister."""
         self._call(f"{kind.title()}SharedMemoryUnregister", name=name)
 
-    def _call(self, method: str, **fields: Any) -> Any:
+    def _call(self, method: str, timeout_s: float | None = None, **fields: Any) -> Any:
         request = getattr(pb, f"{method}Request")(**fields)
         decode = getattr(pb, f"{method}Response").FromString
         call = self._channel.unary_unary(_SERVICE + method, type(request).SerializeToString, decode)
         with _transport_errors():
-            return call(request, metadata=self._metadata)
+            return call(request, timeout=timeout_s, metadata=self._metadata)
 
     def close(self) -> None:
         """Close the channel."""

@@ -24,6 +24,7 @@ import numpy as np
 from shmserve.errors import InvalidArgument
 from shmserve.protocols import (
     NOT_READY,
+    QUERY_TIMEOUT_S,
     Address,
     Credentials,
     InputTensor,
@@ -39,6 +40,7 @@ _JSON_LINES = "application/x-ndjson"
 HEADER_LENGTH = "Inference-Header-Content-Length"
 _find_content_length = re.compile(rb"(?i)\r\ncontent-length: *(\d+)\r\n").search
 _is_chunked = re.compile(rb"(?i)\r\ntransfer-encoding: *chunked\r\n").search
+_is_chunk_size = re.compile(rb"[0-9a-fA-F]+").fullmatch
 _closes_connection = re.compile(rb"(?i)\r\nconnection: *close\r\n").search
 _CHUNKED = -1
 _MAX_ERROR_LENGTH = 300
@@ -55,11 +57,13 @@ _find_completion_tokens = re.compile(rb'"completion_tokens" ?: ?(\d+)').search
 class _Exchange(http.client.HTTPConnection):
     """A connection for one HTTP request and its response."""
 
-    def __init__(self, address: Address, tls: ssl.SSLContext | None) -> None:
+    def __init__(
+        self, address: Address, tls: ssl.SSLContext | None, timeout_s: float | None
+    ) -> None:
         super().__init__(address.target or "localhost")
         if tls is not None:
             self.default_port = http.client.HTTPS_PORT  # the Host header omits the default port
-        self._connect = partial(connect, address, tls)
+        self._connect = partial(connect, address, tls, timeout_s)
 
     def connect(self) -> None:
         self.sock = self._connect()
@@ -103,11 +107,13 @@ class HttpTransport:
     def ready(self, model: str, version: str) -> None:
         """Send GET /v2/health/ready, or GET /v2/models/NAME/ready."""
         if model:
-            self._exchange("GET", f"{model_path(model, version)}/ready")
+            self._exchange("GET", f"{model_path(model, version)}/ready", timeout_s=QUERY_TIMEOUT_S)
             return
         accepted_statuses = (http.HTTPStatus.OK, http.HTTPStatus.BAD_REQUEST)
         with self._open_response(
-            "GET", "/v2/health/ready", accepted_statuses=accepted_statuses
+            *("GET", "/v2/health/ready"),
+            accepted_statuses=accepted_statuses,
+            timeout_s=QUERY_TIMEOUT_S,
         ) as reply:
             if reply.status != http.HTTPStatus.OK:
                 raise TransportError(NOT_READY)
@@ -129,7 +135,11 @@ class HttpTransport:
     def stats(self, model: str, version: str) -> list[dict[str, Any]]:
         """Send GET /v2/models[/NAME]/stats."""
         path = model_path(model, version) if model else "/v2/models"
-        return list(self._get_object(f"{path}/stats")["model_stats"])
+        body, _ = self._exchange("GET", f"{path}/stats", timeout_s=QUERY_TIMEOUT_S)
+        rows = _parse_object(body).get("model_stats")
+        if not isinstance(rows, list):
+            raise TransportError("the server did not answer with statistics")
+        return rows
 
     def config(self, model: str, version: str) -> dict[str, Any]:
         """Send GET /v2/models/NAME/config."""
@@ -168,12 +178,18 @@ class HttpTransport:
         return rows
 
     def _exchange(
-        self, method: str, path: str, body: bytes | None = None, header_length: int | None = None
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        header_length: int | None = None,
+        timeout_s: float | None = None,
     ) -> tuple[bytes, int | None]:
         """Return the body of a response and its `Inference-Header-Content-Length`."""
-        with self._open_response(method, path, body, header_length) as reply:
+        call = self._open_response(method, path, body, header_length, timeout_s=timeout_s)
+        with call as reply:
             length = reply.getheader(HEADER_LENGTH)
-            return reply.read(), None if length is None else int(length)
+            return reply.read(), int(length) if length and length.isdecimal() else None
 
     @contextlib.contextmanager
     def _open_response(
@@ -184,6 +200,7 @@ class HttpTransport:
         header_length: int | None = None,
         accept: str = "",
         accepted_statuses: Container[int] = (http.HTTPStatus.OK,),
+        timeout_s: float | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
         """Yield an unread response whose status is one of `accepted_statuses`.
 
@@ -196,7 +213,7 @@ class HttpTransport:
         if accept:
             headers["Accept"] = accept
         try:
-            with contextlib.closing(self._connect()) as connection:
+            with contextlib.closing(self._connect(timeout_s)) as connection:
                 connection.request(method, path, body, headers)
                 reply = connection.getresponse()
                 if reply.status not in accepted_statuses:
@@ -380,7 +397,8 @@ class HttpLane:
         self._in_body, self._partial_data = True, b""
         self._is_ok = head[9:12] == b"200"
         self._error = b""
-        self._closes_after_response = _closes_connection(head) is not None
+        is_old = head.startswith(b"HTTP/1.0")
+        self._closes_after_response = is_old or _closes_connection(head) is not None
         length = _find_content_length(head)
         if length is not None:
             self._remaining_body_bytes = int(length[1])
@@ -396,7 +414,10 @@ class HttpLane:
             line_end = data.find(b"\r\n", position)
             if line_end < 0:
                 break
-            size = int(data[position:line_end].partition(b";")[0], 16)
+            size_text = data[position:line_end].partition(b";")[0].strip()
+            if not _is_chunk_size(size_text):
+                raise TransportError("the server's response is malformed")
+            size = int(size_text, 16)
             chunk_end = line_end + 2 + size + 2
             if len(data) < chunk_end:
                 break

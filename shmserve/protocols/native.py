@@ -18,10 +18,12 @@ from shmserve.client.request.arrays import Array, dtype_of
 from shmserve.client.request.channel import ClientRequest, RequestChannel
 from shmserve.client.request.prepare import PLAIN
 from shmserve.client.request.waiting import ClientStream
+from shmserve.client.server_state import ClientModel
 from shmserve.client.session import Call, Session, call_of
 from shmserve.client.sync import Server
 from shmserve.errors import ShmserveError
 from shmserve.ipc.tensors.arrays import decode_bytes, encode_bytes
+from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.protocols import (
     InputTensor,
     LaneObserver,
@@ -47,22 +49,40 @@ class NativeTransport:
 
     def inputs(self, model: str, version: str) -> dict[str, ModelTensor]:
         """Return the inputs in the signature that the server sent at connection."""
-        try:
-            connection = self._session.connection()
-            self._session.load(connection, model, version, PLAIN)
-            signature = connection.models.resolve(model, version).signature
-        except ShmserveError as error:
-            raise TransportError(error.message) from error
+        signature = self._resolve(model, version).signature
         batch = (-1,) if signature.max_batch_size else ()
         inputs = signature.inputs.items()
         return {n: ModelTensor(n, spec.datatype, (*batch, *spec.dims)) for n, spec in inputs}
 
+    def config(self, model: str, version: str) -> dict[str, Any]:
+        """Return the part of a model's configuration that the server sends to local clients."""
+        resolved = self._resolve(model, version)
+        outputs = resolved.signature.outputs.items()
+        return {
+            "max_batch_size": resolved.signature.max_batch_size,
+            "output": [
+                {"name": name, "data_type": TO_CONFIG[spec.datatype], "dims": list(spec.dims)}
+                for name, spec in outputs
+            ],
+            "model_transaction_policy": {"decoupled": resolved.decoupled},
+        }
+
+    def stats(self, model: str, version: str) -> list[dict[str, Any]]:
+        """Return no statistics, which only HTTP and gRPC offer."""
+        return []
+
+    def _resolve(self, model: str, version: str) -> ClientModel:
+        try:
+            connection = self._session.connection()
+            self._session.load(connection, model, version, PLAIN)
+            return connection.models.resolve(model, version)
+        except ShmserveError as error:
+            raise TransportError(error.message) from error
+
     def infer(self, request: OutgoingRequest) -> Iterator[dict[str, Any]]:
         """Send a request as a stream, for any kind of model, and yield its responses."""
         try:
-            connection = self._session.connection()
-            self._session.load(connection, request.model, request.version, PLAIN)
-            model = connection.models.resolve(request.model, request.version)
+            model = self._resolve(request.model, request.version)
             types = {name: spec.datatype for name, spec in model.signature.outputs.items()}
             with self._server.stream(
                 request.model,

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 from urllib.parse import urlsplit
 
 from shmserve.client import discovery
-from shmserve.errors import (
-    InvalidArgument,
-    Unavailable,
-    how_to_install,
-    read_text,
-)
+from shmserve.errors import InvalidArgument, Unavailable, clip, how_to_install, read_text
 from shmserve.protocols import Address, AdminTransport, Credentials, Transport
 from shmserve.protocols.http import HttpTransport
 
 _DEFAULT_PORTS = {"http": 80, "https": 443, "grpc": 8001, "grpcs": 8001}
+# The characters that HTTP headers and gRPC metadata have in common.
+_HEADER = re.compile(r" *([\w.-]+) *:([ -~]*)", re.ASCII)
 _URL_FORMS = "http[s]://HOST:PORT, unix:PATH (HTTP at a unix socket) or grpc[s]://HOST:PORT"
 
 
@@ -49,10 +47,10 @@ def read_credentials(args: argparse.Namespace) -> Credentials:
     """Return the credentials that the flags give; raise InvalidArgument if a flag is invalid."""
     headers = []
     for header in args.header:
-        name, colon, value = header.partition(":")
-        if not (name.strip() and colon):
-            raise InvalidArgument(f"--header: expected NAME:VALUE, got '{header}'")
-        headers.append((name.strip(), value.strip()))
+        match = _HEADER.fullmatch(header)
+        if match is None:
+            raise InvalidArgument(f"--header: expected NAME:VALUE in ASCII, got '{clip(header)}'")
+        headers.append((match[1], match[2].strip()))
     if args.token_file:
         headers.append(("Authorization", f"Bearer {read_token(args.token_file)}"))
     if bool(args.client_cert) != bool(args.client_key):
@@ -68,8 +66,10 @@ def read_token(path: str) -> str:
     """
     lines = read_text("--token-file", path).splitlines()
     for words in (line.partition("#")[0].split() for line in lines):
-        if words:
+        if words and words[0].isascii() and words[0].isprintable():
             return words[0]
+        if words:
+            raise InvalidArgument(f"--token-file: the token in '{path}' is not printable ASCII")
     raise InvalidArgument(f"--token-file: '{path}' has no token")
 
 
@@ -80,7 +80,9 @@ def parse_address(url: str) -> Address:
             path = url.removeprefix("unix:").replace("///", "/", 1)
             return Address("unix:" + path, "http", unix_socket=path)
         parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme in _DEFAULT_PORTS and parts.hostname and parts.path in ("", "/"):
+        has_more = "@" in parts.netloc or parts.path not in ("", "/") or parts.query
+        if parts.scheme in _DEFAULT_PORTS and parts.hostname and not has_more:
+            parts.hostname.encode("idna")  # as when connecting; a UnicodeError is a ValueError
             host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
             target = f"{host}:{parts.port or _DEFAULT_PORTS[parts.scheme]}"
             tls = parts.scheme.endswith("s")

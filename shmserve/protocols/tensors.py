@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,20 @@ def split_input(text: str, flag: str = "input") -> tuple[str, str]:
     if not name or not separator:
         raise InvalidArgument(f"--{flag}: expected NAME=VALUE, got '{text}'")
     return name, value
+
+
+def load_inputs(texts: Iterable[str]) -> dict[str, Any]:
+    """Return the values of `--input` flags by name; see `load_value`.
+
+    Raises:
+        InvalidArgument: A flag is malformed or repeated, or a value cannot be read.
+    """
+    values: dict[str, Any] = {}
+    for name, text in map(split_input, texts):
+        if name in values:
+            raise InvalidArgument(f"--input: '{name}' is given twice")
+        values[name] = load_value(name, text)
+    return values
 
 
 def load_value(name: str, text: str) -> Any:
@@ -118,7 +132,10 @@ def encode(tensor: ModelTensor, value: Any) -> tuple[list[int], bytes]:
         shape = [1] * len(tensor.shape)
     elif tensor.shape[:1] == (-1,) and len(shape) == len(tensor.shape) - 1:
         shape.insert(0, 1)
-    return shape, encode_bytes(array) if tensor.datatype == "BYTES" else array.tobytes()
+    try:
+        return shape, encode_bytes(array) if tensor.datatype == "BYTES" else array.tobytes()
+    except UnicodeEncodeError:  # a surrogate, which JSON can express by an escape
+        raise InvalidArgument(f"input '{tensor.name}': a text is not valid Unicode") from None
 
 
 def decode(datatype: str, shape: list[int], raw: memoryview) -> Any:

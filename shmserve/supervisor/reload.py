@@ -158,6 +158,8 @@ class Reload:
             timeout_extension = asyncio.ensure_future(self._service_manager.keep_waiting())
             try:
                 await self._reload()
+            except Exception:  # any exception, because later requests are handled, too
+                logger.exception("the configuration could not be reloaded")
             finally:
                 await end_all(timeout_extension)
             self._service_manager.notify_ready(self._describe_state())

@@ -361,7 +361,6 @@ def _grpc(gateway: Gateway) -> Callable[[Acceptor], GrpcConnection]:
         body_timeout_s=gateway.settings.body_timeout_s,
         largest_inflated=gateway.settings.max_input_size,
         tls=None,
-        deflater=None,
     )
     return partial(GrpcConnection, context=context)
 

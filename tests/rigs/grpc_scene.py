@@ -1,14 +1,15 @@
 """A connection of gRPC and its calls, without a socket."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
 from shmserve.common.auth_tokens import Authorisation
 from shmserve.gateway.grpc.call import GrpcCall, GrpcContext, StreamingCall, UnaryCall
 from shmserve.gateway.grpc.connection import GrpcConnection
-from shmserve.gateway.grpc.framing import CallHead, Deflater, Ending, Sinks
+from shmserve.gateway.grpc.framing import CallHead, Ending, Sinks
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
 from shmserve.gateway.listener import ListenerKind, ListenerRules
 from shmserve.gateway.settings import GrpcSettings
@@ -89,7 +90,6 @@ class Scene:
         self.begun_calls: list[GrpcCall] = []
         self.clock = Clock()
         self.serve: Callable[[StreamingCall], Coroutine[Any, Any, Ending | None]] = self._echo
-        deflater = Deflater(settings.pop("deflate", 0)) if "deflate" in settings else None
         context = GrpcContext(
             settings=GrpcSettings(**settings),
             begin_call=self._begin,
@@ -98,7 +98,6 @@ class Scene:
             body_timeout_s=PATIENCE_S,
             largest_inflated=1 << 20,
             tls=None,
-            deflater=deflater,
         )
         self.disconnects = 0
         self.sinks: Sinks | None = None
@@ -166,12 +165,11 @@ def read(connection: GrpcConnection, data: bytes) -> None:
         view = view[size:]
 
 
-def run_scenario(scenario: Callable[[Scene], Coroutine[Any, Any, None]], **settings: Any) -> None:
-    async def run() -> None:
-        scene = Scene(**settings)
-        await scenario(scene)
-        scene.connection.connection_lost(None)
-        await asyncio.sleep(0)
-        assert not scene.connection.http2.streams
-
-    asyncio.run(run())
+@contextlib.asynccontextmanager
+async def open_scene(**settings: Any) -> AsyncIterator[Scene]:
+    """Yield a scene, and check that its connection has no stream left after its end."""
+    scene = Scene(**settings)
+    yield scene
+    scene.connection.connection_lost(None)
+    await asyncio.sleep(0)
+    assert not scene.connection.http2.streams

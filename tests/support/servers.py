@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -387,6 +388,13 @@ def running(
 Start = Callable[..., Server]
 
 
+def write_tokens(path: Path, *lines: str) -> Path:
+    """Write a file of tokens that only its owner reads, and return its path."""
+    path.write_text("".join(f"{line}\n" for line in lines))
+    path.chmod(0o600)
+    return path
+
+
 def run_command(
     *arguments: str, timeout_s: float = 60.0, **options: object
 ) -> subprocess.CompletedProcess[str]:
@@ -400,6 +408,24 @@ def run_python(
     fields: dict[str, Any] = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "check": False, **options}
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, **fields)
+
+
+@contextlib.contextmanager
+def reply_once(reply: bytes) -> Iterator[int]:
+    """Answer the first connection to a port with these bytes; yield the port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        listener.settimeout(10)
+
+        def respond() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(reply)
+                connection.shutdown(socket.SHUT_WR)
+                connection.recv(1 << 16)
+
+        response_future = pool.submit(respond)
+        yield int(listener.getsockname()[1])
+        response_future.result()
 
 
 def is_running(process: psutil.Process) -> bool:

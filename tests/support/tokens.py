@@ -24,7 +24,9 @@ def _server_frames() -> list[FrameType]:
 
 
 def _on_collected(token: lent.Token) -> None:
-    if not token.is_used:
+    # A value of an ensemble may have references without memory or credits.
+    holds_memory = getattr(token, "memory", token) or getattr(token, "held_credits", ())
+    if token._reference_count <= 0 or not holds_memory:
         return
     # The collector also finds objects of earlier tests, so a collected token has no frames.
     frames = [] if _collecting else _server_frames()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import shmserve
 from shmserve import serving, testing
 from shmserve.errors import InvalidArgument
 
@@ -234,6 +235,15 @@ def test_the_fixture_shows_the_output_of_the_models(
 def test_another_model_than_a_class_or_a_path_is_refused(models: object, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message), serving.serve(models):  # type: ignore[arg-type]
         raise AssertionError("entered")
+
+
+def test_folders_of_the_same_name_are_refused(tmp_path: Path) -> None:
+    folders = [tmp_path / name / "m" for name in ("a", "b")]
+    for folder in folders:
+        (folder / "1").mkdir(parents=True)
+    error = pytest.raises(InvalidArgument, match="two models have the name 'm'")
+    with error, shmserve.serve(folders):
+        pass
 
 
 def test_a_list_repeats_a_flag_and_none_omits_it() -> None:

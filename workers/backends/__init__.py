@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -193,6 +193,29 @@ class Backend(ABC):
 
     def unload(self) -> None:  # noqa: B027 - most have nothing to do
         """Release the model's resources at the end of the instance."""
+
+
+# The texts of boolean parameters that Triton accepts.
+_BOOLEANS = {"0": False, "1": True, "false": False, "true": True, "off": False, "on": True}
+
+
+def parse_boolean(parameters: Mapping[str, str], key: str, default: bool) -> bool:
+    """Return a boolean parameter of a configuration; raise InvalidArgument for another text."""
+    value = parameters.get(key)
+    if value is None:
+        return default
+    if value.lower() not in _BOOLEANS:
+        raise InvalidArgument(f"parameter '{key}': failed to convert '{value}' to boolean")
+    return _BOOLEANS[value.lower()]
+
+
+def parse_integer(parameters: Mapping[str, str], key: str, default: int) -> int:
+    """Return a number in a configuration; raise InvalidArgument unless it fits 31 bits."""
+    value = parameters.get(key, str(default)).strip()
+    if not value.isdecimal() or int(value) >= 1 << 31:
+        text = f"parameter '{key}' must be an integer from 0 to {(1 << 31) - 1}, got '{value}'"
+        raise InvalidArgument(text)
+    return int(value)
 
 
 def backend_name(config: ModelSpec) -> str:

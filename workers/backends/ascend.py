@@ -38,7 +38,14 @@ from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES
 from shmserve.ipc.tensors.datatypes import TO_CONFIG, element_count
 from shmserve.ipc.tensors.signature import Signature, shape_text
-from shmserve.workers.backends import Backend, ModelContext, Output, Request, Response
+from shmserve.workers.backends import (
+    Backend,
+    ModelContext,
+    Output,
+    Request,
+    Response,
+    parse_integer,
+)
 from shmserve.workers.tensor_specs import with_generated_tensors
 
 _ALIGNMENT = 512  # the alignment that the device's memory requires
@@ -334,10 +341,7 @@ class AscendBackend(Backend):
     def _device_id(self, config: ModelSpec) -> int:
         if self.context.kind == "GPU":
             return self.context.device_id
-        value = config.parameters.get("device_id", "0")
-        if not value.isdecimal():
-            raise InvalidArgument(f"parameter 'device_id' must be an integer >= 0, got '{value}'")
-        return int(value)
+        return parse_integer(config.parameters, "device_id", 0)
 
 
 def _as_config(tensors: Sequence[OfflineTensor], is_batched: bool) -> list[dict[str, Any]]:
@@ -361,9 +365,10 @@ def _check(
     """
     file_tensors = {tensor.name: tensor for tensor in tensors}
     max_batch_size, subject = signature.max_batch_size, f"of model '{signature.name}'"
-    if side == "input" and set(file_tensors) != set(specs):
+    required = {spec.name for spec in specs.values() if not spec.optional}
+    if side == "input" and set(file_tensors) != required:
         raise InvalidArgument(
-            f"the inputs {subject} are {sorted(specs)} in the configuration, but "
+            f"the required inputs {subject} are {sorted(required)} in the configuration, but "
             f"{sorted(file_tensors)} in the file"
         )
     for spec in specs.values():
@@ -385,8 +390,9 @@ def _check(
                 f"{side} '{spec.name}' {subject} has the shape {shape_text(dims)}, but the file's "
                 f"has {shape_text(expected_dims)}"
             )
-        if max_batch_size and max_batch_size > tensor.dims[0]:
+        largest_batch = tensor.dims[0] if tensor.dims else 0
+        if max_batch_size > largest_batch:
             raise InvalidArgument(
                 f"model '{signature.name}' has max_batch_size {max_batch_size}, but the file was "
-                f"made for batches of {tensor.dims[0]}"
+                f"made for batches of {largest_batch}"
             )

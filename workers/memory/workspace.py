@@ -140,14 +140,18 @@ class LeasedWorkspace:
             raise Internal("this execution has a workspace already: request all memory at once")
 
     def _wait(self, loop: asyncio.AbstractEventLoop, grant: asyncio.Future[Range]) -> None:
+        memory_range: Range | None = None
         try:
             memory_range = self._workspace.ask(self._byte_size)
         except Exception as error:
             report = partial(_fail, grant, error)
         else:
             report = partial(self._complete_grant, grant, memory_range)
-        with contextlib.suppress(RuntimeError):  # the loop is closed because the process exits
+        try:
             loop.call_soon_threadsafe(report)
+        except RuntimeError:  # the model has closed the loop, or the process exits
+            if memory_range is not None:
+                self._workspace.release(memory_range, was_used=False)
 
     def _complete_grant(self, grant: asyncio.Future[Range], memory_range: Range) -> None:
         if grant.done():  # the coroutine was cancelled in the meantime

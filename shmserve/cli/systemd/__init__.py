@@ -20,7 +20,7 @@ from importlib import resources
 from pathlib import Path
 
 from shmserve.config import command_line
-from shmserve.errors import InvalidArgument, convert_os_errors
+from shmserve.errors import InvalidArgument
 
 SERVICES = ("shmserve.service", "shmserve@.service")
 DEVICES = ("cpu", "nvidia")
@@ -249,18 +249,19 @@ def run(arguments: argparse.Namespace) -> int:
             if file.text is not None:
                 print(f"## {file.path}: {file.purpose}\n{file.text}")
         return 0
-    with convert_os_errors(f"systemd {arguments.verb}: cannot change the files"):
+    try:
         return _Change(installation, root, arguments).run(arguments.verb)
+    except BrokenPipeError:  # the reader of the standard output has closed it, as `head` does
+        raise
+    except OSError as error:
+        text = f"systemd {arguments.verb}: cannot change '{error.filename or root}'"
+        raise InvalidArgument(f"{text}: {error.strerror}") from None
 
 
 def _select_installation(arguments: argparse.Namespace, root: Path) -> Installation:
     xdg_dirs = None
     if arguments.user:
-        config, data = (
-            Path(os.environ.get(f"XDG_{name}_HOME") or Path.home() / default)
-            for name, default in (("CONFIG", ".config"), ("DATA", ".local/share"))
-        )
-        xdg_dirs = (config, data)
+        xdg_dirs = (_xdg_dir("CONFIG", ".config"), _xdg_dir("DATA", ".local/share"))
     installation = Installation((), xdg_dirs)
     if arguments.verb == "remove":  # removal must succeed even if the installation is broken
         return installation
@@ -272,6 +273,11 @@ def _select_installation(arguments: argparse.Namespace, root: Path) -> Installat
         systemd_version=_systemd_version(root),
         exit_timeout_s=_exit_timeout_s(_path_in(root, installation.settings / "shmserve.yaml")),
     )
+
+
+def _xdg_dir(name: str, default: str) -> Path:
+    path = Path(os.environ.get(f"XDG_{name}_HOME", ""))
+    return path if path.is_absolute() else Path.home() / default  # as the specification requires
 
 
 def _program(arguments: argparse.Namespace, is_preview: bool) -> tuple[str, ...]:

@@ -133,7 +133,7 @@ def device_number(device: object) -> int | None:
 class DeviceSegment(RegisteredMemory):
     """A device allocation that is shared with the server: the counterpart of `Segment`."""
 
-    counted = False
+    counted = pin = False
 
     def __init__(self, cuda: CudaExporter, device: int, byte_size: int) -> None:
         """Allocate the memory; see `DeviceAllocation` for errors."""

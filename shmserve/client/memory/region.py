@@ -272,7 +272,7 @@ def _receive_region(descriptor: Any, specs: Specs, start: int, pin: bool) -> Reg
 
     It belongs to no client yet: the first client that sends a request with it attaches the memory.
     """
-    unshared = Memories(0, _share_nothing, _share_nothing)
+    unshared = Memories(MAX_INT64, _share_nothing, _share_nothing)
     return Region(unshared, specs, partial(AttachedSegment, descriptor.detach(), pin), start)
 
 

@@ -12,6 +12,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from shmserve.client.memory.views import noop
@@ -36,6 +37,7 @@ from shmserve.ipc.messages.inference import (
     Release,
     Responded,
     Response,
+    Submit,
     make_submit,
     message_size,
 )
@@ -54,6 +56,7 @@ FULL = "this process has no file descriptor left for another connection"
 _TWICE = "the server closed the connection before the response, also after one retry"
 
 
+@dataclass(slots=True, eq=False)
 class ClientRequest(InflightRequest):
     """An in-flight request with one response.
 
@@ -67,26 +70,17 @@ class ClientRequest(InflightRequest):
         release_memory: The callback that releases the memory of the request.
     """
 
-    __slots__ = (
-        *("is_abandoned", "channel", "is_retry", "on_done", "outcome"),
-        *("packed_request", "release_memory"),
-    )
+    submit: Submit = field(init=False)
+    channel: RequestChannel
+    packed_request: PackedRequest
+    on_done: Callable[[ClientRequest], None] | None
+    release_memory: Callable[[], None] = field(init=False)
+    outcome: Result | ShmserveError | None = field(init=False, default=None)
+    is_abandoned: bool = field(init=False, default=False)
+    is_retry: bool = field(init=False, default=False)
 
-    def __init__(
-        self,
-        channel: RequestChannel,
-        packed_request: PackedRequest,
-        on_done: Callable[[ClientRequest], None] | None,
-    ) -> None:
-        self.endpoint = ""
-        self.response_count = 0
-        self.channel = channel
-        self.packed_request = packed_request
-        self.release_memory = packed_request.release_memory
-        self.on_done = on_done
-        self.outcome: Result | ShmserveError | None = None
-        self.is_abandoned = False
-        self.is_retry = False
+    def __post_init__(self) -> None:
+        self.release_memory = self.packed_request.release_memory
 
     def result(self) -> Result:
         """Return the result of a completed request.

@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+from shmserve.common.tasks import resolve_future
 from shmserve.errors import ShmserveError
 from shmserve.gateway.grpc.framing import (
     DEADLINE_EXPIRED,
@@ -34,15 +35,18 @@ from shmserve.gateway.grpc.framing import (
     Assembly,
     BrokenMessage,
     CallHead,
-    Deflater,
     Ending,
     ReceivedMessage,
     Sinks,
     StatusCode,
+    compress_in_turns,
+    compress_message,
+    ending_from_error,
     frame_message,
     inflate_message,
     percent_encode,
     release_message,
+    select_encoding,
 )
 from shmserve.gateway.http2.connection import Http2Connection
 from shmserve.gateway.http2.header_blocks import STATUS_200, encode_block
@@ -98,7 +102,6 @@ class GrpcContext:
     body_timeout_s: float
     largest_inflated: int
     tls: ssl.SSLContext | None
-    deflater: Deflater | None
     limits: Limits = field(default_factory=Limits)
     read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(_READ_BYTES)))
 
@@ -179,9 +182,8 @@ class GrpcCall(ABC):
         self._compression: str | None = None
         self._deadline = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        deflater = connection.context.deflater
-        if deflater is not None:
-            self._compression = deflater.select_encoding(head.accepted_encodings)
+        if connection.context.settings.compression_level:
+            self._compression = select_encoding(head.accepted_encodings)
         if head.timeout_s is not None:
             self._deadline = time.monotonic() + head.timeout_s
             self._timer = connection.loop.call_later(head.timeout_s, self._on_deadline)
@@ -358,18 +360,6 @@ class GrpcCall(ABC):
             data, self.head.encoding, context.largest_inflated, context.budget
         )
 
-    async def _frame_in_turns(self, data: bytes) -> tuple[bytes, bytes]:
-        deflater = self._connection.context.deflater
-        if self._compression is None or deflater is None or len(data) < LARGE_MESSAGE_BYTES:
-            return self._frame(data)
-        return await deflater.frame_in_turns(data, self._compression)
-
-    def _frame(self, data: bytes) -> tuple[bytes, bytes]:
-        deflater = self._connection.context.deflater
-        if self._compression is None or deflater is None:
-            return frame_message(data)
-        return deflater.frame(data, self._compression)
-
 
 class UnaryCall(GrpcCall):
     """A call with one message and one response.
@@ -420,14 +410,16 @@ class UnaryCall(GrpcCall):
         """End the call with its response."""
         if self._compression is None:
             self._send_response((PREFIX.pack(0, len(response)), response))
-        elif len(response) < LARGE_MESSAGE_BYTES:
-            self._send_response(self._frame(response))
+            return
+        options = (self._compression, self._connection.context.settings.compression_level)
+        if len(response) < LARGE_MESSAGE_BYTES:
+            self._send_response(compress_message(response, *options))
         else:
             self.on_disconnect = None  # The inference has ended, and cannot be cancelled.
-            self._task = asyncio.ensure_future(self._finish_in_turns(response))
+            self._task = asyncio.ensure_future(self._finish_in_turns(response, *options))
 
-    async def _finish_in_turns(self, response: bytes) -> None:
-        self._send_response(await self._frame_in_turns(response))
+    async def _finish_in_turns(self, response: bytes, encoding: str, level: int) -> None:
+        self._send_response(await compress_in_turns(response, encoding, level))
 
     def _send_response(self, pieces: tuple[bytes, bytes]) -> None:
         if self.is_done:
@@ -506,6 +498,8 @@ class StreamingCall(GrpcCall):
             ending = await handler(self)
         except BrokenMessage as broken:
             ending = broken.ending
+        except ShmserveError as error:
+            ending = ending_from_error(error)
         except Exception:
             logger.exception("a call of %s failed", self.head.path)
             ending = INTERNAL_FAILURE
@@ -525,8 +519,8 @@ class StreamingCall(GrpcCall):
         self._has_unparsed_data = False
         while self._queue:
             release_message(self._queue.popleft().data)
-        self._wake(self._message_waiter)
-        self._wake(self._write_waiter)
+        resolve_future(self._message_waiter, None)
+        resolve_future(self._write_waiter, None)
 
     async def read_messages(self) -> AsyncIterator[Any]:
         """Yield the messages. The consumer releases them.
@@ -582,16 +576,11 @@ class StreamingCall(GrpcCall):
 
     def _handle_message(self, message: ReceivedMessage) -> None:
         self._queue.append(message)
-        self._wake(self._message_waiter)
+        resolve_future(self._message_waiter, None)
 
     def _handle_half_close(self) -> None:
         self._is_half_closed = True
-        self._wake(self._message_waiter)
-
-    @staticmethod
-    def _wake(waiter: asyncio.Future[None] | None) -> None:
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        resolve_future(self._message_waiter, None)
 
     def _send_head(self) -> None:
         self._is_head_sent = True
@@ -612,7 +601,8 @@ class StreamingCall(GrpcCall):
             if self._compression is None:
                 pieces += frame_message(response)
             else:
-                pieces += await self._frame_in_turns(response)
+                level = self._connection.context.settings.compression_level
+                pieces += await compress_in_turns(response, self._compression, level)
         if self.is_done:
             return
         sending = self._connection.http2.sending
@@ -632,4 +622,4 @@ class StreamingCall(GrpcCall):
 
     def _on_progress(self) -> None:
         if not self._stream.queued_bytes:
-            self._wake(self._write_waiter)
+            resolve_future(self._write_waiter, None)

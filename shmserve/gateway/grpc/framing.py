@@ -444,31 +444,29 @@ def frame_message(data: bytes) -> tuple[bytes, bytes]:
     return PREFIX.pack(0, len(data)), data
 
 
-class Deflater:
-    """The compressor of responses, with a zlib compression level."""
+def select_encoding(accepted_encodings: frozenset[str]) -> str | None:
+    """Return the encoding for a client that accepts these encodings, or None."""
+    return next((name for name in WBITS_BY_ENCODING if name in accepted_encodings), None)
 
-    def __init__(self, level: int) -> None:
-        self._level = level
 
-    def select_encoding(self, accepts: frozenset[str]) -> str | None:
-        """Return the encoding for a client that accepts these encodings, or None."""
-        return next((name for name in WBITS_BY_ENCODING if name in accepts), None)
+def compress_message(data: bytes, encoding: str, level: int) -> tuple[bytes, bytes]:
+    """Return gRPC's prefix and the content of a message, compressed if that is shorter."""
+    compressor = zlib.compressobj(level, wbits=WBITS_BY_ENCODING[encoding])
+    return _frame_shorter(data, compressor.compress(data) + compressor.flush())
 
-    def frame(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
-        """Return gRPC's prefix and the content of a message, compressed if that is shorter."""
-        compressor = zlib.compressobj(self._level, wbits=WBITS_BY_ENCODING[encoding])
-        return _frame_shorter(data, compressor.compress(data) + compressor.flush())
 
-    async def frame_in_turns(self, data: bytes, encoding: str) -> tuple[bytes, bytes]:
-        """Return prefix and content like `frame`; compress in several turns of the event loop."""
-        compressor = zlib.compressobj(self._level, wbits=WBITS_BY_ENCODING[encoding])
-        pieces: list[bytes] = []
-        view = memoryview(data)
-        for offset in range(0, len(data), LARGE_MESSAGE_BYTES):
-            pieces.append(compressor.compress(view[offset : offset + LARGE_MESSAGE_BYTES]))
-            await asyncio.sleep(0)
-        pieces.append(compressor.flush())
-        return _frame_shorter(data, b"".join(pieces))
+async def compress_in_turns(data: bytes, encoding: str, level: int) -> tuple[bytes, bytes]:
+    """Return a message as `compress_message` does; a large one takes several turns of the loop."""
+    if len(data) < LARGE_MESSAGE_BYTES:
+        return compress_message(data, encoding, level)
+    compressor = zlib.compressobj(level, wbits=WBITS_BY_ENCODING[encoding])
+    pieces: list[bytes] = []
+    view = memoryview(data)
+    for offset in range(0, len(data), LARGE_MESSAGE_BYTES):
+        pieces.append(compressor.compress(view[offset : offset + LARGE_MESSAGE_BYTES]))
+        await asyncio.sleep(0)
+    pieces.append(compressor.flush())
+    return _frame_shorter(data, b"".join(pieces))
 
 
 def _frame_shorter(data: bytes, compressed: bytes) -> tuple[bytes, bytes]:

@@ -15,7 +15,6 @@ from shmserve.gateway import process
 from shmserve.gateway.context import Gateway
 from shmserve.gateway.grpc.call import GrpcContext
 from shmserve.gateway.grpc.connection import GrpcConnection
-from shmserve.gateway.grpc.framing import Deflater
 from shmserve.gateway.grpc.infer import Inferences
 from shmserve.gateway.grpc.service import Service
 from shmserve.gateway.listener import Acceptor, ActiveCount, ListenerRules, listener_kind
@@ -52,7 +51,6 @@ class GrpcServer(process.ProtocolServer):
         self._gateway = gateway
         self._sockets = sockets
         self._inferences = Inferences(gateway)
-        compression_level = settings.compression_level
         self._context = GrpcContext(
             settings=settings,
             begin_call=Service(gateway, self._inferences).begin_call,
@@ -61,7 +59,6 @@ class GrpcServer(process.ProtocolServer):
             body_timeout_s=gateway_settings.body_timeout_s,
             largest_inflated=gateway_settings.max_input_size,
             tls=None if settings.tls is None else settings.tls.context(),
-            deflater=Deflater(compression_level) if compression_level else None,
         )
 
     async def open(self) -> None:

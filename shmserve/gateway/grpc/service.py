@@ -24,7 +24,6 @@ from shmserve.gateway.grpc.call import (
     StreamHandler,
     StreamingCall,
     UnaryCall,
-    UnaryHandler,
 )
 from shmserve.gateway.grpc.framing import (
     INTERNAL_FAILURE,
@@ -114,13 +113,14 @@ class Service:
         self._gateway = gateway
         self._tasks: set[asyncio.Task[None]] = set()
         self._factories: dict[str, CallFactory] = {
-            path: _unary_factory(self._create_task_handler(path, rpc))
+            path: partial(UnaryCall, on_message=self._create_task_handler(path, rpc))
             for path, rpc in RPCS.items()
             if rpc.handler is not None
         }
-        self._factories[MODEL_INFER] = _unary_factory(inferences.infer, inferences.create_sink)
-        stream = partial(_run_stream_infer, inferences)
-        self._factories[MODEL_STREAM_INFER] = _stream_factory(stream, sinks=inferences.create_sink)
+        sinks = inferences.create_sink
+        self._factories[MODEL_INFER] = partial(UnaryCall, on_message=inferences.infer, sinks=sinks)
+        stream = partial(stream_infer, inferences)
+        self._factories[MODEL_STREAM_INFER] = _stream_factory(stream, sinks=sinks)
         self._factories[HEALTH_WATCH] = _stream_factory(
             self._watch_health, limits_first_message=True
         )
@@ -200,10 +200,6 @@ def _ignore_message(_: bytes, call: UnaryCall) -> None:
     """Ignore the message of a call that has ended."""
 
 
-def _unary_factory(on_message: UnaryHandler, sinks: Sinks | None = None) -> CallFactory:
-    return partial(UnaryCall, on_message=on_message, sinks=sinks)
-
-
 def _stream_factory(
     handler: StreamHandler, *, limits_first_message: bool = False, sinks: Sinks | None = None
 ) -> CallFactory:
@@ -223,11 +219,3 @@ def _stream_factory(
         return call
 
     return create_call
-
-
-async def _run_stream_infer(inferences: Inferences, call: StreamingCall) -> Ending | None:
-    try:
-        await stream_infer(inferences, call, inferences.gateway.settings.body_timeout_s)
-    except ShmserveError as error:
-        return ending_from_error(error)
-    return None

@@ -64,69 +64,19 @@ class _Window:
         self._enlarged.set()
 
 
-class StreamEntry:
-    """A request of a decoupled model in a stream, with the encoder of its responses.
-
-    Attributes:
-        inference: The inference in flight.
-        size: The bytes that the request occupies in the window of the stream.
-    """
-
-    __slots__ = ("_inferences", "inference", "size")
-
-    def __init__(self, inferences: Inferences, inference: StreamingInference, size: int) -> None:
-        self._inferences = inferences
-        self.inference = inference
-        self.size = size
-
-    def encode(
-        self, message: StreamedResponse, *, strict: bool
-    ) -> tuple[bytes | None, Inferred | None]:
-        """Encode a response.
-
-        Returns:
-            The message, or None to send nothing; and the outputs, which the caller releases.
-
-        Raises:
-            ShmserveError: The response is an error, and the stream is `strict`.
-        """
-        is_final = is_last_response(message)
-        built_request = self.inference.built_request
-        infer_request, model = built_request.infer_request, built_request.model
-        if (encoded := self.inference.from_template(message)) is not None:
-            return encode_streamed(encoded, final=False), None
-        schema = b"" if isinstance(message, m.Failed) else message.schema
-        inferred: Inferred | None = None
-        try:
-            inferred = self.inference.unpack_outputs(message)
-            if inferred is None:
-                end = encode_stream_end(model.name, infer_request.version, infer_request.id)
-                return end if infer_request.has_empty_final else None, None
-            trace = built_request.trace
-            is_explained = trace is not None and trace.has_explanation
-            templates = None if is_explained else self.inference.response_templates
-            response = self._inferences.encode(built_request, templates, schema, inferred)
-        except ShmserveError as error:
-            if strict:
-                raise
-            names = (infer_request.id, model.name)
-            return encode_stream_error(error.message, *names, final=is_final), inferred
-        return encode_streamed(response, final=is_final), inferred
-
-
-async def stream_infer(inferences: Inferences, call: StreamingCall, stall_timeout_s: float) -> None:
+async def stream_infer(inferences: Inferences, call: StreamingCall) -> None:
     """Handle a call until its last response is sent, or the client disconnects.
 
     Raises:
         ShmserveError: The first error, in strict mode.
-        Unavailable: The client does not read a response within `stall_timeout_s` seconds.
+        Unavailable: The client does not read a response within `body_timeout_s` seconds.
     """
     stream = _Stream(inferences, call)
     # The call holds memory for an unread response and for partial requests until it ends.
     call.on_ended = lambda: stream.malloc_trim.schedule(stream.total_bytes)
     reader = asyncio.create_task(stream.read_requests())
     try:
-        await stream.write_responses(stall_timeout_s)
+        await stream.write_responses()
         await reader  # raises the error of the reader, which has ended
     except TimeoutError:
         raise Unavailable("the client does not read its responses") from None
@@ -151,7 +101,8 @@ class _Stream:
         self._window = _Window(_WINDOW_BYTES)
         # Requests in order, each with the bytes that it occupies in the window.
         self._ordered_entries: deque[tuple[_OrderedEntry, int]] = deque()
-        self._decoupled_entries: dict[StreamingInference, StreamEntry] = {}
+        # By inference of a decoupled model: the bytes that its request occupies in the window.
+        self._decoupled_sizes: dict[StreamingInference, int] = {}
         # The responses of decoupled models, in the order of arrival.
         self._outbox: deque[tuple[StreamingInference, StreamedResponse]] = deque()
         self._is_half_closed = False  # the client has half-closed the call
@@ -188,7 +139,7 @@ class _Stream:
         if not isinstance(entry, RequestRefused):
             inferences.active += 1
         if isinstance(entry, StreamingInference):
-            self._decoupled_entries[entry] = StreamEntry(inferences, entry, size)
+            self._decoupled_sizes[entry] = size
             return
         self._ordered_entries.append((entry, size))
         if _is_done(entry):
@@ -210,39 +161,38 @@ class _Stream:
         self._outbox.append((inference, message))
         self._progress.set()
 
-    async def write_responses(self, stall_timeout_s: float) -> None:
+    async def write_responses(self) -> None:
         """Write responses until the client has half-closed the call and has all of them.
 
         Raises:
-            TimeoutError: The client does not read a response within `stall_timeout_s` seconds.
+            TimeoutError: The client does not read a response within `body_timeout_s` seconds.
         """
         byte_limit = 1
         while True:
             self._progress.clear()
             is_idle = True
             if self._outbox:
-                await self._write_outbox(byte_limit, stall_timeout_s)
+                await self._write_outbox(byte_limit)
                 is_idle = False
             if self._ordered_entries and _is_done(self._ordered_entries[0][0]):
-                await self._write_ordered(byte_limit, stall_timeout_s)
+                await self._write_ordered(byte_limit)
                 is_idle = False
             byte_limit = _MAX_JOINED_BYTES
             if is_idle:
-                if self._is_half_closed and not (self._ordered_entries or self._decoupled_entries):
+                if self._is_half_closed and not (self._ordered_entries or self._decoupled_sizes):
                     return
                 await self._progress.wait()
                 byte_limit = 1  # the first response is not delayed by others
 
-    async def _write_outbox(self, byte_limit: int, stall_timeout_s: float) -> None:
+    async def _write_outbox(self, byte_limit: int) -> None:
         """Write responses of decoupled models, up to a total of `byte_limit` bytes."""
         responses: list[bytes] = []
-        written_responses: list[tuple[StreamEntry, Inferred | None, bool]] = []
+        written_responses: list[tuple[StreamingInference, Inferred | None, bool]] = []
         size = 0
         while self._outbox and size < byte_limit:
             inference, message = self._outbox[0]
-            entry = self._decoupled_entries[inference]
             try:
-                response, inferred = entry.encode(message, strict=self._strict)
+                response, inferred = self._encode_streamed(inference, message)
             except ShmserveError:
                 if responses:
                     break  # the responses before the error are written first
@@ -252,16 +202,49 @@ class _Stream:
             if response is not None:
                 responses.append(response)
                 size += len(response)
-            written_responses.append((entry, inferred, is_last_response(message)))
-        await self._send(responses, stall_timeout_s)
-        for entry, inferred, is_last in written_responses:
-            entry.inference.credit(inferred)
+            written_responses.append((inference, inferred, is_last_response(message)))
+        await self._send(responses)
+        for inference, inferred, is_last in written_responses:
+            inference.credit(inferred)
             if is_last:
-                del self._decoupled_entries[entry.inference]
                 self._inferences.decrement()
-                self._window.release(entry.size)
+                self._window.release(self._decoupled_sizes.pop(inference))
 
-    async def _write_ordered(self, byte_limit: int, stall_timeout_s: float) -> None:
+    def _encode_streamed(
+        self, inference: StreamingInference, message: StreamedResponse
+    ) -> tuple[bytes | None, Inferred | None]:
+        """Encode a response of a decoupled model.
+
+        Returns:
+            The message, or None to send nothing; and the outputs, which the caller releases.
+
+        Raises:
+            ShmserveError: The response is an error, and the stream is strict.
+        """
+        is_final = is_last_response(message)
+        built_request = inference.built_request
+        infer_request, model = built_request.infer_request, built_request.model
+        if (encoded := inference.from_template(message)) is not None:
+            return encode_streamed(encoded, final=False), None
+        schema = b"" if isinstance(message, m.Failed) else message.schema
+        inferred: Inferred | None = None
+        try:
+            inferred = inference.unpack_outputs(message)
+            if inferred is None:
+                end = encode_stream_end(model.name, infer_request.version, infer_request.id)
+                return end if infer_request.has_empty_final else None, None
+            trace = built_request.trace
+            is_explained = trace is not None and trace.has_explanation
+            templates = None if is_explained else inference.response_templates
+            response = self._inferences.encode(built_request, templates, schema, inferred)
+        except ShmserveError as error:
+            if self._strict:
+                raise
+            names = (infer_request.id, model.name)
+            return encode_stream_error(error.message, *names, final=is_final), inferred
+        return encode_streamed(response, final=is_final), inferred
+
+    async def _write_ordered(self, byte_limit: int) -> None:
         """Write the responses that are next in order, up to a total of `byte_limit` bytes."""
         responses: list[bytes] = []
         size = released_bytes = inference_count = 0
@@ -278,11 +261,11 @@ class _Stream:
                 try:
                     response = self._encode_entry(entry)
                 except ShmserveError:
-                    await self._send(responses, stall_timeout_s)
+                    await self._send(responses)
                     raise
                 responses.append(response)
                 size += len(response)
-            await self._send(responses, stall_timeout_s)
+            await self._send(responses)
         finally:
             for _ in range(inference_count):
                 self._inferences.decrement()
@@ -301,11 +284,11 @@ class _Stream:
             model = entry.built_request.model.name
             return encode_stream_error(error.message, entry.submit.request_id, model)
 
-    async def _send(self, responses: Sequence[bytes], stall_timeout_s: float) -> None:
+    async def _send(self, responses: Sequence[bytes]) -> None:
         if not responses:
             return
         self.total_bytes += sum(map(len, responses))
-        await self._call.write_all(responses, stall_timeout_s)
+        await self._call.write_all(responses, self._inferences.gateway.settings.body_timeout_s)
 
     def cancel(self) -> None:
         """Cancel all requests in flight, since the call ends early."""
@@ -317,10 +300,10 @@ class _Stream:
         while self._outbox:
             inference, message = self._outbox.popleft()
             inference.discard(message)
-        for inference in self._decoupled_entries:
+        for inference in self._decoupled_sizes:
             inference.cancel()
             self._inferences.decrement()
-        self._decoupled_entries.clear()
+        self._decoupled_sizes.clear()
 
 
 def _is_done(entry: _OrderedEntry) -> bool:

@@ -280,7 +280,21 @@ async def _encode_response(
 
     The binary data of an uncompressed response are views of the outputs.
     """
-    trim = gateway.malloc_trim
+    text_values, binary = await _encode_outputs(gateway, template, inferred)
+    response = _assemble_response(template.encode_json(request_id, text_values), binary)
+    if ACCEPT_ENCODING in request.headers:
+        encoding = preferred_encoding(",".join(request.headers.getall(ACCEPT_ENCODING)))
+        if encoding != "identity":
+            compressed = compress_pieces(response.pieces, encoding)
+            response.pieces = [await join_in_turns(compressed, gateway.malloc_trim)]
+            response.headers += b"Content-Encoding: %b\r\n" % encoding.encode()
+    return response
+
+
+async def _encode_outputs(
+    gateway: Gateway, template: JsonResponseTemplate, inferred: Inferred
+) -> tuple[list[bytes], list[bytes | memoryview]]:
+    """Return the texts for `template.encode_json`, and views of the binary outputs."""
     text_values: list[bytes] = []
     binary: list[bytes | memoryview] = []
     for output in template.outputs:
@@ -291,15 +305,8 @@ async def _encode_response(
                 text_values.append(b"%d" % len(data))
         else:
             description = (output.datatype, output.shape, output.name)
-            text_values.append(await encode_in_turns(data, *description, trim))
-    response = _assemble_response(template.encode_json(request_id, text_values), binary)
-    if ACCEPT_ENCODING in request.headers:
-        encoding = preferred_encoding(",".join(request.headers.getall(ACCEPT_ENCODING)))
-        if encoding != "identity":
-            compressed = compress_pieces(response.pieces, encoding)
-            response.pieces = [await join_in_turns(compressed, trim)]
-            response.headers += b"Content-Encoding: %b\r\n" % encoding.encode()
-    return response
+            text_values.append(await encode_in_turns(data, *description, gateway.malloc_trim))
+    return text_values, binary
 
 
 def _assemble_response(json: bytes, binary: Sequence[bytes | memoryview]) -> HttpResponse:
@@ -350,11 +357,7 @@ class _StreamEncoder:
         message = self._queue.first_response
         if classified is inferred and isinstance(message, m.Responded) and not message.final:
             self._queue.inference.response_templates.store(message.schema, template)
-        arrays: list[bytes] = []
-        for output in template.outputs:
-            data = output_bytes(gateway, classified.outputs[output.position])
-            description = (output.datatype, output.shape, output.name)
-            arrays.append(await encode_in_turns(data, *description, gateway.malloc_trim))
+        arrays, _ = await _encode_outputs(gateway, template, classified)
         return template.encode_json(self._infer_request.id, arrays)
 
 

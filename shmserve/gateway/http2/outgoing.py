@@ -143,7 +143,7 @@ class Outgoing:
             self.waiting_streams[stream] = None
             return
         self._send_block(stream, block, END_HEADERS | END_STREAM)
-        self._finish(stream)
+        self._on_sent(stream)
 
     def send_response(
         self, stream: Stream, blocks: ResponseBlocks, pieces: Sequence[bytes]
@@ -262,7 +262,7 @@ class Outgoing:
             self.waiting_streams[stream] = None
         elif stream.trailers is not None:
             self._send_block(stream, stream.trailers, END_HEADERS | END_STREAM)
-            self._finish(stream)
+            self._on_sent(stream)
         if stream.on_progress is not None:
             stream.on_progress()
         return bool(stream.queued_bytes) and turn_bytes <= 0
@@ -287,10 +287,6 @@ class Outgoing:
             remaining_block = remaining_block[DEFAULT_MAX_FRAME_SIZE:]
             end_flag = 0 if remaining_block else END_HEADERS
             self.ready.append(frames.encode_frame(frames.CONTINUATION, end_flag, stream.id, piece))
-
-    def _finish(self, stream: Stream) -> None:
-        stream.has_all_output = True
-        self._on_sent(stream)
 
 
 def _encode_frame_start(size: int, frame_type: int, flags: int) -> bytes:

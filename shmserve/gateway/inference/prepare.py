@@ -29,11 +29,9 @@ from typing import Any, final
 
 from shmserve.errors import Internal, InvalidArgument, Unavailable
 from shmserve.gateway.context import Gateway, GatewayModel
-from shmserve.gateway.inference.body_arrival import BodyBudget
 from shmserve.gateway.inference.request import InferInput, InferRequest, RequestIdentity
-from shmserve.gateway.region_table import GatewayRegion, RegionReferences, RegionTable
+from shmserve.gateway.region_table import GatewayRegion, RegionReferences
 from shmserve.gateway.request_trace import RequestTrace
-from shmserve.ipc.memory.arena import Arena
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE, element_count
 from shmserve.ipc.tensors.descriptors import Range, TensorRef, pack_range
 from shmserve.ipc.tensors.inference import (
@@ -96,10 +94,10 @@ class Resources:
 
     __slots__ = ("_arena", "_budget", "_offset", "_references", "_table")
 
-    def __init__(self, arena: Arena, budget: BodyBudget, regions: RegionTable) -> None:
-        self._arena = arena
-        self._budget = budget
-        self._table = regions
+    def __init__(self, gateway: Gateway) -> None:
+        self._arena = gateway.arena
+        self._budget = gateway.body_budget
+        self._table = gateway.regions
         self._offset = -1
         self._references: RegionReferences | None = None
 
@@ -158,11 +156,6 @@ class Resources:
             self._offset = -1
         if self._references is not None:
             self._references.release()
-
-
-def create_resources(gateway: Gateway) -> Resources:
-    """Return the empty resources of a new request."""
-    return Resources(gateway.arena, gateway.body_budget, gateway.regions)
 
 
 class RequestTemplate:
@@ -308,7 +301,7 @@ def build_with_template(
         None if t.data is None and t.memory_range is not None else len(d or b"") for t, d in pairs
     ]
     references = resources.references if resources.regions else None
-    large_resources = partial(create_resources, gateway) if resources.has_block else None
+    large_resources = partial(Resources, gateway) if resources.has_block else None
     return built_request, RequestTemplate(built_request, sizes, references, large_resources)
 
 
@@ -324,7 +317,7 @@ def _place_and_check(
             offset += tensor.binary_size
         total_bytes += len(data or b"")
         input_bytes.append(data)
-    resources = create_resources(gateway)
+    resources = Resources(gateway)
     try:
         locations: Sequence[bytes | Range | None] = input_bytes
         if total_bytes > INLINE_LIMIT:
@@ -541,7 +534,7 @@ def reserve_tensors(
     Raises:
         ShmserveError: The request is invalid, or the arena is full.
     """
-    resources = create_resources(gateway)
+    resources = Resources(gateway)
     try:
         inputs = request.inputs
         sizes = [max(tensor.binary_size, 0) or len(tensor.data or b"") for tensor in inputs]

@@ -234,7 +234,18 @@ def _cache_problems(config: ModelConfig) -> Iterator[Problem]:
 def _metric_problems(config: ModelConfig) -> Iterator[Problem]:
     for index, control in enumerate(config.model_metrics.metric_control):
         buckets = list(control.histogram_options.buckets)
-        path: Key = ("model_metrics", "metric_control", index, "histogram_options", "buckets")
+        control_key: Key = ("model_metrics", "metric_control", index)
+        for field in ("metric_identifier", "histogram_options"):
+            if not control.HasField(field):
+                text = f"metric control must specify '{field}' for {config.name}"
+                yield Problem(control_key, text)
+        if control.HasField("metric_identifier") and not control.metric_identifier.family:
+            text = f"metric identifier must specify non-empty 'family' for {config.name}"
+            yield Problem((*control_key, "metric_identifier"), text)
+        path = (*control_key, "histogram_options", "buckets")
+        if control.HasField("histogram_options") and not buckets:
+            text = f"histogram options must specify non-empty 'buckets' for {config.name}"
+            yield Problem(path, text)
         for position, (low, high) in enumerate(pairwise([-inf, *buckets, inf])):
             if not low < high:
                 text = f"histogram buckets must be finite and in ascending order for {config.name}"

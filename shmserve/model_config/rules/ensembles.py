@@ -17,7 +17,7 @@ from shmserve.model_config.diagnostics import Key, Problem, find_repeats, member
 from shmserve.proto.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
 _STEP: Key = ("ensemble_scheduling", "step")
-_CONDITION = re.compile(r"step\[([0-9]+)\]\.condition")
+_CONDITION = re.compile(r"step\[(0|[1-9][0-9]{0,8})\]\.condition")
 
 
 def ensemble_problems(config: ModelConfig) -> list[Problem]:

@@ -92,7 +92,7 @@ def parameter_problems(config: ModelConfig, *, is_complete: bool) -> Iterator[Pr
         yield from _strategy_problems(config, values)
     if PADDING in config.parameters:
         for text in _padding_problems(config, config.parameters[PADDING].string_value, is_complete):
-            yield Problem(_key(PADDING), f"parameter '{PADDING}' {text} {suffix}")
+            yield Problem(_key(PADDING), f"parameter '{PADDING}' {suffix}{text}")
     yield from _bound_problems(config, values, is_complete)
 
 
@@ -183,23 +183,23 @@ def _padding_problems(config: ModelConfig, text: str, is_complete: bool) -> Iter
     try:
         entries = json.loads(text, object_pairs_hook=members)
     except ValueError as error:
-        yield f"must be a JSON object, but cannot be parsed: {error}"
+        yield f" must be a JSON object, but cannot be parsed: {error}"
         return
     except RecursionError:
-        yield "must be a JSON object, but is nested too deeply"
+        yield " must be a JSON object, but is nested too deeply"
         return
     if not isinstance(entries, dict) or not all(
         isinstance(entry, dict) for entry in entries.values()
     ):
         form = '{"INPUT": {"value": 0}, "OUTPUT": {"like": "INPUT"}}'
-        yield f"must be a JSON object of objects, {form}"
+        yield f" must be a JSON object of objects, {form}"
         return
     if not is_complete or not entries:
         return
     if config.max_batch_size < 1:
-        yield "requires a max_batch_size of at least 1, because it pads the rows of a batch"
+        yield " requires a max_batch_size of at least 1, because it pads the rows of a batch"
     if config.model_transaction_policy.decoupled:
-        yield "is not supported for a decoupled model"
+        yield " is not supported for a decoupled model"
     inputs = {io.name: io for io in config.input}
     outputs = {out.name: out for out in config.output}
     for name, entry in entries.items():
@@ -208,8 +208,9 @@ def _padding_problems(config: ModelConfig, text: str, is_complete: bool) -> Iter
         else:
             problems = _input_errors(name, entry, inputs)
         for problem in problems:
-            yield f"{problem}, of '{name}',"
-    yield from _name_errors(entries, inputs)
+            yield f": entry '{name}' {problem}"
+    for name, problem in _name_errors(entries, inputs):
+        yield f": entry '{name}' {problem}"
 
 
 def _input_errors(name: str, entry: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
@@ -303,7 +304,10 @@ def _output_errors(
         yield f"cuts an output with {cut_count} variable dimensions like an input with {like_count}"
 
 
-def _name_errors(entries: dict[str, Any], inputs: dict[str, ModelInput]) -> Iterator[str]:
+def _name_errors(
+    entries: dict[str, Any], inputs: dict[str, ModelInput]
+) -> Iterator[tuple[str, str]]:
+    """Yield the problems of the created inputs' names, each with the name of its entry."""
     used_names = set(inputs)
     for name, entry in entries.items():
         for key in ("lengths", "mask"):
@@ -311,11 +315,9 @@ def _name_errors(entries: dict[str, Any], inputs: dict[str, ModelInput]) -> Iter
             if tensor is None:
                 continue
             if not isinstance(tensor, str) or not tensor:
-                yield f"must have a '{key}' that names an input, found {tensor!r}, for '{name}',"
+                yield name, f"must have a '{key}' that names an input, found {tensor!r}"
             elif tensor in used_names:
-                yield (
-                    f"creates the input '{tensor}' ('{key}'), whose name another input has, for "
-                    f"'{name}',"
-                )
+                text = f"creates the input '{tensor}' ('{key}'), whose name another input has"
+                yield name, text
             else:
                 used_names.add(tensor)

@@ -24,6 +24,7 @@ from dataclasses import replace
 from enum import StrEnum
 from typing import Protocol, final
 
+from shmserve.ipc.tensors.padding import PaddedBatch
 from shmserve.ipc.transport.frames import Record
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
@@ -171,7 +172,7 @@ def gather(pending: Iterable[Pending], rules: Batching) -> QueueHead | None:
     total = preferred_count = 0
     is_full = has_other_shape = False
     shape_key = b""
-    padded_batch = None if rules.padding is None else rules.padding.batch()
+    padded_batch = None if rules.padding is None else PaddedBatch(rules.padding)
     oldest = flush_by = NEVER
     for request in pending:
         new_total = total + request.rows

@@ -35,6 +35,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
 
@@ -119,6 +120,7 @@ class WaitingRequests:
             self._runs.pop()
 
 
+@dataclass(slots=True, eq=False)
 class StatefulSequence:
     """The requests with one correlation id from a START to an END, in the order of their arrival.
 
@@ -132,20 +134,14 @@ class StatefulSequence:
         has_state: Whether its instance stores state of this sequence.
     """
 
-    __slots__ = (
-        *("has_ended", "has_state", "id", "instance_slots", "owner", "running_request", "slot"),
-        "waiting",
-    )
-
-    def __init__(self, correlation_id: int | str, owner: Owner) -> None:
-        self.id = correlation_id
-        self.owner = owner
-        self.waiting = WaitingRequests()
-        self.running_request: ScheduledRequest | None = None
-        self.instance_slots: InstanceSlots | None = None
-        self.slot = 0
-        self.has_ended = False
-        self.has_state = False
+    id: int | str
+    owner: Owner
+    waiting: WaitingRequests = field(default_factory=WaitingRequests)
+    running_request: ScheduledRequest | None = None
+    instance_slots: InstanceSlots | None = None
+    slot: int = 0
+    has_ended: bool = False
+    has_state: bool = False
 
 
 class Rows(Record):
@@ -356,7 +352,9 @@ class Sequences:
             sequence.instance_slots = None
             self._idle_sequences.pop(sequence, None)
             self._close(sequence)
-            self._remember(sequence.id)
+            self._lost_ids[sequence.id] = None
+            if len(self._lost_ids) > _LOST_REMEMBERED:
+                self._lost_ids.popitem(last=False)
         return lost_sequences
 
     def close(self, slots: InstanceSlots) -> None:
@@ -381,11 +379,6 @@ class Sequences:
             sequence.instance_slots = None
             self.backlog.put_back(sequence)
         self._fill()
-
-    def _remember(self, correlation_id: int | str) -> None:
-        self._lost_ids[correlation_id] = None
-        if len(self._lost_ids) > _LOST_REMEMBERED:
-            self._lost_ids.popitem(last=False)
 
     # --- requests ---------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 # Bytes of a CUDA allocation: large enough for the tensors of many requests, or for a large tensor.
 _SEGMENT_SIZE = 64 * 1024 * 1024
+_ALL_FALSE = re.compile(rb"\0*+")  # the bytes of a BOOL tensor; matching takes 1 ns per byte
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,10 +129,6 @@ class Value(Token):
         for credit in self.held_credits:
             credit.release()
 
-    @property
-    def is_used(self) -> bool:
-        return self._reference_count > 0 and bool(self.memory or self.held_credits)
-
 
 def overrides(values: Iterable[Value]) -> dict[str, Any]:
     """Return the sequence parameters, by name, in the responses that contained these tensors."""
@@ -161,11 +159,6 @@ class EnsembleMemory:
 
     def __post_init__(self) -> None:
         self._device_blocks = DeviceBlocks(self.lent.byte_size, self._create_driver)
-
-    @property
-    def used_bytes(self) -> int:
-        """Return the number of bytes in use, in the arena and on devices."""
-        return self._device_blocks.used_bytes + self.lent.used_bytes
 
     def allocate(self, byte_size: int, device: int | None = None) -> Block:
         """Return a block on a CUDA device, or of the arena if the device has no free space.
@@ -241,15 +234,16 @@ class EnsembleMemory:
         Raises:
             InvalidArgument: The tensor lies in a client's memory, which no scheduler reads.
         """
-        if isinstance(data, bytes):
-            return any(data)
-        memory = data.memory
-        if memory.cuda is not None or memory.copied or not memory.sealed:
-            raise InvalidArgument(
-                f"input '{name}' is a step's condition: send its data in the request, not in a "
-                "shared memory region"
-            )
-        return any(self._mappings.view(data))
+        content: Any = data
+        if isinstance(data, Range):
+            memory = data.memory
+            if memory.cuda is not None or memory.copied or not memory.sealed:
+                raise InvalidArgument(
+                    f"input '{name}' is a step's condition: send its data in the request, not in a "
+                    "shared memory region"
+                )
+            content = self._mappings.view(data)
+        return _ALL_FALSE.fullmatch(content) is None
 
     def close(self) -> None:
         """Close all arenas that are held."""
@@ -290,11 +284,6 @@ class DeviceBlocks:
         self._cuda: CudaExporter | None = None
         self._segments: dict[int, _Segment] = {}  # allocations by the id of their memory
         self._full_devices: set[int] = set()  # devices on which an allocation has failed
-
-    @property
-    def used_bytes(self) -> int:
-        """Return the number of bytes of all blocks in use, over all devices."""
-        return sum(segment.free_list.used_bytes for segment in self._segments.values())
 
     def allocate(self, device: int, byte_size: int) -> Block | None:
         """Return a block on a device, or None if there is no free space.

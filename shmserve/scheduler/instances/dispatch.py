@@ -29,6 +29,7 @@ from shmserve.ipc.messages.inference import (
     Work,
 )
 from shmserve.ipc.messages.supervision import InstanceServed
+from shmserve.ipc.tensors.padding import PaddedBatch
 from shmserve.ipc.tensors.signature import BatchProperties
 from shmserve.scheduler.batchers.adaptive import AdaptiveBatcher
 from shmserve.scheduler.batchers.dynamic import (
@@ -165,7 +166,7 @@ class Executions:
             rows: The sequence of each row, if the model is stateful.
         """
         if self._settings.padding is not None:
-            padded_batch = self._settings.padding.batch()
+            padded_batch = PaddedBatch(self._settings.padding)
             for request in requests:
                 padded_batch.may_join(request.shape_key, request.rows)
             self._statistics.executions.count_padding(padded_batch.elements())

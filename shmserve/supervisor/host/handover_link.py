@@ -24,13 +24,13 @@ from shmserve.common.peers import credentials
 from shmserve.common.tasks import resolve_future
 from shmserve.errors import InvalidArgument
 from shmserve.ipc import endpoints
+from shmserve.ipc.processes import MAX_PASSED_FDS
 
 logger = logging.getLogger(__name__)
 
 _VERSION = 1
 _PATIENCE_S = 10.0  # short, because a running server responds at once
 _MAX_PACKET_BYTES = 64 * 1024
-_MAX_DESCRIPTORS = 253  # the kernel's SCM_MAX_FD: maximum descriptors of a message
 _CLIENT_LISTENER = "door"
 
 
@@ -61,7 +61,7 @@ class Offer:
             link.connect(os.fspath(endpoints.handover(run_dir)))
             if credentials(link)[1] != os.geteuid():
                 raise PermissionError
-            data, fds = _receive(link, _MAX_DESCRIPTORS)
+            data, fds = _receive(link, MAX_PASSED_FDS)
             response = json.loads(data or b'{"refused": "it is stopping"}')
             if response.get("version", _VERSION) != _VERSION:
                 response = {"refused": "its version uses another handover protocol"}

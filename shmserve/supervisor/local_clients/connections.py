@@ -32,6 +32,7 @@ from shmserve.errors import Unsupported
 from shmserve.ipc import endpoints
 from shmserve.ipc.endpoints import FIRST_LOCAL_CLIENT
 from shmserve.ipc.messages.control_requests import Refused
+from shmserve.ipc.processes import MAX_PASSED_FDS
 from shmserve.ipc.transport import frames
 from shmserve.ipc.transport.frames import MalformedMessage
 from shmserve.ipc.transport.router import Listener, open_listening_socket, socket_error
@@ -40,8 +41,6 @@ logger = logging.getLogger(__name__)
 
 
 _MAX_PACKET_BYTES = 64 * 1024
-# SCM_MAX_FD. With a smaller buffer, the kernel would close further descriptors, which may block.
-_MAX_DESCRIPTORS = 253
 _MAX_ACCEPTED_DESCRIPTORS = 4  # packets with more descriptors are rejected
 _CREDENTIALS_BYTES = 12  # size of struct ucred
 _NO_LINGER = struct.pack("ii", 0, 0)  # a struct linger, with which close() does not block
@@ -76,7 +75,8 @@ class _Packet(NamedTuple):
 
 
 def _receive_packet(link: socket.socket, size: int) -> _Packet:
-    ancillary_size = socket.CMSG_SPACE(_MAX_DESCRIPTORS * 4) + socket.CMSG_SPACE(_CREDENTIALS_BYTES)
+    # With a smaller buffer, the kernel would close further descriptors, which may block.
+    ancillary_size = socket.CMSG_SPACE(MAX_PASSED_FDS * 4) + socket.CMSG_SPACE(_CREDENTIALS_BYTES)
     data, ancillary, flags, _ = link.recvmsg(size, ancillary_size, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
     for level, kind, payload in ancillary:

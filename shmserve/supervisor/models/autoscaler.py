@@ -97,7 +97,10 @@ class Autoscaler:
         """Scale the versions until this coroutine is cancelled."""
         while True:
             await asyncio.sleep(SAMPLE_EVERY_S)
-            self.sample()
+            try:
+                self.sample()
+            except OSError:  # such as a file of the host that cannot be opened
+                logger.exception("the load of models could not be measured")
 
     def sample(self) -> None:
         """Request the statistics of each scheduler that has answered the last request.

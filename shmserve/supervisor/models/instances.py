@@ -316,7 +316,9 @@ async def stacks_of(instance: Instance) -> str:
         return ""
     try:
         path = f"/proc/{child.pid}/fd/{instance.stacks_fd}"
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        if not os.readlink(path).startswith("/memfd:stacks"):
+            return ""  # the model has closed the file, and opened another one
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:  # the worker has ended, or its model has closed the file
         return ""
     try:
@@ -324,8 +326,6 @@ async def stacks_of(instance: Instance) -> str:
         child.kill(signal.SIGUSR2)
         await _await_written(child, fd)
         return os.read(fd, _MAX_STACK_BYTES).decode(errors="replace")
-    except OSError:  # the descriptor already refers to another file
-        return ""
     finally:
         os.close(fd)
 

@@ -209,7 +209,8 @@ class Lifecycle:
             order.step_models = list(dict.fromkeys(names))
             cycle = self._registry.find_cycle(model.name, order.step_models, plan.steps)
             if cycle:
-                text = f"circular dependency between ensembles: {' -> '.join(cycle)}\n"
+                text = f"circular dependency between ensembles: {cycle[0]} -> ... -> "
+                text += f"{' -> '.join(cycle[-2:])} ({' -> '.join(cycle)})\n"
                 self._fail(order, InvalidArgument(f"load failed for model '{model.name}': {text}"))
             else:
                 order.phase = OrderPhase.WAITING
@@ -370,7 +371,8 @@ class Lifecycle:
             if not order.awaited_ends and all(o.is_answered for o in order.follow_ups):
                 self._open_orders.remove(order)
                 order.is_answered = self._has_changed = True
-                self._registry.remove_unused(order.model)
+                for model in self._registry.remove_unused(order.model):
+                    self._actions.publish(model)
                 self._actions.answer(order)
 
     def _advance(self, model: ModelEntry) -> None:
@@ -540,7 +542,7 @@ class Lifecycle:
         if not waiting_versions or not self._actions.is_published(model):
             return
         for version in waiting_versions:
-            if model.serving or not self._registry.has_users(version):
+            if model.serving or not self._registry.users_to_end(version):
                 model.draining.add(version)
                 self._actions.retire(version)
 

@@ -191,8 +191,9 @@ class LoadPlanner:
             if not override:
                 raise InvalidArgument("override files are given without a 'config' override")
             path = materialise_override(self._overrides_dir, name, override, files)
-            return repository.scan([path.parent])[name]
-        folder = self._find(name)
+            folder = repository.find([path.parent], name)
+        else:
+            folder = self._find(name)
         if folder is None:
             raise NotFound(f"the model repositories contain no folder '{name}'")
         if folder.problem:
@@ -279,7 +280,7 @@ class LoadPlanner:
         """
         try:
             model = self._find_with_defaults(name)
-        except (ShmserveError, OSError):
+        except Exception:
             return []
         return [] if model is None else steps_of(ModelSpec.of(model_config.to_dict(model[1])))
 
@@ -341,13 +342,13 @@ def _class_source(config: ModelConfig, folder: ModelFolder) -> Source | None:
     return None if class_text is None else model_config.class_source(*class_text)
 
 
-def _class_text(config: ModelConfig, folder: ModelFolder) -> tuple[str, str, str] | None:
-    """Return (text of the file, class name, file name) of a model's class; None if unreadable."""
+def _class_text(config: ModelConfig, folder: ModelFolder) -> tuple[bytes, str, str] | None:
+    """Return (content, class name, file name) of a class's file; None if it is unreadable."""
     file = config.default_model_filename or "model.py"
     relative_path = Path(str(folder.versions[-1] if folder.versions else 1), file)
     try:
-        text = (folder.path / relative_path).read_text(encoding="utf-8")
-    except (OSError, ValueError):  # the load reports the error
+        text = (folder.path / relative_path).read_bytes()
+    except OSError:  # the load reports the error
         return None
     name = config.parameters["class"].string_value if "class" in config.parameters else ""
     return text, name or DEFAULT_CLASS_NAME, f"{folder.name}/{relative_path}"

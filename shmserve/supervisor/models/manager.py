@@ -100,7 +100,8 @@ class ModelPublisher:
             audience: The receivers.
             name: The model.
             published: The current publications by version, see `ModelRegistry.publications`.
-            absent: Versions to withdraw even if they were never published.
+            absent: The versions that do not serve, which are withdrawn even if they were never
+                published.
         """
         sent = self._sent_messages.setdefault(name, {})
         for version, message in published.items():
@@ -112,7 +113,8 @@ class ModelPublisher:
             if version not in sent or not isinstance(sent[version].message, ModelWithdrawn):
                 withdrawn = ModelWithdrawn(name, version, 0)
                 sent[version] = _SentMessage(withdrawn, audience.announce(withdrawn))
-        if not sent:
+        # A model without published or withdrawn versions was removed from the registry.
+        if not (published or absent) and self.are_acknowledged(audience, name):
             del self._sent_messages[name]
 
     def are_acknowledged(self, audience: Audience, name: str) -> bool:
@@ -228,7 +230,10 @@ class LifecycleExecutor(LifecycleActions):
 
     @_in_background
     async def read(self, order: Order) -> None:
-        plan = await asyncio.to_thread(self._plan, order)
+        try:
+            plan = await asyncio.to_thread(self._plan, order)
+        except Exception as error:  # any exception, because the order waits for its plan
+            plan = LoadPlan("", [], {}, _plan_error(order.model.name, error))
         if plan.is_ambiguous:
             logger.error(
                 "failed to poll model '%s': not unique across all model repositories",
@@ -243,7 +248,7 @@ class LifecycleExecutor(LifecycleActions):
         try:
             fingerprint = planner.fingerprint(name)
             specs = planner.plan(name, *order.source)
-        except Exception as error:  # any exception, because the order waits for its plan
+        except Exception as error:
             count = planner.count(name)
             return LoadPlan(fingerprint, [], {}, _plan_error(name, error), count > 0, count > 1)
         steps: dict[str, list[str]] = {}
@@ -509,7 +514,7 @@ class ModelManager:
 
         def stop(version: ModelVersion) -> asyncio.Task[None]:
             if version not in tasks:
-                ensembles = self._registry.ensembles_of(version.spec.name)
+                ensembles = self._registry.users_to_end(version)
                 tasks[version] = asyncio.ensure_future(_stop(version, [*map(stop, ensembles)]))
             return tasks[version]
 

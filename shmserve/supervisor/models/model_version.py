@@ -290,9 +290,10 @@ class ModelVersion:
 
     async def _replace_scheduler(self, pause_s: float) -> None:
         lost_endpoint = self.scheduler.endpoint
-        while not self._lifetime.is_retiring:
-            if pause_s:
-                await asyncio.sleep(pause_s)
+        while True:
+            await asyncio.sleep(pause_s)
+            if self._lifetime.is_retiring:
+                break
             try:
                 await self._start_scheduler()
             except ShmserveError as error:
@@ -390,6 +391,11 @@ class EnsembleInstances(Instances):
     def can_serve(self) -> bool:
         """Return whether every step's model is ready."""
         return all(model is not None and model.ready for model in self._models)
+
+    @property
+    def hangs(self) -> bool:
+        """Return whether a step's model, which restarts, takes so long that it was reported."""
+        return any(model is not None and model.instances.hangs for model in self._models)
 
     async def complete_config(self) -> None:
         """Validate the ensemble against the models that serve now.

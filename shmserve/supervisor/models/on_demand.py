@@ -88,18 +88,18 @@ class MemoryUse:
     def __init__(self) -> None:
         self._sizes: dict[ModelVersion, int] = {}
         self._measured_at: dict[ModelVersion, float] = {}
-        # Bytes by model version, kept after the version is unloaded.
+        # Bytes by model, kept after the model is unloaded.
         self._last_sizes: dict[str, int] = {}
 
-    async def measure(self, live: Iterable[ModelVersion], measures_again: bool = False) -> None:
+    async def measure(self, models: Mapping[str, ModelEntry], measures_again: bool = False) -> None:
         """Measure the loaded versions whose size is not known; this takes milliseconds for each.
 
         Args:
-            live: The versions with processes.
+            models: All models by name.
             measures_again: Whether sizes older than `_MEASURE_EVERY_S` are measured again.
         """
         now = time.monotonic()
-        loaded = [version for version in live if version.has_loaded]
+        loaded = [v for model in models.values() for v in model.versions if v.has_loaded]
         measured_at = {v: self._measured_at.get(v, -math.inf) for v in loaded}
         outdated = {
             v for v in loaded if measures_again and now - measured_at[v] >= _MEASURE_EVERY_S
@@ -113,6 +113,7 @@ class MemoryUse:
         sizes = await asyncio.to_thread(lambda: {pid: private_bytes(pid) for pid in measured_pids})
         self._measured_at = measured_at | dict.fromkeys(to_measure, now)
         self._sizes = {v: self._sizes[v] for v in loaded if v in self._sizes}
+        self._last_sizes = {n: size for n, size in self._last_sizes.items() if n in models}
         for version in to_measure:
             # The memory of a process that hosts several schedulers is divided among their models.
             host_size = sum(sizes[pid] // sharers[pid] for pid in pids[version])
@@ -207,6 +208,8 @@ class OnDemand:
                 await self._wait_for(order)
             outcome = None
         except Exception as error:
+            models = self._registry.models
+            self._failures = {n: entry for n, entry in self._failures.items() if n in models}
             self._failures[name] = backoff, time.monotonic() + backoff.pause_s(0)
             if isinstance(error, InvalidArgument):  # the inference request is valid
                 outcome = Unavailable(error.message)
@@ -224,9 +227,12 @@ class OnDemand:
     async def run(self) -> None:
         """Unload models that are idle or exceed the memory limit, until the task is cancelled."""
         while True:
-            if self._context.config.max_models_byte_size:
-                await self._memory.measure(self._registry.live_versions, measures_again=True)
-            await self.free_memory()
+            try:
+                if self._context.config.max_models_byte_size:
+                    await self._memory.measure(self._registry.models, measures_again=True)
+                await self.free_memory()
+            except Exception:  # such as a thread that cannot be started
+                logger.exception("the memory of models could not be freed")
             await asyncio.sleep(_CHECK_EVERY_S)
 
     async def free_memory(self) -> None:
@@ -252,7 +258,7 @@ class OnDemand:
     async def _due_names(self) -> list[str]:
         max_bytes = self._context.config.max_models_byte_size
         if max_bytes:
-            await self._memory.measure(self._registry.live_versions)
+            await self._memory.measure(self._registry.models)
         if not select_unloads(self._residents(), max_bytes, time.monotonic_ns()):
             return []  # newer reports can only show more recent use
         await self._update_usages()

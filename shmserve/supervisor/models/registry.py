@@ -21,6 +21,7 @@ from shmserve.supervisor.models.repository import DUPLICATE_MODEL, ModelFolder, 
 from shmserve.supervisor.models.scheduler_process import Group
 
 PATIENCE_S = 5.0  # maximum seconds of a readiness check
+MAX_UNLOADED = 4096  # maximum number of unloaded models that the index and errors mention
 _RESTARTING = "a process is being restarted"
 
 
@@ -36,10 +37,24 @@ class ModelRegistry:
         """Return the entry of a model; create it if needed."""
         return self.models.setdefault(name, ModelEntry(name))
 
-    def remove_unused(self, model: ModelEntry) -> None:
-        """Remove a model that has neither orders nor statuses."""
-        if not (model.orders or statuses(model)) and self.models.get(model.name) is model:
-            del self.models[model.name]
+    def remove_unused(self, model: ModelEntry) -> list[ModelEntry]:
+        """Remove a model that has neither orders nor statuses, and the oldest unloaded models.
+
+        Returns:
+            The removed models, which have no status.
+        """
+        is_unused = not (model.orders or statuses(model)) and self.models.get(model.name) is model
+        removed = [model] if is_unused else []
+        if len(self.models) > MAX_UNLOADED:
+            needed = {step for user in self.models.values() for step in user.needed_steps}
+            models = (entry for entry in self.models.values() if entry.name not in needed)
+            unloaded = [m for m in models if m.is_unloaded and not any(m.versions)]
+            removed += unloaded[:-MAX_UNLOADED]
+        for entry in removed:
+            entry.outcomes.clear()
+            del self.models[entry.name]
+            self._summaries.pop(entry.name, None)
+        return removed
 
     def update(self, names: Iterable[str]) -> None:
         """Derive the summaries of models that have changed; other summaries stay valid."""
@@ -146,12 +161,12 @@ class ModelRegistry:
         waiting_orders = (order for order in first_orders if order.phase is OrderPhase.WAITING)
         return [order for order in waiting_orders if model.name in order.step_models]
 
-    def has_users(self, version: ModelVersion) -> bool:
-        """Check whether an ensemble needs a version and must end before it.
+    def users_to_end(self, version: ModelVersion) -> set[ModelVersion]:
+        """Return the ensembles that need a version and must end before it.
 
         Versions that need one another in a cycle are excluded, since they would wait for ever.
         """
-        return any(version not in self._users_of(user) for user in self._users_of(version))
+        return {user for user in self._users_of(version) if version not in self._users_of(user)}
 
     def _users_of(self, version: ModelVersion) -> set[ModelVersion]:
         """Return the ensembles that need a version, directly or through other ensembles."""

@@ -414,7 +414,7 @@ def _subfolders(repository: Path) -> list[Path]:
 
 def _is_dangling(path: Path) -> bool:
     """Return whether a path is a link that leads nowhere, other than the lock of an editor."""
-    return not path.name.startswith(".") and path.is_symlink() and not os.path.exists(path)
+    return not path.name.startswith(".") and os.path.islink(path) and not os.path.exists(path)
 
 
 def _read_folder(repository: Path, path: Path, config_name: str) -> ModelFolder | None:

@@ -299,7 +299,7 @@ class VersionScheduler:
         # A scheduler receives no message before it is ready.
         await wait_any(ready_future, handle.close_future, handle.child.exited)
         if self._lifetime.is_stopping:
-            await self.hosts.close(handle)
+            await self.stop()
             raise Unavailable("the model was unloaded while it was loading")
         if not ready_future.done():
             await self.hosts.close(handle)
@@ -309,6 +309,8 @@ class VersionScheduler:
         self.number = number  # the endpoints of the new scheduler exist from now on
         self._current = handle
         self.counters.send_base()
+        if self._snapshot is not None:  # the previous scheduler may not have answered
+            self.send(m.SnapshotStatistics())
         if config.caches_responses:  # the share may have changed while the scheduler started
             context.cache_shares.send(id(self))
         context.tracing.send_settings(handle.address)

@@ -160,7 +160,9 @@ class ProcessTable:
 
     def _reap(self) -> None:
         self._child_exited.set()
-        known_kills, self._oom_kills = self._oom_kills, oom_kills()
+        known_kills = self._oom_kills
+        with contextlib.suppress(OSError):  # without a free descriptor, children are reaped, too
+            self._oom_kills = oom_kills()
         while True:
             try:
                 info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
@@ -620,27 +622,27 @@ def _imported_files(file: Path) -> set[Path]:
         if source in imported or not source.is_file():
             continue
         imported.add(source)
-        with contextlib.suppress(OSError, SyntaxError, ValueError):
-            for name in _imported_packages(source):
-                package = file.parent / name
-                remaining_files += [package.with_suffix(".py"), *package.glob("*.py")]
+        for name in _imported_packages(source):
+            package = file.parent / name
+            remaining_files += [package.with_suffix(".py"), *package.glob("*.py")]
     return imported
 
 
 def _imports_torch(source: Path) -> bool:
     """Return whether a Python file names a package that imports torch, in any import."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # loading the file repeats the warnings
-            # The open of a pipe would wait for a writer.
-            packages = _imported_packages(source) if source.is_file() else ()
-            return not _TORCH_PACKAGES.isdisjoint(packages)
-    except (OSError, SyntaxError, ValueError):  # loading the model reports the error
-        return False
+    return not _TORCH_PACKAGES.isdisjoint(_imported_packages(source))
 
 
 def _imported_packages(source: Path) -> Iterator[str]:
     """Yield the packages that a Python file imports anywhere, except relative imports."""
-    for node in ast.walk(ast.parse(source.read_bytes())):
+    try:
+        with warnings.catch_warnings(action="ignore"):  # loading the file repeats the warnings
+            # The open of a pipe would wait for a writer.
+            tree = ast.parse(source.read_bytes() if source.is_file() else b"")
+    # Loading the model reports the error.
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (name.name.partition(".")[0] for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

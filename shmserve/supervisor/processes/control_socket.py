@@ -130,7 +130,7 @@ class ControlSocket:
     """The supervisor's socket for messages with its processes, in the event loop.
 
     The identity of a process is "role.....pid", that of a scheduler "role.number.pid". The role of
-    an registered address decides which messages it may send, since a model's code can connect, too.
+    a registered address decides which messages it may send, since a model's code can connect, too.
     A process may send messages shortly before it is registered; these wait in a short queue.
     """
 

@@ -36,6 +36,7 @@ import msgpack
 
 from shmserve.errors import ShmserveError
 from shmserve.ipc.processes import (
+    MAX_PASSED_FDS,
     die_with_parent,
     kill_marked_descendants,
     raise_oom_score,
@@ -127,7 +128,7 @@ def main(argv: list[str]) -> int:
     except OSError:
         supervisor_ended()
     while True:
-        data, fds, _, _ = socket.recv_fds(link, 16, 16)
+        data, fds, _, _ = socket.recv_fds(link, 16, MAX_PASSED_FDS)
         if not data:
             supervisor_ended()
         if data == TAKE_OVER:

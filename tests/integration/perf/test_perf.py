@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from shmserve.cli import main
+from shmserve.client import discovery
 from tests.support import certificates, repositories
 from tests.support.servers import ROOT, Server, Start, running
 from tests.support.waiting import until
@@ -240,11 +241,11 @@ def test_a_report_is_written_drawn_and_compared(
         ("native", ["nobody"], 1, "unknown model: 'nobody'"),
         ("http", ["identity"], 2, "--shape INPUT0:N"),
         ("http", ["simple", "--input=X=3"], 2, "no input 'X'; it has INPUT0, INPUT1"),
-        ("http", ["simple", "--batch=0"], 2, "--batch: 0 is less than 1"),
+        ("http", ["simple", "--batch=0"], 2, "--batch: 0 is out of range (allowed: 1 to"),
         ("http", ["simple", "--batch=99"], 1, "the first request to 'simple' failed: 400"),
         ("grpc", ["simple", "--batch=99"], 1, "the first request to 'simple' failed: "),
         ("http", ["simple", "--rate=fast"], 2, "--rate: 'fast' is invalid (allowed: N"),
-        ("http", ["simple", "--window=0"], 2, "--window: must be a finite number above 0, got 0"),
+        ("http", ["simple", "--window=0"], 2, "--window: 0 is out of range"),
         ("http", ["simple", "--compare=/none"], 2, "--compare: cannot read '/none'"),
         ("native", ["simple", "--openai=chat"], 2, "--openai requires --url http://HOST:PORT"),
         ("native", ["simple", "--plot=a.png"], 2, "--plot: 'a.png' does not end in .svg"),
@@ -264,6 +265,15 @@ def test_an_error_is_one_line(
     error = capsys.readouterr().err
     assert expected_error in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["simple"], ["counter", "--input=COUNT=[2]"]])
+def test_a_server_without_http_and_grpc_is_measured(
+    perf: Perf, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "addresses", lambda _: ())
+    point = perf("native", *arguments)
+    assert point["requests"] > 10 and not point["errors"] and not point["server"]
 
 
 def test_a_missing_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,21 @@ async def main():
 asyncio.run(main())
 """
 
+_NO_DESCRIPTOR_PROGRAM = """
+import asyncio, os
+from shmserve.supervisor.processes import children as table
+
+async def main():
+    children = table.ProcessTable()
+    def oom_kills():
+        raise OSError("Too many open files")
+    table.oom_kills = oom_kills
+    child = children.adopt(os.posix_spawn("/bin/true", ["true"], {}), "one")
+    print(await asyncio.wait_for(child.exited, 10))
+
+asyncio.run(main())
+"""
+
 _TROUBLE_PROGRAM = """
 import asyncio, logging, os, sys, time
 from shmserve.supervisor.processes.children import ProcessTable
@@ -143,6 +158,10 @@ def test_a_stopped_process_is_continued_after_its_time_limit() -> None:
 def test_a_kill_by_the_kernel_is_told_from_one_by_an_operator() -> None:
     by_kernel = "signal 9: the kernel killed it for lack of memory True"
     assert output(_OOM_PROGRAM).splitlines() == ["signal 9 True", by_kernel, "signal 9 True"]
+
+
+def test_children_are_reaped_without_a_free_descriptor() -> None:
+    assert output(_NO_DESCRIPTOR_PROGRAM) == "exit status 0\n"
 
 
 def test_an_end_that_cannot_be_dealt_with() -> None:

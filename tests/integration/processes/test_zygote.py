@@ -37,6 +37,8 @@ async def main():
     for process in children.all():  # Ctrl-C is for the supervisor, also this early
         os.kill(process.pid, signal.SIGINT)
     first = await zygote.spawn("one", "builtins:len", b"")
+    count = "tests.integration.processes.test_zygote:exit_with_count"
+    assert (await (await zygote.spawn("one", count, b"", [0] * 100)).exited) == "exit status 100"
     process, = [child for child in children.all() if child.title == "zygote"]
     os.kill(process.pid, signal.SIGSTOP)
     spawned = [asyncio.ensure_future(zygote.spawn("one", "builtins:len", b"")) for _ in range(500)]
@@ -215,6 +217,10 @@ zygote._fork(link, os.getpid(), [zygote.encode_request(7, "builtins:len", b"")])
 _, pid = msgpack.unpackb(ours.recv(64))
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
+
+
+def exit_with_count(start: bytes, *fds: int) -> None:
+    sys.exit(len(set(fds)))
 
 
 def wait_for_signal(start: bytes) -> None:

@@ -15,7 +15,7 @@ import pytest
 from shmserve import cli
 from shmserve.cli import check, client, tune
 from shmserve.supervisor.supervisor import Supervisor
-from tests.support.servers import run_python
+from tests.support.servers import reply_once, run_python
 
 
 def test_ctrl_c_during_the_start_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +94,40 @@ def test_an_unreachable_server_is_named(
 ) -> None:
     assert cli.main(words.split()) == 1
     assert capsys.readouterr().err.startswith(f"shmserve: {message}")
+
+
+@pytest.mark.parametrize("words", ["top --once", "profile m"])
+@pytest.mark.parametrize("text", ["SSH-2.0\r\n", "HTTP/1.1 200 OK\r\n\r\ndata: {}\n\n"])
+def test_another_server_than_shmserve_is_named(
+    words: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with reply_once(text.encode()) as port:
+        assert cli.main([*words.split(), f"--metrics-url=127.0.0.1:{port}"]) in (1, 2)
+    error = capsys.readouterr().err
+    assert f"http://127.0.0.1:{port}" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", ["top --once", "profile m"])
+def test_an_address_of_metrics_is_a_host_or_a_url(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for address, text in (
+        ("", "--metrics-url: the value is empty"),
+        ("/x", "--metrics-url: cannot use '/x"),
+        ("[::1]:9", "http://[::1]:9/"),
+        ("localhost/metrics", "http://localhost/"),
+    ):
+        assert cli.main([*words.split(), f"--metrics-url={address}"]) in (1, 2)
+        error = capsys.readouterr().err
+        assert text in error and error.count("\n") == 1
+
+
+def test_check_reports_names_that_the_locale_lacks(tmp_path: Path) -> None:
+    (tmp_path / "é").mkdir()
+    (tmp_path / "é/config.pbtxt").write_text('backend: "none"')
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    completed = run_python("-m", "shmserve", "check", str(tmp_path), env=environment)
+    assert completed.returncode == 2 and "FAILED" in completed.stdout
 
 
 class InterruptedSupervisor:

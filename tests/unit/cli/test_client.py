@@ -6,7 +6,6 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, cast
@@ -17,11 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from shmserve.cli import client
+from shmserve.cli import client, main
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.tensors.arrays import NUMPY_DTYPES
 from shmserve.ipc.tensors.datatypes import ITEM_SIZE
+from shmserve.protocols.servers import read_token
 from shmserve.protocols.tensors import ModelTensor, decode, encode, load_value
+from tests.support.servers import reply_once
 
 METADATA = {
     "name": "m",
@@ -204,7 +205,7 @@ def server() -> Iterator[HTTPServer]:
 
 def run(*arguments: str) -> int:
     try:
-        return client.run(["infer", *arguments])
+        return main(["client", "infer", *arguments])
     except SystemExit as exit_:
         return cast("int", exit_.code)
 
@@ -283,21 +284,29 @@ def test_an_error_for_an_unready_model_lists_the_states(
         (["m", "--input=X=@/dev/none"], 2, "cannot read /dev/none: No such file or directory\n"),
         (["m", "--input", "-x=1"], 2, "expected one argument (write --input=VALUE if"),
         (["m", "--input=X=1", "--url=ftp://a"], 2, "--url: expected"),
+        (["m", "--input=X=1", "--url="], 2, "--url: the value is empty; omit the flag for its"),
         (["m", "--input=X=1", "--url=http://a:b"], 2, "--url: expected"),
         (["m", "--input=X=1", "--url=127.0.0.1:1"], 1,
          "infer: http://127.0.0.1:1: no response: Con"),
         (["m", "--input=X=1", "--url=unix:/nowhere"], 1,
          "unix:/nowhere: no response: No such file"),
-        (["m", "--input=X=1", "--header=x"], 2, "--header: expected NAME:VALUE, got 'x'"),
+        (["m", "--input=X=1", "--header=x"], 2, "--header: expected NAME:VALUE in ASCII, got 'x'"),
+        (["m", "--input=X=1", "--header=A:b\nc"], 2, "in ASCII, got 'A:b\\nc'"),
+        (["m", "--input=X=1", "--header=A b:c"], 2, "in ASCII, got 'A b:c'"),
+        (["m", "--input=X=1", "--header=A:\u65e5"], 2, "in ASCII, got 'A:\u65e5'"),
         (["m", "--input=X=1", "--client-key=x"], 2, "must be given together"),
         (["m", "--input=X=1", "--token-file=/dev/null"], 2, "'/dev/null' has no token"),
         (["m", "--input=X=1", "--token-file=/"], 2, "cannot read '/': Is a directory"),
         (["m", "--input=X=1", "--url=https://x", "--root-cert=/dev/null"], 2,
          "--root-cert: cannot"),
         (["m", "--input=X=1", "--url=x", "--run-dir=y"], 2, "not allowed with argument --url"),
-        (["m", "--input=X=1", "--url=http://a..b"], 2, "label empty"),
-        (["\udcff", "--input=X=1"], 2, "surrogates not allowed"),
-        (["m", "--input=X=1", "--timeout-us=x"], 2, "argument --timeout-us"),
+        (["m", "--input=X=1", "--url=http://a..b"], 2, "--url: expected"),
+        (["\udcff", "--input=X=1"], 2, "'\\udcff' is not UTF-8 text"),
+        (["m", "--input=X=1", "--timeout-us=x"], 2, "--timeout-us: 'x' is not an integer"),
+        (["m", "--input=X=1", "--timeout-us=-5"], 2, "--timeout-us: -5 is out of range"),
+        (["m", "--input=X=1", f"--sequence={2**64}"], 2, f"--sequence: {2**64} exceeds 64 bits"),
+        (["m", "--input=X=1", f"--sequence={'9' * 5000}"], 2, "exceeds 64 bits"),
+        (["m", "--input=X=1", "--input=X=2"], 2, "--input: 'X' is given twice"),
         ([], 2, "MODEL"),
         (["m", "--nothing"], 2, "unrecognized arguments: --nothing"),
     ],
@@ -315,6 +324,37 @@ def test_each_error_is_one_line(
     assert (completed, captured.out) == (status, "")
     assert text in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("letter", ["\u00f6", "\0", "\ufeff"])
+def test_a_token_that_no_header_can_contain_is_refused(tmp_path: Path, letter: str) -> None:
+    path = tmp_path / "token"
+    path.write_text(f"# a comment\n{letter}oken-of-16-letters", encoding="utf-8")
+    with pytest.raises(InvalidArgument, match=r"^--token-file: the token in '.*' is not printable"):
+        read_token(str(path))
+
+
+@pytest.mark.parametrize("model", [b"{}", b"[]"])
+@pytest.mark.parametrize("length", [b"", b"Inference-Header-Content-Length: x\r\n"])
+def test_statistics_of_a_server_without_them(
+    model: bytes, length: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with reply_once(b"HTTP/1.0 200 OK\r\n%s\r\n%s" % (length, model)) as port:
+        assert client.run(["stats", "m", f"--url=http://127.0.0.1:{port}"]) == 1
+    assert "the server did not answer with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["ready", "stats"])
+def test_a_silent_server_is_not_waited_for(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shmserve.protocols.http.QUERY_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("shmserve.protocols.grpc.QUERY_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for scheme, reason in (("http", "no response: timed out"), ("grpc", "Deadline Exceeded")):
+            address = f"{scheme}://127.0.0.1:{silent.getsockname()[1]}"
+            assert client.run([verb, "m", f"--url={address}"]) == 1
+            assert f"{address}: {reason}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4", b"\x93NUMPY\x01\x00\x04\x00{{{{", b"junk"])
@@ -394,17 +434,6 @@ def test_a_file_that_is_no_image_and_a_host_without_pillow(
 
 
 def test_a_port_of_grpc_is_no_port_of_http(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-
-        def respond() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.sendall(b"\0\0\x06\x04\0\0\0\0\0\0\x05\0\0\x40\0")
-                connection.recv(1 << 16)
-
-        response_future = pool.submit(respond)
-        listener.settimeout(10)
-        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        assert client.run(["models", f"--url={address}"]) == 1
-        response_future.result()
+    with reply_once(b"\0\0\x06\x04\0\0\0\0\0\0\x05\0\0\x40\0") as port:
+        assert client.run(["models", f"--url=http://127.0.0.1:{port}"]) == 1
     assert "is not HTTP/1.1 (gRPC needs --url grpc://" in capsys.readouterr().err

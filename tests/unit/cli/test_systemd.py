@@ -89,6 +89,18 @@ def test_the_units_of_a_user(
     assert list_files(home_folder) == set()
 
 
+def test_relative_folders_of_a_user_are_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME"):
+        monkeypatch.setenv(name, "folder")
+    assert cli.main(["systemd", "show", "--user"]) == 0
+    shown = capsys.readouterr().out
+    assert f"## {tmp_path}/.config/shmserve/shmserve.yaml" in shown
+    assert f"{tmp_path}/.local/share/shmserve/models" in shown
+
+
 def test_written_flags_are_valid(tmp_path: Path) -> None:
     assert run("install", tmp_path) == 0
     options = command_line.read(str(tmp_path / "etc/shmserve/shmserve.yaml"))
@@ -224,6 +236,15 @@ def test_impossible_options_are_rejected(
 ) -> None:
     assert cli.main(["systemd", *arguments]) == 2
     assert expected_error in capsys.readouterr().err
+
+
+def test_the_file_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unit = tmp_path / "etc/systemd/system/shmserve.service"
+    unit.mkdir(parents=True)
+    assert run("install", tmp_path, "--program=/usr/bin/true") == 2
+    assert f"systemd install: cannot change '{unit}': Is a directory" in capsys.readouterr().err
 
 
 def test_special_characters_are_escaped_for_systemd() -> None:

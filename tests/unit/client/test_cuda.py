@@ -278,9 +278,12 @@ def test_a_released_region_raises_and_is_freed_with_its_last_tensor(
 def test_memory_on_a_device_stays_with_its_client(
     context: SupervisorContext, exporting: FakeExporting
 ) -> None:
-    with shmserve.client.connect(context.folder) as client:
+    with (
+        shmserve.client.connect(context.folder) as client,
+        shmserve.client.connect(context.folder) as other_client,
+    ):
         region = client.allocate(TENSORS, device="cuda:0")
-        for attempt in (pickle.dumps, client.attach):
+        for attempt in (pickle.dumps, client.attach, partial(other_client.infer, "m")):
             with pytest.raises(shmserve.client.Unsupported, match="cannot be sent"):
                 attempt(region)
 

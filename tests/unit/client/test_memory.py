@@ -328,6 +328,15 @@ def test_a_deep_copy_of_a_region_has_its_own_memory(memories: Memories) -> None:
     assert copied["x"].tolist() == [1, 1, 1] and copied.specs == region.specs
 
 
+def test_a_region_of_another_process_can_be_copied(memories: Memories) -> None:
+    region = Region(memories, {"x": (3, "FP32")})
+    region["x"][:] = 1
+    receive, arguments = region.__reduce__()
+    copied = copy.deepcopy(receive(*arguments))
+    region["x"][:] = 2
+    assert copied["x"].tolist() == [1, 1, 1]
+
+
 def test_a_region_keeps_no_templates_of_reloaded_models(memories: Memories) -> None:
     region = Region(memories, {"x": ((1, 8192), "FP32"), "y": ((1, 8192), "FP32")})
     models = ClientModels()

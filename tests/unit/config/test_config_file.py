@@ -73,6 +73,7 @@ def test_a_file_is_all_that_a_server_needs(tmp_path: Path) -> None:
         ("http-port: {a: 1}", "1: http-port: expected a value, found a mapping"),
         ("load-model: [[a]]", "1: load-model: expected a value, found a list"),
         ("load-model: [a, ]\nid:", "2: id: a value is missing"),
+        ('id: "a\\0b"', "1: id: the value contains a NUL character"),
         ("id: a\n\nid: b", "3: id: already set in line 1"),
         ("strict-readiness: x", "1: strict-readiness: 'x' is not a boolean (true or false)"),
         ("shm-overlap: 'x'", "1: shm-overlap: 'x' is not one of error, warn, ignore"),
@@ -119,6 +120,8 @@ def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"'.*pipe': it is a pipe without content"):
         command_line.parse([f"--config={tmp_path}/pipe"])
     (tmp_path / "binary").write_bytes(b"\xff")
+    with pytest.raises(InvalidArgument, match=r"shmserve.yaml': invalid YAML: maximum recursion"):
+        read_options(tmp_path, "id: " + "[" * 20_000)
     with pytest.raises(InvalidArgument, match=r"cannot read '.*binary': it is not UTF-8 text"):
         command_line.parse([f"--config={tmp_path}/binary"])
     (tmp_path / "binary").write_bytes(b"id: \x01")

@@ -20,6 +20,7 @@ from shmserve.errors import (
     InvalidArgument,
     NotFound,
     PermissionDenied,
+    QueueFull,
     ShmserveError,
     Unauthenticated,
     Unavailable,
@@ -184,6 +185,7 @@ def test_errors_have_a_type_and_the_field() -> None:
         (UnsupportedMediaType("x"), "invalid_request_error", "unsupported_media_type"),
         (MisdirectedHost("x"), "invalid_request_error", "misdirected_request"),
         (TooManyRequests("x"), "rate_limit_error", "rate_limit_exceeded"),
+        (QueueFull("x"), "rate_limit_error", "rate_limit_exceeded"),
         (Unsupported("x"), "invalid_request_error", "unsupported"),
         (Internal("x"), "server_error", None),
     ],
@@ -249,10 +251,18 @@ def test_a_chat_without_a_limit_of_tokens_has_that_of_its_model(
     assert [parsed.parameters[name] for name in limits if name in parsed.parameters] == [max_tokens]
 
 
+def test_zero_likeliest_tokens_request_no_log_probabilities() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "top_logprobs": 0}
+    parameters = asyncio.run(bodies.parse_chat(text_gateway(), body)).parameters
+    assert "top_logprobs" not in parameters
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"logprobs": 3}, "logprobs: 3 is not true or false"),
+        ({"top_logprobs": "x"}, "top_logprobs: 'x' is not an integer"),
+        ({"logprobs": False, "top_logprobs": 2}, "top_logprobs: requires logprobs: true"),
         ({"max_tokens": "zz", "max_completion_tokens": 5}, "max_tokens: 'zz' is not an integer"),
     ],
 )

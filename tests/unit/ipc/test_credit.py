@@ -24,7 +24,7 @@ def test_unread_responses_are_bounded(has_place: bool, steps: list[tuple[int, in
         if sender.is_open:
             sender.record_sent(size)
             unread_sizes.append(size)
-        assert sender.unread_count <= (1 if has_place else FIRST_CREDIT)
+        assert len(sender._unread) <= (1 if has_place else FIRST_CREDIT)
         for _ in range(min(read_count, len(unread_sizes))):
             credit = reader.record_read(unread_sizes.pop(0))
             assert sender.record_credit(credit) == credit
@@ -43,7 +43,7 @@ def test_a_window_closes(has_place: bool, size: int, message_count: int) -> None
         assert window.is_open
         window.record_sent(size)
     assert not window.is_open
-    assert (window.record_credit(message_count + 7), window.unread_count) == (message_count, 0)
+    assert (window.record_credit(message_count + 7), len(window._unread)) == (message_count, 0)
     assert window.is_open and window.record_credit(1) == 0
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.descriptors import TensorRef
-from shmserve.ipc.tensors.padding import Padding
+from shmserve.ipc.tensors.padding import PaddedBatch, Padding
 from shmserve.ipc.tensors.signature import Signature
 
 BUCKETS = [[3, 336, 336], [3, 224, 224]]
@@ -71,7 +71,7 @@ def test_the_shape_key_ignores_padded_dimensions_only() -> None:
     assert shapes == ((3, 7, 9),)
     assert pad.read(compute_key({}, (3, 8, 8), word_count=2))[0] == shape_key
     assert pad.read(compute_key({}, (3, 7, 9), word_count=1))[0] != shape_key
-    batch = pad.batch()
+    batch = PaddedBatch(pad)
     assert batch.may_join(compute_key({}, (3, 7, 9), word_count=2), 1)
     assert not batch.may_join(compute_key({}, (3, 7, 9), word_count=1), 1)
     assert batch.may_join(compute_key({}, (3, 9, 7), word_count=2), 2)
@@ -81,7 +81,7 @@ def test_the_shape_key_ignores_padded_dimensions_only() -> None:
 
 def test_shapes_without_a_common_bucket_are_separated() -> None:
     pad = padding({"buckets": [[3, 10, 100], [3, 100, 10]]})
-    batch = pad.batch()
+    batch = PaddedBatch(pad)
     assert batch.may_join(pad.key(b"", {"IMAGE": (3, 5, 90)}), 1)
     assert not batch.may_join(pad.key(b"", {"IMAGE": (3, 90, 5)}), 1)
     assert batch.may_join(pad.key(b"", {"IMAGE": (3, 9, 9)}), 1)
@@ -90,7 +90,7 @@ def test_shapes_without_a_common_bucket_are_separated() -> None:
 def test_two_small_requests_do_not_become_a_huge_batch() -> None:
     """One row is long in one dimension, and the other row in another dimension."""
     pad = padding({}, (-1, -1))
-    batch = pad.batch()
+    batch = PaddedBatch(pad)
     assert batch.may_join(pad.key(b"", {"IMAGE": (1, 100_000)}), 1)
     assert not batch.may_join(pad.key(b"", {"IMAGE": (100_000, 1)}), 1)
     assert batch.may_join(pad.key(b"", {"IMAGE": (1, 90_000)}), 1)
@@ -112,7 +112,7 @@ def test_waste_is_bounded(
     """At most `max_waste` of a batch is padding, unless its requests alone need as much."""
     listed_buckets = [list(bucket) for bucket in [*buckets, (40, 40)]] if buckets else []
     pad = padding({"max_waste": max_waste, "buckets": listed_buckets}, (-1, -1))
-    batch = pad.batch()
+    batch = PaddedBatch(pad)
     admitted: list[tuple[tuple[int, int], int]] = []
     for image, units in shapes_and_units:
         if batch.may_join(pad.key(b"", {"IMAGE": image}), units):

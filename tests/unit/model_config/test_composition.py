@@ -106,6 +106,7 @@ def test_sequences_are_checked(text: str, key: str, expected: str) -> None:
     assert problems(text) == (f"{place(text)}{key}: {expected}" if expected else "")
 
 
+LARGE_STEP = f"step[{'9' * 5000}].condition"  # more digits than int() accepts
 STEP_FIELDS = 'model_name: "x" input_map { key: "a" value: "I" } output_map { key: "b" value: "O" }'
 ENSEMBLE = 'name: "m" platform: "ensemble"' + TENSORS
 
@@ -148,6 +149,9 @@ ENSEMBLE = 'name: "m" platform: "ensemble"' + TENSORS
         ('@parameters { key: "step[0].if" value { string_value: "I" } } '
          "ensemble_scheduling { step { %s } }", 'parameters["step[0].if"]',
          "parameter 'step[0].if' of ensemble 'm' is unknown (allowed: step[N].condition)"),
+        (f'@parameters {{ key: "{LARGE_STEP}" value {{ string_value: "I" }} }} '
+         "ensemble_scheduling { step { %s } }", f'parameters["{LARGE_STEP}"]',
+         f"parameter '{LARGE_STEP}' of ensemble 'm' is unknown (allowed: step[N].condition)"),
     ],
 )  # fmt: skip
 def test_ensembles_are_checked(text: str, key: str, expected: str) -> None:

@@ -81,6 +81,11 @@ def test_a_shape_flag_is_a_name_and_numbers(text: str) -> None:
         data.read_requests(ALONE, DataOptions(shapes=[text]))
 
 
+def test_a_shape_that_no_memory_holds_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match=f"input 'X': the shape .*{2**70}.* is too large"):
+        data.read_requests(ALONE, DataOptions(shapes=[f"X:{2**70}"]))
+
+
 @pytest.mark.parametrize("options", [DataOptions(["Z=1"]), DataOptions(shapes=["Z:1"])])
 def test_a_missing_input_is_named(options: DataOptions) -> None:
     with pytest.raises(InvalidArgument, match="no input 'Z'; it has X"):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shmserve.ipc.tensors.padding import Pad, Padding
+from shmserve.ipc.tensors.padding import Pad, PaddedBatch, Padding
 from shmserve.scheduler.batchers.dynamic import Batch, CloseReason, WaitUntil, decide
 from shmserve.scheduler.requests.request import NEVER
 from shmserve.scheduler.settings import Batching
@@ -71,7 +71,7 @@ def test_padded_shapes_share_a_batch_up_to_their_bound(
     decision = decide(NOW, queued_items, replace(rules(max_batch_size), padding=padding), 0)
     assert isinstance(decision, Batch)
     batch_items = queued_items[: decision.count]
-    batch = padding.batch()
+    batch = PaddedBatch(padding)
     assert all(batch.may_join(item.shape_key, item.rows) for item in batch_items)
     total = sum(item.rows for item in batch_items)
     if decision.count < len(queued_items):

@@ -14,7 +14,9 @@ from shmserve.ipc.messages.publications import ProcessExited
 from shmserve.supervisor.context import LOCAL_CLIENT
 from shmserve.supervisor.host.service_manager import ServiceManager
 from shmserve.supervisor.processes.children import Child
+from shmserve.supervisor.reload import Reload
 from shmserve.supervisor.supervisor import Supervisor
+from tests.support.waiting import until_async
 
 
 def supervisor() -> Any:
@@ -85,27 +87,21 @@ async def test_an_exit_is_one_message_to_the_handler_of_its_role(role: str) -> N
 READER_ROLES, NON_READERS = ("gateway", LOCAL_CLIENT), ("scheduler", "ensemble", "worker")
 
 
-def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_several_exits_are_reported_in_one_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """There are as many processes as models, and each would be woken for each that is unloaded."""
     monkeypatch.setattr("shmserve.supervisor.supervisor._EXIT_REPORT_DELAY_S", 0.0)
-
-    async def report_exits() -> list[Any]:
-        mock_supervisor = supervisor()
-        for pid in (7, 8):
-            child = Child(pid, "it", asyncio.get_running_loop().create_future(), is_stopping=True)
-            child.exited.set_result("exit status 0")
-            mock_supervisor._process_exited(child)
-        sent = mock_supervisor.context.broadcast.mock_calls
-        assert sent == [call(ProcessExited(pid, "exit status 0"), *READER_ROLES) for pid in (7, 8)]
-        sent.clear()
-        outcomes = asyncio.Event()
-        mock_supervisor.context.broadcast.side_effect = lambda *_: outcomes.set()
-        await outcomes.wait()
-        return list(sent)
-
-    assert asyncio.run(report_exits()) == [
-        call(ProcessExited(pid, "exit status 0"), *NON_READERS) for pid in (7, 8)
-    ]
+    mock_supervisor = supervisor()
+    for pid in (7, 8):
+        child = Child(pid, "it", asyncio.get_running_loop().create_future(), is_stopping=True)
+        child.exited.set_result("exit status 0")
+        mock_supervisor._process_exited(child)
+    sent = mock_supervisor.context.broadcast.mock_calls
+    assert sent == [call(ProcessExited(pid, "exit status 0"), *READER_ROLES) for pid in (7, 8)]
+    sent.clear()
+    outcomes = asyncio.Event()
+    mock_supervisor.context.broadcast.side_effect = lambda *_: outcomes.set()
+    await outcomes.wait()
+    assert sent == [call(ProcessExited(pid, "exit status 0"), *NON_READERS) for pid in (7, 8)]
 
 
 async def test_a_background_failure_is_logged_at_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,3 +118,19 @@ async def test_a_background_failure_is_logged_at_once(caplog: pytest.LogCaptureF
     assert not tasks
     (record,) = list(caplog.records)
     assert record.exc_info is not None and str(record.exc_info[1]) == "so it is"
+
+
+async def test_a_reload_that_fails_does_not_prevent_the_next_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    read_config = MagicMock(side_effect=RuntimeError("can't start new thread"))
+    service_manager = MagicMock(keep_waiting=AsyncMock())
+    parts: Any = (*(MagicMock() for _ in range(3)), service_manager, read_config, str)
+    reload = Reload(*parts)
+    task = asyncio.ensure_future(reload.run())
+    reload.request()
+    await until_async(lambda: read_config.called and service_manager.notify_ready.called)
+    reload.request()
+    await until_async(lambda: read_config.call_count == 2)
+    task.cancel()
+    assert "RuntimeError: can't start new thread" in caplog.text

@@ -43,7 +43,11 @@ def test_models_without_torch_do_not_preload_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["from shmserve.model import FP32", "import importlib", "import cv2, onnxruntime", "import"],
+    [
+        *("from shmserve.model import FP32", "import importlib", "import cv2, onnxruntime"),
+        *("import", f"x = {'1+' * 20_000}1", f"x = {'-' * 200_000}1"),  # not valid, or too deep
+    ],
+    ids=range(6),
 )
 def test_a_class_without_torch_costs_none_of_its_memory(tmp_path: Path, text: str) -> None:
     assert _find_preloads(tmp_path, {"m/1/model.py": text}) == ["shmserve.workers.main"]

@@ -100,6 +100,12 @@ def test_without_cann_the_error_names_the_missing_package(
         (config(max_batch_size=8), "max_batch_size 8, but the file was made for batches of 4"),
         (config(dims=(5,)), r"has the shape \[5\], but the file's has \[3\]"),
         (config(datatype="INT32"), "has data_type TYPE_INT32, but the file's has TYPE_FP32"),
+        (
+            model_config(
+                [tensor_config("x", "FP32", [3], optional=True)], [tensor_config("y", "FP32", [3])]
+            ),
+            r"required inputs of model 'm' are \[\] in the configuration, but \['x'\] in the file",
+        ),
     ],
 )
 def test_a_configuration_that_promises_too_much(
@@ -107,6 +113,13 @@ def test_a_configuration_that_promises_too_much(
 ) -> None:
     with pytest.raises(InvalidArgument, match=text):
         AscendBackend(worker.context).load(ModelSpec.of(fields))
+
+
+def test_a_scalar_has_no_batch_dimension(acl: FakeAcl, worker: Rig) -> None:
+    scalars = ([{"name": name, "type": 0, "dims": []}] for name in "xy")
+    write(worker.context.version_dir / "model.om", *scalars)
+    with pytest.raises(InvalidArgument, match=r"max_batch_size 4, .* made for batches of 0"):
+        AscendBackend(worker.context).load(ModelSpec.of(config(dims=(1,))))
 
 
 def test_unsupported_tensors_are_refused(acl: FakeAcl, worker: Rig) -> None:

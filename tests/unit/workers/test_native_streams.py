@@ -1,5 +1,7 @@
 """Native models whose `predict` yields responses or is a coroutine."""
 
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import indent
@@ -280,6 +282,46 @@ async def predict(self, x: {ARRAY}) -> {f"{result}[{ARRAY}]" if stream else ARRA
     model.records.append(1)
     with pytest.raises(Internal, match="`is_ready` must return a bool, found type '<class 'int'>'"):
         model.backend.is_ready()
+
+
+def test_batches_run_while_a_model_reports_whether_it_is_ready(worker: Rig) -> None:
+    body = f"""
+go = asyncio.Event()
+async def predict(self, x: {ARRAY}) -> {ARRAY}:
+    self.go.set()
+    return x
+
+async def is_ready(self):
+    self.records.append("waits")
+    await self.go.wait()
+    return True
+"""
+    model = Model(worker, body)
+    results: list[bool] = []
+    thread = threading.Thread(target=lambda: results.append(model.backend.is_ready()))
+    thread.start()
+    until("it waits", lambda: model.records)
+    (reply,) = worker.batch(inference(tensor("x", np.ones((1, 1), np.float32))))
+    assert reply.array("output").tolist() == [[1]]
+    thread.join()
+    assert results == [True]
+
+
+def test_any_number_of_cancelled_requests_may_wait(worker: Rig) -> None:
+    body = f"""
+max_streams = 1
+go = threading.Event()
+def predict(self, x: {ARRAY}) -> Iterator[{ARRAY}]:
+    self.go.wait(10)
+    yield x
+"""
+    model = Model(worker, body)
+    count = sys.getrecursionlimit()
+    model.begin(*range(count))
+    for key in range(2, count):
+        model.cancel(key)
+    model.backend._model.go.set()
+    assert model.responses(count) == [[count - 1], "end"]
 
 
 def test_a_model_without_is_ready_is_not_checked(worker: Rig) -> None:

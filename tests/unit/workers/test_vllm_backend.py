@@ -26,6 +26,7 @@ from shmserve.ipc.tensors.inference import (
 from shmserve.workers.backends.vllm import VllmBackend, convert_metrics, devices_of, engine
 from shmserve.workers.backends.vllm.answers import VllmAnswer
 from shmserve.workers.backends.vllm.engine import Arguments, VllmCall, VllmEngine, max_tokens_cap
+from shmserve.workers.main import WorkerInstance
 from tests.rigs.stream_rig import Streams
 from tests.rigs.worker_rig import CLIENT_PID, rig, tensor
 from tests.support.waiting import until
@@ -136,7 +137,8 @@ class Model(Streams):
         for name, value in inputs.items():
             kind = {bool: np.bool_, int: np.int32}.get(type(value), np.object_)
             raw = value.encode() if isinstance(value, str) else value
-            tensors.append(tensor(name, np.array([raw], kind)))
+            array = value if isinstance(value, np.ndarray) else np.array([raw], kind)
+            tensors.append(tensor(name, array))
         requested_outputs = tuple(RequestedOutput(name) for name in outputs)
         packed_request = pack_inference(Inference(tuple(tensors), requested_outputs))
         self.rig.execute([m.Work(key, CLIENT_PID, *packed_request, f"id-{key}", **fields)])
@@ -246,6 +248,7 @@ def test_outputs_of_triton_s_backend(model: Model) -> None:
     ("inputs", "problem"),
     [
         ({"text_input": "hi", "image": "..."}, "image: not supported"),
+        ({"text_input": "hi", "image": np.empty(0, np.object_)}, "image: not supported"),
         ({"text_input": "hi", "embedding_request": "{}"}, "embedding_request: not supported"),
         ({"text_input": "hi", "sampling_parameters": "["}, "sampling_parameters: "),
         (
@@ -269,6 +272,17 @@ def test_an_unexpected_error_fails_only_its_request(model: Model) -> None:
     assert "RuntimeError: broken" in error
     assert end_record == "end"
     assert model.backend.is_ready()
+
+
+def test_a_failed_engine_ends_the_warm_up(model: Model) -> None:
+    model.engine.errored, model.engine.outputs = True, [RuntimeError("broken")]
+    inputs = {"text_input": {"data_type": "TYPE_STRING", "dims": [1], "zero_data": True}}
+    sample = {"name": "zeros", "batch_size": 1, "inputs": inputs}
+    instance = WorkerInstance(
+        model.rig.context, model.backend, ModelSpec.of({**model.config, "model_warmup": [sample]})
+    )
+    with pytest.raises(InvalidArgument, match=r"failed to run warmup sample 'zeros': .*broken"):
+        instance.warm_up()
 
 
 def test_a_priority_is_passed_on(model: Model) -> None:
@@ -480,15 +494,34 @@ def test_constraints_that_are_no_object(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "device_ids", "expected"),
+    ("kind", "size", "device_ids", "visible", "expected"),
     [
-        ("GPU", 1, "", "1"),
-        ("GPU", 2, "", "instance_group: with tensor_parallel_size, the kind must be KIND_MODEL"),
-        ("MODEL", 2, "2, 3", "2,3"),
-        ("MODEL", 1, "", ""),
+        ("GPU", 1, "", None, "1"),
+        ("GPU", 1, "", "2,GPU-a", "GPU-a"),
+        (
+            "GPU",
+            2,
+            "",
+            "",
+            "instance_group: with tensor_parallel_size, the kind must be KIND_MODEL",
+        ),
+        ("MODEL", 2, "2, 3", "", "2,3"),
+        ("MODEL", 2, "1,0", "4,5", "5,4"),
+        ("MODEL", 1, "", "4,5", ""),
     ],
 )
-def test_devices(kind: str, size: int, device_ids: str, expected: str) -> None:
+def test_devices(
+    kind: str,
+    size: int,
+    device_ids: str,
+    visible: str | None,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A number counts among the devices that the server's environment makes visible."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     parameters = {"GPU_DEVICE_IDS": {"string_value": device_ids}} if device_ids else {}
     spec = ModelSpec.of({"name": "m", "parameters": parameters})
     context: Any = SimpleNamespace(kind=kind, device_id=1)

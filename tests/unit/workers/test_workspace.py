@@ -192,6 +192,20 @@ async def test_a_coroutine_cancelled_while_it_waits_leaks_nothing(worker: OnDevi
         pass
 
 
+def test_a_loop_that_is_closed_while_a_coroutine_waits_leaks_nothing(worker: OnDevice) -> None:
+    """A model may run a loop of its own with a time limit."""
+
+    async def use() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1), worker.workspace.lease(2 * MB):
+                raise AssertionError
+
+    with worker.workspace.lease(2 * MB), ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, use()).result()
+        wait_settled(worker, 2, LeaseWorkspace)
+    wait_settled(worker, 2)
+
+
 async def test_a_coroutine_that_would_block_the_loop_raises(worker: OnDevice) -> None:
     async def lease_outside_context() -> None:
         from contextvars import Context

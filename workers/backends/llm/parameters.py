@@ -35,6 +35,7 @@ _ALIASES = {
 # Parameters of OpenAI's and vLLM's APIs that would change a text, and their values without effect.
 _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(UNSUPPORTED_PARAMETERS, ({}, [])),
+    "thinking_token_budget": (-1,),
     "suffix": ("",),
     "detokenize": (True,),
     "watermarking": (False,),
@@ -54,7 +55,7 @@ _OBJECT_SCHEMA = {"type": "object"}
 _MAX_CHOICES = 10_000
 # Parameters that a beam search does not support.
 _NOT_WITH_BEAM_SEARCH = (
-    "min_tokens repetition_penalty presence_penalty frequency_penalty logprobs logit_bias "
+    "min_tokens repetition_penalty presence_penalty frequency_penalty logit_bias "
     "bad_words allowed_token_ids response_format structured_outputs json_schema regex choice "
     "grammar"
 )
@@ -120,7 +121,7 @@ class GenerationParameters:
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
-    forbidden: Callable[[Sequence[int]], list[int]] | None = None
+    forbidden: Callable[[Sequence[int]], NDArray[np.int64]] | None = None
     allowed_token_ids: tuple[int, ...] = ()
     grammar: tuple[str, str] = _NO_GRAMMAR
     grammar_name: str = "tools"
@@ -312,9 +313,14 @@ def _parse_number(name: str, value: Any) -> dict[str, Any]:
     raise ValueError(f"not {kind} from {minimum} to {maximum}")
 
 
-def _parse_flag(name: str, value: Any) -> dict[str, Any]:
+def as_flag(value: Any) -> Any:
+    """Return the flag that a text is ("true", "false"); any other value is returned unchanged."""
     texts = {"true": True, "false": False}
-    flag = texts.get(value.lower()) if isinstance(value, str) else value
+    return texts.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _parse_flag(name: str, value: Any) -> dict[str, Any]:
+    flag = as_flag(value)
     _check(isinstance(flag, bool), "true or false")
     return {name: flag}
 

@@ -8,8 +8,8 @@ The class may have these attributes: `max_batch_size` (32; 0: no batch dimension
 `batch_input`, `batch_output`, `padding` and `sequence_batching` (as in a configuration), and
 `instances` (a number) or `instance_group`. The supervisor reads `environment`. The class may have
 the methods `load(self, context)`, `unload(self)` and `is_ready(self)`, plain or `async def`;
-`is_ready` is called between two batches. A `torch.nn.Module` is moved to the device and set
-to evaluation mode; without `predict`, its annotated `forward` is used.
+batches run while `is_ready` runs in another thread. A `torch.nn.Module` is moved to the device and
+set to evaluation mode; without `predict`, its annotated `forward` is used.
 
 A `predict` that yields its responses, annotated as `Iterator[...]` or `AsyncIterator[...]`, makes
 the model decoupled. It receives one request with its own arrays, and `max_batch_size` defaults to
@@ -30,7 +30,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ class NativeBackend(Backend):
         self._positions: dict[str, str] = {}  # the position of each attribute in the file
         self._model: Any = None
         self._streams: GeneratorStreams | None = None
-        self._coroutines: asyncio.Runner | None = None
+        self._cleanup = contextlib.ExitStack()
 
     def complete_config(self, config: dict[str, Any]) -> dict[str, Any]:
         """Add inputs and outputs from the annotations, and batching from the attributes."""
@@ -143,8 +143,12 @@ class NativeBackend(Backend):
             max_streams = int(config.parameters.get(MAX_STREAMS, _DEFAULT_MAX_STREAMS))
             # `load` may replace `predict`, by a compiled one for example.
             self._streams = GeneratorStreams(
-                lambda **inputs: self._model.predict(**inputs), self._respond, max_streams
+                lambda **inputs: self._model.predict(**inputs),
+                self._respond,
+                max_streams,
+                lambda: self._event_loop,
             )
+            self._cleanup.callback(self._streams.close)
         if hasattr(self._model, "load"):
             self._await(
                 self._model.load(
@@ -193,11 +197,20 @@ class NativeBackend(Backend):
         """Return the result of a method; a coroutine runs in the event loop of `predict`."""
         if not isinstance(result, Coroutine):
             return result
-        if self._streams is not None:
-            return self._streams.wait(result)
-        if self._coroutines is None:
-            self._coroutines = asyncio.Runner()
+        # Batches run while `is_ready` runs in another thread.
+        if self._streams is not None or hasattr(self._model, "is_ready"):
+            return self._event_loop.wait(result)
         return self._coroutines.run(result)
+
+    @cached_property
+    def _event_loop(self) -> EventLoopThread:
+        loop = EventLoopThread(inference_mode)
+        self._cleanup.callback(loop.close)
+        return loop
+
+    @cached_property
+    def _coroutines(self) -> asyncio.Runner:
+        return self._cleanup.enter_context(asyncio.Runner())
 
     def unload(self) -> None:
         """Call the model's `unload`, if it has one."""
@@ -205,10 +218,7 @@ class NativeBackend(Backend):
         needs_loop = asyncio.iscoroutinefunction(unload)
         if unload is not None and needs_loop:
             self._await(unload())
-        if self._streams is not None:
-            self._streams.close()
-        if self._coroutines is not None:
-            self._coroutines.close()
+        self._cleanup.close()
         if unload is not None and not needs_loop:
             unload()
 
@@ -237,7 +247,8 @@ class NativeBackend(Backend):
                 defining = getattr(sys.modules.get(model.__module__), "__file__", None)
                 path = Path(defining or path)
                 self._where, name = str(path), model.__name__
-            self._positions = source_positions(path.read_text(encoding="utf-8"), name)
+            with contextlib.suppress(OSError):  # a module may be in an archive
+                self._positions = source_positions(path.read_bytes(), name)
         return self._class
 
     def _position_prefix(self, name: str) -> str:
@@ -299,16 +310,23 @@ Respond = Callable[[Request, Any], Response]
 class GeneratorStreams:
     """The running iterators, each returned by `predict` for one request.
 
-    `respond(request, yielded)` returns the response for a yielded value.
+    `respond(request, yielded)` returns the response for a yielded value, and `event_loop()` the
+    loop of asynchronous iterators.
     """
 
-    def __init__(self, predict: Callable[..., Any], respond: Respond, max_streams: int) -> None:
+    def __init__(
+        self,
+        predict: Callable[..., Any],
+        respond: Respond,
+        max_streams: int,
+        event_loop: Callable[[], EventLoopThread],
+    ) -> None:
         self._predict = predict
         self._respond = respond
+        self._event_loop = event_loop
         self._free_slots = max_streams
         self._waiting_streams: deque[tuple[OutputStream, Mapping[str, Any]]] = deque()
         self._lock = threading.Lock()
-        self._loop: EventLoopThread | None = None
         # One thread per stream that waits for credit, so that slow clients do not delay the
         # responses of other requests.
         self._senders = ThreadPoolExecutor(max_streams, "send")
@@ -320,10 +338,11 @@ class GeneratorStreams:
                 self._waiting_streams.append((stream, inputs))
                 return
             self._free_slots -= 1
-        self._start_in_slot(stream, inputs)
+        if not self._start_in_slot(stream, inputs):
+            self._pass_on_slot()
 
-    def _start_in_slot(self, stream: OutputStream, inputs: Mapping[str, Any]) -> None:
-        """Start a request that occupies one of the slots."""
+    def _start_in_slot(self, stream: OutputStream, inputs: Mapping[str, Any]) -> bool:
+        """Start a request that occupies one of the slots; return False if it has ended at once."""
         try:
             with inference_mode(), _cancellable(stream):
                 iterator = self._predict(**inputs)
@@ -339,33 +358,24 @@ class GeneratorStreams:
                 ).start()
         except BaseException as error:  # SystemExit, too: a model must not end its worker
             stream.fail_raised(error)
-            self._pass_on_slot()
+            return False
+        return True
 
     def _pass_on_slot(self) -> None:
         """Pass the slot of an ended request to the next request in the queue."""
-        with self._lock:
-            if not self._waiting_streams:
-                self._free_slots += 1
+        while True:
+            with self._lock:
+                if not self._waiting_streams:
+                    self._free_slots += 1
+                    return
+                stream, inputs = self._waiting_streams.popleft()
+            if stream.is_cancelled():
+                stream.fail(_CANCELLED)
+            elif self._start_in_slot(stream, inputs):
                 return
-            stream, inputs = self._waiting_streams.popleft()
-        if stream.is_cancelled():
-            self._finish(stream)
-        else:
-            self._start_in_slot(stream, inputs)
-
-    def wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine in the shared event loop, and return its result."""
-        return self._event_loop().wait(coroutine)
-
-    def _event_loop(self) -> EventLoopThread:
-        if self._loop is None:
-            self._loop = EventLoopThread(inference_mode)
-        return self._loop
 
     def close(self) -> None:
-        """End the event loop and the sending threads."""
-        if self._loop is not None:
-            self._loop.close()
+        """End the sending threads."""
         self._senders.shutdown(wait=False, cancel_futures=True)
 
     def _finish(self, stream: OutputStream) -> None:

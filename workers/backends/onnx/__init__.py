@@ -42,7 +42,14 @@ from shmserve.ipc.model_spec import ModelSpec, TensorSpec
 from shmserve.ipc.tensors.arrays import STORAGE_DTYPES
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature, shape_text, shapes_match
-from shmserve.workers.backends import Backend, ModelContext, Request, Response
+from shmserve.workers.backends import (
+    Backend,
+    ModelContext,
+    Request,
+    Response,
+    parse_boolean,
+    parse_integer,
+)
 from shmserve.workers.backends.onnx.binding import DeviceBinding, HostBinding
 from shmserve.workers.batch.ragged import RaggedRules
 from shmserve.workers.batch.runner import Runner
@@ -141,13 +148,13 @@ def session_options(runtime: Any, config: ModelSpec, threads: int) -> Any:
     """Return the SessionOptions for a configuration; `threads` is the default number of threads."""
     options = runtime.SessionOptions()
     parameters = config.parameters
-    options.intra_op_num_threads = _parse_integer(parameters, "intra_op_thread_count", threads)
-    options.inter_op_num_threads = _parse_integer(parameters, "inter_op_thread_count", 0)
+    options.intra_op_num_threads = parse_integer(parameters, "intra_op_thread_count", threads)
+    options.inter_op_num_threads = parse_integer(parameters, "inter_op_thread_count", 0)
     modes = runtime.ExecutionMode
-    parallel = _parse_boolean(parameters, "execution_mode", False)
+    parallel = parse_boolean(parameters, "execution_mode", False)
     options.execution_mode = modes.ORT_PARALLEL if parallel else modes.ORT_SEQUENTIAL
     for key, attribute in _SWITCHES.items():
-        setattr(options, attribute, _parse_boolean(parameters, key, True))
+        setattr(options, attribute, parse_boolean(parameters, key, True))
     levels = runtime.GraphOptimizationLevel
     options.graph_optimization_level = {
         -1: levels.ORT_ENABLE_BASIC,
@@ -198,27 +205,6 @@ def _provider_options(parameters: Mapping[str, str]) -> dict[str, str]:
         else:
             options[_OPTIONS.get(key, key)] = _VALUES.get(key, {}).get(value, value)
     return options
-
-
-def _parse_integer(parameters: dict[str, str], key: str, default: int) -> int:
-    value = parameters.get(key)
-    if value is None:
-        return default
-    if not value.strip().isdecimal():
-        raise InvalidArgument(f"parameter '{key}' must be an integer >= 0, got '{value}'")
-    return int(value)
-
-
-def _parse_boolean(parameters: dict[str, str], key: str, default: bool) -> bool:
-    value = parameters.get(key)
-    if value is None:
-        return default
-    if value.lower() not in _BOOLEANS:
-        raise InvalidArgument(f"parameter '{key}' must be 0 or 1, got '{value}'")
-    return _BOOLEANS[value.lower()]
-
-
-_BOOLEANS = {"0": False, "1": True, "false": False, "true": True, "off": False, "on": True}
 
 
 # onnxruntime's names of the datatypes where they differ from numpy's.
@@ -301,9 +287,9 @@ def check(
     for tensor in tensors if max_batch_size > 0 else ():
         if tensor.dims[:1] != (-1,):
             raise InvalidArgument(
-                f"model '{name}' has max_batch_size {max_batch_size}, but the first dimension of "
-                f"its tensor '{tensor.name}', {shape_text(tensor.dims)}, is not a variable "
-                "dimension that all tensors have in common"
+                f"model '{name}', tensor '{tensor.name}': for the model to support batching the "
+                "shape should have at least 1 dimension and the first dimension must be -1; but "
+                f"shape expected by the model is {shape_text(tensor.dims)}"
             )
     sides: tuple[tuple[str, dict[str, TensorSpec], tuple[FileTensor, ...]], ...] = (
         ("input", signature.inputs, description.inputs),
@@ -375,6 +361,12 @@ class OnnxBackend(Backend):
             tuple(tensor for tensor in description.outputs if tensor.name not in generated),
             description.largest_batch,
         )
+        inputs = client_description.inputs
+        if spec.max_batch_size > 0 and any(tensor.dims[:1] != (-1,) for tensor in inputs):
+            raise InvalidArgument(
+                f"autofill failed for model '{spec.name}': model does not support batching while "
+                "non-zero max_batch_size is specified (the first dimension of an input is not -1)"
+            )
         default_max_batch_size = int(self.context.backend_config.get("default-max-batch-size", "4"))
         return complete(config, client_description, default_max_batch_size)
 

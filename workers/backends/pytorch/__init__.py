@@ -5,8 +5,8 @@
     model.py    a class; its weights are in model.safetensors, model.pt or model.pth
 
 TYPE_STRING is List[str] of TorchScript: the concatenated texts of all rows, as in Triton. The first
-of these files in the version folder is used, unless `default_model_filename` names one or `runtime`
-is model.py. A class whose weights are in model.pt needs `runtime`.
+of these files in the version folder is used, unless `default_model_filename` names one. With the
+`runtime` model.py, model.py is first. A class whose weights are in model.pt needs `runtime`.
 
 Parameters:
 
@@ -40,7 +40,14 @@ from shmserve.errors import InvalidArgument
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.ipc.tensors.datatypes import TO_CONFIG
 from shmserve.ipc.tensors.signature import Signature
-from shmserve.workers.backends import Backend, ModelContext, Request, Response
+from shmserve.workers.backends import (
+    Backend,
+    ModelContext,
+    Request,
+    Response,
+    parse_boolean,
+    parse_integer,
+)
 from shmserve.workers.backends.pytorch.programs import (
     Argument,
     ArgumentBinding,
@@ -68,8 +75,6 @@ from shmserve.workers.user_code import describe_error
 logger = logging.getLogger(__name__)
 
 _FILES = ("model.pt", "model.pt2", "model.py")
-# The texts of boolean parameters that Triton accepts.
-_BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
 
 
 class PytorchBackend(Backend):
@@ -119,10 +124,10 @@ class PytorchBackend(Backend):
             if not description.inputs[position].dims  # type: ignore[union-attr]
         }
         self._signature = signature
-        cleaning = _parse_boolean(config.parameters, "ENABLE_CACHE_CLEANING", False)
+        cleaning = parse_boolean(config.parameters, "ENABLE_CACHE_CLEANING", False)
         self._empties_cache = cleaning and self._device.torch.type == "cuda"
         self._program = program
-        inference_mode = _parse_boolean(config.parameters, "INFERENCE_MODE", True)
+        inference_mode = parse_boolean(config.parameters, "INFERENCE_MODE", True)
         self._grad_free: Any = torch.inference_mode if inference_mode else torch.no_grad
         self._runner = Runner(
             self.context, signature, self._device, frozenset(), RaggedRules(config)
@@ -199,7 +204,10 @@ class PytorchBackend(Backend):
         configured = config.default_model_filename
         if config.runtime.endswith((".py", ".pt", ".pt2", ".pth")):  # not an engine of Triton's
             configured = configured or config.runtime
-        names = [configured] if configured else _FILES
+        names = [configured] if configured else [*_FILES]
+        if configured == "model.py" and not config.default_model_filename:
+            # Triton's runtime model.py serves TorchScript, too.
+            names = ["model.py", "model.pt", "model.pt2"]
         return self.context.model_file(names, " or ".join(names))
 
 
@@ -256,20 +264,17 @@ _THREAD_COUNTS = {
 
 
 def _set_options(parameters: dict[str, str]) -> None:
-    if _parse_boolean(parameters, "DISABLE_OPTIMIZED_EXECUTION", False):
+    if parse_boolean(parameters, "DISABLE_OPTIMIZED_EXECUTION", False):
         torch._C._set_graph_executor_optimize(False)
     for key, switch in _JIT_SWITCHES.items():
         if key in parameters:
-            getattr(torch._C, switch)(_parse_boolean(parameters, key, True))
+            getattr(torch._C, switch)(parse_boolean(parameters, key, True))
     for key, set_threads in _THREAD_COUNTS.items():
-        value = parameters.get(key, "0")
-        if not value.isdecimal():
-            raise InvalidArgument(f"parameter '{key}' must be an integer >= 0, got '{value}'")
-        if int(value):
+        if count := parse_integer(parameters, key, 0):
             # Torch permits an inter-op count only before parallel work has started.
             with contextlib.suppress(RuntimeError):
-                set_threads(int(value))
-    if _parse_boolean(parameters, "DISABLE_CUDNN", False):
+                set_threads(count)
+    if parse_boolean(parameters, "DISABLE_CUDNN", False):
         torch.backends.cudnn.enabled = False
 
 
@@ -283,13 +288,3 @@ def _missing_tensors_message(config: ModelSpec, program: Program) -> str:
         f"of its inputs and outputs. Write them into config.pbtxt, for example: input [ {inputs} ] "
         'output [ { name: "OUTPUT__0" data_type: TYPE_FP32 dims: [ 1000 ] } ]'
     )
-
-
-def _parse_boolean(parameters: dict[str, str], key: str, default: bool) -> bool:
-    text = parameters.get(key)
-    if text is None:
-        return default
-    value = _BOOLEANS.get(text.lower())
-    if value is None:
-        raise InvalidArgument(f"parameter '{key}': failed to convert '{text}' to boolean")
-    return value

@@ -35,15 +35,12 @@ from shmserve.workers.backends.llm import INPUTS, OUTPUTS, complete, refuse_batc
 from shmserve.workers.backends.llm.prompts import merged_parameters, read_inputs
 from shmserve.workers.backends.vllm.answers import FLAGS, VllmAnswer
 from shmserve.workers.backends.vllm.engine import Arguments, VllmEngine
-from shmserve.workers.batch.response_stream import MAX_CREDIT_WAIT_S, unread_responses
+from shmserve.workers.batch.response_stream import MAX_CREDIT_WAIT_S, WarmupStream, unread_responses
 from shmserve.workers.user_code import EventLoopThread
 
 logger = logging.getLogger(__name__)
 
 _CHECK_PERIOD_S = 0.5  # seconds between checks of the engine and reports of its metrics
-
-_METRIC_PREFIX = "vllm:"
-_UNSUPPORTED_INPUTS = {"image", "embedding_request"}  # inputs of Triton's vllm_backend
 
 # The inputs and outputs of Triton's vllm_backend and of the OpenAI API.
 _INPUTS = [
@@ -129,6 +126,10 @@ class VllmBackend(Backend):
     async def _respond(self, stream: OutputStream) -> None:
         """Generate and send the responses to a request."""
         request = stream.request
+        for name in request.inputs.keys() & {"image", "embedding_request"}:
+            raise Unsupported(
+                f"{name}: not supported; backend 'vllm' serves requests for text only"
+            )
         inputs = read_inputs(request, sys.maxsize, sys.maxsize)
         parameters, echoes = merged_parameters(request, inputs)
         requested = {output.name for output in request.schema.outputs}
@@ -136,10 +137,6 @@ class VllmBackend(Backend):
             values = await self._engine.convert(task, inputs, parameters)
             stream.send(Response(Output.select(values, requested or values)), final=True)
             return
-        for name in _UNSUPPORTED_INPUTS & inputs.keys():
-            raise Unsupported(
-                f"{name}: not supported; backend 'vllm' serves requests for text only"
-            )
         call = await self._engine.make_call(inputs, parameters, echoes, "usage" in requested)
         call.options.setdefault("priority", request.work.priority)
         flags = {name for name in FLAGS if inputs.get(f"return_{name}")}
@@ -169,7 +166,8 @@ class VllmBackend(Backend):
         raise Internal("vLLM's engine has failed; see the server's log")
 
     def _fail(self, stream: OutputStream, error: BaseException) -> None:
-        if not self._engine.client.errored:  # otherwise the process ends, which fails the request
+        # If the engine has failed, the process ends, which fails other requests than warm-ups.
+        if not self._engine.client.errored or isinstance(stream, WarmupStream):
             stream.fail_raised(self._engine.client_error(error, stream.request.inputs) or error)
 
     def _end_process(self, error: BaseException) -> None:
@@ -196,17 +194,22 @@ def _end_cancelled(stream: OutputStream, future: Future[None]) -> None:
 
 
 def devices_of(context: ModelContext, config: ModelSpec, arguments: Mapping[str, Any]) -> str:
-    """Return the numbers of the GPUs of this instance; "": vLLM selects them.
+    """Return the names of this instance's GPUs for CUDA_VISIBLE_DEVICES; "": vLLM selects them.
+
+    A GPU's number is its index in the server's CUDA_VISIBLE_DEVICES, if that is set.
 
     Raises:
         InvalidArgument: The instance has one GPU, but its engine requires several.
     """
-    if context.kind != "GPU":
-        return config.parameters.get("GPU_DEVICE_IDS", "").replace(" ", "")
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if arguments.get(name, 1) != 1:
-            raise InvalidArgument(f"instance_group: with {name}, the kind must be KIND_MODEL")
-    return str(context.device_id)
+    numbers = config.parameters.get("GPU_DEVICE_IDS", "").replace(" ", "").split(",")
+    if context.kind == "GPU":
+        numbers = [str(context.device_id)]
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if arguments.get(name, 1) != 1:
+                raise InvalidArgument(f"instance_group: with {name}, the kind must be KIND_MODEL")
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    visible = {str(number): name for number, name in enumerate(names) if name}
+    return ",".join(visible.get(number, number) for number in numbers)
 
 
 def convert_metrics(metrics: Iterable[Any], version: str) -> list[list[Any]]:
@@ -222,7 +225,7 @@ def convert_metrics(metrics: Iterable[Any], version: str) -> list[list[Any]]:
             _convert_samples(metric, version),
         ]
         for metric in metrics
-        if metric.name.startswith(_METRIC_PREFIX) and metric.type in suffixes
+        if metric.name.startswith("vllm:") and metric.type in suffixes
     ]
 
 

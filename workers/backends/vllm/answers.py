@@ -134,9 +134,8 @@ class VllmAnswer:
         """
         if scores is None:
             return {**self._token_entry(token, None), "logprob": None, "top_logprobs": None}
-        ranked_scores = sorted(scores.items(), key=lambda pair: pair[1].rank)
-        shown_scores = ranked_scores[:top] if top >= 0 else ranked_scores
-        likeliest = [self._token_entry(*pair) for pair in shown_scores]
+        ranked = sorted(scores.items(), key=lambda pair: pair[1].rank)[: top if top >= 0 else None]
+        likeliest = [self._token_entry(*pair) for pair in ranked]
         members = {"rank": scores[token].rank, "top_logprobs": likeliest}
         return {**self._token_entry(token, scores[token]), **members}
 

@@ -207,14 +207,9 @@ def _packed_values(contents: InferTensorContents) -> bytes:
     A loop over the values takes a hundred times as long, and changes signalling NaNs.
     """
     contents.DiscardUnknownFields()
-    serialized = contents.SerializeToString()
-    size = shift = 0
-    for position in range(1, len(serialized)):  # from 1, because the tag is one byte
-        size |= (serialized[position] & 127) << shift
-        shift += 7
-        if serialized[position] < 128:
-            return serialized[position + 1 : position + 1 + size]
-    return b""
+    serialized: bytes = contents.SerializeToString()
+    size, start = _decode_length(serialized, 1)  # from 1, because the tag is one byte
+    return serialized[start : start + size]
 
 
 def _set_parameters(request: InferRequest, parameters: _Parameters) -> None:
@@ -379,7 +374,7 @@ class RequestSink:
             request.release()
 
 
-def _decode_length(data: bytearray, position: int) -> tuple[int, int]:
+def _decode_length(data: bytes | bytearray, position: int) -> tuple[int, int]:
     """Decode the varint length at position `position`.
 
     Returns:

@@ -277,8 +277,10 @@ def _read_parameters(request: InferRequest, members: Any) -> None:
                 request.deadline_us = check_unsigned(value, key)
             case "binary_data_output":
                 request.binary = check_boolean(value, key)
+            case _ if key.startswith("triton_"):
+                raise InvalidArgument(_RESERVED_KEYS)
             case _:
-                request.parameters[key] = _read_custom_parameter(key, value)
+                request.parameters[key] = parameter_value(key, value)
 
 
 _SEQUENCE_PARAMETERS = ("sequence_id", "sequence_start", "sequence_end")
@@ -292,12 +294,6 @@ def move_sequence_parameters(request: InferRequest, parameters: dict[str, Any]) 
     """
     own = {n: parameters.pop(n) for n in _SEQUENCE_PARAMETERS if n in parameters}
     _read_parameters(request, own)
-
-
-def _read_custom_parameter(key: str, value: Any) -> str | int | float | bool:
-    if key.startswith("triton_"):
-        raise InvalidArgument(_RESERVED_KEYS)
-    return parameter_value(key, value)
 
 
 def parameter_value(key: str, value: Any) -> str | int | float | bool:

@@ -47,14 +47,9 @@ _BINARY_ONLY_DATATYPES = frozenset(("FP16", "BF16"))
 _REAL_TYPES = frozenset((int, float))
 
 
-def flatten(values: list[Any]) -> list[Any]:
-    """Return the values of nested lists as one list."""
-    return _flatten_with_types(values)[0]
-
-
 def split_values(values: list[Any]) -> Iterator[list[Any]]:
     """Yield the values of nested lists in parts that take a millisecond each to decode."""
-    values = flatten(values)
+    values, _ = _flatten_with_types(values)
     for index in range(0, len(values), _VALUES_PER_PART):
         yield values[index : index + _VALUES_PER_PART]
 
@@ -99,53 +94,35 @@ def decode(values: list[Any], datatype: str, count: int, name: str) -> bytes:
         JsonFault: The type or the number of the values is wrong.
         InvalidArgument: The datatype has no JSON representation.
     """
-    _refuse_binary_only(datatype, name)
-    values, kinds = _flatten_with_types(values)
-    data = _pack_values(values, kinds, datatype, name)
-    _check_count(len(values), count, datatype, name)
-    if len(values) < count:
-        raise _too_few_error(len(values), count, name)
-    return data
+    return b"".join(decode_parts((values,), datatype, count, name))
 
 
 def decode_parts(
     parts: Iterable[list[Any]], datatype: str, count: int, name: str
 ) -> Iterator[bytes]:
     """Yield the bytes of each part of the values, with the checks of `decode`."""
-    _refuse_binary_only(datatype, name)
-    actual_count = 0
-    for part in parts:
-        values, kinds = _flatten_with_types(part)
-        data = _pack_values(values, kinds, datatype, name)
-        actual_count += len(values)
-        _check_count(actual_count, count, datatype, name)
-        yield data
-    if actual_count < count:
-        raise _too_few_error(actual_count, count, name)
-
-
-def _refuse_binary_only(datatype: str, name: str) -> None:
     if datatype in _BINARY_ONLY_DATATYPES:
         raise InvalidArgument(
             f"receiving {datatype} data via JSON is not supported. "
             f"Please use the binary data format for input {name}"
         )
-
-
-def _check_count(actual_count: int, expected_count: int, datatype: str, name: str) -> None:
-    if actual_count > expected_count:
-        initial = "s" if datatype == "BYTES" else "S"
+    actual_count = 0
+    for part in parts:
+        values, kinds = _flatten_with_types(part)
+        data = _pack_values(values, kinds, datatype, name)
+        actual_count += len(values)
+        if actual_count > count:
+            initial = "s" if datatype == "BYTES" else "S"
+            raise JsonFault(
+                f"Unable to parse 'data': {initial}hape does not match true shape of 'data' field "
+                f"(input '{name}': its shape has {count} elements, more are given)"
+            )
+        yield data
+    if actual_count < count:
         raise JsonFault(
-            f"Unable to parse 'data': {initial}hape does not match true shape of 'data' field "
-            f"(input '{name}': its shape has {expected_count} elements, more are given)"
+            "Failed to parse 'data' field: shape does not match true shape (input "
+            f"'{name}': its shape has {count} elements, {actual_count} are given)"
         )
-
-
-def _too_few_error(actual_count: int, expected_count: int, name: str) -> JsonFault:
-    return JsonFault(
-        "Failed to parse 'data' field: shape does not match true shape (input "
-        f"'{name}': its shape has {expected_count} elements, {actual_count} are given)"
-    )
 
 
 def _pack_values(values: list[Any], kinds: set[type], datatype: str, name: str) -> bytes:

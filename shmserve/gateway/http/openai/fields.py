@@ -97,6 +97,7 @@ _REFUSED_FIELDS: Mapping[str, AllowedValues] = {
     **_refuse(_UNSUPPORTED, "audio web_search_options moderation cache_salt prompt_embeds"),
     **_refuse(_ONLY_EMPTY, *UNSUPPORTED_PARAMETERS, "previous_input_messages context_management"),
     **_refuse(_ONLY_EMPTY, "access_programs background_options"),
+    "thinking_token_budget": AllowedValues((-1,), "only -1 (unlimited) is supported"),
 }
 
 COMPLETION_FIELDS = _GENERATION_FIELDS | {"prompt"}
@@ -145,6 +146,9 @@ _REFUSED_BY_ROUTE: Mapping[frozenset[str], Mapping[str, AllowedValues]] = {
     RESPONSE_FIELDS: {
         **_REFUSED_FIELDS,
         "background": _ONLY_FALSE,
+        "reasoning.mode": AllowedValues(("standard",), "only 'standard' is supported"),
+        # Chat templates receive the reasoning of all turns.
+        "reasoning.context": AllowedValues(("auto", "all_turns"), "use 'auto' or 'all_turns'"),
         "conversation": AllowedValues((), f"conversations {_NOT_STORED}"),
         "previous_response_id": AllowedValues((), f"responses {_NOT_STORED}"),
         "prompt": _UNSUPPORTED,
@@ -159,7 +163,13 @@ _REFUSED_BY_ROUTE: Mapping[frozenset[str], Mapping[str, AllowedValues]] = {
     },
 }
 
-_STREAM_OPTIONS = _split_names("include_usage include_obfuscation continuous_usage_stats")
+# The members of fields that are objects.
+_MEMBERS = _split_names(
+    "stream_options.include_usage stream_options.include_obfuscation "
+    "stream_options.continuous_usage_stats reasoning.effort reasoning.summary "
+    "reasoning.generate_summary text.format text.verbosity"
+)
+_OBJECTS = frozenset(name.partition(".")[0] for name in _MEMBERS)
 
 
 def select_supported_fields(
@@ -181,8 +191,14 @@ def select_supported_fields(
     fields: dict[str, Any] = {}
     problems: list[str] = []
     unknown: list[str] = []
-    for name, value in body.items():
-        if value is None:
+    members = [
+        (f"{name}.{member}", value)
+        for name in _OBJECTS & supported
+        if type(body.get(name)) is dict
+        for member, value in body[name].items()
+    ]
+    for name, value in [*body.items(), *members]:
+        if value is None or name in _MEMBERS:
             continue
         if type(value) is float and not math.isfinite(value):
             problems.append(f"{clip(name)}: {value} is not a finite number")
@@ -195,12 +211,9 @@ def select_supported_fields(
         # A value of another type is a part of a large body that was not parsed.
         elif name in _IGNORED_TYPES and type(value) in _JSON_TYPES - {_IGNORED_TYPES[name][0]}:
             problems.append(f"{name}: {clip(repr(value))} is not {_IGNORED_TYPES[name][1]}")
-    options = fields.get("stream_options")
-    if type(options) is dict:
-        unknown += [f"stream_options.{name}" for name in options if name not in _STREAM_OPTIONS]
     for name in unknown[:_MAX_REPORTED]:
         if refuse_unknown:
-            known = supported | refused_fields.keys() | _IGNORED_FIELDS | _STREAM_OPTIONS
+            known = supported | refused_fields.keys() | _IGNORED_FIELDS | _MEMBERS
             problems.append(f"{clip(name)}: unknown field{suggestion(name, known)}")
         else:
             warn_once(logger, "unknown field '%s' of OpenAI's API is ignored", clip(name))

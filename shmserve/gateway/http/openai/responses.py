@@ -199,7 +199,7 @@ def _chat_tools(body: dict[str, Any]) -> list[dict[str, Any]]:
         else:
             allowed = "'function', 'custom' or 'namespace'"
             others.append(f"tools[{index}]: {clip(repr(kind))} is not {allowed}")
-            if kind not in _HOSTED_TOOLS:
+            if type(tool) is not dict or kind not in _HOSTED_TOOLS:
                 raise InvalidArgument(others[-1])
     if others and not tools:
         raise InvalidArgument(others[0])
@@ -215,12 +215,15 @@ def _chat_tool(tool: dict[str, Any], name: Any, kind: str = "function") -> dict[
 
 def _namespace_functions(tool: dict[str, Any], position: str) -> dict[str, dict[str, Any]]:
     """Return the functions of a namespace by the names that the model calls."""
+    namespace = tool.get("name")
+    if type(namespace) is not str:
+        raise InvalidArgument(f"{position}.name: {clip(repr(namespace))} is not a string")
     functions = bodies.check_member(tool, "tools", list, [])
     for index, function in enumerate(functions):
         is_function = type(function) is dict and function.get("type") == "function"
         if not (is_function and type(function.get("name")) is str):
             raise InvalidArgument(f"{position}.tools[{index}]: expected a 'function' with a name")
-    return {_qualified_name(tool.get("name"), each.get("name")): each for each in functions}
+    return {_qualified_name(namespace, each["name"]): each for each in functions}
 
 
 def _qualified_name(namespace: Any, name: Any) -> Any:
@@ -314,8 +317,9 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any], position:
             text = returned.removeprefix(_PLAIN_PREFIX)
         else:
             text = _chat_content(item.get("content") or item.get("summary") or [], position)
-        earlier = last.get("reasoning_content")
-        last["reasoning_content"] = f"{earlier}\n{text}" if earlier else text
+        if text:  # reasoning of another server may be encrypted
+            earlier = last.get("reasoning_content")
+            last["reasoning_content"] = f"{earlier}\n{text}" if earlier else text
     else:
         raise InvalidArgument(f"{position}: items of type {clip(repr(kind))} are not supported")
 

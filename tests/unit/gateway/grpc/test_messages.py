@@ -18,11 +18,13 @@ from shmserve.gateway.grpc.framing import (
     Assembly,
     BrokenMessage,
     CallHead,
-    Deflater,
     ReceivedMessage,
     StatusCode,
+    compress_in_turns,
+    compress_message,
     frame_message,
     inflate_message,
+    select_encoding,
 )
 from shmserve.gateway.grpc.wire.response import LARGEST_MESSAGE
 from shmserve.gateway.inference.body_arrival import BodyBudget, MallocTrim
@@ -216,7 +218,7 @@ def inflate(data: bytes, encoding: str, limit: int = 1 << 20) -> bytes:
 
 @given(st.binary(max_size=2000), st.sampled_from(["gzip", "deflate"]), st.integers(0, 9))
 def test_compressed_messages_are_inflated(data: bytes, encoding: str, level: int) -> None:
-    prefix, compressed_data = Deflater(level).frame(data, encoding)
+    prefix, compressed_data = compress_message(data, encoding, level)
     flag, size = PREFIX.unpack(prefix)
     assert size == len(compressed_data)
     assert (inflate(compressed_data, encoding) if flag else compressed_data) == data
@@ -224,19 +226,14 @@ def test_compressed_messages_are_inflated(data: bytes, encoding: str, level: int
 
 
 @pytest.mark.parametrize("size", [0, 1, LARGE_MESSAGE_BYTES, 3 * LARGE_MESSAGE_BYTES + 5])
-def test_a_large_message_is_deflated_in_turns(size: int) -> None:
+async def test_a_large_message_is_deflated_in_turns(size: int) -> None:
     data = (bytes(range(256)) * (size // 256 + 1))[:size]
     turn_count = 0
-
-    async def run() -> tuple[bytes, bytes]:
-        nonlocal turn_count
-        task = asyncio.ensure_future(Deflater(6).frame_in_turns(data, "gzip"))
-        while not task.done():
-            turn_count += 1
-            await asyncio.sleep(0)
-        return await task
-
-    prefix, compressed_data = asyncio.run(run())
+    task = asyncio.ensure_future(compress_in_turns(data, "gzip", 6))
+    while not task.done():
+        turn_count += 1
+        await asyncio.sleep(0)
+    prefix, compressed_data = await task
     flag, length = PREFIX.unpack(prefix)
     assert length == len(compressed_data) <= len(data)
     assert (gzip.decompress(compressed_data) if flag else compressed_data) == data
@@ -245,21 +242,20 @@ def test_a_large_message_is_deflated_in_turns(size: int) -> None:
 
 def test_encodings_have_their_standard_formats() -> None:
     data = b"abc" * 1000
-    assert gzip.decompress(Deflater(6).frame(data, "gzip")[1]) == data
-    assert zlib.decompress(Deflater(6).frame(data, "deflate")[1]) == data
+    assert gzip.decompress(compress_message(data, "gzip", 6)[1]) == data
+    assert zlib.decompress(compress_message(data, "deflate", 6)[1]) == data
 
 
 def test_the_encoding_is_chosen_from_accepted_encodings() -> None:
-    deflater = Deflater(6)
-    assert deflater.select_encoding(frozenset(["identity", "deflate", "gzip"])) == "gzip"
-    assert deflater.select_encoding(frozenset(["deflate"])) == "deflate"
-    assert deflater.select_encoding(frozenset(["identity", "br", ""])) is None
+    assert select_encoding(frozenset(["identity", "deflate", "gzip"])) == "gzip"
+    assert select_encoding(frozenset(["deflate"])) == "deflate"
+    assert select_encoding(frozenset(["identity", "br", ""])) is None
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate"])
 def test_a_decompression_bomb_is_refused(encoding: str) -> None:
     """A message that inflates beyond the limit is refused, however few bytes are sent."""
-    _, decompression_bomb = Deflater(9).frame(bytes(50 << 20), encoding)
+    _, decompression_bomb = compress_message(bytes(50 << 20), encoding, 9)
     with pytest.raises(BrokenMessage) as caught:
         inflate(decompression_bomb, encoding, 1 << 20)
     assert caught.value.ending[0] is StatusCode.RESOURCE_EXHAUSTED
@@ -268,7 +264,7 @@ def test_a_decompression_bomb_is_refused(encoding: str) -> None:
 async def test_concurrent_decompression_bombs_are_refused() -> None:
     """Each message is within the limit, but their sum exceeds the budget."""
     size = 4 << 20
-    _, decompression_bomb = Deflater(9).frame(bytes(size), "gzip")
+    _, decompression_bomb = compress_message(bytes(size), "gzip", 9)
     budget = BodyBudget(2 * size, MallocTrim())
     bombs = (inflate_message(decompression_bomb, "gzip", size, budget) for _ in range(20))
     results = await asyncio.gather(*bombs, return_exceptions=True)

@@ -35,7 +35,8 @@ class FakeInferences(ActiveCount):
         super().__init__()
         self.trimmed_sizes: list[int] = []
         self.gateway = SimpleNamespace(
-            malloc_trim=SimpleNamespace(schedule=self.trimmed_sizes.append)
+            malloc_trim=SimpleNamespace(schedule=self.trimmed_sizes.append),
+            settings=SimpleNamespace(body_timeout_s=60.0),
         )
 
     def encode_response(self, inference: UnaryInference) -> bytes:
@@ -68,7 +69,8 @@ class DeafCall:
 
 
 def start_stream(inferences: Any, call: Any, patience_s: float) -> Coroutine[Any, Any, None]:
-    return stream_infer(inferences, call, patience_s)
+    inferences.gateway.settings.body_timeout_s = patience_s
+    return stream_infer(inferences, call)
 
 
 def test_a_queued_refusal_keeps_no_references() -> None:

@@ -41,7 +41,10 @@ def no_bodies() -> Iterator[None]:
 
 
 def make_resources(arena: Arena) -> Resources:
-    return Resources(arena, budget, RegionTable(lambda _: None))
+    gateway: Any = SimpleNamespace(
+        arena=arena, body_budget=budget, regions=RegionTable(lambda _: None)
+    )
+    return Resources(gateway)
 
 
 def arriving_tensors(views: list[memoryview]) -> ArrivingRequest:

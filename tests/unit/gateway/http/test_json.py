@@ -397,11 +397,15 @@ def test_values_of_the_wrong_kind_are_refused(values: list[Any], datatype: str, 
         tensors.decode(values, datatype, len(values), "A")
 
 
+def flatten(values: list[Any]) -> list[Any]:
+    return [value for part in tensors.split_values(values) for value in part]
+
+
 @pytest.mark.parametrize(
     "nested", [[1, 2, 3, 4], [[1, 2], [3, 4]], [1, [2, [[3]], []], 4], [[[[1, 2, 3, 4]]]]]
 )
 def test_lists_may_be_nested_or_flat(nested: list[Any]) -> None:
-    assert tensors.flatten(nested) == [1, 2, 3, 4]
+    assert flatten(nested) == [1, 2, 3, 4]
     with pytest.raises(JsonFault, match="Unable to parse 'data': Shape does not match true shape"):
         tensors.decode(nested, "INT32", 3, "A")
     with pytest.raises(JsonFault, match="Failed to parse 'data' field: shape does not match"):
@@ -455,7 +459,7 @@ def tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def decode_data(data: Any) -> list[Any]:
     parts = data.parts() if isinstance(data, parser.NumberArray) else [data]
-    return [value for part in parts for value in tensors.flatten(part)]
+    return [value for part in parts for value in flatten(part)]
 
 
 @pytest.mark.usefixtures("tiny_slices")
@@ -467,7 +471,7 @@ def test_slices_have_the_same_values(values: list[Any], indent: int | None) -> N
     header = loads_large(body)
     assert isinstance(header["inputs"][1]["data"], parser.NumberArray)
     for sliced in header["inputs"]:
-        assert decode_data(sliced["data"]) == tensors.flatten(values)
+        assert decode_data(sliced["data"]) == flatten(values)
         sliced["data"] = values
     assert header == json.loads(body)
 

@@ -109,6 +109,7 @@ def test_supported_fields_are_returned(body: dict[str, Any], known_fields: froze
         {"user": "u", "metadata": {"a": "b"}, "service_tier": "auto"},
         {"store": False, "suffix": "", "modalities": ["text"], "verbosity": "medium"},
         {"logits_processors": [], "mm_processor_kwargs": {}, "detokenize": True},
+        {"thinking_token_budget": -1},
     ],
 )
 def test_fields_without_effect_are_dropped(body: dict[str, Any]) -> None:
@@ -127,6 +128,7 @@ def test_vllms_benchmark_of_embeddings_requests_no_truncation() -> None:
         ({"store": 0}, CHAT_FIELDS, "store: 0 is refused"),
         ({"modalities": ["text", "audio"]}, CHAT_FIELDS, 'only ["text"] is supported'),
         ({"functions": [{}]}, CHAT_FIELDS, "use tools instead"),
+        ({"thinking_token_budget": 5}, CHAT_FIELDS, "5 is refused: only -1 (unlimited) is"),
         ({"echo": True}, CHAT_FIELDS, "echo: True is refused"),
         ({"truncate_prompt_tokens": 3}, EMBEDDING_FIELDS, "3 is refused: only -1 is supported"),
         ({"embed_dtype": "float16"}, EMBEDDING_FIELDS, "only 'float32' is supported"),
@@ -135,6 +137,8 @@ def test_vllms_benchmark_of_embeddings_requests_no_truncation() -> None:
         ({"previous_response_id": "r"}, RESPONSE_FIELDS, "'r' is refused: responses are"),
         ({"conversation": "c"}, RESPONSE_FIELDS, "refused: conversations are not stored"),
         ({"background": True}, RESPONSE_FIELDS, "background: True is refused: only false is"),
+        ({"reasoning": {"mode": "pro"}}, RESPONSE_FIELDS, "reasoning.mode: 'pro' is refused: only"),
+        ({"reasoning": {"context": "current_turn"}}, RESPONSE_FIELDS, "'current_turn' is refused"),
         ({"truncation": "auto"}, RESPONSE_FIELDS, "truncation: 'auto' is refused: only 'disabled'"),
         ({"max_tokens": 5}, RESPONSE_FIELDS, "5 is refused: use max_output_tokens instead of"),
         ({"audio": {}, "cache_salt": "s"}, CHAT_FIELDS,
@@ -163,7 +167,12 @@ def test_unknown_fields_are_logged_once_or_refused(
             assert select({"nobody_knows": 1, "stream_options": {"odd": 1}}) == {
                 "stream_options": {"odd": 1}
             }
-    assert [r.args for r in caplog.records] == [("nobody_knows",), ("stream_options.odd",)]
+        options = {"text": {"formatt": 1, "format": {}}, "reasoning": {"context": "all_turns"}}
+        assert select(options, RESPONSE_FIELDS) == options
+    names = ("nobody_knows", "stream_options.odd", "text.formatt")
+    assert [r.args for r in caplog.records] == [(name,) for name in names]
+    text = refusal({"text": {"formatt": 1}}, RESPONSE_FIELDS, refuse=True)
+    assert text == "text.formatt: unknown field, did you mean 'text.format'?"
     text = refusal({"temprature": 1}, refuse=True)
     assert text == "temprature: unknown field, did you mean 'temperature'?"
 

@@ -245,7 +245,7 @@ class Transport:
         self.writing_paused = len(self.written) == self.lost_after
 
     def get_write_buffer_size(self) -> int:
-        return 1
+        return 0
 
     async def drain(self) -> None:
         raise ConnectionResetError("the client has disconnected")

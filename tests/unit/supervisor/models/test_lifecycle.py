@@ -92,6 +92,16 @@ def test_a_load_derives_the_statuses_of_its_own_model_only(monkeypatch: pytest.M
     assert rig.registry.states().keys() == {(name, "1") for name in "abcdefm"}
 
 
+def test_an_ensemble_that_needs_itself_is_refused() -> None:
+    rig = LifecycleRig()
+    rig.steps = {"a": ["b"], "b": ["c"], "c": ["a"]}
+    load = rig.lifecycle.load("a")
+    rig.execute_pending(*ALL_EVENTS)
+    cycle = "a -> ... -> c -> a (a -> b -> c -> a)"
+    text = f"load failed for model 'a': circular dependency between ensembles: {cycle}\n"
+    assert load.error is not None and load.error.message == text
+
+
 def test_the_progress_of_a_start_names_every_model_from_the_beginning() -> None:
     rig = LifecycleRig()
     rig.lifecycle.expect({"m": [], "n": []})
@@ -366,3 +376,33 @@ def test_an_error_about_one_model_stops_no_other(monkeypatch: pytest.MonkeyPatch
     assert broken_load.is_answered and broken_load.error is not None
     assert broken_load.error.message == Internal().message
     assert valid_load.is_answered and valid_load.error is None
+
+
+def test_the_oldest_unloaded_models_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise clients that load models under new names would fill the memory."""
+    monkeypatch.setattr("shmserve.supervisor.models.registry.MAX_UNLOADED", 3)
+    rig = LifecycleRig()
+    rig.steps = {"ens": ["a"]}
+    rig.lifecycle.load("ens")
+    rig.execute_pending(*ALL_EVENTS)
+    rig.lifecycle.unload("a")
+    for name in "bcdef":
+        rig.lifecycle.load(name)
+        rig.execute_pending(*ALL_EVENTS)
+        rig.lifecycle.unload(name)
+        rig.execute_pending(*ALL_EVENTS)
+    rig.lifecycle.load("ens")
+    rig.execute_pending(*ALL_EVENTS)
+    assert rig.registry.models.keys() == {"ens", "a", "d", "e", "f"}
+    assert {message.name for message in rig.publisher.snapshot()} == rig.registry.models.keys()
+    rig.lifecycle.load("b")
+    rig.execute_pending(*ALL_EVENTS)
+    assert rig.registry.states()["b", "1"] == ("READY", "")
+
+
+def test_nothing_is_kept_of_a_model_that_is_no_longer_on_demand() -> None:
+    rig = on_demand("m")
+    rig.lifecycle.unload("m")
+    assert len(list(rig.publisher.snapshot())) == 1, "the gateway has not acknowledged it"
+    rig.execute_pending(*ALL_EVENTS)
+    assert not rig.registry.models and not list(rig.publisher.snapshot())

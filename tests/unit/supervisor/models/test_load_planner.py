@@ -170,6 +170,13 @@ def test_files_of_rejected_overrides_are_removed(tmp_path: Path, config: dict[st
     assert other_plan.model_dir.is_dir()
 
 
+@pytest.mark.parametrize("name", ["__m", ".m", "lost+found"])
+def test_the_files_of_a_request_may_have_a_name_that_scans_skip(tmp_path: Path, name: str) -> None:
+    override = '{"backend": "python"}', {"1/model.py": b""}
+    (plan,) = planner(tmp_path).plan(name, *override)
+    assert (plan.name, plan.model_dir.name) == (name, name)
+
+
 TENSORS = (
     'input { name: "x" data_type: TYPE_FP32 dims: 1 } '
     'output { name: "y" data_type: TYPE_FP32 dims: 1 }'

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from shmserve.errors import InvalidArgument, ShmserveError
+from shmserve.errors import Internal, InvalidArgument, ShmserveError
 from shmserve.ipc.messages.publications import (
     ModelOnDemand,
     ModelPublication,
@@ -298,3 +298,67 @@ def test_a_model_is_acknowledged_with_its_last_publication() -> None:
     publisher.update(gateway, "m", {"2": SECOND_VERSION}, [])
     assert not publisher.are_acknowledged(gateway, "m")
     assert publisher.are_acknowledged(gateway, "other")
+
+
+async def test_a_load_fails_if_no_thread_can_read_its_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    processes = Processes()
+    manager = models(processes, Repository())
+    thread = MagicMock(side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr(asyncio, "to_thread", thread)
+    async with asyncio.timeout(10):
+        with pytest.raises(Internal):
+            await manager.load("m")
+    await processes.end()
+
+
+async def test_a_stop_does_not_wait_for_versions_that_need_one_another() -> None:
+    """The version of "a" that uses "b" has drained since "b" was reloaded, which uses "a"."""
+
+    class Version:
+        has_loaded = True
+
+        def __init__(self, name: str, step: str) -> None:
+            self.spec, self._step = MagicMock(), step
+            self.spec.name = name
+
+        def uses(self, name: str) -> bool:
+            return name == self._step
+
+        async def stop(self) -> None:
+            stopped.append(self.spec.name)
+
+    registry, stopped = ModelRegistry(), list[str]()
+    versions: Any = [Version("a", "b"), Version("b", "a"), Version("c", "b")]
+    for version in versions:
+        model = registry.model(version.spec.name)
+        model.retiring, model.has_steps = [version], True
+    async with asyncio.timeout(10):
+        await ModelManager(MagicMock(registry=registry)).stop()
+    assert sorted(stopped) == ["a", "b", "c"] and stopped.index("c") < stopped.index("b")
+
+
+async def test_an_unload_does_not_wait_for_an_ensemble_whose_step_hangs_in_its_restart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(instances, "FIRST_REPORT_S", 0.05)
+    processes, repository = Processes(), Repository()
+    manager = models(processes, repository)
+    await manager.load("m")
+    processes.loads_hang = True
+    (step,) = manager._registry.live_versions
+    step.instances.children()[0].kill()
+    await until_async(lambda: processes._hanging_loads)
+    scheduling = {"step": [{"model_name": "m"}]}
+    config = ModelSpec.of({"name": "e", "ensemble_scheduling": scheduling})
+    spec = replace(plan(), name="e", config=config)
+    monkeypatch.setattr(repository, "plan", lambda *_: [spec])
+    load = asyncio.ensure_future(manager.load("e"))
+    await until_async(lambda: len(manager._registry.live_versions) == 2)
+    async with asyncio.timeout(10):
+        await manager.unload("e")
+    with pytest.raises(InvalidArgument, match="no version is available"):
+        await load
+    await manager.kill()
+    await processes.end()

@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 from hypothesis import given
@@ -122,18 +122,22 @@ def test_models_are_as_large_as_their_processes(monkeypatch: pytest.MonkeyPatch)
         return [use.byte_size(model) for model in models]
 
     assert model_sizes(model("a", first_version)) == [0], "nothing is known"
-    asyncio.run(use.measure([first_version, second_version, loading_version]))
+    first, second = model("a", first_version), model("b", second_version)
+    models = {"a": first, "b": second, "c": model("c", loading_version)}
+    asyncio.run(use.measure(models))
     # The second process belongs to two models. A loading model counts as large as the mean of the
     # others.
     assert model_sizes(
         model("a", first_version), model("b", second_version), model("c", loading_version)
     ) == [137, 70, 103]
     sizes[1] = 1000
-    asyncio.run(use.measure([first_version, second_version]))
+    asyncio.run(use.measure({"a": first, "b": second}))
     assert model_sizes(model("a", first_version)) == [137], "it was looked at just now"
-    asyncio.run(use.measure([second_version]))
+    asyncio.run(use.measure({"a": model("a"), "b": second}))
     assert model_sizes(model("a", version("a", is_loaded=False))) == [137], "as much as it had"
     assert model_sizes(model("a", first_version, version("a", is_loaded=False))) == [274]
+    asyncio.run(use.measure({"b": model("b", version("b", 1))}, measures_again=True))
+    assert use._last_sizes.keys() == {"b"}, "a removed model is forgotten"
 
 
 async def test_an_unexpected_error_of_loads_is_internal(caplog: pytest.LogCaptureFixture) -> None:
@@ -159,3 +163,17 @@ async def test_a_wait_for_a_load_fails_when_the_server_stops() -> None:
     await processes.end()
     with pytest.raises(Exception, match="the server ends"):
         await caller
+
+
+async def test_an_error_does_not_end_the_unloads(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(on_demand, "_CHECK_EVERY_S", 0)
+    registry, processes = ModelRegistry(), Processes()
+    loader = OnDemand(processes.context, registry, MagicMock(), MagicMock(), [])
+    error = RuntimeError("can't start new thread")
+    free_memory = AsyncMock(side_effect=[error, None, asyncio.CancelledError])
+    monkeypatch.setattr(loader, "free_memory", free_memory)
+    with pytest.raises(asyncio.CancelledError):
+        await loader.run()
+    assert caplog.text.count("RuntimeError: can't start new thread") == 1

@@ -1,5 +1,6 @@
 """Counters that outlive their scheduler: a successor restores them, or adds them to its own."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,10 @@ from shmserve.ipc.messages.supervision import BaseCounters, ResizeCache
 from shmserve.ipc.model_spec import ModelSpec
 from shmserve.supervisor.models.scheduler_process import CarriedCounters
 from shmserve.supervisor.resources.rate_limiter import CacheShares
-from tests.rigs.process_rig import CONFIG, Processes, plan
+from tests.rigs.process_rig import CONFIG, Processes, plan, run_loop_turns
+from tests.support.waiting import until_async
+
+_CACHED_SPEC = replace(plan(), config=ModelSpec.of({**CONFIG, "response_cache": {"enable": True}}))
 
 
 class Scheduler:
@@ -89,9 +93,50 @@ async def test_a_scheduler_receives_the_share_of_the_cache_that_changed_while_it
         control(address, message)
 
     monkeypatch.setattr(processes, "send", send)
-    spec = replace(plan(), config=ModelSpec.of({**CONFIG, "response_cache": {"enable": True}}))
-    await processes.version(spec).start()
+    await processes.version(_CACHED_SPEC).start()
     await processes.end()
     assert [
         sent_message for sent_message in sent_messages if isinstance(sent_message, ResizeCache)
     ][-1:] == [ResizeCache(500)]
+
+
+async def test_a_version_that_ends_before_the_restart_of_its_scheduler_has_no_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("shmserve.supervisor.processes.children._PAUSES_S", (0.05,))
+    processes = Processes()
+    shares = CacheShares(1000)
+    processes.context = replace(processes.context, cache_shares=shares)
+    version = processes.version(_CACHED_SPEC)
+    await version.start()
+    version.scheduler.current.child.kill()
+    await run_loop_turns()
+    await version.stop()
+    await asyncio.sleep(0.1)
+    assert shares.join(1, lambda share: None) == 1000
+    await processes.end()
+
+
+async def test_the_next_scheduler_answers_a_request_for_statistics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The autoscaler sends no second request before the answer to the first one."""
+    processes = Processes()
+    version = processes.version(plan())
+    await version.start()
+    statistics = version.scheduler.snapshot()
+    version.scheduler.current.child.kill()
+    sent_messages: list[Any] = []
+    deliver = processes.send
+
+    def send(address: Any, message: Any) -> None:
+        sent_messages.append((address, message))
+        deliver(address, message)
+
+    monkeypatch.setattr(processes, "send", send)
+    await until_async(lambda: version.scheduler.number == 2)
+    await run_loop_turns()
+    assert not statistics.done() and version.scheduler.snapshot() is statistics
+    assert (version.scheduler.current.address, m.SnapshotStatistics()) in sent_messages
+    await version.kill()
+    await processes.end()

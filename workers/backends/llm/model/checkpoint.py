@@ -104,10 +104,12 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The special tokens, in the order in which transformers adds them to a tokenizer.
 _TOKENS = "bos_token eos_token unk_token sep_token pad_token cls_token mask_token"
 _BOOLEAN, _OBJECT, _LIST = ((bool,), "a boolean"), ((dict,), "an object"), ((list,), "a list")
-_INTEGER = ((int,), "an integer")
+_INTEGER, _TEXT = ((int,), "an integer"), ((str,), "a string")
+_TOKENS_FIELD = ((list, dict), "a list or an object")
 _TOKEN = ((str, dict), "a string or an object")
 _IDS = ((int, list), "an integer or a list of integers")
-# The types of the fields of each file, with a description. A null means an absent field.
+# The types of the fields of each file, and of `quantization_config`, with a description. A null
+# means an absent field.
 _FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
     "config.json": {
         _BOOLEAN: "attention_bias mlp_bias tie_word_embeddings use_sliding_window",
@@ -116,17 +118,26 @@ _FIELD_TYPES: Mapping[str, Mapping[tuple[tuple[type, ...], str], str]] = {
         _IDS: "eos_token_id",
         _LIST: "architectures layer_types",
         _OBJECT: "rope_scaling rope_parameters quantization_config compression_config",
+        _TEXT: "model_type",
+    },
+    "quantization_config": {
+        _OBJECT: "meta sparsity_config transform_config",
+        _TEXT: "quant_method",
     },
     "tokenizer_config.json": {
         _BOOLEAN: "add_prefix_space fix_mistral_regex legacy split_special_tokens",
         _OBJECT: "added_tokens_decoder model_specific_special_tokens",
         _LIST: "additional_special_tokens",
-        ((list, dict), "a list or an object"): "extra_special_tokens",
-        ((str,), "a string"): "tokenizer_class",
+        _TOKENS_FIELD: "extra_special_tokens",
+        _TEXT: "tokenizer_class",
         _TOKEN: _TOKENS,
         ((str, list, dict), "a string, a list or an object"): "chat_template",
     },
-    "special_tokens_map.json": {_LIST: "additional_special_tokens", _TOKEN: _TOKENS},
+    "special_tokens_map.json": {
+        _LIST: "additional_special_tokens",
+        _TOKENS_FIELD: "extra_special_tokens",
+        _TOKEN: _TOKENS,
+    },
     "generation_config.json": {_IDS: "eos_token_id", _INTEGER: "max_new_tokens"},
     _INDEX_FILE: {_OBJECT: "weight_map"},
 }
@@ -250,20 +261,25 @@ def read_json(path: Path, problems: list[str], is_optional: bool = False) -> dic
     except OSError as error:
         problems.append(f"{path.name} cannot be read: {error.strerror}")
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problems.append(f"{path.name} is not JSON: {error}")
         return {}
     if not isinstance(value, dict):
         problems.append(f"{path.name} is not a JSON object")
         return {}
-    for (types, allowed_text), names in _FIELD_TYPES.get(path.name, {}).items():
-        for name in names.split():
-            items = value[name] if types is _IDS[0] and type(value.get(name)) is list else ()
-            is_valid = value.get(name) is None or type(value[name]) in types
-            if not is_valid or any(type(item) is not int for item in items):
-                value_text = clip(repr(value.pop(name)))
-                problems.append(f"{path.name}: {name}: {value_text} is not {allowed_text}")
+    _remove_invalid(value, path.name, problems)
     return value
+
+
+def _remove_invalid(fields: dict[str, Any], place: str, problems: list[str]) -> None:
+    """Remove the fields that do not have the types of `_FIELD_TYPES[place]`; report them."""
+    for (types, allowed_text), names in _FIELD_TYPES.get(place, {}).items():
+        for name in names.split():
+            items = fields[name] if types is _IDS[0] and type(fields.get(name)) is list else ()
+            is_valid = fields.get(name) is None or type(fields[name]) in types
+            if not is_valid or any(type(item) is not int for item in items):
+                value_text = clip(repr(fields.pop(name)))
+                problems.append(f"{place}: {name}: {value_text} is not {allowed_text}")
 
 
 def _describe_missing(path: Path) -> str:
@@ -497,7 +513,9 @@ def _quantisation_config(path: Path, config: dict[str, Any], problems: list[str]
         if not settings:
             document = read_json(path / name, problems, is_optional=True)
             settings = {"quant_method": method, **document} if document else {}
-    return settings or {}
+    settings = settings or {}
+    _remove_invalid(settings, "quantization_config", problems)
+    return settings
 
 
 def _read_headers(path: Path, problems: list[str]) -> dict[str, StoredTensor]:

@@ -48,6 +48,7 @@ def edit(path: Path, name: str, **fields: Any) -> None:
         ("tokenizer_config.json", {"chat_template": ["x"]}, "an item of the list is not an object"),
         ("tokenizer_config.json", {"chat_template": 1}, "chat_template: 1 is not a string, a list"),
         ("special_tokens_map.json", {"pad_token": 5}, "pad_token: 5 is not a string or an object"),
+        ("special_tokens_map.json", {"extra_special_tokens": 5}, "5 is not a list or an object"),
         ("generation_config.json", {"eos_token_id": "2"}, "'2' is not an integer or a list"),
         ("generation_config.json", {"eos_token_id": [0, "2"]}, "[0, '2'] is not an integer or a"),
         ("generation_config.json", {"max_new_tokens": "5"}, "max_new_tokens: '5' is not an int"),
@@ -71,12 +72,14 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
     drawn_weights["lm_head.weight"] = torch.zeros(320, 31)
     save_weights(path, drawn_weights)
     (path / "tokenizer_config.json").write_text("{")
+    (path / "generation_config.json").write_text("[" * 100_000)
     with pytest.raises(InvalidArgument) as caught:
         Checkpoint.open(path)
     for part in (
         "weights are missing: model.norm.weight",
         "lm_head.weight has the shape [320, 31], expected [320, 32]",
         "tokenizer_config.json is not JSON",
+        "generation_config.json is not JSON",
     ):
         assert part in caught.value.message
     assert str(tmp_path) not in caught.value.message
@@ -98,6 +101,12 @@ def test_all_mistakes_are_one_error(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": ["a"]}}, "rope_scaling: \"['a']\" is not supported"),
         ({"eos_token_id": "2"}, "eos_token_id: '2' is not an integer or a list"),
         ({"quantization_config": "gptq"}, "quantization_config: 'gptq' is not an object"),
+        ({"quantization_config": {"quant_method": ["fp8"]}},
+         "quantization_config: quant_method: ['fp8'] is not a string"),
+        *(({"quantization_config": {"quant_method": "gptq", name: ["x"]}},
+           f"quantization_config: {name}: ['x'] is not an object")
+          for name in ("meta", "sparsity_config", "transform_config")),
+        ({"architectures": None, "model_type": ["llama"]}, "model_type: ['llama'] is not a string"),
         ({"rope_parameters": {"rope_theta": "1"}}, "rope_theta: '1' is not a positive number"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}},
          "rope_parameters: full_attention: parameters of layer types are not supported"),

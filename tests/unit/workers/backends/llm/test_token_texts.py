@@ -99,16 +99,20 @@ def test_a_token_begins_at_its_character(tokenizer: Tokenizer) -> None:
     assert pieces == expected
 
 
-def test_an_incomplete_character_has_a_position_of_its_own(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("count", [2, 40])
+def test_an_incomplete_character_has_a_position_of_its_own(
+    tokenizer: Tokenizer, count: int
+) -> None:
     texts = TokenTexts(tokenizer)
     comma, (first, *_) = token(tokenizer, ","), tokenize(tokenizer, "😀")
-    tokens = [comma, first, comma, first, first, comma]
+    tokens = [comma, first, comma, *[first] * count, comma]
     detokenizer, positions, pieces = Detokenizer(texts, True), [], []
     for token_id in tokens:
         positions.append(detokenizer.position_of(token_id))
         pieces.append(detokenizer.add(token_id))
     text = "".join([*pieces, detokenizer.flush()])
-    assert (text, positions) == (",\ufffd,\ufffd\ufffd,", [0, 1, 2, 3, 4, 5])
+    expected_text = ",\ufffd," + "\ufffd" * count + ","
+    assert (text, positions) == (expected_text, [*range(count + 4)])
 
 
 def test_stripped_spaces_and_skipped_tokens_have_no_width() -> None:
@@ -171,13 +175,13 @@ def test_long_json_is_parsed_with_pauses(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_bad_word_that_no_text_contains_forbids_no_token() -> None:
     texts = TokenTexts(VOCABULARIES["fallback"])
-    assert BadWords(["\ud800"], texts).forbidden_after([]) == []
+    assert not len(BadWords(["\ud800"], texts, 320).forbidden_after([]))
 
 
 @pytest.mark.parametrize("words", [["the"], ["a", " se"], ["é東", "😀"], ["ababa"], ["x" * 40]])
 def test_the_forbidden_tokens_complete_a_bad_word(tokenizer: Tokenizer, words: list[str]) -> None:
     texts, rng = TokenTexts(tokenizer), random.Random(0)
-    bad_words = BadWords(words, texts)
+    bad_words = BadWords(words, texts, tokenizer.get_vocab_size())
     letters = [token for token in tokenizer.get_vocab().values() if token not in texts.special]
     likely = [*tokenize(tokenizer, "".join(words)), *tokenize(tokenizer, "the sea abab")]
     emitted_tokens: list[int] = []
